@@ -1,0 +1,104 @@
+"""The two kinds of memory that a group owns.
+
+    FlatBuffer        persistent: the group's shards        [segment 0 | pad | segment 1 | …]
+    TransientBuffer   comes and goes: gathered parameters, casts and packed collectives
+
+A TransientBuffer keeps its tensors for ever and gives their storage back in between. Autograd
+saves views of gathered parameters for backward; when the storage is filled again, those views are
+valid again (invariant I3). One storage means one allocation and one free a gather, whatever the
+number of parameters.
+
+Each view has a version counter of its own (`.data`): collectives and copies bump the counter of
+the view that they write to, never that of the parameter that autograd saved (invariant I4).
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def _aliased(
+    raw: torch.Tensor,
+    dtype: torch.dtype,
+    byte_offset: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] | None,
+) -> torch.Tensor:
+    """A view of ``raw``'s storage with a version counter of its own."""
+    typed = torch.empty(0, dtype=dtype, device=raw.device)
+    if strides is None:
+        running = 1
+        backwards = []
+        for length in reversed(shape):
+            backwards.append(running)
+            running *= length
+        strides = tuple(reversed(backwards))
+    typed.set_(raw.untyped_storage(), byte_offset // dtype.itemsize, shape, strides)
+    return typed
+
+
+class FlatBuffer:
+    """A persistent flat buffer, viewed in any dtype at any aligned offset."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self._raw = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self.nbytes = nbytes
+        self.device = device
+
+    def view(
+        self,
+        dtype: torch.dtype,
+        byte_offset: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None = None,
+    ) -> torch.Tensor:
+        """A tensor over the buffer; ``strides`` in elements, contiguous by default."""
+        with torch.inference_mode(False):
+            return _aliased(self._raw, dtype, byte_offset, shape, strides)
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """The storage that every view shares."""
+        return self._raw.untyped_storage()
+
+
+class TransientBuffer:
+    """A flat buffer whose memory is there only between ``acquire`` and ``release``.
+
+    Views are made once, while the buffer is first allocated, and stay valid objects for good.
+    """
+
+    __slots__ = ("_raw", "_storage", "name", "nbytes")
+
+    def __init__(self, nbytes: int, device: torch.device, name: str) -> None:
+        with torch.inference_mode(False):
+            self._raw = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._storage = self._raw.untyped_storage()
+        self.nbytes = nbytes
+        self.name = name
+
+    def view(
+        self,
+        dtype: torch.dtype,
+        byte_offset: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None = None,
+    ) -> torch.Tensor:
+        """A tensor over the buffer, which must be allocated; ``strides`` in elements."""
+        assert self._storage.size() == self.nbytes, f"{self.name} is not allocated"
+        with torch.inference_mode(False):
+            return _aliased(self._raw, dtype, byte_offset, shape, strides)
+
+    def acquire(self) -> None:
+        """Allocate on the current stream; contents are undefined."""
+        self._storage.resize_(self.nbytes)
+
+    def release(self) -> None:
+        """Give the memory back to the current stream's allocator."""
+        self._storage.resize_(0)
+
+    @property
+    def allocated(self) -> bool:
+        """Whether the memory is there (always, for an empty buffer)."""
+        return self._storage.size() == self.nbytes

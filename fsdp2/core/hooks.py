@@ -1,0 +1,293 @@
+"""nn.Module and autograd hooks; the only code that knows the autograd engine.
+
+A unit's hooks sit at four places, and each makes one call of the scheduler:
+
+    forward pre-hook     enter_forward    first of all pre-hooks: users' see full parameters
+    forward hook         exit_forward     last of all: users' hooks registered before see them too
+    grad of an output    enter_backward   first gradient that comes back to the unit
+    grads of the inputs  exit_backward    an identity node in front of the unit; when its backward
+                                          runs, every node that was made behind it has run
+
+Where no input requires grad there is no identity node; the end of the whole backward, a callback
+that the first `enter_backward` queues, finishes such units.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fsdp2.core.config import MixedPrecisionPolicy, ShardingStateError
+from fsdp2.core.group import OptimizerSteps
+from fsdp2.core.nested import grad_tensors, map_tensors
+from fsdp2.core.scheduler import Phase, Scheduler, Unit
+from fsdp2.core.streams import Streams
+
+_in_backward: Callable[[], int] = torch._C._current_graph_task_id
+_OUTSIDE = -1
+_KEY = "_fsdp2_hooks"
+"""Where a sharded module keeps its hooks, in its ``__dict__``."""
+
+
+def hooks_of(module: nn.Module) -> UnitHooks | None:
+    """The hooks that ``fully_shard`` installed on ``module``, if it was called on it."""
+    return module.__dict__.get(_KEY)
+
+
+class _ExitBackward(torch.autograd.Function):
+    """Identity whose backward tells the unit that its own backward is over."""
+
+    @staticmethod
+    def forward(ctx: Any, hooks: UnitHooks, *tensors: torch.Tensor) -> Any:
+        ctx.hooks = hooks
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.hooks.exit_backward()
+        return (None, *grads)
+
+
+class UnitHooks:
+    """The hooks of one unit.
+
+    Args:
+        unit: what they drive.
+        modules: the modules that ``fully_shard`` was called on.
+        precision: casts of inputs and outputs.
+        device: where inputs of a root's forward are moved; CPU inputs stay.
+        streams: lanes of the device.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        modules: Sequence[nn.Module],
+        precision: MixedPrecisionPolicy,
+        device: torch.device,
+        streams: Streams,
+    ) -> None:
+        self.unit = unit
+        self.modules = tuple(modules)
+        self.precision = precision
+        self.device = device
+        self.scheduler: Scheduler | None = None
+        self.streams = streams
+        self._waiting: set[nn.Module] = set()  # of a list of modules: those still to run
+        self._cast_to = precision.param_dtype if precision.cast_forward_inputs else None
+        for module in self.modules:
+            module.__dict__[_KEY] = self
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.post_forward)
+
+    # ---- forward
+
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Gather; cast inputs; mark where backward leaves the unit."""
+        scheduler = self.scheduler or start(self)
+        unit = self.unit
+        if _in_backward() != _OUTSIDE:  # recomputation of a checkpointed forward
+            recomputes = unit.phase is Phase.BACKWARD
+            if not recomputes:
+                self._enter_backward()
+            args, kwargs = self._cast_inputs(args, kwargs)
+            return (args, kwargs) if recomputes else self._mark_exit(args, kwargs)
+        first = True
+        if len(self.modules) > 1:
+            first = unit.phase is not Phase.FORWARD
+            if not self._waiting:
+                self._waiting.update(self.modules)
+        if first:
+            if scheduler.forward_root is unit or scheduler.in_backward:
+                scheduler.reset()  # an exception ended its last forward or backward half way
+            if scheduler.forward_root is None:
+                args, kwargs = self._begin(scheduler, args, kwargs)
+            scheduler.enter_forward(unit)
+        args, kwargs = self._cast_inputs(args, kwargs)
+        return self._mark_exit(args, kwargs) if first else (args, kwargs)
+
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Free; mark where backward enters the unit; cast outputs."""
+        if _in_backward() == _OUTSIDE:
+            assert self.scheduler is not None
+            self._waiting.discard(module)
+            if not self._waiting:
+                self.scheduler.exit_forward(self.unit)
+            elif self.scheduler.forward_root is self.unit:
+                # One module of a list, called on its own (a head, chunk by chunk): backward is
+                # next, so that the parameters stay.
+                self._waiting.clear()
+                self.scheduler.exit_forward(self.unit, keep=True)
+        if torch.is_grad_enabled():
+            self._mark_entry(output)
+        dtype = self.precision.output_dtype
+        return output if dtype is None else _cast(output, dtype)
+
+    def _begin(
+        self, scheduler: Scheduler, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        scheduler.begin_forward(self.unit, torch.is_grad_enabled())
+        if self.device.type == "cpu":
+            return args, kwargs
+        device = self.device
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
+
+        return map_tensors(move, args), map_tensors(move, kwargs)
+
+    def _cast_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._cast_to is None:
+            return args, kwargs
+        return _cast(args, self._cast_to), (_cast(kwargs, self._cast_to) if kwargs else kwargs)
+
+    # ---- backward
+
+    def _mark_exit(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not torch.is_grad_enabled():
+            return args, kwargs
+        found: list[torch.Tensor] = []
+        grad_tensors(args, found)
+        if kwargs:
+            grad_tensors(kwargs, found)
+        if not found:
+            return args, kwargs
+        if len(found) == 1 and type(found[0]) is torch.Tensor:
+            # A view costs half of a custom function, and a user may modify it in place.
+            alias = found[0].view_as(found[0])
+            alias.grad_fn.register_prehook(self._on_input_grad)  # type: ignore[union-attr]  # set
+            if len(args) == 1 and args[0] is found[0]:
+                return (alias,), kwargs
+            marked = iter((alias,))
+        else:
+            marked = iter(_ExitBackward.apply(self, *found))
+        args = _replace(args, marked)
+        return args, (_replace(kwargs, marked) if kwargs else kwargs)
+
+    def _mark_entry(self, output: Any) -> None:
+        found: list[torch.Tensor] = []
+        grad_tensors(output, found)
+        for tensor in found:
+            tensor.register_hook(self._on_output_grad)
+            base = tensor._base
+            if base is not None and base.grad_fn is not None:
+                # An in-place operation on a view routes its gradient around the view's own
+                # node, straight to the node of its base.
+                base.grad_fn.register_prehook(self._on_base_grad)
+
+    def _on_output_grad(self, grad: torch.Tensor) -> None:
+        if self.unit.phase is not Phase.BACKWARD:
+            self._enter_backward()
+
+    def _on_base_grad(self, grads: Any) -> None:
+        if self.unit.phase is not Phase.BACKWARD:
+            self._enter_backward()
+
+    def _on_input_grad(self, grads: Any) -> None:
+        self.exit_backward()
+
+    def _enter_backward(self) -> None:
+        scheduler = self.scheduler
+        assert scheduler is not None
+        if not scheduler.in_backward:
+            scheduler.in_backward = True
+            Variable._execution_engine.queue_callback(self._end_backward)
+        scheduler.enter_backward(self.unit)
+
+    def exit_backward(self) -> None:
+        """The identity node in front of the unit ran."""
+        assert self.scheduler is not None
+        self.scheduler.exit_backward(self.unit)
+
+    def _end_backward(self) -> None:
+        scheduler = self.scheduler
+        assert scheduler is not None
+        scheduler.end_backward()
+
+
+def start(hooks: UnitHooks) -> Scheduler:
+    """Make ``hooks``' module the root of all units below it, and give them one scheduler.
+
+    Called before the first forward (or a call that needs the scheduler), when every unit is there.
+    """
+    if len(hooks.modules) > 1:
+        raise ShardingStateError(
+            f"the first forward ran a module of the list {hooks.unit.name}, which has no single "
+            f"root; call fully_shard on the model that holds them and run that first"
+        )
+    root = hooks.modules[0]
+    found: dict[UnitHooks, list[str]] = {}
+    for name, module in root.named_modules():
+        below = hooks_of(module)
+        if below is not None:
+            found.setdefault(below, []).append(name)
+    for below in found:
+        busy = below.scheduler
+        if busy is not None and (busy.forward_root is not None or busy.in_backward):
+            raise ShardingStateError(
+                f"unit '{below.unit.name}' is in the middle of a forward or backward of its own; "
+                f"finish it, or call reset_iter_state() on it, before running its parent"
+            )
+    scheduler = Scheduler([below.unit for below in found], hooks.streams)
+    for below, names in found.items():
+        below.scheduler = scheduler
+        below.unit.name = ", ".join(names)
+        below.unit.is_root = below is hooks
+    _name_parameters(root, found)
+    return scheduler
+
+
+def _name_parameters(root: nn.Module, found: dict[UnitHooks, list[str]]) -> None:
+    names = {id(param): name for name, param in root.named_parameters()}
+    for below in found:
+        for group in below.unit.groups:
+            group.name = below.unit.name or "(root)"
+            for param in group.params:
+                registered = param.sharded if not group.is_unsharded else param.unsharded
+                param.name = names.get(id(registered), param.name)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point() and tensor.dtype != dtype:
+            return tensor.to(dtype)
+        return tensor
+
+    return map_tensors(cast, value)
+
+
+def _replace(value: Any, marked: Any) -> Any:
+    return map_tensors(lambda tensor: next(marked) if tensor.requires_grad else tensor, value)
+
+
+def forward_method(hooks: UnitHooks, method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method``, a bound method, run between the unit's forward hooks."""
+
+    @functools.wraps(method)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = hooks.pre_forward(self, args, kwargs)
+        return hooks.post_forward(self, args, method(*args, **kwargs))
+
+    return run
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Count optimizer steps in this process, once."""
+
+    def count(*_: Any) -> None:
+        OptimizerSteps.count += 1
+
+    register_optimizer_step_post_hook(count)

@@ -1,0 +1,288 @@
+"""Where every element of a group lives, as plain integers.
+
+A group's shards are one flat, persistent buffer; its gathered form is another, parameter-major
+one. With two parameters A (dim 0 of 4 rows) and B (3 rows) on two ranks, c = ceil(rows / 2):
+
+    rank 0's shard  [ A0 A1 | B0 B1 ]         rank 1's shard  [ A2 A3 | B2 -- ]   (-- is padding)
+    gathered        [ A0 A1 A2 A3 | B0 B1 B2 -- ]                                 (on both)
+
+A *segment* is a run of parameters that share dtypes and a transport:
+
+    coalesced   each parameter is gathered straight into its slot; no copy afterwards
+    packed      all shards travel in one collective, rank-major; a copy puts them in their slots
+    local       one rank: the shard is the parameter
+
+Which segment a parameter belongs to depends on global shapes, dtypes and the backend only, never
+on the rank, so that every rank decides alike (invariant I1 in docs/invariants.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+COLLECTIVE_ALIGN_BYTES = 16
+"""NCCL moves chunks of a multiple of 16 bytes with vector loads, others element by element."""
+
+SLOT_ALIGN_BYTES = 128
+"""Gathered parameters start at such a multiple, so that kernels may load whole cache lines."""
+
+
+class Transport(Enum):
+    """How a segment's shards become its gathered parameters."""
+
+    COALESCED = "coalesced"
+    PACKED = "packed"
+    LOCAL = "local"
+
+
+@dataclass(frozen=True)
+class ParamShape:
+    """What the layout must know about a parameter.
+
+    Attributes:
+        name: full name, for messages.
+        shape: global shape.
+        dim: the dim that is sharded, in ``[0, len(shape))``.
+        shard_dtype: dtype of the shard, as any hashable value.
+        shard_itemsize: bytes of one element of the shard.
+        full_dtype: dtype of the gathered parameter.
+        full_itemsize: bytes of one element of the gathered parameter.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int
+    shard_dtype: Hashable
+    shard_itemsize: int
+    full_dtype: Hashable
+    full_itemsize: int
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place in its segment; offsets and lengths in elements.
+
+    Attributes:
+        index: the parameter's position in the group.
+        shape: global shape.
+        dim: sharded dim.
+        world_size: ranks that it is sharded over.
+        chunk: length of a whole rank's piece of ``dim``: ceil(shape[dim] / world_size).
+        shard_offset: start in the segment's part of the flat shard.
+        full_offset: start in the segment's part of the gathered buffer.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+    dim: int
+    world_size: int
+    chunk: int
+    shard_offset: int
+    full_offset: int
+
+    @property
+    def inner(self) -> int:
+        """Elements behind one index of the sharded dim: the product of the later dims."""
+        return math.prod(self.shape[self.dim + 1 :])
+
+    @property
+    def outer(self) -> int:
+        """The product of the dims before the sharded one (1 for dim 0)."""
+        return math.prod(self.shape[: self.dim])
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's piece, padding included; the same on every rank."""
+        return self.outer * self.chunk * self.inner
+
+    @property
+    def full_numel(self) -> int:
+        """Elements of the gathered slot: whole pieces for dim 0, else the parameter itself."""
+        if self.dim == 0:
+            return self.world_size * self.shard_numel
+        return math.prod(self.shape)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def even(self) -> bool:
+        """Whether every rank holds a whole piece."""
+        return self.chunk * self.world_size == self.shape[self.dim]
+
+    def rows(self, rank: int) -> int:
+        """Length of ``rank``'s piece of the sharded dim (0 for a rank beyond the end)."""
+        return max(0, min(self.chunk, self.shape[self.dim] - rank * self.chunk))
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of ``rank``'s shard, without padding."""
+        return (*self.shape[: self.dim], self.rows(rank), *self.shape[self.dim + 1 :])
+
+    def whole_ranks(self) -> int:
+        """How many ranks hold a whole piece; at most one further rank holds a part of one."""
+        return self.shape[self.dim] // self.chunk if self.chunk else 0
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of parameters with the same dtypes and transport.
+
+    Attributes:
+        transport: how it is gathered.
+        shard_dtype: dtype of the shards.
+        full_dtype: dtype of the gathered parameters; a cast happens where it differs.
+        slots: the parameters, in the order of both buffers.
+        shard_numel: elements of one rank's part, padded to 16 bytes in either dtype.
+        full_numel: elements of the gathered part, alignment included.
+        shard_byte_offset: start in the group's flat shard, in bytes.
+        full_byte_offset: start in the group's gathered buffer, in bytes.
+    """
+
+    transport: Transport
+    shard_dtype: Hashable
+    full_dtype: Hashable
+    slots: tuple[Slot, ...]
+    shard_numel: int
+    full_numel: int
+    shard_byte_offset: int
+    full_byte_offset: int
+
+    @property
+    def tail(self) -> int:
+        """Elements of padding behind the last slot of the shard."""
+        return self.shard_numel - sum(slot.shard_numel for slot in self.slots)
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """The plan of one group: a value that can be printed, compared and tested on its own.
+
+    Attributes:
+        world_size: ranks that the group is sharded over.
+        segments: its segments.
+        shard_bytes: bytes of one rank's flat shard, padding included.
+        full_bytes: bytes of the gathered buffer, padding and alignment included.
+        payload_bytes: bytes of all parameters in the shards' dtypes, padding excluded.
+    """
+
+    world_size: int
+    segments: tuple[Segment, ...]
+    shard_bytes: int
+    full_bytes: int
+    payload_bytes: int
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of the flat shard, over all ranks, that hold no parameter, divided by ranks."""
+        return self.shard_bytes - math.ceil(self.payload_bytes / self.world_size)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def pick_transport(param: ParamShape, world_size: int, coalesces: bool) -> Transport:
+    """The transport of one parameter, from global facts only (invariant I1).
+
+    Args:
+        param: the parameter.
+        world_size: ranks that it is sharded over.
+        coalesces: whether the backend gathers many tensors in one launch (NCCL does, gloo not).
+    """
+    if world_size == 1:
+        return Transport.LOCAL
+    chunk = math.ceil(param.shape[param.dim] / world_size)
+    shard_numel = chunk * math.prod(param.shape[1:]) if param.dim == 0 else 0
+    itemsize = min(param.shard_itemsize, param.full_itemsize)
+    aligned = shard_numel > 0 and shard_numel * itemsize % COLLECTIVE_ALIGN_BYTES == 0
+    return Transport.COALESCED if coalesces and aligned else Transport.PACKED
+
+
+def _build_segment(
+    transport: Transport,
+    members: Sequence[tuple[int, ParamShape]],
+    world_size: int,
+    shard_byte_offset: int,
+    full_byte_offset: int,
+) -> Segment:
+    first = members[0][1]
+    align = max(SLOT_ALIGN_BYTES // first.full_itemsize, 1)
+    slots: list[Slot] = []
+    shard_offset = full_offset = 0
+    for index, param in members:
+        chunk = math.ceil(param.shape[param.dim] / world_size)
+        # The local transport casts or aliases the flat shard as a whole: same offsets in both.
+        start = shard_offset if transport is Transport.LOCAL else full_offset
+        slot = Slot(index, param.shape, param.dim, world_size, chunk, shard_offset, start)
+        slots.append(slot)
+        shard_offset += slot.shard_numel
+        if transport is Transport.LOCAL:
+            shard_offset = _round_up(shard_offset, align)
+        full_offset = _round_up(full_offset + slot.full_numel, align)
+    itemsize = min(first.shard_itemsize, first.full_itemsize)
+    shard_numel = _round_up(shard_offset, max(COLLECTIVE_ALIGN_BYTES // itemsize, 1))
+    if transport is Transport.LOCAL:  # the shard itself is the gathered form, unless it is cast
+        full_offset = 0 if first.shard_dtype == first.full_dtype else shard_numel
+    return Segment(
+        transport=transport,
+        shard_dtype=first.shard_dtype,
+        full_dtype=first.full_dtype,
+        slots=tuple(slots),
+        shard_numel=shard_numel,
+        full_numel=full_offset,
+        shard_byte_offset=shard_byte_offset,
+        full_byte_offset=full_byte_offset,
+    )
+
+
+def build_layout(params: Sequence[ParamShape], world_size: int, coalesces: bool) -> GroupLayout:
+    """Lay out a group.
+
+    Args:
+        params: the group's parameters, in order.
+        world_size: ranks to shard over, at least 1.
+        coalesces: whether the backend gathers many tensors in one launch.
+
+    Example::
+
+        >>> weight = ParamShape("w", (4, 8), 0, "f32", 4, "f32", 4)
+        >>> build_layout([weight], world_size=2, coalesces=True).shard_bytes
+        64
+    """
+    families: dict[tuple[Transport, Hashable, Hashable], list[tuple[int, ParamShape]]] = {}
+    for index, param in enumerate(params):
+        transport = pick_transport(param, world_size, coalesces)
+        key = (transport, param.shard_dtype, param.full_dtype)
+        families.setdefault(key, []).append((index, param))
+
+    segments: list[Segment] = []
+    shard_bytes = full_bytes = payload = 0
+    for (transport, _, _), members in families.items():
+        if transport is Transport.PACKED:
+            # Dim 0 first, so that one fused kernel copies all of those out; aligned shards before
+            # the others, whose padding then comes once, at the end.
+            members = sorted(members, key=lambda m: (m[1].dim, _misaligned(m[1], world_size)))
+        segment = _build_segment(transport, members, world_size, shard_bytes, full_bytes)
+        segments.append(segment)
+        first = members[0][1]
+        payload += sum(math.prod(param.shape) * param.shard_itemsize for _, param in members)
+        shard_bytes = _round_up(
+            shard_bytes + segment.shard_numel * first.shard_itemsize, SLOT_ALIGN_BYTES
+        )
+        full_bytes = _round_up(
+            full_bytes + segment.full_numel * first.full_itemsize, SLOT_ALIGN_BYTES
+        )
+    if len(segments) == 1:  # nothing follows: no need to align what comes after
+        shard_bytes = segments[0].shard_numel * params[0].shard_itemsize
+    return GroupLayout(world_size, tuple(segments), shard_bytes, full_bytes, payload)
+
+
+def _misaligned(param: ParamShape, world_size: int) -> bool:
+    chunk = math.ceil(param.shape[param.dim] / world_size)
+    numel = math.prod(param.shape[: param.dim]) * chunk * math.prod(param.shape[param.dim + 1 :])
+    return numel * min(param.shard_itemsize, param.full_itemsize) % COLLECTIVE_ALIGN_BYTES != 0

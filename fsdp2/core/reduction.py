@@ -1,0 +1,351 @@
+"""From full gradients to sharded ``.grad``: the steps, bound once per group.
+
+    collect   take the gradients that autograd left on the unsharded parameters    COMPUTE
+    stage     put them where the collective reads them; only where they must move  COMPUTE
+    divide    before the sum, for dtypes that could overflow                       REDUCE
+    reduce    reduce-scatter                                                       REDUCE
+    divide    after the sum                                                        REDUCE
+    cast      to the shard's dtype                                                 REDUCE
+    deliver   become, or add to, the sharded parameter's ``.grad``                 REDUCE
+
+A step that a configuration does not need is not in the tuple. Three ways to stage:
+
+    direct    autograd's gradients are the collective's inputs as they are: no copy
+    cast      one fused copy casts them into a parameter-major buffer
+    packed    one fused copy pads, casts and interleaves them rank-major: [ranks, n]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fsdp2.core.collectives import Collectives, ReduceKind
+from fsdp2.core.kernels import Kernels
+from fsdp2.core.layout import COLLECTIVE_ALIGN_BYTES, Slot
+from fsdp2.core.transport import shard_blocks
+
+
+@dataclass(frozen=True)
+class Division:
+    """Where a reduction divides: before the collective, inside it, after it."""
+
+    before: float | None
+    kind: ReduceKind
+    after: float | None
+
+
+_AVERAGE = (torch.float32, torch.bfloat16)
+
+
+def plan_division(
+    dtype: torch.dtype, size: int, factor: float | None, premultiplies: bool
+) -> Division:
+    """Choose where to divide.
+
+    fp32 and bf16 have range to spare and divide inside the collective where the backend can.
+    Others (fp16) split the factor about evenly before and after the sum, so that neither the sum
+    overflows nor the addends vanish.
+
+    Args:
+        dtype: the reduction's dtype.
+        size: ranks of the shard axis.
+        factor: the user's divide factor; ``None`` averages.
+        premultiplies: whether the backend has a premultiplied sum (NCCL has).
+    """
+    if dtype in _AVERAGE:
+        if factor is None or factor == size:
+            return Division(None, ReduceKind(average=True), None)
+        if premultiplies:
+            return Division(None, ReduceKind(average=False, factor=factor), None)
+        return Division(None, ReduceKind(average=False), factor)
+    whole = float(size) if factor is None else factor
+    before = 2.0 ** math.ceil(math.log2(whole) / 2) if whole > 1 else 1.0
+    after = whole / before
+    return Division(
+        before if before != 1.0 else None,
+        ReduceKind(average=False),
+        after if after != 1.0 else None,
+    )
+
+
+@dataclass
+class Job:
+    """One reduction on its way: what each step leaves for the next.
+
+    Attributes:
+        grads: full gradients, a tensor for every member.
+        present: which members had one; the others are reduced as zeros and get no ``.grad``.
+        outputs: this rank's reduced rows, a tensor for every member.
+        flat: the flat tensor that they are views of, in the reduce dtype.
+        result: the same in the shard's dtype.
+    """
+
+    grads: list[Any]
+    present: list[bool]
+    flat: Any = None
+    result: Any = None
+    outputs: list[Any] = field(default_factory=list)
+
+
+Step = Callable[[Job], None]
+
+
+class SegmentReduction:
+    """The bound steps of the members of a group that are reduced alike.
+
+    Args:
+        members: the parameters (`ShardedParam`, or simulated ones).
+        slots: their slots in the group's layout.
+        direct: whether gradients may be reduced one by one in one launch: dim 0, even, aligned.
+        grad_dtype: dtype of autograd's gradients.
+        reduce_dtype: dtype of the collective.
+        factor: the user's divide factor.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Any],
+        slots: Sequence[Slot],
+        direct: bool,
+        grad_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        factor: float | None,
+        collectives: Collectives,
+        kernels: Kernels,
+    ) -> None:
+        self.members = members
+        self.slots = slots
+        self.kernels = kernels
+        self.collectives = collectives
+        self.grad_dtype = grad_dtype
+        self.reduce_dtype = reduce_dtype
+        self._shard_dtype: torch.dtype = members[0].dtype
+        self._shapes = [slot.local_shape(collectives.rank) for slot in slots]
+        self._offsets: list[int] = []
+        width = 0
+        for slot in slots:
+            self._offsets.append(width)
+            width += slot.shard_numel
+        self._payload = width
+        multiple = max(COLLECTIVE_ALIGN_BYTES // reduce_dtype.itemsize, 1)
+        self._width = -(-width // multiple) * multiple
+        self._staging: Any = None
+        self._targets: list[Any] = []
+        self._pads: dict[torch.dtype, list[Any]] = {}
+        self.on_compute, self.on_reduce = self._bind(direct, factor)
+
+    # ---- binding
+
+    def _bind(
+        self, direct: bool, factor: float | None
+    ) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+        compute: list[Step] = []
+        reduce: list[Step] = []
+        if self.collectives.size == 1:
+            self._bind_local(factor, compute, reduce)
+        else:
+            self._bind_collective(direct, factor, compute, reduce)
+            if self.reduce_dtype != self._shard_dtype:
+                compute.append(self._allocate_result)
+                reduce.append(self._cast)
+        reduce.append(self._deliver)
+        return tuple(compute), tuple(reduce)
+
+    def _bind_local(self, factor: float | None, compute: list[Step], reduce: list[Step]) -> None:
+        """One rank: a gradient of the shard's dtype becomes ``.grad`` as it is."""
+        if self.grad_dtype == self._shard_dtype:
+            compute.append(self._adopt)
+        else:
+            self.reduce_dtype = self._shard_dtype
+            compute.append(self._allocate)
+            reduce.append(self._copy_local)
+        if factor is not None and factor != 1:
+            reduce.append(lambda job: self._divide_each(job.outputs, factor))
+
+    def _bind_collective(
+        self, direct: bool, factor: float | None, compute: list[Step], reduce: list[Step]
+    ) -> None:
+        size = self.collectives.size
+        division = plan_division(self.reduce_dtype, size, factor, self.collectives.premultiplies)
+        before, after = division.before, division.after
+        self._kind = division.kind
+        if not direct:
+            self._bind_packed()
+            compute += [self._allocate, self._stage_packed]
+            if before is not None:
+                reduce.append(lambda job: self.kernels.divide(self._input, before))
+            reduce.append(self._reduce_packed)
+        else:
+            compute.append(self._allocate)
+            if self.grad_dtype != self.reduce_dtype:
+                self._bind_cast()
+                compute.append(self._stage_cast)
+            else:
+                compute.append(self._stage_direct)
+            if before is not None:
+                reduce.append(lambda job: self._divide_each(job.grads, before))
+            reduce.append(self._reduce_direct)
+        if after is not None:
+            reduce.append(lambda job: self.kernels.divide(job.flat, after))
+
+    def _bind_cast(self) -> None:
+        itemsize = self.reduce_dtype.itemsize
+        numel = sum(slot.numel for slot in self.slots)
+        self._staging = self.kernels.transient(numel * itemsize, "reduce-scatter input")
+        start = 0
+        for slot in self.slots:
+            self._targets.append(self._staging.view(self.reduce_dtype, start, slot.shape))
+            start += slot.numel * itemsize
+        self._staging.release()
+
+    def _bind_packed(self) -> None:
+        size = self.collectives.size
+        nbytes = size * self._width * self.reduce_dtype.itemsize
+        self._staging = self.kernels.transient(nbytes, "reduce-scatter input")
+        self._input = self._staging.view(self.reduce_dtype, 0, (size * self._width,))
+        self._rows = self._staging.view(self.reduce_dtype, 0, (size, self._width))
+        self._staging.release()
+        if self._width > self._payload:
+            shape = (size, self._width - self._payload)
+            for dtype in {self.grad_dtype, self.reduce_dtype}:
+                self._pads[dtype] = [self.kernels.zeros(shape, dtype, "padding")]
+
+    # ---- steps on the COMPUTE lane
+
+    def _allocate(self, job: Job) -> None:
+        job.flat = self.kernels.empty(self._width, self.reduce_dtype, "reduce-scatter output")
+        job.outputs = self._views(job.flat)
+
+    def _adopt(self, job: Job) -> None:
+        self._stage_direct(job)
+        job.outputs = job.grads
+
+    def _allocate_result(self, job: Job) -> None:
+        job.result = self.kernels.empty(self._width, self._shard_dtype, "sharded gradient")
+
+    def _unify(self, job: Job) -> torch.dtype:
+        """Give all gradients one dtype: autograd's, or the reduction's where any differs."""
+        dtype = self.grad_dtype
+        if any(grad.dtype != dtype for grad in job.grads):
+            dtype = self.reduce_dtype
+            job.grads = [grad.to(dtype) for grad in job.grads]
+        return dtype
+
+    def _stage_direct(self, job: Job) -> None:
+        self._unify(job)
+        job.grads = [g if g.is_contiguous() else g.contiguous() for g in job.grads]
+
+    def _stage_cast(self, job: Job) -> None:
+        self._staging.acquire()
+        self.kernels.copy_many(self._targets, job.grads)
+        job.grads = self._targets
+
+    def _stage_packed(self, job: Job) -> None:
+        dtype = self._unify(job)
+        self._staging.acquire()
+        rows = [
+            grad if slot.dim == 0 else self._rank_major(slot, grad)
+            for slot, grad in zip(self.slots, job.grads, strict=True)
+            if slot.shard_numel
+        ]
+        rows += self._pads.get(dtype, ())
+        self.kernels.chunk_cat(rows, self.collectives.size, self._rows)
+        job.grads = []
+
+    def _rank_major(self, slot: Slot, grad: Any) -> Any:
+        """A gradient sharded on a later dim, as rows of one rank's piece each: [ranks, n]."""
+        rows = self.kernels.zeros(
+            (self.collectives.size, slot.shard_numel), grad.dtype, "rank-major gradient"
+        )
+        for ranks, first, length in shard_blocks(slot):
+            source = grad.narrow(slot.dim, first * slot.chunk, ranks * length)
+            source = source.reshape(slot.outer, ranks, length, slot.inner).transpose(0, 1)
+            part = rows.narrow(0, first, ranks).narrow(1, 0, slot.outer * length * slot.inner)
+            self.kernels.copy(part.view(ranks, slot.outer, length, slot.inner), source)
+        return rows
+
+    # ---- steps on the REDUCE lane
+
+    def _divide_each(self, tensors: list[Any], factor: float) -> None:
+        for tensor in tensors:
+            self.kernels.divide(tensor, factor)
+
+    def _reduce_direct(self, job: Job) -> None:
+        work = self.collectives.reduce_scatter_many(job.outputs, job.grads, self._kind)
+        if work is not None:
+            work.wait()
+
+    def _reduce_packed(self, job: Job) -> None:
+        work = self.collectives.reduce_scatter(job.flat, self._input, self._kind)
+        if work is not None:
+            work.wait()
+
+    def _copy_local(self, job: Job) -> None:
+        self.kernels.copy_many(job.outputs, job.grads)
+
+    def _cast(self, job: Job) -> None:
+        self.kernels.copy(job.result, job.flat)
+        job.outputs = self._views(job.result)
+
+    def _deliver(self, job: Job) -> None:
+        """Set ``.grad``, or add to it where there is one; then run the users' hooks."""
+        sums: list[Any] = []
+        addends: list[Any] = []
+        for member, present, rows in zip(self.members, job.present, job.outputs, strict=True):
+            if not present:
+                continue
+            existing = member.gradient
+            if existing is None:
+                member.gradient = rows
+            else:
+                sums.append(existing)
+                addends.append(rows)
+        if sums:
+            self.kernels.add_many(sums, addends)
+        for member, present in zip(self.members, job.present, strict=True):
+            if present:
+                member.run_hooks()
+
+    # ---- running
+
+    def _views(self, flat: Any) -> list[Any]:
+        view = self.kernels.view
+        return [
+            view(flat, offset, shape)
+            for offset, shape in zip(self._offsets, self._shapes, strict=True)
+        ]
+
+    def collect(self, take_missing: bool) -> Job | None:
+        """Take the members' gradients; ``None`` where no member has one.
+
+        Args:
+            take_missing: reduce (as zeros, delivered too) members without a gradient.
+        """
+        grads: list[Any] = []
+        missing = False
+        for member in self.members:
+            grad = member.take_gradient()
+            grads.append(grad)
+            if grad is None:
+                missing = True
+        if not missing:
+            return Job(grads, [True] * len(grads))
+        if not take_missing and all(grad is None for grad in grads):
+            return None
+        present = [take_missing or grad is not None for grad in grads]
+        return Job([self._zeros(m, g) for m, g in zip(self.members, grads, strict=True)], present)
+
+    def _zeros(self, member: Any, grad: Any) -> Any:
+        if grad is not None:
+            return grad
+        return self.kernels.zeros(member.shape, self.grad_dtype, "absent gradient")
+
+    def release(self) -> None:
+        """Free what the collective read, once COMPUTE is behind it."""
+        if self._staging is not None and self._staging.allocated:
+            self._staging.release()

@@ -1,0 +1,327 @@
+"""When groups are gathered, freed and reduced.
+
+One scheduler serves all units below a root. It learns the order of units in each forward and uses
+it in the next; backward follows this iteration's forward in reverse.
+
+    enter i   COMPUTE waits for gather i; issue gather i+1 (in backward i-1)
+              … compute i …
+    exit i    free i; in backward wait for the reduction before, and reduce i
+
+Gather i+1 is issued before compute i and its side lane waits for COMPUTE as it is at that moment:
+for compute i-1, whose buffer the free of i-1 gave back. So besides units whose forward (or
+backward) is under way and units that are kept on request, at most one unit is gathered: two in
+all for a sequence of blocks (invariant I6). A wrong guess costs one gather and one free, never a
+wrong result: what was prefetched and not used is freed before the next gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from fsdp2.core.group import ParamGroup, PendingReduction, State
+from fsdp2.core.streams import Lane, Streams
+
+
+class Phase(Enum):
+    """Where a unit is in its iteration."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    REDUCED = "reduced"
+
+
+class Unit:
+    """What one call of ``fully_shard`` made: groups that are used together, and their flags.
+
+    Attributes:
+        name: full name of its module ("" for the root), or several joined by commas.
+        groups: its parameter groups; none if every parameter belongs to other units.
+        reshard_after_forward: ``None`` for the default: keep at the root, free elsewhere.
+        reshard_after_backward: whether parameters are freed after backward.
+        sync: whether backward reduces gradients; otherwise they accumulate unreduced.
+        forward_prefetch: units to gather when this one's forward starts; empty for the recorded
+            order.
+        backward_prefetch: the same for backward.
+        is_root: whether it is the root of its scheduler.
+        phase: where it is in the iteration.
+    """
+
+    def __init__(self, name: str, groups: Sequence[ParamGroup]) -> None:
+        self.name = name
+        self.groups = list(groups)
+        self.reshard_after_forward: bool | None = None
+        self.reshard_after_backward = True
+        self.sync = True
+        self.forward_prefetch: list[Unit] = []
+        self.backward_prefetch: list[Unit] = []
+        self.is_root = False
+        self.phase = Phase.IDLE
+        self.visits: list[int] = []  # its positions in this iteration's order, backward to come
+
+    @property
+    def frees_after_forward(self) -> bool:
+        """Whether parameters are freed when its forward ends."""
+        if self.reshard_after_forward is None:
+            return not self.is_root
+        return self.reshard_after_forward
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a group of it has to be gathered before use."""
+        return any(group.state is State.SHARDED for group in self.groups)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether a group of it is gathered, or on its way."""
+        return any(group.state is not State.SHARDED for group in self.groups)
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name or '(root)'!r}, {self.phase.value})"
+
+
+class Scheduler:
+    """Order, prefetch and windows of the units below one root.
+
+    Args:
+        units: all units, in the order of registration; the first is the root.
+        streams: lanes of the device.
+
+    Attributes:
+        forward_root: the unit whose forward encloses the running one; ``None`` outside.
+        in_backward: whether a backward has begun whose end was not seen.
+        is_last_backward: whether the end of this backward waits for reductions and cleans up.
+    """
+
+    REDUCTIONS_IN_FLIGHT = 1
+    FORWARDS_REMEMBERED = 1024
+
+    def __init__(self, units: Sequence[Unit], streams: Streams) -> None:
+        self.units = list(units)
+        self.streams = streams
+        self.forward_root: Unit | None = None
+        self.in_backward = False
+        self.is_last_backward = True
+        # A first guess that costs little if it is wrong: modules run as they are registered.
+        self._orders: dict[Unit, list[Unit]] = {}
+        self._expected: list[Unit] = []
+        self._cursor = -1
+        self._running: list[Unit] = []  # this forward's order of entries
+        self._finished: list[Unit] = []  # this iteration's order of exits, backward's in reverse
+        self._records_exits = False
+        self._prefetched: Unit | None = None  # gathered on a guess, not yet used
+        self._requested: list[Unit] = []  # gathered on an explicit list, perhaps not yet used
+        self._pending: list[PendingReduction] = []
+
+    # ---- forward
+
+    def begin_forward(self, root: Unit, expects_backward: bool) -> None:
+        """A forward starts at ``root``, which is not inside another unit's forward."""
+        self.forward_root = root
+        self._expected = self._orders.get(root) or self._registration_order(root)
+        self._cursor = -1
+        self._running = []
+        self._records_exits = expects_backward
+        if len(self._finished) > self.FORWARDS_REMEMBERED * len(self.units):
+            self._forget_exits()  # forwards whose backward never came
+
+    def _registration_order(self, root: Unit) -> list[Unit]:
+        return [unit for unit in self.units if unit.groups] if root.is_root else []
+
+    def enter_forward(self, unit: Unit) -> None:
+        """Gather ``unit`` and start on the one that should be next."""
+        unit.phase = Phase.FORWARD
+        if not unit.groups:
+            return
+        self._running.append(unit)
+        known = self._advance(unit)
+        for group in unit.groups:
+            group.free_if_outdated()
+        self._gather(unit)
+        for group in unit.groups:
+            group.refresh_requires_grad()
+        if unit.forward_prefetch:
+            self._request(unit.forward_prefetch)
+        elif known:
+            self._prefetch(self._successor())
+
+    def exit_forward(self, unit: Unit, keep: bool = False) -> None:
+        """Free ``unit`` unless it is kept, or is itself the next one."""
+        unit.phase = Phase.IDLE
+        if unit.groups:
+            if unit.frees_after_forward and not keep:
+                if self._successor() is unit and self._prefetched is None:
+                    self._prefetched = unit
+                else:
+                    self._free(unit)
+            if self._records_exits:
+                unit.visits.append(len(self._finished))
+                self._finished.append(unit)
+        if unit is self.forward_root:
+            self._end_forward(unit)
+
+    def _end_forward(self, root: Unit) -> None:
+        for unit in self.units:  # a list of modules of which some did not run
+            if unit.phase is Phase.FORWARD:
+                self.exit_forward(unit)
+        self._orders[root] = self._running
+        self._running = []
+        self._drop_unused()  # at the loss, only what is kept on request is gathered
+        self.forward_root = None
+
+    def _advance(self, unit: Unit) -> bool:
+        """Move the cursor to ``unit`` in the expected order; False if it is not there."""
+        expected = self._expected
+        following = self._cursor + 1
+        if following < len(expected) and expected[following] is unit:
+            self._cursor = following
+            return True
+        for start, stop in ((following, len(expected)), (0, min(following, len(expected)))):
+            for position in range(start, stop):
+                if expected[position] is unit:
+                    self._cursor = position
+                    return True
+        return False
+
+    def _successor(self) -> Unit | None:
+        following = self._cursor + 1
+        return self._expected[following] if following < len(self._expected) else None
+
+    # ---- backward
+
+    def enter_backward(self, unit: Unit) -> None:
+        """Gather ``unit`` for its backward and start on the one that should be next."""
+        if unit.phase is Phase.BACKWARD:
+            return
+        unit.phase = Phase.BACKWARD
+        if not unit.groups:
+            return
+        position = unit.visits.pop() if unit.visits else 0
+        self._gather(unit)
+        if unit.backward_prefetch:
+            self._request(unit.backward_prefetch)
+        elif position:
+            self._prefetch(self._finished[position - 1])
+
+    def exit_backward(self, unit: Unit) -> None:
+        """Free ``unit`` and reduce the gradients that it has."""
+        unit.phase = Phase.REDUCED
+        for group in unit.groups:
+            if not unit.sync:
+                group.accumulate()
+                if unit.reshard_after_backward:
+                    group.reshard()
+                continue
+            jobs = group.collect()
+            if unit.reshard_after_backward:
+                group.reshard()
+            if jobs:
+                self._retire(keep=self.REDUCTIONS_IN_FLIGHT - 1)
+                self._pending.append(group.reduce(jobs))
+        if self._prefetched is unit:
+            self._prefetched = None
+
+    def end_backward(self) -> None:
+        """The whole backward has run: finish units whose own end was not seen, and clean up."""
+        self.in_backward = False
+        for unit in self.units:
+            if unit.phase is Phase.FORWARD and self.forward_root is not None:
+                continue  # a backward inside a forward: its parameters are in use
+            self.exit_backward(unit)
+            unit.phase = Phase.IDLE
+        if self.is_last_backward:
+            self._drop_unused()
+            self._retire(keep=0)
+            self._forget_exits()
+
+    def _forget_exits(self) -> None:
+        self._finished.clear()
+        for unit in self.units:
+            unit.visits.clear()
+
+    def _retire(self, keep: int) -> None:
+        """Let COMPUTE wait for the oldest reductions until ``keep`` are left in flight."""
+        while len(self._pending) > keep:
+            pending = self._pending.pop(0)
+            self.streams.wait(Lane.COMPUTE, pending.event, "compute after reduction")
+            for reduction, _ in pending.jobs:
+                reduction.release()
+
+    # ---- on request
+
+    def unshard(self, unit: Unit) -> None:
+        """Issue the all-gathers of a unit; `wait` or its forward finishes them."""
+        for group in unit.groups:
+            if group.state is State.SHARDED:
+                group.bind()
+                group.start_unshard()
+
+    def wait(self, unit: Unit) -> None:
+        """Make COMPUTE wait for a unit's all-gathers and register its gathered parameters."""
+        for group in unit.groups:
+            if group.state is State.GATHERING:
+                group.finish_unshard()
+
+    def reshard(self, unit: Unit) -> None:
+        """Free a unit's gathered parameters."""
+        self._free(unit)
+
+    def reset(self) -> None:
+        """Forget a forward or backward that an exception ended half way.
+
+        Everything is freed, gradients that were not reduced are dropped, reductions that were
+        under way are waited for.
+        """
+        self._retire(keep=0)
+        self._prefetched = None
+        self._requested.clear()
+        for unit in self.units:
+            unit.phase = Phase.IDLE
+            for group in unit.groups:
+                group.reshard()
+                group.discard_gradients()
+        self._forget_exits()
+        self._running = []
+        self.forward_root = None
+        self.in_backward = False
+
+    # ---- gathering and freeing
+
+    def _gather(self, unit: Unit) -> None:
+        guess = self._prefetched
+        if guess is not None:
+            self._prefetched = None
+            if guess is not unit:
+                self._free_unused(guess)
+        self.unshard(unit)
+        self.wait(unit)
+
+    def _prefetch(self, unit: Unit | None) -> None:
+        if unit is not None and unit.is_sharded:
+            self.unshard(unit)
+            self._prefetched = unit
+
+    def _request(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            if unit.is_sharded:
+                self.unshard(unit)
+                self._requested.append(unit)
+
+    def _free(self, unit: Unit) -> None:
+        for group in unit.groups:
+            group.reshard()
+
+    def _free_unused(self, unit: Unit) -> None:
+        """Free a unit that was gathered ahead, unless it has been used or is in use."""
+        if unit.phase in (Phase.IDLE, Phase.REDUCED):
+            self._free(unit)
+
+    def _drop_unused(self) -> None:
+        if self._prefetched is not None:
+            self._free_unused(self._prefetched)
+            self._prefetched = None
+        for unit in self._requested:
+            if any(group.state is State.GATHERING for group in unit.groups):
+                self._free(unit)
+        self._requested.clear()

@@ -1,0 +1,148 @@
+"""Lanes of execution and the events that order them.
+
+The scheduler speaks of *lanes*; what a lane is depends on the device:
+
+    lane          accelerator                         CPU
+    COMPUTE       the user's current stream           the only one there is
+    COPY_IN       casts and packs shards              (same)
+    ALL_GATHER    runs all-gathers                    (same)
+    REDUCE        divides, reduce-scatters, casts     (same)
+
+Every buffer of fsdp2 is allocated on the COMPUTE lane and freed on it (invariant I2), so the
+caching allocator sees one stream and `record_stream` is never needed: a side lane waits for an
+event of COMPUTE before it touches a buffer, and COMPUTE waits for an event of that side lane
+before the buffer is freed. `fsdp2.core.virtual` has a third implementation that checks this.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from enum import IntEnum
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+
+class Lane(IntEnum):
+    """A sequence of operations that run in order."""
+
+    COMPUTE = 0
+    COPY_IN = 1
+    ALL_GATHER = 2
+    REDUCE = 3
+
+
+SIDE_LANES = (Lane.COPY_IN, Lane.ALL_GATHER, Lane.REDUCE)
+
+
+class Streams(Protocol):
+    """What the scheduler needs of a device's streams."""
+
+    asynchronous: bool
+    """Whether lanes run apart from the host, so that a collective must be ordered by events."""
+
+    def record(self, lane: Lane, label: str) -> Any:
+        """Return an event behind everything issued on ``lane`` so far; ``label`` names it."""
+
+    def wait(self, lane: Lane, event: Any, label: str) -> None:
+        """Make ``lane`` wait for ``event``; ``label`` names the order that this makes."""
+
+    def on(self, lane: Lane) -> AbstractContextManager[object]:
+        """Issue what is inside the ``with`` on ``lane``."""
+
+
+class _Stay:
+    """A context that changes nothing; one shared object costs less than a nullcontext each."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+
+class InlineStreams:
+    """One lane for all: the CPU, on which an operation has run when its call returns."""
+
+    asynchronous = False
+    _stay = _Stay()
+
+    def record(self, lane: Lane, label: str) -> None:
+        """Nothing to record: what was issued has run."""
+
+    def wait(self, lane: Lane, event: Any, label: str) -> None:
+        """Nothing to wait for."""
+
+    def on(self, lane: Lane) -> AbstractContextManager[object]:
+        """Stay on the only lane."""
+        return self._stay
+
+
+class _OnStream:
+    """Makes a stream current inside a ``with``; not nested with itself."""
+
+    __slots__ = ("_index", "_outer", "_stream")
+
+    def __init__(self, stream: torch.Stream, index: int) -> None:
+        self._stream = stream
+        self._index = index
+        self._outer: torch.Stream | None = None
+
+    def __enter__(self) -> None:
+        self._outer = torch.accelerator.current_stream(self._index)
+        torch.accelerator.set_stream(self._stream)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._outer is not None
+        torch.accelerator.set_stream(self._outer)
+        self._outer = None
+
+
+class DeviceStreams:
+    """Streams and events of an accelerator.
+
+    Events come from a small ring per lane. An event that is recorded again before somebody
+    waited for its first record only makes that wait stricter: later on the same stream is behind
+    earlier. COMPUTE's events are waited for right after they are recorded.
+    """
+
+    asynchronous = True
+    RING = 16
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = device.index if device.index is not None else 0
+        # High priority: a delayed copy-in or collective holds up the compute that needs it.
+        self._streams = {lane: torch.Stream(device, priority=-1) for lane in SIDE_LANES}
+        self._contexts = {
+            lane: _OnStream(stream, self._index) for lane, stream in self._streams.items()
+        }
+        self._rings = {lane: [torch.Event(device) for _ in range(self.RING)] for lane in Lane}
+        self._next = dict.fromkeys(Lane, 0)
+
+    def record(self, lane: Lane, label: str) -> torch.Event:
+        """Record the lane's next event."""
+        position = self._next[lane]
+        self._next[lane] = (position + 1) % self.RING
+        event = self._rings[lane][position]
+        event.record(self._stream(lane))
+        return event
+
+    def wait(self, lane: Lane, event: torch.Event | None, label: str) -> None:
+        """Queue a wait on the lane's stream; the host does not block."""
+        if event is not None:
+            event.wait(self._stream(lane))
+
+    def on(self, lane: Lane) -> AbstractContextManager[object]:
+        """Make the lane's stream current."""
+        return self._contexts[lane]
+
+    def _stream(self, lane: Lane) -> torch.Stream:
+        if lane is Lane.COMPUTE:
+            return torch.accelerator.current_stream(self._index)
+        return self._streams[lane]

@@ -1,0 +1,70 @@
+"""What each group of a sharded model holds: a table for people and for tests.
+
+model ──> [GroupReport("(root)", …), GroupReport("blocks.0", …), …]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from fsdp2.core.group import ParamGroup
+from fsdp2.core.hooks import hooks_of
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """One parameter group.
+
+    Attributes:
+        name: name of its module below the model, "(root)" for the model itself.
+        num_params: number of parameters.
+        numel: number of elements, over all ranks.
+        shard_bytes: bytes of its flat shard on one rank, padding included.
+        unsharded_bytes: bytes while it is gathered, padding included.
+        padding_bytes: how many of ``shard_bytes`` hold no parameter, on average over ranks.
+        transport: how it is gathered: "coalesced", "packed", "local", or several with "+".
+    """
+
+    name: str
+    num_params: int
+    numel: int
+    shard_bytes: int
+    unsharded_bytes: int
+    padding_bytes: int
+    transport: str
+
+
+def group_reports(model: nn.Module) -> list[GroupReport]:
+    """The groups of every sharded module in ``model``, in the order of registration.
+
+    Args:
+        model: a module, sharded or with sharded modules in it.
+
+    Example::
+
+        for group in group_reports(model):
+            print(group.name, group.shard_bytes, group.transport)
+    """
+    names: dict[ParamGroup, list[str]] = {}
+    for name, module in model.named_modules():
+        hooks = hooks_of(module)
+        for group in hooks.unit.groups if hooks is not None else ():
+            names.setdefault(group, []).append(name or "(root)")
+    return [_report(group, ", ".join(where)) for group, where in names.items()]
+
+
+def _report(group: ParamGroup, name: str) -> GroupReport:
+    layout = group.layout
+    assert layout is not None
+    kinds = dict.fromkeys(segment.transport.value for segment in layout.segments)
+    return GroupReport(
+        name=name,
+        num_params=len(group.params),
+        numel=sum(slot.numel for segment in layout.segments for slot in segment.slots),
+        shard_bytes=layout.shard_bytes,
+        unsharded_bytes=layout.full_bytes or layout.shard_bytes,
+        padding_bytes=layout.padding_bytes,
+        transport="+".join(kinds),
+    )
