@@ -1,0 +1,393 @@
+"""A device that exists only on paper: streams, memory and collectives without data.
+
+The group, transports, reductions and scheduler run on it unchanged. Every operation says which
+buffers it reads and writes, and a happens-before checker finds every order that no event makes:
+
+    VirtualDevice ── Streams       record, wait, on
+                  ── Kernels       transient, flat, empty, copy, …
+                  ── trace         [Op, Op, …] in the order of the host's calls
+                  ── races         ["…", …], empty if the schedule is right
+
+Each lane carries a vector clock: how far it is known to be behind each lane. An access happens
+before another if the second's clock covers it. For each buffer the checker demands that
+  - a read comes after the last write, and there was one;
+  - a write comes after the last write and after every read since;
+  - any access comes after all accesses of all buffers that were freed, in the host's order,
+    before this one was allocated on the same lane: a caching allocator may have handed out their
+    memory at once;
+  - no access comes after the free.
+Dropping a wait (`drop_wait`) shows that the checker notices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from fsdp2.core.collectives import ReduceKind
+from fsdp2.core.layout import Slot
+from fsdp2.core.streams import Lane
+
+Clock = tuple[int, ...]
+_ZERO: Clock = (0,) * len(Lane)
+
+
+def _join(a: Clock, b: Clock) -> Clock:
+    return tuple(map(max, a, b))
+
+
+@dataclass(frozen=True)
+class Op:
+    """One entry of the trace.
+
+    Attributes:
+        lane: where it runs.
+        kind: "alloc", "free", "wait", "record" or the kernel's name.
+        label: what it is about.
+        reads: names of the buffers it reads.
+        writes: names of the buffers it writes.
+    """
+
+    lane: Lane
+    kind: str
+    label: str
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        parts = [f"{self.lane.name.lower():<11}{self.kind}"]
+        if self.label:
+            parts.append(self.label)
+        if self.reads or self.writes:
+            parts.append(f"{', '.join(self.reads) or '-'} -> {', '.join(self.writes) or '-'}")
+        return " ".join(parts)
+
+
+class Allocation:
+    """One life of a buffer, from allocation to free."""
+
+    def __init__(self, name: str, lane: Lane, after: Clock) -> None:
+        self.name = name
+        self.lane = lane
+        self.after = after  # all accesses of buffers whose memory this one may have
+        self.write: tuple[Lane, int] | None = None
+        self.reads: dict[Lane, int] = {}
+        self.last = list(_ZERO)  # the last access on each lane
+        self.freed = False
+
+
+class VirtualTensor:
+    """A handle to an allocation; frees it when the last handle goes, like a tensor."""
+
+    def __init__(self, owner: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.owner = owner  # keeps the allocation alive
+        self.shape = shape
+        self.dtype = dtype
+
+    @property
+    def allocation(self) -> Allocation | None:
+        found: Allocation | None = self.owner.allocation
+        return found
+
+    def is_contiguous(self) -> bool:
+        return True
+
+
+class _Counted:
+    """Frees its allocation when nothing refers to it any more."""
+
+    def __init__(self, device: VirtualDevice, name: str) -> None:
+        self._device = device
+        self.allocation = device.allocate(name)
+
+    def __del__(self) -> None:
+        self._device.free(self.allocation)
+
+
+class VirtualTransient:
+    """A buffer that comes and goes; each life is an allocation of its own."""
+
+    def __init__(self, device: VirtualDevice, nbytes: int, name: str) -> None:
+        self._device = device
+        self.name = name
+        self.nbytes = nbytes
+        self.allocation: Allocation | None = None
+        self.acquire()
+
+    def view(
+        self, dtype: torch.dtype, byte_offset: int, shape: tuple[int, ...], strides: Any = None
+    ) -> VirtualTensor:
+        return VirtualTensor(self, shape, dtype)
+
+    def acquire(self) -> None:
+        self.allocation = self._device.allocate(self.name)
+
+    def release(self) -> None:
+        if self.allocation is not None:
+            self._device.free(self.allocation)
+            self.allocation = None
+
+    @property
+    def allocated(self) -> bool:
+        return self.allocation is not None
+
+
+class VirtualDevice:
+    """Streams, kernels and the checker.
+
+    Args:
+        drop_wait: leave out the wait of this number (from 0), to test the checker.
+
+    Attributes:
+        trace: every operation, in the order of the host's calls.
+        races: what the checker found, a sentence each.
+        waits: labels of all waits so far, the dropped one included.
+        live: bytes are not simulated; names of the allocations that are live now.
+    """
+
+    asynchronous = True
+
+    def __init__(self, drop_wait: int | None = None) -> None:
+        self.trace: list[Op] = []
+        self.races: list[str] = []
+        self.waits: list[str] = []
+        self.live: set[Allocation] = set()
+        self._drop_wait = drop_wait
+        self._lane = Lane.COMPUTE
+        self._clocks = dict.fromkeys(Lane, _ZERO)
+        self._released = dict.fromkeys(Lane, _ZERO)
+
+    # ---- Streams
+
+    def record(self, lane: Lane, label: str) -> Clock:
+        self.trace.append(Op(lane, "record", label))
+        return self._clocks[lane]
+
+    def wait(self, lane: Lane, event: Clock, label: str) -> None:
+        number = len(self.waits)
+        self.waits.append(label)
+        if number == self._drop_wait:
+            return
+        self.trace.append(Op(lane, "wait", label))
+        self._clocks[lane] = _join(self._clocks[lane], event)
+
+    @contextmanager
+    def on(self, lane: Lane) -> Iterator[None]:
+        outer, self._lane = self._lane, lane
+        try:
+            yield
+        finally:
+            self._lane = outer
+
+    # ---- memory
+
+    def allocate(self, name: str) -> Allocation:
+        """A new allocation on the current lane."""
+        self.trace.append(Op(self._lane, "alloc", name))
+        allocation = Allocation(name, self._lane, self._released[self._lane])
+        self.live.add(allocation)
+        return allocation
+
+    def free(self, allocation: Allocation) -> None:
+        """Give it back to the lane that it was allocated on."""
+        self.trace.append(Op(self._lane, "free", allocation.name))
+        self.live.discard(allocation)
+        allocation.freed = True
+        lane = allocation.lane
+        self._released[lane] = _join(self._released[lane], tuple(allocation.last))
+
+    # ---- operations
+
+    def run(
+        self, kind: str, reads: Sequence[VirtualTensor], writes: Sequence[VirtualTensor]
+    ) -> None:
+        """An operation on the current lane."""
+        lane = self._lane
+        clock = list(self._clocks[lane])
+        clock[lane] += 1
+        self._clocks[lane] = now = tuple(clock)
+        seen_reads = self._allocations(kind, reads)
+        seen_writes = self._allocations(kind, writes)
+        names = tuple(a.name for a in seen_reads), tuple(a.name for a in seen_writes)
+        self.trace.append(Op(lane, kind, "", *names))
+        for allocation in seen_reads:
+            self._check_read(kind, lane, now, allocation)
+        for allocation in seen_writes:
+            self._check_write(kind, lane, now, allocation)
+
+    def _allocations(self, kind: str, tensors: Sequence[VirtualTensor]) -> list[Allocation]:
+        found: dict[Allocation, None] = {}
+        for tensor in tensors:
+            allocation = tensor.allocation
+            if allocation is None or allocation.freed:
+                self.races.append(f"{kind} uses a buffer that is not allocated")
+            else:
+                found[allocation] = None
+        return list(found)
+
+    def _check_read(self, kind: str, lane: Lane, now: Clock, buffer: Allocation) -> None:
+        self._check_reuse(kind, now, buffer)
+        if buffer.write is None:
+            self.races.append(f"{kind} reads {buffer.name}, which nothing wrote")
+        elif now[buffer.write[0]] < buffer.write[1]:
+            self.races.append(f"{kind} reads {buffer.name} while {_name(buffer.write)} writes it")
+        buffer.reads[lane] = now[lane]
+        buffer.last[lane] = now[lane]
+
+    def _check_write(self, kind: str, lane: Lane, now: Clock, buffer: Allocation) -> None:
+        self._check_reuse(kind, now, buffer)
+        if buffer.write is not None and now[buffer.write[0]] < buffer.write[1]:
+            self.races.append(f"{kind} writes {buffer.name} while {_name(buffer.write)} writes it")
+        for reader, count in buffer.reads.items():
+            if now[reader] < count:
+                self.races.append(
+                    f"{kind} writes {buffer.name} while {_name((reader, count))} reads it"
+                )
+        buffer.write = (lane, now[lane])
+        buffer.reads.clear()
+        buffer.last[lane] = now[lane]
+
+    def _check_reuse(self, kind: str, now: Clock, buffer: Allocation) -> None:
+        for lane, count in zip(Lane, buffer.after, strict=True):
+            if now[lane] < count:
+                self.races.append(
+                    f"{kind} uses {buffer.name}, whose memory {_name((lane, count))} still uses"
+                )
+
+    # ---- Kernels
+
+    def transient(self, nbytes: int, name: str) -> VirtualTransient:
+        return VirtualTransient(self, nbytes, name)
+
+    def flat(self, nbytes: int, on_meta: bool) -> VirtualTransient:
+        return VirtualTransient(self, nbytes, "shard")
+
+    def empty(self, numel: int, dtype: torch.dtype, name: str) -> VirtualTensor:
+        return VirtualTensor(_Counted(self, name), (numel,), dtype)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> VirtualTensor:
+        tensor = VirtualTensor(_Counted(self, name), shape, dtype)
+        self.run("zeros", [], [tensor])
+        return tensor
+
+    def pieces(self, flat: VirtualTensor, sizes: Sequence[int]) -> list[VirtualTensor]:
+        return [VirtualTensor(flat.owner, (size,), flat.dtype) for size in sizes]
+
+    def view(self, flat: VirtualTensor, offset: int, shape: tuple[int, ...]) -> VirtualTensor:
+        return VirtualTensor(flat.owner, shape, flat.dtype)
+
+    def copy(self, target: VirtualTensor, source: VirtualTensor) -> None:
+        self.run("copy", [source], [target])
+
+    def copy_many(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
+        self.run("copy", sources, targets)
+
+    def split_copy(self, source: Any, sizes: Sequence[int], targets: Sequence[Any]) -> None:
+        self.run("copy_out", [source], targets)
+
+    def chunk_cat(self, tensors: Sequence[Any], chunks: int, out: Any) -> None:
+        self.run("chunk_cat", tensors, [out])
+
+    def divide(self, tensor: Any, factor: float) -> None:
+        self.run("divide", [tensor], [tensor])
+
+    def add_many(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
+        self.run("add", [*targets, *sources], targets)
+
+
+def _name(access: tuple[Lane, int]) -> str:
+    return f"{access[0].name.lower()}#{access[1]}"
+
+
+class VirtualCollectives:
+    """Collectives that move nothing."""
+
+    premultiplies = False
+
+    def __init__(self, device: VirtualDevice, size: int, coalesces: bool) -> None:
+        self._device = device
+        self.size = size
+        self.rank = 0
+        self.coalesces = coalesces
+
+    def all_gather(self, output: Any, input_: Any) -> None:
+        self._device.run("all_gather", [input_], [output])
+
+    def all_gather_many(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+        self._device.run("all_gather", inputs, outputs)
+
+    def reduce_scatter(self, output: Any, input_: Any, kind: ReduceKind) -> None:
+        self._device.run("reduce_scatter", [input_], [output])
+
+    def reduce_scatter_many(
+        self, outputs: Sequence[Any], inputs: Sequence[Any], kind: ReduceKind
+    ) -> None:
+        self._device.run("reduce_scatter", inputs, outputs)
+
+
+class VirtualParam:
+    """Stands where a `ShardedParam` does.
+
+    Attributes:
+        rows: its view of the flat shard.
+        gathered: its view of the gathered buffer.
+        full_grad: what autograd left on the unsharded parameter.
+    """
+
+    is_meta = False
+
+    def __init__(
+        self, device: VirtualDevice, name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        self._device = device
+        self.name = name
+        self.shape = shape
+        self.dim = 0
+        self.dtype = dtype
+        self.sharded = SimpleNamespace(requires_grad=True)
+        self.unsharded: SimpleNamespace | None = None
+        self.gradient: VirtualTensor | None = None
+        self.full_grad: VirtualTensor | None = None
+        self.rows: VirtualTensor | None = None
+        self.gathered: VirtualTensor | None = None
+
+    def adopt(self, slot: Slot, target: VirtualTensor) -> None:
+        """Move the rows into the flat shard."""
+        self.rows = target
+        self._device.run("adopt", [], [target])
+
+    def is_backed_by(self, shard: Any) -> bool:
+        """Nothing moves virtual parameters."""
+        return True
+
+    def check_usable(self, device: Any) -> None:
+        """They are."""
+
+    def materialize(self, gathered: VirtualTensor) -> None:
+        """Remember the gathered view."""
+        self.gathered = gathered
+        self.unsharded = SimpleNamespace(requires_grad=True)
+
+    def swaps(self, param: Any) -> list[Any]:
+        """There is no module."""
+        return []
+
+    def take_gradient(self) -> VirtualTensor | None:
+        """The full gradient, which the parameter then no longer has."""
+        grad, self.full_grad = self.full_grad, None
+        return grad
+
+    def accumulate(self, dtype: torch.dtype) -> None:
+        """Keep the full gradient, in ``dtype``."""
+        if self.full_grad is not None and self.full_grad.dtype != dtype:
+            total = VirtualTensor(_Counted(self._device, "accumulated"), self.shape, dtype)
+            self._device.run("copy", [self.full_grad], [total])
+            self.full_grad = total
+
+    def run_hooks(self) -> None:
+        """There are none."""
