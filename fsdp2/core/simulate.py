@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 
@@ -148,12 +149,7 @@ class Simulation:
 
     def _params(self, node: Node) -> list[VirtualParam]:
         assert node.unit is not None
-        return [
-            param
-            for group in node.unit.groups
-            for param in group.params
-            if isinstance(param, VirtualParam)
-        ]
+        return [cast(VirtualParam, param) for group in node.unit.groups for param in group.params]
 
     def _forward(self, node: Node) -> None:
         unit = node.unit
