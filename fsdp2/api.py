@@ -278,6 +278,14 @@ class FSDPModule:
         for group in _hooks(self).unit.groups:
             group.set_options(GroupOptions(group.options.precision, float(factor)))
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``nn.Module.zero_grad``; gradients that were accumulated without sync go too."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]  # nn.Module's
+        for hooks in _units(self, recurse=True):
+            for group in hooks.unit.groups:
+                if group.accumulates:
+                    group.discard_gradients()
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """`.to()`, `.cuda()`, `.to_empty()` …: on the sharded parameters."""
         self.reshard()

@@ -97,6 +97,7 @@ class ParamGroup:
         device: where the group computes.
 
     Attributes:
+        accumulates: whether gradients of backwards without sync are waiting.
         observer: called with "all_gather", "finish", "reshard" or "reduce" and the group's name.
     """
 
@@ -120,6 +121,7 @@ class ParamGroup:
         self.state = State.SHARDED
         self.observer: Observer | None = None
         self.layout: GroupLayout | None = None
+        self.accumulates = False
         self._gathered_at = -1
         self._bound = False
         self._shard: Any = None
@@ -358,12 +360,14 @@ class ParamGroup:
 
     def accumulate(self) -> None:
         """Keep this backward's gradients, unreduced, in the reduce dtype."""
+        self.accumulates = True
         for reduction in self._reductions:
             for member in reduction.members:
                 member.accumulate(reduction.reduce_dtype)
 
     def collect(self) -> list[tuple[SegmentReduction, Job]]:
         """Take the gradients that are there; empty where no parameter has one."""
+        self.accumulates = False
         jobs = []
         for reduction in self._reductions:
             job = reduction.collect(False)
@@ -391,6 +395,7 @@ class ParamGroup:
 
     def discard_gradients(self) -> None:
         """Drop gradients that are not reduced yet."""
+        self.accumulates = False
         for param in self.params:
             param.take_gradient()
 

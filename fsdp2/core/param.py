@@ -21,7 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from fsdp2.core.buffers import FlatBuffer
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.layout import Slot
-from fsdp2.core.sharding import ShardAxis, sharded_spec
+from fsdp2.core.sharding import ShardAxis, sharded_spec, wrap_local
 
 ModuleSlot = tuple[nn.Module, str]
 """A module and the name under which it holds the parameter."""
@@ -116,7 +116,7 @@ class ShardedParam:
         self._whole = None
         self._spec = sharded_spec(self.axis, whole, self.dim)
         self.sharded = nn.Parameter(
-            DTensor(target, self._spec, requires_grad=False), requires_grad=self.requires_grad
+            wrap_local(target, self._spec), requires_grad=self.requires_grad
         )
         self.sharded.__dict__.update(self.attributes)
         self.register(self.sharded)
@@ -154,16 +154,21 @@ class ShardedParam:
                 f"{device}; move the model back with model.to('{device.type}')"
             )
 
-    @property
-    def gradient(self) -> torch.Tensor | None:
-        """This rank's rows of the sharded parameter's ``.grad``."""
-        grad = self.sharded.grad
-        return None if grad is None else grad._local_tensor  # type: ignore[attr-defined]  # a DTensor
+    def deliver(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """Take this rank's rows of the reduced gradient as ``.grad``, and run the users' hooks.
 
-    @gradient.setter
-    def gradient(self, rows: torch.Tensor) -> None:
-        assert self._spec is not None
-        self.sharded.grad = DTensor(rows, self._spec, requires_grad=False)
+        Returns:
+            The rows of the ``.grad`` that is there already, for the caller to add to and to run
+            the hooks after; ``None`` where there was none.
+        """
+        sharded = self.sharded
+        grad = sharded.grad
+        if grad is not None:
+            return grad._local_tensor  # type: ignore[attr-defined]  # a DTensor
+        sharded.grad = wrap_local(rows, self._spec)  # type: ignore[arg-type]  # set by adopt
+        if sharded._post_accumulate_grad_hooks:
+            self.run_hooks()
+        return None
 
     def run_hooks(self) -> None:
         """Run the post-accumulate-grad hooks that users registered on the sharded parameter."""
@@ -206,6 +211,9 @@ class ShardedParam:
         with torch.inference_mode(False), torch.no_grad():
             unsharded = nn.Parameter(gathered, requires_grad=self.sharded.requires_grad)
         unsharded.__dict__.update(self.attributes)
+        old = self.unsharded
+        if old is not None and old.grad is not None:  # accumulated without sync
+            unsharded.grad = old.grad.to(unsharded.dtype)
         self.unsharded = unsharded
 
     def register(self, param: nn.Parameter) -> None:

@@ -296,19 +296,18 @@ class SegmentReduction:
         """Set ``.grad``, or add to it where there is one; then run the users' hooks."""
         sums: list[Any] = []
         addends: list[Any] = []
+        added: list[Any] = []
         for member, present, rows in zip(self.members, job.present, job.outputs, strict=True):
             if not present:
                 continue
-            existing = member.gradient
-            if existing is None:
-                member.gradient = rows
-            else:
+            existing = member.deliver(rows)
+            if existing is not None:
                 sums.append(existing)
                 addends.append(rows)
+                added.append(member)
         if sums:
             self.kernels.add_many(sums, addends)
-        for member, present in zip(self.members, job.present, strict=True):
-            if present:
+            for member in added:
                 member.run_hooks()
 
     # ---- running

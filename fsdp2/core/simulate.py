@@ -1,13 +1,15 @@
 """Runs a model's forward and backward on a `VirtualDevice`: the calls that hooks would make.
 
-    Node("root", [Node("a"), Node("b")], calls=[0, 1, 1])      calls a, then b twice
-    Simulation(root).iteration()                               forward, backward, optimizer step
+    root = Node("root", [Node("a"), Node("b")], calls=[0, 1, 1])      calls a, then b twice
+    Simulation(root, VirtualDevice()).iteration()                     forward, backward, step
 
-In backward a node's gradients appear when its last call's backward has run, as autograd's do.
+Each forward leaves a `Call`, a tree of the calls that it made, and a backward goes through it in
+reverse. A node's gradients appear when its last call's backward has run, as autograd's do.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -37,24 +39,43 @@ class Node:
         children: modules below it.
         calls: positions in ``children``, in the order its forward calls them.
         shapes: shapes of its own parameters; none gives a unit without groups.
+        dim: the dim that those parameters are sharded on that have it, the others on dim 0.
         reshard_after_forward: as for `fully_shard`.
         grad_to_input: whether its inputs require grad, so that it sees its backward's end.
         used: whether its output gets a gradient.
+        frozen: how many of its parameters, the first ones, do not require grad.
+        absent: how many of its parameters, the last ones, get no gradient in backward.
     """
 
     name: str
     children: list[Node] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
     shapes: Sequence[tuple[int, ...]] = ((8, 8), (8,))
+    dim: int = 0
     reshard_after_forward: bool | None = None
     grad_to_input: bool = True
     used: bool = True
+    frozen: int = 0
+    absent: int = 0
     unit: Unit | None = None
-    pending_calls: int = 0
 
     def walk(self) -> list[Node]:
         """This node and all below it, parents first."""
         return [self, *(node for child in self.children for node in child.walk())]
+
+
+@dataclass(eq=False)
+class Call:
+    """One forward of a node, and those inside it, in order."""
+
+    node: Node
+    inner: list[Call] = field(default_factory=list)
+
+    def used_nodes(self) -> list[Node]:
+        """The node of every call that backward reaches, once a call."""
+        if not self.node.used:
+            return []
+        return [self.node, *(node for call in self.inner for node in call.used_nodes())]
 
 
 class Simulation:
@@ -67,6 +88,10 @@ class Simulation:
         coalesces: whether the backend coalesces.
         precision: mixed precision, which adds casts.
         check: called after every step with this object and what was done.
+
+    Attributes:
+        active: units whose forward or backward is under way.
+        calls: forwards whose backward is still to come, the oldest first.
     """
 
     def __init__(
@@ -81,6 +106,7 @@ class Simulation:
         self.root = root
         self.device = device
         self.active: list[Unit] = []
+        self.calls: list[Call] = []
         self._check = check
         self._precision = precision or MixedPrecisionPolicy()
         self._grad_dtype = self._precision.param_dtype or torch.float32
@@ -94,7 +120,13 @@ class Simulation:
         groups: list[ParamGroup] = []
         if node.shapes:
             params = [
-                VirtualParam(self.device, f"{node.name}.{i}", shape, torch.float32)
+                VirtualParam(
+                    self.device,
+                    f"{node.name}.{i}",
+                    shape,
+                    torch.float32,
+                    node.dim if node.dim < len(shape) else 0,
+                )
                 for i, shape in enumerate(node.shapes)
             ]
             group = ParamGroup(
@@ -123,18 +155,25 @@ class Simulation:
         if step:
             self.optimizer_step()
 
-    def forward(self, expects_backward: bool = True) -> None:
-        """One forward of the root."""
-        assert self.root.unit is not None
-        self.scheduler.begin_forward(self.root.unit, expects_backward)
-        self._forward(self.root)
+    def forward(self, expects_backward: bool = True, start: Node | None = None) -> None:
+        """One forward of the root, or of another node that is called on its own."""
+        node = start or self.root
+        assert node.unit is not None
+        self._freeze()
+        self.scheduler.begin_forward(node.unit, expects_backward)
+        call = self._forward(node)
+        if expects_backward:
+            self.calls.append(call)
 
-    def backward(self) -> None:
-        """One backward of the root; units that see no end are finished at the end."""
-        for node in self.root.walk():
-            node.pending_calls = 0
-        self._count_calls(self.root)
-        self._backward(self.root)
+    def backward(self, forwards: int = 1) -> None:
+        """One backward through the last ``forwards`` forwards, as of the sum of their losses.
+
+        Units that see no end are finished at the end.
+        """
+        calls = [self.calls.pop() for _ in range(forwards)]
+        pending = Counter(node for call in calls for node in call.used_nodes())
+        for call in calls:
+            self._backward(call, pending)
         self.scheduler.end_backward()
         self.active.clear()
 
@@ -147,22 +186,31 @@ class Simulation:
                 param.gradient = None
         OptimizerSteps.count += 1
 
-    def _params(self, node: Node) -> list[VirtualParam]:
+    @staticmethod
+    def _params(node: Node) -> list[VirtualParam]:
         assert node.unit is not None
-        return [cast(VirtualParam, param) for group in node.unit.groups for param in group.params]
+        groups = node.unit.groups
+        return [cast(VirtualParam, param) for group in groups for param in group.params]
 
-    def _forward(self, node: Node) -> None:
+    def _freeze(self) -> None:
+        for node in self.root.walk():
+            for position, param in enumerate(self._params(node)):
+                param.sharded.requires_grad = position >= node.frozen
+
+    def _forward(self, node: Node) -> Call:
         unit = node.unit
         assert unit is not None
+        call = Call(node)
         self.active.append(unit)
         self.scheduler.enter_forward(unit)
         self._compute(node, f"forward {node.name}")
         for position in node.calls:
-            self._forward(node.children[position])
+            call.inner.append(self._forward(node.children[position]))
             self._compute(node, f"forward {node.name}")
         self.scheduler.exit_forward(unit)
         self.active.pop()
         self._done(f"exit forward {node.name}")
+        return call
 
     def _compute(self, node: Node, name: str) -> None:
         """Kernels that read the gathered parameters, and a new activation."""
@@ -171,13 +219,8 @@ class Simulation:
         self.device.run(name, gathered, [activation])
         self._done(name)
 
-    def _count_calls(self, node: Node) -> None:
-        if node.used:
-            node.pending_calls += 1
-            for position in node.calls:
-                self._count_calls(node.children[position])
-
-    def _backward(self, node: Node) -> None:
+    def _backward(self, call: Call, pending: Counter[Node]) -> None:
+        node = call.node
         if not node.used:
             return
         unit = node.unit
@@ -186,11 +229,11 @@ class Simulation:
             self.active.append(unit)
         self.scheduler.enter_backward(unit)
         self._compute(node, f"backward {node.name}")
-        for position in reversed(node.calls):
-            self._backward(node.children[position])
+        for inner in reversed(call.inner):
+            self._backward(inner, pending)
             self._compute(node, f"backward {node.name}")
-        node.pending_calls -= 1
-        if node.pending_calls == 0:
+        pending[node] -= 1
+        if pending[node] == 0:
             self._leave_gradients(node)
         if node.grad_to_input:
             self.scheduler.exit_backward(unit)
@@ -198,10 +241,12 @@ class Simulation:
             self._done(f"exit backward {node.name}")
 
     def _leave_gradients(self, node: Node) -> None:
-        for param in self._params(node):
+        params = self._params(node)
+        for param in params[: len(params) - node.absent]:
+            if not param.sharded.requires_grad:
+                continue
             if param.full_grad is None:
-                name = f"gradient {param.name}"
-                owner = _Counted(self.device, name)
+                owner = _Counted(self.device, f"gradient {param.name}")
                 param.full_grad = VirtualTensor(owner, param.shape, self._grad_dtype)
                 self.device.run("gradient", [], [param.full_grad])
             else:

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,6 +41,13 @@ def _join(a: Clock, b: Clock) -> Clock:
     return tuple(map(max, a, b))
 
 
+class VirtualEvent(NamedTuple):
+    """What `VirtualDevice.record` returns: its number, and what its lane was behind."""
+
+    number: int
+    clock: Clock
+
+
 @dataclass(frozen=True)
 class Op:
     """One entry of the trace.
@@ -49,22 +56,24 @@ class Op:
         lane: where it runs.
         kind: "alloc", "free", "wait", "record" or the kernel's name.
         label: what it is about.
-        reads: names of the buffers it reads.
-        writes: names of the buffers it writes.
+        reads: the buffers it reads.
+        writes: the buffers it writes; of "alloc" and "free" the buffer that comes or goes.
+        event: number of the event that is recorded or waited for, else -1.
     """
 
     lane: Lane
     kind: str
     label: str
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
+    reads: tuple[Allocation, ...] = ()
+    writes: tuple[Allocation, ...] = ()
+    event: int = -1
 
     def __str__(self) -> str:
         parts = [f"{self.lane.name.lower():<11}{self.kind}"]
         if self.label:
             parts.append(self.label)
-        if self.reads or self.writes:
-            parts.append(f"{', '.join(self.reads) or '-'} -> {', '.join(self.writes) or '-'}")
+        elif self.reads or self.writes:
+            parts.append(f"{_names(self.reads)} -> {_names(self.writes)}")
         return " ".join(parts)
 
 
@@ -97,23 +106,36 @@ class VirtualTensor:
     def is_contiguous(self) -> bool:
         return True
 
+    def to(self, dtype: torch.dtype) -> VirtualTensor:
+        """A cast copy."""
+        device: VirtualDevice = self.owner.device
+        result = VirtualTensor(_Counted(device, "cast"), self.shape, dtype)
+        device.copy(result, self)
+        return result
+
+    def alias(self, *_: int) -> VirtualTensor:
+        """A view of whatever part: the checker knows whole buffers only."""
+        return VirtualTensor(self.owner, self.shape, self.dtype)
+
+    narrow = reshape = transpose = view = alias
+
 
 class _Counted:
     """Frees its allocation when nothing refers to it any more."""
 
     def __init__(self, device: VirtualDevice, name: str) -> None:
-        self._device = device
+        self.device = device
         self.allocation = device.allocate(name)
 
     def __del__(self) -> None:
-        self._device.free(self.allocation)
+        self.device.free(self.allocation)
 
 
 class VirtualTransient:
     """A buffer that comes and goes; each life is an allocation of its own."""
 
     def __init__(self, device: VirtualDevice, nbytes: int, name: str) -> None:
-        self._device = device
+        self.device = device
         self.name = name
         self.nbytes = nbytes
         self.allocation: Allocation | None = None
@@ -125,11 +147,11 @@ class VirtualTransient:
         return VirtualTensor(self, shape, dtype)
 
     def acquire(self) -> None:
-        self.allocation = self._device.allocate(self.name)
+        self.allocation = self.device.allocate(self.name)
 
     def release(self) -> None:
         if self.allocation is not None:
-            self._device.free(self.allocation)
+            self.device.free(self.allocation)
             self.allocation = None
 
     @property
@@ -158,23 +180,26 @@ class VirtualDevice:
         self.waits: list[str] = []
         self.live: set[Allocation] = set()
         self._drop_wait = drop_wait
+        self._events = 0
         self._lane = Lane.COMPUTE
         self._clocks = dict.fromkeys(Lane, _ZERO)
         self._released = dict.fromkeys(Lane, _ZERO)
 
     # ---- Streams
 
-    def record(self, lane: Lane, label: str) -> Clock:
-        self.trace.append(Op(lane, "record", label))
-        return self._clocks[lane]
+    def record(self, lane: Lane, label: str) -> VirtualEvent:
+        event = VirtualEvent(self._events, self._clocks[lane])
+        self._events += 1
+        self.trace.append(Op(lane, "record", label, event=event.number))
+        return event
 
-    def wait(self, lane: Lane, event: Clock, label: str) -> None:
+    def wait(self, lane: Lane, event: VirtualEvent, label: str) -> None:
         number = len(self.waits)
         self.waits.append(label)
         if number == self._drop_wait:
             return
-        self.trace.append(Op(lane, "wait", label))
-        self._clocks[lane] = _join(self._clocks[lane], event)
+        self.trace.append(Op(lane, "wait", label, event=event.number))
+        self._clocks[lane] = _join(self._clocks[lane], event.clock)
 
     @contextmanager
     def on(self, lane: Lane) -> Iterator[None]:
@@ -188,14 +213,14 @@ class VirtualDevice:
 
     def allocate(self, name: str) -> Allocation:
         """A new allocation on the current lane."""
-        self.trace.append(Op(self._lane, "alloc", name))
         allocation = Allocation(name, self._lane, self._released[self._lane])
+        self.trace.append(Op(self._lane, "alloc", name, writes=(allocation,)))
         self.live.add(allocation)
         return allocation
 
     def free(self, allocation: Allocation) -> None:
         """Give it back to the lane that it was allocated on."""
-        self.trace.append(Op(self._lane, "free", allocation.name))
+        self.trace.append(Op(self._lane, "free", allocation.name, writes=(allocation,)))
         self.live.discard(allocation)
         allocation.freed = True
         lane = allocation.lane
@@ -213,8 +238,7 @@ class VirtualDevice:
         self._clocks[lane] = now = tuple(clock)
         seen_reads = self._allocations(kind, reads)
         seen_writes = self._allocations(kind, writes)
-        names = tuple(a.name for a in seen_reads), tuple(a.name for a in seen_writes)
-        self.trace.append(Op(lane, kind, "", *names))
+        self.trace.append(Op(lane, kind, "", tuple(seen_reads), tuple(seen_writes)))
         for allocation in seen_reads:
             self._check_read(kind, lane, now, allocation)
         for allocation in seen_writes:
@@ -300,6 +324,10 @@ class VirtualDevice:
         self.run("add", [*targets, *sources], targets)
 
 
+def _names(buffers: Sequence[Allocation]) -> str:
+    return ", ".join(buffer.name for buffer in buffers) or "-"
+
+
 def _name(access: tuple[Lane, int]) -> str:
     return f"{access[0].name.lower()}#{access[1]}"
 
@@ -330,6 +358,16 @@ class VirtualCollectives:
         self._device.run("reduce_scatter", inputs, outputs)
 
 
+class VirtualUnsharded:
+    """Stands where a gathered ``nn.Parameter`` does."""
+
+    def __init__(self, requires_grad: bool) -> None:
+        self.requires_grad = requires_grad
+
+    def requires_grad_(self, wanted: bool) -> None:
+        self.requires_grad = wanted
+
+
 class VirtualParam:
     """Stands where a `ShardedParam` does.
 
@@ -342,15 +380,20 @@ class VirtualParam:
     is_meta = False
 
     def __init__(
-        self, device: VirtualDevice, name: str, shape: tuple[int, ...], dtype: torch.dtype
+        self,
+        device: VirtualDevice,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        dim: int = 0,
     ) -> None:
         self._device = device
         self.name = name
         self.shape = shape
-        self.dim = 0
+        self.dim = dim
         self.dtype = dtype
         self.sharded = SimpleNamespace(requires_grad=True)
-        self.unsharded: SimpleNamespace | None = None
+        self.unsharded: VirtualUnsharded | None = None
         self.gradient: VirtualTensor | None = None
         self.full_grad: VirtualTensor | None = None
         self.rows: VirtualTensor | None = None
@@ -359,7 +402,7 @@ class VirtualParam:
     def adopt(self, slot: Slot, target: VirtualTensor) -> None:
         """Move the rows into the flat shard."""
         self.rows = target
-        self._device.run("adopt", [], [target])
+        self._device.run(f"adopt {self.name}", [], [target])
 
     def is_backed_by(self, shard: Any) -> bool:
         """Nothing moves virtual parameters."""
@@ -371,7 +414,7 @@ class VirtualParam:
     def materialize(self, gathered: VirtualTensor) -> None:
         """Remember the gathered view."""
         self.gathered = gathered
-        self.unsharded = SimpleNamespace(requires_grad=True)
+        self.unsharded = VirtualUnsharded(self.sharded.requires_grad)
 
     def swaps(self, param: Any) -> list[Any]:
         """There is no module."""
@@ -388,6 +431,13 @@ class VirtualParam:
             total = VirtualTensor(_Counted(self._device, "accumulated"), self.shape, dtype)
             self._device.run("copy", [self.full_grad], [total])
             self.full_grad = total
+
+    def deliver(self, rows: VirtualTensor) -> VirtualTensor | None:
+        """Keep the reduced gradient, or return the one to add it to."""
+        if self.gradient is None:
+            self.gradient = rows
+            return None
+        return self.gradient
 
     def run_hooks(self) -> None:
         """There are none."""
