@@ -20,7 +20,7 @@ from fsdp2.core.config import MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.core.group import GroupOptions, ParamGroup
 from fsdp2.core.hooks import UnitHooks, forward_method, hooks_of, start, watch_optimizers
 from fsdp2.core.kernels import TorchKernels
-from fsdp2.core.param import ModuleSlot, ShardedParam
+from fsdp2.core.param import OWNER, ModuleSlot, ShardedParam
 from fsdp2.core.scheduler import Scheduler, Unit
 from fsdp2.core.sharding import (
     ShardAxis,
@@ -33,9 +33,6 @@ from fsdp2.core.streams import DeviceStreams, InlineStreams, Streams
 
 M = TypeVar("M", bound=nn.Module)
 PlacementFn = Callable[[nn.Parameter], Shard | None]
-
-_OWNER = "_fsdp2_owner"
-"""Set on a parameter object that a unit took over: it names the unit."""
 
 _streams: dict[torch.device, Streams] = {}
 _sharded_classes: dict[type, type] = {}
@@ -414,7 +411,7 @@ def _managed_modules(modules: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Module
 
 
 def _checked_parameter(name: str, param: nn.Parameter, choose: PlacementFn | None) -> int:
-    owner = param.__dict__.get(_OWNER)
+    owner = param.__dict__.get(OWNER)
     if owner is not None and isinstance(param, DTensor):
         raise ValueError(
             f"parameter '{name}' already belongs to the unit of {owner}; call fully_shard on "
@@ -462,8 +459,8 @@ def _make_groups(
     )
     group.adopt()
     for param, managed in zip(found, params, strict=True):
-        param.__dict__[_OWNER] = name
-        managed.sharded.__dict__[_OWNER] = name
+        param.__dict__[OWNER] = name
+        managed.sharded.__dict__[OWNER] = name
     return [group]
 
 

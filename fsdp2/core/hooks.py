@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fsdp2.core.config import MixedPrecisionPolicy, ShardingStateError
 from fsdp2.core.group import OptimizerSteps
 from fsdp2.core.nested import grad_tensors, map_tensors
+from fsdp2.core.param import OWNER
 from fsdp2.core.scheduler import Phase, Scheduler, Unit
 from fsdp2.core.streams import Streams
 
@@ -285,9 +286,13 @@ def forward_method(hooks: UnitHooks, method: Callable[..., Any]) -> Callable[...
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Count optimizer steps in this process, once."""
+    """Count the steps of optimizers that hold a managed parameter, from the first call on."""
 
-    def count(*_: Any) -> None:
-        OptimizerSteps.count += 1
+    def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for param_group in optimizer.param_groups:
+            for param in param_group["params"]:
+                if OWNER in param.__dict__:
+                    OptimizerSteps.count += 1
+                    return
 
     register_optimizer_step_post_hook(count)

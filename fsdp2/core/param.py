@@ -23,6 +23,9 @@ from fsdp2.core.config import ShardingStateError
 from fsdp2.core.layout import Slot
 from fsdp2.core.sharding import ShardAxis, sharded_spec, wrap_local
 
+OWNER = "_fsdp2_owner"
+"""Attribute of a parameter object that a unit manages, or replaced: the unit's name."""
+
 ModuleSlot = tuple[nn.Module, str]
 """A module and the name under which it holds the parameter."""
 

@@ -148,10 +148,8 @@ class Simulation:
     def iteration(self, backward: bool = True, step: bool = True) -> None:
         """Forward; backward and an optimizer step if asked for."""
         self.forward(expects_backward=backward)
-        self._done("loss")
         if backward:
             self.backward()
-            self._done("end of backward")
         if step:
             self.optimizer_step()
 
@@ -164,6 +162,7 @@ class Simulation:
         call = self._forward(node)
         if expects_backward:
             self.calls.append(call)
+        self._done("loss")
 
     def backward(self, forwards: int = 1) -> None:
         """One backward through the last ``forwards`` forwards, as of the sum of their losses.
@@ -176,6 +175,7 @@ class Simulation:
             self._backward(call, pending)
         self.scheduler.end_backward()
         self.active.clear()
+        self._done("end of backward")
 
     def optimizer_step(self) -> None:
         """Read gradients, write shards, drop gradients."""

@@ -428,7 +428,8 @@ class VirtualParam:
     def accumulate(self, dtype: torch.dtype) -> None:
         """Keep the full gradient, in ``dtype``."""
         if self.full_grad is not None and self.full_grad.dtype != dtype:
-            total = VirtualTensor(_Counted(self._device, "accumulated"), self.shape, dtype)
+            owner = _Counted(self._device, f"accumulated {self.name}")
+            total = VirtualTensor(owner, self.shape, dtype)
             self._device.run("copy", [self.full_grad], [total])
             self.full_grad = total
 
