@@ -100,7 +100,7 @@ def check_placement(name: str, param: nn.Parameter, placement: object) -> int:
     dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
     if not 0 <= dim < param.ndim:
         raise ValueError(
-            f"shard_placement_fn returned {placement} for parameter '{name}' of shape "
+            f"shard_placement_fn returned Shard({placement.dim}) for parameter '{name}' of shape "
             f"{tuple(param.shape)}; choose a dim below {param.ndim}"
         )
     return dim
