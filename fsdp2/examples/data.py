@@ -1,0 +1,170 @@
+"""Text as bytes: which files are read, how they are split, and which bytes a step trains on.
+
+Nothing here keeps state. A batch is a pure function of (text, seed, step), so a run that is resumed
+at step s sees what it would have seen without the interruption, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .options import UsageError
+
+HELD_OUT_SHARE = 0.1
+MAX_BYTES = 1 << 30
+# Not its own text: packages installed next to it, and its tests, which some systems leave out.
+_NO_STDLIB = frozenset(
+    {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text split into what is trained on and what is only measured; uint8 [bytes] each.
+
+    `fingerprint` is a hash of both halves: two runs with the same one train on the same text.
+    """
+
+    train: Tensor
+    held_out: Tensor
+    num_files: int
+    source: str
+    fingerprint: str
+
+
+def load_corpus(path: Path | None, min_bytes: int) -> Corpus:
+    """Read `path` (a file or a folder; None: Python's own standard library) and split it.
+
+    `min_bytes` is what each half must hold at least: one sequence and its last target.
+    """
+    try:
+        source, files = _read_files(path)
+    except OSError as error:
+        raise UsageError(f"{error.filename or path} cannot be read: {error.strerror}") from error
+    train, held_out = split_files(files, min_bytes)
+    if min(len(train), len(held_out)) < min_bytes:
+        raise UsageError(
+            f"{source} holds too little text: {len(train):,} bytes to train on and "
+            f"{len(held_out):,} held out, where each needs at least {min_bytes:,} for one sequence"
+        )
+    fingerprint = hashlib.blake2b(train, digest_size=12)
+    fingerprint.update(hashlib.blake2b(held_out).digest())
+    return Corpus(
+        _as_tensor(train), _as_tensor(held_out), len(files), source, fingerprint.hexdigest()
+    )
+
+
+def _read_files(path: Path | None) -> tuple[str, dict[str, bytes]]:
+    """(what the text is called, file name -> its bytes)."""
+    if path is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = {name: _read(root / name) for name in list_files(root, ".py", _NO_STDLIB)}
+        return "Python's standard library", files
+    mode = path.stat().st_mode
+    if stat.S_ISDIR(mode):
+        files = {name: _read(path / name) for name in list_files(path)}
+        # A zero byte early on: an image, an archive, anything but text.
+        return str(path), {name: text for name, text in files.items() if b"\0" not in text[:8192]}
+    if stat.S_ISREG(mode):
+        return str(path), {path.name: _read(path)}
+    raise UsageError(f"{path} is neither a file nor a folder")
+
+
+def list_files(root: Path, suffix: str = "", skip: frozenset[str] = frozenset()) -> list[str]:
+    """Names of the files below `root` that end with `suffix`, relative, with "/", in sorted order.
+
+    Left out are hidden files and folders, and what lies in a folder of a name in `skip`.
+    """
+
+    def stop(error: OSError) -> None:
+        raise error
+
+    names = []
+    total = 0
+    for folder, subfolders, file_names in os.walk(root, onerror=stop):
+        subfolders[:] = [name for name in subfolders if name not in skip and name[0] != "."]
+        for name in file_names:
+            path = Path(folder, name)
+            if name.endswith(suffix) and name[0] != "." and path.is_file():
+                names.append(path.relative_to(root).as_posix())
+                total += path.stat().st_size
+        if total > MAX_BYTES:
+            raise UsageError(
+                f"{root} holds more than {MAX_BYTES >> 20} MiB of files; name a smaller folder"
+            )
+    return sorted(names)
+
+
+def split_files(files: dict[str, bytes], min_bytes: int) -> tuple[bytes, bytes]:
+    """(train, held-out) text, split by file: a tenth of the bytes is held out.
+
+    Files enter the held-out half in the order of their names' hashes, so the choice looks random
+    and hardly changes when a file is added. Where that leaves less than `min_bytes` (a single file,
+    or a few of very different sizes), the last tenth of all the text is held out instead.
+    """
+    budget = HELD_OUT_SHARE * sum(map(len, files.values()))
+    held_out_names = set()
+    size = 0
+    for name in sorted(files, key=lambda name: hashlib.blake2b(os.fsencode(name)).digest()):
+        if size + len(files[name]) <= budget:
+            held_out_names.add(name)
+            size += len(files[name])
+    if size >= min_bytes:
+        names = sorted(files)
+        train = b"".join(files[name] for name in names if name not in held_out_names)
+        return train, b"".join(files[name] for name in names if name in held_out_names)
+    text = b"".join(files[name] for name in sorted(files))
+    cut = len(text) - max(int(len(text) * HELD_OUT_SHARE), min(min_bytes, len(text)))
+    return text[:cut], text[cut:]
+
+
+def global_batch(text: Tensor, seed: int, step: int, batch_size: int, seq_len: int) -> Tensor:
+    """The whole batch of one step, uint8 [batch_size, seq_len + 1]: tokens and, one on, targets."""
+    digest = hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+    starts = torch.randint(0, text.numel() - seq_len, (batch_size,), generator=generator)
+    return text[starts[:, None] + torch.arange(seq_len + 1)]
+
+
+def rank_slice(batch_size: int, grad_accum: int, micro: int, rank: int, world_size: int) -> slice:
+    """Which sequences of the global batch `rank` handles in micro-batch `micro`.
+
+    batch_size=8, grad_accum=2, world_size=2:   0 1 | 2 3 || 4 5 | 6 7
+                                      rank      0     1      0     1
+                                      micro     0     0      1     1
+    """
+    share = batch_size // grad_accum // world_size
+    start = (micro * world_size + rank) * share
+    return slice(start, start + share)
+
+
+def held_out_slices(text: Tensor, seq_len: int, max_sequences: int) -> Tensor:
+    """The same evenly spaced slices at every call, uint8 [S, seq_len + 1], S <= `max_sequences`."""
+    count = min(max_sequences, text.numel() // (seq_len + 1))
+    stride = (text.numel() - seq_len - 1) // max(count - 1, 1)
+    starts = torch.arange(count) * stride
+    return text[starts[:, None] + torch.arange(seq_len + 1)]
+
+
+def tokens_and_targets(sequences: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """uint8 [B, T + 1] -> int64 tokens [B, T] and targets [B, T] on `device`."""
+    on_device = sequences.to(device, torch.int64)
+    return on_device[:, :-1], on_device[:, 1:]
+
+
+def _read(path: Path) -> bytes:
+    if path.stat().st_size > MAX_BYTES:
+        raise UsageError(f"{path} holds more than {MAX_BYTES >> 20} MiB; name a smaller file")
+    return path.read_bytes()
+
+
+def _as_tensor(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -1,0 +1,276 @@
+"""What the command line says, checked as a whole before anything starts.
+
+Every mistake becomes a `UsageError` whose message is one sentence; `train_lm.main` prints it and
+leaves with exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from .model import PRESETS, ModelConfig
+
+MAX_LOCAL_RANKS_PER_CPU = 16
+MAX_SEED = 2**63 - 1
+
+
+class UsageError(ValueError):
+    """Something the person who started the run got wrong; the message is one sentence."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a preset trains with unless told otherwise; `lr` is the peak learning rate."""
+
+    seq_len: int
+    batch_size: int
+    lr: float
+    steps: int
+
+
+_TRAINING: dict[str, Training] = {
+    "tiny": Training(seq_len=64, batch_size=8, lr=3e-3, steps=200),
+    "small": Training(seq_len=128, batch_size=16, lr=4e-3, steps=300),
+    "medium": Training(seq_len=512, batch_size=16, lr=1e-3, steps=1000),
+    "llama-1b": Training(seq_len=2048, batch_size=8, lr=3e-4, steps=200),
+    "llama-8b": Training(seq_len=2048, batch_size=8, lr=3e-4, steps=200),
+}
+
+
+@dataclass(frozen=True)
+class GivenRanks:
+    """The ranks a launcher (torchrun, or our own `launch`) gave to this process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    @staticmethod
+    def from_environment() -> GivenRanks | None:
+        """None where no launcher set RANK and WORLD_SIZE: then we start the processes ourselves."""
+        env = os.environ
+        if "RANK" not in env or "WORLD_SIZE" not in env:
+            return None
+        try:
+            rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
+            local_rank = int(env.get("LOCAL_RANK", rank))
+            local_world_size = int(env.get("LOCAL_WORLD_SIZE", world_size))
+        except ValueError as error:
+            raise UsageError("RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers") from error
+        if not 0 <= rank < world_size:
+            raise UsageError(f"RANK={rank} must lie between 0 and WORLD_SIZE={world_size}")
+        if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
+            raise UsageError(
+                "RANK and WORLD_SIZE are set but MASTER_ADDR and MASTER_PORT are not: use "
+                "torchrun, or unset RANK to have the ranks started for you"
+            )
+        return GivenRanks(rank, world_size, local_rank, local_world_size)
+
+
+@dataclass(frozen=True)
+class Options:
+    """A run, complete: no value is left to a default later on."""
+
+    preset: str
+    data: Path | None
+    world_size: int
+    local_world_size: int
+    steps: int
+    precision: str
+    seq_len: int
+    batch_size: int  # sequences in one optimizer step, over all ranks
+    lr: float
+    grad_accum: int
+    activation_checkpointing: bool
+    reshard_after_forward: bool | None
+    checkpoint: Path | None
+    checkpoint_every: int
+    resume: bool
+    seed: int
+    device: str  # "cpu" or "cuda"
+    backend: str  # "gloo" or "nccl"
+    threads: int
+
+    @property
+    def model(self) -> ModelConfig:
+        return PRESETS[self.preset]
+
+    @property
+    def rank_batch(self) -> int:
+        """Sequences in one rank's micro-batch."""
+        return self.batch_size // self.grad_accum // self.world_size
+
+
+def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
+    """The checked options of this run. Raises `UsageError`; exits only for ``--help``."""
+    args = _parser().parse_args(argv)
+    training = _TRAINING[args.preset]
+    batch_size = args.batch_size or training.batch_size
+    if batch_size % args.grad_accum:
+        raise UsageError(
+            f"--batch-size {batch_size} does not split into --grad-accum {args.grad_accum} "
+            "micro-batches of the same size"
+        )
+    device = _device(args.device)
+    micro_batch = batch_size // args.grad_accum
+    world_size = _world_size(args.nproc, ranks, device, micro_batch)
+    _check_world_size(world_size, micro_batch, PRESETS[args.preset].largest_dim, args.preset)
+    local_world_size = ranks.local_world_size if ranks else world_size
+    if args.checkpoint is None and args.resume:
+        raise UsageError("--resume needs --checkpoint DIR to say what to resume from")
+    if args.checkpoint is None and args.checkpoint_every is not None:
+        raise UsageError("--checkpoint-every needs --checkpoint DIR to say where to save")
+    return Options(
+        preset=args.preset,
+        data=args.data,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        steps=args.steps or training.steps,
+        precision=args.precision,
+        seq_len=args.seq_len or training.seq_len,
+        batch_size=batch_size,
+        lr=args.lr or training.lr,
+        grad_accum=args.grad_accum,
+        activation_checkpointing=args.activation_checkpointing,
+        reshard_after_forward={"auto": None, "always": True, "never": False}[
+            args.reshard_after_forward
+        ],
+        checkpoint=args.checkpoint,
+        checkpoint_every=args.checkpoint_every or 50,
+        resume=args.resume,
+        seed=args.seed,
+        device=device,
+        backend=_backend(device, local_world_size),
+        threads=args.threads or _threads(local_world_size),
+    )
+
+
+def cpu_count() -> int:
+    """CPUs this process may run on, which a container may have made fewer than the machine's."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that raises its complaint instead of printing the usage above it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="train_lm",
+        description="Train a byte-level transformer on real text, sharded with fsdp2.fully_shard.",
+        allow_abbrev=False,
+    )
+    count = _number(int, 1, 2**31 - 1, "a whole number of at least 1")
+    add = parser.add_argument
+    add(
+        "--data", type=Path, metavar="PATH", help="a file or folder of text (default: Python's own)"
+    )
+    add("--preset", choices=list(PRESETS), default="small", help="model size (default: small)")
+    add("--nproc", type=count, help="processes to start (default: 2, or one a GPU)")
+    add("--steps", type=count, help="optimizer steps in all (default: the preset's)")
+    add("--precision", choices=["fp32", "bf16"], default="fp32", help="compute dtype")
+    add("--seq-len", type=count, help="tokens in a sequence")
+    add("--batch-size", type=count, help="sequences in one optimizer step, over all ranks")
+    add("--lr", type=_number(float, 1e-12, 1e3, "a positive number"), help="peak learning rate")
+    add("--grad-accum", type=count, default=1, help="micro-batches the batch is split into")
+    add("--activation-checkpointing", action="store_true", help="recompute blocks in backward")
+    add(
+        "--reshard-after-forward",
+        choices=["auto", "always", "never"],
+        default="auto",
+        help="free gathered parameters after forward (auto: all groups but the root's)",
+    )
+    add("--checkpoint", type=Path, metavar="DIR", help="save the run here, the last 2 checkpoints")
+    add("--checkpoint-every", type=count, metavar="N", help="steps between checkpoints (50)")
+    add("--resume", action="store_true", help="continue from the latest checkpoint in DIR")
+    seed = _number(int, 0, MAX_SEED, f"a whole number between 0 and {MAX_SEED}")
+    add("--seed", type=seed, default=0, help="fixes weights and data order")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    add("--threads", type=count, help="CPU threads a rank (default: the CPUs, shared out)")
+    return parser
+
+
+def _number(
+    kind: type[int] | type[float], low: float, high: float, wanted: str
+) -> Callable[[str], float]:
+    def parse_number(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        return value
+
+    return parse_number
+
+
+def _device(name: str) -> str:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: this machine has no GPU that torch can use")
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return name
+
+
+def _world_size(nproc: int | None, ranks: GivenRanks | None, device: str, micro_batch: int) -> int:
+    if ranks is not None:
+        if nproc is not None and nproc != ranks.world_size:
+            raise UsageError(
+                f"--nproc {nproc} contradicts the {ranks.world_size} ranks that the launcher gave; "
+                "leave --nproc out"
+            )
+        return ranks.world_size
+    if nproc is not None:
+        limit = MAX_LOCAL_RANKS_PER_CPU * cpu_count()
+        if nproc > limit:
+            raise UsageError(
+                f"--nproc {nproc} is too many for this machine: with {cpu_count()} CPUs it can "
+                f"start at most {limit} ranks"
+            )
+        return nproc
+    # Two by default even on one GPU (over gloo): a single rank would shard nothing.
+    wanted = max(2, torch.cuda.device_count()) if device == "cuda" else 2
+    return max(n for n in range(1, wanted + 1) if micro_batch % n == 0)
+
+
+def _check_world_size(world_size: int, micro_batch: int, largest_dim: int, preset: str) -> None:
+    if world_size > micro_batch:
+        raise UsageError(
+            f"{world_size} ranks are more than the {micro_batch} sequences of a micro-batch "
+            "(--batch-size / --grad-accum): some ranks would have nothing to do"
+        )
+    if micro_batch % world_size:
+        raise UsageError(
+            f"{micro_batch} sequences in a micro-batch (--batch-size / --grad-accum) do not "
+            f"divide evenly over {world_size} ranks"
+        )
+    if world_size > largest_dim:
+        raise UsageError(
+            f"{world_size} ranks are more than the largest dim of preset {preset}, {largest_dim}: "
+            "some ranks would hold nothing but padding"
+        )
+
+
+def _backend(device: str, local_world_size: int) -> str:
+    """NCCL refuses two ranks on one GPU; gloo takes CUDA tensors too, if slowly."""
+    enough = device == "cuda" and torch.cuda.device_count() >= local_world_size
+    return "nccl" if enough else "gloo"
+
+
+def _threads(local_world_size: int) -> int:
+    return max(1, cpu_count() // local_world_size)

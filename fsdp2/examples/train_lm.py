@@ -1,0 +1,317 @@
+"""Train a small language model, sharded with ``fsdp2.fully_shard``.
+
+    python -m fsdp2.examples.train_lm                       # two processes on this machine's CPUs
+    torchrun --nproc-per-node 8 -m fsdp2.examples.train_lm --preset llama-1b --precision bf16
+
+The printed losses depend on the options that name the model, the data and the optimizer, not on the
+number of ranks: every rank starts from the same full weights, and takes its slice of one global
+batch, which is a pure function of (seed, step).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from . import checkpointing, data, launch, reporting
+from .checkpointing import RunState
+from .model import Block, Transformer, reset_parameters, token_losses
+from .options import GivenRanks, Options, UsageError, parse
+
+MODULE = "fsdp2.examples.train_lm"
+HELD_OUT_SEQUENCES = 128
+MAX_GRAD_NORM = 1.0
+WARMUP_STEPS = 100
+SAMPLE_PROMPT = b"def "
+SAMPLE_BYTES = 160
+SAMPLE_TEMPERATURE = 0.7
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 done, 2 wrong usage, 128 + n ended by signal n, else a worker's failure."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        ranks = GivenRanks.from_environment()
+    except UsageError as error:
+        return _complain(error)
+    if ranks is not None:
+        launch.run_as_worker(lambda: _worker(argv, ranks))
+    try:
+        options = parse(argv, None)
+        _prepare(options)
+    except UsageError as error:
+        return _complain(error)
+    return launch.run_workers(MODULE, argv, options.world_size, options.threads)
+
+
+def _worker(argv: Sequence[str], ranks: GivenRanks) -> int:
+    try:
+        options = parse(argv, ranks)
+        inputs = _prepare(options)
+    except UsageError as error:
+        if ranks.rank == 0:
+            return _complain(error)
+        # All ranks find the same mistake. A launcher ends all at the first exit: let rank 0 speak.
+        time.sleep(5)
+        return 2
+    _train(options, ranks, *inputs)
+    return 0
+
+
+def _complain(error: UsageError) -> int:
+    sentence = str(error)
+    print(
+        f"train_lm: {sentence}{'' if sentence.endswith('.') else '.'}", file=sys.stderr, flush=True
+    )
+    return 2
+
+
+def _prepare(options: Options) -> tuple[data.Corpus, tuple[Path, RunState] | None]:
+    """Read everything that can be wrong before a process is started: the text, the checkpoint."""
+    corpus = data.load_corpus(options.data, min_bytes=options.seq_len + 1)
+    return corpus, checkpointing.find(options, corpus.fingerprint)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every part of the loop needs. `params` are the sharded parameters."""
+
+    options: Options
+    rank: int
+    device: torch.device
+    corpus: data.Corpus
+    model: nn.Module
+    params: list[nn.Parameter]
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def fsdp(self) -> FSDPModule:
+        return cast(FSDPModule, self.model)
+
+
+def _train(
+    options: Options, ranks: GivenRanks, corpus: data.Corpus, found: tuple[Path, RunState] | None
+) -> None:
+    run = _set_up(options, ranks, corpus)
+    if ranks.rank == 0:
+        _print_start(run)
+    start = 0
+    if found is None:
+        first_loss = held_out_loss(run)
+    else:
+        path, state = found
+        checkpointing.load(path, run.model, run.optimizer)
+        start, first_loss = state.step, state.first_held_out_loss
+    if ranks.rank == 0:
+        resumed = f"resumed from {found[0]} at step {start}; " if found else ""
+        print(f"{resumed}held-out loss before training: {first_loss:.4f} nats", flush=True)
+    tokens_per_second = _loop(run, start, first_loss)
+    final_loss = held_out_loss(run)
+    sizes = reporting.state_bytes(run.optimizer)
+    sample = sample_text(run)
+    if ranks.rank == 0:
+        _print_end(run, first_loss, final_loss, tokens_per_second, sizes, sample)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _set_up(options: Options, ranks: GivenRanks, corpus: data.Corpus) -> Run:
+    torch.set_num_threads(options.threads)
+    device = torch.device("cpu")
+    if options.device == "cuda":
+        device = torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    launch.init_process_group(ranks, options.backend, device)
+    mesh = init_device_mesh(device.type, (ranks.world_size,))
+    model = build_model(options, device, mesh)
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(
+        params, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    return Run(options, ranks.rank, device, corpus, model, params, optimizer)
+
+
+def build_model(options: Options, device: torch.device, mesh: DeviceMesh) -> Transformer:
+    """The sharded model. Filled and sharded part by part: no rank ever holds the whole of it.
+
+    Each rank fills a part with the same full weights; `fully_shard` keeps the rank's shard.
+    """
+    with torch.device("meta"):
+        model = Transformer(options.model, options.activation_checkpointing)
+    policy = MixedPrecisionPolicy()
+    if options.precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def shard(module: nn.Module) -> None:
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=options.reshard_after_forward,
+            mp_policy=policy,
+        )
+
+    for name, part in model.parts():
+        part.to_empty(device=device)
+        reset_parameters(part, options.model, options.seed, prefix=name)
+        if isinstance(part, Block):
+            shard(part)
+    shard(model)
+    return model
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """The rate of step `step` (from 0) of `steps`: linear warmup, then a cosine down to a tenth."""
+    if step < WARMUP_STEPS:
+        return peak * (step + 1) / WARMUP_STEPS
+    progress = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+def train_step(run: Run, step: int) -> Tensor:
+    """One optimizer step; this rank's mean loss, fp64 [] on the device, not yet waited for."""
+    options = run.options
+    for group in run.optimizer.param_groups:
+        group["lr"] = learning_rate(step, options.steps, options.lr)
+    run.optimizer.zero_grad(set_to_none=True)
+    batch = data.global_batch(
+        run.corpus.train, options.seed, step, options.batch_size, options.seq_len
+    )
+    total = torch.zeros((), dtype=torch.float64, device=run.device)
+    for micro in range(options.grad_accum):
+        last = micro == options.grad_accum - 1
+        # Gradients stay whole on each rank until the last micro-batch: one reduction a step.
+        run.fsdp.set_requires_gradient_sync(last)
+        run.fsdp.set_is_last_backward(last)
+        mine = data.rank_slice(
+            options.batch_size, options.grad_accum, micro, run.rank, options.world_size
+        )
+        tokens, targets = data.tokens_and_targets(batch[mine], run.device)
+        losses = token_losses(run.model(tokens), targets)
+        (losses.mean() / options.grad_accum).backward()
+        # In fp64, so that what is printed does not depend on how the batch was cut up.
+        total += losses.detach().double().mean() / options.grad_accum
+    nn.utils.clip_grad_norm_(run.params, MAX_GRAD_NORM)
+    run.optimizer.step()
+    return total
+
+
+def _loop(run: Run, start: int, first_loss: float) -> float:
+    """Train from step `start` to the end; returns tokens a second, checkpoints not counted."""
+    options = run.options
+    every = 1 if options.steps <= 50 else 10
+    tokens_a_step = options.batch_size * options.seq_len
+    training_seconds = 0.0
+    since, since_step = time.perf_counter(), start
+    with reporting.ProgressReporter(options.steps, start, show=run.rank == 0) as progress:
+        for step in range(start, options.steps):
+            loss = train_step(run, step)
+            done = step + 1
+            saves = options.checkpoint is not None and (
+                done % options.checkpoint_every == 0 or done == options.steps
+            )
+            if not (saves or done % every == 0 or done == options.steps):
+                continue
+            mean_loss = _mean_over_ranks(loss, options.world_size)
+            seconds = time.perf_counter() - since
+            training_seconds += seconds
+            rate = (done - since_step) * tokens_a_step / seconds
+            peak = reporting.peak_memory(run.device)
+            progress.report(reporting.StepReport(done, options.steps, mean_loss, rate, peak))
+            if not math.isfinite(mean_loss):
+                raise FloatingPointError(
+                    f"the loss of step {done} is {mean_loss}: lower --lr {options.lr}"
+                )
+            if saves and options.checkpoint is not None:
+                state = RunState.of(options, run.corpus.fingerprint, done, first_loss)
+                checkpointing.save(options.checkpoint, run.model, run.optimizer, state, run.rank)
+            since, since_step = time.perf_counter(), done
+    return (options.steps - start) * tokens_a_step / training_seconds if training_seconds else 0.0
+
+
+def _mean_over_ranks(value: Tensor, world_size: int) -> float:
+    dist.all_reduce(value)
+    return value.item() / world_size
+
+
+@torch.no_grad()
+def held_out_loss(run: Run) -> float:
+    """Mean loss in nats over the same held-out slices at every call, shared out over the ranks."""
+    options = run.options
+    sequences = data.held_out_slices(run.corpus.held_out, options.seq_len, HELD_OUT_SEQUENCES)
+    total = torch.zeros((), dtype=torch.float64, device=run.device)
+    forward_size = options.rank_batch * options.world_size
+    # Every rank runs the same number of forwards, as each gathers parameters from all. Where the
+    # last slices do not go round, the ranks left over measure the first again and drop the result.
+    for begin in range(0, len(sequences), forward_size):
+        first = begin + run.rank * options.rank_batch
+        mine = sequences[first : first + options.rank_batch]
+        tokens, targets = data.tokens_and_targets(mine if len(mine) else sequences[:1], run.device)
+        losses = token_losses(run.model(tokens), targets)
+        total += losses.double().sum() if len(mine) else 0.0
+    return _mean_over_ranks(total, 1) / (len(sequences) * options.seq_len)
+
+
+@torch.no_grad()
+def sample_text(run: Run) -> bytes:
+    """Text the model writes after a fixed prompt: the same on every rank, forward by forward."""
+    generator = torch.Generator().manual_seed(run.options.seed)
+    text = list(SAMPLE_PROMPT)
+    for _ in range(SAMPLE_BYTES):
+        context = torch.tensor([text[-run.options.seq_len :]], device=run.device)
+        logits = run.model(context)[0, -1].float().cpu()
+        probabilities = torch.softmax(logits / SAMPLE_TEMPERATURE, dim=-1)
+        text.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+    return bytes(text)
+
+
+def _print_start(run: Run) -> None:
+    options, corpus = run.options, run.corpus
+    print(
+        f"{options.preset}: {sum(p.numel() for p in run.params):,} parameters, "
+        f"{options.precision}, {options.world_size} rank(s) on {options.device} "
+        f"over {options.backend}, {options.threads} thread(s) each\n"
+        f"{corpus.source}: {corpus.num_files:,} files, {corpus.train.numel():,} bytes to train on, "
+        f"{corpus.held_out.numel():,} held out\n"
+        f"{options.steps} steps of {options.batch_size} x {options.seq_len} tokens in "
+        f"{options.grad_accum} micro-batch(es), seed {options.seed}"
+    )
+    reporting.print_groups(run.model)
+
+
+def _print_end(
+    run: Run,
+    first_loss: float,
+    final_loss: float,
+    tokens_per_second: float,
+    sizes: reporting.StateBytes,
+    sample: bytes,
+) -> None:
+    rank, unsharded = map(reporting.format_bytes, (sizes.rank, sizes.unsharded))
+    share = sizes.rank / sizes.unsharded
+    rows = [
+        ("held-out loss, first", f"{first_loss:.4f} nats"),
+        ("held-out loss, final", f"{final_loss:.4f} nats"),
+        ("held-out loss, uniform guess", f"{math.log(run.options.model.vocab_size):.4f} nats"),
+        ("training speed", f"{tokens_per_second:,.0f} tokens/s"),
+        ("parameters, gradients, optimizer: a rank", f"{rank} ({share:.1%})"),
+        ("parameters, gradients, optimizer: unsharded", unsharded),
+        ("peak memory of rank 0", reporting.format_bytes(reporting.peak_memory(run.device))),
+    ]
+    reporting.print_table("Summary", ("", "value"), rows)
+    print(f"Sample:\n{reporting.printable(sample)}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
