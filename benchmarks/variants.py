@@ -1,0 +1,108 @@
+"""One model, sharded (or not) by each of the runtimes under comparison."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.null_group import c10d_cost, init_null_group, null_mesh
+
+# "none": no sharding, the floor that every runtime adds to. "torch": torch's FSDP2.
+VARIANTS = ("none", "torch", "fsdp2", "fsdp1", "ddp")
+
+# "mixed": parameters gathered and used in bf16, gradients reduced in fp32
+PRECISIONS = ("fp32", "mixed")
+
+
+def names(text: str) -> list[str]:
+    """An argparse type: a comma list of variants."""
+    return _among(VARIANTS, text)
+
+
+def precisions(text: str) -> list[str]:
+    """An argparse type: a comma list of precisions."""
+    return _among(PRECISIONS, text)
+
+
+def _among(known: tuple[str, ...], text: str) -> list[str]:
+    parts = text.split(",")
+    for part in parts:
+        if part not in known:
+            raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(known)}")
+    return parts
+
+
+def prepare_process(device_type: str, world_size: int, *, c10d: bool = False) -> torch.device:
+    """Set this process up to be rank 0 of `world_size`, with null collectives."""
+    torch.manual_seed(0)
+    # Gathered memory holds anything, and arithmetic on denormal numbers is slow on a CPU.
+    torch.set_flush_denormal(True)
+    if device_type == "cpu":
+        torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(0)
+    init_null_group(world_size, observer=c10d_cost() if c10d else None)
+    return torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
+
+
+def place(
+    model: nn.Module, variant: str, precision: str, world_size: int, device: torch.device
+) -> nn.Module:
+    """Shard each block of a model on the meta device, then its root, and fill it on `device`.
+
+    Without sharding (and for DDP, which has no mixed precision of this kind) the model itself is
+    in the compute dtype.
+    """
+    mixed = precision == "mixed"
+    if variant in ("torch", "fsdp2"):
+        fully_shard, policy = _fsdp2_api(variant)
+        options: dict[str, Any] = {"mesh": null_mesh(world_size, device.type)}
+        if mixed:
+            options["mp_policy"] = policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in model.blocks:
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+    elif variant in ("none", "ddp"):
+        model.to(input_dtype(variant, precision))
+    elif variant not in VARIANTS:
+        raise ValueError(f"unknown variant {variant!r}: choose among {', '.join(VARIANTS)}")
+    model.to_empty(device=device)
+    model.reset_parameters()
+    if variant == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if variant == "fsdp1":
+        return _fsdp1(model, mixed, device)
+    return model
+
+
+def input_dtype(variant: str, precision: str) -> torch.dtype:
+    """The dtype of a model's floating-point inputs: sharding runtimes cast them themselves."""
+    in_bf16 = precision == "mixed" and variant in ("none", "ddp")
+    return torch.bfloat16 if in_bf16 else torch.float32
+
+
+def _fsdp2_api(variant: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    if variant == "torch":
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    else:
+        from fsdp2 import MixedPrecisionPolicy, fully_shard
+    return fully_shard, MixedPrecisionPolicy
+
+
+def _fsdp1(model: nn.Module, mixed: bool, device: torch.device) -> nn.Module:
+    """torch's FSDP1, wrapping the same modules. It has to see the whole model first."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({type(model.blocks[0])}),
+        mixed_precision=policy if mixed else None,
+        use_orig_params=True,
+        device_id=device,
+    )

@@ -1,0 +1,83 @@
+"""The benchmarks' own arithmetic, and that they run. No timing is asserted here."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import host_cost, kernels, stats, workers
+from benchmarks.models import PRESETS
+
+
+def test_ratio_is_taken_round_by_round():
+    # the machine was twice as slow in the second round
+    ours, torchs, none = [3.0, 6.0, 3.0], [5.0, 10.0, 7.0], [1.0, 2.0, 1.0]
+    summary = stats.ratio(stats.added(ours, none), stats.added(torchs, none))
+    assert (summary.min, summary.median, summary.max) == (2 / 6, 0.5, 0.5)
+
+
+def test_table_aligns():
+    lines = stats.table(("variant", "ms"), [("none", 1), ("fsdp2", 20)]).splitlines()
+    assert lines == ["variant  ms", "-------  --", "none      1", "fsdp2    20"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("Memcpy DtoD (Device -> Device)", "memcpy, memset"),
+        ("nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_NNT", "matmul"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>", "matmul"),
+        ("void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128>>", "attention"),
+        (
+            "at::native::vectorized_elementwise_kernel<4, bfloat16_copy_kernel_cuda>",
+            "copy, cast, cat",
+        ),
+        ("at::native::detail::chunk_cat_cuda_kernel<float, BFloat16>", "copy, cast, cat"),
+        ("multi_tensor_apply_kernel<TensorListMetadata<2>, BinaryOpFunctor>", "multi-tensor"),
+        ("at::native::vectorized_elementwise_kernel<4, FillFunctor<float>>", "fill"),
+        ("at::native::vectorized_elementwise_kernel<4, BinaryFunctor>", "elementwise"),
+        ("something_new", "other"),
+    ],
+)
+def test_kinds_of_kernels(name, kind):
+    assert kernels.kind_of(name) == kind
+
+
+def test_kernels_beyond_the_model_are_the_runtimes_own():
+    none = {"sgemm": {"count": 4, "ms": 8.0}, "direct_copy": {"count": 1, "ms": 0.5}}
+    sharded = {"sgemm": {"count": 4, "ms": 9.0}, "direct_copy": {"count": 3, "ms": 2.0}}
+    assert kernels.runtimes_own(sharded, none) == {"count": 2, "ms": 1.5}
+    assert "runtime's own (beyond none)" in kernels.report({"none": none, "fsdp2": sharded})
+
+
+def test_one_model_serves_all_world_sizes():
+    assert host_cost.parse([]).model == "tiny"
+    assert host_cost.parse(["--world-size", "8,1024"]).model == "tall"
+
+
+def test_presets_have_the_parameters_they_are_named_for():
+    assert round(PRESETS["1.1b"].parameters / 1e9, 2) == 1.10
+    assert round(PRESETS["2.8b"].parameters / 1e9, 2) == 2.83
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["benchmarks/host_cost.py", "--blocks", "2", "--world-size", "8,16"],
+        ["-m", "benchmarks.host_cost", "--blocks", "2", "--precision", "mixed", "--c10d"],
+        ["benchmarks/step.py", "--preset", "tiny", "--device", "cpu"],
+    ],
+)
+def test_scripts_run(command, tmp_path):
+    file = tmp_path / "result.json"
+    burst = ["--rounds", "2", "--steps", "2", "--json", str(file)]
+    done = subprocess.run(
+        [sys.executable, *command, *burst], cwd=workers.ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "fsdp2" in done.stdout
+    content = json.loads(file.read_text())
+    assert content["environment"]["torch"]
+    assert content["results"]
