@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2.core.collectives import GroupCollectives
-from fsdp2.core.config import MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.core.config import MixedPrecisionPolicy, OffloadPolicy, ShardingStateError
 from fsdp2.core.group import GroupOptions, ParamGroup
 from fsdp2.core.hooks import UnitHooks, forward_method, hooks_of, start, watch_optimizers
 from fsdp2.core.kernels import TorchKernels
@@ -190,7 +190,7 @@ class FSDPModule:
         hooks = _hooks(self)
         if hooks.scheduler is not None:
             if not hooks.unit.is_root:
-                raise ValueError(
+                raise ShardingStateError(
                     f"reset_iter_state() was called on '{hooks.unit.name}', which is not the "
                     f"root; call it on the module whose forward you call"
                 )

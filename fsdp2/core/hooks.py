@@ -15,18 +15,22 @@ that the first `enter_backward` queues, finishes such units.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from fsdp2.core.config import MixedPrecisionPolicy, ShardingStateError
 from fsdp2.core.group import OptimizerSteps
 from fsdp2.core.nested import grad_tensors, map_tensors
-from fsdp2.core.param import OWNER
+from fsdp2.core.param import GATHERED, OWNER
 from fsdp2.core.scheduler import Phase, Scheduler, Unit
 from fsdp2.core.streams import Streams
 
@@ -286,13 +290,38 @@ def forward_method(hooks: UnitHooks, method: Callable[..., Any]) -> Callable[...
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Count the steps of optimizers that hold a managed parameter, from the first call on."""
+    """From the first call on, look at the parameters of every optimizer that steps.
 
-    def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for param_group in optimizer.param_groups:
-            for param in param_group["params"]:
-                if OWNER in param.__dict__:
-                    OptimizerSteps.count += 1
-                    return
+    Steps of optimizers that hold a managed parameter are counted (`OptimizerSteps`). One that holds
+    a gathered parameter, because it was made while its unit was gathered, would train nothing, so
+    its step raises. Each optimizer is looked at once for each number of parameter groups.
+    """
+    seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]]
+    seen = weakref.WeakKeyDictionary()
 
-    register_optimizer_step_post_hook(count)
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        number = len(optimizer.param_groups)
+        if optimizer not in seen or seen[optimizer][0] != number:
+            seen[optimizer] = number, _holds_managed(optimizer)
+
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer in seen and seen[optimizer][1]:
+            OptimizerSteps.count += 1
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+
+
+def _holds_managed(optimizer: torch.optim.Optimizer) -> bool:
+    managed = False
+    for param_group in optimizer.param_groups:
+        for param in param_group["params"]:
+            attributes = param.__dict__
+            if GATHERED in attributes:
+                raise ShardingStateError(
+                    f"this {type(optimizer).__name__} holds the gathered parameter "
+                    f"'{attributes[GATHERED]}', not the sharded one: it was made while its unit "
+                    f"was gathered; call reshard() on the module, then make the optimizer"
+                )
+            managed = managed or OWNER in attributes
+    return managed

@@ -26,6 +26,9 @@ from fsdp2.core.sharding import ShardAxis, sharded_spec, wrap_local
 OWNER = "_fsdp2_owner"
 """Attribute of a parameter object that a unit manages, or replaced: the unit's name."""
 
+GATHERED = "_fsdp2_gathered"
+"""Attribute of a gathered parameter: its full name."""
+
 ModuleSlot = tuple[nn.Module, str]
 """A module and the name under which it holds the parameter."""
 
@@ -214,6 +217,7 @@ class ShardedParam:
         with torch.inference_mode(False), torch.no_grad():
             unsharded = nn.Parameter(gathered, requires_grad=self.sharded.requires_grad)
         unsharded.__dict__.update(self.attributes)
+        unsharded.__dict__[GATHERED] = self.name
         old = self.unsharded
         if old is not None and old.grad is not None:  # accumulated without sync
             unsharded.grad = old.grad.to(unsharded.dtype)

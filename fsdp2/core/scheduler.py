@@ -289,20 +289,21 @@ class Scheduler:
     # ---- gathering and freeing
 
     def _gather(self, unit: Unit) -> None:
-        guess = self._prefetched
-        if guess is not None:
+        if self._prefetched is unit:
             self._prefetched = None
-            if guess is not unit:
-                self._free_unused(guess)
         self.unshard(unit)
         self.wait(unit)
 
     def _prefetch(self, unit: Unit | None) -> None:
+        """Gather ``unit`` ahead; a guess that is still unused makes room for it (invariant I6)."""
         if unit is not None and unit.is_sharded:
+            self._drop_guess()
             self.unshard(unit)
             self._prefetched = unit
 
     def _request(self, units: Sequence[Unit]) -> None:
+        if self._prefetched not in units:
+            self._drop_guess()
         for unit in units:
             if unit.is_sharded:
                 self.unshard(unit)
@@ -312,15 +313,14 @@ class Scheduler:
         for group in unit.groups:
             group.reshard()
 
-    def _free_unused(self, unit: Unit) -> None:
-        """Free a unit that was gathered ahead, unless it has been used or is in use."""
-        if unit.phase in (Phase.IDLE, Phase.REDUCED):
-            self._free(unit)
+    def _drop_guess(self) -> None:
+        """Free the unit that was gathered ahead, unless it has come into use since."""
+        guess, self._prefetched = self._prefetched, None
+        if guess is not None and guess.phase in (Phase.IDLE, Phase.REDUCED):
+            self._free(guess)
 
     def _drop_unused(self) -> None:
-        if self._prefetched is not None:
-            self._free_unused(self._prefetched)
-            self._prefetched = None
+        self._drop_guess()
         for unit in self._requested:
             if any(group.state is State.GATHERING for group in unit.groups):
                 self._free(unit)

@@ -181,10 +181,19 @@ class Simulation:
         """Read gradients, write shards, drop gradients."""
         for node in self.root.walk():
             for param in self._params(node):
-                if param.gradient is not None and param.rows is not None:
-                    self.device.run("step", [param.gradient, param.rows], [param.rows])
-                param.gradient = None
+                self._step(param)
         OptimizerSteps.count += 1
+
+    def step_in_backward(self) -> None:
+        """From now on a hook on each parameter does the step as soon as ``.grad`` is there."""
+        for node in self.root.walk():
+            for param in self._params(node):
+                param.hook = self._step
+
+    def _step(self, param: VirtualParam) -> None:
+        if param.gradient is not None and param.rows is not None:
+            self.device.run("step", [param.gradient, param.rows], [param.rows])
+        param.gradient = None
 
     @staticmethod
     def _params(node: Node) -> list[VirtualParam]:

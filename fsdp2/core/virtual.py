@@ -21,7 +21,8 @@ Dropping a wait (`drop_wait`) shows that the checker notices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -277,6 +278,8 @@ class VirtualDevice:
         buffer.last[lane] = now[lane]
 
     def _check_reuse(self, kind: str, now: Clock, buffer: Allocation) -> None:
+        if all(map(operator.ge, now, buffer.after)):
+            return
         for lane, count in zip(Lane, buffer.after, strict=True):
             if now[lane] < count:
                 self.races.append(
@@ -375,6 +378,7 @@ class VirtualParam:
         rows: its view of the flat shard.
         gathered: its view of the gathered buffer.
         full_grad: what autograd left on the unsharded parameter.
+        hook: the user's post-accumulate-grad hook.
     """
 
     is_meta = False
@@ -398,6 +402,7 @@ class VirtualParam:
         self.full_grad: VirtualTensor | None = None
         self.rows: VirtualTensor | None = None
         self.gathered: VirtualTensor | None = None
+        self.hook: Callable[[VirtualParam], None] | None = None
 
     def adopt(self, slot: Slot, target: VirtualTensor) -> None:
         """Move the rows into the flat shard."""
@@ -437,8 +442,11 @@ class VirtualParam:
         """Keep the reduced gradient, or return the one to add it to."""
         if self.gradient is None:
             self.gradient = rows
+            self.run_hooks()
             return None
         return self.gradient
 
     def run_hooks(self) -> None:
-        """There are none."""
+        """Run the hook, if there is one."""
+        if self.hook is not None:
+            self.hook(self)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import fsdp2
 from benchmarks.null_group import init_null_group, null_mesh
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from fsdp2.core.hooks import hooks_of
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +105,21 @@ def _2d_mesh() -> None:
     fully_shard(nn.Linear(4, 4), mesh=null_mesh((2, 2)))
 
 
+def _optimizer_of_gathered() -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    with torch.no_grad():
+        model(torch.randn(2, 4))  # a root stays gathered
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+
+
 MISUSES = {
+    "optimizer of gathered": (
+        _optimizer_of_gathered,
+        fsdp2.ShardingStateError,
+        r"SGD holds the gathered parameter 'weight'.*reshard\(\)",
+    ),
     "child after parent": (_shard_child_after_parent, ValueError, "'weight'.*children before"),
     "tied in two units": (_shard_tied_in_two_units, ValueError, "'head.weight'.*tied.*fully_shard"),
     "twice": (_shard_twice, ValueError, "already called on this FSDPLinear"),
@@ -115,7 +130,7 @@ MISUSES = {
     "placement kind": (_place(Replicate()), ValueError, "Replicate.*'weight'.*return a"),
     "placement dim": (_place(Shard(2)), ValueError, r"Shard\(2\).*'weight'.*below 2"),
     "prefetch plain": (_prefetch_plain_module, ValueError, "got a Linear.*fully_shard"),
-    "reset inner": (_reset_inner, ValueError, "'0', which is not the root"),
+    "reset inner": (_reset_inner, fsdp2.ShardingStateError, "'0', which is not the root"),
     "no such method": (_unknown_forward_method, ValueError, "no method 'generate'"),
     "list first": (_list_as_first_forward, fsdp2.ShardingStateError, "no single root"),
     "2-D mesh": (_2d_mesh, ValueError, r"1-D mesh.*\(2, 2\)"),
@@ -268,3 +283,19 @@ def test_changing_dtype_after_a_forward() -> None:
     assert out.dtype == torch.bfloat16
     out.sum().backward()
     assert model.weight.grad.dtype == torch.bfloat16
+
+
+def test_kept_parameters_are_gathered_again_after_an_optimizer_step() -> None:
+    """torch's FSDP2 runs the next forward with the weights of before the step."""
+    model = fully_shard(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(2, 4)).sum().backward()
+    with torch.no_grad():
+        model(torch.randn(2, 4))  # gathers, and keeps
+        gathers: list[str] = []
+        hooks_of(model).unit.groups[0].observer = lambda what, _: gathers.append(what)
+        model(torch.randn(2, 4))
+        assert gathers == []
+        optimizer.step()
+        model(torch.randn(2, 4))
+        assert gathers == ["reshard", "all_gather", "finish"]
