@@ -278,8 +278,11 @@ class FSDPModule:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``nn.Module.zero_grad``; gradients that were accumulated without sync go too."""
         super().zero_grad(set_to_none)  # type: ignore[misc]  # nn.Module's
-        for hooks in _units(self, recurse=True):
-            for group in hooks.unit.groups:
+        hooks = _hooks(self)
+        root = hooks.scheduler if hooks.unit.is_root else None
+        units = root.units if root is not None else [h.unit for h in _units(self, recurse=True)]
+        for unit in units:
+            for group in unit.groups:
                 if group.accumulates:
                     group.discard_gradients()
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import torch
 
+from fsdp2.core.layout import contiguous_strides
+
 
 def _aliased(
     raw: torch.Tensor,
@@ -27,12 +29,7 @@ def _aliased(
     """A view of ``raw``'s storage with a version counter of its own."""
     typed = torch.empty(0, dtype=dtype, device=raw.device)
     if strides is None:
-        running = 1
-        backwards = []
-        for length in reversed(shape):
-            backwards.append(running)
-            running *= length
-        strides = tuple(reversed(backwards))
+        strides = contiguous_strides(shape)
     typed.set_(raw.untyped_storage(), byte_offset // dtype.itemsize, shape, strides)
     return typed
 

@@ -34,8 +34,8 @@ class Kernels(Protocol):
     def pieces(self, flat: Any, sizes: Sequence[int]) -> Any:
         """Consecutive flat views of ``flat``."""
 
-    def view(self, flat: Any, offset: int, shape: tuple[int, ...]) -> Any:
-        """A contiguous view of ``flat``, ``offset`` elements from its start."""
+    def view(self, flat: Any, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Any:
+        """A view of ``flat``, ``offset`` elements from its start."""
 
     def copy(self, target: Any, source: Any) -> None:
         """Copy, casting where dtypes differ."""
@@ -82,14 +82,15 @@ class TorchKernels:
         """One call for all views: cheaper than a narrow each."""
         return flat.split_with_sizes(sizes)
 
-    def view(self, flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """A contiguous view."""
-        strides = []
-        stride = 1
-        for length in reversed(shape):
-            strides.append(stride)
-            stride *= length
-        return flat.as_strided(shape, strides[::-1], offset)
+    def view(
+        self,
+        flat: torch.Tensor,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        offset: int,
+    ) -> torch.Tensor:
+        """One call."""
+        return flat.as_strided(shape, strides, offset)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """One kernel."""

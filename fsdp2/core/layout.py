@@ -30,6 +30,16 @@ SLOT_ALIGN_BYTES = 128
 """Gathered parameters start at such a multiple, so that kernels may load whole cache lines."""
 
 
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides, in elements."""
+    strides = []
+    running = 1
+    for length in reversed(shape):
+        strides.append(running)
+        running *= length
+    return tuple(reversed(strides))
+
+
 class Transport(Enum):
     """How a segment's shards become its gathered parameters."""
 

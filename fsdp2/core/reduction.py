@@ -26,7 +26,7 @@ import torch
 
 from fsdp2.core.collectives import Collectives, ReduceKind
 from fsdp2.core.kernels import Kernels
-from fsdp2.core.layout import COLLECTIVE_ALIGN_BYTES, Slot
+from fsdp2.core.layout import COLLECTIVE_ALIGN_BYTES, Slot, contiguous_strides
 from fsdp2.core.transport import shard_blocks
 
 
@@ -125,11 +125,11 @@ class SegmentReduction:
         self.grad_dtype = grad_dtype
         self.reduce_dtype = reduce_dtype
         self._shard_dtype: torch.dtype = members[0].dtype
-        self._shapes = [slot.local_shape(collectives.rank) for slot in slots]
-        self._offsets: list[int] = []
+        self._rows_of: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []
         width = 0
         for slot in slots:
-            self._offsets.append(width)
+            shape = slot.local_shape(collectives.rank)
+            self._rows_of.append((shape, contiguous_strides(shape), width))
             width += slot.shard_numel
         self._payload = width
         multiple = max(COLLECTIVE_ALIGN_BYTES // reduce_dtype.itemsize, 1)
@@ -314,10 +314,7 @@ class SegmentReduction:
 
     def _views(self, flat: Any) -> list[Any]:
         view = self.kernels.view
-        return [
-            view(flat, offset, shape)
-            for offset, shape in zip(self._offsets, self._shapes, strict=True)
-        ]
+        return [view(flat, shape, strides, offset) for shape, strides, offset in self._rows_of]
 
     def collect(self, take_missing: bool) -> Job | None:
         """Take the members' gradients; ``None`` where no member has one.

@@ -305,7 +305,9 @@ class VirtualDevice:
     def pieces(self, flat: VirtualTensor, sizes: Sequence[int]) -> list[VirtualTensor]:
         return [VirtualTensor(flat.owner, (size,), flat.dtype) for size in sizes]
 
-    def view(self, flat: VirtualTensor, offset: int, shape: tuple[int, ...]) -> VirtualTensor:
+    def view(
+        self, flat: VirtualTensor, shape: tuple[int, ...], strides: Any, offset: int
+    ) -> VirtualTensor:
         return VirtualTensor(flat.owner, shape, flat.dtype)
 
     def copy(self, target: VirtualTensor, source: VirtualTensor) -> None:
