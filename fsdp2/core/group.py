@@ -375,23 +375,30 @@ class ParamGroup:
                 jobs.append((reduction, job))
         return jobs
 
-    def reduce(self, jobs: list[tuple[SegmentReduction, Job]]) -> PendingReduction:
-        """Reduce collected gradients into the sharded parameters' ``.grad``."""
+    def reduce(self, jobs: list[tuple[SegmentReduction, Job]]) -> PendingReduction | None:
+        """Reduce collected gradients into the sharded parameters' ``.grad``.
+
+        Returns:
+            What is on its way, or ``None`` if nothing is: one rank has nothing to communicate.
+        """
         streams = self.streams
+        pending = None
         with torch.no_grad():
             for reduction, job in jobs:
                 for step in reduction.on_compute:
-                    step(job)
-            event = streams.record(Lane.COMPUTE, "gradients staged")
-            streams.wait(Lane.REDUCE, event, "reduction after compute")
-            with streams.on(Lane.REDUCE):
-                for reduction, job in jobs:
-                    for step in reduction.on_reduce:
-                        step(job)
-            event = streams.record(Lane.REDUCE, "reduction done")
+                    step(reduction, job)
+            if self.collectives.size > 1:
+                event = streams.record(Lane.COMPUTE, "gradients staged")
+                streams.wait(Lane.REDUCE, event, "reduction after compute")
+                with streams.on(Lane.REDUCE):
+                    for reduction, job in jobs:
+                        for step in reduction.on_reduce:
+                            step(reduction, job)
+                event = streams.record(Lane.REDUCE, "reduction done")
+                pending = PendingReduction(event, jobs)
         if self.observer is not None:
             self.observer("reduce", self.name)
-        return PendingReduction(event, jobs)
+        return pending
 
     def discard_gradients(self) -> None:
         """Drop gradients that are not reduced yet."""

@@ -100,12 +100,7 @@ def _map_dataclass(function: TensorMap, value: Any) -> Any:
             changed[field.name] = new
     if not changed:
         return value
-    clone = object.__new__(type(value))  # no __init__: it may compute or check
-    for name, item in vars(value).items() if hasattr(value, "__dict__") else ():
-        object.__setattr__(clone, name, item)
-    if not hasattr(value, "__dict__"):
-        for field in dataclasses.fields(value):
-            object.__setattr__(clone, field.name, getattr(value, field.name))
+    clone = copy.copy(value)  # no __init__: it may compute or check
     for name, item in changed.items():
         object.__setattr__(clone, name, item)
     return clone

@@ -83,6 +83,7 @@ class Job:
         outputs: this rank's reduced rows, a tensor for every member.
         flat: the flat tensor that they are views of, in the reduce dtype.
         result: the same in the shard's dtype.
+        sums: gradients that the outputs were added to; a hook may have dropped them meanwhile.
     """
 
     grads: list[Any]
@@ -90,9 +91,11 @@ class Job:
     flat: Any = None
     result: Any = None
     outputs: list[Any] = field(default_factory=list)
+    sums: list[Any] = field(default_factory=list)
 
 
-Step = Callable[[Job], None]
+Step = Callable[["SegmentReduction", Job], None]
+"""A function of the reduction, not bound to it: a reduction that is replaced is freed at once."""
 
 
 class SegmentReduction:
@@ -147,25 +150,28 @@ class SegmentReduction:
         compute: list[Step] = []
         reduce: list[Step] = []
         if self.collectives.size == 1:
-            self._bind_local(factor, compute, reduce)
-        else:
+            self._bind_local(factor, compute)
+            return tuple(compute), ()
+        if self._payload:
             self._bind_collective(direct, factor, compute, reduce)
-            if self.reduce_dtype != self._shard_dtype:
-                compute.append(self._allocate_result)
-                reduce.append(self._cast)
-        reduce.append(self._deliver)
+        else:
+            compute.append(SegmentReduction._allocate)  # nothing but empty parameters
+        if self.reduce_dtype != self._shard_dtype:
+            compute.append(SegmentReduction._allocate_result)
+            reduce.append(SegmentReduction._cast)
+        reduce.append(SegmentReduction._deliver)
         return tuple(compute), tuple(reduce)
 
-    def _bind_local(self, factor: float | None, compute: list[Step], reduce: list[Step]) -> None:
+    def _bind_local(self, factor: float | None, compute: list[Step]) -> None:
         """One rank: a gradient of the shard's dtype becomes ``.grad`` as it is."""
+        self.reduce_dtype = self._shard_dtype
         if self.grad_dtype == self._shard_dtype:
-            compute.append(self._adopt)
+            compute.append(SegmentReduction._adopt)
         else:
-            self.reduce_dtype = self._shard_dtype
-            compute.append(self._allocate)
-            reduce.append(self._copy_local)
+            compute += [SegmentReduction._allocate, SegmentReduction._copy_local]
         if factor is not None and factor != 1:
-            reduce.append(lambda job: self._divide_each(job.outputs, factor))
+            compute.append(lambda self, job: self._divide_each(job.outputs, factor))
+        compute.append(SegmentReduction._deliver)
 
     def _bind_collective(
         self, direct: bool, factor: float | None, compute: list[Step], reduce: list[Step]
@@ -174,24 +180,24 @@ class SegmentReduction:
         division = plan_division(self.reduce_dtype, size, factor, self.collectives.premultiplies)
         before, after = division.before, division.after
         self._kind = division.kind
+        compute.append(SegmentReduction._allocate)
         if not direct:
             self._bind_packed()
-            compute += [self._allocate, self._stage_packed]
+            compute.append(SegmentReduction._stage_packed)
             if before is not None:
-                reduce.append(lambda job: self.kernels.divide(self._input, before))
-            reduce.append(self._reduce_packed)
+                reduce.append(lambda self, job: self.kernels.divide(self._input, before))
+            reduce.append(SegmentReduction._reduce_packed)
         else:
-            compute.append(self._allocate)
             if self.grad_dtype != self.reduce_dtype:
                 self._bind_cast()
-                compute.append(self._stage_cast)
+                compute.append(SegmentReduction._stage_cast)
             else:
-                compute.append(self._stage_direct)
+                compute.append(SegmentReduction._stage_direct)
             if before is not None:
-                reduce.append(lambda job: self._divide_each(job.grads, before))
-            reduce.append(self._reduce_direct)
+                reduce.append(lambda self, job: self._divide_each(job.grads, before))
+            reduce.append(SegmentReduction._reduce_direct)
         if after is not None:
-            reduce.append(lambda job: self.kernels.divide(job.flat, after))
+            reduce.append(lambda self, job: self.kernels.divide(job.flat, after))
 
     def _bind_cast(self) -> None:
         itemsize = self.reduce_dtype.itemsize
@@ -294,7 +300,7 @@ class SegmentReduction:
 
     def _deliver(self, job: Job) -> None:
         """Set ``.grad``, or add to it where there is one; then run the users' hooks."""
-        sums: list[Any] = []
+        sums = job.sums
         addends: list[Any] = []
         added: list[Any] = []
         for member, present, rows in zip(self.members, job.present, job.outputs, strict=True):

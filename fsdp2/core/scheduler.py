@@ -59,6 +59,7 @@ class Unit:
         self.is_root = False
         self.phase = Phase.IDLE
         self.visits: list[int] = []  # its positions in this iteration's order, backward to come
+        self.position = 0  # that of the backward under way
 
     @property
     def frees_after_forward(self) -> bool:
@@ -144,7 +145,11 @@ class Scheduler:
         if unit.forward_prefetch:
             self._request(unit.forward_prefetch)
         elif known:
-            self._prefetch(self._successor())
+            successor = self._successor()
+            if successor is not None and successor.phase is Phase.IDLE:
+                for group in successor.groups:
+                    group.free_if_outdated()
+            self._prefetch(successor)
 
     def exit_forward(self, unit: Unit, keep: bool = False) -> None:
         """Free ``unit`` unless it is kept, or is itself the next one."""
@@ -197,30 +202,38 @@ class Scheduler:
         unit.phase = Phase.BACKWARD
         if not unit.groups:
             return
-        position = unit.visits.pop() if unit.visits else 0
+        unit.position = unit.visits.pop() if unit.visits else 0
         self._gather(unit)
         if unit.backward_prefetch:
             self._request(unit.backward_prefetch)
-        elif position:
-            self._prefetch(self._finished[position - 1])
+        elif unit.position:
+            self._prefetch(self._finished[unit.position - 1])
 
     def exit_backward(self, unit: Unit) -> None:
-        """Free ``unit`` and reduce the gradients that it has."""
+        """Free ``unit``, unless it is itself the next one, and reduce the gradients it has."""
         unit.phase = Phase.REDUCED
+        called_in_a_row = bool(unit.visits) and unit.visits[-1] == unit.position - 1
+        if called_in_a_row and self._prefetched is None:
+            self._prefetched = unit
+            self._finish(unit, reshard=False)
+        else:
+            self._finish(unit, reshard=unit.reshard_after_backward)
+
+    def _finish(self, unit: Unit, reshard: bool) -> None:
         for group in unit.groups:
             if not unit.sync:
                 group.accumulate()
-                if unit.reshard_after_backward:
+                if reshard:
                     group.reshard()
                 continue
             jobs = group.collect()
-            if unit.reshard_after_backward:
+            if reshard:
                 group.reshard()
             if jobs:
                 self._retire(keep=self.REDUCTIONS_IN_FLIGHT - 1)
-                self._pending.append(group.reduce(jobs))
-        if self._prefetched is unit:
-            self._prefetched = None
+                pending = group.reduce(jobs)
+                if pending is not None:
+                    self._pending.append(pending)
 
     def end_backward(self) -> None:
         """The whole backward has run: finish units whose own end was not seen, and clean up."""
@@ -228,7 +241,11 @@ class Scheduler:
         for unit in self.units:
             if unit.phase is Phase.FORWARD and self.forward_root is not None:
                 continue  # a backward inside a forward: its parameters are in use
-            self.exit_backward(unit)
+            if unit.phase is Phase.IDLE and not self.is_last_backward:
+                continue  # its backward is to come; it may be gathered for that
+            ahead = unit is self._prefetched or unit in self._requested
+            keep = ahead and not self.is_last_backward
+            self._finish(unit, reshard=unit.reshard_after_backward and not keep)
             unit.phase = Phase.IDLE
         if self.is_last_backward:
             self._drop_unused()

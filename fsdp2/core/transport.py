@@ -137,6 +137,7 @@ class PackedTransport(SegmentTransport):
     ) -> None:
         super().__init__(segment, shard, full, collectives, kernels)
         ranks, width = collectives.size, segment.shard_numel
+        self.communicates = width > 0  # a segment of empty parameters has nothing to say
         self._flat = self._shard_flat()
         self._packed = kernels.transient(ranks * width * self._itemsize, "all-gather output")
         self._output = self._packed.view(segment.full_dtype, 0, (ranks * width,))

@@ -1,0 +1,242 @@
+"""Random module trees, device settings, and a watch over what a simulation must never do."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from fsdp2.core.config import MixedPrecisionPolicy
+from fsdp2.core.scheduler import Unit
+from fsdp2.core.simulate import Node, Simulation
+from fsdp2.core.streams import Lane
+from fsdp2.core.virtual import Allocation, VirtualDevice
+
+MAX_DEPTH = 4
+MAX_NODES = 9
+MAX_CALLS = 24
+
+SHAPES = (
+    ((8, 8), (8,)),  # aligned: coalesced where the backend can
+    ((8, 8), (8,)),
+    ((5, 3),),  # odd: packed, padded
+    ((64, 4), (7,), (8, 2)),  # both
+    (),  # every parameter belongs to units below
+)
+
+PRECISIONS = (
+    None,
+    None,
+    MixedPrecisionPolicy(torch.bfloat16),
+    MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
+)
+
+
+def random_tree(rng: random.Random, plain: bool = False) -> Node:
+    """A root with up to `MAX_NODES` nodes below; ``plain`` leaves all outputs and inputs in use."""
+    budget = rng.randint(2, MAX_NODES)
+    root = Node("n0", shapes=rng.choice(SHAPES))
+    open_nodes = [(root, 1)]
+    for number in range(1, budget):
+        parent, depth = rng.choice(open_nodes)
+        node = Node(
+            f"n{number}",
+            shapes=rng.choice(SHAPES),
+            dim=rng.choice((0, 0, 0, 1)),
+            reshard_after_forward=rng.choice((None, None, None, True, False)),
+        )
+        if not plain:
+            node.grad_to_input = rng.random() < 0.8
+            node.used = rng.random() < 0.9
+            node.absent = rng.choice((0, 0, 0, 1))
+        parent.children.append(node)
+        if depth + 1 < MAX_DEPTH:
+            open_nodes.append((node, depth + 1))
+    shuffle_calls(rng, root)
+    return root
+
+
+def shuffle_calls(rng: random.Random, root: Node) -> None:
+    """New calls for every node: children in any order, left out or repeated."""
+    for node in root.walk():
+        positions = list(range(len(node.children)))
+        style = rng.random()
+        if style < 0.3:
+            rng.shuffle(positions)
+        elif style < 0.7 and positions:
+            positions = [rng.choice(positions) for _ in range(rng.randint(1, 4))]
+        node.calls = positions
+    while calls_below(root) > MAX_CALLS:
+        longest = max(root.walk(), key=lambda node: len(node.calls))
+        longest.calls.pop()
+
+
+def calls_below(node: Node) -> int:
+    """How many calls one call of ``node`` makes, itself included."""
+    return 1 + sum(calls_below(node.children[position]) for position in node.calls)
+
+
+_LANES = {
+    "alloc": Lane.COMPUTE,  # invariant I2
+    "gradient": Lane.COMPUTE,
+    "copy_out": Lane.COMPUTE,
+    "chunk_cat": Lane.COMPUTE,
+    "all_gather": Lane.ALL_GATHER,
+    "reduce_scatter": Lane.REDUCE,
+    "divide": Lane.REDUCE,
+}
+
+
+class InterruptError(Exception):
+    """Stands for whatever a user's forward or backward may raise."""
+
+
+class Watch:
+    """Looks at a simulation after every step and notes what went wrong.
+
+    Attributes:
+        problems: a sentence each.
+        gathers: how often each unit was gathered, in this phase.
+        wasted: how many all-gathers were freed before anybody used them.
+        log: what the groups' observers and the simulation reported, in order.
+        interrupt_after: raise `InterruptError` once, after so many steps.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        root: Node,
+        bounded: bool = True,
+        device: VirtualDevice | None = None,
+        ranks: Sequence[int] = (1, 2, 2, 4, 4),
+    ) -> None:
+        self.problems: list[str] = []
+        self.gathers: Counter[str] = Counter()
+        self.wasted = 0
+        self.log: list[tuple[str, str]] = []
+        self.interrupt_after: int | None = None
+        self.device = device or VirtualDevice()
+        self._bounded = bounded
+        self._owed: set[str] = set()  # units that have gradients to reduce
+        self._excused: set[Allocation] = set()  # gradients that an exception cost
+        self._seen = 0
+        self._arriving: set[str] = set()
+        self._kept: set[Unit] = set()  # by the last backward, whatever the flags are now
+        self.sim = Simulation(
+            root,
+            self.device,
+            world_size=rng.choice(ranks),
+            coalesces=rng.random() < 0.6,
+            precision=rng.choice(PRECISIONS),
+            check=self._check,
+        )
+        for unit in self.sim.scheduler.units:
+            for group in unit.groups:
+                group.observer = self._observe
+                group.bind()  # what it keeps for good is allocated now
+        self._kept_for_good = self.live()
+
+    # ---- while it runs
+
+    def _observe(self, operation: str, name: str) -> None:
+        self._follow_gradients()
+        self.log.append((operation, name))
+        if operation == "all_gather":
+            self.gathers[name] += 1
+            self._arriving.add(name)
+        elif operation == "finish":
+            self._arriving.discard(name)
+        elif operation == "reshard" and name in self._arriving:
+            self._arriving.discard(name)
+            self.wasted += 1
+        elif operation == "reduce":
+            if name not in self._owed:
+                self._say(f"{name} is reduced without new gradients")
+            self._owed.discard(name)
+
+    def _follow_gradients(self) -> None:
+        trace = self.device.trace
+        for position in range(self._seen, len(trace)):
+            if trace[position].kind == "gradient":
+                self._owed.add(trace[position].writes[0].name.split()[1].partition(".")[0])
+        self._seen = len(trace)
+
+    def _check(self, sim: Simulation, what: str) -> None:
+        self.log.append(("step", what))
+        self._kept = {unit for unit in self._kept if unit.is_gathered}
+        ahead = [unit for unit in sim.gathered_ahead() if unit not in self._kept]
+        if what == "end of backward":
+            units = sim.scheduler.units
+            self._kept = {unit for unit in units if not unit.reshard_after_backward}
+        if self._bounded and len(ahead) > (0 if what == "loss" else 1):
+            self._say(f"after {what} {ahead} are gathered")
+        if self.device.races:
+            self._say(f"at {what}: {self.device.races[0]}")
+        if self.interrupt_after is not None:
+            self.interrupt_after -= 1
+            if self.interrupt_after < 0:
+                self.interrupt_after = None
+                raise InterruptError
+
+    def _say(self, problem: str) -> None:
+        self.problems.append(problem)
+
+    # ---- between phases
+
+    def reset(self) -> None:
+        """What a user does after an exception; gradients that were not reduced are gone."""
+        self.sim.scheduler.reset()
+        self.sim.active.clear()
+        self.sim.calls.clear()
+        self._follow_gradients()
+        self._owed.clear()
+        self._arriving.clear()
+        self._excused |= {b for op in self.device.trace if op.kind == "gradient" for b in op.writes}
+
+    def check_reduced(self) -> None:
+        """After a backward: no unit that syncs has gradients left, every other keeps its own."""
+        self._follow_gradients()
+        left = self._owed & {unit.name for unit in self.sim.scheduler.units if unit.sync}
+        if left:
+            self._say(f"{sorted(left)} have gradients that were not reduced")
+
+    def check_sharded(self) -> None:
+        """After an iteration: nothing is gathered but what is kept on request."""
+        for unit in self.sim.scheduler.units:
+            if unit.reshard_after_backward and unit.is_gathered:
+                self._say(f"{unit.name} is still gathered")
+
+    def check_trace(self) -> None:
+        """At the end: operations kept to their lanes, and no gradient was dropped unread."""
+        read: set[Allocation] = set()
+        gradients: set[Allocation] = set()
+        for op in self.device.trace:
+            lane = _LANES.get(op.kind, op.lane)
+            if op.lane is not lane:
+                self._say(f"'{op}' is not on {lane.name}")
+            if op.kind == "gradient":
+                gradients.update(op.writes)
+            else:
+                read.update(op.reads)
+        if not gradients <= read | self._excused:
+            self._say(f"{sorted(g.name for g in gradients - read)} were dropped")
+
+    def live(self) -> Counter[str]:
+        """Names of what is allocated."""
+        return Counter(allocation.name for allocation in self.device.live)
+
+    def check_live(self, padding: bool = True) -> None:
+        """After an iteration in which nothing is kept: no allocation came or went.
+
+        Args:
+            padding: ``False`` where frozen parameters changed the reductions, which own it.
+        """
+        live, wanted = self.live(), Counter(self._kept_for_good)
+        if not padding:
+            live.pop("padding", None)
+            wanted.pop("padding", None)
+        if live != wanted:
+            self._say(f"leaked {live - wanted}, lost {wanted - live}")

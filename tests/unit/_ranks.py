@@ -1,0 +1,121 @@
+"""Ranks as threads, and collectives between them that only move tensors: no process group.
+
+results = run_ranks(4, lambda collectives: ...)      one result a rank
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+
+from fsdp2.core.collectives import ReduceKind
+
+T = TypeVar("T")
+
+TIMEOUT = 60.0  # seconds after which a rank that waits for another gives up
+
+
+class _Meeting:
+    """Where ranks meet: each brings a value and leaves with all of them."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=TIMEOUT)
+        self._values: list[Any] = [None] * size
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self._values[rank] = value
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
+        return values
+
+    def leave(self) -> None:
+        self._barrier.abort()
+
+
+class ThreadCollectives:
+    """Collectives of one rank.
+
+    Attributes:
+        size: number of ranks.
+        rank: this one's position.
+        coalesces: what the backend is said to do with many tensors.
+        premultiplies: whether it has a premultiplied sum.
+        calls: names of the collectives that this rank took part in.
+    """
+
+    def __init__(
+        self, meeting: _Meeting, size: int, rank: int, coalesces: bool, premultiplies: bool
+    ) -> None:
+        self._meeting = meeting
+        self.size = size
+        self.rank = rank
+        self.coalesces = coalesces
+        self.premultiplies = premultiplies
+        self.calls: list[str] = []
+
+    def all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> None:
+        self.calls.append("all_gather")
+        self._gather(output, input_)
+
+    def all_gather_many(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> None:
+        self.calls.append("all_gather_many")
+        for output, input_ in zip(outputs, inputs, strict=True):
+            self._gather(output, input_)
+
+    def reduce_scatter(self, output: torch.Tensor, input_: torch.Tensor, kind: ReduceKind) -> None:
+        self.calls.append("reduce_scatter")
+        self._scatter(output, input_, kind)
+
+    def reduce_scatter_many(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], kind: ReduceKind
+    ) -> None:
+        self.calls.append("reduce_scatter_many")
+        for output, input_ in zip(outputs, inputs, strict=True):
+            self._scatter(output, input_, kind)
+
+    def _gather(self, output: torch.Tensor, input_: torch.Tensor) -> None:
+        assert output.numel() == self.size * input_.numel()
+        output.view(-1).copy_(torch.cat(self._meeting.exchange(self.rank, input_.clone())))
+
+    def _scatter(self, output: torch.Tensor, input_: torch.Tensor, kind: ReduceKind) -> None:
+        assert input_.numel() == self.size * output.numel()
+        assert input_.dtype == output.dtype
+        inputs = self._meeting.exchange(self.rank, input_.reshape(self.size, -1).clone())
+        if kind.factor is not None:
+            inputs = [rows / kind.factor for rows in inputs]
+        total = inputs[0][self.rank].clone()
+        for rows in inputs[1:]:
+            total += rows[self.rank]
+        output.view(-1).copy_(total / self.size if kind.average else total)
+
+
+def run_ranks(
+    size: int,
+    body: Callable[[ThreadCollectives], T],
+    coalesces: bool = True,
+    premultiplies: bool = False,
+) -> list[T]:
+    """Run ``body`` once a rank, all at a time; raises what the first rank to fail raised."""
+    meeting = _Meeting(size)
+
+    def run(rank: int) -> T:
+        try:
+            return body(ThreadCollectives(meeting, size, rank, coalesces, premultiplies))
+        except BaseException:
+            meeting.leave()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(run, rank) for rank in range(size)]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    broken = threading.BrokenBarrierError
+    for error in sorted(errors, key=lambda error: isinstance(error, broken)):
+        raise error
+    return [future.result() for future in futures]

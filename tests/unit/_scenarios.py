@@ -1,0 +1,183 @@
+"""What random models go through: a few iterations each, with the checks that must hold between.
+
+Every scenario takes a generator and may build its model and settings from it, so that a seed says
+all. The device is the caller's, who may have dropped a wait.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from fsdp2.core.scheduler import Unit
+from fsdp2.core.simulate import Node, Simulation
+from fsdp2.core.virtual import VirtualDevice
+from tests.unit._random_models import InterruptError, Watch, random_tree, shuffle_calls
+
+Scenario = Callable[[random.Random, VirtualDevice], Watch]
+
+
+def _iterate(watch: Watch, padding: bool = True) -> None:
+    """Forward, backward, step, after which nothing may be left over."""
+    watch.sim.iteration()
+    watch.check_reduced()
+    watch.check_sharded()
+    watch.check_live(padding)
+
+
+def steady(rng: random.Random, device: VirtualDevice) -> Watch:
+    """The same calls in every iteration; all outputs, inputs and parameters take part."""
+    watch = Watch(rng, random_tree(rng, plain=True), device=device)
+    for _ in range(3):
+        _iterate(watch)
+    return watch
+
+
+def stepping(rng: random.Random, device: VirtualDevice) -> Watch:
+    """The optimizer runs in hooks, as soon as a gradient is reduced; every node is called once."""
+    root = random_tree(rng, plain=True)
+    for node in root.walk():
+        node.calls = rng.sample(range(len(node.children)), len(node.children))
+    watch = Watch(rng, root, device=device)
+    watch.sim.step_in_backward()
+    for _ in range(3):
+        _iterate(watch)
+    return watch
+
+
+def changing(rng: random.Random, device: VirtualDevice) -> Watch:
+    """Other calls in every iteration, so that the recorded order misleads."""
+    root = random_tree(rng)
+    watch = Watch(rng, root, device=device)
+    for _ in range(3):
+        _iterate(watch)
+        shuffle_calls(rng, root)
+    return watch
+
+
+def partial(rng: random.Random, device: VirtualDevice) -> Watch:
+    """Frozen parameters, unused outputs, inputs without grad; which, changes between iterations."""
+    root = random_tree(rng)
+    watch = Watch(rng, root, device=device)
+    for _ in range(3):  # which changes the reductions, and their padding
+        for node in root.walk():
+            node.frozen = rng.choice((0, 0, 1, 2))
+            node.used = rng.random() < 0.8
+            node.grad_to_input = rng.random() < 0.7
+            node.absent = rng.choice((0, 0, 0, 1, 2))
+        _iterate(watch, padding=False)
+    return watch
+
+
+def several_forwards(rng: random.Random, device: VirtualDevice) -> Watch:
+    """Evaluation, forwards that are thrown away, and up to three before their backwards."""
+    root = random_tree(rng)
+    watch = Watch(rng, root, device=device)
+    sim = watch.sim
+    for _ in range(2):
+        for _ in range(rng.randint(0, 2)):  # without a backward: evaluation, or thrown away
+            sim.forward(expects_backward=rng.random() < 0.5, start=_some_start(rng, root))
+            sim.calls.clear()
+        count = rng.randint(1, 3)
+        for _ in range(count):
+            sim.forward(start=_some_start(rng, root))
+            if rng.random() < 0.3:
+                shuffle_calls(rng, root)
+        while sim.calls:
+            joint = rng.randint(1, len(sim.calls))
+            sim.scheduler.is_last_backward = joint == len(sim.calls) or rng.random() < 0.5
+            sim.backward(joint)
+            watch.check_reduced()
+        sim.optimizer_step()
+        watch.check_sharded()
+        watch.check_live()
+    return watch
+
+
+def _some_start(rng: random.Random, root: Node) -> Node:
+    return root if rng.random() < 0.7 else rng.choice(root.walk())
+
+
+def accumulation(rng: random.Random, device: VirtualDevice) -> Watch:
+    """Micro-batches: some units sync or reshard late, some backwards are not the last."""
+    root = random_tree(rng)
+    watch = Watch(rng, root, device=device)
+    sim = watch.sim
+    units = sim.scheduler.units
+    for _ in range(2):
+        for _ in range(rng.randint(1, 2)):
+            everywhere = rng.random() < 0.5
+            for unit in units:
+                unit.sync = not everywhere and rng.random() < 0.4
+                unit.reshard_after_backward = rng.random() < 0.6
+            sim.scheduler.is_last_backward = rng.random() < 0.5
+            sim.iteration(step=False)
+            watch.check_reduced()
+        for unit in units:
+            unit.sync = unit.reshard_after_backward = True
+        sim.scheduler.is_last_backward = True
+        _iterate(watch)
+    return watch
+
+
+def requested(rng: random.Random, device: VirtualDevice) -> Watch:
+    """Explicit prefetch lists, right or wrong, and gathers and frees that a user asks for."""
+    root = random_tree(rng)
+    watch = Watch(rng, root, bounded=False, device=device)
+    sim = watch.sim
+    for _ in range(3):
+        for unit in sim.scheduler.units:
+            unit.forward_prefetch = _some_units(rng, sim)
+            unit.backward_prefetch = _some_units(rng, sim)
+        for unit in _some_units(rng, sim):
+            action = rng.choice(("unshard", "wait", "reshard"))
+            sim.scheduler.unshard(unit)
+            if action != "unshard":
+                getattr(sim.scheduler, action)(unit)
+        sim.forward()
+        for unit in _some_units(rng, sim):  # between forward and backward
+            rng.choice((sim.scheduler.unshard, sim.scheduler.reshard))(unit)
+        sim.backward()
+        sim.optimizer_step()
+        watch.check_reduced()
+        watch.check_sharded()
+        watch.check_live()
+        if rng.random() < 0.3:
+            shuffle_calls(rng, root)
+    return watch
+
+
+def interrupted(rng: random.Random, device: VirtualDevice) -> Watch:
+    """Exceptions anywhere in a forward or backward, each followed by a reset."""
+    watch = Watch(rng, random_tree(rng), device=device)
+    for _ in range(3):
+        watch.interrupt_after = rng.randint(0, 40)
+        try:
+            watch.sim.iteration()
+        except InterruptError:
+            watch.reset()
+            watch.sim.optimizer_step()
+        watch.check_reduced()
+        watch.check_sharded()
+        watch.check_live()
+    return watch
+
+
+def _some_units(rng: random.Random, sim: Simulation) -> list[Unit]:
+    units = sim.scheduler.units
+    return rng.sample(units, rng.choice((0, 0, 1, min(2, len(units)), min(3, len(units)))))
+
+
+SCENARIOS: dict[str, Scenario] = {
+    function.__name__: function
+    for function in (
+        steady,
+        stepping,
+        changing,
+        partial,
+        several_forwards,
+        accumulation,
+        requested,
+        interrupted,
+    )
+}

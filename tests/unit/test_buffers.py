@@ -1,0 +1,173 @@
+"""Flat and transient memory: what views keep, and what they do not share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fsdp2.core.buffers import FlatBuffer, TransientBuffer
+
+CPU = torch.device("cpu")
+
+
+# ---- TransientBuffer
+
+
+def test_views_stay_valid_objects_over_many_lives() -> None:
+    buffer = TransientBuffer(64, CPU, "gathered")
+    view = buffer.view(torch.float32, 16, (2, 3))
+    identity = id(view)
+    for value in (1.0, 2.0, 3.0):
+        buffer.release()
+        assert not buffer.allocated
+        assert view.untyped_storage().size() == 0
+        buffer.acquire()
+        assert buffer.allocated
+        view.fill_(value)
+        assert view.eq(value).all()
+        assert (id(view), tuple(view.shape), view.stride()) == (identity, (2, 3), (3, 1))
+
+
+def test_views_made_before_and_after_a_release_see_the_same_memory() -> None:
+    buffer = TransientBuffer(32, CPU, "gathered")
+    first = buffer.view(torch.float32, 0, (8,))
+    buffer.release()
+    buffer.acquire()
+    second = buffer.view(torch.float32, 16, (4,))
+    second.fill_(5)
+    assert first.tolist()[4:] == [5] * 4
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+
+
+def test_no_view_of_memory_that_is_not_there() -> None:
+    buffer = TransientBuffer(32, CPU, "gathered block")
+    buffer.release()
+    with pytest.raises(AssertionError, match="gathered block is not allocated"):
+        buffer.view(torch.float32, 0, (8,))
+
+
+def test_acquire_and_release_twice_do_no_harm() -> None:
+    buffer = TransientBuffer(32, CPU, "gathered")
+    view = buffer.view(torch.float32, 0, (8,))
+    view.fill_(4)
+    buffer.acquire()
+    assert view.eq(4).all()
+    buffer.release()
+    buffer.release()
+    assert not buffer.allocated
+
+
+def test_empty_buffer_is_always_allocated() -> None:
+    buffer = TransientBuffer(0, CPU, "gathered")
+    view = buffer.view(torch.float32, 0, (0, 4))
+    buffer.release()
+    assert buffer.allocated
+    buffer.acquire()
+    assert tuple(view.shape) == (0, 4)
+
+
+# ---- both
+
+
+def _flat() -> FlatBuffer:
+    return FlatBuffer(64, CPU)
+
+
+def _transient() -> TransientBuffer:
+    buffer = TransientBuffer(64, CPU, "gathered")
+    buffer.view(torch.uint8, 0, (64,)).zero_()
+    return buffer
+
+
+BOTH = pytest.mark.parametrize("make", [_flat, _transient])
+
+
+@BOTH
+def test_views_of_any_dtype_offset_and_strides(make: type[FlatBuffer]) -> None:
+    buffer = make()  # type: ignore[call-arg]  # a function without arguments
+    buffer.view(torch.float32, 0, (16,)).copy_(torch.arange(16.0))
+    assert buffer.view(torch.float32, 8, (3,)).tolist() == [2, 3, 4]
+    assert buffer.view(torch.float32, 0, (2, 3), (8, 2)).tolist() == [[0, 2, 4], [8, 10, 12]]
+    assert buffer.view(torch.float32, 4, (2, 2)).tolist() == [[1, 2], [3, 4]]
+    assert buffer.view(torch.bfloat16, 4, (2,)).tolist() == [0, 1]  # 1.0: upper half 0x3f80
+    assert tuple(buffer.view(torch.int64, 64, (0, 7)).shape) == (0, 7)
+
+
+@BOTH
+def test_version_counters_are_apart(make: type[FlatBuffer]) -> None:
+    buffer = make()  # type: ignore[call-arg]  # a function without arguments
+    parameter = torch.nn.Parameter(buffer.view(torch.float32, 0, (4,)))
+    slot = buffer.view(torch.float32, 0, (4,))
+    neighbour = buffer.view(torch.float32, 16, (4,))
+    before = parameter._version, neighbour._version
+    slot.fill_(3)
+    slot.add_(1)
+    assert (parameter._version, neighbour._version) == before
+    assert slot._version >= 2
+    assert parameter.tolist() == [4] * 4
+
+
+def test_gather_into_an_alias_passes_autograds_check() -> None:
+    buffer = TransientBuffer(16, CPU, "gathered")
+    slot = buffer.view(torch.float32, 0, (4,))
+    parameter = torch.nn.Parameter(buffer.view(torch.float32, 0, (4,)))
+    slot.fill_(2)
+    loss = (parameter * parameter).sum()  # saves the parameter
+    buffer.release()
+    buffer.acquire()
+    slot.fill_(2)
+    loss.backward()
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [4] * 4
+
+
+def test_change_by_the_user_fails_autograds_check() -> None:
+    buffer = TransientBuffer(16, CPU, "gathered")
+    parameter = torch.nn.Parameter(buffer.view(torch.float32, 0, (4,)))
+    loss = (parameter * parameter).sum()
+    with torch.no_grad():
+        parameter.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@BOTH
+def test_made_in_inference_mode_they_serve_training(make: type[FlatBuffer]) -> None:
+    with torch.inference_mode():
+        buffer = make()  # type: ignore[call-arg]  # a function without arguments
+        view = buffer.view(torch.float32, 0, (4,))
+    assert not view.is_inference()
+    view.fill_(2)
+    parameter = torch.nn.Parameter(view)
+    (parameter * parameter).sum().backward()
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [4] * 4
+
+
+def test_refilled_in_inference_mode() -> None:
+    buffer = TransientBuffer(16, CPU, "gathered")
+    view = buffer.view(torch.float32, 0, (4,))
+    buffer.release()
+    with torch.inference_mode():
+        buffer.acquire()
+        view.fill_(2)
+    assert view.tolist() == [2] * 4
+    assert not view.is_inference()
+
+
+# ---- FlatBuffer
+
+
+def test_flat_buffer_starts_with_zeros_in_one_storage() -> None:
+    buffer = FlatBuffer(64, CPU)
+    views = [buffer.view(torch.float32, offset, (4,)) for offset in range(0, 64, 16)]
+    assert all(view.eq(0).all() for view in views)
+    pointers = {view.untyped_storage().data_ptr() for view in views}
+    assert pointers == {buffer.storage.data_ptr()}
+    assert (buffer.nbytes, buffer.device) == (64, CPU)
+
+
+def test_flat_buffer_on_meta_has_shapes_only() -> None:
+    view = FlatBuffer(64, torch.device("meta")).view(torch.float32, 16, (2, 2))
+    assert view.is_meta
+    assert tuple(view.shape) == (2, 2)

@@ -1,0 +1,277 @@
+"""One parameter in its two forms, on a mesh of one rank that pretends to be any rank of four."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp2 import ShardingStateError
+from fsdp2.core.buffers import FlatBuffer
+from fsdp2.core.layout import Slot
+from fsdp2.core.param import ModuleSlot, ShardedParam
+from fsdp2.core.sharding import ShardAxis, resolve_axis
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def axis(mesh: DeviceMesh) -> ShardAxis:
+    return resolve_axis(mesh)
+
+
+class Recorder(nn.Module):
+    """A module that defines ``__setattr__`` itself, and notes what it was used for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 2))
+        self.__dict__["assigned"] = []
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__.setdefault("assigned", []).append(name)
+        super().__setattr__(name, value)
+
+
+def _linear(rows: int = 7) -> nn.Linear:
+    linear = nn.Linear(3, rows, bias=False)
+    with torch.no_grad():
+        linear.weight.copy_(torch.arange(rows * 3.0).view(rows, 3))
+    return linear
+
+
+def _adopted(
+    module: nn.Module,
+    axis: ShardAxis,
+    slots: list[ModuleSlot] | None = None,
+    dim: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+) -> tuple[ShardedParam, FlatBuffer, Slot]:
+    """A managed ``module.weight`` whose rows are in a flat buffer."""
+    axis = replace(axis, rank=rank, size=world_size)
+    weight = module.weight
+    assert isinstance(weight, nn.Parameter)
+    param = ShardedParam("block.weight", weight, slots or [(module, "weight")], dim, axis)
+    shape = tuple(weight.shape)
+    slot = Slot(0, shape, dim, world_size, math.ceil(shape[dim] / world_size), 0, 0)
+    buffer = FlatBuffer(slot.shard_numel * 4, CPU)
+    param.adopt(slot, buffer.view(weight.dtype, 0, slot.local_shape(rank)))
+    return param, buffer, slot
+
+
+# ---- the sharded form
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("rank", range(4))
+def test_adopt_takes_this_ranks_rows(axis: ShardAxis, rank: int, dim: int) -> None:
+    linear = _linear()
+    whole = linear.weight.detach().clone()
+    param, buffer, slot = _adopted(linear, axis, dim=dim, rank=rank, world_size=4)
+    start = min(rank * slot.chunk, whole.shape[dim])
+    assert torch.equal(param.local, whole.narrow(dim, start, slot.rows(rank)))
+    assert param.is_backed_by(buffer)
+    assert isinstance(linear.weight, DTensor)
+    assert linear.weight.placements == (Shard(dim),)
+    assert linear.weight.shape == whole.shape
+
+
+def test_adopt_keeps_attributes_and_requires_grad(axis: ShardAxis) -> None:
+    linear = _linear()
+    linear.weight.requires_grad_(False)
+    linear.weight.partition = "rows"  # type: ignore[attr-defined]  # a user's own
+    param, _, _ = _adopted(linear, axis)
+    assert linear.weight is param.sharded
+    assert not param.sharded.requires_grad
+    assert param.sharded.partition == "rows"  # type: ignore[attr-defined]  # a user's own
+    param.materialize(torch.zeros(7, 3))
+    assert param.unsharded is not None
+    assert param.unsharded.partition == "rows"  # type: ignore[attr-defined]  # a user's own
+    assert not param.unsharded.requires_grad
+
+
+def test_adopt_again_moves_rows_and_keeps_the_object(axis: ShardAxis) -> None:
+    param, first, slot = _adopted(_linear(), axis)
+    sharded = param.sharded
+    second = FlatBuffer(first.nbytes, CPU)
+    param.adopt(slot, second.view(torch.float32, 0, slot.local_shape(0)))
+    assert param.sharded is sharded
+    assert param.is_backed_by(second)
+    assert not param.is_backed_by(first)
+    assert torch.equal(param.local.flatten(), torch.arange(21.0))
+
+
+def test_tied_parameter_fills_all_its_slots(axis: ShardAxis) -> None:
+    a, b = _linear(), _linear()
+    b.weight = a.weight
+    param, _, _ = _adopted(a, axis, slots=[(a, "weight"), (b, "weight")])
+    assert a.weight is b.weight is param.sharded
+    param.materialize(torch.zeros(7, 3))
+    assert param.unsharded is not None
+    param.register(param.unsharded)
+    assert a.weight is b.weight is param.unsharded
+    assert [name for _, name, _ in param.swaps(param.sharded)] == ["weight", "weight"]
+
+
+def test_module_with_its_own_setattr_is_asked(axis: ShardAxis) -> None:
+    recorder = Recorder()
+    recorder.__dict__["assigned"].clear()
+    param, _, _ = _adopted(recorder, axis)
+    assert recorder.__dict__["assigned"] == ["weight"]
+    assert recorder.weight is param.sharded
+
+
+def test_follows_a_parameter_that_was_assigned(axis: ShardAxis) -> None:
+    linear = _linear()
+    param, _, _ = _adopted(linear, axis)
+    other = nn.Parameter(DTensor.from_local(torch.ones(7, 3), axis.mesh, [Shard(0)]))
+    linear.weight = other
+    param.follow_registered()
+    assert param.sharded is other
+    param.follow_registered()
+    assert param.sharded is other
+
+
+@pytest.mark.parametrize("shape", [(7, 3), (3, 7)])
+def test_refuses_a_plain_tensor_that_was_assigned(axis: ShardAxis, shape: tuple[int, int]) -> None:
+    linear = _linear()
+    param, _, _ = _adopted(linear, axis)
+    linear.weight = nn.Parameter(torch.ones(shape))
+    with pytest.raises(ShardingStateError, match=r"'block.weight' was replaced by a Parameter"):
+        param.follow_registered()
+
+
+def test_refuses_another_shape(axis: ShardAxis) -> None:
+    linear = _linear()
+    param, _, _ = _adopted(linear, axis)
+    linear.weight = nn.Parameter(DTensor.from_local(torch.ones(3, 7), axis.mesh, [Shard(0)]))
+    with pytest.raises(ShardingStateError, match=r"of shape \(3, 7\); assign a DTensor of shape"):
+        param.follow_registered()
+
+
+def test_unusable_on_meta_until_it_has_memory(axis: ShardAxis) -> None:
+    with torch.device("meta"):
+        linear = nn.Linear(3, 7, bias=False)
+    weight = linear.weight
+    assert isinstance(weight, nn.Parameter)
+    param = ShardedParam("block.weight", weight, [(linear, "weight")], 0, axis)
+    assert param.is_meta
+    slot = Slot(0, (7, 3), 0, 1, 7, 0, 0)
+    param.adopt(slot, FlatBuffer(84, torch.device("meta")).view(torch.float32, 0, (7, 3)))
+    with pytest.raises(ShardingStateError, match=r"'block.weight' is still on the meta device; "):
+        param.check_usable(CPU)
+    linear.to_empty(device="cpu")
+    param.follow_registered()
+    assert not param.is_meta
+    param.check_usable(CPU)
+
+
+def test_unusable_on_another_device(axis: ShardAxis) -> None:
+    param, _, _ = _adopted(_linear(), axis)
+    with pytest.raises(ShardingStateError, match=r"'block.weight' is on cpu, but its mesh"):
+        param.check_usable(torch.device("cuda"))
+
+
+# ---- gradients
+
+
+def _with_unsharded(axis: ShardAxis, dtype: torch.dtype = torch.float32) -> ShardedParam:
+    param, _, _ = _adopted(_linear(), axis)
+    param.materialize(torch.zeros(7, 3, dtype=dtype))
+    return param
+
+
+def _leave(param: ShardedParam, value: float) -> None:
+    """What autograd does: make ``.grad``, or add to it."""
+    unsharded = param.unsharded
+    assert unsharded is not None
+    grad = torch.full_like(unsharded, value)
+    unsharded.grad = grad if unsharded.grad is None else unsharded.grad + grad
+
+
+def test_no_gradient_to_take(axis: ShardAxis) -> None:
+    param, _, _ = _adopted(_linear(), axis)
+    assert param.take_gradient() is None
+    assert _with_unsharded(axis).take_gradient() is None
+
+
+def test_a_gradient_is_taken_once(axis: ShardAxis) -> None:
+    param = _with_unsharded(axis)
+    _leave(param, 2.0)
+    grad = param.take_gradient()
+    assert grad is not None
+    assert grad.eq(2).all()
+    assert param.take_gradient() is None
+
+
+def test_without_a_cast_autograd_accumulates(axis: ShardAxis) -> None:
+    param = _with_unsharded(axis)
+    for _ in range(3):
+        _leave(param, 2.0)
+        param.accumulate(torch.float32)
+        assert param.accumulated is None
+    grad = param.take_gradient()
+    assert grad is not None
+    assert grad.eq(6).all()
+
+
+def test_low_precision_gradients_are_summed_in_the_reduce_dtype(axis: ShardAxis) -> None:
+    param = _with_unsharded(axis, torch.bfloat16)
+    for _ in range(3):
+        _leave(param, 1.0)
+        param.accumulate(torch.float32)
+        _leave(param, 1 / 256)  # 1 + 1/256 is not a bf16 number
+        param.accumulate(torch.float32)
+        assert param.unsharded is not None
+        assert param.unsharded.grad is None
+    _leave(param, 1 / 256)
+    grad = param.take_gradient()
+    assert grad is not None
+    assert grad.dtype is torch.float32
+    assert grad.eq(3 + 4 / 256).all()
+    assert param.accumulated is None
+
+
+def test_new_unsharded_parameter_takes_over_what_has_accumulated(axis: ShardAxis) -> None:
+    param = _with_unsharded(axis)
+    _leave(param, 2.0)
+    param.accumulate(torch.float32)
+    param.materialize(torch.zeros(7, 3))
+    grad = param.take_gradient()
+    assert grad is not None
+    assert grad.eq(2).all()
+
+
+def test_delivered_rows_become_grad_and_later_ones_are_added_by_the_caller(
+    axis: ShardAxis,
+) -> None:
+    param = _with_unsharded(axis)
+    seen: list[Any] = []
+    param.sharded.register_post_accumulate_grad_hook(seen.append)
+    rows = torch.ones(7, 3)
+    assert param.deliver(rows) is None
+    grad = param.sharded.grad
+    assert isinstance(grad, DTensor)
+    assert grad.placements == (Shard(0),)
+    assert grad._local_tensor is rows
+    assert len(seen) == 1
+    assert param.deliver(torch.ones(7, 3)) is rows
+    assert len(seen) == 1  # the caller adds first, then runs the hooks
+    param.run_hooks()
+    assert [id(seen_param) for seen_param in seen] == [id(param.sharded)] * 2

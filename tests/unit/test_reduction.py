@@ -1,0 +1,412 @@
+"""Reductions: where they divide, which steps are bound, and what every rank ends up with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+from fsdp2.core.collectives import ReduceKind
+from fsdp2.core.kernels import TorchKernels
+from fsdp2.core.layout import ParamShape, Slot, build_layout
+from fsdp2.core.reduction import SegmentReduction, plan_division
+from tests.unit._ranks import ThreadCollectives, run_ranks
+
+KERNELS = TorchKernels(torch.device("cpu"))
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+# ---- where to divide
+
+
+def _summary(
+    dtype: torch.dtype, size: int, factor: float | None, premultiplies: bool
+) -> tuple[float | None, str, float | None]:
+    division = plan_division(dtype, size, factor, premultiplies)
+    kind = "avg" if division.kind.average else "sum"
+    if division.kind.factor is not None:
+        kind = f"premul {division.kind.factor:g}"
+    return division.before, kind, division.after
+
+
+@pytest.mark.parametrize("premultiplies", [True, False])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("factor", [None, 4, 4.0])
+def test_average_inside_the_collective(
+    dtype: torch.dtype, factor: float | None, premultiplies: bool
+) -> None:
+    assert _summary(dtype, 4, factor, premultiplies) == (None, "avg", None)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_other_factor_of_wide_dtypes(dtype: torch.dtype) -> None:
+    assert _summary(dtype, 4, 3.0, premultiplies=True) == (None, "premul 3", None)
+    assert _summary(dtype, 4, 3.0, premultiplies=False) == (None, "sum", 3.0)
+    assert _summary(dtype, 4, 1.0, premultiplies=False) == (None, "sum", 1.0)
+
+
+@pytest.mark.parametrize("premultiplies", [True, False])
+@pytest.mark.parametrize("dtype", [F16, F64])
+@pytest.mark.parametrize(
+    ("size", "factor", "before", "after"),
+    [
+        (1, None, None, None),
+        (2, None, 2.0, None),
+        (3, None, 2.0, 1.5),
+        (4, None, 2.0, 2.0),
+        (8, None, 4.0, 2.0),
+        (64, None, 8.0, 8.0),
+        (4, 4.0, 2.0, 2.0),
+        (4, 1.0, None, None),
+        (4, 0.5, None, 0.5),
+        (4, 6.0, 4.0, 1.5),
+    ],
+)
+def test_other_dtypes_divide_before_and_after_the_sum(
+    dtype: torch.dtype,
+    size: int,
+    factor: float | None,
+    before: float | None,
+    after: float | None,
+    premultiplies: bool,
+) -> None:
+    assert _summary(dtype, size, factor, premultiplies) == (before, "sum", after)
+
+
+def test_split_factor_is_the_whole_factor() -> None:
+    for size in range(1, 300):
+        division = plan_division(F16, size, None, premultiplies=False)
+        before, after = division.before or 1.0, division.after or 1.0
+        assert before * after == size
+        assert math.log2(before).is_integer()  # exact in any floating-point dtype
+        assert before / 4 < after <= before  # about evenly
+
+
+def test_operations_of_the_collective() -> None:
+    average, total = ReduceKind(average=True).options, ReduceKind(average=False).options
+    assert average.reduceOp == ReduceOp(ReduceOp.AVG) != ReduceOp(ReduceOp.SUM)
+    assert total.reduceOp == ReduceOp(ReduceOp.SUM)
+    assert not average.asyncOp
+    assert not total.asyncOp
+
+
+# ---- parameters that stand alone
+
+
+class Member:
+    """Stands where a `ShardedParam` does: a full gradient goes in, a sharded one comes out."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, dim: int = 0) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.dim = dim
+        self.full_grad: torch.Tensor | None = None
+        self.gradient: torch.Tensor | None = None
+        self.hooks_run = 0
+
+    def take_gradient(self) -> torch.Tensor | None:
+        grad, self.full_grad = self.full_grad, None
+        return grad
+
+    def deliver(self, rows: torch.Tensor) -> torch.Tensor | None:
+        if self.gradient is not None:
+            return self.gradient
+        self.gradient = rows
+        self.run_hooks()
+        return None
+
+    def run_hooks(self) -> None:
+        self.hooks_run += 1
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A configuration of a reduction."""
+
+    direct: bool = False
+    grad: torch.dtype = F32
+    reduce: torch.dtype = F32
+    shard: torch.dtype = F32
+    factor: float | None = None
+    premultiplies: bool = False
+    shapes: Sequence[tuple[tuple[int, ...], int]] = (((8, 4), 0), ((16,), 0))
+
+    def slots(self, size: int) -> list[Slot]:
+        itemsize = self.shard.itemsize
+        params = [
+            ParamShape("p", shape, dim, self.shard, itemsize, self.grad, self.grad.itemsize)
+            for shape, dim in self.shapes
+        ]
+        layout = build_layout(params, size, coalesces=self.direct)
+        return [slot for segment in layout.segments for slot in segment.slots]
+
+    def bind(self, collectives: Any) -> SegmentReduction:
+        slots = self.slots(collectives.size)
+        members = [Member(slot.shape, self.shard, slot.dim) for slot in slots]
+        return SegmentReduction(
+            members,
+            slots,
+            self.direct,
+            self.grad,
+            self.reduce,
+            self.factor,
+            collectives,
+            KERNELS,
+        )
+
+
+def _run(reduction: SegmentReduction, take_missing: bool = False) -> None:
+    job = reduction.collect(take_missing)
+    assert job is not None
+    for step in (*reduction.on_compute, *reduction.on_reduce):
+        step(job)
+    reduction.release()
+
+
+# ---- which steps
+
+
+def _steps(setup: Setup, size: int) -> tuple[str, str]:
+    def names(collectives: ThreadCollectives) -> tuple[str, str]:
+        reduction = setup.bind(collectives)
+        compute, reduce = (
+            " ".join(step.__name__.replace("<lambda>", "divide").lstrip("_") for step in steps)
+            for steps in (reduction.on_compute, reduction.on_reduce)
+        )
+        return compute, reduce
+
+    return run_ranks(size, names, premultiplies=setup.premultiplies)[0]
+
+
+@pytest.mark.parametrize(
+    ("setup", "compute", "reduce"),
+    [
+        (Setup(direct=True), "allocate stage_direct", "reduce_direct deliver"),
+        (
+            Setup(direct=True, factor=3.0, premultiplies=True),
+            "allocate stage_direct",
+            "reduce_direct deliver",
+        ),
+        (Setup(direct=True, factor=3.0), "allocate stage_direct", "reduce_direct divide deliver"),
+        (Setup(direct=True, grad=BF16), "allocate stage_cast", "reduce_direct deliver"),
+        (
+            Setup(direct=True, grad=BF16, reduce=BF16),
+            "allocate stage_direct allocate_result",
+            "reduce_direct cast deliver",
+        ),
+        (
+            Setup(direct=True, grad=F16, reduce=F16, shard=F16),
+            "allocate stage_direct",
+            "divide reduce_direct divide deliver",
+        ),
+        (Setup(), "allocate stage_packed", "reduce_packed deliver"),
+        (Setup(grad=BF16), "allocate stage_packed", "reduce_packed deliver"),
+        (
+            Setup(grad=F16, reduce=F16, factor=6.0),
+            "allocate stage_packed allocate_result",
+            "divide reduce_packed divide cast deliver",
+        ),
+    ],
+)
+def test_steps_of_four_ranks(setup: Setup, compute: str, reduce: str) -> None:
+    assert _steps(setup, 4) == (compute, reduce)
+
+
+@pytest.mark.parametrize(
+    ("setup", "compute", "reduce"),
+    [
+        (Setup(), "adopt", "deliver"),
+        (Setup(reduce=BF16), "adopt", "deliver"),
+        (Setup(factor=1.0), "adopt", "deliver"),
+        (Setup(factor=2.0), "adopt", "divide deliver"),
+        (Setup(grad=BF16), "allocate", "copy_local deliver"),
+        (Setup(grad=BF16, factor=2.0), "allocate", "copy_local divide deliver"),
+    ],
+)
+def test_steps_of_one_rank(setup: Setup, compute: str, reduce: str) -> None:
+    assert _steps(setup, 1) == (compute, reduce)
+
+
+# ---- what comes out
+
+ODD = (((7, 3), 0), ((3, 5), 1), ((1,), 0), ((2, 3, 6), 2), ((0, 4), 0), ((4, 2), 1))
+
+
+def _gradients(setup: Setup, slots: Sequence[Slot], rank: int, seed: int = 0) -> list[torch.Tensor]:
+    """Whole numbers, small enough that every sum below is exact in bf16 and fp16."""
+    generator = torch.Generator().manual_seed(seed * 100 + rank)
+    return [
+        (torch.randint(-6, 7, slot.shape, generator=generator) * 4).to(setup.grad) for slot in slots
+    ]
+
+
+def _wanted(setup: Setup, slot: Slot, position: int, size: int, rank: int) -> torch.Tensor:
+    """One rank's rows of the reduced gradient, in fp64."""
+    slots = setup.slots(size)
+    total = sum(_gradients(setup, slots, other)[position].double() for other in range(size))
+    assert isinstance(total, torch.Tensor)
+    total = total / (size if setup.factor is None else setup.factor)
+    start = min(rank * slot.chunk, slot.shape[slot.dim])
+    return total.narrow(slot.dim, start, slot.rows(rank))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(direct=True),
+        Setup(direct=True, factor=8.0),
+        Setup(direct=True, factor=8.0, premultiplies=True),
+        Setup(direct=True, grad=BF16),
+        Setup(direct=True, grad=BF16, reduce=BF16),
+        Setup(direct=True, grad=F16, reduce=F16),
+        Setup(direct=True, grad=F64, reduce=F64, shard=F64),
+        Setup(),
+        Setup(shapes=ODD),
+        Setup(shapes=ODD, factor=8.0),
+        Setup(shapes=ODD, factor=8.0, premultiplies=True),
+        Setup(shapes=ODD, grad=BF16),
+        Setup(shapes=ODD, grad=BF16, reduce=BF16),
+        Setup(shapes=ODD, grad=F16, reduce=F16),
+        Setup(shapes=ODD, grad=F16, reduce=F16, factor=2.0),
+        Setup(shapes=ODD, grad=BF16, reduce=BF16, shard=BF16),
+    ],
+)
+def test_every_rank_gets_its_rows(setup: Setup, size: int) -> None:
+    def body(collectives: ThreadCollectives) -> None:
+        reduction = setup.bind(collectives)
+        grads = _gradients(setup, reduction.slots, collectives.rank)
+        for repetition in (1, 2):  # the second adds to what is there
+            for member, grad in zip(reduction.members, grads, strict=True):
+                member.full_grad = grad.clone()
+            _run(reduction)
+            for i, (member, slot) in enumerate(
+                zip(reduction.members, reduction.slots, strict=True)
+            ):
+                rows = member.gradient
+                assert rows.shape == slot.local_shape(collectives.rank)
+                assert rows.dtype == setup.shard
+                wanted = _wanted(setup, slot, i, size, collectives.rank) * repetition
+                assert torch.equal(rows.double(), wanted)
+                assert member.hooks_run == repetition
+
+    run_ranks(size, body, premultiplies=setup.premultiplies)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_collectives_of_a_reduction(direct: bool) -> None:
+    def body(collectives: ThreadCollectives) -> list[str]:
+        reduction = Setup(direct=direct).bind(collectives)
+        grads = _gradients(Setup(), reduction.slots, collectives.rank)
+        for member, grad in zip(reduction.members, grads, strict=True):
+            member.full_grad = grad
+        _run(reduction)
+        return collectives.calls
+
+    name = "reduce_scatter_many" if direct else "reduce_scatter"
+    assert run_ranks(2, body) == [[name], [name]]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_sum_of_large_halves_does_not_overflow(direct: bool) -> None:
+    setup = Setup(direct=direct, grad=F16, reduce=F16, shard=F16)
+
+    def body(collectives: ThreadCollectives) -> None:
+        reduction = setup.bind(collectives)
+        for member in reduction.members:
+            member.full_grad = torch.full(member.shape, 30000.0, dtype=F16)
+        _run(reduction)
+        for member in reduction.members:
+            assert member.gradient.eq(30000.0).all()
+
+    run_ranks(4, body)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("take_missing", [True, False])
+def test_absent_gradients(take_missing: bool, size: int, direct: bool) -> None:
+    def body(collectives: ThreadCollectives) -> None:
+        reduction = Setup(direct=direct).bind(collectives)
+        present, absent = reduction.members
+        present.full_grad = torch.ones(present.shape)
+        _run(reduction, take_missing)
+        assert present.gradient.eq(1).all()
+        assert (present.hooks_run, absent.hooks_run) == (1, int(take_missing))
+        if take_missing:
+            assert absent.gradient.eq(0).all()
+        else:
+            assert absent.gradient is None
+
+    run_ranks(size, body)
+
+
+def test_no_gradient_at_all() -> None:
+    def body(collectives: ThreadCollectives) -> None:
+        reduction = Setup().bind(collectives)
+        assert reduction.collect(take_missing=False) is None
+        job = reduction.collect(take_missing=True)
+        assert job is not None
+        assert job.present == [True, True]
+        assert all(grad.eq(0).all() for grad in job.grads)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("missing", [True, False])
+def test_accumulated_gradients_have_another_dtype(missing: bool, direct: bool) -> None:
+    setup = Setup(direct=direct, grad=BF16, reduce=F32)
+
+    def body(collectives: ThreadCollectives) -> None:
+        reduction = setup.bind(collectives)
+        first, second = reduction.members
+        first.full_grad = torch.full(first.shape, 1 / 3)  # in fp32, where it was summed up
+        if not missing:
+            second.full_grad = torch.ones(second.shape, dtype=BF16)
+        _run(reduction)
+        assert first.gradient.eq(torch.tensor(1 / 3)).all()  # not rounded to bf16 on the way
+        assert (second.gradient is None) == missing
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_that_are_not_contiguous(size: int, direct: bool) -> None:
+    setup = Setup(direct=direct, shapes=(((8, 4), 0),))
+
+    def body(collectives: ThreadCollectives) -> None:
+        reduction = setup.bind(collectives)
+        (member,), (slot,) = reduction.members, reduction.slots
+        whole = torch.arange(32.0).view(4, 8).t()
+        member.full_grad = whole
+        _run(reduction)
+        start = collectives.rank * slot.chunk
+        assert torch.equal(member.gradient, whole[start : start + slot.rows(collectives.rank)])
+
+    run_ranks(size, body)
+
+
+def test_memory_of_the_collective_is_there_only_while_it_is_needed() -> None:
+    def body(collectives: ThreadCollectives) -> None:
+        reduction = Setup(shapes=ODD).bind(collectives)
+        assert not reduction._staging.allocated
+        job = reduction.collect(take_missing=True)
+        assert job is not None
+        for step in reduction.on_compute:
+            step(job)
+        assert reduction._staging.allocated
+        assert job.grads == []  # copied: autograd's gradients may go
+        for step in reduction.on_reduce:
+            step(job)
+        assert reduction._staging.allocated  # until COMPUTE is behind the collective
+        reduction.release()
+        assert not reduction._staging.allocated
+        reduction.release()  # once is enough, twice does no harm
+
+    run_ranks(2, body)

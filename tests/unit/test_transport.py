@@ -1,0 +1,156 @@
+"""Transports on real tensors: every rank gathers every parameter, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2.core.kernels import TorchKernels
+from fsdp2.core.layout import GroupLayout, ParamShape, Transport, build_layout
+from fsdp2.core.transport import TRANSPORTS, SegmentTransport
+from tests.unit._ranks import ThreadCollectives, run_ranks
+
+KERNELS = TorchKernels(torch.device("cpu"))
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def _param(
+    shape: tuple[int, ...], dim: int = 0, shard: torch.dtype = F32, full: torch.dtype = F32
+) -> ParamShape:
+    return ParamShape("p", shape, dim, shard, shard.itemsize, full, full.itemsize)
+
+
+def _wholes(params: list[ParamShape]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randint(-100, 100, p.shape, generator=generator).to(p.shard_dtype)  # type: ignore[call-overload]  # a dtype
+        for p in params
+    ]
+
+
+def _bind(
+    layout: GroupLayout, wholes: list[torch.Tensor], collectives: ThreadCollectives
+) -> tuple[list[SegmentTransport], Any]:
+    """One rank's transports over a flat shard that holds its pieces, and its gathered buffer."""
+    rank = collectives.rank
+    shard = KERNELS.flat(layout.shard_bytes, on_meta=False)
+    full = KERNELS.transient(layout.full_bytes, "gathered")
+    transports = []
+    for segment in layout.segments:
+        for slot in segment.slots:
+            whole = wholes[slot.index]
+            start = segment.shard_byte_offset + slot.shard_offset * whole.dtype.itemsize
+            first = min(rank * slot.chunk, slot.shape[slot.dim])
+            target = shard.view(whole.dtype, start, slot.local_shape(rank))
+            target.copy_(whole.narrow(slot.dim, first, slot.rows(rank)))
+        transports.append(TRANSPORTS[segment.transport](segment, shard, full, collectives, KERNELS))
+    return transports, full
+
+
+def _gather(transports: list[SegmentTransport], full: Any) -> None:
+    """The calls of `ParamGroup`, in its order."""
+    for transport in transports:
+        transport.acquire()
+    if any(transport.early for transport in transports):
+        full.acquire()
+    for transport in transports:
+        if transport.casts and transport.communicates:
+            transport.copy_in()
+    for transport in transports:
+        if transport.communicates:
+            assert transport.gather() is None
+    full.acquire()
+    for transport in transports:
+        transport.copy_out()
+        transport.release()
+
+
+def _check(params: list[ParamShape], size: int, coalesces: bool, seed: int = 0) -> list[str]:
+    """Gather twice, the second time over zeros; returns rank 0's collectives."""
+    layout = build_layout(params, size, coalesces)
+    wholes = _wholes(params)
+
+    def body(collectives: ThreadCollectives) -> list[str]:
+        transports, full = _bind(layout, wholes, collectives)
+        parameters = {
+            slot.index: transport.gathered(slot)
+            for transport in transports
+            for slot in transport.segment.slots
+        }
+        full.release()
+        for _ in range(2):
+            _gather(transports, full)
+            for index, found in parameters.items():
+                wanted = wholes[index].to(params[index].full_dtype)  # type: ignore[call-overload]
+                assert tuple(found.shape) == params[index].shape
+                assert found.is_contiguous()
+                assert torch.equal(found, wanted), f"seed {seed}: parameter {index}"
+                if transports[0].communicates:
+                    found.zero_()  # what is left here must not look like the second gather
+            full.release()
+        return collectives.calls
+
+    calls = run_ranks(size, body, coalesces=coalesces)
+    assert calls == [calls[0]] * size  # invariant I1
+    return calls[0]
+
+
+@pytest.mark.parametrize("full", [F32, BF16])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_coalesced(size: int, full: torch.dtype) -> None:
+    params = [_param((8, 8), full=full), _param((5, 16), full=full), _param((1, 8), full=full)]
+    assert _check(params, size, coalesces=True) == ["all_gather_many"] * 2
+
+
+@pytest.mark.parametrize("full", [F32, BF16])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_packed(size: int, full: torch.dtype) -> None:
+    shapes = [((7, 3), 0), ((3, 5), 1), ((2, 3, 7), 2), ((1,), 0), ((0, 4), 0), ((4, 1, 2), 1)]
+    params = [_param(shape, dim, full=full) for shape, dim in shapes]
+    assert _check(params, size, coalesces=False) == ["all_gather"] * 2
+
+
+@pytest.mark.parametrize("full", [F32, BF16])
+def test_local_communicates_nothing(full: torch.dtype) -> None:
+    params = [_param((7, 3), full=full), _param((3, 5), 1, full=full), _param((0,), full=full)]
+    assert _check(params, 1, coalesces=True) == []
+
+
+def test_local_parameter_is_the_shard_itself() -> None:
+    layout = build_layout([_param((4, 4))], 1, coalesces=True)
+    (transport,), _ = run_ranks(1, lambda c: _bind(layout, _wholes([_param((4, 4))]), c))[0]
+    gathered = transport.gathered(layout.segments[0].slots[0])
+    gathered.fill_(7)
+    again = transport.gathered(layout.segments[0].slots[0])
+    assert again.eq(7).all()
+    assert again.untyped_storage().data_ptr() == gathered.untyped_storage().data_ptr()
+
+
+def test_segments_of_several_dtypes_and_transports() -> None:
+    params = [
+        _param((8, 8)),
+        _param((3,)),
+        _param((8, 8), full=BF16),
+        _param((16, 4), shard=torch.int64, full=torch.int64),
+        _param((6, 6), 1, shard=torch.uint8, full=torch.uint8),
+    ]
+    calls = _check(params, 2, coalesces=True)
+    kinds = [segment.transport for segment in build_layout(params, 2, True).segments]
+    assert kinds.count(Transport.COALESCED) == 3
+    assert kinds.count(Transport.PACKED) == 2
+    assert sorted(calls) == ["all_gather"] * 4 + ["all_gather_many"] * 6
+
+
+@pytest.mark.parametrize("block", range(3))
+def test_random_groups(block: int) -> None:
+    for seed in range(block * 20, block * 20 + 20):
+        rng = random.Random(seed)
+        params = []
+        for _ in range(rng.randint(1, 5)):
+            shape = tuple(rng.choice((0, 1, 2, 3, 5, 8)) for _ in range(rng.randint(1, 3)))
+            dim = rng.randrange(len(shape)) if rng.random() < 0.5 else 0
+            params.append(_param(shape, dim, full=rng.choice((F32, F32, BF16))))
+        _check(params, rng.choice((1, 2, 3, 4)), rng.random() < 0.5, seed)
