@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 
 from fsdp2.core.config import MixedPrecisionPolicy
-from fsdp2.core.scheduler import Unit
+from fsdp2.core.scheduler import Phase, Unit
 from fsdp2.core.simulate import Node, Simulation
 from fsdp2.core.streams import Lane
 from fsdp2.core.virtual import Allocation, VirtualDevice
@@ -23,8 +24,10 @@ SHAPES = (
     ((8, 8), (8,)),
     ((5, 3),),  # odd: packed, padded
     ((64, 4), (7,), (8, 2)),  # both
+    ((8, 8), (0, 4)),  # an empty one among others
     (),  # every parameter belongs to units below
 )
+EMPTY = ((0, 8), (3, 0))  # nothing to gather or reduce: in one tree of four
 
 PRECISIONS = (
     None,
@@ -38,13 +41,14 @@ PRECISIONS = (
 def random_tree(rng: random.Random, plain: bool = False) -> Node:
     """A root with up to `MAX_NODES` nodes below; ``plain`` leaves all outputs and inputs in use."""
     budget = rng.randint(2, MAX_NODES)
-    root = Node("n0", shapes=rng.choice(SHAPES))
+    shapes = (*SHAPES, EMPTY) if rng.random() < 0.25 else SHAPES
+    root = Node("n0", shapes=rng.choice(shapes))
     open_nodes = [(root, 1)]
     for number in range(1, budget):
         parent, depth = rng.choice(open_nodes)
         node = Node(
             f"n{number}",
-            shapes=rng.choice(SHAPES),
+            shapes=rng.choice(shapes),
             dim=rng.choice((0, 0, 0, 1)),
             reshard_after_forward=rng.choice((None, None, None, True, False)),
         )
@@ -77,6 +81,19 @@ def shuffle_calls(rng: random.Random, root: Node) -> None:
 def calls_below(node: Node) -> int:
     """How many calls one call of ``node`` makes, itself included."""
     return 1 + sum(calls_below(node.children[position]) for position in node.calls)
+
+
+def communicates(node: Node) -> bool:
+    """Whether its parameters have elements, so that there is something to gather and reduce."""
+    return any(0 not in shape for shape in node.shapes)
+
+
+def calls_of(root: Node) -> Counter[Node]:
+    """How often one call of ``root`` calls each node."""
+    calls = Counter([root])
+    for position in root.calls:
+        calls.update(calls_of(root.children[position]))
+    return calls
 
 
 _LANES = {
@@ -124,6 +141,9 @@ class Watch:
         self._excused: set[Allocation] = set()  # gradients that an exception cost
         self._seen = 0
         self._arriving: set[str] = set()
+        self._waiting: list[Unit] = []  # gathered at the last step, for what is to come
+        self._silent = {node.name for node in root.walk() if not communicates(node)}
+        self._hollow = {node.name for node in root.walk() if any(0 in s for s in node.shapes)}
         self._kept: set[Unit] = set()  # by the last backward, whatever the flags are now
         self.sim = Simulation(
             root,
@@ -153,24 +173,31 @@ class Watch:
             self._arriving.discard(name)
             self.wasted += 1
         elif operation == "reduce":
-            if name not in self._owed:
+            if name not in self._owed and name not in self._hollow:
                 self._say(f"{name} is reduced without new gradients")
             self._owed.discard(name)
 
     def _follow_gradients(self) -> None:
         trace = self.device.trace
         for position in range(self._seen, len(trace)):
-            if trace[position].kind == "gradient":
+            if trace[position].kind == "gradient" and trace[position].writes:
                 self._owed.add(trace[position].writes[0].name.split()[1].partition(".")[0])
         self._seen = len(trace)
 
     def _check(self, sim: Simulation, what: str) -> None:
-        self.log.append(("step", what))
         self._kept = {unit for unit in self._kept if unit.is_gathered}
         ahead = [unit for unit in sim.gathered_ahead() if unit not in self._kept]
         if what == "end of backward":
             units = sim.scheduler.units
             self._kept = {unit for unit in units if not unit.reshard_after_backward}
+            if not sim.scheduler.is_last_backward:
+                what = "backward that is not the last"
+                lost = [unit for unit in self._waiting if not unit.is_gathered]
+                if lost:
+                    self._say(f"{lost} were gathered for a backward to come, and freed")
+        idle = [unit for unit in sim.scheduler.units if unit.phase is Phase.IDLE]
+        self._waiting = [unit for unit in (*ahead, *idle) if unit.is_gathered]
+        self.log.append(("step", what))
         if self._bounded and len(ahead) > (0 if what == "loss" else 1):
             self._say(f"after {what} {ahead} are gathered")
         if self.device.races:
@@ -194,6 +221,7 @@ class Watch:
         self._follow_gradients()
         self._owed.clear()
         self._arriving.clear()
+        self.log.append(("step", "reset"))
         self._excused |= {b for op in self.device.trace if op.kind == "gradient" for b in op.writes}
 
     def check_reduced(self) -> None:
@@ -223,6 +251,38 @@ class Watch:
                 read.update(op.reads)
         if not gradients <= read | self._excused:
             self._say(f"{sorted(g.name for g in gradients - read)} were dropped")
+
+        if self._bounded:
+            self._check_guesses()
+
+    def _check_guesses(self) -> None:
+        """What was gathered on a guess and is freed unused made room for the next guess.
+
+        Besides, it goes at the loss, after the last backward and in a reset; and it is gathered
+        again itself where an optimizer step changed it. A guess with nothing to gather is not in
+        the log.
+        """
+        arriving: set[str] = set()
+        for position, (kind, name) in enumerate(self.log):
+            if kind == "all_gather":
+                arriving.add(name)
+            elif kind == "finish":
+                arriving.discard(name)
+            elif kind == "reshard" and name in arriving:
+                arriving.discard(name)
+                what, other = self.log[position + 1]
+                guess = what == "all_gather" and self.log[position + 2] != ("finish", other)
+                guess = guess or bool(self._silent)
+                if not guess and other != name and not self._is_end(position):
+                    self._say(f"{name} was gathered ahead, and freed for {what} {other}")
+
+    def _is_end(self, position: int) -> bool:
+        """Whether in the log a forward or the last backward ends here, or is given up."""
+        steps = (name for kind, name in islice(self.log, position, None) if kind == "step")
+        step = next(steps)
+        if step.startswith("exit forward"):  # that of the root comes right before the loss
+            step = next(steps)
+        return step in ("loss", "end of backward", "reset")
 
     def live(self) -> Counter[str]:
         """Names of what is allocated."""

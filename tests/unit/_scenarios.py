@@ -12,7 +12,7 @@ from collections.abc import Callable
 from fsdp2.core.scheduler import Unit
 from fsdp2.core.simulate import Node, Simulation
 from fsdp2.core.virtual import VirtualDevice
-from tests.unit._random_models import InterruptError, Watch, random_tree, shuffle_calls
+from tests.unit._random_models import InterruptError, Watch, calls_of, random_tree, shuffle_calls
 
 Scenario = Callable[[random.Random, VirtualDevice], Watch]
 
@@ -34,13 +34,22 @@ def steady(rng: random.Random, device: VirtualDevice) -> Watch:
 
 
 def stepping(rng: random.Random, device: VirtualDevice) -> Watch:
-    """The optimizer runs in hooks, as soon as a gradient is reduced; every node is called once."""
-    root = random_tree(rng, plain=True)
-    for node in root.walk():
-        node.calls = rng.sample(range(len(node.children)), len(node.children))
+    """The optimizer runs in hooks, as soon as a gradient is reduced or added to an older one."""
+    root = random_tree(rng)
     watch = Watch(rng, root, device=device)
-    watch.sim.step_in_backward()
-    for _ in range(3):
+    sim = watch.sim
+    for _ in range(2):
+        sim.step_in_backward(False)
+        for _ in range(rng.choice((0, 1, 1, 2))):  # leaves gradients, reduced or not
+            for node, calls in calls_of(root).items():
+                # Gradients of earlier backwards are reduced when the first of its calls ends: a
+                # hook would step then, before the others are through.
+                node.unit.sync = calls > 1 or rng.random() < 0.7
+            sim.iteration(step=False)
+            watch.check_reduced()
+        for unit in sim.scheduler.units:
+            unit.sync = True
+        sim.step_in_backward()
         _iterate(watch)
     return watch
 

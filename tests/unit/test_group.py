@@ -10,7 +10,8 @@ import torch
 from fsdp2 import MixedPrecisionPolicy, ShardingStateError
 from fsdp2.core.group import GroupOptions, OptimizerSteps, ParamGroup, State
 from fsdp2.core.simulate import Node, Simulation
-from fsdp2.core.virtual import VirtualDevice
+from fsdp2.core.streams import Lane
+from fsdp2.core.virtual import VirtualDevice, VirtualTensor
 
 
 def _group(
@@ -122,6 +123,59 @@ def test_integers_are_gathered_as_they_are() -> None:
     assert group.compute_dtype(torch.float32) is torch.bfloat16
     assert group.compute_dtype(torch.float64) is torch.bfloat16
     assert group.compute_dtype(torch.uint8) is torch.uint8
+
+
+def _leave_gradients(group: ParamGroup, device: VirtualDevice, dtype: torch.dtype) -> None:
+    for param in group.params:
+        owner = device.empty(1, dtype, f"gradient {param.name}").owner
+        param.full_grad = VirtualTensor(owner, param.shape, dtype)
+        device.run("gradient", [], [param.full_grad])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_reduction_is_on_its_way_only_between_ranks(world_size: int) -> None:
+    group, device = _group(world_size)
+    heard: list[tuple[str, str]] = []
+    group.observer = lambda *what: heard.append(what)
+    group.bind()
+    _leave_gradients(group, device, torch.float32)
+    start = len(device.trace)
+    pending = group.reduce(group.collect())
+    assert (pending is None) == (world_size == 1)
+    on_reduce = [op for op in device.trace[start:] if op.lane is Lane.REDUCE]
+    assert bool(on_reduce) == (world_size > 1)
+    assert heard == [("reduce", "block")]
+    assert all(param.gradient is not None for param in group.params)
+    assert device.races == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("grad", [None, torch.bfloat16])
+@pytest.mark.parametrize("reduce", [None, torch.float32, torch.bfloat16])
+def test_accumulated_gradients_arrive_in_the_dtype_of_the_shard(
+    reduce: torch.dtype | None, grad: torch.dtype | None, world_size: int
+) -> None:
+    group, device = _group(world_size, MixedPrecisionPolicy(grad, reduce))
+    group.bind()
+    _leave_gradients(group, device, grad or torch.float32)
+    group.accumulate()
+    group.reduce(group.collect())
+    for param in group.params:
+        assert param.gradient.dtype is param.dtype is torch.float32
+    assert device.races == []
+
+
+@pytest.mark.parametrize("coalesces", [True, False])
+def test_group_of_empty_parameters_communicates_nothing(coalesces: bool) -> None:
+    device = VirtualDevice()
+    sim = Simulation(Node("block", shapes=((0, 8), (3, 0))), device, coalesces=coalesces)
+    (group,) = sim.scheduler.units[0].groups
+    heard: list[tuple[str, str]] = []
+    group.observer = lambda *what: heard.append(what)
+    sim.iteration()
+    assert heard == [("finish", "block"), ("reshard", "block"), ("reduce", "block")]
+    assert {"all_gather", "reduce_scatter"}.isdisjoint(op.kind for op in device.trace)
+    assert device.races == []
 
 
 def test_options_are_replaced_as_a_whole_and_take_effect_before_the_next_reduction() -> None:

@@ -60,6 +60,26 @@ class Partial:
     late: Any = field(init=False)
 
 
+@dataclass(slots=True)
+class SlottedPartial:
+    """As `Partial`, with slots."""
+
+    first: Any
+    late: Any = field(init=False)
+
+
+@dataclass(slots=True)
+class SlottedBase:
+    first: Any
+
+
+@dataclass
+class HalfSlotted(SlottedBase):
+    """The base's field is in a slot, its own in ``__dict__``."""
+
+    second: Any = None
+
+
 class Locked(dict[str, Any]):
     """A dict that refuses to be updated as a whole, as some models' outputs do."""
 
@@ -91,6 +111,7 @@ CONTAINERS: dict[str, Callable[[Any, Any], Any]] = {
     "dataclass": Plain,
     "frozen dataclass": Frozen,
     "slotted dataclass": Slotted,
+    "half slotted dataclass": HalfSlotted,
     "nested": lambda a, b: [Pair(({"x": a},), 3), Frozen(None, Plain([b]))],
 }
 
@@ -207,14 +228,22 @@ def test_dataclass_is_not_initialised_again() -> None:
     assert mapped.extra == "kept"
 
 
-def test_field_that_was_never_set() -> None:
-    value = Partial(_tensor(3))
+@pytest.mark.parametrize("kind", [Partial, SlottedPartial])
+def test_field_that_was_never_set(kind: Callable[[Any], Any]) -> None:
+    value = kind(_tensor(3))
     found: list[torch.Tensor] = []
     grad_tensors(value, found)
     assert len(found) == 1
     mapped = map_tensors(lambda t: t + 1, value)
     assert mapped.first.item() == 4
     assert not hasattr(mapped, "late")
+
+
+def test_dataclass_keeps_what_did_not_change() -> None:
+    kept = object()
+    mapped = map_tensors(lambda t: t + 1, HalfSlotted(kept, _tensor(3)))
+    assert mapped.first is kept
+    assert mapped.second.item() == 4
 
 
 def test_classes_and_other_objects_are_left_alone() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp2 import ShardingStateError
+from fsdp2 import MixedPrecisionPolicy, ShardingStateError, fully_shard
 from fsdp2.core.buffers import FlatBuffer
 from fsdp2.core.layout import Slot
 from fsdp2.core.param import ModuleSlot, ShardedParam
@@ -275,3 +275,18 @@ def test_delivered_rows_become_grad_and_later_ones_are_added_by_the_caller(
     assert len(seen) == 1  # the caller adds first, then runs the hooks
     param.run_hooks()
     assert [id(seen_param) for seen_param in seen] == [id(param.sharded)] * 2
+
+
+@pytest.mark.parametrize("reduce", [None, torch.float32, torch.bfloat16])
+def test_one_rank_accumulates_in_the_dtype_of_the_shard(
+    mesh: DeviceMesh, reduce: torch.dtype | None
+) -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce)
+    linear = fully_shard(nn.Linear(3, 7, bias=False), mesh=mesh, mp_policy=policy)
+    for value, sync in ((1.0, False), (1 / 256, False), (1 / 256, True)):
+        linear.set_requires_gradient_sync(sync)
+        linear(torch.full((1, 3), value)).sum().backward()
+    grad = linear.weight.grad
+    assert isinstance(grad, DTensor)
+    assert grad.dtype is torch.float32
+    assert grad.to_local().eq(1 + 2 / 256).all()  # in bf16 the sum would stay 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -163,7 +164,7 @@ def _run(reduction: SegmentReduction, take_missing: bool = False) -> None:
     job = reduction.collect(take_missing)
     assert job is not None
     for step in (*reduction.on_compute, *reduction.on_reduce):
-        step(job)
+        step(reduction, job)
     reduction.release()
 
 
@@ -182,53 +183,88 @@ def _steps(setup: Setup, size: int) -> tuple[str, str]:
     return run_ranks(size, names, premultiplies=setup.premultiplies)[0]
 
 
-@pytest.mark.parametrize(
-    ("setup", "compute", "reduce"),
-    [
-        (Setup(direct=True), "allocate stage_direct", "reduce_direct deliver"),
-        (
-            Setup(direct=True, factor=3.0, premultiplies=True),
-            "allocate stage_direct",
-            "reduce_direct deliver",
-        ),
-        (Setup(direct=True, factor=3.0), "allocate stage_direct", "reduce_direct divide deliver"),
-        (Setup(direct=True, grad=BF16), "allocate stage_cast", "reduce_direct deliver"),
-        (
-            Setup(direct=True, grad=BF16, reduce=BF16),
-            "allocate stage_direct allocate_result",
-            "reduce_direct cast deliver",
-        ),
-        (
-            Setup(direct=True, grad=F16, reduce=F16, shard=F16),
-            "allocate stage_direct",
-            "divide reduce_direct divide deliver",
-        ),
-        (Setup(), "allocate stage_packed", "reduce_packed deliver"),
-        (Setup(grad=BF16), "allocate stage_packed", "reduce_packed deliver"),
-        (
-            Setup(grad=F16, reduce=F16, factor=6.0),
-            "allocate stage_packed allocate_result",
-            "divide reduce_packed divide cast deliver",
-        ),
-    ],
-)
+EMPTY = (((0, 4), 0), ((3, 0), 1), ((0,), 0))
+
+FOUR_RANKS = [
+    (Setup(direct=True), "allocate stage_direct", "reduce_direct deliver"),
+    (
+        Setup(direct=True, factor=3.0, premultiplies=True),
+        "allocate stage_direct",
+        "reduce_direct deliver",
+    ),
+    (Setup(direct=True, factor=3.0), "allocate stage_direct", "reduce_direct divide deliver"),
+    (Setup(direct=True, grad=BF16), "allocate stage_cast", "reduce_direct deliver"),
+    (
+        Setup(direct=True, grad=BF16, reduce=BF16),
+        "allocate stage_direct allocate_result",
+        "reduce_direct cast deliver",
+    ),
+    (
+        Setup(direct=True, grad=F16, reduce=F16, shard=F16),
+        "allocate stage_direct",
+        "divide reduce_direct divide deliver",
+    ),
+    (Setup(), "allocate stage_packed", "reduce_packed deliver"),
+    (Setup(grad=BF16), "allocate stage_packed", "reduce_packed deliver"),
+    (
+        Setup(grad=F16, reduce=F16, factor=6.0),
+        "allocate stage_packed allocate_result",
+        "divide reduce_packed divide cast deliver",
+    ),
+    (Setup(shapes=EMPTY), "allocate", "deliver"),
+    (Setup(shapes=EMPTY, factor=6.0), "allocate", "deliver"),
+    (Setup(shapes=EMPTY, reduce=BF16), "allocate allocate_result", "cast deliver"),
+]
+
+
+@pytest.mark.parametrize(("setup", "compute", "reduce"), FOUR_RANKS)
 def test_steps_of_four_ranks(setup: Setup, compute: str, reduce: str) -> None:
     assert _steps(setup, 4) == (compute, reduce)
 
 
 @pytest.mark.parametrize(
-    ("setup", "compute", "reduce"),
+    ("setup", "compute"),
     [
-        (Setup(), "adopt", "deliver"),
-        (Setup(reduce=BF16), "adopt", "deliver"),
-        (Setup(factor=1.0), "adopt", "deliver"),
-        (Setup(factor=2.0), "adopt", "divide deliver"),
-        (Setup(grad=BF16), "allocate", "copy_local deliver"),
-        (Setup(grad=BF16, factor=2.0), "allocate", "copy_local divide deliver"),
+        (Setup(), "adopt deliver"),
+        (Setup(reduce=BF16), "adopt deliver"),
+        (Setup(factor=1.0), "adopt deliver"),
+        (Setup(factor=2.0), "adopt divide deliver"),
+        (Setup(grad=BF16), "allocate copy_local deliver"),
+        (Setup(grad=BF16, factor=2.0), "allocate copy_local divide deliver"),
+        (Setup(shapes=EMPTY), "adopt deliver"),
     ],
 )
-def test_steps_of_one_rank(setup: Setup, compute: str, reduce: str) -> None:
-    assert _steps(setup, 1) == (compute, reduce)
+def test_steps_of_one_rank(setup: Setup, compute: str) -> None:
+    assert _steps(setup, 1) == (compute, "")  # nothing to communicate: nothing on another lane
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("reduce", [F32, BF16])
+def test_one_rank_reduces_in_the_dtype_of_the_shard(reduce: torch.dtype, direct: bool) -> None:
+    def body(collectives: ThreadCollectives) -> None:
+        reduction = Setup(direct=direct, grad=BF16, reduce=reduce).bind(collectives)
+        assert reduction.reduce_dtype is F32  # what gradients without sync accumulate in
+        (member, _) = reduction.members
+        member.full_grad = torch.full(member.shape, 1 + 1 / 256)  # not a bf16 number
+        _run(reduction)
+        assert member.gradient.dtype is F32
+        assert member.gradient.eq(1 + 1 / 256).all()
+
+    run_ranks(1, body)
+
+
+def test_a_reduction_that_is_replaced_is_freed_at_once() -> None:
+    """Its steps do not refer to it: its padding does not wait for a garbage collection."""
+
+    def body(collectives: ThreadCollectives) -> None:
+        for setup, _, _ in FOUR_RANKS:
+            reduction = setup.bind(collectives)
+            left = weakref.ref(reduction)
+            del reduction
+            assert left() is None
+
+    for size in (1, 4):
+        run_ranks(size, body)
 
 
 # ---- what comes out
@@ -263,6 +299,7 @@ def _wanted(setup: Setup, slot: Slot, position: int, size: int, rank: int) -> to
         Setup(direct=True, factor=8.0, premultiplies=True),
         Setup(direct=True, grad=BF16),
         Setup(direct=True, grad=BF16, reduce=BF16),
+        Setup(direct=True, reduce=BF16),
         Setup(direct=True, grad=F16, reduce=F16),
         Setup(direct=True, grad=F64, reduce=F64, shard=F64),
         Setup(),
@@ -271,9 +308,12 @@ def _wanted(setup: Setup, slot: Slot, position: int, size: int, rank: int) -> to
         Setup(shapes=ODD, factor=8.0, premultiplies=True),
         Setup(shapes=ODD, grad=BF16),
         Setup(shapes=ODD, grad=BF16, reduce=BF16),
+        Setup(shapes=ODD, reduce=BF16),
         Setup(shapes=ODD, grad=F16, reduce=F16),
         Setup(shapes=ODD, grad=F16, reduce=F16, factor=2.0),
         Setup(shapes=ODD, grad=BF16, reduce=BF16, shard=BF16),
+        Setup(shapes=EMPTY),
+        Setup(shapes=EMPTY, grad=BF16, factor=2.0),
     ],
 )
 def test_every_rank_gets_its_rows(setup: Setup, size: int) -> None:
@@ -309,6 +349,19 @@ def test_collectives_of_a_reduction(direct: bool) -> None:
 
     name = "reduce_scatter_many" if direct else "reduce_scatter"
     assert run_ranks(2, body) == [[name], [name]]
+    assert run_ranks(1, body) == [[]]
+
+
+def test_empty_parameters_have_nothing_to_reduce() -> None:
+    def body(collectives: ThreadCollectives) -> list[str]:
+        reduction = Setup(shapes=EMPTY).bind(collectives)
+        for member in reduction.members:
+            member.full_grad = torch.zeros(member.shape)
+        _run(reduction)
+        assert [member.hooks_run for member in reduction.members] == [1, 1, 1]
+        return collectives.calls
+
+    assert run_ranks(2, body) == [[], []]
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -399,14 +452,39 @@ def test_memory_of_the_collective_is_there_only_while_it_is_needed() -> None:
         job = reduction.collect(take_missing=True)
         assert job is not None
         for step in reduction.on_compute:
-            step(job)
+            step(reduction, job)
         assert reduction._staging.allocated
         assert job.grads == []  # copied: autograd's gradients may go
         for step in reduction.on_reduce:
-            step(job)
+            step(reduction, job)
         assert reduction._staging.allocated  # until COMPUTE is behind the collective
         reduction.release()
         assert not reduction._staging.allocated
         reduction.release()  # once is enough, twice does no harm
+
+    run_ranks(2, body)
+
+
+def test_gradient_that_was_added_to_is_kept_though_a_hook_drops_it() -> None:
+    def body(collectives: ThreadCollectives) -> None:
+        reduction = Setup().bind(collectives)
+        first, second = reduction.members
+        shape = reduction.slots[0].local_shape(collectives.rank)
+        first.gradient = there = torch.ones(shape)
+
+        def drop() -> None:
+            first.gradient = None
+
+        first.run_hooks = drop
+        for member in reduction.members:
+            member.full_grad = torch.ones(member.shape)
+        job = reduction.collect(take_missing=False)
+        assert job is not None
+        for step in (*reduction.on_compute, *reduction.on_reduce):
+            step(reduction, job)
+        assert first.gradient is None
+        assert [id(tensor) for tensor in job.sums] == [id(there)]  # the addition may still run
+        assert there.eq(2).all()
+        assert second.gradient.eq(1).all()
 
     run_ranks(2, body)

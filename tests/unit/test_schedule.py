@@ -228,6 +228,35 @@ all_gather:
     )
 
 
+def test_guess_that_was_only_early_is_used() -> None:
+    root = _chain("a", "b", "x")
+    root.calls = [0, 1]
+    sim = _warm(root)
+    root.calls = [0, 2, 1]  # what follows x is not known, so that b need not make room
+    assert_expected_inline(
+        _emitted(sim, sim.forward),
+        """\
+compute:
+  forward root
+  alloc a
+  alloc b
+  forward a                   after all_gather a
+  free a
+  forward root
+  alloc x
+  forward x                   after all_gather x
+  free x
+  forward root
+  forward b                   after all_gather b
+  free b
+  forward root
+all_gather:
+  all_gather a                after compute forward root
+  all_gather b                after compute forward root
+  all_gather x                after compute forward root""",
+    )
+
+
 def test_last_wrong_guess_is_freed_at_the_loss() -> None:
     root = _chain("a", "b", "c")
     sim = _warm(root)
@@ -503,11 +532,11 @@ compute:
   forward root
   free a
   alloc a
-  forward a                   after all_gather a
+  free b                      after all_gather a
+  alloc b
+  forward a
   free a
   forward root
-  free b
-  alloc b
   forward b                   after all_gather b
   free b
   forward root
@@ -572,18 +601,17 @@ compute:
   backward b
   gradient b
   free b
+  copy b
   backward root
   alloc a
   copy a
   backward a
   gradient a
   free a
-  backward root               after copy b
-  step a                      after copy a
-  step b
-reduce:
-  copy b                      after compute gradient b
-  copy a                      after compute gradient a""",
+  copy a
+  backward root
+  step a
+  step b""",
     )
 
 
@@ -715,6 +743,217 @@ all_gather:
 reduce:
   reduce_scatter b            after compute gradient b
   reduce_scatter a            after compute gradient a""",
+    )
+
+
+def test_not_the_last_backward_keeps_what_was_gathered_ahead() -> None:
+    sim = _warm(_chain("a", "b"))
+    sim.forward()
+    sim.forward()
+    sim.scheduler.is_last_backward = False
+    assert_expected_inline(
+        _emitted(sim, sim.backward),
+        """\
+compute:
+  backward root
+  alloc b
+  alloc a
+  backward b                  after all_gather b
+  gradient b
+  free b
+  backward root
+  alloc b
+  backward a                  after all_gather a
+  gradient a
+  free a
+  backward root               after reduce_scatter b
+all_gather:
+  all_gather b                after compute backward root
+  all_gather a                after compute backward root
+  all_gather b                after compute backward root
+reduce:
+  reduce_scatter b            after compute gradient b
+  reduce_scatter a            after compute gradient a""",
+    )
+    sim.scheduler.is_last_backward = True
+    assert_expected_inline(
+        _emitted(sim, sim.backward),
+        """\
+compute:
+  backward root
+  alloc a
+  backward b                  after all_gather b
+  gradient b
+  free b
+  backward root               after reduce_scatter a
+  backward a                  after all_gather a
+  gradient a
+  free a
+  backward root               after add b
+  end                         after add a
+all_gather:
+  all_gather a                after compute backward root
+reduce:
+  reduce_scatter b            after compute gradient b
+  add b
+  reduce_scatter a            after compute gradient a
+  add a""",
+    )
+
+
+def test_not_the_last_backward_leaves_units_alone_whose_backward_is_to_come() -> None:
+    root = _chain("a", "b", reshard_after_forward=False)
+    root.calls = [0]
+    sim = _warm(root)
+    sim.forward()
+    root.calls = [1]
+    sim.forward()
+    sim.scheduler.is_last_backward = False
+    assert_expected_inline(
+        _emitted(sim, sim.backward),
+        """\
+compute:
+  backward root
+  backward b
+  gradient b
+  free b
+  backward root
+reduce:
+  reduce_scatter b            after compute gradient b""",
+    )  # a stays
+    sim.scheduler.is_last_backward = True
+    assert_expected_inline(
+        _emitted(sim, sim.backward),
+        """\
+compute:
+  backward root
+  backward a
+  gradient a
+  free a
+  backward root               after reduce_scatter b
+  end                         after reduce_scatter a
+reduce:
+  reduce_scatter a            after compute gradient a""",
+    )
+
+
+def test_unit_called_twice_in_a_row() -> None:
+    root = _chain("a", "b")
+    root.calls = [0, 0, 1, 1]
+    sim = _warm(root)
+    assert_expected_inline(
+        _emitted(sim, sim.iteration),
+        """\
+compute:
+  forward root
+  alloc a
+  forward a                   after all_gather a
+  forward root
+  alloc b
+  forward a
+  free a
+  forward root
+  forward b                   after all_gather b
+  forward root
+  forward b
+  free b
+  forward root
+  backward root
+  alloc b
+  backward b                  after all_gather b
+  backward root
+  alloc a
+  backward b
+  gradient b
+  free b
+  backward root
+  backward a                  after all_gather a
+  backward root
+  backward a
+  gradient a
+  free a
+  backward root               after reduce_scatter b
+  step a                      after reduce_scatter a
+  step b
+all_gather:
+  all_gather a                after compute forward root
+  all_gather b                after compute forward root
+  all_gather b                after compute backward root
+  all_gather a                after compute backward root
+reduce:
+  reduce_scatter b            after compute gradient b
+  reduce_scatter a            after compute gradient a""",
+    )
+
+
+def test_unit_of_empty_parameters() -> None:
+    empty = Node("empty", shapes=((0, 8),))
+    sim = _warm(Node("root", [_leaf("a"), empty], [0, 1], shapes=()))
+    assert_expected_inline(
+        _emitted(sim, sim.iteration),
+        """\
+compute:
+  forward root
+  alloc a
+  forward a                   after all_gather a
+  free a
+  forward root
+  alloc empty
+  forward empty
+  free empty
+  forward root
+  backward root
+  alloc empty
+  alloc a
+  backward empty
+  gradient
+  free empty
+  backward root
+  backward a                  after all_gather a
+  gradient a
+  free a
+  backward root               after reduce_scatter a
+  step a                      after reduce_scatter a
+  step
+all_gather:
+  all_gather a                after compute forward root
+  all_gather a                after compute backward root
+reduce:
+  reduce_scatter a            after compute gradient, compute gradient a""",
+    )  # only memory of no bytes
+
+
+def test_step_in_backward_after_gradients_that_were_left() -> None:
+    sim = _warm(_chain("a", "b"))
+    sim.iteration(step=False)
+    sim.step_in_backward()
+    sim.forward()
+    assert_expected_inline(
+        _emitted(sim, sim.backward),
+        """\
+compute:
+  backward root
+  alloc b
+  alloc a
+  backward b                  after all_gather b
+  gradient b
+  free b
+  backward root
+  backward a                  after all_gather a
+  gradient a
+  free a
+  backward root               after step b
+  end                         after step a
+all_gather:
+  all_gather b                after compute backward root
+  all_gather a                after compute backward root
+reduce:
+  reduce_scatter b            after compute gradient b
+  add b
+  step b
+  reduce_scatter a            after compute gradient a
+  add a
+  step a""",
     )
 
 

@@ -113,6 +113,13 @@ def test_packed(size: int, full: torch.dtype) -> None:
     assert _check(params, size, coalesces=False) == ["all_gather"] * 2
 
 
+@pytest.mark.parametrize("coalesces", [True, False])
+@pytest.mark.parametrize("full", [F32, BF16])
+def test_empty_parameters_communicate_nothing(full: torch.dtype, coalesces: bool) -> None:
+    params = [_param((0, 4), full=full), _param((3, 0), 1, full=full), _param((0,), full=full)]
+    assert _check(params, 4, coalesces) == []
+
+
 @pytest.mark.parametrize("full", [F32, BF16])
 def test_local_communicates_nothing(full: torch.dtype) -> None:
     params = [_param((7, 3), full=full), _param((3, 5), 1, full=full), _param((0,), full=full)]
