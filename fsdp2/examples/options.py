@@ -7,6 +7,7 @@ leaves with exit code 2.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -125,6 +126,9 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
     world_size = _world_size(args.nproc, ranks, device, micro_batch)
     _check_world_size(world_size, micro_batch, PRESETS[args.preset].largest_dim, args.preset)
     local_world_size = ranks.local_world_size if ranks else world_size
+    if args.checkpoint is not None and importlib.util.find_spec("numpy") is None:
+        # torch.distributed.checkpoint plans with object collectives, which convert with NumPy.
+        raise UsageError("--checkpoint needs NumPy: pip install numpy")
     if args.checkpoint is None and args.resume:
         raise UsageError("--resume needs --checkpoint DIR to say what to resume from")
     if args.checkpoint is None and args.checkpoint_every is not None:
