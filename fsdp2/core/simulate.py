@@ -184,11 +184,11 @@ class Simulation:
                 self._step(param)
         OptimizerSteps.count += 1
 
-    def step_in_backward(self) -> None:
+    def step_in_backward(self, wanted: bool = True) -> None:
         """From now on a hook on each parameter does the step as soon as ``.grad`` is there."""
         for node in self.root.walk():
             for param in self._params(node):
-                param.hook = self._step
+                param.hook = self._step if wanted else None
 
     def _step(self, param: VirtualParam) -> None:
         if param.gradient is not None and param.rows is not None:

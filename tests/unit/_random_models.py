@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 import torch
@@ -120,6 +120,7 @@ class Watch:
         wasted: how many all-gathers were freed before anybody used them.
         log: what the groups' observers and the simulation reported, in order.
         interrupt_after: raise `InterruptError` once, after so many steps.
+        at_each_step: called after each, once it has been looked at.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class Watch:
         self.wasted = 0
         self.log: list[tuple[str, str]] = []
         self.interrupt_after: int | None = None
+        self.at_each_step: Callable[[], None] = lambda: None
         self.device = device or VirtualDevice()
         self._bounded = bounded
         self._owed: set[str] = set()  # units that have gradients to reduce
@@ -202,6 +204,7 @@ class Watch:
             self._say(f"after {what} {ahead} are gathered")
         if self.device.races:
             self._say(f"at {what}: {self.device.races[0]}")
+        self.at_each_step()
         if self.interrupt_after is not None:
             self.interrupt_after -= 1
             if self.interrupt_after < 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from fsdp2.core.group import OptimizerSteps
 from fsdp2.core.scheduler import Unit
 from fsdp2.core.simulate import Node, Simulation
 from fsdp2.core.virtual import VirtualDevice
@@ -156,6 +157,22 @@ def requested(rng: random.Random, device: VirtualDevice) -> Watch:
     return watch
 
 
+def other_optimizer(rng: random.Random, device: VirtualDevice) -> Watch:
+    """One that holds managed parameters, though none of these, steps at any moment."""
+    root = random_tree(rng)
+    watch = Watch(rng, root, device=device)
+
+    def step() -> None:
+        OptimizerSteps.count += rng.random() < 0.1
+
+    watch.at_each_step = step
+    for _ in range(3):
+        _iterate(watch)
+        if rng.random() < 0.5:
+            shuffle_calls(rng, root)
+    return watch
+
+
 def interrupted(rng: random.Random, device: VirtualDevice) -> Watch:
     """Exceptions anywhere in a forward or backward, each followed by a reset."""
     watch = Watch(rng, random_tree(rng), device=device)
@@ -187,6 +204,7 @@ SCENARIOS: dict[str, Scenario] = {
         several_forwards,
         accumulation,
         requested,
+        other_optimizer,
         interrupted,
     )
 }

@@ -430,4 +430,4 @@ def test_a_fresh_run_does_not_touch_a_good_checkpoint(tmp_path: Path) -> None:
 def test_checkpoint_without_numpy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="--checkpoint needs NumPy"):
-        parse(["--checkpoint", "somewhere"])
+        parse(["--checkpoint", "somewhere"], None)

@@ -26,7 +26,7 @@ from tests.unit._oracle import unordered_conflicts
 from tests.unit._replay import replay, with_early_frees, with_stale_events
 from tests.unit._scenarios import SCENARIOS
 
-SEEDS = 250  # schedules of each scenario
+SEEDS = 225  # schedules of each scenario
 MUTATED = 5  # schedules of each scenario that are mutated …
 MAX_WAITS = 64  # … and have at most so many waits
 

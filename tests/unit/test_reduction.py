@@ -238,11 +238,11 @@ def test_steps_of_one_rank(setup: Setup, compute: str) -> None:
     assert _steps(setup, 1) == (compute, "")  # nothing to communicate: nothing on another lane
 
 
-@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("grad", [F32, BF16])
 @pytest.mark.parametrize("reduce", [F32, BF16])
-def test_one_rank_reduces_in_the_dtype_of_the_shard(reduce: torch.dtype, direct: bool) -> None:
+def test_one_rank_reduces_in_the_dtype_of_the_shard(reduce: torch.dtype, grad: torch.dtype) -> None:
     def body(collectives: ThreadCollectives) -> None:
-        reduction = Setup(direct=direct, grad=BF16, reduce=reduce).bind(collectives)
+        reduction = Setup(grad=grad, reduce=reduce).bind(collectives)
         assert reduction.reduce_dtype is F32  # what gradients without sync accumulate in
         (member, _) = reduction.members
         member.full_grad = torch.full(member.shape, 1 + 1 / 256)  # not a bf16 number

@@ -311,6 +311,39 @@ all_gather:
     )
 
 
+def test_explicit_prefetch_takes_the_place_of_a_wrong_guess() -> None:
+    root = _chain("a", "b", "c", "d")
+    sim = _warm(root)
+    _, _, _, c, d = sim.scheduler.units
+    c.forward_prefetch = [d]
+    root.calls = [0, 2, 3]
+    assert_expected_inline(
+        _emitted(sim, sim.forward),
+        """\
+compute:
+  forward root
+  alloc a
+  alloc b
+  forward a                   after all_gather a
+  free a
+  forward root
+  alloc c
+  free b                      after all_gather c, all_gather b
+  alloc d
+  forward c
+  free c
+  forward root
+  forward d                   after all_gather d
+  free d
+  forward root
+all_gather:
+  all_gather a                after compute forward root
+  all_gather b                after compute forward root
+  all_gather c                after compute forward root
+  all_gather d                after compute forward root""",
+    )
+
+
 def test_explicit_backward_prefetch() -> None:
     sim = _warm(_chain("a", "b", "c"))
     _, a, b, c = sim.scheduler.units
