@@ -11,7 +11,7 @@ Gather i+1 is issued before compute i and its side lane waits for COMPUTE as it 
 for compute i-1, whose buffer the free of i-1 gave back. So besides units whose forward (or
 backward) is under way and units that are kept on request, at most one unit is gathered: two in
 all for a sequence of blocks (invariant I6). A wrong guess costs one gather and one free, never a
-wrong result: what was prefetched and not used is freed before the next gather.
+wrong result: what was prefetched and not used is freed before the next prefetch.
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ class Scheduler:
         self._orders: dict[Unit, list[Unit]] = {}
         self._expected: list[Unit] = []
         self._cursor = -1
+        self._entered = 0  # position of the unit whose backward began last
         self._running: list[Unit] = []  # this forward's order of entries
         self._finished: list[Unit] = []  # this iteration's order of exits, backward's in reverse
         self._records_exits = False
@@ -202,7 +203,7 @@ class Scheduler:
         unit.phase = Phase.BACKWARD
         if not unit.groups:
             return
-        unit.position = unit.visits.pop() if unit.visits else 0
+        self._entered = unit.position = unit.visits.pop() if unit.visits else 0
         self._gather(unit)
         if unit.backward_prefetch:
             self._request(unit.backward_prefetch)
@@ -212,7 +213,11 @@ class Scheduler:
     def exit_backward(self, unit: Unit) -> None:
         """Free ``unit``, unless it is itself the next one, and reduce the gradients it has."""
         unit.phase = Phase.REDUCED
-        called_in_a_row = bool(unit.visits) and unit.visits[-1] == unit.position - 1
+        called_in_a_row = (
+            unit.reshard_after_backward
+            and bool(unit.visits)
+            and unit.visits[-1] == self._entered - 1
+        )
         if called_in_a_row and self._prefetched is None:
             self._prefetched = unit
             self._finish(unit, reshard=False)

@@ -9,7 +9,7 @@
 pytest calls a stand-in for `test_sum` in its own process. That sends the body's import path and its
 arguments to a pool of rank processes and waits for all of them:
 
-    pytest process                    pool of 2 (started once, lives for the session)
+    pytest process                    pool of 2 (started once, lives until pytest ends)
     run_on_ranks(2, body, ...)  --->  rank 0: import body's module, call body(...), barrier
                                 --->  rank 1:    "         "           "              "
                                 <---  one ("returned", value) or ("raised", traceback) per rank

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
@@ -430,6 +430,24 @@ def test_frozen_parameters(frozen: tuple[str, ...], reshard_after_forward: bool)
 
 
 @ranks(2)
+def test_frozen_parameters_are_not_reduced() -> None:
+    """What is frozen adds nothing to the bytes of a reduction."""
+
+    def reduced(*frozen: str) -> int:
+        model = mlp()
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
+        shard(OURS, model)
+        with CountCollectives() as counted:
+            regression_loss(model, my_part(one_batch())).backward()
+        return counted.elements["reduce_scatter"]
+
+    weight = DIM * DIM + DIM * DIM // 2  # the input of the collective and a rank's half of it
+    assert reduced() - reduced("layers.0.weight") == weight
+    assert reduced() - reduced("layers.0.weight", "layers.2.weight") == 2 * weight
+
+
+@ranks(2)
 def test_freezing_and_thawing_between_steps() -> None:
     def run(api: Any) -> Any:
         model = shard(api, mlp(), reshard_after_forward=True)
@@ -614,6 +632,21 @@ def test_gradient_accumulation(
 
     # Only the order of the sum differs. A sum taken in bf16 would be off by 2**-9 of a gradient.
     assert_close(ours[0], unsharded_grads(mlp(), compute), REORDERED_FP32, "unsharded")
+
+
+@ranks(2)
+@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
+def test_zero_grad_clears_what_was_not_reduced_yet(mixed: bool) -> None:
+    """With torch's FSDP2, gradients of before zero_grad() appear at the next sync."""
+    model, fresh = shard(OURS, mlp(), mixed=mixed), shard(OURS, mlp(), mixed=mixed)
+    first, second = mlp_batches()[:2]
+    model.set_requires_gradient_sync(False)
+    regression_loss(model, my_part(first)).backward()
+    model.zero_grad()
+    model.set_requires_gradient_sync(True)
+    for trained in (model, fresh):
+        regression_loss(trained, my_part(second)).backward()
+    assert_equal(full_grads(model), full_grads(fresh), "the second batch alone")
 
 
 @ranks(2)
@@ -1001,6 +1034,31 @@ def test_whole_parameter_is_one_object(reshard_after_forward: bool) -> None:
 
 
 @ranks(2)
+def test_units_are_freed_as_the_iteration_moves_on() -> None:
+    """Two units on from a unit, in forward as in backward, it is sharded again."""
+    model = shard(OURS, seeded(partial(MLP, depth=5)))
+    layers = list(model.layers)
+    whole: list[list[int]] = []
+
+    def note(*_: Any) -> None:
+        whole.append([i for i, layer in enumerate(layers) if not is_sharded(layer)])
+
+    for layer in layers:
+        layer.register_forward_pre_hook(note)
+        layer.register_forward_hook(lambda _, __, output: output.register_hook(note) and None)
+    for batch in mlp_batches():
+        whole.clear()
+        loss = regression_loss(model, my_part(batch))
+        assert all(is_sharded(layer) for layer in layers), "at the loss"
+        loss.backward()
+        assert all(is_sharded(layer) for layer in layers), "after backward"
+        assert len(whole) == 10
+        # Layer i is about to run forward, then the gradient of layer i's output is there.
+        for i, there in zip([0, 1, 2, 3, 4, 4, 3, 2, 1, 0], whole, strict=True):
+            assert set(there) <= {i - 1, i, i + 1}, whole
+
+
+@ranks(2)
 def test_resharding_frees_the_whole_parameter() -> None:
     """Its storage is emptied in place, so that a reference to it costs nothing."""
     model = shard(OURS, mlp())
@@ -1113,7 +1171,10 @@ class _BoomError(Exception):
 def test_recovery_from_an_exception(
     phase: str, unit: int, reshard_after_forward: bool | None
 ) -> None:
-    """After reset_iter_state() the next iteration is that of a fresh model."""
+    """After reset_iter_state() the next iteration is that of a fresh model.
+
+    torch's FSDP2 adds the gradients that a failed backward left on whole parameters.
+    """
 
     def boom(*_: Any) -> None:
         if armed:
@@ -1240,21 +1301,22 @@ def test_post_accumulate_grad_hooks() -> None:
             param.register_post_accumulate_grad_hook(
                 lambda p, name=name: fired.append((name, p.grad.to_local().clone()))
             )
-        counts = []
-        for sync in (True, False, True):
+        results = []
+        # A new gradient, one that is added to it, one that stays back and one that it goes with.
+        for sync, zero in ((True, False), (True, True), (False, False), (True, True)):
             model.set_requires_gradient_sync(sync)
             regression_loss(model, my_part(one_batch())).backward()
-            counts.append(len(fired))
-            fired_now = dict(fired)
-            if sync:
-                for name, param in model.named_parameters():
-                    assert_equal(fired_now[name], param.grad.to_local(), name)
-                    assert param.grad.placements == (Shard(0),)
-                model.zero_grad()
+            for name, local in fired:
+                assert_equal(model.get_parameter(name).grad.to_local(), local, name)
+            results.append(sorted(fired, key=lambda pair: pair[0]))
             fired.clear()
-        return counts
+            if zero:
+                model.zero_grad()
+        return results
 
-    assert same_as_torch(run) == [8, 0, 8]
+    results = same_as_torch(run)
+    names = sorted(name for name, _ in mlp().named_parameters())
+    assert [[name for name, _ in fired] for fired in results] == [names, names, [], names]
 
 
 @ranks(2)

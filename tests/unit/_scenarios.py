@@ -144,12 +144,15 @@ def requested(rng: random.Random, device: VirtualDevice) -> Watch:
             sim.scheduler.unshard(unit)
             if action != "unshard":
                 getattr(sim.scheduler, action)(unit)
-        sim.forward()
-        for unit in _some_units(rng, sim):  # between forward and backward
-            rng.choice((sim.scheduler.unshard, sim.scheduler.reshard))(unit)
-        sim.backward()
+        for _ in range(rng.choice((1, 1, 2))):
+            sim.forward()
+            for unit in _some_units(rng, sim):  # between forward and backward
+                rng.choice((sim.scheduler.unshard, sim.scheduler.reshard))(unit)
+        while sim.calls:
+            sim.scheduler.is_last_backward = len(sim.calls) == 1
+            sim.backward()
+            watch.check_reduced()
         sim.optimizer_step()
-        watch.check_reduced()
         watch.check_sharded()
         watch.check_live()
         if rng.random() < 0.3:

@@ -92,7 +92,7 @@ class Rules:
             self._begin(node.name, before)
         for position in reversed(node.calls):
             self._backward(node.children[position])
-        if node.shapes and before != node.name:
+        if node.shapes and self._exits[-1:] != [node.name]:
             self._gathered.discard(node.name)
 
 
