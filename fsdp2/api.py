@@ -177,8 +177,7 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Free this unit's gathered parameters and register the sharded ones; not recursive."""
-        for group in _hooks(self).unit.groups:
-            group.reshard()
+        _hooks(self).unit.reshard()
 
     def reset_iter_state(self) -> None:
         """Forget a forward or backward that an exception ended half way.

@@ -59,7 +59,6 @@ class Unit:
         self.is_root = False
         self.phase = Phase.IDLE
         self.visits: list[int] = []  # its positions in this iteration's order, backward to come
-        self.position = 0  # that of the backward under way
 
     @property
     def frees_after_forward(self) -> bool:
@@ -77,6 +76,16 @@ class Unit:
     def is_gathered(self) -> bool:
         """Whether a group of it is gathered, or on its way."""
         return any(group.state is not State.SHARDED for group in self.groups)
+
+    def reshard(self) -> None:
+        """Free its gathered parameters; no-op where they are sharded."""
+        for group in self.groups:
+            group.reshard()
+
+    def reshard_if_outdated(self) -> None:
+        """Free what was gathered before an optimizer step."""
+        for group in self.groups:
+            group.free_if_outdated()
 
     def __repr__(self) -> str:
         return f"Unit({self.name or '(root)'!r}, {self.phase.value})"
@@ -138,8 +147,7 @@ class Scheduler:
             return
         self._running.append(unit)
         known = self._advance(unit)
-        for group in unit.groups:
-            group.free_if_outdated()
+        unit.reshard_if_outdated()
         self._gather(unit)
         for group in unit.groups:
             group.refresh_requires_grad()
@@ -148,8 +156,7 @@ class Scheduler:
         elif known:
             successor = self._successor()
             if successor is not None and successor.phase is Phase.IDLE:
-                for group in successor.groups:
-                    group.free_if_outdated()
+                successor.reshard_if_outdated()
             self._prefetch(successor)
 
     def exit_forward(self, unit: Unit, keep: bool = False) -> None:
@@ -160,7 +167,7 @@ class Scheduler:
                 if self._successor() is unit and self._prefetched is None:
                     self._prefetched = unit
                 else:
-                    self._free(unit)
+                    unit.reshard()
             if self._records_exits:
                 unit.visits.append(len(self._finished))
                 self._finished.append(unit)
@@ -203,12 +210,12 @@ class Scheduler:
         unit.phase = Phase.BACKWARD
         if not unit.groups:
             return
-        self._entered = unit.position = unit.visits.pop() if unit.visits else 0
+        self._entered = position = unit.visits.pop() if unit.visits else 0
         self._gather(unit)
         if unit.backward_prefetch:
             self._request(unit.backward_prefetch)
-        elif unit.position:
-            self._prefetch(self._finished[unit.position - 1])
+        elif position:
+            self._prefetch(self._finished[position - 1])
 
     def exit_backward(self, unit: Unit) -> None:
         """Free ``unit``, unless it is itself the next one, and reduce the gradients it has."""
@@ -285,10 +292,6 @@ class Scheduler:
             if group.state is State.GATHERING:
                 group.finish_unshard()
 
-    def reshard(self, unit: Unit) -> None:
-        """Free a unit's gathered parameters."""
-        self._free(unit)
-
     def reset(self) -> None:
         """Forget a forward or backward that an exception ended half way.
 
@@ -331,19 +334,15 @@ class Scheduler:
                 self.unshard(unit)
                 self._requested.append(unit)
 
-    def _free(self, unit: Unit) -> None:
-        for group in unit.groups:
-            group.reshard()
-
     def _drop_guess(self) -> None:
         """Free the unit that was gathered ahead, unless it has come into use since."""
         guess, self._prefetched = self._prefetched, None
         if guess is not None and guess.phase in (Phase.IDLE, Phase.REDUCED):
-            self._free(guess)
+            guess.reshard()
 
     def _drop_unused(self) -> None:
         self._drop_guess()
         for unit in self._requested:
             if any(group.state is State.GATHERING for group in unit.groups):
-                self._free(unit)
+                unit.reshard()
         self._requested.clear()

@@ -8,18 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from tests.common.looped import coalescing
+from tests.common.parity import TORCH, full
 from tests.common.workers import ranks
 
 DIM = 256
 STEPS = 6
-TORCH = torch.distributed.fsdp
 
 
 class Block(nn.Module):
@@ -80,17 +79,12 @@ def _train(model: nn.Module, whole_batch: bool, accumulate: int = 1) -> list[lis
             if accumulate > 1 and not whole_batch:
                 model.set_requires_gradient_sync(micro == accumulate - 1)
             (model(x).float().square().mean() / accumulate).backward()
-        record = [_full(p.grad) for p in model.parameters()]
+        record = [full(p.grad) for p in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
-        seen.append(record + [_full(p) for p in model.parameters()])
+        seen.append(record + [full(p) for p in model.parameters()])
     torch.cuda.synchronize()
     return seen
-
-
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
 def _assert_same(ours: list[list[torch.Tensor]], theirs: list[list[torch.Tensor]]) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2
+from fsdp2.core.hooks import hooks_of
 from tests.common import models
 from tests.common.looped import coalescing
 from tests.common.parity import (
@@ -86,8 +87,6 @@ def test_one_launch_a_gather_and_one_a_reduction() -> None:
 
 
 def layer_launches(layer: nn.Module) -> int:
-    from fsdp2.core.hooks import hooks_of
-
     hooks = hooks_of(layer)
     assert hooks is not None
     return hooks.unit.groups[0].collectives.launches
@@ -99,8 +98,6 @@ def test_gradients_are_reduced_where_autograd_left_them() -> None:
     layer = nn.Linear(DIM, DIM)
     with coalescing():
         fsdp2.fully_shard(layer)
-    from fsdp2.core.hooks import hooks_of
-
     group = hooks_of(layer).unit.groups[0]
     layer(torch.randn(4, DIM)).sum()  # binds
     (reduction,) = group._reductions

@@ -142,12 +142,14 @@ def requested(rng: random.Random, device: VirtualDevice) -> Watch:
         for unit in _some_units(rng, sim):
             action = rng.choice(("unshard", "wait", "reshard"))
             sim.scheduler.unshard(unit)
-            if action != "unshard":
-                getattr(sim.scheduler, action)(unit)
+            if action == "wait":
+                sim.scheduler.wait(unit)
+            elif action == "reshard":
+                unit.reshard()
         for _ in range(rng.choice((1, 1, 2))):
             sim.forward()
             for unit in _some_units(rng, sim):  # between forward and backward
-                rng.choice((sim.scheduler.unshard, sim.scheduler.reshard))(unit)
+                rng.choice((sim.scheduler.unshard, Unit.reshard))(unit)
         while sim.calls:
             sim.scheduler.is_last_backward = len(sim.calls) == 1
             sim.backward()

@@ -437,7 +437,7 @@ def _free_before_compute(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def hasty(self: Scheduler, unit: Unit) -> None:
         enter(self, unit)
-        self.reshard(unit)
+        unit.reshard()
 
     monkeypatch.setattr(Scheduler, "enter_forward", hasty)
 
