@@ -35,11 +35,17 @@ def _aliased(
 
 
 class FlatBuffer:
-    """A persistent flat buffer, viewed in any dtype at any aligned offset."""
+    """A persistent flat buffer, viewed in any dtype at any aligned offset.
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    Args:
+        nbytes: its size in bytes.
+        device: where it is.
+        pin: whether its memory is page-locked; CPU only.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, pin: bool = False) -> None:
         with torch.inference_mode(False):
-            self._raw = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            self._raw = torch.zeros(nbytes, dtype=torch.uint8, device=device, pin_memory=pin)
         self.nbytes = nbytes
         self.device = device
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from typing import Any
 
 from fsdp2.core.group import ParamGroup, PendingReduction, State
 from fsdp2.core.streams import Lane, Streams
@@ -41,6 +42,9 @@ class Unit:
         reshard_after_forward: ``None`` for the default: keep at the root, free elsewhere.
         reshard_after_backward: whether parameters are freed after backward.
         sync: whether backward reduces gradients; otherwise they accumulate unreduced.
+        all_reduce: whether reductions sum over copies too; otherwise partial sums are kept.
+        unshard_in_backward: whether backward needs the gathered parameters.
+        input_buffers: reductions of which the inputs may be alive at a time.
         forward_prefetch: units to gather when this one's forward starts; empty for the recorded
             order.
         backward_prefetch: the same for backward.
@@ -54,6 +58,9 @@ class Unit:
         self.reshard_after_forward: bool | None = None
         self.reshard_after_backward = True
         self.sync = True
+        self.all_reduce = True
+        self.unshard_in_backward = True
+        self.input_buffers = 1
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
         self.is_root = False
@@ -70,17 +77,22 @@ class Unit:
     @property
     def is_sharded(self) -> bool:
         """Whether a group of it has to be gathered before use."""
-        return any(group.state is State.SHARDED for group in self.groups)
+        return any(group.needs_gather for group in self.groups)
 
     @property
     def is_gathered(self) -> bool:
         """Whether a group of it is gathered, or on its way."""
-        return any(group.state is not State.SHARDED for group in self.groups)
+        return any(not group.needs_gather for group in self.groups)
 
     def reshard(self) -> None:
         """Free its gathered parameters; no-op where they are sharded."""
         for group in self.groups:
             group.reshard()
+
+    def free_after_forward(self) -> None:
+        """Free its gathered parameters, but keep a smaller group's rows where it has one."""
+        for group in self.groups:
+            group.shard_smaller()
 
     def reshard_if_outdated(self) -> None:
         """Free what was gathered before an optimizer step."""
@@ -102,9 +114,12 @@ class Scheduler:
         forward_root: the unit whose forward encloses the running one; ``None`` outside.
         in_backward: whether a backward has begun whose end was not seen.
         is_last_backward: whether the end of this backward waits for reductions and cleans up.
+        manual: whether it leaves both to `finalize`, whatever ``is_last_backward`` says.
+        resets: how often an iteration was given up.
+        post_optim_event: recorded behind the optimizer's step by a user who runs it on a stream of
+            his own; the next forward's all-gathers wait for it.
     """
 
-    REDUCTIONS_IN_FLIGHT = 1
     FORWARDS_REMEMBERED = 1024
 
     def __init__(self, units: Sequence[Unit], streams: Streams) -> None:
@@ -123,7 +138,17 @@ class Scheduler:
         self._records_exits = False
         self._prefetched: Unit | None = None  # gathered on a guess, not yet used
         self._requested: list[Unit] = []  # gathered on an explicit list, perhaps not yet used
-        self._pending: list[PendingReduction] = []
+        self._pending: list[PendingReduction] = []  # their inputs are alive
+        self._summing: list[PendingReduction] = []  # their all-reduces may still run
+        self._arriving: list[PendingReduction] = []  # on their way to the host
+        self.post_optim_event: Any = None
+        self.manual = False
+        self.resets = 0
+        self.update_window()
+
+    def update_window(self) -> None:
+        """Take up the units' ``input_buffers``: the largest counts."""
+        self._window = max((unit.input_buffers for unit in self.units), default=1)
 
     # ---- forward
 
@@ -134,6 +159,10 @@ class Scheduler:
         self._cursor = -1
         self._running = []
         self._records_exits = expects_backward
+        if self.post_optim_event is not None:
+            for lane in (Lane.COPY_IN, Lane.ALL_GATHER):
+                self.streams.wait(lane, self.post_optim_event, "gathers after the optimizer")
+            self.post_optim_event = None
         if len(self._finished) > self.FORWARDS_REMEMBERED * len(self.units):
             self._forget_exits()  # forwards whose backward never came
 
@@ -166,6 +195,8 @@ class Scheduler:
             if unit.frees_after_forward and not keep:
                 if self._successor() is unit and self._prefetched is None:
                     self._prefetched = unit
+                elif self._records_exits:
+                    unit.free_after_forward()
                 else:
                     unit.reshard()
             if self._records_exits:
@@ -211,10 +242,11 @@ class Scheduler:
         if not unit.groups:
             return
         self._entered = position = unit.visits.pop() if unit.visits else 0
-        self._gather(unit)
+        if unit.unshard_in_backward:
+            self._gather(unit)
         if unit.backward_prefetch:
             self._request(unit.backward_prefetch)
-        elif position:
+        elif position and self._finished[position - 1].unshard_in_backward:
             self._prefetch(self._finished[position - 1])
 
     def exit_backward(self, unit: Unit) -> None:
@@ -242,49 +274,104 @@ class Scheduler:
             if reshard:
                 group.reshard()
             if jobs:
-                self._retire(keep=self.REDUCTIONS_IN_FLIGHT - 1)
-                pending = group.reduce(jobs)
+                self._make_room(group)
+                pending = group.reduce(jobs, unit.all_reduce)
                 if pending is not None:
                     self._pending.append(pending)
 
     def end_backward(self) -> None:
         """The whole backward has run: finish units whose own end was not seen, and clean up."""
         self.in_backward = False
+        last = self.is_last_backward and not self.manual
         for unit in self.units:
             if unit.phase is Phase.FORWARD and self.forward_root is not None:
                 continue  # a backward inside a forward: its parameters are in use
-            if unit.phase is Phase.IDLE and not self.is_last_backward:
+            if unit.phase is Phase.IDLE and not last:
                 continue  # its backward is to come; it may be gathered for that
             ahead = unit is self._prefetched or unit in self._requested
-            keep = ahead and not self.is_last_backward
+            keep = ahead and not last
             self._finish(unit, reshard=unit.reshard_after_backward and not keep)
             unit.phase = Phase.IDLE
-        if self.is_last_backward:
+        if last:
             self._drop_unused()
-            self._retire(keep=0)
+            self._drain()
             self._forget_exits()
+
+    def finalize(self, wait: bool) -> None:
+        """End an iteration's backwards: reduce what waits, free as units' flags say, clean up.
+
+        Args:
+            wait: whether gradients are there on return; else after `wait_for_reductions`.
+        """
+        for unit in self.units:
+            self._finish(unit, reshard=unit.reshard_after_backward)
+            unit.phase = Phase.IDLE
+        self._drop_unused()
+        self._forget_exits()
+        if wait:
+            self._drain()
+
+    def wait_for_reductions(self) -> None:
+        """Let COMPUTE, and the host for offloaded gradients, wait for what is under way."""
+        self._drain()
 
     def _forget_exits(self) -> None:
         self._finished.clear()
         for unit in self.units:
             unit.visits.clear()
 
+    def _make_room(self, group: ParamGroup) -> None:
+        """Before ``group`` reduces: at most the window's reductions hold inputs, none of them its.
+
+        A group stages its gradients in one buffer, which its own reduction before may still read.
+        """
+        self._retire(keep=self._window - 1)
+        while any(pending.group is group for pending in self._pending):
+            self._retire(keep=len(self._pending) - 1)
+
     def _retire(self, keep: int) -> None:
-        """Let COMPUTE wait for the oldest reductions until ``keep`` are left in flight."""
+        """Let COMPUTE wait for the oldest reduce-scatters until ``keep`` hold their inputs."""
         while len(self._pending) > keep:
             pending = self._pending.pop(0)
-            self.streams.wait(Lane.COMPUTE, pending.event, "compute after reduction")
-            for reduction, _ in pending.jobs:
-                reduction.release()
+            self.streams.wait(Lane.COMPUTE, pending.scattered, "compute after reduction")
+            pending.release_inputs()
+            if pending.done is not pending.scattered:
+                self._finish_all_reduces(keep=0)
+                self._summing.append(pending)
+            if pending.on_host:
+                self._arriving.append(pending)
+
+    def _finish_all_reduces(self, keep: int) -> None:
+        """Let COMPUTE wait for the oldest all-reduces; what they read may be freed then."""
+        while len(self._summing) > keep:
+            pending = self._summing.pop(0)
+            self.streams.wait(Lane.COMPUTE, pending.done, "compute after all-reduce")
+
+    def _drain(self, deliver: bool = True) -> None:
+        """Wait for all reductions, and hand over what was copied to the host."""
+        self._retire(keep=0)
+        self._finish_all_reduces(keep=0)
+        arriving, self._arriving = self._arriving, []
+        for pending in arriving if deliver else ():
+            self.streams.synchronize(pending.done)
+            pending.deliver()
 
     # ---- on request
 
     def unshard(self, unit: Unit) -> None:
         """Issue the all-gathers of a unit; `wait` or its forward finishes them."""
         for group in unit.groups:
-            if group.state is State.SHARDED:
+            if group.needs_gather:
                 group.bind()
                 group.start_unshard()
+
+    def claim(self, unit: Unit) -> None:
+        """As `unshard`, for a user: what was a guess until now stays until he reshards it."""
+        if self._prefetched is unit:
+            self._prefetched = None
+        if unit in self._requested:
+            self._requested.remove(unit)
+        self.unshard(unit)
 
     def wait(self, unit: Unit) -> None:
         """Make COMPUTE wait for a unit's all-gathers and register its gathered parameters."""
@@ -298,7 +385,8 @@ class Scheduler:
         Everything is freed, gradients that were not reduced are dropped, reductions that were
         under way are waited for.
         """
-        self._retire(keep=0)
+        self.resets += 1
+        self._drain(deliver=False)
         self._prefetched = None
         self._requested.clear()
         for unit in self.units:
