@@ -139,7 +139,7 @@ def assemble(shards: Sequence[Tensor], tensor: DTensor) -> Tensor:
         placement = placements[axis]
         joined: dict[tuple[int, ...], Tensor] = {}
         for at in [at for at in found if at[axis] == 0]:
-            pieces = [found[*at[:axis], i, *at[axis + 1 :]] for i in range(mesh.shape[axis])]
+            pieces = [found[(*at[:axis], i, *at[axis + 1 :])] for i in range(mesh.shape[axis])]
             if placement.is_replicate():
                 assert all(torch.equal(piece, pieces[0]) for piece in pieces), "copies differ"
                 joined[at] = pieces[0]
