@@ -95,13 +95,14 @@ class Options:
     reshard_after_forward: bool | None
     replicate: int  # groups of ranks that each hold all shards
     tp: int  # ranks that share every layer's computation
+    cpu_offload: bool
     lora: int | None  # the adapters' rank; None trains the weights themselves
     checkpoint: Path | None
     checkpoint_every: int
     resume: bool
     seed: int
     device: str  # "cpu" or "cuda"
-    backend: str  # "gloo" or "nccl"
+    backend: str  # "gloo", "nccl", or one for each kind of tensor: "cpu:gloo,cuda:nccl"
     threads: int
 
     @property
@@ -164,13 +165,14 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
         ],
         replicate=args.replicate,
         tp=args.tp,
+        cpu_offload=args.cpu_offload,
         lora=args.lora,
         checkpoint=args.checkpoint,
         checkpoint_every=args.checkpoint_every or 50,
         resume=args.resume,
         seed=args.seed,
         device=device,
-        backend=_backend(device, local_world_size),
+        backend=_backend(device, local_world_size, args.cpu_offload),
         threads=args.threads or _threads(local_world_size),
     )
 
@@ -241,6 +243,11 @@ def _add_parallelism(parser: argparse.ArgumentParser, count: Callable[[str], flo
         default=1,
         metavar="T",
         help="tensor parallelism: T neighbouring ranks share every layer (default: 1)",
+    )
+    add(
+        "--cpu-offload",
+        action="store_true",
+        help="keep shards, gradients and optimizer states in host memory",
     )
     add(
         "--lora",
@@ -352,10 +359,12 @@ def _check_world_size(
         )
 
 
-def _backend(device: str, local_world_size: int) -> str:
+def _backend(device: str, local_world_size: int, cpu_offload: bool) -> str:
     """NCCL refuses two ranks on one GPU; gloo takes CUDA tensors too, if slowly."""
-    enough = device == "cuda" and torch.cuda.device_count() >= local_world_size
-    return "nccl" if enough else "gloo"
+    if device == "cpu" or torch.cuda.device_count() < local_world_size:
+        return "gloo"
+    # Offloaded gradients are on the CPU, and their norm is summed over the ranks there.
+    return "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
 
 
 def _threads(local_world_size: int) -> int:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from . import checkpointing, data, launch, lora, parallel, reporting
 from .checkpointing import RunState
@@ -164,6 +164,10 @@ def build_model(options: Options, device: torch.device, mesh: DeviceMesh) -> Tra
     policy = MixedPrecisionPolicy()
     if options.precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    offload = OffloadPolicy()
+    if options.cpu_offload:
+        # Pages are pinned for copies to and from a GPU; without one there is nothing to pin for.
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
 
     def shard(module: nn.Module) -> None:
         fully_shard(
@@ -171,6 +175,7 @@ def build_model(options: Options, device: torch.device, mesh: DeviceMesh) -> Tra
             mesh=parallel.data_parallel_mesh(mesh),
             reshard_after_forward=options.reshard_after_forward,
             mp_policy=policy,
+            offload_policy=offload,
         )
 
     for name, part in model.parts():
@@ -298,9 +303,10 @@ def _print_start(run: Run) -> None:
     mesh = ""
     if options.replicate * options.tp > 1:
         mesh = f" (replicate {options.replicate} x shard {options.shard_size} x tp {options.tp})"
+    offloaded = ", shards on the CPU" if options.cpu_offload else ""
     print(
         f"{options.preset}: {sum(p.numel() for p in run.params):,} parameters{trained}, "
-        f"{options.precision}, {options.world_size} rank(s){mesh} on {options.device} "
+        f"{options.precision}, {options.world_size} rank(s){mesh} on {options.device}{offloaded} "
         f"over {options.backend}, {options.threads} thread(s) each\n"
         f"{corpus.source}: {corpus.num_files:,} files, {corpus.train.numel():,} bytes to train on, "
         f"{corpus.held_out.numel():,} held out\n"

@@ -152,6 +152,7 @@ REPLICATE = ("--nproc", "4", "--replicate", "2")
 TP = ("--nproc", "4", "--tp", "2")
 ALL = ("--nproc", "8", "--replicate", "2", "--tp", "2")
 LORA = ("--lora", "8")
+OFFLOAD = ("--cpu-offload",)
 
 
 def first(losses: Losses, steps: int) -> Losses:
@@ -165,8 +166,13 @@ def adapters_on_one_rank() -> Losses:
 
 @pytest.mark.parametrize("layout", [REPLICATE, TP], ids=" ".join)
 def test_a_mesh_of_ranks_prints_the_losses_of_two(two_ranks: str, layout: tuple[str, ...]) -> None:
-    out = train(*layout, "--grad-accum", "2", "--steps", str(FEW))
+    out = train(*layout, "--grad-accum", "2", "--steps", str(FEW), timeout=300)
     assert_same_losses(losses_of(out), first(losses_of(two_ranks), FEW))
+
+
+def test_offloaded_shards_print_the_losses_of_resident_ones(two_ranks: str) -> None:
+    out = train("--nproc", "2", *OFFLOAD)
+    assert_same_losses(losses_of(out), losses_of(two_ranks))
 
 
 def test_adapters_learn_and_print_the_losses_of_one_rank(adapters_on_one_rank: Losses) -> None:
@@ -177,7 +183,7 @@ def test_adapters_learn_and_print_the_losses_of_one_rank(adapters_on_one_rank: L
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("more", [(), ("--grad-accum", "2"), LORA], ids=" ".join)
+@pytest.mark.parametrize("more", [(), ("--grad-accum", "2"), OFFLOAD, LORA], ids=" ".join)
 @pytest.mark.parametrize("layout", [REPLICATE, TP, ALL], ids=" ".join)
 def test_every_combination(
     two_ranks: str,
@@ -191,7 +197,7 @@ def test_every_combination(
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("more", [("--grad-accum", "2"), LORA], ids=" ".join)
+@pytest.mark.parametrize("more", [("--grad-accum", "2"), OFFLOAD, LORA], ids=" ".join)
 @pytest.mark.parametrize(
     ("before", "after"),
     [(TP, ("--nproc", "1")), (REPLICATE, TP), (("--nproc", "2"), REPLICATE), (ALL, TP)],

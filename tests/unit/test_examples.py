@@ -141,8 +141,10 @@ def test_one_rank_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     options = parse(["--replicate", "2", "--tp", "2"], None)
     assert (options.world_size, options.shard_size, options.backend) == (8, 2, "nccl")
     assert parse(["--replicate", "8"], None).shard_size == 1
+    # Gradients on the CPU are reduced there too.
+    assert parse(["--cpu-offload"], None).backend == "cpu:gloo,cuda:nccl"
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    options = parse(["--tp", "2"], None)
+    options = parse(["--tp", "2", "--cpu-offload"], None)
     assert (options.world_size, options.backend) == (4, "gloo")
 
 
