@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA): a frozen linear layer, and a narrow trained path beside it.
 
     x [.., in] --base, frozen-------------------------> [.., out]
-             \\--lora_a--> [.., rank] --lora_b--> x alpha/rank, added
+             '--lora_a--> [.., rank] --lora_b--> x alpha/rank, added
 
 Trained are the adapters on every linear layer of the blocks, the norms and the head. The embedding
 and the layers below the adapters stay what the seed made them.
