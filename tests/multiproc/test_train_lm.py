@@ -167,6 +167,7 @@ def adapters_on_one_rank() -> Losses:
 @pytest.mark.parametrize("layout", [REPLICATE, TP], ids=" ".join)
 def test_a_mesh_of_ranks_prints_the_losses_of_two(two_ranks: str, layout: tuple[str, ...]) -> None:
     out = train(*layout, "--grad-accum", "2", "--steps", str(FEW), timeout=300)
+    assert "rank(s) (replicate " in out
     assert_same_losses(losses_of(out), first(losses_of(two_ranks), FEW))
 
 
