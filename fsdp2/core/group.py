@@ -156,6 +156,7 @@ class ParamGroup:
         self.accumulates = False
         self._gathered_at = -1
         self._bound = False
+        self._rebinds_reductions = False  # once partial sums are gone
         self._reroute = False  # transports are out of date; parameters and buffers are not
         self._shard: Any = None
         self._mirror: Any = None
@@ -327,7 +328,8 @@ class ParamGroup:
         are any, these stay bound.
         """
         assert self.layout is not None
-        if any(reduction.partial_sums is not None for reduction in self._reductions):
+        self._rebinds_reductions = any(r.partial_sums is not None for r in self._reductions)
+        if self._rebinds_reductions:
             return
         families: dict[ReductionSpec, list[tuple[ShardedParam, Slot]]] = {}
         for segment in self.layout.segments:
@@ -514,6 +516,8 @@ class ParamGroup:
     def collect(self) -> list[tuple[SegmentReduction, Job]]:
         """Take the gradients that are there; empty where no parameter has one."""
         self.accumulates = False
+        if self._rebinds_reductions:
+            self.bind_reductions()
         jobs = []
         for reduction in self._reductions:
             job = reduction.collect(self.options.reduce_unused)
