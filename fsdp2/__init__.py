@@ -11,6 +11,7 @@ Example::
 
 from fsdp2.api import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
 from fsdp2.core.config import MixedPrecisionPolicy, OffloadPolicy, ShardingStateError
+from fsdp2.norms import clip_grad_norm_, get_total_norm
 from fsdp2.report import GroupReport, group_reports
 
 __version__ = "0.1.0"
@@ -22,7 +23,9 @@ __all__ = [
     "OffloadPolicy",
     "ShardingStateError",
     "UnshardHandle",
+    "clip_grad_norm_",
     "fully_shard",
+    "get_total_norm",
     "group_reports",
     "register_fsdp_forward_method",
 ]
