@@ -202,7 +202,7 @@ class ParamGroup:
         for param in self.params:
             param.check_usable(self.device)
         layout = build_layout(self.shapes(), self.collectives.size, self.collectives.coalesces)
-        if layout != self.layout or not all(p.is_backed_by(self._shard) for p in self.params):
+        if layout != self.layout or not all(p.is_in_place for p in self.params):
             self.adopt()
         self._bind_transports()
         self.bind_reductions()

@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from fsdp2.core.buffers import FlatBuffer
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.layout import Slot
 from fsdp2.core.sharding import ShardAxis, sharded_spec, wrap_local
@@ -77,6 +76,7 @@ class ShardedParam:
         self.attributes = dict(param.__dict__)
         self.requires_grad = param.requires_grad
         self._whole: torch.Tensor | None = param.detach()  # until the flat shard has the rows
+        self._target: torch.Tensor | None = None
         self.sharded: nn.Parameter = param
         self.unsharded: nn.Parameter | None = None
         self.accumulated: torch.Tensor | None = None
@@ -115,6 +115,7 @@ class ShardedParam:
             else:
                 start = min(rank * slot.chunk, self.shape[self.dim])
                 target.copy_(whole.narrow(self.dim, start, slot.rows(rank)))
+        self._target = target
         if whole is None:
             self.sharded._local_tensor = target  # type: ignore[attr-defined]  # a DTensor
             self._spec = self.sharded._spec  # type: ignore[attr-defined]  # a DTensor
@@ -127,9 +128,13 @@ class ShardedParam:
         self.sharded.__dict__.update(self.attributes)
         self.register(self.sharded)
 
-    def is_backed_by(self, shard: FlatBuffer) -> bool:
-        """Whether its rows still are in ``shard``."""
-        return bool(self.local.untyped_storage()._cdata == shard.storage._cdata)
+    @property
+    def is_in_place(self) -> bool:
+        """Whether its rows still are where `adopt` put them."""
+        target = self._target
+        return target is not None and bool(
+            self.local.untyped_storage()._cdata == target.untyped_storage()._cdata
+        )
 
     def follow_registered(self) -> None:
         """Manage the parameter in the first slot, if somebody put another one there."""
