@@ -11,7 +11,7 @@ Both are made once and stay the same objects: optimizers hold the first, autogra
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -137,19 +137,35 @@ class ShardedParam:
         )
 
     def follow_registered(self) -> None:
-        """Manage the parameter in the first slot, if somebody put another one there."""
-        module, name = self.slots[0]
-        registered = getattr(module, name)
-        if registered is self.sharded:
-            return
-        if not isinstance(registered, DTensor) or tuple(registered.shape) != self.shape:
+        """Manage the parameter that somebody put into a slot, and register it in all of them.
+
+        Of several, the last; one that does not fit is taken out again.
+        """
+        before = self.sharded
+        chosen = before
+        for module, name in self.slots:
+            registered = getattr(module, name)
+            if registered is not before:
+                chosen = registered
+        if chosen is not before and not self._fits(chosen):
+            self.register(before)
             raise ShardingStateError(
-                f"parameter '{self.name}' was replaced by a {type(registered).__name__} of shape "
-                f"{tuple(registered.shape)}; assign a DTensor of shape {self.shape} sharded like "
+                f"parameter '{self.name}' was replaced by a {type(chosen).__name__} of shape "
+                f"{tuple(chosen.shape)}; assign a DTensor of shape {self.shape} sharded like "
                 f"the parameter"
             )
-        self.sharded = cast(nn.Parameter, registered)
-        self.register(self.sharded)
+        self.sharded = chosen
+        self.register(chosen)
+
+    def _fits(self, param: nn.Parameter) -> bool:
+        spec = self._spec
+        assert spec is not None
+        return (
+            isinstance(param, DTensor)
+            and tuple(param.shape) == self.shape
+            and param.placements == spec.placements
+            and param._local_tensor.shape == self.local.shape
+        )
 
     def check_usable(self, device: torch.device) -> None:
         """Raise, naming the parameter, if it has no memory or lies on another device."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2 import MixedPrecisionPolicy, ShardingStateError, fully_shard
 from fsdp2.core.buffers import FlatBuffer
@@ -164,6 +164,28 @@ def test_refuses_a_plain_tensor_that_was_assigned(axis: ShardAxis, shape: tuple[
     linear.weight = nn.Parameter(torch.ones(shape))
     with pytest.raises(ShardingStateError, match=r"'block.weight' was replaced by a Parameter"):
         param.follow_registered()
+    assert linear.weight is param.sharded, "put back"
+
+
+def test_refuses_other_placements(axis: ShardAxis) -> None:
+    linear = _linear()
+    param, _, _ = _adopted(linear, axis)
+    linear.weight = nn.Parameter(DTensor.from_local(torch.ones(7, 3), axis.mesh, [Replicate()]))
+    with pytest.raises(ShardingStateError, match="sharded like the parameter"):
+        param.follow_registered()
+    assert linear.weight is param.sharded, "put back"
+
+
+@pytest.mark.parametrize("replaced", [0, 1])
+def test_a_replaced_tied_parameter_fills_all_slots(axis: ShardAxis, replaced: int) -> None:
+    first, second = _linear(), _linear()
+    second.weight = first.weight
+    param, _, _ = _adopted(first, axis, [(first, "weight"), (second, "weight")])
+    other = nn.Parameter(DTensor.from_local(torch.ones(7, 3), axis.mesh, [Shard(0)]))
+    (first, second)[replaced].weight = other
+    param.follow_registered()
+    assert first.weight is other
+    assert second.weight is other
 
 
 def test_refuses_another_shape(axis: ShardAxis) -> None:
