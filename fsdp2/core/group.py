@@ -278,7 +278,7 @@ class ParamGroup:
         for param in self.params:
             param.check_usable(home)
         layout = build_layout(self.shapes(), self.collectives.size, self.collectives.coalesces)
-        if layout != self.layout or not all(p.is_backed_by(self._shard) for p in self.params):
+        if layout != self.layout or not all(p.is_in_place for p in self.params):
             self.adopt()
         self._full = self.kernels.transient(layout.full_bytes, f"gathered {self.name}")
 

@@ -445,7 +445,8 @@ class VirtualParam:
         self.rows = target
         self._device.run(f"adopt {self.name}", [], [target])
 
-    def is_backed_by(self, shard: Any) -> bool:
+    @property
+    def is_in_place(self) -> bool:
         """Nothing moves virtual parameters."""
         return True
 
