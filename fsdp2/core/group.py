@@ -551,7 +551,7 @@ class ParamGroup:
         """Drop gradients that are not reduced yet, partial sums too."""
         self.accumulates = False
         for param in self.params:
-            param.take_gradient()
+            param.drop_gradient()
         for reduction in self._reductions:
             reduction.discard()
         if self._reductions_outdated:

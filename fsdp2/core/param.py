@@ -224,24 +224,29 @@ class ShardedParam:
         grad = unsharded.grad
         if grad is not None:
             unsharded.grad = None
-            if self._parallel is not None:
-                grad = self._localize(grad)
         if self.accumulated is not None:
             total, self.accumulated = self.accumulated, None
             if grad is not None:
                 total += grad
-            return total
-        return grad
+            grad = total
+        return grad if self._parallel is None or grad is None else self._localize(grad)
+
+    def drop_gradient(self) -> None:
+        """Forget the full gradient; no rank waits for another, whatever they have."""
+        self.accumulated = None
+        if self.unsharded is not None:
+            self.unsharded.grad = None
 
     def accumulate(self, dtype: torch.dtype) -> None:
-        """Keep the full gradient for a later reduction, summed in ``dtype``."""
+        """Keep the full gradient for a later reduction, summed in ``dtype``.
+
+        A model-parallel one may be a sum that is still to be made: that is done once, at the end.
+        """
         assert self.unsharded is not None
         grad = self.unsharded.grad
         if grad is None or (self.accumulated is None and grad.dtype == dtype):
             return  # autograd itself adds up gradients that need no cast
         self.unsharded.grad = None
-        if self._parallel is not None:
-            grad = self._localize(grad)
         if self.accumulated is None:
             self.accumulated = grad.to(dtype)
         else:

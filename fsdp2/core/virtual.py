@@ -469,6 +469,10 @@ class VirtualParam:
         grad, self.full_grad = self.full_grad, None
         return grad
 
+    def drop_gradient(self) -> None:
+        """Forget the full gradient."""
+        self.full_grad = None
+
     def accumulate(self, dtype: torch.dtype) -> None:
         """Keep the full gradient, in ``dtype``."""
         if self.full_grad is not None and self.full_grad.dtype != dtype:

@@ -19,7 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
+from tests.common.models import DIM
 from tests.common.parity import (
     OURS,
     TORCH,
@@ -103,7 +111,8 @@ def train_micro(
                 before(model, number, number == len(micros) - 1)
             value = loss(model, my_part(batch, rank, size))
             value.backward()
-            total += value.detach()
+            value = value.detach()
+            total += value.to_local() if isinstance(value, DTensor) else value  # replicated
         grads = full_grads(model)
         optimizer.step()
         optimizer.zero_grad()
@@ -148,6 +157,24 @@ def train_plain(
     return done
 
 
+def specs(model: nn.Module) -> dict[str, Any]:
+    """Where every parameter lies, and what this rank holds of it."""
+    found = {}
+    for name, param in model.named_parameters():
+        assert isinstance(param, DTensor), name
+        where = param.device_mesh
+        found[name] = (
+            [repr(placement) for placement in param.placements],  # split factors too
+            param.placements,
+            where.mesh.tolist(),
+            where.mesh_dim_names,
+            tuple(param.shape),
+            param.stride(),
+            param.to_local().detach().clone(),
+        )
+    return found
+
+
 def like_torch(scenario: Callable[[ModuleType], Any], tolerance: Tolerance | None = None) -> Any:
     """Runs a scenario with ours and with torch's FSDP2; the same bits unless a tolerance is given.
 
@@ -159,3 +186,77 @@ def like_torch(scenario: Callable[[ModuleType], Any], tolerance: Tolerance | Non
     else:
         assert_close(ours, torchs, tolerance, "torch")
     return ours
+
+
+# -- tensor parallelism ---------------------------------------------------------------------------
+
+
+class ParallelBlock(nn.Module):
+    """Norm, up, down and a residual; inputs [batch, length, DIM], the length perhaps sharded."""
+
+    is_unit = True
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.up = nn.Linear(DIM, hidden)
+        self.down = nn.Linear(hidden, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class ParallelModel(nn.Module):
+    """An embedding, blocks, a norm and a head, with a plan for each kind of parallelism."""
+
+    def __init__(self, blocks: int = 2, hidden: int = 2 * DIM, vocab: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, DIM)
+        self.blocks = nn.ModuleList(ParallelBlock(hidden) for _ in range(blocks))
+        self.norm = nn.LayerNorm(DIM)
+        self.head = nn.Linear(DIM, vocab)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def parallelize(model: ParallelModel, tp: DeviceMesh, kind: str) -> ParallelModel:
+    """`linears`: only those of the blocks. `uneven`: the same, where DTensor has to know the whole.
+    `sequence`: all, norms on pieces of the sequence. `loss`: as `sequence`, and the logits stay
+    sharded, for `loss_parallel`."""
+    if kind in ("linears", "uneven"):
+        up = ColwiseParallel(use_local_output=kind == "linears")
+        for block in model.blocks:
+            parallelize_module(block, tp, {"up": up, "down": RowwiseParallel()})
+        return model
+    pieces = Shard(1)
+    for block in model.blocks:
+        plan = {
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=pieces),
+            "down": RowwiseParallel(output_layouts=pieces),
+        }
+        # The residual is added to local pieces.
+        parallelize_module(block, tp, plan)
+    whole = kind == "sequence"
+    root = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=pieces),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(
+            input_layouts=pieces,
+            output_layouts=Replicate() if whole else Shard(-1),
+            use_local_output=whole,
+        ),
+    }
+    parallelize_module(model, tp, root)
+    return model
+
+
+def parallel_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    """As `language_loss`, for logits that may be a DTensor, sharded over the vocabulary."""
+    logits = model(ids[:, :-1])
+    targets = ids[:, 1:].flatten()
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets)
