@@ -244,7 +244,7 @@ class ParamGroup:
     def _bind_buffers(self) -> None:
         home = self.device if self.offload is None else torch.device("cpu")
         for param in self.params:
-            param.check_usable(home)
+            param.check_usable(home, self.offload is not None)
         layout = build_layout(self.shapes(), self.collectives.size, self.collectives.coalesces)
         if layout != self.layout or not all(p.is_backed_by(self._shard) for p in self.params):
             self.adopt()

@@ -177,13 +177,25 @@ class ShardedParam:
         self.sharded = cast(nn.Parameter, registered)
         self.register(self.sharded)
 
-    def check_usable(self, device: torch.device) -> None:
-        """Raise, naming the parameter, if it has no memory or lies on another device."""
+    def check_usable(self, device: torch.device, offloaded: bool = False) -> None:
+        """Raise, naming the parameter, if it has no memory or lies on another device.
+
+        Args:
+            device: where it must be.
+            offloaded: whether that is CPU memory because it is offloaded.
+        """
         if self.is_meta:
             raise ShardingStateError(
                 f"parameter '{self.name}' is still on the meta device; call "
                 f"model.to_empty(device='{device.type}') and initialise it before the first "
                 f"forward"
+            )
+        if offloaded and self.local.device.type != device.type:
+            raise ShardingStateError(
+                f"parameter '{self.name}' is on {self.local.device}, but its unit was sharded with "
+                f"CPUOffloadPolicy, which keeps parameters in CPU memory and copies them to the "
+                f"device around their use; move the model back with model.to('cpu') and move only "
+                f"its buffers to the device, or call fully_shard without offload_policy"
             )
         if self.local.device.type != device.type:
             raise ShardingStateError(

@@ -449,7 +449,7 @@ class VirtualParam:
         """Nothing moves virtual parameters."""
         return True
 
-    def check_usable(self, device: Any) -> None:
+    def check_usable(self, device: Any, offloaded: bool = False) -> None:
         """They are."""
 
     def materialize(self, gathered: VirtualTensor) -> None:
