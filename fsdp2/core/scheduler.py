@@ -353,7 +353,7 @@ class Scheduler:
         self._finish_all_reduces(keep=0)
         arriving, self._arriving = self._arriving, []
         for pending in arriving if deliver else ():
-            self.streams.synchronize(pending.done)
+            self.streams.synchronize(pending.done, "host after gradients")
             pending.deliver()
 
     # ---- on request
