@@ -511,12 +511,17 @@ class ParamGroup:
             for member in reduction.members:
                 member.accumulate(reduction.reduce_dtype)
 
-    def collect(self) -> list[tuple[SegmentReduction, Job]]:
-        """Take the gradients that are there; empty where no parameter has one."""
+    def collect(self, all_reduce: bool, fill: bool) -> list[tuple[SegmentReduction, Job]]:
+        """Take the gradients that are there; empty where there is nothing to reduce.
+
+        Args:
+            all_reduce: whether the reduction takes partial sums, too.
+            fill: whether absent gradients are taken as zeros, if the user asked for that.
+        """
         self.accumulates = False
         jobs = []
         for reduction in self._reductions:
-            job = reduction.collect(self.options.reduce_unused)
+            job = reduction.collect(fill and self.options.reduce_unused, all_reduce)
             if job is not None:
                 jobs.append((reduction, job))
         return jobs

@@ -448,11 +448,12 @@ class SegmentReduction:
         view = self.kernels.view
         return [view(flat, shape, strides, offset) for shape, strides, offset in self._rows_of]
 
-    def collect(self, take_missing: bool) -> Job | None:
-        """Take the members' gradients; ``None`` where no member has one.
+    def collect(self, take_missing: bool, all_reduce: bool = True) -> Job | None:
+        """Take the members' gradients; ``None`` where there is nothing to reduce.
 
         Args:
             take_missing: reduce (as zeros, delivered too) members without a gradient.
+            all_reduce: whether partial sums are reduced, too, so that they alone are enough.
         """
         grads: list[Any] = []
         missing = False
@@ -463,11 +464,12 @@ class SegmentReduction:
                 missing = True
         if not missing:
             return Job(grads, [True] * len(grads))
-        if self.partial_sums is None:
-            if not take_missing and all(grad is None for grad in grads):
-                return None
+        waits = self.partial_sums is not None
+        if not take_missing and not (waits and all_reduce) and all(g is None for g in grads):
+            return None
+        if not waits:
             waiting = [take_missing] * len(grads)
-        else:  # sums of earlier backwards wait for an all-reduce, whatever this one brings
+        else:  # members with sums of earlier backwards are delivered, whatever this one brings
             waiting = [take_missing or before for before in self._partial_present]
         present = [wanted or grad is not None for wanted, grad in zip(waiting, grads, strict=True)]
         return Job([self._zeros(m, g) for m, g in zip(self.members, grads, strict=True)], present)

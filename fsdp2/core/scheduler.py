@@ -66,6 +66,7 @@ class Unit:
         self.is_root = False
         self.phase = Phase.IDLE
         self.visits: list[int] = []  # its positions in this iteration's order, backward to come
+        self.filled = False  # whether this backward took its absent gradients as zeros
 
     @property
     def frees_after_forward(self) -> bool:
@@ -259,18 +260,27 @@ class Scheduler:
         )
         if called_in_a_row and self._prefetched is None:
             self._prefetched = unit
-            self._finish(unit, reshard=False)
+            self._finish(unit, reshard=False, fill=not unit.visits)
         else:
-            self._finish(unit, reshard=unit.reshard_after_backward)
+            self._finish(unit, reshard=unit.reshard_after_backward, fill=not unit.visits)
 
-    def _finish(self, unit: Unit, reshard: bool) -> None:
+    def _finish(self, unit: Unit, reshard: bool, fill: bool) -> None:
+        """Free and reduce.
+
+        Args:
+            unit: the unit.
+            reshard: whether to free.
+            fill: whether no more gradients are to come, so that absent ones may count as zeros.
+        """
+        fill = fill and unit.sync and not unit.filled
+        unit.filled = unit.filled or fill
         for group in unit.groups:
             if not unit.sync:
                 group.accumulate()
                 if reshard:
                     group.reshard()
                 continue
-            jobs = group.collect()
+            jobs = group.collect(unit.all_reduce, fill)
             if reshard:
                 group.reshard()
             if jobs:
@@ -290,7 +300,10 @@ class Scheduler:
                 continue  # its backward is to come; it may be gathered for that
             ahead = unit is self._prefetched or unit in self._requested
             keep = ahead and not last
-            self._finish(unit, reshard=unit.reshard_after_backward and not keep)
+            reshard = unit.reshard_after_backward and not keep
+            entered = unit.phase is Phase.BACKWARD and not unit.visits
+            self._finish(unit, reshard, fill=last or entered)
+            unit.filled = unit.filled and self.manual  # `finalize` is part of the backwards before
             unit.phase = Phase.IDLE
         if last:
             self._drop_unused()
@@ -304,7 +317,7 @@ class Scheduler:
             wait: whether gradients are there on return; else after `wait_for_reductions`.
         """
         for unit in self.units:
-            self._finish(unit, reshard=unit.reshard_after_backward)
+            self._finish(unit, unit.reshard_after_backward, fill=True)
             unit.phase = Phase.IDLE
         self._drop_unused()
         self._forget_exits()
@@ -319,6 +332,7 @@ class Scheduler:
         self._finished.clear()
         for unit in self.units:
             unit.visits.clear()
+            unit.filled = False
 
     def _make_room(self, group: ParamGroup) -> None:
         """Before ``group`` reduces: at most the window's reductions hold inputs, none of them its.

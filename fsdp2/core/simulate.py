@@ -214,7 +214,7 @@ class Simulation:
         """What a caller does who ends backwards himself; without ``wait`` he does it later."""
         self.scheduler.finalize(wait)
         self.active.clear()
-        self._done("end of backward")
+        self._done("finalize")
         if not wait:
             self.scheduler.wait_for_reductions()
 

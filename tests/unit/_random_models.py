@@ -191,6 +191,7 @@ class Watch:
         self._bounded = bounded
         self._owed: set[str] = set()  # groups that have gradients to reduce
         self._partial: set[str] = set()  # groups that may have partial sums
+        self._filled: set[str] = set()  # groups whose absent gradients were zeros, this backward
         self._excused: set[Allocation] = set()  # gradients that an exception cost
         self._seen = 0
         self._arriving: set[str] = set()
@@ -215,6 +216,7 @@ class Watch:
                 group.observer = self._observe
                 group.bind()  # what it keeps for good is allocated now
         self._kept_for_good = self.live()
+        self._fills = any(g.options.reduce_unused for u in units for g in u.groups)
         self._keeps_storage = any(g.options.keep_storage for u in units for g in u.groups)
 
     # ---- while it runs
@@ -231,9 +233,12 @@ class Watch:
             self._arriving.discard(name)
             self.wasted += 1
         elif operation == "reduce":
-            if name not in self._owed and name not in self._hollow and name not in self._partial:
-                self._say(f"{name} is reduced without new gradients")
             unit = next(u for u in self.sim.scheduler.units if u.name == _unit_of(name))
+            known = self._owed | self._hollow | (self._partial if unit.all_reduce else set())
+            if name not in known and (name in self._filled or not self._fills):
+                self._say(f"{name} is reduced without new gradients")
+            if name not in known or not unit.visits:
+                self._filled.add(name)
             (self._partial.discard if unit.all_reduce else self._partial.add)(name)
             self._owed.discard(name)
 
@@ -250,6 +255,8 @@ class Watch:
         if what == "end of backward":
             units = sim.scheduler.units
             self._kept = {unit for unit in units if not unit.reshard_after_backward}
+            if not sim.scheduler.manual:
+                self._filled.clear()
             if not sim.scheduler.is_last_backward:
                 what = "backward that is not the last"
                 lost = [unit for unit in self._waiting if not unit.is_gathered]
@@ -257,6 +264,9 @@ class Watch:
                     self._say(f"{lost} were gathered for a backward to come, and freed")
         idle = [unit for unit in sim.scheduler.units if unit.phase is Phase.IDLE]
         self._waiting = [unit for unit in (*ahead, *idle) if unit.is_gathered]
+        if what == "finalize":
+            self._filled.clear()
+            what = "end of backward"
         self.log.append(("step", what))
         if self._bounded and len(ahead) > (0 if what == "loss" else 1):
             self._say(f"after {what} {ahead} are gathered")
@@ -282,6 +292,7 @@ class Watch:
         self._follow_gradients()
         self._owed.clear()
         self._partial.clear()
+        self._filled.clear()
         self._arriving.clear()
         self.log.append(("step", "reset"))
         self._excused |= {b for op in self.device.trace if op.kind == "gradient" for b in op.writes}

@@ -482,19 +482,19 @@ def _keep_wrong_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _never_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ParamGroup, "collect", lambda self: [])
+    monkeypatch.setattr(ParamGroup, "collect", lambda *_: [])
 
 
 def _reduce_half(monkeypatch: pytest.MonkeyPatch) -> None:
     collect = ParamGroup.collect
-    monkeypatch.setattr(ParamGroup, "collect", lambda self: collect(self)[1:])
+    monkeypatch.setattr(ParamGroup, "collect", lambda *args: collect(*args)[1:])
 
 
 def _keep_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     finish = Scheduler._finish
 
-    def lazy(self: Scheduler, unit: Unit, reshard: bool) -> None:
-        finish(self, unit, reshard=False)
+    def lazy(self: Scheduler, unit: Unit, reshard: bool, fill: bool) -> None:
+        finish(self, unit, False, fill)
 
     monkeypatch.setattr(Scheduler, "_finish", lazy)
 
@@ -548,7 +548,7 @@ def _finish_idle_units_after_every_backward(monkeypatch: pytest.MonkeyPatch) -> 
     def hasty(self: Scheduler) -> None:
         for unit in self.units:
             if unit.phase is Phase.IDLE and unit is not self._prefetched:
-                self._finish(unit, reshard=unit.reshard_after_backward)
+                self._finish(unit, unit.reshard_after_backward, fill=False)
         end(self)
 
     monkeypatch.setattr(Scheduler, "end_backward", hasty)
