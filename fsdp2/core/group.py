@@ -17,7 +17,6 @@ The group owns this state and nothing else does; the scheduler decides when to m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -36,7 +35,7 @@ from fsdp2.core.layout import (
 )
 from fsdp2.core.param import ShardedParam, Swap
 from fsdp2.core.post_forward import PostForward, SmallerGroup
-from fsdp2.core.reduction import Job, ReductionSpec, SegmentReduction
+from fsdp2.core.reduction import Job, PendingReduction, ReductionSpec, SegmentReduction
 from fsdp2.core.streams import Lane, Streams
 from fsdp2.core.transport import TRANSPORTS, Route, SegmentTransport
 
@@ -74,37 +73,6 @@ _MOVES = {
 }
 
 
-@dataclass
-class PendingReduction:
-    """A reduction on its way.
-
-    Attributes:
-        group: whose gradients it reduces.
-        jobs: what it works on: alive until COMPUTE is behind ``done``.
-        scattered: event behind the reduce-scatter: what it read may be freed.
-        done: event behind everything; the same one where nothing follows the reduce-scatter.
-        on_host: whether the host delivers the result.
-    """
-
-    group: ParamGroup
-    jobs: list[tuple[SegmentReduction, Job]]
-    scattered: Any
-    done: Any
-    on_host: bool
-
-    def release_inputs(self) -> None:
-        """Free what the reduce-scatters read, once COMPUTE is behind ``scattered``."""
-        for reduction, _ in self.jobs:
-            reduction.release()
-
-    def deliver(self) -> None:
-        """Deliver what was copied to the host, once the host is behind ``done``."""
-        with torch.no_grad():
-            for reduction, job in self.jobs:
-                for step in reduction.full.host:
-                    step(reduction, job)
-
-
 class ParamGroup:
     """Parameters that share collectives.
 
@@ -123,7 +91,6 @@ class ParamGroup:
         reducers: collectives of the gradients; ``collectives`` unless they got a process group of
             their own.
         smaller_group: the group to reshard to after forward, if not this one or none.
-        accumulates: whether gradients of backwards without sync are waiting.
         observer: called with "all_gather", "finish", "reshard" or "reduce" and the group's name.
     """
 
@@ -153,9 +120,10 @@ class ParamGroup:
         self.state = State.SHARDED
         self.observer: Observer | None = None
         self.layout: GroupLayout | None = None
-        self.accumulates = False
+        self._accumulated = False
         self._gathered_at = -1
         self._bound = False
+        self._rebinds = False  # some reductions are out of date, but have partial sums
         self._reroute = False  # transports are out of date; parameters and buffers are not
         self._shard: Any = None
         self._mirror: Any = None
@@ -172,6 +140,15 @@ class ParamGroup:
     def is_unsharded(self) -> bool:
         """Whether the gathered parameters are registered."""
         return self.state is State.UNSHARDED
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of backwards without sync, or partial sums, are waiting."""
+        return self._accumulated or self._has_partial_sums
+
+    @property
+    def _has_partial_sums(self) -> bool:
+        return any(reduction.partial_sums is not None for reduction in self._reductions)
 
     @property
     def needs_gather(self) -> bool:
@@ -323,20 +300,21 @@ class ParamGroup:
     def bind_reductions(self) -> None:
         """Build the reduction steps of the parameters that require grad now.
 
-        Partial sums that wait for an all-reduce belong to the steps that made them; while there
-        are any, these stay bound.
+        Partial sums that wait for an all-reduce belong to the steps that made them, which stay
+        bound until then; parameters that they do not know get steps besides.
         """
         assert self.layout is not None
-        if any(reduction.partial_sums is not None for reduction in self._reductions):
-            return
+        kept = [r for r in self._reductions if r.partial_sums is not None]
+        known = {id(param) for reduction in kept for param in reduction.members}
+        self._rebinds = bool(kept)
         families: dict[ReductionSpec, list[tuple[ShardedParam, Slot]]] = {}
         for segment in self.layout.segments:
             for slot in segment.slots:
                 param = self.params[slot.index]
-                if param.sharded.requires_grad:
+                if param.sharded.requires_grad and id(param) not in known:
                     spec = self._reduction_spec(param, slot, segment.transport)
                     families.setdefault(spec, []).append((param, slot))
-        self._reductions = [
+        self._reductions = kept + [
             SegmentReduction(
                 [param for param, _ in members],
                 [slot for _, slot in members],
@@ -499,14 +477,14 @@ class ParamGroup:
             if unsharded is not None and unsharded.requires_grad != wanted:
                 unsharded.requires_grad_(wanted)
                 changed = True
-        if changed:
+        if changed or (self._rebinds and not self._has_partial_sums):
             self.bind_reductions()
 
     # ---- gradients
 
     def accumulate(self) -> None:
         """Keep this backward's gradients, unreduced, in the reduce dtype."""
-        self.accumulates = True
+        self._accumulated = True
         for reduction in self._reductions:
             for member in reduction.members:
                 member.accumulate(reduction.reduce_dtype)
@@ -518,7 +496,7 @@ class ParamGroup:
             all_reduce: whether the reduction takes partial sums, too.
             fill: whether absent gradients are taken as zeros, if the user asked for that.
         """
-        self.accumulates = False
+        self._accumulated = False
         jobs = []
         for reduction in self._reductions:
             job = reduction.collect(fill and self.options.reduce_unused, all_reduce)
@@ -561,15 +539,15 @@ class ParamGroup:
                             for step in program.all_reduce:
                                 step(reduction, job)
                     done = streams.record(Lane.ALL_REDUCE, "all-reduce done")
-                on_host = any(program.host for program, _, _ in work)
-                pending = PendingReduction(self, jobs, scattered, done, on_host)
+                host = [(step, r, job) for program, r, job in work for step in program.host]
+                pending = PendingReduction(self, jobs, scattered, done, host)
         if self.observer is not None:
             self.observer("reduce", self.name)
         return pending
 
     def discard_gradients(self) -> None:
         """Drop gradients that are not reduced yet."""
-        self.accumulates = False
+        self._accumulated = False
         for param in self.params:
             param.take_gradient()
         for reduction in self._reductions:

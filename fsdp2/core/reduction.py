@@ -396,7 +396,8 @@ class SegmentReduction:
         if self.partial_sums is None:
             self.partial_sums, self._partial_present = job.flat, job.present
             return
-        self.kernels.add_many([self.partial_sums], [job.flat])
+        job.partial = self.partial_sums  # alive until this is over, though they may be discarded
+        self.kernels.add_many([job.partial], [job.flat])
         present = zip(self._partial_present, job.present, strict=True)
         self._partial_present = [before or now for before, now in present]
 
@@ -491,3 +492,40 @@ class SegmentReduction:
 
 def _divide_flat(factor: float) -> Step:
     return lambda self, job: self.kernels.divide(job.flat, factor)
+
+
+@dataclass
+class PendingReduction:
+    """A group's reduction on its way.
+
+    Attributes:
+        group: whose gradients it reduces.
+        jobs: what it works on: alive until COMPUTE is behind it (invariant I7).
+        scattered: event behind the reduce-scatter: what it read may be freed.
+        done: event behind everything; the same one where nothing follows the reduce-scatter.
+        host: the steps by which the host delivers what was copied to it.
+    """
+
+    group: Any
+    jobs: list[tuple[SegmentReduction, Job]]
+    scattered: Any
+    done: Any
+    host: list[tuple[Step, SegmentReduction, Job]]
+
+    def release_inputs(self) -> None:
+        """Free what the reduce-scatters read, once COMPUTE is behind ``scattered``."""
+        for reduction, job in self.jobs:
+            reduction.release()
+            job.grads = []
+
+    def release_rest(self) -> None:
+        """Free what else is not delivered, once COMPUTE is behind ``done``."""
+        for _, job in self.jobs:
+            job.flat = job.result = job.partial = None
+        self.jobs = []
+
+    def deliver(self) -> None:
+        """Deliver what was copied to the host, once the host is behind ``done``."""
+        with torch.no_grad():
+            for step, reduction, job in self.host:
+                step(reduction, job)

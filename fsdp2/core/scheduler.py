@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
-from fsdp2.core.group import ParamGroup, PendingReduction, State
+from fsdp2.core.group import ParamGroup, State
+from fsdp2.core.reduction import PendingReduction
 from fsdp2.core.streams import Lane, Streams
 
 
@@ -349,17 +350,20 @@ class Scheduler:
             pending = self._pending.pop(0)
             self.streams.wait(Lane.COMPUTE, pending.scattered, "compute after reduction")
             pending.release_inputs()
-            if pending.done is not pending.scattered:
+            if pending.host:
+                self._arriving.append(pending)
+            if pending.done is pending.scattered:
+                pending.release_rest()
+            else:
                 self._finish_all_reduces(keep=0)
                 self._summing.append(pending)
-            if pending.on_host:
-                self._arriving.append(pending)
 
     def _finish_all_reduces(self, keep: int) -> None:
         """Let COMPUTE wait for the oldest all-reduces; what they read may be freed then."""
         while len(self._summing) > keep:
             pending = self._summing.pop(0)
             self.streams.wait(Lane.COMPUTE, pending.done, "compute after all-reduce")
+            pending.release_rest()
 
     def _drain(self, deliver: bool = True) -> None:
         """Wait for all reductions, and hand over what was copied to the host."""
