@@ -132,6 +132,7 @@ class ParamGroup:
         self._transports: list[SegmentTransport] = []
         self._reductions: list[SegmentReduction] = []
         self._gathered_event: Any = None
+        self._loaded_event: Any = None
         self._works: list[Any] = []
         self._to_sharded: list[Swap] = []
         self._to_unsharded: list[Swap] = []
@@ -257,18 +258,22 @@ class ParamGroup:
         if layout != self.layout or not all(p.is_backed_by(self._shard) for p in self.params):
             self.adopt()
         self._full = self.kernels.transient(layout.full_bytes, f"gathered {self.name}")
+        if self.offload is not None:
+            self._bind_mirror(layout.shard_bytes)
 
     def _bind_transports(self) -> None:
         assert self.layout is not None
-        source = self._shard if self.offload is None else self._bind_mirror()
+        source = self._shard if self._mirror is None else self._mirror
+        if self._mirror is not None:
+            self._mirror.acquire()
         self._transports = [
             TRANSPORTS[segment.transport](
                 segment, source, self._full, self.collectives, self.kernels
             )
             for segment in self.layout.segments
         ]
-        self._route = Route(self._transports, self._mirror is not None)
-        self._keeps_mirror = any(not (t.communicates or t.casts) for t in self._transports)
+        self._route = Route(self._transports, self._mirror is not None and self._mirror.nbytes > 0)
+        self._keeps_mirror = any(transport.aliases for transport in self._transports)
 
     def _bind_params(self) -> None:
         """Make the gathered parameters, and the stores that register either form."""
@@ -288,14 +293,11 @@ class ParamGroup:
                 self.smaller_group, self.layout, self._full, self.params, self.kernels
             )
 
-    def _bind_mirror(self) -> Any:
+    def _bind_mirror(self, nbytes: int) -> None:
         """The device's copy of offloaded shards, there between a gather's start and its end."""
-        assert self.layout is not None
-        nbytes = self.layout.shard_bytes
         self._mirror = self.kernels.transient(nbytes, f"shards of {self.name}")
         self._loaded = self._mirror.view(torch.uint8, 0, (nbytes,))
         self._offloaded = self._shard.view(torch.uint8, 0, (nbytes,))
-        return self._mirror
 
     def bind_reductions(self) -> None:
         """Build the reduction steps of the parameters that require grad now.
@@ -386,6 +388,8 @@ class ParamGroup:
                     for transport in route.casting:
                         transport.copy_in()
                 event = streams.record(Lane.COPY_IN, "copy-in done")
+                if route.loads:
+                    self._loaded_event = event
             streams.wait(Lane.ALL_GATHER, event, "all-gather after copy-in")
             with streams.on(Lane.ALL_GATHER):
                 for transport in route.gathering:
@@ -448,6 +452,12 @@ class ParamGroup:
             self._release_full()
         if self.observer is not None:
             self.observer("reshard", self.name)
+
+    def settle(self) -> None:
+        """Block the host until no copy reads offloaded shards, which it may write then (I8)."""
+        if self._loaded_event is not None:
+            self.streams.synchronize(self._loaded_event, "host after copy-in")
+            self._loaded_event = None
 
     def _release_full(self) -> None:
         if not self.options.keep_storage:

@@ -91,6 +91,11 @@ class Unit:
         for group in self.groups:
             group.reshard()
 
+    def settle(self) -> None:
+        """Block the host until it may write offloaded shards."""
+        for group in self.groups:
+            group.settle()
+
     def free_after_forward(self) -> None:
         """Free its gathered parameters, but keep a smaller group's rows where it has one."""
         for group in self.groups:
@@ -119,7 +124,7 @@ class Scheduler:
         manual: whether it leaves both to `finalize`, whatever ``is_last_backward`` says.
         resets: how often an iteration was given up.
         post_optim_event: recorded behind the optimizer's step by a user who runs it on a stream of
-            his own; the next forward's all-gathers wait for it.
+            his own; the next gather waits for it.
     """
 
     FORWARDS_REMEMBERED = 1024
@@ -143,6 +148,7 @@ class Scheduler:
         self._pending: list[PendingReduction] = []  # their inputs are alive
         self._summing: list[PendingReduction] = []  # their all-reduces may still run
         self._arriving: list[PendingReduction] = []  # on their way to the host
+        self._offloaded = [g for unit in units for g in unit.groups if g.offload is not None]
         self.post_optim_event: Any = None
         self.manual = False
         self.resets = 0
@@ -161,10 +167,6 @@ class Scheduler:
         self._cursor = -1
         self._running = []
         self._records_exits = expects_backward
-        if self.post_optim_event is not None:
-            for lane in (Lane.COPY_IN, Lane.ALL_GATHER):
-                self.streams.wait(lane, self.post_optim_event, "gathers after the optimizer")
-            self.post_optim_event = None
         if len(self._finished) > self.FORWARDS_REMEMBERED * len(self.units):
             self._forget_exits()  # forwards whose backward never came
 
@@ -214,6 +216,7 @@ class Scheduler:
         self._orders[root] = self._running
         self._running = []
         self._drop_unused()  # at the loss, only what is kept on request is gathered
+        self._settle()
         self.forward_root = None
 
     def _advance(self, unit: Unit) -> bool:
@@ -365,10 +368,16 @@ class Scheduler:
             self.streams.wait(Lane.COMPUTE, pending.done, "compute after all-reduce")
             pending.release_rest()
 
+    def _settle(self) -> None:
+        """Forward or backward returns: the host may write offloaded shards (invariant I8)."""
+        for group in self._offloaded:
+            group.settle()
+
     def _drain(self, deliver: bool = True) -> None:
         """Wait for all reductions, and hand over what was copied to the host."""
         self._retire(keep=0)
         self._finish_all_reduces(keep=0)
+        self._settle()
         arriving, self._arriving = self._arriving, []
         for pending in arriving if deliver else ():
             self.streams.synchronize(pending.done, "host after gradients")
@@ -380,6 +389,10 @@ class Scheduler:
         """Issue the all-gathers of a unit; `wait` or its forward finishes them."""
         for group in unit.groups:
             if group.needs_gather:
+                if self.post_optim_event is not None:
+                    # COMPUTE, too, reads shards: on one rank. The side lanes wait for it anyway.
+                    event, self.post_optim_event = self.post_optim_event, None
+                    self.streams.wait(Lane.COMPUTE, event, "compute after the optimizer")
                 group.bind()
                 group.start_unshard()
 

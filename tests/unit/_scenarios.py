@@ -188,6 +188,7 @@ def offloaded(rng: random.Random, device: VirtualDevice) -> Watch:
         if rng.random() < 0.5:
             for unit in sim.scheduler.units:
                 unit.reshard()
+                unit.settle()
             sim.load_state_dict()
         sim.step_in_backward(rng.random() < 0.3)
         for late in reversed(range(rng.choice((1, 1, 2)))):
@@ -247,6 +248,8 @@ def elsewhere(rng: random.Random, device: VirtualDevice) -> Watch:
             shuffle_calls(rng, root)
     sim.forward(expects_backward=False)
     sim.drop_gradients()
+    for unit in sim.scheduler.units:
+        unit.reshard()
     watch.check_live()
     return watch
 
