@@ -51,7 +51,7 @@ class Streams(Protocol):
         """Make ``lane`` wait for ``event``; ``label`` names the order that this makes."""
 
     def synchronize(self, event: Any, label: str) -> None:
-        """Block the host until ``event`` has happened; ``label`` names the order that this makes."""
+        """Block the host until ``event`` has happened; ``label`` names the order made."""
 
     def on(self, lane: Lane) -> AbstractContextManager[object]:
         """Issue what is inside the ``with`` on ``lane``."""

@@ -19,9 +19,9 @@ before another if the second's clock covers it. For each buffer the checker dema
 
 Two more places than lanes have clocks. On HOST runs what touches CPU memory only: an optimizer that
 steps on offloaded shards, a gradient that arrived. Whatever is issued on a lane is behind the host;
-the host is behind a lane only where it waits (`synchronize`). CPU memory is reused late enough: torch
-keeps page-locked memory until its copies are over, and a copy with other memory is over when its
-call returns. USER is a stream of the user's, which the lanes know by its events only.
+the host is behind a lane only where it waits (`synchronize`). CPU memory is reused late enough:
+torch keeps page-locked memory until its copies are over, and a copy with other memory is over when
+its call returns. USER is a stream of the user's, which the lanes know by its events only.
 
 Dropping a wait (`drop_wait`) shows that the checker notices.
 """
@@ -41,7 +41,6 @@ import torch
 from fsdp2.core.collectives import ReduceKind
 from fsdp2.core.layout import Slot
 from fsdp2.core.streams import Lane
-
 
 
 class Beside(IntEnum):

@@ -1,8 +1,8 @@
 """A second opinion on a trace: plain reachability, nothing shared with the vector clocks.
 
-Operations on one lane run in order; a wait, also one of the host, comes after the record of its event;
-and whatever is issued comes after what the host has run by then. Whatever follows from these three
-rules is ordered, nothing else is. Two accesses conflict where
+Operations on one lane run in order; a wait, also one of the host, comes after the record of its
+event; and whatever is issued comes after what the host has run by then. Whatever follows from these
+three rules is ordered, nothing else is. Two accesses conflict where
   - they use the same buffer and at least one writes it, or
   - they use different buffers, of which one was freed before the other was allocated on the same
     lane, so that both may have the same memory. Not of CPU memory, which comes back late enough.
