@@ -278,6 +278,7 @@ class Scheduler:
         """
         fill = fill and unit.sync and not unit.filled
         unit.filled = unit.filled or fill
+        first = True
         for group in unit.groups:
             if not unit.sync:
                 group.accumulate()
@@ -288,7 +289,8 @@ class Scheduler:
             if reshard:
                 group.reshard()
             if jobs:
-                self._make_room(group)
+                self._make_room(group, first)
+                first = False
                 pending = group.reduce(jobs, unit.all_reduce)
                 if pending is not None:
                     self._pending.append(pending)
@@ -338,12 +340,14 @@ class Scheduler:
             unit.visits.clear()
             unit.filled = False
 
-    def _make_room(self, group: ParamGroup) -> None:
+    def _make_room(self, group: ParamGroup, first: bool) -> None:
         """Before ``group`` reduces: at most the window's reductions hold inputs, none of them its.
 
         A group stages its gradients in one buffer, which its own reduction before may still read.
+        The groups of a unit count as one: ``first`` says whether this is the first of them.
         """
-        self._retire(keep=self._window - 1)
+        if first:
+            self._retire(keep=self._window - 1)
         while any(pending.group is group for pending in self._pending):
             self._retire(keep=len(self._pending) - 1)
 

@@ -1,4 +1,4 @@
-"""The checker finds nothing wrong with the scheduler, and notices every needed wait that is gone."""
+"""The checker finds nothing wrong with the scheduler, and notices each needed wait that is gone."""
 
 from __future__ import annotations
 
