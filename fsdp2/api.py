@@ -447,6 +447,7 @@ def _watch_state_dicts(unit: Unit) -> None:
 
         def before(*_: Any, group: ParamGroup = group) -> None:
             group.reshard()
+            group.settle()
 
         def after(*_: Any, group: ParamGroup = group) -> None:
             group.reregister()

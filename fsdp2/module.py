@@ -56,7 +56,9 @@ class FSDPModule(CommunicationControls):
 
     def reshard(self) -> None:
         """Free this unit's gathered parameters and register the sharded ones; not recursive."""
-        hooks_on(self).unit.reshard()
+        unit = hooks_on(self).unit
+        unit.reshard()
+        unit.settle()
 
     def reset_iter_state(self) -> None:
         """Forget a forward or backward that an exception ended half way.
@@ -181,7 +183,7 @@ class FSDPModule(CommunicationControls):
         hooks_on(self).unit.unshard_in_backward = bool(unshard_in_backward)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the next forward's all-gathers wait for the optimizer's step on another stream.
+        """Let the next all-gathers wait for the optimizer's step on another stream.
 
         All-gathers always wait for the current stream, whose memory they take; this adds an event
         of another one. It is used once: pass a new one each iteration. Call it on the root.
@@ -250,7 +252,7 @@ class FSDPModule(CommunicationControls):
         )
         for unit in units:
             for group in unit.groups:
-                if group.accumulates or group.holds_partial_sums:
+                if group.accumulates:
                     group.discard_gradients()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -279,6 +281,7 @@ class UnshardHandle:
         """Let the current stream wait for the all-gather and register the parameters."""
         if self._unit is not None:
             self._scheduler.wait(self._unit)
+            self._unit.settle()
             self._unit = None
 
 

@@ -91,7 +91,6 @@ class ParamGroup:
         reducers: collectives of the gradients; ``collectives`` unless they got a process group of
             their own.
         smaller_group: the group to reshard to after forward, if not this one or none.
-        accumulates: whether gradients of backwards without sync are waiting.
         observer: called with "all_gather", "finish", "reshard" or "reduce" and the group's name.
     """
 
@@ -121,11 +120,11 @@ class ParamGroup:
         self.state = State.SHARDED
         self.observer: Observer | None = None
         self.layout: GroupLayout | None = None
-        self.accumulates = False
+        self._accumulated = False
         self._gathered_at = -1
         self._bound = False
+        self._rebinds = False  # some reductions are out of date, but have partial sums
         self._reroute = False  # transports are out of date; parameters and buffers are not
-        self._reductions_outdated = False
         self._shard: Any = None
         self._mirror: Any = None
         self._full: Any = None
@@ -133,6 +132,7 @@ class ParamGroup:
         self._transports: list[SegmentTransport] = []
         self._reductions: list[SegmentReduction] = []
         self._gathered_event: Any = None
+        self._loaded_event: Any = None
         self._works: list[Any] = []
         self._to_sharded: list[Swap] = []
         self._to_unsharded: list[Swap] = []
@@ -141,6 +141,15 @@ class ParamGroup:
     def is_unsharded(self) -> bool:
         """Whether the gathered parameters are registered."""
         return self.state is State.UNSHARDED
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of backwards without sync, or partial sums, are waiting."""
+        return self._accumulated or self._has_partial_sums
+
+    @property
+    def _has_partial_sums(self) -> bool:
+        return any(reduction.partial_sums is not None for reduction in self._reductions)
 
     @property
     def needs_gather(self) -> bool:
@@ -249,18 +258,22 @@ class ParamGroup:
         if layout != self.layout or not all(p.is_in_place for p in self.params):
             self.adopt()
         self._full = self.kernels.transient(layout.full_bytes, f"gathered {self.name}")
+        if self.offload is not None:
+            self._bind_mirror(layout.shard_bytes)
 
     def _bind_transports(self) -> None:
         assert self.layout is not None
-        source = self._shard if self.offload is None else self._bind_mirror()
+        source = self._shard if self._mirror is None else self._mirror
+        if self._mirror is not None:
+            self._mirror.acquire()
         self._transports = [
             TRANSPORTS[segment.transport](
                 segment, source, self._full, self.collectives, self.kernels
             )
             for segment in self.layout.segments
         ]
-        self._route = Route(self._transports, self._mirror is not None)
-        self._keeps_mirror = any(not (t.communicates or t.casts) for t in self._transports)
+        self._route = Route(self._transports, self._mirror is not None and self._mirror.nbytes > 0)
+        self._keeps_mirror = any(transport.aliases for transport in self._transports)
 
     def _bind_params(self) -> None:
         """Make the gathered parameters, and the stores that register either form."""
@@ -280,40 +293,30 @@ class ParamGroup:
                 self.smaller_group, self.layout, self._full, self.params, self.kernels
             )
 
-    def _bind_mirror(self) -> Any:
+    def _bind_mirror(self, nbytes: int) -> None:
         """The device's copy of offloaded shards, there between a gather's start and its end."""
-        assert self.layout is not None
-        nbytes = self.layout.shard_bytes
         self._mirror = self.kernels.transient(nbytes, f"shards of {self.name}")
         self._loaded = self._mirror.view(torch.uint8, 0, (nbytes,))
         self._offloaded = self._shard.view(torch.uint8, 0, (nbytes,))
-        return self._mirror
 
     def bind_reductions(self) -> None:
         """Build the reduction steps of the parameters that require grad now.
 
-        Partial sums that wait for an all-reduce belong to the steps that made them: while there
-        are any, these stay bound, and the new ones are built when `collect` takes the sums.
+        Partial sums that wait for an all-reduce belong to the steps that made them, which stay
+        bound until then; parameters that they do not know get steps besides.
         """
-        self._reductions_outdated = self.holds_partial_sums
-        if not self._reductions_outdated:
-            self._make_reductions()
-
-    @property
-    def holds_partial_sums(self) -> bool:
-        """Whether reductions without all-reduce left sums that wait for one."""
-        return any(reduction.partial_sums is not None for reduction in self._reductions)
-
-    def _make_reductions(self) -> None:
         assert self.layout is not None
+        kept = [r for r in self._reductions if r.partial_sums is not None]
+        known = {id(param) for reduction in kept for param in reduction.members}
+        self._rebinds = bool(kept)
         families: dict[ReductionSpec, list[tuple[ShardedParam, Slot]]] = {}
         for segment in self.layout.segments:
             for slot in segment.slots:
                 param = self.params[slot.index]
-                if param.sharded.requires_grad:
+                if param.sharded.requires_grad and id(param) not in known:
                     spec = self._reduction_spec(param, slot, segment.transport)
                     families.setdefault(spec, []).append((param, slot))
-        self._reductions = [
+        self._reductions = kept + [
             SegmentReduction(
                 [param for param, _ in members],
                 [slot for _, slot in members],
@@ -385,6 +388,8 @@ class ParamGroup:
                     for transport in route.casting:
                         transport.copy_in()
                 event = streams.record(Lane.COPY_IN, "copy-in done")
+                if route.loads:
+                    self._loaded_event = event
             streams.wait(Lane.ALL_GATHER, event, "all-gather after copy-in")
             with streams.on(Lane.ALL_GATHER):
                 for transport in route.gathering:
@@ -448,6 +453,12 @@ class ParamGroup:
         if self.observer is not None:
             self.observer("reshard", self.name)
 
+    def settle(self) -> None:
+        """Block the host until no copy reads offloaded shards, which it may write then (I8)."""
+        if self._loaded_event is not None:
+            self.streams.synchronize(self._loaded_event, "host after copy-in")
+            self._loaded_event = None
+
     def _release_full(self) -> None:
         if not self.options.keep_storage:
             self._full.release()
@@ -476,35 +487,32 @@ class ParamGroup:
             if unsharded is not None and unsharded.requires_grad != wanted:
                 unsharded.requires_grad_(wanted)
                 changed = True
-        if changed:
+        if changed or (self._rebinds and not self._has_partial_sums):
             self.bind_reductions()
 
     # ---- gradients
 
     def accumulate(self) -> None:
         """Keep this backward's gradients, unreduced, in the reduce dtype."""
-        self.accumulates = True
+        self._accumulated = True
         for reduction in self._reductions:
             for member in reduction.members:
                 member.accumulate(reduction.reduce_dtype)
 
-    def collect(self, all_reduce: bool = True) -> list[tuple[SegmentReduction, Job]]:
-        """Take the gradients that are there; empty where no parameter has one.
+    def collect(self, all_reduce: bool, fill: bool) -> list[tuple[SegmentReduction, Job]]:
+        """Take the gradients that are there; empty where there is nothing to reduce.
 
         Args:
-            all_reduce: whether the reduction to come sums over copies, partial sums included.
+            all_reduce: whether the reduction takes partial sums, too.
+            fill: whether absent gradients are taken as zeros, if the user asked for that.
         """
-        self.accumulates = False
-        jobs = self._jobs(self.options.reduce_unused, all_reduce)
-        if self._reductions_outdated and all_reduce:
-            self._reductions_outdated = False
-            self._make_reductions()
-            jobs += self._jobs(False, all_reduce)  # of parameters that require grad since
+        self._accumulated = False
+        jobs = []
+        for reduction in self._reductions:
+            job = reduction.collect(fill and self.options.reduce_unused, all_reduce)
+            if job is not None:
+                jobs.append((reduction, job))
         return jobs
-
-    def _jobs(self, take_missing: bool, all_reduce: bool) -> list[tuple[SegmentReduction, Job]]:
-        found = [(r, r.collect(take_missing, all_reduce)) for r in self._reductions]
-        return [(reduction, job) for reduction, job in found if job is not None]
 
     def reduce(
         self, jobs: list[tuple[SegmentReduction, Job]], all_reduce: bool
@@ -541,20 +549,20 @@ class ParamGroup:
                             for step in program.all_reduce:
                                 step(reduction, job)
                     done = streams.record(Lane.ALL_REDUCE, "all-reduce done")
-                on_host = any(program.host for program, _, _ in work)
-                pending = PendingReduction(self, jobs, scattered, done, on_host)
+                host = [(step, r, job) for program, r, job in work for step in program.host]
+                pending = PendingReduction(self, jobs, scattered, done, host)
         if self.observer is not None:
             self.observer("reduce", self.name)
         return pending
 
     def discard_gradients(self) -> None:
-        """Drop gradients that are not reduced yet, partial sums too."""
-        self.accumulates = False
+        """Drop gradients that are not reduced yet."""
+        self._accumulated = False
         for param in self.params:
             param.drop_gradient()
         for reduction in self._reductions:
             reduction.discard()
-        if self._reductions_outdated:
+        if self._rebinds:
             self.bind_reductions()
 
     # ---- state

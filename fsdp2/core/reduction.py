@@ -396,7 +396,8 @@ class SegmentReduction:
         if self.partial_sums is None:
             self.partial_sums, self._partial_present = job.flat, job.present
             return
-        self.kernels.add_many([self.partial_sums], [job.flat])
+        job.partial = self.partial_sums  # alive until this is over, though they may be discarded
+        self.kernels.add_many([job.partial], [job.flat])
         present = zip(self._partial_present, job.present, strict=True)
         self._partial_present = [before or now for before, now in present]
 
@@ -449,11 +450,11 @@ class SegmentReduction:
         return [view(flat, shape, strides, offset) for shape, strides, offset in self._rows_of]
 
     def collect(self, take_missing: bool, all_reduce: bool = True) -> Job | None:
-        """Take the members' gradients; ``None`` where no member has one.
+        """Take the members' gradients; ``None`` where there is nothing to reduce.
 
         Args:
             take_missing: reduce (as zeros, delivered too) members without a gradient.
-            all_reduce: whether partial sums that wait end in this reduction.
+            all_reduce: whether partial sums are reduced, too, so that they alone are enough.
         """
         grads: list[Any] = []
         missing = False
@@ -464,11 +465,12 @@ class SegmentReduction:
                 missing = True
         if not missing:
             return Job(grads, [True] * len(grads))
-        if self.partial_sums is None or not all_reduce:
-            if not take_missing and all(grad is None for grad in grads):
-                return None
+        waits = self.partial_sums is not None
+        if not take_missing and not (waits and all_reduce) and all(g is None for g in grads):
+            return None
+        if not waits:
             waiting = [take_missing] * len(grads)
-        else:  # sums of earlier backwards wait for an all-reduce, whatever this one brings
+        else:  # members with sums of earlier backwards are delivered, whatever this one brings
             waiting = [take_missing or before for before in self._partial_present]
         present = [wanted or grad is not None for wanted, grad in zip(waiting, grads, strict=True)]
         return Job([self._zeros(m, g) for m, g in zip(self.members, grads, strict=True)], present)
@@ -488,36 +490,42 @@ class SegmentReduction:
             self._staging.release()
 
 
+def _divide_flat(factor: float) -> Step:
+    return lambda self, job: self.kernels.divide(job.flat, factor)
+
+
 @dataclass
 class PendingReduction:
-    """A reduction on its way.
+    """A group's reduction on its way.
 
     Attributes:
-        group: the `ParamGroup` whose gradients it reduces.
-        jobs: what it works on: alive until COMPUTE is behind ``done``.
+        group: whose gradients it reduces.
+        jobs: what it works on: alive until COMPUTE is behind it (invariant I7).
         scattered: event behind the reduce-scatter: what it read may be freed.
         done: event behind everything; the same one where nothing follows the reduce-scatter.
-        on_host: whether the host delivers the result.
+        host: the steps by which the host delivers what was copied to it.
     """
 
     group: Any
     jobs: list[tuple[SegmentReduction, Job]]
     scattered: Any
     done: Any
-    on_host: bool
+    host: list[tuple[Step, SegmentReduction, Job]]
 
     def release_inputs(self) -> None:
         """Free what the reduce-scatters read, once COMPUTE is behind ``scattered``."""
-        for reduction, _ in self.jobs:
+        for reduction, job in self.jobs:
             reduction.release()
+            job.grads = []
+
+    def release_rest(self) -> None:
+        """Free what else is not delivered, once COMPUTE is behind ``done``."""
+        for _, job in self.jobs:
+            job.flat = job.result = job.partial = None
+        self.jobs = []
 
     def deliver(self) -> None:
         """Deliver what was copied to the host, once the host is behind ``done``."""
         with torch.no_grad():
-            for reduction, job in self.jobs:
-                for step in reduction.full.host:
-                    step(reduction, job)
-
-
-def _divide_flat(factor: float) -> Step:
-    return lambda self, job: self.kernels.divide(job.flat, factor)
+            for step, reduction, job in self.host:
+                step(reduction, job)

@@ -75,6 +75,7 @@ class Unit:
         self.visits: list[int] = []
         self.inside: list[int] = []
         self.began = 0
+        self.filled = True  # whether the last backward took its absent gradients as zeros
 
     @property
     def frees_after_forward(self) -> bool:
@@ -97,6 +98,11 @@ class Unit:
         """Free its gathered parameters; no-op where they are sharded."""
         for group in self.groups:
             group.reshard()
+
+    def settle(self) -> None:
+        """Block the host until it may write offloaded shards."""
+        for group in self.groups:
+            group.settle()
 
     def free_after_forward(self) -> None:
         """Free its gathered parameters, but keep a smaller group's rows where it has one."""
@@ -126,7 +132,7 @@ class Scheduler:
         manual: whether it leaves both to `finalize`, whatever ``is_last_backward`` says.
         resets: how often an iteration was given up.
         post_optim_event: recorded behind the optimizer's step by a user who runs it on a stream of
-            his own; the next forward's all-gathers wait for it.
+            his own; the next gather waits for it.
     """
 
     FORWARDS_REMEMBERED = 1024
@@ -154,6 +160,7 @@ class Scheduler:
         self._pending: list[PendingReduction] = []  # their inputs are alive
         self._summing: list[PendingReduction] = []  # their all-reduces may still run
         self._arriving: list[PendingReduction] = []  # on their way to the host
+        self._offloaded = [g for unit in units for g in unit.groups if g.offload is not None]
         self.post_optim_event: Any = None
         self.manual = False
         self.resets = 0
@@ -175,10 +182,6 @@ class Scheduler:
         self._cursor = -1
         self._running = []
         self._records_exits = expects_backward
-        if self.post_optim_event is not None:
-            for lane in (Lane.COPY_IN, Lane.ALL_GATHER):
-                self.streams.wait(lane, self.post_optim_event, "gathers after the optimizer")
-            self.post_optim_event = None
         if len(self._finished) > self.FORWARDS_REMEMBERED * len(self.units):
             self._forget_exits()  # forwards whose backward never came
         if expects_backward:
@@ -232,6 +235,7 @@ class Scheduler:
         self._orders[root] = self._running
         self._running = []
         self._drop_unused()  # at the loss, only what is kept on request is gathered
+        self._settle()
         self.forward_root = None
 
     def _advance(self, unit: Unit) -> bool:
@@ -263,6 +267,8 @@ class Scheduler:
         self._enter_backward(unit)
 
     def _enter_backward(self, unit: Unit) -> None:
+        if unit.phase is Phase.IDLE:
+            unit.filled = False
         unit.phase = Phase.BACKWARD
         if not unit.groups:
             return
@@ -318,22 +324,38 @@ class Scheduler:
         )
         if called_in_a_row and self._prefetched is None:
             self._prefetched = unit
-            self._finish(unit, reshard=False)
+            self._finish(unit, reshard=False, over=False)
         else:
-            self._finish(unit, reshard=unit.reshard_after_backward)
+            self._finish(unit, reshard=unit.reshard_after_backward, over=False)
 
-    def _finish(self, unit: Unit, reshard: bool) -> None:
+    def _finish(self, unit: Unit, reshard: bool, over: bool) -> None:
+        """Free and reduce.
+
+        Args:
+            unit: the unit.
+            reshard: whether to free.
+            over: whether the whole backward has run, not this call's alone.
+        """
+        # Once no more gradients are to come, absent ones may count as zeros.
+        fill = (over or not unit.visits) and unit.sync and not unit.filled
+        if fill:
+            unit.filled = True
+        first = True
         for group in unit.groups:
             if not unit.sync:
                 group.accumulate()
                 if reshard:
                     group.reshard()
                 continue
-            jobs = group.collect(unit.all_reduce)
+            # Where absent gradients count, ranks differ in which they have: one reduction takes
+            # them all, when none is to come any more (invariant I8).
+            waits = group.options.reduce_unused and not (fill or over)
+            jobs = [] if waits else group.collect(unit.all_reduce, fill)
             if reshard:
                 group.reshard()
             if jobs:
-                self._make_room(group)
+                self._make_room(group, first)
+                first = False
                 pending = group.reduce(jobs, unit.all_reduce)
                 if pending is not None:
                     self._pending.append(pending)
@@ -352,7 +374,8 @@ class Scheduler:
                 continue  # its backward is to come; it may be gathered for that
             ahead = unit is self._prefetched or unit in self._requested
             keep = ahead and not last
-            self._finish(unit, reshard=unit.reshard_after_backward and not keep)
+            reshard = unit.reshard_after_backward and not keep
+            self._finish(unit, reshard, over=True)
             unit.phase = Phase.IDLE
         if last:
             self._drop_unused()
@@ -366,7 +389,7 @@ class Scheduler:
             wait: whether gradients are there on return; else after `wait_for_reductions`.
         """
         for unit in self.units:
-            self._finish(unit, reshard=unit.reshard_after_backward)
+            self._finish(unit, unit.reshard_after_backward, over=True)
             unit.phase = Phase.IDLE
         self._drop_unused()
         self._forget_exits()
@@ -385,12 +408,14 @@ class Scheduler:
             unit.visits.clear()
             unit.inside.clear()
 
-    def _make_room(self, group: ParamGroup) -> None:
+    def _make_room(self, group: ParamGroup, first: bool) -> None:
         """Before ``group`` reduces: at most the window's reductions hold inputs, none of them its.
 
         A group stages its gradients in one buffer, which its own reduction before may still read.
+        The groups of a unit count as one: ``first`` says whether this is the first of them.
         """
-        self._retire(keep=self._window - 1)
+        if first:
+            self._retire(keep=self._window - 1)
         while any(pending.group is group for pending in self._pending):
             self._retire(keep=len(self._pending) - 1)
 
@@ -400,25 +425,34 @@ class Scheduler:
             pending = self._pending.pop(0)
             self.streams.wait(Lane.COMPUTE, pending.scattered, "compute after reduction")
             pending.release_inputs()
-            if pending.done is not pending.scattered:
+            if pending.host:
+                self._arriving.append(pending)
+            if pending.done is pending.scattered:
+                pending.release_rest()
+            else:
                 self._finish_all_reduces(keep=0)
                 self._summing.append(pending)
-            if pending.on_host:
-                self._arriving.append(pending)
 
     def _finish_all_reduces(self, keep: int) -> None:
         """Let COMPUTE wait for the oldest all-reduces; what they read may be freed then."""
         while len(self._summing) > keep:
             pending = self._summing.pop(0)
             self.streams.wait(Lane.COMPUTE, pending.done, "compute after all-reduce")
+            pending.release_rest()
+
+    def _settle(self) -> None:
+        """Forward or backward returns: the host may write offloaded shards (invariant I8)."""
+        for group in self._offloaded:
+            group.settle()
 
     def _drain(self, deliver: bool = True) -> None:
         """Wait for all reductions, and hand over what was copied to the host."""
         self._retire(keep=0)
         self._finish_all_reduces(keep=0)
+        self._settle()
         arriving, self._arriving = self._arriving, []
         for pending in arriving if deliver else ():
-            self.streams.synchronize(pending.done)
+            self.streams.synchronize(pending.done, "host after gradients")
             pending.deliver()
 
     # ---- on request
@@ -427,6 +461,10 @@ class Scheduler:
         """Issue the all-gathers of a unit; `wait` or its forward finishes them."""
         for group in unit.groups:
             if group.needs_gather:
+                if self.post_optim_event is not None:
+                    # COMPUTE, too, reads shards: on one rank. The side lanes wait for it anyway.
+                    event, self.post_optim_event = self.post_optim_event, None
+                    self.streams.wait(Lane.COMPUTE, event, "compute after the optimizer")
                 group.bind()
                 group.start_unshard()
 

@@ -11,23 +11,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
 
-from fsdp2.core.config import GroupOptions, MixedPrecisionPolicy
+from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPolicy
 from fsdp2.core.group import OptimizerSteps, ParamGroup
-from fsdp2.core.scheduler import Scheduler, Unit
+from fsdp2.core.post_forward import SmallerGroup
+from fsdp2.core.scheduler import Phase, Scheduler, Unit
+from fsdp2.core.streams import Lane
 from fsdp2.core.virtual import (
+    USER,
     VirtualCollectives,
     VirtualDevice,
     VirtualParam,
+    VirtualReplicas,
     VirtualTensor,
     _Counted,
 )
 
 Check = Callable[["Simulation", str], None]
+Shapes = Sequence[tuple[int, ...]]
 
 
 @dataclass(eq=False)
@@ -39,6 +44,7 @@ class Node:
         children: modules below it.
         calls: positions in ``children``, in the order its forward calls them.
         shapes: shapes of its own parameters; none gives a unit without groups.
+        more: shapes of parameters on meshes of their own, of half as many ranks: a group each.
         dim: the dim that those parameters are sharded on that have it, the others on dim 0.
         reshard_after_forward: as for `fully_shard`.
         grad_to_input: whether its inputs require grad, so that it sees its backward's end.
@@ -50,7 +56,8 @@ class Node:
     name: str
     children: list[Node] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
-    shapes: Sequence[tuple[int, ...]] = ((8, 8), (8,))
+    shapes: Shapes = ((8, 8), (8,))
+    more: Sequence[Shapes] = ()
     dim: int = 0
     reshard_after_forward: bool | None = None
     grad_to_input: bool = True
@@ -87,6 +94,10 @@ class Simulation:
         world_size: ranks of the shard axis.
         coalesces: whether the backend coalesces.
         precision: mixed precision, which adds casts.
+        copies: ranks of the replicate axis.
+        offload: whether shards and gradients live in CPU memory, and of which kind.
+        smaller: to how many ranks' shards forward frees, where that divides a group's ranks.
+        options: what else a user may change about groups.
         check: called after every step with this object and what was done.
 
     Attributes:
@@ -101,6 +112,10 @@ class Simulation:
         world_size: int = 2,
         coalesces: bool = True,
         precision: MixedPrecisionPolicy | None = None,
+        copies: int = 1,
+        offload: CPUOffloadPolicy | None = None,
+        smaller: int | None = None,
+        options: GroupOptions | None = None,
         check: Check | None = None,
     ) -> None:
         self.root = root
@@ -110,6 +125,10 @@ class Simulation:
         self._check = check
         self._precision = precision or MixedPrecisionPolicy()
         self._grad_dtype = self._precision.param_dtype or torch.float32
+        self._options = replace(options or GroupOptions(), precision=self._precision)
+        self._replicas = VirtualReplicas(device, copies) if copies > 1 else None
+        self._offload = offload
+        self._smaller = smaller
         for node in root.walk():
             self._make_unit(node, world_size, coalesces)
         units = [node.unit for node in root.walk() if node.unit is not None]
@@ -119,29 +138,43 @@ class Simulation:
     def _make_unit(self, node: Node, world_size: int, coalesces: bool) -> None:
         groups: list[ParamGroup] = []
         if node.shapes:
-            params = [
-                VirtualParam(
-                    self.device,
-                    f"{node.name}.{i}",
-                    shape,
-                    torch.float32,
-                    node.dim if node.dim < len(shape) else 0,
-                )
-                for i, shape in enumerate(node.shapes)
-            ]
-            group = ParamGroup(
-                node.name,
-                params,  # type: ignore[arg-type]  # simulated parameters, same interface
-                VirtualCollectives(self.device, world_size, coalesces),
-                self.device,
-                self.device,
-                GroupOptions(self._precision),
-                None,
-            )
-            group.adopt()
-            groups.append(group)
+            groups.append(self._make_group(node, node.name, node.shapes, world_size, coalesces))
+        for number, shapes in enumerate(node.more, 1):
+            name, ranks = f"{node.name}/{number}", max(world_size // 2, 1)
+            groups.append(self._make_group(node, name, shapes, ranks, coalesces))
         node.unit = Unit(node.name, groups)
         node.unit.reshard_after_forward = node.reshard_after_forward
+
+    def _make_group(
+        self, node: Node, name: str, shapes: Shapes, world_size: int, coalesces: bool
+    ) -> ParamGroup:
+        params = [
+            VirtualParam(
+                self.device,
+                f"{name}.{i}",
+                shape,
+                torch.float32,
+                node.dim if node.dim < len(shape) else 0,
+            )
+            for i, shape in enumerate(shapes)
+        ]
+        group = ParamGroup(
+            name,
+            params,  # type: ignore[arg-type]  # simulated parameters, same interface
+            VirtualCollectives(self.device, world_size, coalesces),
+            self.device,
+            self.device,
+            self._options,
+            None,
+            self._replicas,
+            self._offload,
+        )
+        group.adopt()
+        smaller = self._smaller
+        if smaller is not None and 1 < smaller < world_size and world_size % smaller == 0:
+            neighbours = VirtualCollectives(self.device, smaller, coalesces)
+            group.set_smaller_group(SmallerGroup(neighbours, None))  # type: ignore[arg-type]  # no mesh
+        return group
 
     # ---- an iteration
 
@@ -177,12 +210,47 @@ class Simulation:
         self.active.clear()
         self._done("end of backward")
 
+    def finalize(self, wait: bool) -> None:
+        """What a caller does who ends backwards himself; without ``wait`` he does it later."""
+        self.scheduler.finalize(wait)
+        self.active.clear()
+        self._done("finalize")
+        if not wait:
+            self.scheduler.wait_for_reductions()
+
+    def load_state_dict(self) -> None:
+        """Write shards, with whatever runs where they are."""
+        for node in self.root.walk():
+            for param in self._params(node):
+                assert param.rows is not None
+                self.device.run("load_state_dict", [], [param.rows])
+        OptimizerSteps.count += 1
+
     def optimizer_step(self) -> None:
         """Read gradients, write shards, drop gradients."""
         for node in self.root.walk():
             for param in self._params(node):
                 self._step(param)
         OptimizerSteps.count += 1
+
+    def step_elsewhere(self) -> None:
+        """As `optimizer_step`, on a stream of the user's, for whose event the next gathers wait.
+
+        Gradients stay, since that stream may still read them; see `drop_gradients`.
+        """
+        self.device.follow(USER, self.device.record(Lane.COMPUTE, "backward done"))
+        with self.device.on(USER):
+            for node in self.root.walk():
+                for param in self._params(node):
+                    self._update(param)
+        self.scheduler.post_optim_event = self.device.record(USER, "optimizer done")
+        OptimizerSteps.count += 1
+
+    def drop_gradients(self) -> None:
+        """As ``zero_grad()``."""
+        for node in self.root.walk():
+            for param in self._params(node):
+                param.gradient = None
 
     def step_in_backward(self, wanted: bool = True) -> None:
         """From now on a hook on each parameter does the step as soon as ``.grad`` is there."""
@@ -191,9 +259,12 @@ class Simulation:
                 param.hook = self._step if wanted else None
 
     def _step(self, param: VirtualParam) -> None:
+        self._update(param)
+        param.gradient = None
+
+    def _update(self, param: VirtualParam) -> None:
         if param.gradient is not None and param.rows is not None:
             self.device.run("step", [param.gradient, param.rows], [param.rows])
-        param.gradient = None
 
     @staticmethod
     def _params(node: Node) -> list[VirtualParam]:
@@ -212,6 +283,7 @@ class Simulation:
         call = Call(node)
         self.active.append(unit)
         self.scheduler.enter_forward(unit)
+        unit.sees_exit = node.grad_to_input
         self._compute(node, f"forward {node.name}")
         for position in node.calls:
             call.inner.append(self._forward(node.children[position]))
@@ -224,7 +296,9 @@ class Simulation:
     def _compute(self, node: Node, name: str) -> None:
         """Kernels that read the gathered parameters, and a new activation."""
         activation = VirtualTensor(_Counted(self.device, "activation"), (1,), torch.float32)
-        gathered = [p.gathered for p in self._params(node) if p.gathered is not None]
+        assert node.unit is not None
+        reads = name.startswith("forward") or node.unit.unshard_in_backward
+        gathered = [p.gathered for p in self._params(node) if reads and p.gathered is not None]
         self.device.run(name, gathered, [activation])
         self._done(name)
 
@@ -272,7 +346,11 @@ class Simulation:
         return [
             unit
             for unit in self.scheduler.units
-            if unit not in self.active and unit.is_gathered and not self._is_kept(unit)
+            if unit not in self.active
+            and unit.phase
+            is not Phase.BACKWARD  # backward skips it, and takes it along all the same
+            and unit.is_gathered
+            and not self._is_kept(unit)
         ]
 
     @staticmethod

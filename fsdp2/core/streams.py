@@ -50,8 +50,8 @@ class Streams(Protocol):
     def wait(self, lane: Lane, event: Any, label: str) -> None:
         """Make ``lane`` wait for ``event``; ``label`` names the order that this makes."""
 
-    def synchronize(self, event: Any) -> None:
-        """Block the host until ``event`` has happened: it is about to read what came off it."""
+    def synchronize(self, event: Any, label: str) -> None:
+        """Block the host until ``event`` has happened; ``label`` names the order made."""
 
     def on(self, lane: Lane) -> AbstractContextManager[object]:
         """Issue what is inside the ``with`` on ``lane``."""
@@ -79,7 +79,7 @@ class InlineStreams:
     def wait(self, lane: Lane, event: Any, label: str) -> None:
         """Nothing to wait for."""
 
-    def synchronize(self, event: Any) -> None:
+    def synchronize(self, event: Any, label: str) -> None:
         """Nothing to wait for."""
 
     def on(self, lane: Lane) -> AbstractContextManager[object]:
@@ -146,7 +146,7 @@ class DeviceStreams:
         if event is not None:
             event.wait(self._stream(lane))
 
-    def synchronize(self, event: torch.Event | None) -> None:
+    def synchronize(self, event: torch.Event | None, label: str) -> None:
         """Block the host."""
         if event is not None:
             event.synchronize()

@@ -31,11 +31,13 @@ class SegmentTransport:
         casts: whether copy_in does anything.
         early: whether the gathered buffer must be there before the collective.
         communicates: whether there is a collective.
+        aliases: whether gathered parameters are views of the shard.
     """
 
     casts = False
     early = False
     communicates = True
+    aliases = False
 
     def __init__(
         self, segment: Segment, shard: Any, full: Any, collectives: Collectives, kernels: Kernels
@@ -216,6 +218,7 @@ class LocalTransport(SegmentTransport):
         super().__init__(segment, shard, full, collectives, kernels)
         self._flat = self._shard_flat()
         self._target: Any = None
+        self.aliases = not self.casts
         if self.casts:
             self._target = full.view(
                 segment.full_dtype, segment.full_byte_offset, (segment.shard_numel,)

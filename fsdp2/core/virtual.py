@@ -3,7 +3,7 @@
 The group, transports, reductions and scheduler run on it unchanged. Every operation says which
 buffers it reads and writes, and a happens-before checker finds every order that no event makes:
 
-    VirtualDevice ── Streams       record, wait, on
+    VirtualDevice ── Streams       record, wait, synchronize, on
                   ── Kernels       transient, flat, empty, copy, …
                   ── trace         [Op, Op, …] in the order of the host's calls
                   ── races         ["…", …], empty if the schedule is right
@@ -16,6 +16,13 @@ before another if the second's clock covers it. For each buffer the checker dema
     before this one was allocated on the same lane: a caching allocator may have handed out their
     memory at once;
   - no access comes after the free.
+
+Two more places than lanes have clocks. On HOST runs what touches CPU memory only: an optimizer that
+steps on offloaded shards, a gradient that arrived. Whatever is issued on a lane is behind the host;
+the host is behind a lane only where it waits (`synchronize`). CPU memory is reused late enough:
+torch keeps page-locked memory until its copies are over, and a copy with other memory is over when
+its call returns. USER is a stream of the user's, which the lanes know by its events only.
+
 Dropping a wait (`drop_wait`) shows that the checker notices.
 """
 
@@ -25,6 +32,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -34,8 +42,20 @@ from fsdp2.core.collectives import ReduceKind
 from fsdp2.core.layout import Slot
 from fsdp2.core.streams import Lane
 
+
+class Beside(IntEnum):
+    """What runs beside the lanes."""
+
+    HOST = len(Lane)
+    USER = len(Lane) + 1
+
+
+Place = Lane | Beside
+PLACES: tuple[Place, ...] = (*Lane, *Beside)
+HOST, USER = Beside.HOST, Beside.USER
+
 Clock = tuple[int, ...]
-_ZERO: Clock = (0,) * len(Lane)
+_ZERO: Clock = (0,) * len(PLACES)
 
 
 def _join(a: Clock, b: Clock) -> Clock:
@@ -55,14 +75,14 @@ class Op:
 
     Attributes:
         lane: where it runs.
-        kind: "alloc", "free", "wait", "record" or the kernel's name.
+        kind: "alloc", "free", "wait", "record", "synchronize" or the kernel's name.
         label: what it is about.
         reads: the buffers it reads.
         writes: the buffers it writes; of "alloc" and "free" the buffer that comes or goes.
         event: number of the event that is recorded or waited for, else -1.
     """
 
-    lane: Lane
+    lane: Place
     kind: str
     label: str
     reads: tuple[Allocation, ...] = ()
@@ -81,12 +101,12 @@ class Op:
 class Allocation:
     """One life of a buffer, from allocation to free."""
 
-    def __init__(self, name: str, lane: Lane, after: Clock) -> None:
+    def __init__(self, name: str, lane: Place, after: Clock) -> None:
         self.name = name
-        self.lane = lane
+        self.lane = lane  # whose allocator it is from; HOST for CPU memory
         self.after = after  # all accesses of buffers whose memory this one may have
-        self.write: tuple[Lane, int] | None = None
-        self.reads: dict[Lane, int] = {}
+        self.write: tuple[Place, int] | None = None
+        self.reads: dict[Place, int] = {}
         self.last = list(_ZERO)  # the last access on each lane
         self.freed = False
 
@@ -139,6 +159,7 @@ class VirtualTransient:
         self.device = device
         self.name = name
         self.nbytes = nbytes
+        self.pinned = False
         self.allocation: Allocation | None = None
         self.acquire()
 
@@ -183,34 +204,42 @@ class VirtualDevice:
         self.live: set[Allocation] = set()
         self._drop_wait = drop_wait
         self._events = 0
-        self._lane = Lane.COMPUTE
-        self._clocks = dict.fromkeys(Lane, _ZERO)
-        self._released = dict.fromkeys(Lane, _ZERO)
+        self._lane: Place = Lane.COMPUTE
+        self._clocks: dict[Place, Clock] = dict.fromkeys(PLACES, _ZERO)
+        self._released: dict[Place, Clock] = dict.fromkeys(PLACES, _ZERO)
 
     # ---- Streams
 
-    def record(self, lane: Lane, label: str) -> VirtualEvent:
+    def record(self, lane: Place, label: str) -> VirtualEvent:
         event = VirtualEvent(self._events, self._clocks[lane])
         self._events += 1
         self.trace.append(Op(lane, "record", label, event=event.number))
         return event
 
-    def wait(self, lane: Lane, event: VirtualEvent, label: str) -> None:
-        number = len(self.waits)
-        self.waits.append(label)
-        if number == self._drop_wait:
-            return
+    def wait(self, lane: Place, event: VirtualEvent, label: str) -> None:
+        if not self._is_dropped(label):
+            self.follow(lane, event, label)
+
+    def follow(self, lane: Place, event: VirtualEvent, label: str = "") -> None:
+        """A wait that is never dropped, such as the user's own."""
         self.trace.append(Op(lane, "wait", label, event=event.number))
         self._clocks[lane] = _join(self._clocks[lane], event.clock)
 
-    def synchronize(self, event: VirtualEvent) -> None:
+    def synchronize(self, event: VirtualEvent, label: str) -> None:
         """The host waits, and whatever it issues next is behind the event."""
-        for lane in Lane:
-            self._clocks[lane] = _join(self._clocks[lane], event.clock)
-        self.trace.append(Op(Lane.COMPUTE, "synchronize", "", event=event.number))
+        if not self._is_dropped(label):
+            self._synchronize(event, label)
+
+    def _synchronize(self, event: VirtualEvent, label: str) -> None:
+        self.trace.append(Op(HOST, "synchronize", label, event=event.number))
+        self._clocks[HOST] = _join(self._clocks[HOST], event.clock)
+
+    def _is_dropped(self, label: str) -> bool:
+        self.waits.append(label)
+        return len(self.waits) - 1 == self._drop_wait
 
     @contextmanager
-    def on(self, lane: Lane) -> Iterator[None]:
+    def on(self, lane: Place) -> Iterator[None]:
         outer, self._lane = self._lane, lane
         try:
             yield
@@ -232,6 +261,8 @@ class VirtualDevice:
         self.live.discard(allocation)
         allocation.freed = True
         lane = allocation.lane
+        if lane is HOST:
+            return
         self._released[lane] = _join(self._released[lane], tuple(allocation.last))
 
     # ---- operations
@@ -239,18 +270,30 @@ class VirtualDevice:
     def run(
         self, kind: str, reads: Sequence[VirtualTensor], writes: Sequence[VirtualTensor]
     ) -> None:
-        """An operation on the current lane; of tensors without elements it touches nothing."""
-        lane = self._lane
-        clock = list(self._clocks[lane])
-        clock[lane] += 1
-        self._clocks[lane] = now = tuple(clock)
+        """An operation on the current lane, or on the host if all it touches is CPU memory.
+
+        Of tensors without elements it touches nothing.
+        """
         seen_reads = self._allocations(kind, reads)
         seen_writes = self._allocations(kind, writes)
+        lane = self._place(seen_reads, seen_writes)
+        clock = list(_join(self._clocks[lane], self._clocks[HOST]))  # the host issues it
+        clock[lane] += 1
+        self._clocks[lane] = now = tuple(clock)
         self.trace.append(Op(lane, kind, "", tuple(seen_reads), tuple(seen_writes)))
         for allocation in seen_reads:
             self._check_read(kind, lane, now, allocation)
         for allocation in seen_writes:
             self._check_write(kind, lane, now, allocation)
+
+    def _place(self, reads: list[Allocation], writes: list[Allocation]) -> Place:
+        for buffer in reads:
+            if buffer.lane is not HOST:
+                return self._lane
+        for buffer in writes:
+            if buffer.lane is not HOST:
+                return self._lane
+        return HOST if reads or writes else self._lane
 
     def _allocations(self, kind: str, tensors: Sequence[VirtualTensor]) -> list[Allocation]:
         found: dict[Allocation, None] = {}
@@ -264,7 +307,7 @@ class VirtualDevice:
                 found[allocation] = None
         return list(found)
 
-    def _check_read(self, kind: str, lane: Lane, now: Clock, buffer: Allocation) -> None:
+    def _check_read(self, kind: str, lane: Place, now: Clock, buffer: Allocation) -> None:
         self._check_reuse(kind, now, buffer)
         if buffer.write is None:
             self.races.append(f"{kind} reads {buffer.name}, which nothing wrote")
@@ -273,7 +316,7 @@ class VirtualDevice:
         buffer.reads[lane] = now[lane]
         buffer.last[lane] = now[lane]
 
-    def _check_write(self, kind: str, lane: Lane, now: Clock, buffer: Allocation) -> None:
+    def _check_write(self, kind: str, lane: Place, now: Clock, buffer: Allocation) -> None:
         self._check_reuse(kind, now, buffer)
         if buffer.write is not None and now[buffer.write[0]] < buffer.write[1]:
             self.races.append(f"{kind} writes {buffer.name} while {_name(buffer.write)} writes it")
@@ -289,7 +332,7 @@ class VirtualDevice:
     def _check_reuse(self, kind: str, now: Clock, buffer: Allocation) -> None:
         if all(map(operator.ge, now, buffer.after)):
             return
-        for lane, count in zip(Lane, buffer.after, strict=True):
+        for lane, count in zip(PLACES, buffer.after, strict=True):
             if now[lane] < count:
                 self.races.append(
                     f"{kind} uses {buffer.name}, whose memory {_name((lane, count))} still uses"
@@ -304,12 +347,22 @@ class VirtualDevice:
         return VirtualTransient(self, nbytes, "shard")
 
     def host_flat(self, nbytes: int, on_meta: bool, pin: bool) -> VirtualTransient:
-        return VirtualTransient(self, nbytes, "host shard")
+        with self.on(HOST):
+            buffer = VirtualTransient(self, nbytes, "host shard")
+        buffer.pinned = pin
+        return buffer
 
     def to_host(self, source: VirtualTensor, pin: bool) -> VirtualTensor:
-        target = VirtualTensor(_Counted(self, "host gradient"), source.shape, source.dtype)
+        with self.on(HOST):
+            target = VirtualTensor(_Counted(self, "host gradient"), source.shape, source.dtype)
         self.run("to_host", [source], [target])
+        if not pin:
+            self._come_back()
         return target
+
+    def _come_back(self) -> None:
+        """A copy with CPU memory that is not page-locked: its call returns when it is over."""
+        self._synchronize(self.record(self._lane, ""), "")
 
     def empty(self, numel: int, dtype: torch.dtype, name: str) -> VirtualTensor:
         return VirtualTensor(_Counted(self, name), (numel,), dtype)
@@ -328,7 +381,10 @@ class VirtualDevice:
         return VirtualTensor(flat.owner, shape, flat.dtype)
 
     def copy(self, target: VirtualTensor, source: VirtualTensor) -> None:
-        self.run("copy", [source], [target])
+        loads = source.allocation is not None and source.allocation.lane is HOST
+        self.run("load" if loads else "copy", [source], [target])
+        if loads and not source.owner.pinned:
+            self._come_back()
 
     def copy_many(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
         self.run("copy", sources, targets)
@@ -350,7 +406,7 @@ def _names(buffers: Sequence[Allocation]) -> str:
     return ", ".join(buffer.name for buffer in buffers) or "-"
 
 
-def _name(access: tuple[Lane, int]) -> str:
+def _name(access: tuple[Place, int]) -> str:
     return f"{access[0].name.lower()}#{access[1]}"
 
 

@@ -6,14 +6,15 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import Any
 
 import torch
 
-from fsdp2.core.config import MixedPrecisionPolicy
+from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPolicy
 from fsdp2.core.scheduler import Phase, Unit
 from fsdp2.core.simulate import Node, Simulation
 from fsdp2.core.streams import Lane
-from fsdp2.core.virtual import Allocation, VirtualDevice
+from fsdp2.core.virtual import HOST, Allocation, Place, VirtualDevice, VirtualTensor
 
 MAX_DEPTH = 4
 MAX_NODES = 9
@@ -37,6 +38,42 @@ PRECISIONS = (
     MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
 )
 
+OFFLOADS = (None, None, None, CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False))
+
+
+def random_settings(
+    rng: random.Random, device: VirtualDevice, ranks: Sequence[int]
+) -> dict[str, Any]:
+    """What a simulation takes besides its model and its device."""
+
+    def hook(flat: VirtualTensor) -> None:
+        device.run("hook", [flat], [flat])
+
+    options = GroupOptions(
+        divide_factor=rng.choice((None, None, 3.0)),
+        sum_only=rng.random() < 0.2,
+        reduce_unused=rng.random() < 0.15,
+        keep_storage=rng.random() < 0.15,
+        all_reduce_hook=hook if rng.random() < 0.2 else None,  # type: ignore[arg-type]  # simulated
+    )
+    return {
+        "world_size": rng.choice(ranks),
+        "coalesces": rng.random() < 0.6,
+        "precision": rng.choice(PRECISIONS),
+        "copies": rng.choice((1, 1, 2)),
+        "offload": rng.choice(OFFLOADS),
+        "smaller": rng.choice((None, None, 2)),
+        "options": options,
+    }
+
+
+def random_flags(rng: random.Random, sim: Simulation) -> None:
+    """Flags of units that change schedules and leave the results as they are."""
+    for unit in sim.scheduler.units:
+        unit.input_buffers = rng.choice((1, 1, 1, 1, 1, 1, 2, 3))
+        unit.unshard_in_backward = rng.random() < 0.9
+    sim.scheduler.refresh()
+
 
 def random_tree(rng: random.Random, plain: bool = False) -> Node:
     """A root with up to `MAX_NODES` nodes below; ``plain`` leaves all outputs and inputs in use."""
@@ -56,6 +93,8 @@ def random_tree(rng: random.Random, plain: bool = False) -> Node:
             node.grad_to_input = rng.random() < 0.8
             node.used = rng.random() < 0.9
             node.absent = rng.choice((0, 0, 0, 1))
+            if rng.random() < 0.15:
+                node.more = [rng.choice(shapes) or ((8, 8),)]
         parent.children.append(node)
         if depth + 1 < MAX_DEPTH:
             open_nodes.append((node, depth + 1))
@@ -85,7 +124,7 @@ def calls_below(node: Node) -> int:
 
 def communicates(node: Node) -> bool:
     """Whether its parameters have elements, so that there is something to gather and reduce."""
-    return any(0 not in shape for shape in node.shapes)
+    return any(0 not in shape for shapes in (node.shapes, *node.more) for shape in shapes)
 
 
 def calls_of(root: Node) -> Counter[Node]:
@@ -96,15 +135,23 @@ def calls_of(root: Node) -> Counter[Node]:
     return calls
 
 
-_LANES = {
-    "alloc": Lane.COMPUTE,  # invariant I2
-    "gradient": Lane.COMPUTE,
-    "copy_out": Lane.COMPUTE,
-    "chunk_cat": Lane.COMPUTE,
-    "all_gather": Lane.ALL_GATHER,
-    "reduce_scatter": Lane.REDUCE,
-    "divide": Lane.REDUCE,
+_LANES: dict[str, tuple[Place, ...]] = {
+    "alloc": (Lane.COMPUTE, HOST),  # invariant I2
+    "gradient": (Lane.COMPUTE,),
+    "copy_out": (Lane.COMPUTE,),
+    "chunk_cat": (Lane.COMPUTE,),
+    "load": (Lane.COPY_IN,),
+    "all_gather": (Lane.ALL_GATHER,),
+    "reduce_scatter": (Lane.REDUCE,),
+    "all_reduce": (Lane.ALL_REDUCE,),
+    "to_host": (Lane.REDUCE, Lane.ALL_REDUCE),
+    "synchronize": (HOST,),
 }
+
+
+def _unit_of(group: str) -> str:
+    """The unit of a group of this name; a unit's further groups are called unit/1, unit/2, …"""
+    return group.partition("/")[0]
 
 
 class InterruptError(Exception):
@@ -113,6 +160,8 @@ class InterruptError(Exception):
 
 class Watch:
     """Looks at a simulation after every step and notes what went wrong.
+
+    Its settings are random but for those that are ``wanted``.
 
     Attributes:
         problems: a sentence each.
@@ -130,6 +179,7 @@ class Watch:
         bounded: bool = True,
         device: VirtualDevice | None = None,
         ranks: Sequence[int] = (1, 2, 2, 4, 4),
+        **wanted: Any,
     ) -> None:
         self.problems: list[str] = []
         self.gathers: Counter[str] = Counter()
@@ -139,27 +189,34 @@ class Watch:
         self.at_each_step: Callable[[], None] = lambda: None
         self.device = device or VirtualDevice()
         self._bounded = bounded
-        self._owed: set[str] = set()  # units that have gradients to reduce
+        self._owed: set[str] = set()  # groups that have gradients to reduce
+        self._partial: set[str] = set()  # groups that may have partial sums
         self._excused: set[Allocation] = set()  # gradients that an exception cost
         self._seen = 0
         self._arriving: set[str] = set()
         self._waiting: list[Unit] = []  # gathered at the last step, for what is to come
         self._silent = {node.name for node in root.walk() if not communicates(node)}
-        self._hollow = {node.name for node in root.walk() if any(0 in s for s in node.shapes)}
+        self._hollow = {
+            f"{node.name}/{number}" if number else node.name
+            for node in root.walk()
+            for number, shapes in enumerate((node.shapes, *node.more))
+            if any(0 in shape for shape in shapes)
+        }
         self._kept: set[Unit] = set()  # by the last backward, whatever the flags are now
         self.sim = Simulation(
             root,
             self.device,
-            world_size=rng.choice(ranks),
-            coalesces=rng.random() < 0.6,
-            precision=rng.choice(PRECISIONS),
             check=self._check,
+            **(random_settings(rng, self.device, ranks) | wanted),
         )
-        for unit in self.sim.scheduler.units:
+        units = self.sim.scheduler.units
+        for unit in units:
             for group in unit.groups:
                 group.observer = self._observe
                 group.bind()  # what it keeps for good is allocated now
         self._kept_for_good = self.live()
+        self._fills = any(g.options.reduce_unused for u in units for g in u.groups)
+        self._keeps_storage = any(g.options.keep_storage for u in units for g in u.groups)
 
     # ---- while it runs
 
@@ -175,8 +232,11 @@ class Watch:
             self._arriving.discard(name)
             self.wasted += 1
         elif operation == "reduce":
-            if name not in self._owed and name not in self._hollow:
+            unit = next(u for u in self.sim.scheduler.units if u.name == _unit_of(name))
+            known = self._owed | self._hollow | (self._partial if unit.all_reduce else set())
+            if name not in known and not self._fills:  # else skipped units reduce zeros
                 self._say(f"{name} is reduced without new gradients")
+            (self._partial.discard if unit.all_reduce else self._partial.add)(name)
             self._owed.discard(name)
 
     def _follow_gradients(self) -> None:
@@ -195,10 +255,12 @@ class Watch:
             if not sim.scheduler.is_last_backward:
                 what = "backward that is not the last"
                 lost = [unit for unit in self._waiting if not unit.is_gathered]
-                if lost:
+                if lost and not self._fills:  # else backward takes along what it skips
                     self._say(f"{lost} were gathered for a backward to come, and freed")
         idle = [unit for unit in sim.scheduler.units if unit.phase is Phase.IDLE]
         self._waiting = [unit for unit in (*ahead, *idle) if unit.is_gathered]
+        if what == "finalize":
+            what = "end of backward"
         self.log.append(("step", what))
         if self._bounded and len(ahead) > (0 if what == "loss" else 1):
             self._say(f"after {what} {ahead} are gathered")
@@ -223,6 +285,7 @@ class Watch:
         self.sim.calls.clear()
         self._follow_gradients()
         self._owed.clear()
+        self._partial.clear()
         self._arriving.clear()
         self.log.append(("step", "reset"))
         self._excused |= {b for op in self.device.trace if op.kind == "gradient" for b in op.writes}
@@ -230,7 +293,8 @@ class Watch:
     def check_reduced(self) -> None:
         """After a backward: no unit that syncs has gradients left, every other keeps its own."""
         self._follow_gradients()
-        left = self._owed & {unit.name for unit in self.sim.scheduler.units if unit.sync}
+        syncing = {unit.name for unit in self.sim.scheduler.units if unit.sync}
+        left = {name for name in self._owed if _unit_of(name) in syncing}
         if left:
             self._say(f"{sorted(left)} have gradients that were not reduced")
 
@@ -245,9 +309,9 @@ class Watch:
         read: set[Allocation] = set()
         gradients: set[Allocation] = set()
         for op in self.device.trace:
-            lane = _LANES.get(op.kind, op.lane)
-            if op.lane is not lane:
-                self._say(f"'{op}' is not on {lane.name}")
+            lanes = _LANES.get(op.kind, (op.lane,))
+            if op.lane not in lanes:
+                self._say(f"'{op}' is not on {lanes[0].name}")
             if op.kind == "gradient":
                 gradients.update(op.writes)
             else:
@@ -265,23 +329,34 @@ class Watch:
         again itself where an optimizer step changed it. A guess with nothing to gather is not in
         the log.
         """
+        log = self._unit_log()
         arriving: set[str] = set()
-        for position, (kind, name) in enumerate(self.log):
+        for position, (kind, name) in enumerate(log):
             if kind == "all_gather":
                 arriving.add(name)
             elif kind == "finish":
                 arriving.discard(name)
             elif kind == "reshard" and name in arriving:
                 arriving.discard(name)
-                what, other = self.log[position + 1]
-                guess = what == "all_gather" and self.log[position + 2] != ("finish", other)
+                what, other = log[position + 1]
+                guess = what == "all_gather" and log[position + 2] != ("finish", other)
                 guess = guess or bool(self._silent)
-                if not guess and other != name and not self._is_end(position):
+                if not guess and other != name and not self._is_end(log, position):
                     self._say(f"{name} was gathered ahead, and freed for {what} {other}")
 
-    def _is_end(self, position: int) -> bool:
+    def _unit_log(self) -> list[tuple[str, str]]:
+        """The log with one entry for what all groups of a unit do."""
+        log: list[tuple[str, str]] = []
+        for kind, name in self.log:
+            entry = (kind, name if kind == "step" else _unit_of(name))
+            if kind == "step" or log[-1:] != [entry]:
+                log.append(entry)
+        return log
+
+    @staticmethod
+    def _is_end(log: list[tuple[str, str]], position: int) -> bool:
         """Whether in the log a forward or the last backward ends here, or is given up."""
-        steps = (name for kind, name in islice(self.log, position, None) if kind == "step")
+        steps = (name for kind, name in islice(log, position, None) if kind == "step")
         step = next(steps)
         if step.startswith("exit forward"):  # that of the root comes right before the loss
             step = next(steps)
@@ -294,10 +369,15 @@ class Watch:
     def check_live(self, padding: bool = True) -> None:
         """After an iteration in which nothing is kept: no allocation came or went.
 
+        Gathered memory may stay where ``keep_storage`` says so.
+
         Args:
             padding: ``False`` where frozen parameters changed the reductions, which own it.
         """
         live, wanted = self.live(), Counter(self._kept_for_good)
+        for name in list(live):
+            if name.startswith("gathered") and self._keeps_storage:
+                del live[name]
         if not padding:
             live.pop("padding", None)
             wanted.pop("padding", None)

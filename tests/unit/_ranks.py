@@ -1,6 +1,7 @@
 """Ranks as threads, and collectives between them that only move tensors: no process group.
 
-results = run_ranks(4, lambda collectives: ...)      one result a rank
+results = run_ranks(4, lambda collectives: ...)                one result a rank
+results = run_mesh(2, 4, lambda collectives, replicas: ...)    2 copies of 4 ranks, row by row
 """
 
 from __future__ import annotations
@@ -96,6 +97,52 @@ class ThreadCollectives:
         output.view(-1).copy_(total / self.size if kind.average else total)
 
 
+class ThreadReplicas:
+    """All-reduces of one rank among its copies.
+
+    Attributes:
+        size: number of copies.
+        rank: which one this is.
+        calls: the kinds of the all-reduces that this rank took part in.
+    """
+
+    def __init__(self, meeting: _Meeting, size: int, rank: int) -> None:
+        self._meeting = meeting
+        self.size = size
+        self.rank = rank
+        self.calls: list[str] = []
+
+    def all_reduce(self, tensor: torch.Tensor, kind: ReduceKind) -> None:
+        assert tensor.ndim == 1
+        assert kind.factor is None
+        self.calls.append("avg" if kind.average else "sum")
+        values = self._meeting.exchange(self.rank, tensor.clone())
+        total = values[0].clone()
+        for value in values[1:]:
+            total += value
+        tensor.copy_(total / self.size if kind.average else total)
+
+
+def run_mesh(
+    copies: int,
+    size: int,
+    body: Callable[[ThreadCollectives, ThreadReplicas], T],
+    coalesces: bool = True,
+    premultiplies: bool = False,
+) -> list[T]:
+    """As `run_ranks`, for ``copies`` times ``size`` ranks."""
+    rows = [_Meeting(size) for _ in range(copies)]
+    columns = [_Meeting(copies) for _ in range(size)]
+
+    def run(position: int) -> T:
+        copy, rank = divmod(position, size)
+        replicas = ThreadReplicas(columns[rank], copies, copy)
+        collectives = ThreadCollectives(rows[copy], size, rank, coalesces, premultiplies)
+        return body(collectives, replicas)
+
+    return _run_threads(copies * size, run, [*rows, *columns])
+
+
 def run_ranks(
     size: int,
     body: Callable[[ThreadCollectives], T],
@@ -106,14 +153,22 @@ def run_ranks(
     meeting = _Meeting(size)
 
     def run(rank: int) -> T:
+        return body(ThreadCollectives(meeting, size, rank, coalesces, premultiplies))
+
+    return _run_threads(size, run, [meeting])
+
+
+def _run_threads(count: int, run: Callable[[int], T], meetings: Sequence[_Meeting]) -> list[T]:
+    def attempt(position: int) -> T:
         try:
-            return body(ThreadCollectives(meeting, size, rank, coalesces, premultiplies))
+            return run(position)
         except BaseException:
-            meeting.leave()
+            for meeting in meetings:
+                meeting.leave()
             raise
 
-    with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(run, rank) for rank in range(size)]
+    with ThreadPoolExecutor(count) as pool:
+        futures = [pool.submit(attempt, position) for position in range(count)]
     errors = [error for future in futures if (error := future.exception()) is not None]
     broken = threading.BrokenBarrierError
     for error in sorted(errors, key=lambda error: isinstance(error, broken)):

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdp2.core.streams import Lane
-from fsdp2.core.virtual import Allocation, Op
+from fsdp2.core.virtual import PLACES, Allocation, Op, Place
 
 _COLUMN = 28
 
@@ -24,15 +24,15 @@ _COLUMN = 28
 def render(trace: Sequence[Op], start: int = 0) -> str:
     """The operations from position ``start`` on, grouped by lane."""
     names = _Names()
-    lines: dict[Lane, list[str]] = {lane: [] for lane in Lane}
-    waits: dict[Lane, list[str]] = {lane: [] for lane in Lane}
-    last = dict.fromkeys(Lane, "")
+    lines: dict[Place, list[str]] = {lane: [] for lane in PLACES}
+    waits: dict[Place, list[str]] = {lane: [] for lane in PLACES}
+    last: dict[Place, str] = dict.fromkeys(PLACES, "")
     events: dict[int, str] = {}
     for position, op in enumerate(trace):
         name = names.of(op)
         if op.kind == "record":
             events[op.event] = _waited_for(op.lane, last[op.lane])
-        elif op.kind == "wait":
+        elif op.kind in ("wait", "synchronize"):
             waits[op.lane] += [event for event in (events[op.event],) if event]
         elif name and op.kind == "alloc":
             _add(lines[op.lane], name, [])
@@ -47,7 +47,7 @@ def render(trace: Sequence[Op], start: int = 0) -> str:
             _add(lines[lane], "end", left)
     return "\n".join(
         f"{lane.name.lower()}:\n" + "\n".join(f"  {line}" for line in lines[lane])
-        for lane in Lane
+        for lane in PLACES
         if lines[lane]
     )
 
@@ -60,7 +60,7 @@ def _add(lines: list[str], name: str, waits: list[str]) -> None:
         lines.append(name)
 
 
-def _waited_for(lane: Lane, name: str) -> str:
+def _waited_for(lane: Place, name: str) -> str:
     """What an event stands for; "" where nothing ran on its lane, so that it orders nothing."""
     return f"compute {name}" if name and lane is Lane.COMPUTE else name
 

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from fsdp2.core.streams import Lane
-from fsdp2.core.virtual import Allocation, Op, VirtualDevice, VirtualTensor
+from fsdp2.core.virtual import PLACES, Allocation, Op, Place, VirtualDevice, VirtualTensor
 
 
 def replay(trace: Sequence[Op]) -> VirtualDevice:
@@ -21,7 +20,9 @@ def replay(trace: Sequence[Op]) -> VirtualDevice:
         if op.kind == "record":
             events[op.event] = device.record(op.lane, op.label)
         elif op.kind == "wait":
-            device.wait(op.lane, events[op.event], op.label)
+            device.follow(op.lane, events[op.event], op.label)
+        elif op.kind == "synchronize":
+            device.synchronize(events[op.event], op.label)
         elif op.kind == "free":
             device.free(twins[op.writes[0]].owner.allocation)
         elif op.kind == "alloc":
@@ -53,7 +54,7 @@ def with_early_frees(trace: Sequence[Op]) -> list[list[Op]]:
 
 def with_stale_events(trace: Sequence[Op]) -> list[list[Op]]:
     """For each wait, the trace with a wait for the event recorded before on the same lane."""
-    history: dict[Lane, list[int]] = {lane: [] for lane in Lane}
+    history: dict[Place, list[int]] = {lane: [] for lane in PLACES}
     earlier: dict[int, int] = {}
     variants = []
     for position, op in enumerate(trace):
@@ -61,7 +62,7 @@ def with_stale_events(trace: Sequence[Op]) -> list[list[Op]]:
             if history[op.lane]:
                 earlier[op.event] = history[op.lane][-1]
             history[op.lane].append(op.event)
-        elif op.kind == "wait" and op.event in earlier:
+        elif op.kind in ("wait", "synchronize") and op.event in earlier:
             stale = replace(op, event=earlier[op.event])
             variants.append([*trace[:position], stale, *trace[position + 1 :]])
     return variants

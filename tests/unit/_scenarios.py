@@ -9,11 +9,19 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from fsdp2.core.config import CPUOffloadPolicy
 from fsdp2.core.group import OptimizerSteps
 from fsdp2.core.scheduler import Unit
 from fsdp2.core.simulate import Node, Simulation
 from fsdp2.core.virtual import VirtualDevice
-from tests.unit._random_models import InterruptError, Watch, calls_of, random_tree, shuffle_calls
+from tests.unit._random_models import (
+    InterruptError,
+    Watch,
+    calls_of,
+    random_flags,
+    random_tree,
+    shuffle_calls,
+)
 
 Scenario = Callable[[random.Random, VirtualDevice], Watch]
 
@@ -60,6 +68,7 @@ def changing(rng: random.Random, device: VirtualDevice) -> Watch:
     root = random_tree(rng)
     watch = Watch(rng, root, device=device)
     for _ in range(3):
+        random_flags(rng, watch.sim)
         _iterate(watch)
         shuffle_calls(rng, root)
     return watch
@@ -119,14 +128,129 @@ def accumulation(rng: random.Random, device: VirtualDevice) -> Watch:
             everywhere = rng.random() < 0.5
             for unit in units:
                 unit.sync = not everywhere and rng.random() < 0.4
+                unit.all_reduce = rng.random() < 0.5
                 unit.reshard_after_backward = rng.random() < 0.6
             sim.scheduler.is_last_backward = rng.random() < 0.5
             sim.iteration(step=False)
             watch.check_reduced()
         for unit in units:
-            unit.sync = unit.reshard_after_backward = True
+            unit.sync = unit.all_reduce = unit.reshard_after_backward = True
         sim.scheduler.is_last_backward = True
+        random_flags(rng, sim)
         _iterate(watch)
+    return watch
+
+
+def replicated(rng: random.Random, device: VirtualDevice) -> Watch:
+    """Copies, whose sums are partial for some backwards; some of those are given up."""
+    root = random_tree(rng)
+    watch = Watch(rng, root, device=device, copies=2)
+    sim = watch.sim
+    units = sim.scheduler.units
+    for _ in range(2):
+        random_flags(rng, sim)
+        for _ in range(rng.randint(1, 3)):
+            everywhere = rng.random() < 0.5
+            for unit in units:
+                unit.all_reduce = not everywhere and rng.random() < 0.3
+            sim.scheduler.is_last_backward = rng.random() < 0.4
+            sim.iteration(step=False)
+            watch.check_reduced()
+            if rng.random() < 0.2:
+                for unit in units:
+                    for group in unit.groups:
+                        group.discard_gradients()
+            elif rng.random() < 0.2:
+                for node in root.walk():
+                    node.frozen = rng.choice((0, 0, 1))
+        for unit in units:
+            unit.all_reduce = True
+        sim.scheduler.is_last_backward = True
+        _iterate(watch, padding=False)
+    return watch
+
+
+def offloaded(rng: random.Random, device: VirtualDevice) -> Watch:
+    """Shards in CPU memory, which the host writes whenever no iteration is under way."""
+    root = random_tree(rng)
+    offload = CPUOffloadPolicy(rng.random() < 0.8)
+    watch = Watch(rng, root, bounded=False, device=device, offload=offload)
+    sim = watch.sim
+    for _ in range(3):
+        for unit in sim.scheduler.units:
+            if rng.random() < 0.1:
+                unit.forward_prefetch = _some_units(rng, sim)
+        for _ in range(rng.choice((0, 1, 2))):  # without a backward: evaluation, or thrown away
+            sim.forward(expects_backward=rng.random() < 0.5, start=_some_start(rng, root))
+            sim.calls.clear()
+            if rng.random() < 0.7:
+                sim.optimizer_step()
+        if rng.random() < 0.5:
+            for unit in sim.scheduler.units:
+                unit.reshard()
+                unit.settle()
+            sim.load_state_dict()
+        sim.step_in_backward(rng.random() < 0.3)
+        for late in reversed(range(rng.choice((1, 1, 2)))):
+            sim.scheduler.is_last_backward = not late
+            sim.iteration(step=not late)
+        watch.check_reduced()
+        watch.check_sharded()
+        watch.check_live()
+        if rng.random() < 0.5:
+            shuffle_calls(rng, root)
+    return watch
+
+
+def finalized(rng: random.Random, device: VirtualDevice) -> Watch:
+    """Backwards that a caller ends: reductions of their own, waited for now or later."""
+    root = random_tree(rng)
+    watch = Watch(rng, root, device=device)
+    sim = watch.sim
+    scheduler = sim.scheduler
+    scheduler.manual = True
+    for _ in range(2):
+        random_flags(rng, sim)
+        for _ in range(rng.randint(1, 3)):
+            for unit in scheduler.units:
+                unit.sync = rng.random() < 0.3
+                unit.all_reduce = rng.random() < 0.7
+            sim.iteration(step=False)
+            watch.check_reduced()
+        for unit in scheduler.units:
+            unit.sync = unit.all_reduce = True
+        sim.finalize(wait=rng.random() < 0.5)
+        watch.check_reduced()
+        watch.check_sharded()
+        sim.optimizer_step()
+        watch.check_live()
+    return watch
+
+
+def elsewhere(rng: random.Random, device: VirtualDevice) -> Watch:
+    """The optimizer runs on a stream of the user's; gradients go when the next forward is through.
+
+    Only the event says when it has stepped.
+    """
+    root = random_tree(rng)
+    watch = Watch(rng, root, bounded=False, device=device, offload=None)
+    sim = watch.sim
+    for _ in range(3):
+        if rng.random() < 0.2:
+            sim.scheduler.unshard(rng.choice(sim.scheduler.units))
+        sim.forward()
+        sim.drop_gradients()
+        sim.backward()
+        watch.check_reduced()
+        watch.check_sharded()
+        sim.step_elsewhere()
+        if rng.random() < 0.5:
+            shuffle_calls(rng, root)
+    sim.forward(expects_backward=False)
+    sim.drop_gradients()
+    for unit in sim.scheduler.units:
+        unit.reshard()
+    watch.check_live()
     return watch
 
 
@@ -208,6 +332,10 @@ SCENARIOS: dict[str, Scenario] = {
         partial,
         several_forwards,
         accumulation,
+        replicated,
+        offloaded,
+        finalized,
+        elsewhere,
         requested,
         other_optimizer,
         interrupted,

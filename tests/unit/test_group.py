@@ -162,7 +162,7 @@ def test_a_reduction_is_on_its_way_only_between_ranks(world_size: int) -> None:
     group.bind()
     _leave_gradients(group, device, torch.float32)
     start = len(device.trace)
-    pending = group.reduce(group.collect(), all_reduce=True)
+    pending = group.reduce(group.collect(all_reduce=True, fill=True), all_reduce=True)
     assert (pending is None) == (world_size == 1)
     on_reduce = [op for op in device.trace[start:] if op.lane is Lane.REDUCE]
     assert bool(on_reduce) == (world_size > 1)
@@ -181,7 +181,7 @@ def test_accumulated_gradients_arrive_in_the_dtype_of_the_shard(
     group.bind()
     _leave_gradients(group, device, grad or torch.float32)
     group.accumulate()
-    group.reduce(group.collect(), all_reduce=True)
+    group.reduce(group.collect(all_reduce=True, fill=True), all_reduce=True)
     for param in group.params:
         assert param.gradient.dtype is param.dtype is torch.float32
     assert device.races == []

@@ -5,21 +5,17 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 from torch.distributed import ReduceOp
 
 from fsdp2.core.collectives import ReduceKind
-from fsdp2.core.kernels import TorchKernels
-from fsdp2.core.layout import ParamShape, Slot, build_layout
-from fsdp2.core.reduction import ReductionSpec, SegmentReduction, plan_division
+from fsdp2.core.layout import Slot
+from fsdp2.core.reduction import plan_division
 from tests.unit._ranks import ThreadCollectives, run_ranks
-
-KERNELS = TorchKernels(torch.device("cpu"))
-F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+from tests.unit._reductions import BF16, EMPTY, F16, F32, F64, ODD, Setup, step_names
+from tests.unit._reductions import run as _run
 
 # ---- where to divide
 
@@ -95,93 +91,17 @@ def test_operations_of_the_collective() -> None:
     assert not total.asyncOp
 
 
-# ---- parameters that stand alone
-
-
-class Member:
-    """Stands where a `ShardedParam` does: a full gradient goes in, a sharded one comes out."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, dim: int = 0) -> None:
-        self.shape = shape
-        self.dtype = dtype
-        self.dim = dim
-        self.full_grad: torch.Tensor | None = None
-        self.gradient: torch.Tensor | None = None
-        self.hooks_run = 0
-
-    def take_gradient(self) -> torch.Tensor | None:
-        grad, self.full_grad = self.full_grad, None
-        return grad
-
-    def deliver(self, rows: torch.Tensor) -> torch.Tensor | None:
-        if self.gradient is not None:
-            return self.gradient
-        self.gradient = rows
-        self.run_hooks()
-        return None
-
-    def run_hooks(self) -> None:
-        self.hooks_run += 1
-
-
-@dataclass(frozen=True)
-class Setup:
-    """A configuration of a reduction."""
-
-    direct: bool = False
-    grad: torch.dtype = F32
-    reduce: torch.dtype = F32
-    shard: torch.dtype = F32
-    factor: float | None = None
-    premultiplies: bool = False
-    shapes: Sequence[tuple[tuple[int, ...], int]] = (((8, 4), 0), ((16,), 0))
-
-    def slots(self, size: int) -> list[Slot]:
-        itemsize = self.shard.itemsize
-        params = [
-            ParamShape("p", shape, dim, self.shard, itemsize, self.grad, self.grad.itemsize)
-            for shape, dim in self.shapes
-        ]
-        layout = build_layout(params, size, coalesces=self.direct)
-        return [slot for segment in layout.segments for slot in segment.slots]
-
-    def bind(self, collectives: Any) -> SegmentReduction:
-        slots = self.slots(collectives.size)
-        members = [Member(slot.shape, self.shard, slot.dim) for slot in slots]
-        return SegmentReduction(
-            members,
-            slots,
-            ReductionSpec(self.direct, self.grad, self.reduce, self.shard, self.factor),
-            collectives,
-            None,
-            KERNELS,
-        )
-
-
-def _run(reduction: SegmentReduction, take_missing: bool = False) -> None:
-    job = reduction.collect(take_missing)
-    assert job is not None
-    for step in (*reduction.full.compute, *reduction.full.reduce):
-        step(reduction, job)
-    reduction.release()
-
-
 # ---- which steps
 
 
 def _steps(setup: Setup, size: int) -> tuple[str, str]:
     def names(collectives: ThreadCollectives) -> tuple[str, str]:
-        reduction = setup.bind(collectives)
-        compute, reduce = (
-            " ".join(step.__name__.replace("<lambda>", "divide").lstrip("_") for step in steps)
-            for steps in (reduction.full.compute, reduction.full.reduce)
-        )
+        compute, reduce, all_reduce, host = step_names(setup.bind(collectives))
+        assert all_reduce == host == ""
         return compute, reduce
 
     return run_ranks(size, names, premultiplies=setup.premultiplies)[0]
 
-
-EMPTY = (((0, 4), 0), ((3, 0), 1), ((0,), 0))
 
 FOUR_RANKS = [
     (Setup(direct=True), "allocate stage_direct", "reduce_direct deliver"),
@@ -266,8 +186,6 @@ def test_a_reduction_that_is_replaced_is_freed_at_once() -> None:
 
 
 # ---- what comes out
-
-ODD = (((7, 3), 0), ((3, 5), 1), ((1,), 0), ((2, 3, 6), 2), ((0, 4), 0), ((4, 2), 1))
 
 
 def _gradients(setup: Setup, slots: Sequence[Slot], rank: int, seed: int = 0) -> list[torch.Tensor]:

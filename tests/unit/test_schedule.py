@@ -6,51 +6,17 @@ accept a change on purpose: ``EXPECTTEST_ACCEPT=1 pytest tests/unit/test_schedul
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from expecttest import assert_expected_inline
 
 from fsdp2.core.config import MixedPrecisionPolicy
-from fsdp2.core.simulate import Node, Simulation
-from fsdp2.core.virtual import VirtualDevice
-from tests.unit._render import render
-
-SHAPES = ((8, 8),)
-
-
-def _leaf(name: str, **settings: Any) -> Node:
-    return Node(name, shapes=SHAPES, **settings)
-
-
-def _chain(*names: str, **settings: Any) -> Node:
-    """A root without parameters of its own that calls one leaf a name."""
-    leaves = [_leaf(name, **settings) for name in names]
-    return Node("root", leaves, list(range(len(leaves))), shapes=())
-
-
-def _bound(root: Node, **settings: Any) -> Simulation:
-    """Before its first forward, all buffers bound."""
-    sim = Simulation(root, VirtualDevice(), **settings)
-    for unit in sim.scheduler.units:
-        for group in unit.groups:
-            group.bind()
-    return sim
-
-
-def _warm(root: Node, **settings: Any) -> Simulation:
-    """After its first iteration."""
-    sim = _bound(root, **settings)
-    sim.iteration()
-    return sim
-
-
-def _emitted(sim: Simulation, action: Callable[[], None]) -> str:
-    start = len(sim.device.trace)
-    action()
-    assert sim.device.races == []
-    return render(sim.device.trace, start)
+from fsdp2.core.simulate import Node
+from tests.unit._schedules import SHAPES
+from tests.unit._schedules import bound as _bound
+from tests.unit._schedules import chain as _chain
+from tests.unit._schedules import emitted as _emitted
+from tests.unit._schedules import leaf as _leaf
+from tests.unit._schedules import warm as _warm
 
 
 def test_one_block() -> None:

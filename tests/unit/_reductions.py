@@ -1,0 +1,106 @@
+"""Parameters that stand alone, a configuration of their reduction, and how to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp2.core.kernels import TorchKernels
+from fsdp2.core.layout import ParamShape, Slot, build_layout
+from fsdp2.core.reduction import ReductionSpec, SegmentReduction
+
+KERNELS = TorchKernels(torch.device("cpu"))
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+EMPTY = (((0, 4), 0), ((3, 0), 1), ((0,), 0))
+ODD = (((7, 3), 0), ((3, 5), 1), ((1,), 0), ((2, 3, 6), 2), ((0, 4), 0), ((4, 2), 1))
+
+
+class Member:
+    """Stands where a `ShardedParam` does: a full gradient goes in, a sharded one comes out."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, dim: int = 0) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.dim = dim
+        self.full_grad: torch.Tensor | None = None
+        self.gradient: torch.Tensor | None = None
+        self.hooks_run = 0
+
+    def take_gradient(self) -> torch.Tensor | None:
+        grad, self.full_grad = self.full_grad, None
+        return grad
+
+    def deliver(self, rows: torch.Tensor) -> torch.Tensor | None:
+        if self.gradient is not None:
+            return self.gradient
+        self.gradient = rows
+        self.run_hooks()
+        return None
+
+    def run_hooks(self) -> None:
+        self.hooks_run += 1
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A configuration of a reduction; ``result``: the gradient's dtype where not the shard's."""
+
+    direct: bool = False
+    grad: torch.dtype = F32
+    reduce: torch.dtype = F32
+    shard: torch.dtype = F32
+    factor: float | None = None
+    premultiplies: bool = False
+    shapes: Sequence[tuple[tuple[int, ...], int]] = (((8, 4), 0), ((16,), 0))
+    result: torch.dtype | None = None
+    sum_only: bool = False
+    hook: Callable[[torch.Tensor], None] | None = None
+    to_host: bool = False
+
+    def slots(self, size: int) -> list[Slot]:
+        """The members' slots."""
+        itemsize = self.shard.itemsize
+        params = [
+            ParamShape("p", shape, dim, self.shard, itemsize, self.grad, self.grad.itemsize)
+            for shape, dim in self.shapes
+        ]
+        layout = build_layout(params, size, coalesces=self.direct)
+        return [slot for segment in layout.segments for slot in segment.slots]
+
+    def bind(self, collectives: Any, replicas: Any = None) -> SegmentReduction:
+        """The reduction, with new members."""
+        slots = self.slots(collectives.size)
+        members = [Member(slot.shape, self.shard, slot.dim) for slot in slots]
+        spec = ReductionSpec(
+            self.direct,
+            self.grad,
+            self.reduce,
+            self.result or self.shard,
+            self.factor,
+            self.sum_only,
+            self.hook,
+            self.to_host,
+        )
+        return SegmentReduction(members, slots, spec, collectives, replicas, KERNELS)
+
+
+def run(reduction: SegmentReduction, take_missing: bool = False, all_reduce: bool = True) -> None:
+    """All steps of a reduction of the members' gradients."""
+    job = reduction.collect(take_missing, all_reduce)
+    assert job is not None
+    for steps in reduction.full if all_reduce else reduction.partial:
+        for step in steps:
+            step(reduction, job)
+    reduction.release()
+
+
+def step_names(reduction: SegmentReduction, all_reduce: bool = True) -> tuple[str, ...]:
+    """What a program does on each lane and on the host."""
+    return tuple(
+        " ".join(step.__name__.replace("<lambda>", "divide").lstrip("_") for step in steps)
+        for steps in (reduction.full if all_reduce else reduction.partial)
+    )

@@ -1,0 +1,47 @@
+"""Small models whose schedules are asserted, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fsdp2.core.simulate import Node, Simulation
+from fsdp2.core.virtual import VirtualDevice
+from tests.unit._render import render
+
+SHAPES = ((8, 8),)
+
+
+def leaf(name: str, **settings: Any) -> Node:
+    """One aligned parameter."""
+    return Node(name, shapes=SHAPES, **settings)
+
+
+def chain(*names: str, **settings: Any) -> Node:
+    """A root without parameters of its own that calls one leaf a name."""
+    leaves = [leaf(name, **settings) for name in names]
+    return Node("root", leaves, list(range(len(leaves))), shapes=())
+
+
+def bound(root: Node, **settings: Any) -> Simulation:
+    """A simulation before its first forward, all buffers bound."""
+    sim = Simulation(root, VirtualDevice(), **settings)
+    for unit in sim.scheduler.units:
+        for group in unit.groups:
+            group.bind()
+    return sim
+
+
+def warm(root: Node, **settings: Any) -> Simulation:
+    """A simulation after its first iteration."""
+    sim = bound(root, **settings)
+    sim.iteration()
+    return sim
+
+
+def emitted(sim: Simulation, action: Callable[[], None]) -> str:
+    """What ``action`` emits, rendered."""
+    start = len(sim.device.trace)
+    action()
+    assert sim.device.races == []
+    return render(sim.device.trace, start)
