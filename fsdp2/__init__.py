@@ -9,18 +9,41 @@ Example::
     fully_shard(model)
 """
 
-from fsdp2.api import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
-from fsdp2.core.config import MixedPrecisionPolicy, OffloadPolicy, ShardingStateError
+from fsdp2.api import fully_shard
+from fsdp2.core.collectives import AllGather, Comm, ReduceScatter
+from fsdp2.core.config import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStateError,
+)
+from fsdp2.core.sharding import FSDPMeshInfo, ShardPlacementResult
+from fsdp2.module import (
+    FSDPModule,
+    GradientReductionHandle,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from fsdp2.norms import clip_grad_norm_, get_total_norm
 from fsdp2.report import GroupReport, group_reports
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AllGather",
+    "CPUOffloadPolicy",
+    "Comm",
+    "DataParallelMeshDims",
+    "FSDPMeshInfo",
     "FSDPModule",
+    "GradientReductionHandle",
     "GroupReport",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ReduceScatter",
+    "ShardPlacementResult",
     "ShardingStateError",
     "UnshardHandle",
     "clip_grad_norm_",
@@ -28,4 +51,5 @@ __all__ = [
     "get_total_norm",
     "group_reports",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

@@ -1,38 +1,57 @@
-"""What people call: `fully_shard`, and the methods of the modules that it returns.
+"""What people call: `fully_shard`.
 
 fully_shard(module) ── class becomes FSDP<Original>(FSDPModule, Original)
-                    ── parameters become DTensors, one ParamGroup, one Unit
+                    ── parameters become DTensors: one Unit, one ParamGroup a mesh
                     ── hooks that drive the unit's scheduler
+
+Everything is checked before anything is changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast, overload
+from dataclasses import dataclass
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp2.core.collectives import GroupCollectives
-from fsdp2.core.config import MixedPrecisionPolicy, OffloadPolicy, ShardingStateError
-from fsdp2.core.group import GroupOptions, ParamGroup
-from fsdp2.core.hooks import UnitHooks, forward_method, hooks_of, start, watch_optimizers
+from fsdp2.core.collectives import (
+    Collectives,
+    GroupCollectives,
+    ReplicaCollectives,
+    SoloCollectives,
+)
+from fsdp2.core.config import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    GroupOptions,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+from fsdp2.core.group import ParamGroup
+from fsdp2.core.hooks import UnitHooks, hooks_of, watch_optimizers
 from fsdp2.core.kernels import TorchKernels
 from fsdp2.core.param import OWNER, ModuleSlot, ShardedParam
-from fsdp2.core.scheduler import Scheduler, Unit
+from fsdp2.core.post_forward import SmallerGroup
+from fsdp2.core.scheduler import Unit
 from fsdp2.core.sharding import (
-    ShardAxis,
+    MeshAxes,
+    ShardPlacementResult,
+    axes_of_info,
     check_placement,
     check_shardable,
     default_mesh,
-    resolve_axis,
+    resolve_axes,
+    smaller_mesh,
 )
 from fsdp2.core.streams import DeviceStreams, InlineStreams, Streams
+from fsdp2.module import FSDPModule
 
 M = TypeVar("M", bound=nn.Module)
-PlacementFn = Callable[[nn.Parameter], Shard | None]
+PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 _streams: dict[torch.device, Streams] = {}
 _sharded_classes: dict[type, type] = {}
@@ -48,6 +67,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> M: ...
 
 
@@ -61,6 +81,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> list[nn.Module]: ...
 
 
@@ -73,6 +94,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # frozen
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
     """Shard a module's parameters over a mesh, in place, and gather them only around their use.
 
@@ -84,17 +106,25 @@ def fully_shard(
     Args:
         module: a module, or a list of modules that share one group: gathered before the first of
             them runs, freed after the last.
-        mesh: 1-D device mesh to shard over. ``None`` (default): all ranks of the default process
-            group, which is started from torchrun's environment if there is none.
+        mesh: device mesh to shard over. 1-D: (shard,). 2-D: (replicate, shard), which is HSDP:
+            parameters are sharded over the second dim and copied along the first. ``None``
+            (default): all ranks of the default process group, which is started from torchrun's
+            environment if there is none.
         reshard_after_forward: ``True`` frees the gathered parameters after forward and gathers
             them again in backward; ``False`` keeps them until backward is over. ``None``
-            (default): ``False`` for the root, ``True`` for every other unit. An int equal to the
-            mesh's size means ``True``, ``1`` means ``False``.
-        shard_placement_fn: called with each parameter; returns the ``Shard`` to use, or ``None``
-            for ``Shard(0)``. Any dim may be uneven.
+            (default): ``False`` for the root, ``True`` for every other unit. An int keeps this
+            many ranks' shards after forward, so that backward gathers from that few neighbours:
+            a divisor of the shard axis's size, of which the size itself means ``True`` and ``1``
+            means ``False``.
+        shard_placement_fn: called with each parameter; returns the ``Shard`` to use, ``None`` for
+            ``Shard(0)``, or a `ShardPlacementResult` with a mesh of the parameter's own. Any dim
+            may be uneven.
         mp_policy: dtypes of compute, reduction and outputs.
-        offload_policy: only the default, no offloading.
+        offload_policy: `CPUOffloadPolicy` keeps shards, gradients and optimizer states in CPU
+            memory. The default keeps them on the device.
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
+        dp_mesh_dims: names of the data-parallel dims of ``mesh``, which then is the full SPMD mesh
+            that every parameter must be a DTensor on, replicated on those dims.
 
     Returns:
         ``module`` itself (or the list), its class now ``FSDP<Original>``, a subclass of
@@ -113,224 +143,30 @@ def fully_shard(
         optimizer = torch.optim.AdamW(model.parameters())
     """
     modules = _checked_modules(module)
-    if type(offload_policy) is not OffloadPolicy:
-        raise ValueError(
-            f"fully_shard(offload_policy={offload_policy!r}) is not supported; leave it out"
-        )
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise TypeError(
-            f"fully_shard(mp_policy=…) takes a fsdp2.MixedPrecisionPolicy, not "
-            f"{type(mp_policy).__name__}"
-        )
-    axis = resolve_axis(default_mesh() if mesh is None else mesh)
-    reshard = _checked_reshard(reshard_after_forward, axis.size)
-    found = _managed_parameters(modules, ignored_params or set())
-    dims = {
-        param: _checked_parameter(slots[0].name, param, shard_placement_fn)
-        for param, slots in found.items()
-    }
+    policy = _checked_policy(mp_policy)
+    offload = _checked_offload(offload_policy)
+    ignored = ignored_params or set()
+    axes = resolve_axes(default_mesh() if mesh is None else mesh, dp_mesh_dims)
+    found = _managed_parameters(modules, ignored)
+    plans = _plan(found, axes, shard_placement_fn, policy)
     _check_one_device(found)
+    reshard, smaller = _checked_reshard(reshard_after_forward, axes, plans)
 
     name = ", ".join(type(m).__name__ for m in modules)
-    streams = _streams_for(axis.device)
-    unit = Unit(name, _make_groups(name, found, dims, axis, streams, GroupOptions(mp_policy)))
+    streams = _streams_for(axes.device)
+    options = GroupOptions(policy)
+    unit = Unit(name, _make_groups(name, plans, streams, options, offload))
     unit.reshard_after_forward = reshard
-    _move_buffers(modules, ignored_params or set(), axis.device)
-    UnitHooks(unit, modules, mp_policy, axis.device, streams)
+    if smaller is not None:
+        for group, own in zip(unit.groups, _axes_in(plans), strict=True):
+            group.set_smaller_group(_smaller_group(own, smaller, streams))
+    _move_buffers(modules, ignored, axes.device)
+    UnitHooks(unit, modules, policy, axes.device, streams)
     watch_optimizers()
     for member in modules:
         member.__class__ = _sharded_class(type(member))
     _watch_state_dicts(unit)
     return module
-
-
-class FSDPModule:
-    """What `fully_shard` makes of a module: the methods that control its unit.
-
-    The class comes first in the method resolution order: ``[FSDP<Original>, FSDPModule,
-    Original]``. Methods with ``recurse`` also apply to the units below.
-    """
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make an instance of the original class: a sliced ``nn.Sequential`` is a plain one."""
-        original: Any = cls.__mro__[2]
-        instance = original.__new__(original)
-        instance.__init__(*args, **kwargs)
-        return instance
-
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's parameters; not recursive.
-
-        Args:
-            async_op: ``True`` returns a handle while the all-gather may still run; the module's
-                forward waits for it if nobody else does. ``False`` (default) waits and returns
-                ``None``.
-        """
-        hooks = _hooks(self)
-        scheduler = hooks.scheduler or _own_scheduler(hooks)
-        scheduler.unshard(hooks.unit)
-        handle = UnshardHandle(scheduler, hooks.unit)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
-
-    def reshard(self) -> None:
-        """Free this unit's gathered parameters and register the sharded ones; not recursive."""
-        _hooks(self).unit.reshard()
-
-    def reset_iter_state(self) -> None:
-        """Forget a forward or backward that an exception ended half way.
-
-        Call it on the root after catching the exception; the next iteration then starts clean.
-        Everything is freed; gradients that were not reduced are dropped, those already on the
-        sharded parameters stay until ``zero_grad()``.
-        """
-        hooks = _hooks(self)
-        if hooks.scheduler is not None:
-            if not hooks.unit.is_root:
-                raise ShardingStateError(
-                    f"reset_iter_state() was called on '{hooks.unit.name}', which is not the "
-                    f"root; call it on the module whose forward you call"
-                )
-            hooks.scheduler.reset()
-
-    def set_requires_gradient_sync(
-        self, requires_gradient_sync: bool, *, recurse: bool = True
-    ) -> None:
-        """Choose whether backward reduces gradients.
-
-        Args:
-            requires_gradient_sync: ``False`` accumulates full gradients, without communication,
-                until a backward with ``True`` reduces the sum.
-            recurse: whether units below follow. Default ``True``.
-        """
-        for hooks in _units(self, recurse):
-            hooks.unit.sync = requires_gradient_sync
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Choose whether the next backward is the iteration's last.
-
-        Args:
-            is_last_backward: ``False`` leaves reductions in flight and a prefetched unit gathered
-                for the backward to come. Default behaviour is ``True``.
-        """
-        _scheduler(self).is_last_backward = is_last_backward
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Choose whether forward frees the gathered parameters at its end.
-
-        Args:
-            reshard_after_forward: as the argument of `fully_shard`, but only a bool.
-            recurse: whether units below follow. Default ``True``.
-        """
-        if not isinstance(reshard_after_forward, bool):
-            raise ValueError(
-                f"set_reshard_after_forward takes a bool, not {reshard_after_forward!r}"
-            )
-        for hooks in _units(self, recurse):
-            hooks.unit.reshard_after_forward = reshard_after_forward
-
-    def set_reshard_after_backward(
-        self, reshard_after_backward: bool, *, recurse: bool = True
-    ) -> None:
-        """Choose whether backward frees the gathered parameters at its end.
-
-        Args:
-            reshard_after_backward: ``False`` saves the next micro-batch's all-gathers for the
-                memory of the gathered parameters. An optimizer step makes kept parameters out of
-                date: the next forward then gathers them again.
-            recurse: whether units below follow. Default ``True``.
-        """
-        for hooks in _units(self, recurse):
-            hooks.unit.reshard_after_backward = reshard_after_backward
-
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Choose the units to gather when this unit's forward starts.
-
-        Args:
-            modules: sharded modules, in the order of their all-gathers; empty returns to the
-                order of the last forward. Two or more overlap more and hold more memory.
-        """
-        _hooks(self).unit.forward_prefetch = [h.unit for h in _checked_targets(modules)]
-
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Choose the units to gather when this unit's backward starts.
-
-        Args:
-            modules: as for `set_modules_to_forward_prefetch`; empty returns to this iteration's
-                forward in reverse.
-        """
-        _hooks(self).unit.backward_prefetch = [h.unit for h in _checked_targets(modules)]
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide gradients by ``factor`` instead of averaging over the ranks; not recursive.
-
-        Args:
-            factor: a positive number; ``1.0`` sums.
-        """
-        if not factor > 0:
-            raise ValueError(f"set_gradient_divide_factor takes a positive number, not {factor!r}")
-        for group in _hooks(self).unit.groups:
-            group.set_options(GroupOptions(group.options.precision, float(factor)))
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``nn.Module.zero_grad``; gradients that were accumulated without sync go too."""
-        super().zero_grad(set_to_none)  # type: ignore[misc]  # nn.Module's
-        hooks = _hooks(self)
-        root = hooks.scheduler if hooks.unit.is_root else None
-        units = root.units if root is not None else [h.unit for h in _units(self, recurse=True)]
-        for unit in units:
-            for group in unit.groups:
-                if group.accumulates:
-                    group.discard_gradients()
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """`.to()`, `.cuda()`, `.to_empty()` …: on the sharded parameters."""
-        self.reshard()
-        result = super()._apply(*args, **kwargs)  # type: ignore[misc]  # nn.Module's
-        for group in _hooks(self).unit.groups:
-            group.rebind()
-        return result
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise TypeError(
-            f"{type(self).__name__} cannot be deep-copied: its parameters belong to a process "
-            f"group; copy the model before fully_shard, or copy its state_dict()"
-        )
-
-
-class UnshardHandle:
-    """Returned by ``unshard(async_op=True)``."""
-
-    def __init__(self, scheduler: Scheduler, unit: Unit) -> None:
-        self._scheduler = scheduler
-        self._unit: Unit | None = unit
-
-    def wait(self) -> None:
-        """Let the current stream wait for the all-gather and register the parameters."""
-        if self._unit is not None:
-            self._scheduler.wait(self._unit)
-            self._unit = None
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method gather and free parameters as ``forward`` does.
-
-    Args:
-        module: the module; nothing happens if it is not sharded.
-        method_name: for example ``"generate"``.
-
-    Raises:
-        ValueError: the module has no such method.
-    """
-    if not isinstance(module, FSDPModule):
-        return
-    method = getattr(module, method_name, None)
-    if not callable(method):
-        raise ValueError(f"{type(module).__name__} has no method '{method_name}'")
-    wrapped = forward_method(_hooks(module), method)
-    setattr(module, method_name, wrapped.__get__(module, type(module)))
 
 
 # ---- checks of arguments
@@ -359,21 +195,104 @@ def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
     return tuple(member for member in modules if member not in inner)
 
 
-def _checked_reshard(value: bool | int | None, size: int) -> bool | None:
+def _checked_policy(policy: Any) -> MixedPrecisionPolicy:
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+    if type(policy).__name__ != "MixedPrecisionPolicy" or not hasattr(policy, names[-1]):
+        raise TypeError(
+            f"fully_shard(mp_policy=…) takes a fsdp2.MixedPrecisionPolicy, not "
+            f"{type(policy).__name__}"
+        )
+    override = getattr(policy, "param_dtype_override_fn", None)  # torch's own, of any version
+    return MixedPrecisionPolicy(
+        *(getattr(policy, name) for name in names), param_dtype_override_fn=override
+    )
+
+
+def _checked_offload(policy: Any) -> CPUOffloadPolicy | None:
+    if isinstance(policy, CPUOffloadPolicy):
+        return policy
+    kind = type(policy).__name__
+    if kind == "CPUOffloadPolicy":  # torch's own
+        return CPUOffloadPolicy(policy.pin_memory)
+    if kind == "OffloadPolicy":
+        return None
+    raise TypeError(
+        f"fully_shard(offload_policy=…) takes a fsdp2.CPUOffloadPolicy or nothing, not {kind}"
+    )
+
+
+def _checked_reshard(
+    value: bool | int | None, axes: MeshAxes, plans: list[_Plan]
+) -> tuple[bool | None, int | None]:
+    """Whether forward frees, and to how many ranks' shards if not to all."""
     if value is None or isinstance(value, bool):
-        return value
+        return value, None
     if not isinstance(value, int):
         raise ValueError(
             f"reshard_after_forward={value!r} is neither a bool nor an int; pass True or False"
         )
-    if value == size:
-        return True
+    if value == axes.size:
+        return True, None
     if value == 1:
-        return False
-    raise ValueError(
-        f"reshard_after_forward={value} is not supported on a mesh of {size} ranks; pass True, "
-        f"False, or {size} (the same as True)"
-    )
+        return False, None
+    for size in {axes.size, *(plan.axes.size for plan in plans)}:
+        if value < 1 or size % value != 0:
+            raise ValueError(
+                f"reshard_after_forward={value} does not divide the {size} ranks that parameters "
+                f"are sharded over; pass True, False, or a divisor such as the GPUs of a node"
+            )
+    for plan in plans:
+        if isinstance(plan.param, DTensor):
+            raise ValueError(
+                f"reshard_after_forward={value} cannot be used with parameter '{plan.name}', which "
+                f"is a DTensor already; pass True or False"
+            )
+    return True, value
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is to become of a parameter."""
+
+    name: str
+    param: nn.Parameter
+    slots: list[ModuleSlot]
+    axes: MeshAxes
+    dim: int
+    compute_dtype: torch.dtype | None
+
+
+def _plan(
+    found: dict[nn.Parameter, list[_NamedSlot]],
+    axes: MeshAxes,
+    choose: PlacementFn | None,
+    policy: MixedPrecisionPolicy,
+) -> list[_Plan]:
+    plans = []
+    meshes: dict[Any, MeshAxes] = {}
+    for param, slots in found.items():
+        name = slots[0].name
+        _check_unowned(name, param)
+        placement: Any = choose(param) if choose is not None else None
+        own = axes
+        if hasattr(placement, "mesh_info"):  # ours, or torch's
+            found_axes = axes_of_info(placement.mesh_info)
+            key = (found_axes.group, found_axes.replicas)
+            own = meshes.setdefault(key, found_axes)
+            if key == (axes.group, axes.replicas):
+                own = axes
+            placement = placement.placement
+        check_shardable(name, param, own)
+        dim = check_placement(name, param, placement)
+        where: list[ModuleSlot] = [(slot[0], slot[1]) for slot in slots]
+        plans.append(_Plan(name, param, where, own, dim, policy.compute_dtype(name, param)))
+    return plans
+
+
+def _axes_in(plans: list[_Plan]) -> list[MeshAxes]:
+    return list({id(plan.axes): plan.axes for plan in plans}.values())
 
 
 class _NamedSlot(tuple[nn.Module, str, str]):
@@ -412,7 +331,7 @@ def _managed_modules(modules: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Module
         yield from walk(module, "")
 
 
-def _checked_parameter(name: str, param: nn.Parameter, choose: PlacementFn | None) -> int:
+def _check_unowned(name: str, param: nn.Parameter) -> None:
     owner = param.__dict__.get(OWNER)
     if owner is not None and isinstance(param, DTensor):
         raise ValueError(
@@ -424,8 +343,6 @@ def _checked_parameter(name: str, param: nn.Parameter, choose: PlacementFn | Non
             f"parameter '{name}' is tied to a parameter of the unit of {owner}; put both modules "
             f"into one unit with fully_shard([module_a, module_b])"
         )
-    check_shardable(name, param)
-    return check_placement(name, param, choose(param) if choose is not None else None)
 
 
 def _check_one_device(found: dict[nn.Parameter, list[_NamedSlot]]) -> None:
@@ -443,27 +360,60 @@ def _check_one_device(found: dict[nn.Parameter, list[_NamedSlot]]) -> None:
 
 def _make_groups(
     name: str,
-    found: dict[nn.Parameter, list[_NamedSlot]],
-    dims: dict[nn.Parameter, int],
-    axis: ShardAxis,
+    plans: list[_Plan],
     streams: Streams,
     options: GroupOptions,
+    offload: CPUOffloadPolicy | None,
 ) -> list[ParamGroup]:
-    if not found:
-        return []
-    params = []
-    for param, slots in found.items():
-        targets: list[ModuleSlot] = [(slot[0], slot[1]) for slot in slots]
-        params.append(ShardedParam(slots[0].name, param, targets, dims[param], axis))
-    collectives = GroupCollectives(axis.group, axis.device, streams.asynchronous)
-    group = ParamGroup(
-        name, params, collectives, streams, TorchKernels(axis.device), options, axis.device
-    )
-    group.adopt()
-    for param, managed in zip(found, params, strict=True):
-        param.__dict__[OWNER] = name
-        managed.sharded.__dict__[OWNER] = name
-    return [group]
+    """A group for each mesh, in the order in which parameters name them."""
+    groups = []
+    for axes in _axes_in(plans):
+        members = [plan for plan in plans if plan.axes is axes]
+        params = [
+            ShardedParam(plan.name, plan.param, plan.slots, plan.dim, axes, plan.compute_dtype)
+            for plan in members
+        ]
+        group = ParamGroup(
+            name,
+            params,
+            _collectives(axes, streams),
+            streams,
+            TorchKernels(axes.device),
+            options,
+            axes.device,
+            None if axes.replicas is None else _replicas(axes, streams),
+            _effective_offload(offload, axes.device),
+        )
+        group.adopt()
+        for plan, managed in zip(members, params, strict=True):
+            plan.param.__dict__[OWNER] = name
+            managed.sharded.__dict__[OWNER] = name
+        groups.append(group)
+    return groups
+
+
+def _collectives(axes: MeshAxes, streams: Streams) -> Collectives:
+    if axes.group is None:
+        return SoloCollectives()
+    return GroupCollectives(axes.group, axes.device, streams.asynchronous)
+
+
+def _replicas(axes: MeshAxes, streams: Streams) -> ReplicaCollectives:
+    assert axes.replicas is not None
+    return ReplicaCollectives(axes.replicas, streams.asynchronous)
+
+
+def _effective_offload(
+    offload: CPUOffloadPolicy | None, device: torch.device
+) -> CPUOffloadPolicy | None:
+    """``None`` where shards are in CPU memory anyway."""
+    return None if device.type == "cpu" else offload
+
+
+def _smaller_group(axes: MeshAxes, size: int, streams: Streams) -> SmallerGroup:
+    mesh = smaller_mesh(axes.mesh, size)
+    group = mesh.get_group("shard")
+    return SmallerGroup(GroupCollectives(group, axes.device, streams.asynchronous), mesh)
 
 
 def _move_buffers(
@@ -483,7 +433,10 @@ def _streams_for(device: torch.device) -> Streams:
 
 def _sharded_class(original: type) -> type:
     if original not in _sharded_classes:
-        _sharded_classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
+        attributes = {"_fsdp2_original": original}
+        _sharded_classes[original] = type(
+            f"FSDP{original.__name__}", (FSDPModule, original), attributes
+        )
     return _sharded_classes[original]
 
 
@@ -501,41 +454,3 @@ def _watch_state_dicts(unit: Unit) -> None:
             owner.register_state_dict_pre_hook(before)
             owner.register_load_state_dict_pre_hook(before)
             owner.register_load_state_dict_post_hook(after)
-
-
-# ---- look-ups
-
-
-def _hooks(module: Any) -> UnitHooks:
-    hooks = hooks_of(module)
-    if hooks is None:
-        raise ValueError(
-            f"{type(module).__name__} is not sharded; call fully_shard on it before its methods"
-        )
-    return hooks
-
-
-def _units(module: Any, recurse: bool) -> list[UnitHooks]:
-    members = cast(nn.Module, module).modules() if recurse else [module]
-    found = {hooks: None for member in members if (hooks := hooks_of(member)) is not None}
-    return list(found)
-
-
-def _scheduler(module: Any) -> Scheduler:
-    hooks = _hooks(module)
-    return hooks.scheduler or start(hooks)
-
-
-def _own_scheduler(hooks: UnitHooks) -> Scheduler:
-    """A scheduler for a call that comes before the first forward, without choosing a root."""
-    return Scheduler([hooks.unit], hooks.streams)
-
-
-def _checked_targets(modules: list[FSDPModule]) -> list[UnitHooks]:
-    for module in modules:
-        if not isinstance(module, FSDPModule):
-            raise ValueError(
-                f"prefetch lists hold sharded modules, but got a {type(module).__name__}; call "
-                f"fully_shard on it"
-            )
-    return [_hooks(module) for module in modules]

@@ -1,7 +1,8 @@
 """The only module that touches c10d, and the one place for what differs between torch versions.
 
-    Collectives ── all_gather(out, in), all_gather_many(outs, ins)
+    Collectives ── all_gather(out, in), all_gather_many(outs, ins)          shard axis
                 ── reduce_scatter(out, in, op), reduce_scatter_many(outs, ins, op)
+    Replicas    ── all_reduce(tensor, op)                                   replicate axis
 
 From torch 2.13 the process group's methods are ``all_gather_single`` and
 ``reduce_scatter_single`` (and ``…_coalesced``); before, ``_allgather_base``,
@@ -12,6 +13,7 @@ time than the call.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -19,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import (
     AllgatherOptions,
+    AllreduceOptions,
     ReduceOp,
     ReduceScatterOptions,
     _make_nccl_premul_sum,
@@ -36,19 +39,89 @@ class ReduceKind:
     Attributes:
         average: sum divided by the number of ranks, inside the collective.
         factor: where not ``None``, the collective divides by it (NCCL's premultiplied sum).
+        op: what c10d calls it.
     """
 
-    __slots__ = ("average", "factor", "options")
+    __slots__ = ("all_reduce_options", "average", "factor", "op", "options")
 
     def __init__(self, average: bool, factor: float | None = None) -> None:
         self.average = average
         self.factor = factor
-        self.options = ReduceScatterOptions()
         if factor is not None:
-            self.options.reduceOp = _make_nccl_premul_sum(1.0 / factor)
+            self.op = _make_nccl_premul_sum(1.0 / factor)
         else:
-            self.options.reduceOp = ReduceOp(ReduceOp.AVG if average else ReduceOp.SUM)
+            self.op = ReduceOp(ReduceOp.AVG if average else ReduceOp.SUM)
+        self.options = ReduceScatterOptions()
+        self.options.reduceOp = self.op
         self.options.asyncOp = False
+        self.all_reduce_options = AllreduceOptions()
+        self.all_reduce_options.reduceOp = self.op
+        self.all_reduce_options.asyncOp = False
+
+
+class Comm(ABC):
+    """A user's own collective: where its buffers come from, and what runs it."""
+
+    @abstractmethod
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A buffer for the collective, new at each call or kept by this object.
+
+        Args:
+            size: its shape, one length.
+            dtype: its dtype.
+            device: where it must be.
+        """
+
+
+class AllGather(Comm):
+    """A user's all-gather, for `FSDPModule.set_custom_all_gather`.
+
+    Example::
+
+        class Logged(fsdp2.AllGather):
+            def allocate(self, size, *, dtype, device):
+                return torch.empty(*size, dtype=dtype, device=device)
+
+            def __call__(self, output_tensor, input_tensor, group, async_op=False):
+                print(f"gathering {output_tensor.nbytes} bytes")
+                return dist.all_gather_into_tensor(
+                    output_tensor, input_tensor, group=group, async_op=async_op)
+    """
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather ``input_tensor`` [n] of all ranks into ``output_tensor`` [ranks * n].
+
+        ``input_tensor`` may be this rank's part of ``output_tensor``. Runs with the all-gather
+        stream current; a work object that is returned is waited for.
+        """
+
+
+class ReduceScatter(Comm):
+    """A user's reduce-scatter, for `FSDPModule.set_custom_reduce_scatter`."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce ``input_tensor`` [ranks * n] with ``op`` and scatter into ``output_tensor`` [n].
+
+        ``op`` is a ``torch.distributed.ReduceOp``: average, sum or a premultiplied sum. Runs with
+        the reduction stream current; a work object that is returned is waited for.
+        """
 
 
 class Collectives(Protocol):
@@ -72,6 +145,15 @@ class Collectives(Protocol):
         self, outputs: Sequence[Any], inputs: Sequence[Any], kind: ReduceKind
     ) -> Any:
         """As ``reduce_scatter`` for each pair, in one launch."""
+
+
+class Replicas(Protocol):
+    """The replicate axis; there is one only where parameters have copies."""
+
+    size: int
+
+    def all_reduce(self, tensor: Any, kind: ReduceKind) -> Any:
+        """Reduce a flat tensor in place; returns what must be waited for, or ``None``."""
 
 
 def _method(group: Any, names: tuple[str, ...]) -> Any:
@@ -105,6 +187,7 @@ class GroupCollectives:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, asynchronous: bool) -> None:
         self.group = group
+        self.device = device
         self.size = group.size()
         self.rank = group.rank()
         backend = backend_name(group, device)
@@ -118,6 +201,13 @@ class GroupCollectives:
         self._gather_many = _method(group, _GATHER_MANY)
         self._scatter = _method(group, _SCATTER)
         self._scatter_many = _method(group, _SCATTER_MANY)
+
+    def separate(self) -> GroupCollectives:
+        """The same over a new process group of the same ranks, all of which must call this."""
+        ranks = dist.get_process_group_ranks(self.group)
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return GroupCollectives(group, self.device, self._asynchronous)
 
     def all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> Any:
         """Gather one flat tensor; ``output``: [size * n], ``input_``: [n]."""
@@ -140,6 +230,43 @@ class GroupCollectives:
         return self._deliver(self._scatter_many(outputs, inputs, kind.options))
 
     def _deliver(self, work: Any) -> Any:
+        if work is not None and self._asynchronous:
+            work.wait()
+            return None
+        return work
+
+
+class SoloCollectives:
+    """The shard axis of parameters that are not sharded: one rank, which never communicates."""
+
+    size = 1
+    rank = 0
+    coalesces = False
+    premultiplies = False
+    group = None
+
+    def _refuse(self, *_: Any) -> Any:
+        raise AssertionError("one rank has nobody to communicate with")
+
+    all_gather = all_gather_many = reduce_scatter = reduce_scatter_many = _refuse
+
+
+class ReplicaCollectives:
+    """All-reduces of a c10d process group.
+
+    Args:
+        group: the process group of the replicate axis.
+        asynchronous: as for `GroupCollectives`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, asynchronous: bool) -> None:
+        self.group = group
+        self.size = group.size()
+        self._asynchronous = asynchronous
+
+    def all_reduce(self, tensor: torch.Tensor, kind: ReduceKind) -> Any:
+        """Reduce one flat tensor in place."""
+        work = self.group.allreduce([tensor], kind.all_reduce_options)
         if work is not None and self._asynchronous:
             work.wait()
             return None

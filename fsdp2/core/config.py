@@ -1,16 +1,20 @@
 """What a user may choose, as frozen values, and the exceptions that fsdp2 raises.
 
     MixedPrecisionPolicy ──┐
-    OffloadPolicy ─────────┴──> fully_shard ──> every group keeps the frozen value it was given
+    OffloadPolicy ─────────┼──> fully_shard ──> every group keeps frozen GroupOptions;
+    setters of FSDPModule ─┘                    a setter replaces them as a whole
 
 Nothing in this module knows about process groups, streams or modules.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import nn
 
 
 class ShardingStateError(RuntimeError):
@@ -31,12 +35,22 @@ class MixedPrecisionPolicy:
     Args:
         param_dtype: dtype of the gathered parameters, hence of the all-gather and of forward and
             backward. ``None`` (default) keeps each parameter's own dtype.
-        reduce_dtype: dtype of the gradient reduction. ``None`` (default) reduces in the dtype the
-            gradients were computed in. Without gradient sync, gradients accumulate in this dtype.
+        reduce_dtype: dtype of the gradient reduction. ``None`` (default) reduces in the sharded
+            parameter's own dtype, as torch does since 2.15: fp32 for fp32 parameters that compute
+            in bf16. Pass ``reduce_dtype=param_dtype`` for what torch did before: half the bytes,
+            sums of fewer bits. Without gradient sync, gradients accumulate in this dtype.
         output_dtype: dtype that floating-point outputs of the unit's forward are cast to.
             ``None`` (default) leaves them alone.
         cast_forward_inputs: whether floating-point inputs of the unit's forward are cast to
             ``param_dtype``. Default ``True``.
+        param_dtype_override_fn: called once with each parameter when it is sharded; returns
+            ``None`` or ``param_dtype`` for the policy's dtype, or the parameter's own dtype to
+            leave that parameter uncast. It must return the same on every rank. Inputs are cast to
+            ``param_dtype`` all the same. Default ``None``: no exceptions.
+
+    Raises:
+        TypeError: a dtype is not a ``torch.dtype``, or the function is not callable.
+        ValueError: a dtype is not a floating-point one.
 
     Example::
 
@@ -47,8 +61,17 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
+        default=None, kw_only=True
+    )
 
     def __post_init__(self) -> None:
+        override = self.param_dtype_override_fn
+        if override is not None and not callable(override):
+            raise TypeError(
+                f"MixedPrecisionPolicy(param_dtype_override_fn={override!r}) is not callable; pass "
+                f"a function of a parameter that returns a torch.dtype or None"
+            )
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(self, name)
             if dtype is None:
@@ -64,7 +87,121 @@ class MixedPrecisionPolicy:
                     f"for example {name}=torch.bfloat16"
                 )
 
+    def compute_dtype(self, name: str, param: torch.Tensor) -> torch.dtype | None:
+        """The dtype that ``param_dtype_override_fn`` chose for a parameter; ``None``: no exception.
+
+        Args:
+            name: the parameter's full name, for messages.
+            param: the parameter, before it is sharded.
+        """
+        if self.param_dtype_override_fn is None:
+            return None
+        chosen = self.param_dtype_override_fn(param)  # type: ignore[arg-type]  # an nn.Parameter
+        if chosen is None or chosen == self.param_dtype:
+            return None
+        if chosen != param.dtype:
+            raise ValueError(
+                f"param_dtype_override_fn returned {chosen!r} for parameter '{name}'; return None, "
+                f"the policy's {self.param_dtype} or the parameter's own {param.dtype}"
+            )
+        return param.dtype
+
 
 @dataclass(frozen=True)
 class OffloadPolicy:
     """No offloading: shards, gradients and optimizer states stay on the mesh's device."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Shards, gradients and optimizer states live in CPU memory.
+
+    Shards are copied to the device on the copy-in stream before each all-gather; reduced
+    gradients are copied back in backward, and are there when backward returns. The optimizer steps
+    on the CPU. On a CPU mesh there is nothing to move, and the policy changes nothing.
+
+    Args:
+        pin_memory: whether the CPU memory is page-locked, so that copies overlap with compute.
+            Default ``True``; ignored where there is no accelerator to lock pages for. ``False``
+            for machines short of memory.
+
+    Example::
+
+        fully_shard(block, offload_policy=CPUOffloadPolicy())
+    """
+
+    pin_memory: bool = True
+
+
+@dataclass
+class DataParallelMeshDims:
+    """Which dims of a full SPMD mesh are data parallel.
+
+    For `fully_shard` on parameters that are DTensors on that whole mesh already, replicated on
+    the dims named here.
+
+    Args:
+        shard: name of the mesh dim that parameters are sharded over, or several names, which are
+            flattened into one axis. ``None``: not sharded, only replicated.
+        replicate: name or names of the dims that hold copies (HSDP). ``None`` (default): none.
+
+    Raises:
+        ValueError: neither is given.
+
+    Example::
+
+        mesh = init_device_mesh("cuda", (2, 4, 2), mesh_dim_names=("replicate", "shard", "tp"))
+        fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims("shard", "replicate"))
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise ValueError(
+                "DataParallelMeshDims names no mesh dim; pass shard=, replicate= or both"
+            )
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """The shard dims, as a tuple."""
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """The replicate dims, as a tuple."""
+        return _names(self.replicate)
+
+
+def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """What a user may change about a group; replaced as a whole, and bound before the next use.
+
+    Attributes:
+        precision: the mixed-precision policy.
+        divide_factor: gradients are divided by it; ``None`` averages over all data-parallel ranks.
+        sum_only: whether collectives only sum, and divisions are kernels of their own.
+        reduce_unused: whether parameters without a gradient are reduced as zeros, and get them.
+        keep_storage: whether freeing leaves the gathered memory allocated.
+        all_gather: the user's all-gather, or ``None``.
+        reduce_scatter: the user's reduce-scatter, or ``None``.
+        all_reduce_hook: called with each reduced flat gradient before it is delivered.
+        all_reduce_hook_stream: the stream to call it on; ``None`` for the all-reduce lane.
+    """
+
+    precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    divide_factor: float | None = None
+    sum_only: bool = False
+    reduce_unused: bool = False
+    keep_storage: bool = False
+    all_gather: Any = None
+    reduce_scatter: Any = None
+    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+    all_reduce_hook_stream: Any = None

@@ -1,11 +1,15 @@
 """One communication unit: a group of parameters that are gathered and reduced together.
 
     SHARDED ──start_unshard──> GATHERING ──finish_unshard──> UNSHARDED
-       ^                           │                             │
-       └──────────reshard──────────┴───────────reshard───────────┘
+       ^                        │     ^                       │     │
+       └────────reshard─────────┴─────┼────────reshard────────┘     │
+       │                        start_unshard                shard_smaller
+       └────────reshard────────── RESHARDED <───────────────────────┘
 
-    _shard  FlatBuffer       [segment | segment …]    this rank's rows, for good
-    _full   TransientBuffer  [segment | segment …]    the gathered rows, between acquire and release
+    _shard   FlatBuffer       [segment | segment …]   this rank's rows, for good
+    _mirror  TransientBuffer  the same, on the device, where the shards are offloaded to the CPU
+    _full    TransientBuffer  [segment | segment …]   the gathered rows, between acquire and release
+    _smaller PostForward      rows of a smaller group, while RESHARDED
 
 The group owns this state and nothing else does; the scheduler decides when to move it.
 """
@@ -13,14 +17,14 @@ The group owns this state and nothing else does; the scheduler decides when to m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 
-from fsdp2.core.collectives import Collectives
-from fsdp2.core.config import MixedPrecisionPolicy, ShardingStateError
+from fsdp2.core.collectives import Collectives, Replicas
+from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, ShardingStateError
 from fsdp2.core.kernels import Kernels
 from fsdp2.core.layout import (
     COLLECTIVE_ALIGN_BYTES,
@@ -31,9 +35,10 @@ from fsdp2.core.layout import (
     build_layout,
 )
 from fsdp2.core.param import ShardedParam, Swap
-from fsdp2.core.reduction import Job, SegmentReduction
+from fsdp2.core.post_forward import PostForward, SmallerGroup
+from fsdp2.core.reduction import Job, ReductionSpec, SegmentReduction
 from fsdp2.core.streams import Lane, Streams
-from fsdp2.core.transport import TRANSPORTS, SegmentTransport
+from fsdp2.core.transport import TRANSPORTS, Route, SegmentTransport
 
 Observer = Callable[[str, str], None]
 """Called with (operation, group name); operations are listed in `ParamGroup.observer`."""
@@ -54,34 +59,50 @@ class State(Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     UNSHARDED = "unsharded"
+    RESHARDED = "resharded to a smaller group"
 
 
 _MOVES = {
-    "start_unshard": {State.SHARDED: State.GATHERING},
+    "start_unshard": {State.SHARDED: State.GATHERING, State.RESHARDED: State.GATHERING},
     "finish_unshard": {State.GATHERING: State.UNSHARDED},
-    "reshard": {State.GATHERING: State.SHARDED, State.UNSHARDED: State.SHARDED},
+    "shard_smaller": {State.UNSHARDED: State.RESHARDED},
+    "reshard": {
+        State.GATHERING: State.SHARDED,
+        State.UNSHARDED: State.SHARDED,
+        State.RESHARDED: State.SHARDED,
+    },
 }
-
-
-@dataclass(frozen=True)
-class GroupOptions:
-    """What a user may change about a group; replaced as a whole, and bound before the next use.
-
-    Attributes:
-        precision: the mixed-precision policy.
-        divide_factor: gradients are divided by it; ``None`` averages over the shard axis.
-    """
-
-    precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
-    divide_factor: float | None = None
 
 
 @dataclass
 class PendingReduction:
-    """A reduction whose inputs must live until COMPUTE is behind ``event``."""
+    """A reduction on its way.
 
-    event: Any
+    Attributes:
+        group: whose gradients it reduces.
+        jobs: what it works on: alive until COMPUTE is behind ``done``.
+        scattered: event behind the reduce-scatter: what it read may be freed.
+        done: event behind everything; the same one where nothing follows the reduce-scatter.
+        on_host: whether the host delivers the result.
+    """
+
+    group: ParamGroup
     jobs: list[tuple[SegmentReduction, Job]]
+    scattered: Any
+    done: Any
+    on_host: bool
+
+    def release_inputs(self) -> None:
+        """Free what the reduce-scatters read, once COMPUTE is behind ``scattered``."""
+        for reduction, _ in self.jobs:
+            reduction.release()
+
+    def deliver(self) -> None:
+        """Deliver what was copied to the host, once the host is behind ``done``."""
+        with torch.no_grad():
+            for reduction, job in self.jobs:
+                for step in reduction.full.host:
+                    step(reduction, job)
 
 
 class ParamGroup:
@@ -95,8 +116,13 @@ class ParamGroup:
         kernels: memory and copies of the device.
         options: what the user chose.
         device: where the group computes.
+        replicas: of the replicate axis, if there is one.
+        offload: where shards and gradients live in CPU memory apart from the device.
 
     Attributes:
+        reducers: collectives of the gradients; ``collectives`` unless they got a process group of
+            their own.
+        smaller_group: the group to reshard to after forward, if not this one or none.
         accumulates: whether gradients of backwards without sync are waiting.
         observer: called with "all_gather", "finish", "reshard" or "reduce" and the group's name.
     """
@@ -110,10 +136,16 @@ class ParamGroup:
         kernels: Kernels,
         options: GroupOptions,
         device: Any,
+        replicas: Replicas | None = None,
+        offload: CPUOffloadPolicy | None = None,
     ) -> None:
         self.name = name
         self.params = list(params)
         self.collectives = collectives
+        self.reducers = collectives
+        self.replicas = replicas
+        self.offload = offload
+        self.smaller_group: SmallerGroup | None = None
         self.streams = streams
         self.kernels = kernels
         self.options = options
@@ -124,8 +156,12 @@ class ParamGroup:
         self.accumulates = False
         self._gathered_at = -1
         self._bound = False
+        self._rebinds_reductions = False  # once partial sums are gone
+        self._reroute = False  # transports are out of date; parameters and buffers are not
         self._shard: Any = None
+        self._mirror: Any = None
         self._full: Any = None
+        self._smaller: PostForward | None = None
         self._transports: list[SegmentTransport] = []
         self._reductions: list[SegmentReduction] = []
         self._gathered_event: Any = None
@@ -138,6 +174,11 @@ class ParamGroup:
         """Whether the gathered parameters are registered."""
         return self.state is State.UNSHARDED
 
+    @property
+    def needs_gather(self) -> bool:
+        """Whether the parameters have to be gathered before use."""
+        return self.state is State.SHARDED or self.state is State.RESHARDED
+
     # ---- layout and binding
 
     def shapes(self) -> list[ParamShape]:
@@ -145,7 +186,7 @@ class ParamGroup:
         shapes = []
         for param in self.params:
             shard = param.dtype
-            full = self.compute_dtype(shard)
+            full = self.compute_dtype(param)
             shapes.append(
                 ParamShape(
                     param.name, param.shape, param.dim, shard, shard.itemsize, full, full.itemsize
@@ -153,10 +194,10 @@ class ParamGroup:
             )
         return shapes
 
-    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The gathered dtype of a parameter of ``dtype``; integers are gathered as they are."""
-        chosen = self.options.precision.param_dtype
-        return chosen if chosen is not None and dtype.is_floating_point else dtype
+    def compute_dtype(self, param: ShardedParam) -> torch.dtype:
+        """The dtype that a parameter is gathered in; integers are gathered as they are."""
+        chosen = param.compute_dtype or self.options.precision.param_dtype
+        return chosen if chosen is not None and param.dtype.is_floating_point else param.dtype
 
     def adopt(self) -> None:
         """Lay the group out and move every parameter's rows into one flat shard.
@@ -167,13 +208,16 @@ class ParamGroup:
         self._require_sharded("adopt")
         layout = build_layout(self.shapes(), self.collectives.size, self.collectives.coalesces)
         on_meta = any(param.is_meta for param in self.params)
-        shard = self.kernels.flat(layout.shard_bytes, on_meta)
+        if self.offload is None:
+            shard = self.kernels.flat(layout.shard_bytes, on_meta)
+        else:
+            shard = self.kernels.host_flat(layout.shard_bytes, on_meta, self.offload.pin_memory)
         rank = self.collectives.rank
         for segment in layout.segments:
             for slot in segment.slots:
                 param = self.params[slot.index]
                 start = segment.shard_byte_offset + slot.shard_offset * param.dtype.itemsize
-                param.adopt(slot, shard.view(param.dtype, start, slot.local_shape(rank)))
+                param.adopt(slot, shard.piece(param.dtype, start, slot.local_shape(rank)))
         self.layout = layout
         self._shard = shard
         self._bound = False
@@ -184,9 +228,21 @@ class ParamGroup:
 
     def set_options(self, options: GroupOptions) -> None:
         """Take new options: reductions follow now, transports at the next gather."""
+        self._reroute = self._reroute or options.all_gather is not self.options.all_gather
         self.options = options
         if self._bound:
             self.bind_reductions()
+
+    def set_reducers(self, reducers: Collectives) -> None:
+        """Reduce gradients over another process group of the same ranks."""
+        self.reducers = reducers
+        if self._bound:
+            self.bind_reductions()
+
+    def set_smaller_group(self, smaller: SmallerGroup | None) -> None:
+        """Choose the ranks to reshard to after forward; ``None`` for all or none."""
+        self._reroute = self._reroute or smaller is not self.smaller_group
+        self.smaller_group = smaller
 
     def reregister(self) -> None:
         """After a state dict was loaded: manage the parameters that are registered now."""
@@ -195,70 +251,123 @@ class ParamGroup:
         self.rebind()
 
     def bind(self) -> None:
-        """Build transports, gathered parameters and reduction steps, if anything changed."""
-        if self._bound:
+        """Build transports, gathered parameters and reduction steps, if anything changed.
+
+        Where only the way to gather changed, the gathered parameters stay the objects they are:
+        autograd may hold them for a backward to come.
+        """
+        if self.state is State.RESHARDED or (self._bound and not self._reroute):
             return
         self._require_sharded("bind")
+        if self._bound:
+            self._full.acquire()
+        else:
+            self._bind_buffers()
+        self._bind_transports()
+        if not self._bound:
+            self._bind_params()
+            self.bind_reductions()
+        self._bind_smaller()
+        if self._mirror is not None:
+            self._mirror.release()
+        self._full.release()
+        self._bound, self._reroute = True, False
+
+    def _bind_buffers(self) -> None:
+        home = self.device if self.offload is None else torch.device("cpu")
         for param in self.params:
-            param.check_usable(self.device)
+            param.check_usable(home)
         layout = build_layout(self.shapes(), self.collectives.size, self.collectives.coalesces)
         if layout != self.layout or not all(p.is_in_place for p in self.params):
             self.adopt()
-        self._bind_transports()
-        self.bind_reductions()
-        self._bound = True
+        self._full = self.kernels.transient(layout.full_bytes, f"gathered {self.name}")
 
     def _bind_transports(self) -> None:
         assert self.layout is not None
-        self._full = self.kernels.transient(self.layout.full_bytes, f"gathered {self.name}")
-        self._transports = []
-        self._to_sharded, self._to_unsharded = [], []
-        for segment in self.layout.segments:
-            transport = TRANSPORTS[segment.transport](
-                segment, self._shard, self._full, self.collectives, self.kernels
+        source = self._shard if self.offload is None else self._bind_mirror()
+        self._transports = [
+            TRANSPORTS[segment.transport](
+                segment, source, self._full, self.collectives, self.kernels
             )
-            self._transports.append(transport)
-            for slot in segment.slots:
-                param = self.params[slot.index]
-                param.materialize(transport.gathered(slot))
+            for segment in self.layout.segments
+        ]
+        self._route = Route(self._transports, self._mirror is not None)
+        self._keeps_mirror = any(not (t.communicates or t.casts) for t in self._transports)
+
+    def _bind_params(self) -> None:
+        """Make the gathered parameters, and the stores that register either form."""
+        self._to_sharded, self._to_unsharded = [], []
+        for transport in self._transports:
+            for slot in transport.segment.slots:
+                self.params[slot.index].materialize(transport.gathered(slot))
         for param in self.params:
             if param.unsharded is not None:
                 self._to_sharded += param.swaps(param.sharded)
                 self._to_unsharded += param.swaps(param.unsharded)
-        self._full.release()
-        self._casting = [t for t in self._transports if t.casts and t.communicates]
-        self._gathering = [t for t in self._transports if t.communicates]
-        self._early = any(t.early for t in self._transports)
+
+    def _bind_smaller(self) -> None:
+        self._smaller = None
+        if self.smaller_group is not None and self.layout is not None:
+            self._smaller = PostForward(
+                self.smaller_group, self.layout, self._full, self.params, self.kernels
+            )
+
+    def _bind_mirror(self) -> Any:
+        """The device's copy of offloaded shards, there between a gather's start and its end."""
+        assert self.layout is not None
+        nbytes = self.layout.shard_bytes
+        self._mirror = self.kernels.transient(nbytes, f"shards of {self.name}")
+        self._loaded = self._mirror.view(torch.uint8, 0, (nbytes,))
+        self._offloaded = self._shard.view(torch.uint8, 0, (nbytes,))
+        return self._mirror
 
     def bind_reductions(self) -> None:
-        """Build the reduction steps of the parameters that require grad now."""
+        """Build the reduction steps of the parameters that require grad now.
+
+        Partial sums that wait for an all-reduce belong to the steps that made them; while there
+        are any, these stay bound.
+        """
         assert self.layout is not None
-        precision = self.options.precision
-        families: dict[tuple[Any, ...], list[tuple[ShardedParam, Slot]]] = {}
+        self._rebinds_reductions = any(r.partial_sums is not None for r in self._reductions)
+        if self._rebinds_reductions:
+            return
+        families: dict[ReductionSpec, list[tuple[ShardedParam, Slot]]] = {}
         for segment in self.layout.segments:
             for slot in segment.slots:
                 param = self.params[slot.index]
-                if not param.sharded.requires_grad:
-                    continue
-                grad = self.compute_dtype(param.dtype)
-                reduce = precision.reduce_dtype or grad
-                direct = segment.transport is Transport.COALESCED and self._is_direct(
-                    slot, min(reduce.itemsize, grad.itemsize)
-                )
-                families.setdefault((direct, grad, reduce, param.dtype), []).append((param, slot))
+                if param.sharded.requires_grad:
+                    spec = self._reduction_spec(param, slot, segment.transport)
+                    families.setdefault(spec, []).append((param, slot))
         self._reductions = [
             SegmentReduction(
                 [param for param, _ in members],
                 [slot for _, slot in members],
-                direct,
-                grad,
-                reduce,
-                self.options.divide_factor,
-                self.collectives,
+                spec,
+                self.reducers,
+                self.replicas,
                 self.kernels,
             )
-            for (direct, grad, reduce, _), members in families.items()
+            for spec, members in families.items()
         ]
+
+    def _reduction_spec(
+        self, param: ShardedParam, slot: Slot, transport: Transport
+    ) -> ReductionSpec:
+        options = self.options
+        grad = self.compute_dtype(param)
+        reduce = options.precision.reduce_dtype or param.grad_dtype
+        return ReductionSpec(
+            direct=transport is Transport.COALESCED
+            and self._is_direct(slot, min(reduce.itemsize, grad.itemsize)),
+            grad_dtype=grad,
+            reduce_dtype=reduce,
+            result_dtype=param.grad_dtype,
+            factor=options.divide_factor,
+            sum_only=options.sum_only,
+            hook=options.all_reduce_hook,
+            to_host=self.offload is not None,
+            pin=self.offload is not None and self.offload.pin_memory,
+        )
 
     @staticmethod
     def _is_direct(slot: Slot, itemsize: int) -> bool:
@@ -276,24 +385,34 @@ class ParamGroup:
         The side lanes wait for COMPUTE as it is now: whatever used the memory that the gathered
         buffer is given was issued there before (invariant I2).
         """
+        route = self._route
+        if self.state is State.RESHARDED:
+            assert self._smaller is not None
+            route = self._smaller.route
+        else:
+            self._gathered_at = OptimizerSteps.count
         self._move("start_unshard")
-        self._gathered_at = OptimizerSteps.count
+        self._taken = route
         streams = self.streams
-        if self._early:
+        if route.early:
             self._full.acquire()
-        if self._gathering:
-            for transport in self._gathering:
+        if route.gathering or route.loads:
+            if route.loads:
+                self._mirror.acquire()
+            for transport in route.gathering:
                 transport.acquire()
             event = streams.record(Lane.COMPUTE, "buffers allocated")
-            if self._casting:
+            if route.copies_in:
                 streams.wait(Lane.COPY_IN, event, "copy-in after compute")
                 with streams.on(Lane.COPY_IN):
-                    for transport in self._casting:
+                    if route.loads:
+                        self.kernels.copy(self._loaded, self._offloaded)
+                    for transport in route.casting:
                         transport.copy_in()
                 event = streams.record(Lane.COPY_IN, "copy-in done")
             streams.wait(Lane.ALL_GATHER, event, "all-gather after copy-in")
             with streams.on(Lane.ALL_GATHER):
-                for transport in self._gathering:
+                for transport in route.gathering:
                     work = transport.gather()
                     if work is not None:
                         self._works.append(work)
@@ -304,32 +423,61 @@ class ParamGroup:
     def finish_unshard(self) -> None:
         """Make COMPUTE wait for the all-gather and register the gathered parameters."""
         self._move("finish_unshard")
+        route = self._taken
         self._await_gather()
-        if not self._early:
+        if not route.early:
             self._full.acquire()
-        for transport in self._transports:
+        for transport in route.transports:
             transport.copy_out()
             transport.release()
+        if route.loads and not self._keeps_mirror:
+            self._mirror.release()
+        if self._smaller is not None:
+            self._smaller.release()
         for store, name, param in self._to_unsharded:
             store[name] = param
         if self.observer is not None:
             self.observer("finish", self.name)
 
+    def shard_smaller(self) -> None:
+        """After forward: keep a smaller group's rows, free the rest; no-op if not gathered."""
+        if self.state is not State.UNSHARDED:
+            return
+        if self._smaller is None:
+            self.reshard()
+            return
+        self._move("shard_smaller")
+        self._smaller.keep()
+        for store, name, param in self._smaller.swaps:
+            store[name] = param
+        self._release_full()
+        if self.observer is not None:
+            self.observer("reshard", self.name)
+
     def reshard(self) -> None:
         """Free the gathered parameters and register the sharded ones; no-op if sharded."""
-        if self.state is State.SHARDED:
+        state = self.state
+        if state is State.SHARDED:
             return
-        gathering = self.state is State.GATHERING
         self._move("reshard")
-        if gathering:  # a prefetch that nobody used: it must be over before its memory goes
+        if state is State.GATHERING:  # a prefetch that nobody used: over before its memory goes
             self._await_gather()
-            for transport in self._transports:
+            for transport in self._taken.transports:
                 transport.release()
         for store, name, param in self._to_sharded:
             store[name] = param
-        self._full.release()
+        if self._smaller is not None:
+            self._smaller.release()
+        if state is not State.RESHARDED:
+            self._release_full()
         if self.observer is not None:
             self.observer("reshard", self.name)
+
+    def _release_full(self) -> None:
+        if not self.options.keep_storage:
+            self._full.release()
+        if self._mirror is not None:
+            self._mirror.release()
 
     def free_if_outdated(self) -> None:
         """Free parameters that were gathered before an optimizer step: they have changed since."""
@@ -341,7 +489,7 @@ class ParamGroup:
             for work in self._works:
                 work.wait()
             self._works.clear()
-        if self._gathering:
+        if self._taken.gathering or self._taken.loads:
             self.streams.wait(Lane.COMPUTE, self._gathered_event, "compute after all-gather")
 
     def refresh_requires_grad(self) -> None:
@@ -368,34 +516,52 @@ class ParamGroup:
     def collect(self) -> list[tuple[SegmentReduction, Job]]:
         """Take the gradients that are there; empty where no parameter has one."""
         self.accumulates = False
+        if self._rebinds_reductions:
+            self.bind_reductions()
         jobs = []
         for reduction in self._reductions:
-            job = reduction.collect(False)
+            job = reduction.collect(self.options.reduce_unused)
             if job is not None:
                 jobs.append((reduction, job))
         return jobs
 
-    def reduce(self, jobs: list[tuple[SegmentReduction, Job]]) -> PendingReduction | None:
+    def reduce(
+        self, jobs: list[tuple[SegmentReduction, Job]], all_reduce: bool
+    ) -> PendingReduction | None:
         """Reduce collected gradients into the sharded parameters' ``.grad``.
+
+        Args:
+            jobs: what `collect` returned.
+            all_reduce: whether copies are summed too; ``False`` keeps partial sums for a later
+                reduction, where there are copies.
 
         Returns:
             What is on its way, or ``None`` if nothing is: one rank has nothing to communicate.
         """
         streams = self.streams
+        work = [(r.full if all_reduce else r.partial, r, job) for r, job in jobs]
         pending = None
         with torch.no_grad():
-            for reduction, job in jobs:
-                for step in reduction.on_compute:
+            for program, reduction, job in work:
+                for step in program.compute:
                     step(reduction, job)
-            if self.collectives.size > 1:
+            if any(program.reduce or program.all_reduce for program, _, _ in work):
                 event = streams.record(Lane.COMPUTE, "gradients staged")
                 streams.wait(Lane.REDUCE, event, "reduction after compute")
                 with streams.on(Lane.REDUCE):
-                    for reduction, job in jobs:
-                        for step in reduction.on_reduce:
+                    for program, reduction, job in work:
+                        for step in program.reduce:
                             step(reduction, job)
-                event = streams.record(Lane.REDUCE, "reduction done")
-                pending = PendingReduction(event, jobs)
+                scattered = done = streams.record(Lane.REDUCE, "reduction done")
+                if any(program.all_reduce for program, _, _ in work):
+                    streams.wait(Lane.ALL_REDUCE, scattered, "all-reduce after reduce-scatter")
+                    with streams.on(Lane.ALL_REDUCE):
+                        for program, reduction, job in work:
+                            for step in program.all_reduce:
+                                step(reduction, job)
+                    done = streams.record(Lane.ALL_REDUCE, "all-reduce done")
+                on_host = any(program.host for program, _, _ in work)
+                pending = PendingReduction(self, jobs, scattered, done, on_host)
         if self.observer is not None:
             self.observer("reduce", self.name)
         return pending
@@ -405,6 +571,8 @@ class ParamGroup:
         self.accumulates = False
         for param in self.params:
             param.take_gradient()
+        for reduction in self._reductions:
+            reduction.discard()
 
     # ---- state
 

@@ -25,6 +25,12 @@ class Kernels(Protocol):
     def flat(self, nbytes: int, on_meta: bool) -> Any:
         """A persistent buffer."""
 
+    def host_flat(self, nbytes: int, on_meta: bool, pin: bool) -> Any:
+        """A persistent buffer in CPU memory, page-locked if ``pin``."""
+
+    def to_host(self, source: Any, pin: bool) -> Any:
+        """A copy in CPU memory, which is there once the lane is behind this call."""
+
     def empty(self, numel: int, dtype: Any, name: str) -> Any:
         """A new flat tensor, freed when its last reference goes."""
 
@@ -70,6 +76,15 @@ class TorchKernels:
         """A persistent buffer of zeros on the device, or without memory on meta."""
         return FlatBuffer(nbytes, torch.device("meta") if on_meta else self._device)
 
+    def host_flat(self, nbytes: int, on_meta: bool, pin: bool) -> FlatBuffer:
+        """A persistent buffer of zeros in CPU memory, or without memory on meta."""
+        return FlatBuffer(nbytes, torch.device("meta" if on_meta else "cpu"), pin)
+
+    def to_host(self, source: torch.Tensor, pin: bool) -> torch.Tensor:
+        """One asynchronous copy."""
+        target = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pin)
+        return target.copy_(source, non_blocking=True)
+
     def empty(self, numel: int, dtype: torch.dtype, name: str) -> torch.Tensor:
         """An uninitialised flat tensor."""
         return torch.empty(numel, dtype=dtype, device=self._device)
@@ -93,8 +108,8 @@ class TorchKernels:
         return flat.as_strided(shape, strides, offset)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """One kernel."""
-        target.copy_(source)
+        """One kernel; from page-locked memory without blocking the host."""
+        target.copy_(source, non_blocking=True)
 
     def copy_many(self, targets: Tensors, sources: Tensors) -> None:
         """One fused kernel where the tensors allow it."""

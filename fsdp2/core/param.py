@@ -7,6 +7,9 @@
 
 Both are made once and stay the same objects: optimizers hold the first, autograd the second
 (invariant I3). A parameter registered in several places (tied weights) fills all its slots.
+
+A parameter that was a DTensor before (tensor or expert parallel) stays one when it is gathered: on
+the model-parallel mesh alone. What is laid out, gathered and reduced is its local tensor.
 """
 
 from __future__ import annotations
@@ -15,12 +18,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.layout import Slot
-from fsdp2.core.sharding import ShardAxis, sharded_spec, wrap_local
+from fsdp2.core.sharding import (
+    MeshAxes,
+    gradient_placements,
+    local_of,
+    sharded_spec,
+    with_dtype,
+    wrap_local,
+)
 
 OWNER = "_fsdp2_owner"
 """Attribute of a parameter object that a unit manages, or replaced: the unit's name."""
@@ -59,28 +70,40 @@ class ShardedParam:
         name: full name, from the root module once that is known.
         slots: where it is registered.
         dim: sharded dim.
-        shape: global shape.
+        shape: shape of what is laid out: of the parameter, or of its local tensor if it was a
+            DTensor before.
+        compute_dtype: the dtype that it is gathered in, if the user made an exception for it.
         sharded: the DTensor parameter that the optimizer sees.
         unsharded: the gathered parameter, once it exists.
         accumulated: gradients summed over backwards without sync, in the reduce dtype.
     """
 
     def __init__(
-        self, name: str, param: nn.Parameter, slots: list[ModuleSlot], dim: int, axis: ShardAxis
+        self,
+        name: str,
+        param: nn.Parameter,
+        slots: list[ModuleSlot],
+        dim: int,
+        axes: MeshAxes,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         self.name = name
         self.slots = slots
         self.dim = dim
-        self.shape = tuple(param.shape)
-        self.axis = axis
+        self.axes = axes
+        self.compute_dtype = compute_dtype
         self.attributes = dict(param.__dict__)
         self.requires_grad = param.requires_grad
-        self._whole: torch.Tensor | None = param.detach()  # until the flat shard has the rows
+        self._spec: DTensorSpec = sharded_spec(axes, param, dim)
+        self._parallel = param._spec if isinstance(param, DTensor) else None
+        self._whole: torch.Tensor | None = local_of(param.detach())  # until the shard has its rows
+        self.shape = tuple(self._whole.shape)
         self._target: torch.Tensor | None = None
         self.sharded: nn.Parameter = param
         self.unsharded: nn.Parameter | None = None
         self.accumulated: torch.Tensor | None = None
-        self._spec: DTensorSpec | None = None
+        self._grad_dtype = _chosen_grad_dtype(param)
+        self._grad_spec: DTensorSpec = with_dtype(self._spec, self.grad_dtype)
 
     # ---- the sharded form
 
@@ -88,6 +111,11 @@ class ShardedParam:
     def dtype(self) -> torch.dtype:
         """The shard's dtype: the optimizer's."""
         return self.sharded.dtype
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Dtype of the reduced gradient: ``param.grad_dtype`` where the user set it, else dtype."""
+        return self._grad_dtype or self.sharded.dtype
 
     @property
     def local(self) -> torch.Tensor:
@@ -108,7 +136,7 @@ class ShardedParam:
             target: ``slot.local_shape(rank)``.
         """
         whole = self._whole
-        rank = self.axis.rank
+        rank = self.axes.rank
         with torch.no_grad():
             if whole is None:
                 target.copy_(self.local)
@@ -119,14 +147,16 @@ class ShardedParam:
         if whole is None:
             self.sharded._local_tensor = target  # type: ignore[attr-defined]  # a DTensor
             self._spec = self.sharded._spec  # type: ignore[attr-defined]  # a DTensor
-            return
-        self._whole = None
-        self._spec = sharded_spec(self.axis, whole, self.dim)
-        self.sharded = nn.Parameter(
-            wrap_local(target, self._spec), requires_grad=self.requires_grad
-        )
-        self.sharded.__dict__.update(self.attributes)
-        self.register(self.sharded)
+        else:
+            self._whole = None
+            self.sharded = nn.Parameter(
+                wrap_local(target, self._spec), requires_grad=self.requires_grad
+            )
+            self.sharded.__dict__.update(self.attributes)
+            self.register(self.sharded)
+        self._grad_spec = with_dtype(self._spec, self.grad_dtype)
+        if self._grad_dtype is not None:
+            self.sharded.grad_dtype = self._grad_dtype
 
     @property
     def is_in_place(self) -> bool:
@@ -142,6 +172,7 @@ class ShardedParam:
         Of several, the last; one that does not fit is taken out again.
         """
         before = self.sharded
+        shape = tuple(before.shape)
         chosen = before
         for module, name in self.slots:
             registered = getattr(module, name)
@@ -151,19 +182,17 @@ class ShardedParam:
             self.register(before)
             raise ShardingStateError(
                 f"parameter '{self.name}' was replaced by a {type(chosen).__name__} of shape "
-                f"{tuple(chosen.shape)}; assign a DTensor of shape {self.shape} sharded like "
+                f"{tuple(chosen.shape)}; assign a DTensor of shape {shape} sharded like "
                 f"the parameter"
             )
         self.sharded = chosen
         self.register(chosen)
 
     def _fits(self, param: nn.Parameter) -> bool:
-        spec = self._spec
-        assert spec is not None
         return (
             isinstance(param, DTensor)
-            and tuple(param.shape) == self.shape
-            and param.placements == spec.placements
+            and param.shape == self.sharded.shape
+            and param.placements == self._spec.placements
             and param._local_tensor.shape == self.local.shape
         )
 
@@ -192,7 +221,7 @@ class ShardedParam:
         grad = sharded.grad
         if grad is not None:
             return grad._local_tensor  # type: ignore[attr-defined]  # a DTensor
-        sharded.grad = wrap_local(rows, self._spec)  # type: ignore[arg-type]  # set by adopt
+        sharded.grad = wrap_local(rows, self._grad_spec)
         if sharded._post_accumulate_grad_hooks:
             self.run_hooks()
         return None
@@ -214,6 +243,8 @@ class ShardedParam:
         grad = unsharded.grad
         if grad is not None:
             unsharded.grad = None
+            if self._parallel is not None:
+                grad = self._localize(grad)
         if self.accumulated is not None:
             total, self.accumulated = self.accumulated, None
             if grad is not None:
@@ -228,14 +259,35 @@ class ShardedParam:
         if grad is None or (self.accumulated is None and grad.dtype == dtype):
             return  # autograd itself adds up gradients that need no cast
         self.unsharded.grad = None
+        if self._parallel is not None:
+            grad = self._localize(grad)
         if self.accumulated is None:
             self.accumulated = grad.to(dtype)
         else:
             self.accumulated += grad
 
+    def _localize(self, grad: torch.Tensor) -> torch.Tensor:
+        """The local tensor of a model-parallel gradient, placed as the parameter is."""
+        assert self._parallel is not None
+        if not isinstance(grad, DTensor):
+            raise ShardingStateError(
+                f"the gradient of parameter '{self.name}' is a plain {type(grad).__name__}, but "
+                f"the parameter is a DTensor; assign DTensors to .grad"
+            )
+        wanted = gradient_placements(self.axes, self._parallel, grad.placements)
+        if wanted != grad.placements:
+            grad = grad.redistribute(placements=wanted)
+        return grad.to_local()
+
     def materialize(self, gathered: torch.Tensor) -> None:
-        """Make the unsharded parameter over ``gathered``: the global shape, own version counter."""
+        """Make the unsharded parameter over ``gathered``, which has its own version counter.
+
+        Args:
+            gathered: ``shape``; the parameter, or its local tensor if it was a DTensor before.
+        """
         with torch.inference_mode(False), torch.no_grad():
+            if self._parallel is not None:
+                gathered = wrap_local(gathered, with_dtype(self._parallel, gathered.dtype))
             unsharded = nn.Parameter(gathered, requires_grad=self.sharded.requires_grad)
         unsharded.__dict__.update(self.attributes)
         unsharded.__dict__[GATHERED] = self.name
@@ -243,6 +295,22 @@ class ShardedParam:
         if old is not None and old.grad is not None:  # accumulated without sync
             unsharded.grad = old.grad.to(unsharded.dtype)
         self.unsharded = unsharded
+
+    def between(self, rows: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
+        """The parameter over a smaller group's rows, registered between forward and backward.
+
+        Args:
+            rows: this rank's, of the compute dtype.
+            mesh: (replicate, shard), of the smaller groups.
+        """
+        meta = self._spec.tensor_meta
+        assert meta is not None
+        meta = TensorMeta(meta.shape, meta.stride, rows.dtype)
+        spec = DTensorSpec(mesh, (Replicate(), Shard(self.dim)), tensor_meta=meta)
+        param = nn.Parameter(wrap_local(rows, spec), requires_grad=self.sharded.requires_grad)
+        param.__dict__.update(self.attributes)
+        param.__dict__[GATHERED] = self.name
+        return param
 
     def register(self, param: nn.Parameter) -> None:
         """Put ``param`` into every slot."""
@@ -252,3 +320,9 @@ class ShardedParam:
     def swaps(self, param: nn.Parameter) -> list[Swap]:
         """The stores that register ``param``, ready to be run in a loop."""
         return [(_store_of(module), name, param) for module, name in self.slots]
+
+
+def _chosen_grad_dtype(param: nn.Parameter) -> torch.dtype | None:
+    """The ``grad_dtype`` that the user gave the parameter, if it is another than its dtype."""
+    chosen: torch.dtype | None = getattr(param, "grad_dtype", None)
+    return None if chosen == param.dtype else chosen

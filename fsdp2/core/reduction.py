@@ -1,14 +1,20 @@
 """From full gradients to sharded ``.grad``: the steps, bound once per group.
 
-    collect   take the gradients that autograd left on the unsharded parameters    COMPUTE
-    stage     put them where the collective reads them; only where they must move  COMPUTE
-    divide    before the sum, for dtypes that could overflow                       REDUCE
-    reduce    reduce-scatter                                                       REDUCE
-    divide    after the sum                                                        REDUCE
-    cast      to the shard's dtype                                                 REDUCE
-    deliver   become, or add to, the sharded parameter's ``.grad``                 REDUCE
+    collect      take the gradients that autograd left on the unsharded parameters    COMPUTE
+    stage        put them where the collective reads them; only where they must move  COMPUTE
+    divide       before the sum, for dtypes that could overflow                       REDUCE
+    reduce       reduce-scatter over the shard axis                                   REDUCE
+    keep         instead of all that follows: add to the partial sums                 REDUCE
+    all-reduce   over the replicate axis, partial sums included                       ALL_REDUCE
+    hook         the user's                                                           ALL_REDUCE
+    divide       after the sum                                                        (last lane)
+    cast         to the gradient's dtype                                              (last lane)
+    to host      copy to CPU memory                                                   (last lane)
+    deliver      become, or add to, the sharded parameter's ``.grad``                 (last lane)
 
-A step that a configuration does not need is not in the tuple. Three ways to stage:
+The last lane is ALL_REDUCE where anything runs there, else REDUCE; what was copied to the host is
+delivered by the host, once the copy has arrived. A step that a configuration does not need is not
+in the program. Three ways to stage:
 
     direct    autograd's gradients are the collective's inputs as they are: no copy
     cast      one fused copy casts them into a parameter-major buffer
@@ -20,11 +26,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from fsdp2.core.collectives import Collectives, ReduceKind
+from fsdp2.core.collectives import Collectives, ReduceKind, Replicas
 from fsdp2.core.kernels import Kernels
 from fsdp2.core.layout import COLLECTIVE_ALIGN_BYTES, Slot, contiguous_strides
 from fsdp2.core.transport import shard_blocks
@@ -32,18 +38,25 @@ from fsdp2.core.transport import shard_blocks
 
 @dataclass(frozen=True)
 class Division:
-    """Where a reduction divides: before the collective, inside it, after it."""
+    """Where a reduction divides: before the collectives, inside them, after them."""
 
     before: float | None
     kind: ReduceKind
+    replicas: ReduceKind
     after: float | None
 
 
 _AVERAGE = (torch.float32, torch.bfloat16)
+_SUM = ReduceKind(average=False)
 
 
 def plan_division(
-    dtype: torch.dtype, size: int, factor: float | None, premultiplies: bool
+    dtype: torch.dtype,
+    size: int,
+    factor: float | None,
+    premultiplies: bool,
+    copies: int = 1,
+    sum_only: bool = False,
 ) -> Division:
     """Choose where to divide.
 
@@ -54,23 +67,52 @@ def plan_division(
     Args:
         dtype: the reduction's dtype.
         size: ranks of the shard axis.
-        factor: the user's divide factor; ``None`` averages.
+        factor: the user's divide factor; ``None`` averages over both axes.
         premultiplies: whether the backend has a premultiplied sum (NCCL has).
+        copies: ranks of the replicate axis.
+        sum_only: whether the collectives must only sum.
     """
+    whole = float(size * copies) if factor is None else factor
     if dtype in _AVERAGE:
-        if factor is None or factor == size:
-            return Division(None, ReduceKind(average=True), None)
-        if premultiplies:
-            return Division(None, ReduceKind(average=False, factor=factor), None)
-        return Division(None, ReduceKind(average=False), factor)
-    whole = float(size) if factor is None else factor
+        if sum_only:
+            return Division(None, _SUM, _SUM, whole if whole != 1 else None)
+        if factor is None:
+            return Division(None, ReduceKind(average=True), ReduceKind(average=True), None)
+        if factor == size:
+            return Division(None, ReduceKind(average=True), _SUM, None)
+        if premultiplies and size > 1:
+            return Division(None, ReduceKind(average=False, factor=factor), _SUM, None)
+        return Division(None, _SUM, _SUM, factor)
     before = 2.0 ** math.ceil(math.log2(whole) / 2) if whole > 1 else 1.0
     after = whole / before
-    return Division(
-        before if before != 1.0 else None,
-        ReduceKind(average=False),
-        after if after != 1.0 else None,
-    )
+    return Division(before if before != 1.0 else None, _SUM, _SUM, after if after != 1.0 else None)
+
+
+@dataclass(frozen=True)
+class ReductionSpec:
+    """What sets a reduction's steps.
+
+    Attributes:
+        direct: whether gradients may be reduced one by one in one launch: dim 0, even, aligned.
+        grad_dtype: dtype of autograd's gradients.
+        reduce_dtype: dtype of the collectives.
+        result_dtype: dtype of the sharded ``.grad``.
+        factor: the user's divide factor.
+        sum_only: whether the collectives must only sum.
+        hook: called with the flat reduced gradient.
+        to_host: whether the result is copied to CPU memory.
+        pin: whether that memory is page-locked.
+    """
+
+    direct: bool
+    grad_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    result_dtype: torch.dtype
+    factor: float | None = None
+    sum_only: bool = False
+    hook: Callable[[torch.Tensor], None] | None = None
+    to_host: bool = False
+    pin: bool = False
 
 
 @dataclass
@@ -82,7 +124,8 @@ class Job:
         present: which members had one; the others are reduced as zeros and get no ``.grad``.
         outputs: this rank's reduced rows, a tensor for every member.
         flat: the flat tensor that they are views of, in the reduce dtype.
-        result: the same in the shard's dtype.
+        result: the same in the gradient's dtype.
+        partial: partial sums that were added, alive until the reduction is over.
         sums: gradients that the outputs were added to; a hook may have dropped them meanwhile.
     """
 
@@ -90,6 +133,7 @@ class Job:
     present: list[bool]
     flat: Any = None
     result: Any = None
+    partial: Any = None
     outputs: list[Any] = field(default_factory=list)
     sums: list[Any] = field(default_factory=list)
 
@@ -98,36 +142,52 @@ Step = Callable[["SegmentReduction", Job], None]
 """A function of the reduction, not bound to it: a reduction that is replaced is freed at once."""
 
 
+class Program(NamedTuple):
+    """Steps by where they run; ``host`` steps run when everything else has."""
+
+    compute: tuple[Step, ...]
+    reduce: tuple[Step, ...]
+    all_reduce: tuple[Step, ...]
+    host: tuple[Step, ...]
+
+
 class SegmentReduction:
     """The bound steps of the members of a group that are reduced alike.
 
     Args:
         members: the parameters (`ShardedParam`, or simulated ones).
         slots: their slots in the group's layout.
-        direct: whether gradients may be reduced one by one in one launch: dim 0, even, aligned.
-        grad_dtype: dtype of autograd's gradients.
-        reduce_dtype: dtype of the collective.
-        factor: the user's divide factor.
+        spec: what sets the steps.
+        collectives: of the shard axis.
+        replicas: of the replicate axis, if there is one.
+        kernels: memory and copies.
+
+    Attributes:
+        full: the program that ends in ``.grad``.
+        partial: the program that ends in partial sums, without all-reduce; ``full`` where there
+            are no replicas.
+        partial_sums: what reductions without all-reduce left, flat, in the reduce dtype.
     """
 
     def __init__(
         self,
         members: Sequence[Any],
         slots: Sequence[Slot],
-        direct: bool,
-        grad_dtype: torch.dtype,
-        reduce_dtype: torch.dtype,
-        factor: float | None,
+        spec: ReductionSpec,
         collectives: Collectives,
+        replicas: Replicas | None,
         kernels: Kernels,
     ) -> None:
         self.members = members
         self.slots = slots
+        self.spec = spec
         self.kernels = kernels
         self.collectives = collectives
-        self.grad_dtype = grad_dtype
-        self.reduce_dtype = reduce_dtype
-        self._shard_dtype: torch.dtype = members[0].dtype
+        self.replicas = replicas if replicas is not None and replicas.size > 1 else None
+        self.grad_dtype = spec.grad_dtype
+        self.reduce_dtype = spec.reduce_dtype
+        self.partial_sums: Any = None
+        self._partial_present: list[bool] = []
         self._rows_of: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []
         width = 0
         for slot in slots:
@@ -135,37 +195,81 @@ class SegmentReduction:
             self._rows_of.append((shape, contiguous_strides(shape), width))
             width += slot.shard_numel
         self._payload = width
-        multiple = max(COLLECTIVE_ALIGN_BYTES // reduce_dtype.itemsize, 1)
-        self._width = -(-width // multiple) * multiple
+        if not width:
+            self.replicas = None  # nothing but empty parameters
+        multiple = max(COLLECTIVE_ALIGN_BYTES // self.reduce_dtype.itemsize, 1)
+        self._width = width if collectives.size == 1 else -(-width // multiple) * multiple
         self._staging: Any = None
         self._targets: list[Any] = []
         self._pads: dict[torch.dtype, list[Any]] = {}
-        self.on_compute, self.on_reduce = self._bind(direct, factor)
+        self.full, self.partial = self._bind()
 
     # ---- binding
 
-    def _bind(
-        self, direct: bool, factor: float | None
-    ) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    def _bind(self) -> tuple[Program, Program]:
+        spec = self.spec
         compute: list[Step] = []
         reduce: list[Step] = []
-        if self.collectives.size == 1:
-            self._bind_local(factor, compute)
-            return tuple(compute), ()
-        if self._payload:
-            self._bind_collective(direct, factor, compute, reduce)
-        else:
-            compute.append(SegmentReduction._allocate)  # nothing but empty parameters
-        if self.reduce_dtype != self._shard_dtype:
-            compute.append(SegmentReduction._allocate_result)
-            reduce.append(SegmentReduction._cast)
-        reduce.append(SegmentReduction._deliver)
-        return tuple(compute), tuple(reduce)
+        communicates = self.replicas is not None or spec.hook is not None
+        if self.collectives.size == 1 and not communicates and not spec.to_host:
+            self._bind_local(compute)
+            program = Program(tuple(compute), (), (), ())
+            return program, program
+        copies = 1 if self.replicas is None else self.replicas.size
+        size = self.collectives.size
+        division = plan_division(
+            self.reduce_dtype,
+            size,
+            spec.factor if size * copies > 1 or spec.factor is not None else 1.0,
+            self.collectives.premultiplies,
+            copies,
+            spec.sum_only,
+        )
+        self._kind, self._replica_kind = division.kind, division.replicas
+        compute.append(SegmentReduction._allocate)
+        if size == 1:
+            compute.append(SegmentReduction._copy_local)
+            if division.before is not None:
+                reduce.append(_divide_flat(division.before))
+        elif self._payload:
+            self._bind_collective(division.before, compute, reduce)
+        return self._programs(division.after if self._payload else None, compute, reduce)
 
-    def _bind_local(self, factor: float | None, compute: list[Step]) -> None:
-        """One rank: a gradient of the shard's dtype becomes ``.grad`` as it is."""
-        self.reduce_dtype = self._shard_dtype
-        if self.grad_dtype == self._shard_dtype:
+    def _programs(
+        self, after: float | None, compute: list[Step], reduce: list[Step]
+    ) -> tuple[Program, Program]:
+        spec = self.spec
+        middle: list[Step] = []
+        if self.replicas is not None:
+            middle += [SegmentReduction._add_partial, SegmentReduction._all_reduce]
+        if spec.hook is not None:
+            middle.append(SegmentReduction._run_hook)
+        finish: list[Step] = [] if after is None else [_divide_flat(after)]
+        allocate: list[Step] = []
+        if self.reduce_dtype != spec.result_dtype:
+            allocate.append(SegmentReduction._allocate_result)
+            finish.append(SegmentReduction._cast)
+        host: tuple[Step, ...] = ()
+        if spec.to_host:
+            finish.append(SegmentReduction._to_host)
+            host = (SegmentReduction._deliver,)
+        else:
+            finish.append(SegmentReduction._deliver)
+        started = (*compute, *allocate)
+        if middle:
+            full = Program(started, tuple(reduce), (*middle, *finish), host)
+        else:
+            full = Program(started, (*reduce, *finish), (), host)
+        if self.replicas is None:
+            return full, full
+        kept = Program(tuple(compute), (*reduce, SegmentReduction._keep_partial), (), ())
+        return full, kept
+
+    def _bind_local(self, compute: list[Step]) -> None:
+        """One rank: a gradient of the result's dtype becomes ``.grad`` as it is."""
+        factor = self.spec.factor
+        self.reduce_dtype = self.spec.result_dtype
+        if self.grad_dtype == self.reduce_dtype:
             compute.append(SegmentReduction._adopt)
         else:
             compute += [SegmentReduction._allocate, SegmentReduction._copy_local]
@@ -174,30 +278,23 @@ class SegmentReduction:
         compute.append(SegmentReduction._deliver)
 
     def _bind_collective(
-        self, direct: bool, factor: float | None, compute: list[Step], reduce: list[Step]
+        self, before: float | None, compute: list[Step], reduce: list[Step]
     ) -> None:
-        size = self.collectives.size
-        division = plan_division(self.reduce_dtype, size, factor, self.collectives.premultiplies)
-        before, after = division.before, division.after
-        self._kind = division.kind
-        compute.append(SegmentReduction._allocate)
-        if not direct:
+        if not self.spec.direct:
             self._bind_packed()
             compute.append(SegmentReduction._stage_packed)
             if before is not None:
                 reduce.append(lambda self, job: self.kernels.divide(self._input, before))
             reduce.append(SegmentReduction._reduce_packed)
+            return
+        if self.grad_dtype != self.reduce_dtype:
+            self._bind_cast()
+            compute.append(SegmentReduction._stage_cast)
         else:
-            if self.grad_dtype != self.reduce_dtype:
-                self._bind_cast()
-                compute.append(SegmentReduction._stage_cast)
-            else:
-                compute.append(SegmentReduction._stage_direct)
-            if before is not None:
-                reduce.append(lambda self, job: self._divide_each(job.grads, before))
-            reduce.append(SegmentReduction._reduce_direct)
-        if after is not None:
-            reduce.append(lambda self, job: self.kernels.divide(job.flat, after))
+            compute.append(SegmentReduction._stage_direct)
+        if before is not None:
+            reduce.append(lambda self, job: self._divide_each(job.grads, before))
+        reduce.append(SegmentReduction._reduce_direct)
 
     def _bind_cast(self) -> None:
         itemsize = self.reduce_dtype.itemsize
@@ -232,7 +329,7 @@ class SegmentReduction:
         job.outputs = job.grads
 
     def _allocate_result(self, job: Job) -> None:
-        job.result = self.kernels.empty(self._width, self._shard_dtype, "sharded gradient")
+        job.result = self.kernels.empty(self._width, self.spec.result_dtype, "sharded gradient")
 
     def _unify(self, job: Job) -> torch.dtype:
         """Give all gradients one dtype: autograd's, or the reduction's where any differs."""
@@ -294,6 +391,35 @@ class SegmentReduction:
     def _copy_local(self, job: Job) -> None:
         self.kernels.copy_many(job.outputs, job.grads)
 
+    def _keep_partial(self, job: Job) -> None:
+        """Add to the sums that wait for an all-reduce."""
+        if self.partial_sums is None:
+            self.partial_sums, self._partial_present = job.flat, job.present
+            return
+        self.kernels.add_many([self.partial_sums], [job.flat])
+        present = zip(self._partial_present, job.present, strict=True)
+        self._partial_present = [before or now for before, now in present]
+
+    def _add_partial(self, job: Job) -> None:
+        if self.partial_sums is not None:
+            job.partial, self.partial_sums = self.partial_sums, None
+            self.kernels.add_many([job.flat], [job.partial])
+
+    def _all_reduce(self, job: Job) -> None:
+        assert self.replicas is not None
+        work = self.replicas.all_reduce(job.flat, self._replica_kind)
+        if work is not None:
+            work.wait()
+
+    def _run_hook(self, job: Job) -> None:
+        assert self.spec.hook is not None
+        self.spec.hook(job.flat)
+
+    def _to_host(self, job: Job) -> None:
+        """Copy out; the host delivers what arrives."""
+        flat = job.flat if job.result is None else job.result
+        job.outputs = self._views(self.kernels.to_host(flat, self.spec.pin))
+
     def _cast(self, job: Job) -> None:
         self.kernels.copy(job.result, job.flat)
         job.outputs = self._views(job.result)
@@ -337,9 +463,13 @@ class SegmentReduction:
                 missing = True
         if not missing:
             return Job(grads, [True] * len(grads))
-        if not take_missing and all(grad is None for grad in grads):
-            return None
-        present = [take_missing or grad is not None for grad in grads]
+        if self.partial_sums is None:
+            if not take_missing and all(grad is None for grad in grads):
+                return None
+            waiting = [take_missing] * len(grads)
+        else:  # sums of earlier backwards wait for an all-reduce, whatever this one brings
+            waiting = [take_missing or before for before in self._partial_present]
+        present = [wanted or grad is not None for wanted, grad in zip(waiting, grads, strict=True)]
         return Job([self._zeros(m, g) for m, g in zip(self.members, grads, strict=True)], present)
 
     def _zeros(self, member: Any, grad: Any) -> Any:
@@ -347,7 +477,15 @@ class SegmentReduction:
             return grad
         return self.kernels.zeros(member.shape, self.grad_dtype, "absent gradient")
 
+    def discard(self) -> None:
+        """Drop partial sums."""
+        self.partial_sums = None
+
     def release(self) -> None:
-        """Free what the collective read, once COMPUTE is behind it."""
+        """Free what the reduce-scatter read, once COMPUTE is behind it."""
         if self._staging is not None and self._staging.allocated:
             self._staging.release()
+
+
+def _divide_flat(factor: float) -> Step:
+    return lambda self, job: self.kernels.divide(job.flat, factor)

@@ -16,8 +16,10 @@ wrong result: what was prefetched and not used is freed before the next prefetch
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from enum import Enum
+from typing import Any
 
 from fsdp2.core.group import ParamGroup, PendingReduction, State
 from fsdp2.core.streams import Lane, Streams
@@ -41,11 +43,18 @@ class Unit:
         reshard_after_forward: ``None`` for the default: keep at the root, free elsewhere.
         reshard_after_backward: whether parameters are freed after backward.
         sync: whether backward reduces gradients; otherwise they accumulate unreduced.
+        all_reduce: whether reductions sum over copies too; otherwise partial sums are kept.
+        unshard_in_backward: whether backward needs the gathered parameters.
+        input_buffers: reductions of which the inputs may be alive at a time.
         forward_prefetch: units to gather when this one's forward starts; empty for the recorded
             order.
         backward_prefetch: the same for backward.
         is_root: whether it is the root of its scheduler.
         phase: where it is in the iteration.
+        sees_exit: whether its last forward left a node whose backward ends the unit's.
+        visits: a position in the forward's order of exits for each call whose backward is to come.
+        inside: for each of them, the first position that was inside the call.
+        began: the same for the call whose backward is under way.
     """
 
     def __init__(self, name: str, groups: Sequence[ParamGroup]) -> None:
@@ -54,11 +63,17 @@ class Unit:
         self.reshard_after_forward: bool | None = None
         self.reshard_after_backward = True
         self.sync = True
+        self.all_reduce = True
+        self.unshard_in_backward = True
+        self.input_buffers = 1
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
         self.is_root = False
         self.phase = Phase.IDLE
-        self.visits: list[int] = []  # its positions in this iteration's order, backward to come
+        self.sees_exit = False
+        self.visits: list[int] = []
+        self.inside: list[int] = []
+        self.began = 0
 
     @property
     def frees_after_forward(self) -> bool:
@@ -70,17 +85,22 @@ class Unit:
     @property
     def is_sharded(self) -> bool:
         """Whether a group of it has to be gathered before use."""
-        return any(group.state is State.SHARDED for group in self.groups)
+        return any(group.needs_gather for group in self.groups)
 
     @property
     def is_gathered(self) -> bool:
         """Whether a group of it is gathered, or on its way."""
-        return any(group.state is not State.SHARDED for group in self.groups)
+        return any(not group.needs_gather for group in self.groups)
 
     def reshard(self) -> None:
         """Free its gathered parameters; no-op where they are sharded."""
         for group in self.groups:
             group.reshard()
+
+    def free_after_forward(self) -> None:
+        """Free its gathered parameters, but keep a smaller group's rows where it has one."""
+        for group in self.groups:
+            group.shard_smaller()
 
     def reshard_if_outdated(self) -> None:
         """Free what was gathered before an optimizer step."""
@@ -102,9 +122,12 @@ class Scheduler:
         forward_root: the unit whose forward encloses the running one; ``None`` outside.
         in_backward: whether a backward has begun whose end was not seen.
         is_last_backward: whether the end of this backward waits for reductions and cleans up.
+        manual: whether it leaves both to `finalize`, whatever ``is_last_backward`` says.
+        resets: how often an iteration was given up.
+        post_optim_event: recorded behind the optimizer's step by a user who runs it on a stream of
+            his own; the next forward's all-gathers wait for it.
     """
 
-    REDUCTIONS_IN_FLIGHT = 1
     FORWARDS_REMEMBERED = 1024
 
     def __init__(self, units: Sequence[Unit], streams: Streams) -> None:
@@ -118,12 +141,29 @@ class Scheduler:
         self._expected: list[Unit] = []
         self._cursor = -1
         self._entered = 0  # position of the unit whose backward began last
+        self._starts: list[int] = []  # first positions of this iteration's forwards
+        # Where no unit may be missed: the forward whose backward runs, and how far it has come.
+        self._floor: int | None = None
+        self._reached = 0
         self._running: list[Unit] = []  # this forward's order of entries
         self._finished: list[Unit] = []  # this iteration's order of exits, backward's in reverse
         self._records_exits = False
         self._prefetched: Unit | None = None  # gathered on a guess, not yet used
         self._requested: list[Unit] = []  # gathered on an explicit list, perhaps not yet used
-        self._pending: list[PendingReduction] = []
+        self._pending: list[PendingReduction] = []  # their inputs are alive
+        self._summing: list[PendingReduction] = []  # their all-reduces may still run
+        self._arriving: list[PendingReduction] = []  # on their way to the host
+        self.post_optim_event: Any = None
+        self.manual = False
+        self.resets = 0
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take up flags of units that count for all of them."""
+        self._window = max((unit.input_buffers for unit in self.units), default=1)
+        self._misses_none = any(
+            group.options.reduce_unused for unit in self.units for group in unit.groups
+        )
 
     # ---- forward
 
@@ -134,8 +174,14 @@ class Scheduler:
         self._cursor = -1
         self._running = []
         self._records_exits = expects_backward
+        if self.post_optim_event is not None:
+            for lane in (Lane.COPY_IN, Lane.ALL_GATHER):
+                self.streams.wait(lane, self.post_optim_event, "gathers after the optimizer")
+            self.post_optim_event = None
         if len(self._finished) > self.FORWARDS_REMEMBERED * len(self.units):
             self._forget_exits()  # forwards whose backward never came
+        if expects_backward:
+            self._starts.append(len(self._finished))
 
     def _registration_order(self, root: Unit) -> list[Unit]:
         return [unit for unit in self.units if unit.groups] if root.is_root else []
@@ -146,6 +192,8 @@ class Scheduler:
         if not unit.groups:
             return
         self._running.append(unit)
+        if self._records_exits:
+            unit.inside.append(len(self._finished))
         known = self._advance(unit)
         unit.reshard_if_outdated()
         self._gather(unit)
@@ -166,6 +214,8 @@ class Scheduler:
             if unit.frees_after_forward and not keep:
                 if self._successor() is unit and self._prefetched is None:
                     self._prefetched = unit
+                elif self._records_exits:
+                    unit.free_after_forward()
                 else:
                     unit.reshard()
             if self._records_exits:
@@ -207,18 +257,58 @@ class Scheduler:
         """Gather ``unit`` for its backward and start on the one that should be next."""
         if unit.phase is Phase.BACKWARD:
             return
+        if self._misses_none and unit.visits:
+            self._go_to(unit.visits[-1])
+        self._enter_backward(unit)
+
+    def _enter_backward(self, unit: Unit) -> None:
         unit.phase = Phase.BACKWARD
         if not unit.groups:
             return
         self._entered = position = unit.visits.pop() if unit.visits else 0
-        self._gather(unit)
+        unit.began = unit.inside.pop() if unit.inside else self._reached
+        if unit.unshard_in_backward:
+            self._gather(unit)
         if unit.backward_prefetch:
             self._request(unit.backward_prefetch)
-        elif position:
+        elif position and self._finished[position - 1].unshard_in_backward:
             self._prefetch(self._finished[position - 1])
+
+    def _go_to(self, position: int) -> None:
+        """Before the backward of the call at ``position``: take up what was skipped behind it."""
+        forward = bisect.bisect_right(self._starts, position) - 1
+        start = self._starts[forward]
+        if start != self._floor:
+            if self._floor is not None:
+                self._catch_up(self._floor)  # the rest of a later forward
+            following = self._starts[forward + 1 : forward + 2]
+            self._reached = following[0] if following else len(self._finished)
+            self._floor = start
+        self._catch_up(position + 1)
+        self._reached = position
+
+    def _catch_up(self, position: int) -> None:
+        """Take units that this backward skips through theirs, down to ``position``.
+
+        Other ranks may use their outputs: the collectives must be the same on all, in the order of
+        a backward that skips nothing (invariant I8).
+        """
+        while self._reached > position:
+            skipped = self._finished[self._reached - 1]
+            if skipped.phase is Phase.BACKWARD or skipped.visits[-1:] != [self._reached - 1]:
+                self._reached -= 1
+                continue
+            first = skipped.inside[-1]
+            self._reached -= 1
+            self._enter_backward(skipped)
+            self._catch_up(max(first, position))
+            if skipped.sees_exit:
+                self.exit_backward(skipped)
 
     def exit_backward(self, unit: Unit) -> None:
         """Free ``unit``, unless it is itself the next one, and reduce the gradients it has."""
+        if self._misses_none and unit.groups:
+            self._catch_up(unit.began)
         unit.phase = Phase.REDUCED
         called_in_a_row = (
             unit.reshard_after_backward
@@ -242,49 +332,110 @@ class Scheduler:
             if reshard:
                 group.reshard()
             if jobs:
-                self._retire(keep=self.REDUCTIONS_IN_FLIGHT - 1)
-                pending = group.reduce(jobs)
+                self._make_room(group)
+                pending = group.reduce(jobs, unit.all_reduce)
                 if pending is not None:
                     self._pending.append(pending)
 
     def end_backward(self) -> None:
         """The whole backward has run: finish units whose own end was not seen, and clean up."""
+        if self._floor is not None:
+            self._catch_up(self._floor)
+            self._floor = None
         self.in_backward = False
+        last = self.is_last_backward and not self.manual
         for unit in self.units:
             if unit.phase is Phase.FORWARD and self.forward_root is not None:
                 continue  # a backward inside a forward: its parameters are in use
-            if unit.phase is Phase.IDLE and not self.is_last_backward:
+            if unit.phase is Phase.IDLE and not last:
                 continue  # its backward is to come; it may be gathered for that
             ahead = unit is self._prefetched or unit in self._requested
-            keep = ahead and not self.is_last_backward
+            keep = ahead and not last
             self._finish(unit, reshard=unit.reshard_after_backward and not keep)
             unit.phase = Phase.IDLE
-        if self.is_last_backward:
+        if last:
             self._drop_unused()
-            self._retire(keep=0)
+            self._drain()
             self._forget_exits()
+
+    def finalize(self, wait: bool) -> None:
+        """End an iteration's backwards: reduce what waits, free as units' flags say, clean up.
+
+        Args:
+            wait: whether gradients are there on return; else after `wait_for_reductions`.
+        """
+        for unit in self.units:
+            self._finish(unit, reshard=unit.reshard_after_backward)
+            unit.phase = Phase.IDLE
+        self._drop_unused()
+        self._forget_exits()
+        if wait:
+            self._drain()
+
+    def wait_for_reductions(self) -> None:
+        """Let COMPUTE, and the host for offloaded gradients, wait for what is under way."""
+        self._drain()
 
     def _forget_exits(self) -> None:
         self._finished.clear()
+        self._starts.clear()
+        self._floor = None
         for unit in self.units:
             unit.visits.clear()
+            unit.inside.clear()
+
+    def _make_room(self, group: ParamGroup) -> None:
+        """Before ``group`` reduces: at most the window's reductions hold inputs, none of them its.
+
+        A group stages its gradients in one buffer, which its own reduction before may still read.
+        """
+        self._retire(keep=self._window - 1)
+        while any(pending.group is group for pending in self._pending):
+            self._retire(keep=len(self._pending) - 1)
 
     def _retire(self, keep: int) -> None:
-        """Let COMPUTE wait for the oldest reductions until ``keep`` are left in flight."""
+        """Let COMPUTE wait for the oldest reduce-scatters until ``keep`` hold their inputs."""
         while len(self._pending) > keep:
             pending = self._pending.pop(0)
-            self.streams.wait(Lane.COMPUTE, pending.event, "compute after reduction")
-            for reduction, _ in pending.jobs:
-                reduction.release()
+            self.streams.wait(Lane.COMPUTE, pending.scattered, "compute after reduction")
+            pending.release_inputs()
+            if pending.done is not pending.scattered:
+                self._finish_all_reduces(keep=0)
+                self._summing.append(pending)
+            if pending.on_host:
+                self._arriving.append(pending)
+
+    def _finish_all_reduces(self, keep: int) -> None:
+        """Let COMPUTE wait for the oldest all-reduces; what they read may be freed then."""
+        while len(self._summing) > keep:
+            pending = self._summing.pop(0)
+            self.streams.wait(Lane.COMPUTE, pending.done, "compute after all-reduce")
+
+    def _drain(self, deliver: bool = True) -> None:
+        """Wait for all reductions, and hand over what was copied to the host."""
+        self._retire(keep=0)
+        self._finish_all_reduces(keep=0)
+        arriving, self._arriving = self._arriving, []
+        for pending in arriving if deliver else ():
+            self.streams.synchronize(pending.done)
+            pending.deliver()
 
     # ---- on request
 
     def unshard(self, unit: Unit) -> None:
         """Issue the all-gathers of a unit; `wait` or its forward finishes them."""
         for group in unit.groups:
-            if group.state is State.SHARDED:
+            if group.needs_gather:
                 group.bind()
                 group.start_unshard()
+
+    def claim(self, unit: Unit) -> None:
+        """As `unshard`, for a user: what was a guess until now stays until he reshards it."""
+        if self._prefetched is unit:
+            self._prefetched = None
+        if unit in self._requested:
+            self._requested.remove(unit)
+        self.unshard(unit)
 
     def wait(self, unit: Unit) -> None:
         """Make COMPUTE wait for a unit's all-gathers and register its gathered parameters."""
@@ -298,7 +449,8 @@ class Scheduler:
         Everything is freed, gradients that were not reduced are dropped, reductions that were
         under way are waited for.
         """
-        self._retire(keep=0)
+        self.resets += 1
+        self._drain(deliver=False)
         self._prefetched = None
         self._requested.clear()
         for unit in self.units:

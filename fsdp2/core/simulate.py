@@ -16,8 +16,8 @@ from typing import cast
 
 import torch
 
-from fsdp2.core.config import MixedPrecisionPolicy
-from fsdp2.core.group import GroupOptions, OptimizerSteps, ParamGroup, State
+from fsdp2.core.config import GroupOptions, MixedPrecisionPolicy
+from fsdp2.core.group import OptimizerSteps, ParamGroup
 from fsdp2.core.scheduler import Scheduler, Unit
 from fsdp2.core.virtual import (
     VirtualCollectives,
@@ -272,9 +272,7 @@ class Simulation:
         return [
             unit
             for unit in self.scheduler.units
-            if unit not in self.active
-            and any(group.state is not State.SHARDED for group in unit.groups)
-            and not self._is_kept(unit)
+            if unit not in self.active and unit.is_gathered and not self._is_kept(unit)
         ]
 
     @staticmethod

@@ -7,6 +7,7 @@ The scheduler speaks of *lanes*; what a lane is depends on the device:
     COPY_IN       casts and packs shards              (same)
     ALL_GATHER    runs all-gathers                    (same)
     REDUCE        divides, reduce-scatters, casts     (same)
+    ALL_REDUCE    sums over the replicate axis        (same)
 
 Every buffer of fsdp2 is allocated on the COMPUTE lane and freed on it (invariant I2), so the
 caching allocator sees one stream and `record_stream` is never needed: a side lane waits for an
@@ -31,9 +32,10 @@ class Lane(IntEnum):
     COPY_IN = 1
     ALL_GATHER = 2
     REDUCE = 3
+    ALL_REDUCE = 4
 
 
-SIDE_LANES = (Lane.COPY_IN, Lane.ALL_GATHER, Lane.REDUCE)
+SIDE_LANES = (Lane.COPY_IN, Lane.ALL_GATHER, Lane.REDUCE, Lane.ALL_REDUCE)
 
 
 class Streams(Protocol):
@@ -47,6 +49,9 @@ class Streams(Protocol):
 
     def wait(self, lane: Lane, event: Any, label: str) -> None:
         """Make ``lane`` wait for ``event``; ``label`` names the order that this makes."""
+
+    def synchronize(self, event: Any) -> None:
+        """Block the host until ``event`` has happened: it is about to read what came off it."""
 
     def on(self, lane: Lane) -> AbstractContextManager[object]:
         """Issue what is inside the ``with`` on ``lane``."""
@@ -72,6 +77,9 @@ class InlineStreams:
         """Nothing to record: what was issued has run."""
 
     def wait(self, lane: Lane, event: Any, label: str) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self, event: Any) -> None:
         """Nothing to wait for."""
 
     def on(self, lane: Lane) -> AbstractContextManager[object]:
@@ -137,6 +145,11 @@ class DeviceStreams:
         """Queue a wait on the lane's stream; the host does not block."""
         if event is not None:
             event.wait(self._stream(lane))
+
+    def synchronize(self, event: torch.Event | None) -> None:
+        """Block the host."""
+        if event is not None:
+            event.synchronize()
 
     def on(self, lane: Lane) -> AbstractContextManager[object]:
         """Make the lane's stream current."""

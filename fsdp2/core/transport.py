@@ -238,3 +238,24 @@ TRANSPORTS: dict[Transport, type[SegmentTransport]] = {
     Transport.PACKED: PackedTransport,
     Transport.LOCAL: LocalTransport,
 }
+
+
+class Route:
+    """The transports of one kind of gather, sorted by what they need.
+
+    Attributes:
+        transports: all of them.
+        gathering: those with a collective.
+        casting: those of them that cast first.
+        early: whether the gathered buffer must be there before the collectives.
+        loads: whether shards are copied from the host first.
+        copies_in: whether anything runs on the copy-in lane.
+    """
+
+    def __init__(self, transports: list[SegmentTransport], loads: bool = False) -> None:
+        self.transports = transports
+        self.gathering = [t for t in transports if t.communicates]
+        self.casting = [t for t in self.gathering if t.casts]
+        self.early = any(t.early for t in transports)
+        self.loads = loads
+        self.copies_in = loads or bool(self.casting)

@@ -147,8 +147,11 @@ class VirtualTransient:
     ) -> VirtualTensor:
         return VirtualTensor(self, shape, dtype)
 
+    piece = view
+
     def acquire(self) -> None:
-        self.allocation = self.device.allocate(self.name)
+        if self.allocation is None:
+            self.allocation = self.device.allocate(self.name)
 
     def release(self) -> None:
         if self.allocation is not None:
@@ -201,6 +204,12 @@ class VirtualDevice:
             return
         self.trace.append(Op(lane, "wait", label, event=event.number))
         self._clocks[lane] = _join(self._clocks[lane], event.clock)
+
+    def synchronize(self, event: VirtualEvent) -> None:
+        """The host waits, and whatever it issues next is behind the event."""
+        for lane in Lane:
+            self._clocks[lane] = _join(self._clocks[lane], event.clock)
+        self.trace.append(Op(Lane.COMPUTE, "synchronize", "", event=event.number))
 
     @contextmanager
     def on(self, lane: Lane) -> Iterator[None]:
@@ -296,6 +305,14 @@ class VirtualDevice:
     def flat(self, nbytes: int, on_meta: bool) -> VirtualTransient:
         return VirtualTransient(self, nbytes, "shard")
 
+    def host_flat(self, nbytes: int, on_meta: bool, pin: bool) -> VirtualTransient:
+        return VirtualTransient(self, nbytes, "host shard")
+
+    def to_host(self, source: VirtualTensor, pin: bool) -> VirtualTensor:
+        target = VirtualTensor(_Counted(self, "host gradient"), source.shape, source.dtype)
+        self.run("to_host", [source], [target])
+        return target
+
     def empty(self, numel: int, dtype: torch.dtype, name: str) -> VirtualTensor:
         return VirtualTensor(_Counted(self, name), (numel,), dtype)
 
@@ -365,6 +382,17 @@ class VirtualCollectives:
         self._device.run("reduce_scatter", inputs, outputs)
 
 
+class VirtualReplicas:
+    """All-reduces that move nothing."""
+
+    def __init__(self, device: VirtualDevice, size: int) -> None:
+        self._device = device
+        self.size = size
+
+    def all_reduce(self, tensor: Any, kind: ReduceKind) -> None:
+        self._device.run("all_reduce", [tensor], [tensor])
+
+
 class VirtualUnsharded:
     """Stands where a gathered ``nn.Parameter`` does."""
 
@@ -386,6 +414,7 @@ class VirtualParam:
     """
 
     is_meta = False
+    compute_dtype = None
 
     def __init__(
         self,
@@ -408,6 +437,11 @@ class VirtualParam:
         self.gathered: VirtualTensor | None = None
         self.hook: Callable[[VirtualParam], None] | None = None
 
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """As its own."""
+        return self.dtype
+
     def adopt(self, slot: Slot, target: VirtualTensor) -> None:
         """Move the rows into the flat shard."""
         self.rows = target
@@ -425,6 +459,9 @@ class VirtualParam:
         """Remember the gathered view."""
         self.gathered = gathered
         self.unsharded = VirtualUnsharded(self.sharded.requires_grad)
+
+    def between(self, rows: VirtualTensor, mesh: Any) -> None:
+        """There is no parameter to register."""
 
     def swaps(self, param: Any) -> list[Any]:
         """There is no module."""

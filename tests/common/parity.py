@@ -39,6 +39,7 @@ import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.func import functional_call
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -116,12 +117,36 @@ def full_all(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     whole = []
     for i, tensor in enumerate(tensors):
         if isinstance(tensor, DTensor):
-            (placement,) = tensor.placements
-            joined = torch.cat([shards[i] for shards in everyones], dim=placement.dim)
+            joined = assemble([shards[i] for shards in everyones], tensor)
             assert joined.shape == tensor.shape, f"shards of {joined.shape} for {tensor.shape}"
             whole.append(joined)
         else:
             whole.append(None if tensor is None else tensor.clone())
+    return whole
+
+
+def assemble(shards: Sequence[Tensor], tensor: DTensor) -> Tensor:
+    """The whole of a DTensor from the local tensors of all ranks, in rank order.
+
+    Pieces of pieces are joined first: those of `_StridedShard`, which cuts what the dims behind it
+    have cut, then the others from the last mesh dim to the first. Copies must agree.
+    """
+    mesh, placements = tensor.device_mesh.mesh, tensor.placements
+    found = {tuple(at.tolist()): shards[int(mesh[tuple(at)])] for at in (mesh >= 0).nonzero()}
+    strided = [d for d, p in enumerate(placements) if isinstance(p, _StridedShard)]
+    plain = [d for d in reversed(range(mesh.ndim)) if d not in strided]
+    for axis in (*strided, *plain):
+        placement = placements[axis]
+        joined: dict[tuple[int, ...], Tensor] = {}
+        for at in [at for at in found if at[axis] == 0]:
+            pieces = [found[(*at[:axis], i, *at[axis + 1 :])] for i in range(mesh.shape[axis])]
+            if placement.is_replicate():
+                assert all(torch.equal(piece, pieces[0]) for piece in pieces), "copies differ"
+                joined[at] = pieces[0]
+            else:
+                joined[at] = torch.cat(pieces, dim=placement.dim)  # type: ignore[attr-defined]
+        found = joined
+    (whole,) = found.values()
     return whole
 
 

@@ -101,8 +101,8 @@ def _list_as_first_forward() -> None:
     pair[0](torch.randn(2, 4))
 
 
-def _2d_mesh() -> None:
-    fully_shard(nn.Linear(4, 4), mesh=null_mesh((2, 2)))
+def _3d_mesh() -> None:
+    fully_shard(nn.Linear(4, 4), mesh=null_mesh((1, 2, 2)))
 
 
 def _optimizer_of_gathered() -> None:
@@ -133,7 +133,7 @@ MISUSES = {
     "reset inner": (_reset_inner, fsdp2.ShardingStateError, "'0', which is not the root"),
     "no such method": (_unknown_forward_method, ValueError, "no method 'generate'"),
     "list first": (_list_as_first_forward, fsdp2.ShardingStateError, "no single root"),
-    "2-D mesh": (_2d_mesh, ValueError, r"1-D mesh.*\(2, 2\)"),
+    "3-D mesh": (_3d_mesh, ValueError, r"1-D mesh.*\(1, 2, 2\)"),
     "not a mesh": (lambda: fully_shard(nn.Linear(4, 4), mesh=4), TypeError, "DeviceMesh.*int"),
     "not a module": (lambda: fully_shard([3]), TypeError, "list of modules, not int"),
     "empty list": (lambda: fully_shard([]), ValueError, "empty list"),
@@ -169,7 +169,7 @@ MISUSES = {
     ),
     "offload": (
         lambda: fully_shard(nn.Linear(4, 4), offload_policy=object()),
-        ValueError,
+        TypeError,
         "offload_policy",
     ),
     "set reshard": (
@@ -212,7 +212,9 @@ def test_class_and_names() -> None:
     names = [name for name, _ in model.named_parameters()]
     assert fully_shard(model) is model
     assert type(model).__name__ == "FSDPSequential"
-    assert type(model).__mro__[:3] == (type(model), FSDPModule, nn.Sequential)
+    order = type(model).__mro__
+    assert order[:2] == (type(model), FSDPModule)
+    assert order.index(FSDPModule) < order.index(nn.Sequential)
     assert [name for name, _ in model.named_parameters()] == names
     assert type(model[:1]) is nn.Sequential  # a slice is a plain container
 

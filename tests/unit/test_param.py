@@ -18,7 +18,7 @@ from fsdp2 import MixedPrecisionPolicy, ShardingStateError, fully_shard
 from fsdp2.core.buffers import FlatBuffer
 from fsdp2.core.layout import Slot
 from fsdp2.core.param import ModuleSlot, ShardedParam
-from fsdp2.core.sharding import ShardAxis, resolve_axis
+from fsdp2.core.sharding import MeshAxes, resolve_axes
 
 CPU = torch.device("cpu")
 
@@ -31,8 +31,8 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 @pytest.fixture
-def axis(mesh: DeviceMesh) -> ShardAxis:
-    return resolve_axis(mesh)
+def axis(mesh: DeviceMesh) -> MeshAxes:
+    return resolve_axes(mesh)
 
 
 class Recorder(nn.Module):
@@ -57,7 +57,7 @@ def _linear(rows: int = 7) -> nn.Linear:
 
 def _adopted(
     module: nn.Module,
-    axis: ShardAxis,
+    axis: MeshAxes,
     slots: list[ModuleSlot] | None = None,
     dim: int = 0,
     rank: int = 0,
@@ -85,7 +85,7 @@ def _is_in(rows: torch.Tensor, buffer: FlatBuffer) -> bool:
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("rank", range(4))
-def test_adopt_takes_this_ranks_rows(axis: ShardAxis, rank: int, dim: int) -> None:
+def test_adopt_takes_this_ranks_rows(axis: MeshAxes, rank: int, dim: int) -> None:
     linear = _linear()
     whole = linear.weight.detach().clone()
     param, buffer, slot = _adopted(linear, axis, dim=dim, rank=rank, world_size=4)
@@ -98,7 +98,7 @@ def test_adopt_takes_this_ranks_rows(axis: ShardAxis, rank: int, dim: int) -> No
     assert linear.weight.shape == whole.shape
 
 
-def test_adopt_keeps_attributes_and_requires_grad(axis: ShardAxis) -> None:
+def test_adopt_keeps_attributes_and_requires_grad(axis: MeshAxes) -> None:
     linear = _linear()
     linear.weight.requires_grad_(False)
     linear.weight.partition = "rows"  # type: ignore[attr-defined]  # a user's own
@@ -112,7 +112,7 @@ def test_adopt_keeps_attributes_and_requires_grad(axis: ShardAxis) -> None:
     assert not param.unsharded.requires_grad
 
 
-def test_adopt_again_moves_rows_and_keeps_the_object(axis: ShardAxis) -> None:
+def test_adopt_again_moves_rows_and_keeps_the_object(axis: MeshAxes) -> None:
     param, first, slot = _adopted(_linear(), axis)
     sharded = param.sharded
     second = FlatBuffer(first.nbytes, CPU)
@@ -126,7 +126,7 @@ def test_adopt_again_moves_rows_and_keeps_the_object(axis: ShardAxis) -> None:
     assert torch.equal(param.local.flatten(), torch.arange(21.0))
 
 
-def test_tied_parameter_fills_all_its_slots(axis: ShardAxis) -> None:
+def test_tied_parameter_fills_all_its_slots(axis: MeshAxes) -> None:
     a, b = _linear(), _linear()
     b.weight = a.weight
     param, _, _ = _adopted(a, axis, slots=[(a, "weight"), (b, "weight")])
@@ -138,7 +138,7 @@ def test_tied_parameter_fills_all_its_slots(axis: ShardAxis) -> None:
     assert [name for _, name, _ in param.swaps(param.sharded)] == ["weight", "weight"]
 
 
-def test_module_with_its_own_setattr_is_asked(axis: ShardAxis) -> None:
+def test_module_with_its_own_setattr_is_asked(axis: MeshAxes) -> None:
     recorder = Recorder()
     recorder.__dict__["assigned"].clear()
     param, _, _ = _adopted(recorder, axis)
@@ -146,7 +146,7 @@ def test_module_with_its_own_setattr_is_asked(axis: ShardAxis) -> None:
     assert recorder.weight is param.sharded
 
 
-def test_follows_a_parameter_that_was_assigned(axis: ShardAxis) -> None:
+def test_follows_a_parameter_that_was_assigned(axis: MeshAxes) -> None:
     linear = _linear()
     param, _, _ = _adopted(linear, axis)
     other = nn.Parameter(DTensor.from_local(torch.ones(7, 3), axis.mesh, [Shard(0)]))
@@ -158,7 +158,7 @@ def test_follows_a_parameter_that_was_assigned(axis: ShardAxis) -> None:
 
 
 @pytest.mark.parametrize("shape", [(7, 3), (3, 7)])
-def test_refuses_a_plain_tensor_that_was_assigned(axis: ShardAxis, shape: tuple[int, int]) -> None:
+def test_refuses_a_plain_tensor_that_was_assigned(axis: MeshAxes, shape: tuple[int, int]) -> None:
     linear = _linear()
     param, _, _ = _adopted(linear, axis)
     linear.weight = nn.Parameter(torch.ones(shape))
@@ -167,7 +167,7 @@ def test_refuses_a_plain_tensor_that_was_assigned(axis: ShardAxis, shape: tuple[
     assert linear.weight is param.sharded, "put back"
 
 
-def test_refuses_other_placements(axis: ShardAxis) -> None:
+def test_refuses_other_placements(axis: MeshAxes) -> None:
     linear = _linear()
     param, _, _ = _adopted(linear, axis)
     linear.weight = nn.Parameter(DTensor.from_local(torch.ones(7, 3), axis.mesh, [Replicate()]))
@@ -177,7 +177,7 @@ def test_refuses_other_placements(axis: ShardAxis) -> None:
 
 
 @pytest.mark.parametrize("replaced", [0, 1])
-def test_a_replaced_tied_parameter_fills_all_slots(axis: ShardAxis, replaced: int) -> None:
+def test_a_replaced_tied_parameter_fills_all_slots(axis: MeshAxes, replaced: int) -> None:
     first, second = _linear(), _linear()
     second.weight = first.weight
     param, _, _ = _adopted(first, axis, [(first, "weight"), (second, "weight")])
@@ -188,7 +188,7 @@ def test_a_replaced_tied_parameter_fills_all_slots(axis: ShardAxis, replaced: in
     assert second.weight is other
 
 
-def test_refuses_another_shape(axis: ShardAxis) -> None:
+def test_refuses_another_shape(axis: MeshAxes) -> None:
     linear = _linear()
     param, _, _ = _adopted(linear, axis)
     linear.weight = nn.Parameter(DTensor.from_local(torch.ones(3, 7), axis.mesh, [Shard(0)]))
@@ -196,7 +196,7 @@ def test_refuses_another_shape(axis: ShardAxis) -> None:
         param.follow_registered()
 
 
-def test_unusable_on_meta_until_it_has_memory(axis: ShardAxis) -> None:
+def test_unusable_on_meta_until_it_has_memory(axis: MeshAxes) -> None:
     with torch.device("meta"):
         linear = nn.Linear(3, 7, bias=False)
     weight = linear.weight
@@ -213,7 +213,7 @@ def test_unusable_on_meta_until_it_has_memory(axis: ShardAxis) -> None:
     param.check_usable(CPU)
 
 
-def test_unusable_on_another_device(axis: ShardAxis) -> None:
+def test_unusable_on_another_device(axis: MeshAxes) -> None:
     param, _, _ = _adopted(_linear(), axis)
     with pytest.raises(ShardingStateError, match=r"'block.weight' is on cpu, but its mesh"):
         param.check_usable(torch.device("cuda"))
@@ -222,7 +222,7 @@ def test_unusable_on_another_device(axis: ShardAxis) -> None:
 # ---- gradients
 
 
-def _with_unsharded(axis: ShardAxis, dtype: torch.dtype = torch.float32) -> ShardedParam:
+def _with_unsharded(axis: MeshAxes, dtype: torch.dtype = torch.float32) -> ShardedParam:
     param, _, _ = _adopted(_linear(), axis)
     param.materialize(torch.zeros(7, 3, dtype=dtype))
     return param
@@ -236,13 +236,13 @@ def _leave(param: ShardedParam, value: float) -> None:
     unsharded.grad = grad if unsharded.grad is None else unsharded.grad + grad
 
 
-def test_no_gradient_to_take(axis: ShardAxis) -> None:
+def test_no_gradient_to_take(axis: MeshAxes) -> None:
     param, _, _ = _adopted(_linear(), axis)
     assert param.take_gradient() is None
     assert _with_unsharded(axis).take_gradient() is None
 
 
-def test_a_gradient_is_taken_once(axis: ShardAxis) -> None:
+def test_a_gradient_is_taken_once(axis: MeshAxes) -> None:
     param = _with_unsharded(axis)
     _leave(param, 2.0)
     grad = param.take_gradient()
@@ -251,7 +251,7 @@ def test_a_gradient_is_taken_once(axis: ShardAxis) -> None:
     assert param.take_gradient() is None
 
 
-def test_without_a_cast_autograd_accumulates(axis: ShardAxis) -> None:
+def test_without_a_cast_autograd_accumulates(axis: MeshAxes) -> None:
     param = _with_unsharded(axis)
     for _ in range(3):
         _leave(param, 2.0)
@@ -262,7 +262,7 @@ def test_without_a_cast_autograd_accumulates(axis: ShardAxis) -> None:
     assert grad.eq(6).all()
 
 
-def test_low_precision_gradients_are_summed_in_the_reduce_dtype(axis: ShardAxis) -> None:
+def test_low_precision_gradients_are_summed_in_the_reduce_dtype(axis: MeshAxes) -> None:
     param = _with_unsharded(axis, torch.bfloat16)
     for _ in range(3):
         _leave(param, 1.0)
@@ -279,7 +279,7 @@ def test_low_precision_gradients_are_summed_in_the_reduce_dtype(axis: ShardAxis)
     assert param.accumulated is None
 
 
-def test_new_unsharded_parameter_takes_over_what_has_accumulated(axis: ShardAxis) -> None:
+def test_new_unsharded_parameter_takes_over_what_has_accumulated(axis: MeshAxes) -> None:
     param = _with_unsharded(axis)
     _leave(param, 2.0)
     param.accumulate(torch.float32)
@@ -290,7 +290,7 @@ def test_new_unsharded_parameter_takes_over_what_has_accumulated(axis: ShardAxis
 
 
 def test_delivered_rows_become_grad_and_later_ones_are_added_by_the_caller(
-    axis: ShardAxis,
+    axis: MeshAxes,
 ) -> None:
     param = _with_unsharded(axis)
     seen: list[Any] = []

@@ -391,8 +391,8 @@ def test_replays_agree_with_the_oracle(mutate: Callable[[list[Op]], list[list[Op
 def _release_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reduce = ParamGroup.reduce
 
-    def hasty(self: ParamGroup, jobs: list[Any]) -> PendingReduction | None:
-        pending = reduce(self, jobs)
+    def hasty(self: ParamGroup, jobs: list[Any], all_reduce: bool) -> PendingReduction | None:
+        pending = reduce(self, jobs, all_reduce)
         for reduction, job in jobs:
             reduction.release()
             job.grads = []

@@ -15,7 +15,7 @@ from torch.distributed import ReduceOp
 from fsdp2.core.collectives import ReduceKind
 from fsdp2.core.kernels import TorchKernels
 from fsdp2.core.layout import ParamShape, Slot, build_layout
-from fsdp2.core.reduction import SegmentReduction, plan_division
+from fsdp2.core.reduction import ReductionSpec, SegmentReduction, plan_division
 from tests.unit._ranks import ThreadCollectives, run_ranks
 
 KERNELS = TorchKernels(torch.device("cpu"))
@@ -151,11 +151,9 @@ class Setup:
         return SegmentReduction(
             members,
             slots,
-            self.direct,
-            self.grad,
-            self.reduce,
-            self.factor,
+            ReductionSpec(self.direct, self.grad, self.reduce, self.shard, self.factor),
             collectives,
+            None,
             KERNELS,
         )
 
@@ -163,7 +161,7 @@ class Setup:
 def _run(reduction: SegmentReduction, take_missing: bool = False) -> None:
     job = reduction.collect(take_missing)
     assert job is not None
-    for step in (*reduction.on_compute, *reduction.on_reduce):
+    for step in (*reduction.full.compute, *reduction.full.reduce):
         step(reduction, job)
     reduction.release()
 
@@ -176,7 +174,7 @@ def _steps(setup: Setup, size: int) -> tuple[str, str]:
         reduction = setup.bind(collectives)
         compute, reduce = (
             " ".join(step.__name__.replace("<lambda>", "divide").lstrip("_") for step in steps)
-            for steps in (reduction.on_compute, reduction.on_reduce)
+            for steps in (reduction.full.compute, reduction.full.reduce)
         )
         return compute, reduce
 
@@ -451,11 +449,11 @@ def test_memory_of_the_collective_is_there_only_while_it_is_needed() -> None:
         assert not reduction._staging.allocated
         job = reduction.collect(take_missing=True)
         assert job is not None
-        for step in reduction.on_compute:
+        for step in reduction.full.compute:
             step(reduction, job)
         assert reduction._staging.allocated
         assert job.grads == []  # copied: autograd's gradients may go
-        for step in reduction.on_reduce:
+        for step in reduction.full.reduce:
             step(reduction, job)
         assert reduction._staging.allocated  # until COMPUTE is behind the collective
         reduction.release()
@@ -480,7 +478,7 @@ def test_gradient_that_was_added_to_is_kept_though_a_hook_drops_it() -> None:
             member.full_grad = torch.ones(member.shape)
         job = reduction.collect(take_missing=False)
         assert job is not None
-        for step in (*reduction.on_compute, *reduction.on_reduce):
+        for step in (*reduction.full.compute, *reduction.full.reduce):
             step(reduction, job)
         assert first.gradient is None
         assert [id(tensor) for tensor in job.sums] == [id(there)]  # the addition may still run

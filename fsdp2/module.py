@@ -1,0 +1,375 @@
+"""What `fully_shard` makes of a module: the methods that control its unit.
+
+    FSDP<Original> ── FSDPModule ── CommunicationControls ── Original
+                        │              what travels, and how
+                        └ when parameters come and go, what backward does
+
+Every method changes flags of `Unit` or replaces `GroupOptions`; the scheduler and the groups read
+them at their next use.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import nn
+
+from fsdp2.communication import CommunicationControls, hooks_below, hooks_on
+from fsdp2.core.config import ShardingStateError
+from fsdp2.core.hooks import UnitHooks, forward_method, start
+from fsdp2.core.scheduler import Scheduler, Unit
+
+
+class FSDPModule(CommunicationControls):
+    """What `fully_shard` makes of a module: the methods that control its unit.
+
+    The class comes first in the method resolution order: ``[FSDP<Original>, FSDPModule, …,
+    Original]``. Methods with ``recurse`` also apply to the units below.
+    """
+
+    _fsdp2_original: type
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an instance of the original class: a sliced ``nn.Sequential`` is a plain one."""
+        original: Any = cls._fsdp2_original
+        instance = original.__new__(original)
+        instance.__init__(*args, **kwargs)
+        return instance
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters; not recursive.
+
+        Args:
+            async_op: ``True`` returns a handle while the all-gather may still run; the module's
+                forward waits for it if nobody else does. ``False`` (default) waits and returns
+                ``None``.
+        """
+        hooks = hooks_on(self)
+        scheduler = hooks.scheduler or _own_scheduler(hooks)
+        scheduler.claim(hooks.unit)
+        handle = UnshardHandle(scheduler, hooks.unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this unit's gathered parameters and register the sharded ones; not recursive."""
+        hooks_on(self).unit.reshard()
+
+    def reset_iter_state(self) -> None:
+        """Forget a forward or backward that an exception ended half way.
+
+        Call it on the root after catching the exception; the next iteration then starts clean.
+        Everything is freed; gradients that were not reduced are dropped, those already on the
+        sharded parameters stay until ``zero_grad()``.
+        """
+        hooks = hooks_on(self)
+        if hooks.scheduler is not None:
+            if not hooks.unit.is_root:
+                raise ShardingStateError(
+                    f"reset_iter_state() was called on '{hooks.unit.name}', which is not the "
+                    f"root; call it on the module whose forward you call"
+                )
+            hooks.scheduler.reset()
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Choose whether backward reduces gradients.
+
+        Args:
+            requires_gradient_sync: ``False`` accumulates full gradients, without communication,
+                until a backward with ``True`` reduces the sum. It sets the flag of
+                `set_requires_all_reduce` too.
+            recurse: whether units below follow. Default ``True``.
+        """
+        for hooks in hooks_below(self, recurse):
+            hooks.unit.sync = requires_gradient_sync
+            hooks.unit.all_reduce = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Choose whether reductions sum over replicas (HSDP); nothing changes without them.
+
+        Args:
+            requires_all_reduce: ``False`` reduce-scatters each backward's gradients and keeps the
+                partial sums, one shard's size, until a backward with ``True`` all-reduces the
+                total: less memory than no sync at all, less communication than full sync.
+            recurse: whether units below follow. Default ``True``.
+        """
+        for hooks in hooks_below(self, recurse):
+            hooks.unit.all_reduce = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Choose whether the next backward is the iteration's last.
+
+        Args:
+            is_last_backward: ``False`` leaves reductions in flight and a prefetched unit gathered
+                for the backward to come. Default behaviour is ``True``.
+        """
+        _scheduler(self).is_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Choose whether the caller ends an iteration's backwards with `finalize_backward`.
+
+        For schedules in which reducing gradients is an action of its own. While enabled, it
+        supersedes `set_is_last_backward`. Call it on the root, before backward.
+
+        Args:
+            enabled: default behaviour is ``False``.
+
+        Raises:
+            RuntimeError: called during backward, or on a module that is not the root.
+        """
+        scheduler = _scheduler(self)
+        _require_root(self, "set_manual_backward_finalization")
+        if scheduler.in_backward and enabled != scheduler.manual:
+            raise RuntimeError(
+                "set_manual_backward_finalization was called during backward; call it before"
+            )
+        scheduler.manual = bool(enabled)
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[True]) -> GradientReductionHandle: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """End an iteration's backwards outside autograd: reduce, free, clean up.
+
+        Gradients that wait for a reduction are reduced if `set_requires_gradient_sync` says so
+        now, parameters are freed if `set_reshard_after_backward` says so now. Needs
+        `set_manual_backward_finalization`; nothing happens before the first forward.
+
+        Args:
+            async_op: ``True`` returns a handle while reductions may still run: wait for it before
+                gradients are used. ``False`` (default) waits and returns ``None``.
+
+        Raises:
+            RuntimeError: called during backward, or on a module that is not the root.
+
+        Example::
+
+            model.set_manual_backward_finalization(True)
+            model.set_requires_gradient_sync(False)
+            for batch in batches:
+                model(batch).sum().backward()
+            model.set_requires_gradient_sync(True)
+            model.finalize_backward()
+        """
+        scheduler = hooks_on(self).scheduler
+        if scheduler is None:
+            return GradientReductionHandle(None) if async_op else None
+        _require_root(self, "finalize_backward")
+        if scheduler.in_backward:
+            raise RuntimeError("finalize_backward was called during backward; call it after")
+        scheduler.finalize(wait=not async_op)
+        return GradientReductionHandle(scheduler) if async_op else None
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Choose whether backward gathers this unit's parameters; not recursive.
+
+        Args:
+            unshard_in_backward: ``False`` where backward does not read them, as an embedding's
+                does not. Default behaviour is ``True``.
+        """
+        hooks_on(self).unit.unshard_in_backward = bool(unshard_in_backward)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the next forward's all-gathers wait for the optimizer's step on another stream.
+
+        All-gathers always wait for the current stream, whose memory they take; this adds an event
+        of another one. It is used once: pass a new one each iteration. Call it on the root.
+
+        Args:
+            event: recorded behind the optimizer's step.
+        """
+        _scheduler(self).post_optim_event = event
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Choose whether forward frees the gathered parameters at its end.
+
+        Args:
+            reshard_after_forward: as the argument of `fully_shard`, but only a bool.
+            recurse: whether units below follow. Default ``True``.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"set_reshard_after_forward takes a bool, not {reshard_after_forward!r}"
+            )
+        for hooks in hooks_below(self, recurse):
+            hooks.unit.reshard_after_forward = reshard_after_forward
+            for group in hooks.unit.groups:
+                group.set_smaller_group(None)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Choose whether backward frees the gathered parameters at its end.
+
+        Args:
+            reshard_after_backward: ``False`` saves the next micro-batch's all-gathers for the
+                memory of the gathered parameters. An optimizer step makes kept parameters out of
+                date: the next forward then gathers them again.
+            recurse: whether units below follow. Default ``True``.
+        """
+        for hooks in hooks_below(self, recurse):
+            hooks.unit.reshard_after_backward = reshard_after_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Choose the units to gather when this unit's forward starts.
+
+        Args:
+            modules: sharded modules, in the order of their all-gathers; empty returns to the
+                order of the last forward. Two or more overlap more and hold more memory.
+        """
+        hooks_on(self).unit.forward_prefetch = [h.unit for h in _checked_targets(modules)]
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Choose the units to gather when this unit's backward starts.
+
+        Args:
+            modules: as for `set_modules_to_forward_prefetch`; empty returns to this iteration's
+                forward in reverse.
+        """
+        hooks_on(self).unit.backward_prefetch = [h.unit for h in _checked_targets(modules)]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``nn.Module.zero_grad``; gradients that were accumulated without sync go too."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]  # nn.Module's
+        hooks = hooks_on(self)
+        root = hooks.scheduler if hooks.unit.is_root else None
+        units = (
+            root.units if root is not None else [h.unit for h in hooks_below(self, recurse=True)]
+        )
+        for unit in units:
+            for group in unit.groups:
+                if group.accumulates:
+                    group.discard_gradients()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """`.to()`, `.cuda()`, `.to_empty()` …: on the sharded parameters."""
+        self.reshard()
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]  # nn.Module's
+        for group in hooks_on(self).unit.groups:
+            group.rebind()
+        return result
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} cannot be deep-copied: its parameters belong to a process "
+            f"group; copy the model before fully_shard, or copy its state_dict()"
+        )
+
+
+class UnshardHandle:
+    """Returned by ``unshard(async_op=True)``."""
+
+    def __init__(self, scheduler: Scheduler, unit: Unit) -> None:
+        self._scheduler = scheduler
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        """Let the current stream wait for the all-gather and register the parameters."""
+        if self._unit is not None:
+            self._scheduler.wait(self._unit)
+            self._unit = None
+
+
+class GradientReductionHandle:
+    """Returned by ``finalize_backward(async_op=True)``."""
+
+    def __init__(self, scheduler: Scheduler | None) -> None:
+        self._scheduler = scheduler
+        self._resets = scheduler.resets if scheduler is not None else 0
+
+    def wait(self) -> None:
+        """Wait until gradients may be used: the current stream, and the host for offloaded ones.
+
+        Raises:
+            RuntimeError: ``reset_iter_state()`` has dropped the reductions meanwhile.
+        """
+        scheduler, self._scheduler = self._scheduler, None
+        if scheduler is None:
+            return
+        if scheduler.resets != self._resets:
+            raise RuntimeError(
+                "the gradients that this handle waits for were dropped by reset_iter_state(); run "
+                "the iteration again"
+            )
+        scheduler.wait_for_reductions()
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several roots, such as the chunks of a pipeline stage, share streams.
+
+    Nothing needs to be done: all roots of a device use the same streams, and one pool of memory.
+
+    Args:
+        modules: sharded modules.
+
+    Raises:
+        ValueError: one of them is not sharded.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(
+                f"share_comm_ctx takes sharded modules, but got a {type(module).__name__}; call "
+                f"fully_shard on it"
+            )
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method gather and free parameters as ``forward`` does.
+
+    Args:
+        module: the module; nothing happens if it is not sharded.
+        method_name: for example ``"generate"``.
+
+    Raises:
+        ValueError: the module has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module).__name__} has no method '{method_name}'")
+    wrapped = forward_method(hooks_on(module), method)
+    setattr(module, method_name, wrapped.__get__(module, type(module)))
+
+
+# ---- look-ups
+
+
+def _scheduler(module: Any) -> Scheduler:
+    hooks = hooks_on(module)
+    return hooks.scheduler or start(hooks)
+
+
+def _require_root(module: Any, method: str) -> None:
+    unit = hooks_on(module).unit
+    if not unit.is_root:
+        raise RuntimeError(
+            f"{method}() was called on '{unit.name}', which is not the root; call it on the "
+            f"module whose forward you call"
+        )
+
+
+def _own_scheduler(hooks: UnitHooks) -> Scheduler:
+    """A scheduler for a call that comes before the first forward, without choosing a root."""
+    return Scheduler([hooks.unit], hooks.streams)
+
+
+def _checked_targets(modules: list[FSDPModule]) -> list[UnitHooks]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(
+                f"prefetch lists hold sharded modules, but got a {type(module).__name__}; call "
+                f"fully_shard on it"
+            )
+    return [hooks_on(module) for module in modules]
