@@ -172,7 +172,6 @@ class ShardedParam:
         Of several, the last; one that does not fit is taken out again.
         """
         before = self.sharded
-        shape = tuple(before.shape)
         chosen = before
         for module, name in self.slots:
             registered = getattr(module, name)
@@ -182,8 +181,8 @@ class ShardedParam:
             self.register(before)
             raise ShardingStateError(
                 f"parameter '{self.name}' was replaced by a {type(chosen).__name__} of shape "
-                f"{tuple(chosen.shape)}; assign a DTensor of shape {shape} sharded like "
-                f"the parameter"
+                f"{tuple(chosen.shape)}; assign a DTensor of shape {tuple(before.shape)} sharded "
+                f"like the parameter"
             )
         self.sharded = chosen
         self.register(chosen)
