@@ -195,13 +195,25 @@ class ShardedParam:
             and param._local_tensor.shape == self.local.shape
         )
 
-    def check_usable(self, device: torch.device) -> None:
-        """Raise, naming the parameter, if it has no memory or lies on another device."""
+    def check_usable(self, device: torch.device, offloaded: bool = False) -> None:
+        """Raise, naming the parameter, if it has no memory or lies on another device.
+
+        Args:
+            device: where it must be.
+            offloaded: whether that is CPU memory because it is offloaded.
+        """
         if self.is_meta:
             raise ShardingStateError(
                 f"parameter '{self.name}' is still on the meta device; call "
                 f"model.to_empty(device='{device.type}') and initialise it before the first "
                 f"forward"
+            )
+        if offloaded and self.local.device.type != device.type:
+            raise ShardingStateError(
+                f"parameter '{self.name}' is on {self.local.device}, but its unit was sharded with "
+                f"CPUOffloadPolicy, which keeps parameters in CPU memory and copies them to the "
+                f"device around their use; move the model back with model.to('cpu') and move only "
+                f"its buffers to the device, or call fully_shard without offload_policy"
             )
         if self.local.device.type != device.type:
             raise ShardingStateError(
@@ -242,24 +254,29 @@ class ShardedParam:
         grad = unsharded.grad
         if grad is not None:
             unsharded.grad = None
-            if self._parallel is not None:
-                grad = self._localize(grad)
         if self.accumulated is not None:
             total, self.accumulated = self.accumulated, None
             if grad is not None:
                 total += grad
-            return total
-        return grad
+            grad = total
+        return grad if self._parallel is None or grad is None else self._localize(grad)
+
+    def drop_gradient(self) -> None:
+        """Forget the full gradient; no rank waits for another, whatever they have."""
+        self.accumulated = None
+        if self.unsharded is not None:
+            self.unsharded.grad = None
 
     def accumulate(self, dtype: torch.dtype) -> None:
-        """Keep the full gradient for a later reduction, summed in ``dtype``."""
+        """Keep the full gradient for a later reduction, summed in ``dtype``.
+
+        A model-parallel one may be a sum that is still to be made: that is done once, at the end.
+        """
         assert self.unsharded is not None
         grad = self.unsharded.grad
         if grad is None or (self.accumulated is None and grad.dtype == dtype):
             return  # autograd itself adds up gradients that need no cast
         self.unsharded.grad = None
-        if self._parallel is not None:
-            grad = self._localize(grad)
         if self.accumulated is None:
             self.accumulated = grad.to(dtype)
         else:

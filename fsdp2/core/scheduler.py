@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
-from fsdp2.core.group import ParamGroup, PendingReduction, State
+from fsdp2.core.group import ParamGroup, State
+from fsdp2.core.reduction import PendingReduction
 from fsdp2.core.streams import Lane, Streams
 
 
@@ -328,7 +329,7 @@ class Scheduler:
                 if reshard:
                     group.reshard()
                 continue
-            jobs = group.collect()
+            jobs = group.collect(unit.all_reduce)
             if reshard:
                 group.reshard()
             if jobs:

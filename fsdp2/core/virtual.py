@@ -452,7 +452,7 @@ class VirtualParam:
         """Nothing moves virtual parameters."""
         return True
 
-    def check_usable(self, device: Any) -> None:
+    def check_usable(self, device: Any, offloaded: bool = False) -> None:
         """They are."""
 
     def materialize(self, gathered: VirtualTensor) -> None:
@@ -471,6 +471,10 @@ class VirtualParam:
         """The full gradient, which the parameter then no longer has."""
         grad, self.full_grad = self.full_grad, None
         return grad
+
+    def drop_gradient(self) -> None:
+        """Forget the full gradient."""
+        self.full_grad = None
 
     def accumulate(self, dtype: torch.dtype) -> None:
         """Keep the full gradient, in ``dtype``."""
