@@ -14,6 +14,8 @@ the view that they write to, never that of the parameter that autograd saved (in
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.utils.dlpack import from_dlpack
 
@@ -41,17 +43,13 @@ def _own_storage(raw: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(raw)
     if type(raw) is not torch.Tensor or raw.is_meta:
         return raw  # no memory
-    alias: torch.Tensor = from_dlpack(raw)
+    # By capsule: it orders no streams, and takes page-locked memory as what it is.
+    alias: torch.Tensor = from_dlpack(torch._C._to_dlpack(raw))
     return alias
 
 
 class FlatBuffer:
     """A persistent flat buffer, viewed in any dtype at any aligned offset.
-
-    Each view has a storage of its own over its part of the memory, which it keeps alive. What
-    torch does to whole storages is then done to the view alone: ``torch.save`` and
-    ``copy.deepcopy`` of one parameter leave the others out. Nor could ``torch.save`` write a
-    DTensor whose rows begin in the middle of a storage, or views of one storage in two dtypes.
 
     Args:
         nbytes: its size in bytes.
@@ -73,12 +71,24 @@ class FlatBuffer:
         strides: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
         """A tensor over the buffer; ``strides`` in elements, contiguous by default."""
-        strides = contiguous_strides(shape) if strides is None else strides
-        last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        nbytes = 0 if 0 in shape else (last + 1) * dtype.itemsize
         with torch.inference_mode(False):
-            part = self._raw[byte_offset : byte_offset + nbytes]
-            return _aliased(_own_storage(part), dtype, 0, shape, strides)
+            return _aliased(self._raw, dtype, byte_offset, shape, strides)
+
+    def piece(self, dtype: torch.dtype, byte_offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """As `view`, with a storage of its own over its part of the memory, which it keeps alive.
+
+        What torch does to whole storages is then done to the piece alone: ``torch.save`` and
+        ``copy.deepcopy`` of one parameter leave the others out. Nor can ``torch.save`` write a
+        DTensor whose rows begin in the middle of a storage, or views of one storage in two dtypes.
+        """
+        with torch.inference_mode(False):
+            end = byte_offset + math.prod(shape) * dtype.itemsize
+            return _aliased(_own_storage(self._raw[byte_offset:end]), dtype, 0, shape, None)
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """The storage that every view shares."""
+        return self._raw.untyped_storage()
 
 
 class TransientBuffer:

@@ -194,7 +194,7 @@ class ParamGroup:
             for slot in segment.slots:
                 param = self.params[slot.index]
                 start = segment.shard_byte_offset + slot.shard_offset * param.dtype.itemsize
-                param.adopt(slot, shard.view(param.dtype, start, slot.local_shape(rank)))
+                param.adopt(slot, shard.piece(param.dtype, start, slot.local_shape(rank)))
         self.layout = layout
         self._shard = shard
         self._bound = False

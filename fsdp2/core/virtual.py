@@ -168,6 +168,8 @@ class VirtualTransient:
     ) -> VirtualTensor:
         return VirtualTensor(self, shape, dtype)
 
+    piece = view
+
     def acquire(self) -> None:
         if self.allocation is None:
             self.allocation = self.device.allocate(self.name)

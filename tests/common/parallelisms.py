@@ -31,12 +31,12 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import Optimizer
 
 from tests.common.models import DIM, seeded, units
-from tests.common.parity import OURS, TORCH, regression_loss
+from tests.common.parity import OURS, TORCH, full_all, regression_loss
 
 APIS = {"ours": OURS, "torch": TORCH}
 
 SUPPORTED = {
-    "ours": {"plain", "flat2", "flat4"},
+    "ours": {"plain", "flat2", "flat4", "hsdp", "tp"},
     "torch": {"plain", "flat2", "flat4", "hsdp", "tp"},
 }
 
@@ -179,47 +179,8 @@ def losses(
 
 
 def gather(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The whole tensors on every rank, whatever their placements; one collective for all.
-
-    As `parity.full_all`: without DTensor's own collectives, of which several in flight corrupt the
-    heap with gloo.
-    """
-    tensors = [tensor.detach() for tensor in tensors]
-    mine = [(_places(t), t.to_local().clone()) for t in tensors if isinstance(t, DTensor)]
-    if not mine:
-        return [tensor.clone() for tensor in tensors]
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    whole, number = [], 0
-    for tensor in tensors:
-        if not isinstance(tensor, DTensor):
-            whole.append(tensor.clone())
-            continue
-        values = torch.full((tensor.numel(),), -1, dtype=tensor.dtype)
-        written = torch.zeros(tensor.numel(), dtype=torch.bool)
-        for theirs in everyones:
-            places, local = theirs[number]
-            same = values[places] == local.flatten()
-            assert (same | ~written[places] | local.flatten().isnan()).all(), "replicas differ"
-            values[places] = local.flatten()
-            written[places] = True
-        assert written.all(), "rows that no rank holds"
-        whole.append(values.view(tensor.shape))
-        number += 1
-    return whole
-
-
-def _places(tensor: DTensor) -> Tensor:
-    """Which elements of the whole tensor this rank holds, flat."""
-    indices = torch.arange(tensor.numel()).view(tensor.shape)
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None
-    placements: list[Any] = list(tensor.placements)
-    sharded = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
-    for i in sorted(sharded, key=lambda i: not placements[i].is_shard()):  # strided ones last
-        placement = placements[i]
-        chunks = list(indices.chunk(tensor.device_mesh.size(i), placement.dim))
-        empty = indices.narrow(placement.dim, 0, 0)
-        indices = [*chunks, *[empty] * tensor.device_mesh.size(i)][coordinate[i]]
-    assert indices.shape == tensor.to_local().shape
-    return indices.flatten()
+    """The whole tensors on every rank, whatever their placements; one collective for all."""
+    tensors = list(tensors)
+    if any(isinstance(tensor, DTensor) for tensor in tensors):
+        return full_all(tensors)  # type: ignore[return-value]  # none of them is None
+    return [tensor.detach().clone() for tensor in tensors]

@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import (
 
 import fsdp2
 from tests.common.models import DIM, MLP, OddMLP, seeded
+from tests.common.parallelisms import PARALLELISMS, ladder, ladder_batches
 from tests.common.parity import (
     OURS,
     TORCH,
@@ -44,7 +45,7 @@ from tests.common.parity import (
     regression_loss,
     shard,
 )
-from tests.common.workers import ranks
+from tests.common.workers import ranks, run_on_ranks
 
 CLOSE = Tolerance(rtol=2e-6, atol=0.0)
 SUMMED = Tolerance(rtol=1e-5, atol=1e-7)  # the gradients too are sums in another order
@@ -188,6 +189,28 @@ def test_replicas_count_once() -> None:
             fsdp2.get_total_norm([sharded.grad for sharded, _ in pairs], norm_type)
         assert counter.total == 1
         check(pairs, norm_type=norm_type)
+
+
+def _check_parallelism(name: str) -> None:
+    parallelism, plain = PARALLELISMS[name], PARALLELISMS["plain"]
+    (batch,) = ladder_batches(1)
+    for norm_type in (2.0, 1.0, math.inf):
+        model, whole = parallelism.shard(OURS, ladder()), ladder()
+        regression_loss(model, parallelism.part(batch)).backward()
+        regression_loss(whole, plain.part(batch)).backward()
+        with CountCollectives() as counter:
+            actual = fsdp2.clip_grad_norm_(model.parameters(), 0.1, norm_type)
+        assert counter.counts["all_reduce"] == counter.total == (2 if name == "tp" else 1)
+        expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1, norm_type)
+        assert expected > 0.1, "clipping had something to do"
+        assert_close(actual, expected, SUMMED, f"norm {norm_type}")
+        assert_same_on_all_ranks(actual)
+        assert_close(full_grads(model), full_grads(whole), SUMMED, f"clipped by norm {norm_type}")
+
+
+@pytest.mark.parametrize("name", ["flat2", "hsdp", "tp"])
+def test_a_model_on_any_mesh(name: str) -> None:
+    run_on_ranks(PARALLELISMS[name].ranks, _check_parallelism, name)
 
 
 # -- several meshes -------------------------------------------------------------------------------

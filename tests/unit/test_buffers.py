@@ -158,28 +158,39 @@ def test_refilled_in_inference_mode() -> None:
 # ---- FlatBuffer
 
 
-def test_flat_buffer_starts_with_zeros_and_is_contiguous() -> None:
+def test_flat_buffer_starts_with_zeros_in_one_storage() -> None:
     buffer = FlatBuffer(64, CPU)
     views = [buffer.view(torch.float32, offset, (4,)) for offset in range(0, 64, 16)]
     assert all(view.eq(0).all() for view in views)
-    assert [view.data_ptr() - views[0].data_ptr() for view in views] == [0, 16, 32, 48]
+    pointers = {view.untyped_storage().data_ptr() for view in views}
+    assert pointers == {buffer.storage.data_ptr()}
     assert (buffer.nbytes, buffer.device) == (64, CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn])
-def test_flat_views_have_storages_of_their_own(dtype: torch.dtype) -> None:
+def test_pieces_have_storages_of_their_own(dtype: torch.dtype) -> None:
     """So that what is done to a whole storage is done to one parameter."""
     buffer = FlatBuffer(64, CPU)
     whole = buffer.view(torch.uint8, 0, (64,))
-    view = buffer.view(dtype, 16, (2, 2))
-    assert view.untyped_storage().nbytes() == view.nbytes
-    assert view.storage_offset() == 0
-    assert buffer.view(dtype, 16, (0, 2)).untyped_storage().nbytes() == 0
-    assert buffer.view(dtype, 16, (2,), (2,)).untyped_storage().nbytes() == 3 * dtype.itemsize
+    piece = buffer.piece(dtype, 16, (2, 2))
+    assert piece.untyped_storage().nbytes() == piece.nbytes
+    assert piece.storage_offset() == 0
+    assert buffer.piece(dtype, 16, (0, 2)).untyped_storage().nbytes() == 0
+    before = piece._version
     whole.fill_(1)
-    assert view.view(torch.uint8).eq(1).all(), "one memory"
+    assert piece.view(torch.uint8).eq(1).all(), "one memory"
+    assert piece._version == before
     del buffer, whole
-    assert view.view(torch.uint8).eq(1).all(), "which the view keeps alive"
+    assert piece.view(torch.uint8).eq(1).all(), "which the piece keeps alive"
+
+
+def test_pieces_without_memory() -> None:
+    piece = FlatBuffer(64, torch.device("meta")).piece(torch.float32, 16, (2, 2))
+    assert piece.is_meta
+    assert tuple(piece.shape) == (2, 2)
+    with torch.inference_mode():
+        piece = FlatBuffer(64, CPU).piece(torch.float32, 16, (2, 2))
+    assert not piece.is_inference()
 
 
 def test_flat_buffer_on_meta_has_shapes_only() -> None:
