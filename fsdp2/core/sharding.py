@@ -216,12 +216,17 @@ def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshAxes:
     return replace(axes, full=mesh, dims=dims)
 
 
-@functools.lru_cache(maxsize=64)
 def smaller_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
     """The ranks of a data-parallel mesh as (replicate, shard) with ``size`` neighbours a group.
 
     Makes process groups for this rank alone, so that ranks of other meshes need not take part.
     """
+    return _smaller_mesh(mesh, size, dist.group.WORLD)
+
+
+@functools.lru_cache(maxsize=64)
+def _smaller_mesh(mesh: DeviceMesh, size: int, world: Any) -> DeviceMesh:
+    # Equal meshes of different worlds (destroyed and started again) have different groups.
     ranks = mesh.mesh.view(-1, size)
     mine = (ranks == dist.get_rank()).nonzero()[0].tolist()
     shard = dist.new_group(ranks[mine[0]].tolist(), use_local_synchronization=True)
@@ -329,9 +334,13 @@ def local_of(param: torch.Tensor) -> torch.Tensor:
     return param._local_tensor if isinstance(param, DTensor) else param
 
 
-@functools.lru_cache(maxsize=64)
 def joined(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     """One mesh with the dims of both, made once for each pair."""
+    return _joined(outer, inner, dist.group.WORLD)
+
+
+@functools.lru_cache(maxsize=64)
+def _joined(outer: DeviceMesh, inner: DeviceMesh, world: Any) -> DeviceMesh:
     return DeviceMesh._concatenate([outer, inner])
 
 
