@@ -7,6 +7,7 @@ same steps are taken on the path of accelerators, and must end in the same place
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -50,7 +51,7 @@ class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         sizes = [DIM, WIDE, 12, WIDE, 7]
-        self.layers = nn.ModuleList(nn.Linear(i, o) for i, o in zip(sizes, sizes[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(i, o) for i, o in pairwise(sizes))
         for layer in self.layers[1:]:
             layer.is_unit = True
 

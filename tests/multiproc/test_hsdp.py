@@ -212,7 +212,7 @@ def test_units_used_in_some_micro_batches(used: str, turns: str) -> None:
 @ranks(2, 4)
 @pytest.mark.parametrize("zeros", [False, True], ids=["absent", "zeros"])
 def test_parameters_used_in_some_micro_batches(zeros: bool) -> None:
-    """Within a unit that always runs: half of it in the first micro-batch, the other in the last."""
+    """Within a unit that always runs: one half in the first micro-batch, the other in the last."""
     build = partial(seeded, partial(Forked, "tuple"))
     steps = micro_batches(DIM, 2, micro=2, steps=2)
     flags = flags_in_turn(PARTIAL, FULL)
