@@ -84,10 +84,13 @@ def test_policies(name: str) -> None:
         shard(api, model, mp_policy=policy, root={"mp_policy": root})
         return train_micro(model, steps, before=before)
 
-    if dist.get_world_size() == 1 and reduce in ROUNDED:
-        # torch rounds to the reduce dtype where nothing is communicated; ours does not.
+    # torch rounds to the reduce dtype where nothing is communicated, ours does not. And since 2.15
+    # it rounds what a backward adds to sums kept without sync, ours (as 2.13) only the new sum.
+    alone = dist.get_world_size() == 1 and reduce in ROUNDED
+    adds = OWN_DTYPE and reduce is not None and reduce not in (FP64, param) and param != BF16
+    if alone or adds:
         ours, torchs = scenario(OURS), scenario(TORCH)
-        assert_close(ours[0].grads, torchs[0].grads, ROUNDED[reduce], "torch")
+        assert_close(ours[0].grads, torchs[0].grads, ROUNDED.get(reduce, FP32), "torch")
     else:
         ours = _same(scenario)
     assert all(grad.dtype == FP32_ for step in ours for grad in step.grads.values())
@@ -274,8 +277,10 @@ def test_param_dtype_override(reduce: Any) -> None:
         return steps
 
     ours = scenario(OURS)
-    if OWN_DTYPE:
+    if OWN_DTYPE and reduce != BF16:
         assert_equal(ours, scenario(TORCH), "torch")
+    elif OWN_DTYPE:  # it rounds the norms' fp32 gradients before it adds them, ours only the sum
+        assert_close(ours[0].grads, scenario(TORCH)[0].grads, ROUNDED[BF16], "torch")
     plain = seeded(_two_normed)
     size = dist.get_world_size()
     for batch in batches[0]:
