@@ -219,15 +219,14 @@ def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshAxes:
 def smaller_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
     """The ranks of a data-parallel mesh as (replicate, shard) with ``size`` neighbours a group.
 
-    Makes process groups for this rank alone, so that ranks of other meshes need not take part;
-    once for each mesh and size.
+    Makes process groups for this rank alone, so that ranks of other meshes need not take part.
     """
     return _smaller_mesh(mesh, size, dist.group.WORLD)
 
 
 @functools.lru_cache(maxsize=64)
 def _smaller_mesh(mesh: DeviceMesh, size: int, world: Any) -> DeviceMesh:
-    """``world`` tells meshes apart that are equal, but of which one's process groups are gone."""
+    # Equal meshes of different worlds (destroyed and started again) have different groups.
     ranks = mesh.mesh.view(-1, size)
     mine = (ranks == dist.get_rank()).nonzero()[0].tolist()
     shard = dist.new_group(ranks[mine[0]].tolist(), use_local_synchronization=True)

@@ -20,7 +20,7 @@ from tests.common.meshes import (
     train_micro,
     train_plain,
 )
-from tests.common.models import DIM, MLP, Choosy, Nested, OddMLP, Transformer, seeded
+from tests.common.models import DIM, MLP, Choosy, Forked, Nested, OddMLP, Transformer, seeded
 from tests.common.parity import (
     FP32,
     OURS,
@@ -187,12 +187,22 @@ USED = {
 }
 
 
-@ranks(2, 4)
+@ranks(2)
 @pytest.mark.parametrize("used", USED)
 @pytest.mark.parametrize("turns", ["partial sums", "no sync", "partial, then no sync"])
 def test_units_used_in_some_micro_batches(used: str, turns: str) -> None:
     """torch leaves partial sums of units that the last micro-batch does not use for the next step;
     here they are delivered in this one, so the unsharded model is the judge."""
+    _check_units_used(used, turns)
+
+
+@ranks(4)
+@pytest.mark.parametrize("used", ["in the first only", "different ones"])
+def test_units_used_in_some_micro_batches_on_four_ranks(used: str) -> None:
+    _check_units_used(used, "partial, then no sync")
+
+
+def _check_units_used(used: str, turns: str) -> None:
     build = partial(seeded, Choosy)
     steps = micro_batches(DIM, 2, micro=3, steps=2)
     flags = flags_in_turn(*TURNS[turns])
@@ -205,6 +215,27 @@ def test_units_used_in_some_micro_batches(used: str, turns: str) -> None:
         flags(model, number, last)
 
     model = shard(OURS, build(), mesh=hsdp_mesh(2, dist.get_world_size() // 2))
+    ours = train_micro(model, steps, before=before)
+    assert_close(ours, train_plain(build(), steps, before=choose), FP32, "unsharded")
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("zeros", [False, True], ids=["absent", "zeros"])
+def test_parameters_used_in_some_micro_batches(zeros: bool) -> None:
+    """Within a unit that always runs: one half in the first micro-batch, the other in the last."""
+    build = partial(seeded, partial(Forked, "tuple"))
+    steps = micro_batches(DIM, 2, micro=2, steps=2)
+    flags = flags_in_turn(PARTIAL, FULL)
+
+    def choose(model: Any, number: int, last: bool) -> None:
+        model.used = ("left", "right")[number]
+
+    def before(model: Any, number: int, last: bool) -> None:
+        choose(model, number, last)
+        flags(model, number, last)
+
+    model: Any = shard(OURS, build(), mesh=_mesh("both"))
+    model.set_reduce_scatter_unused_params(zeros)
     ours = train_micro(model, steps, before=before)
     assert_close(ours, train_plain(build(), steps, before=choose), FP32, "unsharded")
 

@@ -37,6 +37,13 @@ CASES: dict[str, tuple[dict[str, int], Any, Any]] = {
     "replicate, tp": ({"replicate": 2, "tp": 2}, None, "replicate"),
     "two replicate dims": ({"r": 2, "q": 2}, None, ("r", "q")),
 }
+WIDE: dict[str, tuple[dict[str, int], Any, Any]] = {  # for eight ranks
+    "copies, two shard dims": ({"r": 2, "fsdp": 2, "cp": 2}, ("fsdp", "cp"), "r"),
+    "shard dims on both sides of tp": ({"fsdp": 2, "tp": 2, "cp": 2}, ("fsdp", "cp"), None),
+    "two of each": ({"r": 2, "q": 1, "fsdp": 2, "cp": 2}, ("fsdp", "cp"), ("r", "q")),
+    "copies, shard, tp": ({"r": 2, "shard": 2, "tp": 2}, "shard", "r"),
+}
+CASES_OF = {4: CASES, 8: WIDE}
 
 
 class Layers(nn.Module):
@@ -76,13 +83,17 @@ def _cut(name: str, module: nn.Module, where: DeviceMesh) -> None:
         module.register_parameter(key, nn.Parameter(distribute_tensor(param, where, placements)))
 
 
+def _case(case: str) -> Any:
+    return CASES_OF[dist.get_world_size()][case]
+
+
 def _full_mesh(case: str) -> DeviceMesh:
-    sizes = CASES[case][0]
+    sizes = _case(case)[0]
     return mesh(*sizes, shape=tuple(sizes.values()))
 
 
 def _model(api: Any, case: str, **arguments: Any) -> Any:
-    _, shard, replicate = CASES[case]
+    _, shard, replicate = _case(case)
     where = _full_mesh(case)
     model = distribute_module(seeded(Net), where, _cut)
     dims = api.DataParallelMeshDims(shard=shard, replicate=replicate)
@@ -92,7 +103,7 @@ def _model(api: Any, case: str, **arguments: Any) -> Any:
 
 
 def _data_dims(case: str) -> list[int]:
-    return [i for i, name in enumerate(CASES[case][0]) if name != "tp"]
+    return [i for i, name in enumerate(_case(case)[0]) if name != "tp"]
 
 
 def _part(case: str) -> tuple[int, int]:
@@ -125,6 +136,15 @@ def _train(api: Any, case: str) -> Any:
 @ranks(4)
 @pytest.mark.parametrize("case", CASES)
 def test_training(case: str) -> None:
+    ours = _train(OURS, case)
+    expected = train_plain(seeded(Net), _batches(DIM, DIM), parts=_part(case)[1])
+    assert_close(ours, expected, FP32, "unsharded")
+
+
+@pytest.mark.extended
+@ranks(8)
+@pytest.mark.parametrize("case", WIDE)
+def test_training_on_eight_ranks(case: str) -> None:
     ours = _train(OURS, case)
     expected = train_plain(seeded(Net), _batches(DIM, DIM), parts=_part(case)[1])
     assert_close(ours, expected, FP32, "unsharded")
