@@ -21,11 +21,12 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.core.collectives import Collectives
+from fsdp2.core.collectives import AllGather, Collectives
+from fsdp2.core.config import ShardingStateError
 from fsdp2.core.kernels import Kernels
 from fsdp2.core.layout import COLLECTIVE_ALIGN_BYTES, GroupLayout, Segment, Slot, Transport
 from fsdp2.core.param import ShardedParam, Swap
-from fsdp2.core.transport import TRANSPORTS, Route, SegmentTransport
+from fsdp2.core.transport import Route, SegmentTransport, make_transport
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class PostForward:
         full: its gathered buffer, allocated.
         params: its parameters.
         kernels: memory and copies.
+        comm: the user's all-gather, if there is one.
+        device: where its buffers are.
 
     Attributes:
         route: transports of backward's gather.
@@ -92,6 +95,8 @@ class PostForward:
         full: Any,
         params: Sequence[ShardedParam],
         kernels: Kernels,
+        comm: AllGather | None = None,
+        device: Any = None,
     ) -> None:
         self._group = group
         self._kernels = kernels
@@ -101,6 +106,12 @@ class PostForward:
         segments: list[Segment] = []
         nbytes = 0
         for segment in layout.segments:
+            if segment.transport is Transport.EXTENSION:
+                raise ShardingStateError(
+                    f"parameter '{params[segment.slots[0].index].name}' has all-gather hooks, "
+                    f"which cannot be used with reshard_after_forward=<int>; call "
+                    f"set_reshard_after_forward(True)"
+                )
             smaller = smaller_segment(
                 segment, group.collectives.size, group.collectives.coalesces, nbytes
             )
@@ -110,8 +121,8 @@ class PostForward:
         self._rows = kernels.transient(nbytes, "rows of the smaller group")
         transports = []
         for smaller in segments:
-            transport = TRANSPORTS[smaller.transport](
-                smaller, self._rows, full, group.collectives, kernels
+            transport = make_transport(
+                smaller, self._rows, full, group.collectives, kernels, comm, device
             )
             transports.append(transport)
             for slot in smaller.slots:

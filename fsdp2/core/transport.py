@@ -3,7 +3,10 @@
     Coalesced   shard ─(cast)─> staging ══ one launch, one all-gather a parameter ══> slots
                 no copy afterwards; no staging where shard and compute dtype agree
     Packed      shard ─(cast)─> own row of [ranks, n] ══ one all-gather ══> rows ── copy ──> slots
+    Custom      as packed, always with an own row, in memory and by a collective of the user's
     Local       shard is the parameter; or ── cast ──> slots
+
+Parameters of tensor subclasses with all-gather hooks have a transport in `fsdp2.core.extension`.
 
 A transport is bound to buffers once; a gather then only makes the calls below, in this order, on
 the lanes that the group chooses:
@@ -17,9 +20,12 @@ the lanes that the group chooses:
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
-from fsdp2.core.collectives import Collectives
+import torch
+
+from fsdp2.core.collectives import AllGather, Collectives, Comm
 from fsdp2.core.kernels import Kernels
 from fsdp2.core.layout import Segment, Slot, Transport
 
@@ -82,6 +88,13 @@ class SegmentTransport:
     ) -> Any:
         start = self.segment.full_byte_offset + (slot.full_offset + offset) * self._itemsize
         return self._full.view(self.segment.full_dtype, start, shape, strides)
+
+    def _block(self, slot: Slot, ranks: int, first: int, length: int) -> Any:
+        """Where ``length`` indices of the sharded dim, from each of ``ranks`` ranks, belong."""
+        inner = slot.inner
+        shape = (ranks, slot.outer, length, inner)
+        strides = (slot.chunk * inner, slot.shape[slot.dim] * inner, inner, 1)
+        return self._slot_view(slot, shape, strides, first * slot.chunk * inner)
 
 
 class CoalescedTransport(SegmentTransport):
@@ -180,13 +193,10 @@ class PackedTransport(SegmentTransport):
     def _add_moves(self, slot: Slot) -> None:
         """Two strided copies at most: the ranks with a whole piece, and the one with a part."""
         for ranks, first, length in shard_blocks(slot):
-            inner, outer = slot.inner, slot.outer
-            shape = (ranks, outer, length, inner)
-            strides = (slot.chunk * inner, slot.shape[slot.dim] * inner, inner, 1)
-            offset = first * slot.chunk * inner
-            self._targets.append(self._slot_view(slot, shape, strides, offset))
+            self._targets.append(self._block(slot, ranks, first, length))
             start = (first * self.segment.shard_numel + slot.shard_offset) * self._itemsize
-            strides = (self.segment.shard_numel, length * inner, inner, 1)
+            shape = (ranks, slot.outer, length, slot.inner)
+            strides = (self.segment.shard_numel, length * slot.inner, slot.inner, 1)
             self._sources.append(self._packed.view(self.segment.full_dtype, start, shape, strides))
 
 
@@ -233,11 +243,109 @@ class LocalTransport(SegmentTransport):
             self.kernels.copy(self._target, self._flat)
 
 
+class CustomTransport(SegmentTransport):
+    """Packed, in a buffer and by a collective that the user brings.
+
+        shard ── cast or copy ──> own row of [ranks, n] ══ comm ══> rows ── copy ──> slots
+
+    The buffer may be another one each time, so its views are made for each gather. It is needed
+    only between ``acquire`` and ``release``.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        shard: Any,
+        full: Any,
+        collectives: Collectives,
+        kernels: Kernels,
+        comm: AllGather,
+        device: Any,
+    ) -> None:
+        super().__init__(segment, shard, full, collectives, kernels)
+        self.casts = True
+        self.communicates = segment.shard_numel > 0
+        self._comm = comm
+        self._device = device
+        self._flat = self._shard_flat()
+        self._output: Any = None
+        rows = [slot for slot in segment.slots if slot.dim == 0 and slot.shard_numel]
+        self._sizes = [slot.shard_numel for slot in rows]
+        self._rows = [self._slot_view(slot, (collectives.size, slot.shard_numel)) for slot in rows]
+        self._blocks = [
+            (slot, block, self._block(slot, *block))
+            for slot in segment.slots
+            if slot.dim != 0
+            for block in shard_blocks(slot)
+        ]
+
+    def acquire(self) -> None:
+        size, rank, width = self.collectives.size, self.collectives.rank, self.segment.shard_numel
+        dtype: Any = self.segment.full_dtype
+        self._output = allocated(self._comm, size * width, dtype, self._device)
+        self._own = self._output.narrow(0, rank * width, width)
+
+    def copy_in(self) -> None:
+        self.kernels.copy(self._own, self._flat)
+
+    def gather(self) -> Any:
+        return self.collectives.custom_all_gather(self._comm, self._output, self._own)
+
+    def copy_out(self) -> None:
+        if self._output is None:
+            return
+        matrix = self._output.view(self.collectives.size, self.segment.shard_numel)
+        if self._sizes:
+            columns = matrix.narrow(1, 0, sum(self._sizes))
+            self.kernels.split_copy(columns, self._sizes, self._rows)
+        sources = []
+        for slot, (ranks, first, length), _ in self._blocks:
+            shape = (ranks, slot.outer, length, slot.inner)
+            piece = matrix.narrow(0, first, ranks).narrow(1, slot.shard_offset, prod(shape[1:]))
+            sources.append(piece.view(shape))
+        if sources:
+            self.kernels.copy_many([target for _, _, target in self._blocks], sources)
+
+    def release(self) -> None:
+        self._output = self._own = None
+
+
+def allocated(comm: Comm, numel: int, dtype: torch.dtype, device: Any) -> Any:
+    """A buffer of the user's collective, on the current lane; checked."""
+    with torch.inference_mode(False):
+        buffer = comm.allocate((numel,), dtype=dtype, device=device)
+    if tuple(buffer.shape) != (numel,) or buffer.dtype != dtype:
+        raise ValueError(
+            f"{type(comm).__name__}.allocate(({numel},), dtype={dtype}) returned a tensor of shape "
+            f"{tuple(buffer.shape)} and {buffer.dtype}; return a 1-D tensor of the size and dtype "
+            f"that it is asked for"
+        )
+    return buffer
+
+
 TRANSPORTS: dict[Transport, type[SegmentTransport]] = {
     Transport.COALESCED: CoalescedTransport,
     Transport.PACKED: PackedTransport,
     Transport.LOCAL: LocalTransport,
 }
+
+
+def make_transport(
+    segment: Segment,
+    shard: Any,
+    full: Any,
+    collectives: Collectives,
+    kernels: Kernels,
+    comm: AllGather | None,
+    device: Any,
+) -> SegmentTransport:
+    """The transport of a segment; the user's, if he brings a collective and there is one to run.
+
+    Whatever gathers them, the parameters have the same slots.
+    """
+    if comm is None or segment.transport is Transport.LOCAL:
+        return TRANSPORTS[segment.transport](segment, shard, full, collectives, kernels)
+    return CustomTransport(segment, shard, full, collectives, kernels, comm, device)
 
 
 class Route:
