@@ -143,9 +143,11 @@ class CommunicationControls:
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gather this unit's parameters with ``comm``; not recursive.
 
-        From the next gather on, in one collective a dtype: ``comm.allocate((ranks * n,), dtype=…,
+        From the next gather on, in one collective: ``comm.allocate((ranks * n,), dtype=…,
         device=…)``, then ``comm(output_tensor=…, input_tensor=…, group=…)``, its input this rank's
-        part of its output. Nothing is called where there is one rank.
+        part of its output. Parameters of several dtypes travel as bytes (uint8); tensor subclasses
+        with all-gather hooks do so in a collective of their own. Nothing is called where there is
+        one rank.
 
         Args:
             comm: allocates the collective's buffer and runs it; see `AllGather`.

@@ -1,6 +1,6 @@
 """What a group's layout and options ask for.
 
-GroupLayout, GroupOptions   ──> the transport of each segment
+GroupLayout                 ──> the transport of parameters with all-gather hooks
 ShardedParam, GroupOptions  ──> ReductionSpec: parameters of equal specs are reduced together
 """
 
@@ -17,7 +17,6 @@ from fsdp2.core.layout import COLLECTIVE_ALIGN_BYTES, GroupLayout, Slot, Transpo
 from fsdp2.core.param import ShardedParam, compute_dtype
 from fsdp2.core.reduction import ReductionSpec
 from fsdp2.core.streams import OnStream
-from fsdp2.core.transport import SegmentTransport, make_transport
 
 
 def make_extension(
@@ -36,41 +35,6 @@ def make_extension(
         if segment.transport is Transport.EXTENSION:
             return ExtensionTransport(segment, params, collectives, kernels, context)
     return None
-
-
-def make_transports(
-    layout: GroupLayout,
-    shard: Any,
-    full: Any,
-    collectives: Collectives,
-    kernels: Kernels,
-    options: GroupOptions,
-    device: Any,
-    extension: ExtensionTransport | None,
-) -> list[SegmentTransport]:
-    """A transport for each segment, in their order.
-
-    Args:
-        layout: the segments.
-        shard: the flat shard, or the device's copy of it.
-        full: the gathered buffer, allocated.
-        collectives: of the shard axis.
-        kernels: memory and copies.
-        options: the user's all-gather is used where there is one.
-        device: where the user's buffers are.
-        extension: the transport of the parameters with all-gather hooks.
-    """
-    comm = options.all_gather
-    found: list[SegmentTransport] = []
-    for segment in layout.segments:
-        if segment.transport is Transport.EXTENSION:
-            assert extension is not None
-            extension.comm = comm
-            found.append(extension)
-        else:
-            transport = make_transport(segment, shard, full, collectives, kernels, comm, device)
-            found.append(transport)
-    return found
 
 
 def reduction_spec(

@@ -61,7 +61,14 @@ class ReduceKind:
 
 
 class Comm(ABC):
-    """A user's own collective: where its buffers come from, and what runs it."""
+    """A user's own collective: where its buffers come from, and what runs it.
+
+    A buffer is in use from ``allocate`` until the collective's result has been copied out of it,
+    and must not be given out again before. Memory from an allocator never is. An object that keeps
+    its buffers should serve one unit, whose gathers follow each other; gradients of several dtypes
+    and tensor subclasses with all-gather hooks have collectives of their own, and ask for the
+    second's buffer before the first gives its own back.
+    """
 
     @abstractmethod
     def allocate(
@@ -70,7 +77,7 @@ class Comm(ABC):
         """A buffer for the collective, new at each call or kept by this object.
 
         Args:
-            size: its shape, one length.
+            size: its shape, one length; return a tensor of just that shape.
             dtype: its dtype.
             device: where it must be.
         """

@@ -318,6 +318,10 @@ class ExtensionTransport(SegmentTransport):
         self._inputs: list[torch.Tensor] | None = None
         self._packed: Any = None
 
+    def parameters(self) -> list[tuple[Slot, Any]]:
+        """None yet: the first gather makes them."""
+        return []
+
     def acquire(self) -> None:
         if not self._learned:
             with torch.inference_mode(False), torch.no_grad():

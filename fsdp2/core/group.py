@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from fsdp2.core.binding import make_extension, make_transports, reduction_spec
+from fsdp2.core.binding import make_extension, reduction_spec
 from fsdp2.core.collectives import Collectives, Replicas
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, ShardingStateError
 from fsdp2.core.extension import ExtensionContext, ExtensionTransport
@@ -40,7 +40,7 @@ from fsdp2.core.param import ShardedParam, Swap, compute_dtype
 from fsdp2.core.post_forward import PostForward, SmallerGroup
 from fsdp2.core.reduction import Job, ReductionSpec, SegmentReduction
 from fsdp2.core.streams import Lane, Streams
-from fsdp2.core.transport import Route, SegmentTransport
+from fsdp2.core.transport import Route, SegmentTransport, make_transports
 
 Observer = Callable[[str, str], None]
 """Called with (operation, group name); operations are listed in `ParamGroup.observer`."""
@@ -293,15 +293,17 @@ class ParamGroup:
                 ExtensionContext(self.options, self.device, self.offload, self._bind_swaps),
             )
         self._transports = make_transports(
-            self.layout,
+            [s for s in self.layout.segments if s.transport is not Transport.EXTENSION],
             source,
             self._full,
             self.collectives,
             self.kernels,
-            self.options,
+            self.options.all_gather,
             self.device,
-            self._extension,
         )
+        if self._extension is not None:
+            self._extension.comm = self.options.all_gather
+            self._transports.append(self._extension)
         self._route = Route(self._transports, self._mirror is not None)
         self._keeps_mirror = any(not (t.communicates or t.casts) for t in self._transports)
 
@@ -312,10 +314,9 @@ class ParamGroup:
         """
         self._to_sharded, self._to_unsharded = [], []
         for transport in self._transports:
-            if transport is not self._extension:
-                for slot in transport.segment.slots:
-                    self.params[slot.index].materialize(transport.gathered(slot))
-                    self._bind_swaps(self.params[slot.index])
+            for slot, gathered in transport.parameters():
+                self.params[slot.index].materialize(gathered)
+                self._bind_swaps(self.params[slot.index])
 
     def _bind_swaps(self, param: ShardedParam) -> None:
         assert param.unsharded is not None

@@ -26,7 +26,7 @@ from fsdp2.core.config import ShardingStateError
 from fsdp2.core.kernels import Kernels
 from fsdp2.core.layout import COLLECTIVE_ALIGN_BYTES, GroupLayout, Segment, Slot, Transport
 from fsdp2.core.param import ShardedParam, Swap
-from fsdp2.core.transport import Route, SegmentTransport, make_transport
+from fsdp2.core.transport import Route, make_transports
 
 
 @dataclass(frozen=True)
@@ -119,27 +119,24 @@ class PostForward:
             nbytes += smaller.shard_numel * smaller.full_dtype.itemsize  # type: ignore[attr-defined]  # a dtype
             nbytes = -(-nbytes // COLLECTIVE_ALIGN_BYTES) * COLLECTIVE_ALIGN_BYTES
         self._rows = kernels.transient(nbytes, "rows of the smaller group")
-        transports = []
+        transports = make_transports(
+            segments, self._rows, full, group.collectives, kernels, comm, device
+        )
+        gathered = {slot.index: tensor for t in transports for slot, tensor in t.parameters()}
         for smaller in segments:
-            transport = make_transport(
-                smaller, self._rows, full, group.collectives, kernels, comm, device
-            )
-            transports.append(transport)
             for slot in smaller.slots:
-                self._add(params[slot.index], slot, smaller, transport)
+                self._add(params[slot.index], slot, smaller, gathered[slot.index])
         self.route = Route(transports)
         self._rows.release()
 
-    def _add(
-        self, param: ShardedParam, slot: Slot, segment: Segment, transport: SegmentTransport
-    ) -> None:
+    def _add(self, param: ShardedParam, slot: Slot, segment: Segment, gathered: Any) -> None:
         rank = self._group.collectives.rank
         dtype: Any = segment.full_dtype
         start = segment.shard_byte_offset + slot.shard_offset * dtype.itemsize
         rows = self._rows.view(dtype, start, slot.local_shape(rank))
         first = min(rank * slot.chunk, slot.shape[slot.dim])
         self._targets.append(rows)
-        self._sources.append(transport.gathered(slot).narrow(slot.dim, first, slot.rows(rank)))
+        self._sources.append(gathered.narrow(slot.dim, first, slot.rows(rank)))
         self.swaps += param.swaps(param.between(rows, self._group.mesh))
 
     def keep(self) -> None:

@@ -21,7 +21,7 @@ in the program. Three ways to stage:
     packed    one fused copy pads, casts and interleaves them rank-major: [ranks, n]
 
 The user's own collective reduces packed gradients between buffers that it allocates; a copy of this
-rank's rows leaves its output at once, so that it may use the same buffers again.
+rank's rows leaves its output at once, so that it may use the same buffers for the next reduction.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     Coalesced   shard ─(cast)─> staging ══ one launch, one all-gather a parameter ══> slots
                 no copy afterwards; no staging where shard and compute dtype agree
     Packed      shard ─(cast)─> own row of [ranks, n] ══ one all-gather ══> rows ── copy ──> slots
-    Custom      as packed, always with an own row, in memory and by a collective of the user's
+    Custom      as packed, all segments in one collective: the user's, in memory of his
     Local       shard is the parameter; or ── cast ──> slots
 
 Parameters of tensor subclasses with all-gather hooks have a transport in `fsdp2.core.extension`.
@@ -20,6 +20,7 @@ the lanes that the group chooses:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -57,6 +58,10 @@ class SegmentTransport:
     def gathered(self, slot: Slot) -> Any:
         """The tensor of the gathered parameter: its global shape, over the gathered buffer."""
         return self._slot_view(slot, slot.shape)
+
+    def parameters(self) -> list[tuple[Slot, Any]]:
+        """Every slot and the tensor of its gathered parameter."""
+        return [(slot, self.gathered(slot)) for slot in self.segment.slots]
 
     def acquire(self) -> None:
         """Allocate what only the collective needs."""
@@ -243,14 +248,8 @@ class LocalTransport(SegmentTransport):
             self.kernels.copy(self._target, self._flat)
 
 
-class CustomTransport(SegmentTransport):
-    """Packed, in a buffer and by a collective that the user brings.
-
-        shard ── cast or copy ──> own row of [ranks, n] ══ comm ══> rows ── copy ──> slots
-
-    The buffer may be another one each time, so its views are made for each gather. It is needed
-    only between ``acquire`` and ``release``.
-    """
+class _CustomPart(SegmentTransport):
+    """One segment of a `CustomTransport`: its bytes in every rank's row, from ``start`` on."""
 
     def __init__(
         self,
@@ -259,16 +258,12 @@ class CustomTransport(SegmentTransport):
         full: Any,
         collectives: Collectives,
         kernels: Kernels,
-        comm: AllGather,
-        device: Any,
+        start: int,
     ) -> None:
         super().__init__(segment, shard, full, collectives, kernels)
-        self.casts = True
-        self.communicates = segment.shard_numel > 0
-        self._comm = comm
-        self._device = device
+        self._start = start
+        self.nbytes = segment.shard_numel * self._itemsize
         self._flat = self._shard_flat()
-        self._output: Any = None
         rows = [slot for slot in segment.slots if slot.dim == 0 and slot.shard_numel]
         self._sizes = [slot.shard_numel for slot in rows]
         self._rows = [self._slot_view(slot, (collectives.size, slot.shard_numel)) for slot in rows]
@@ -279,32 +274,83 @@ class CustomTransport(SegmentTransport):
             for block in shard_blocks(slot)
         ]
 
+    def put(self, row: Any) -> None:
+        """Cast the shards into this rank's row of bytes."""
+        target = row.narrow(0, self._start, self.nbytes).view(self.segment.full_dtype)
+        self.kernels.copy(target, self._flat)
+
+    def take(self, rows: Any) -> None:
+        """Copy the pieces of all ranks' rows of bytes into the slots."""
+        rows = rows.narrow(1, self._start, self.nbytes).view(self.segment.full_dtype)
+        if self._sizes:
+            columns = rows.narrow(1, 0, sum(self._sizes))
+            self.kernels.split_copy(columns, self._sizes, self._rows)
+        sources = []
+        for slot, (ranks, first, length), _ in self._blocks:
+            shape = (ranks, slot.outer, length, slot.inner)
+            piece = rows.narrow(0, first, ranks).narrow(1, slot.shard_offset, prod(shape[1:]))
+            sources.append(piece.view(shape))
+        if sources:
+            self.kernels.copy_many([target for _, _, target in self._blocks], sources)
+
+
+class CustomTransport(SegmentTransport):
+    """All segments packed, in a buffer and by a collective that the user brings.
+
+        shards ── cast or copy ──> own row of [ranks, n] ══ comm ══> rows ── copy ──> slots
+
+    The row holds one segment behind the other: in their dtype if they share one, else as bytes.
+    The buffer may be another one each time, so its views are made for each gather. It is needed
+    only between ``acquire`` and ``release``.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        shard: Any,
+        full: Any,
+        collectives: Collectives,
+        kernels: Kernels,
+        comm: AllGather,
+        device: Any,
+    ) -> None:
+        super().__init__(segments[0], shard, full, collectives, kernels)
+        self.casts = True
+        self._comm = comm
+        self._device = device
+        self._parts: list[_CustomPart] = []
+        self._nbytes = 0
+        for segment in segments:
+            part = _CustomPart(segment, shard, full, collectives, kernels, self._nbytes)
+            self._parts.append(part)
+            self._nbytes += part.nbytes
+        self.communicates = self._nbytes > 0
+        dtypes: set[Any] = {segment.full_dtype for segment in segments}
+        self._dtype: torch.dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        self._output: Any = None
+
+    def parameters(self) -> list[tuple[Slot, Any]]:
+        return [found for part in self._parts for found in part.parameters()]
+
     def acquire(self) -> None:
-        size, rank, width = self.collectives.size, self.collectives.rank, self.segment.shard_numel
-        dtype: Any = self.segment.full_dtype
-        self._output = allocated(self._comm, size * width, dtype, self._device)
-        self._own = self._output.narrow(0, rank * width, width)
+        numel = self._nbytes // self._dtype.itemsize
+        size, rank = self.collectives.size, self.collectives.rank
+        self._output = allocated(self._comm, size * numel, self._dtype, self._device)
+        self._own = self._output.narrow(0, rank * numel, numel)
 
     def copy_in(self) -> None:
-        self.kernels.copy(self._own, self._flat)
+        row = self._own.view(torch.uint8)
+        for part in self._parts:
+            part.put(row)
 
     def gather(self) -> Any:
         return self.collectives.custom_all_gather(self._comm, self._output, self._own)
 
     def copy_out(self) -> None:
-        if self._output is None:
-            return
-        matrix = self._output.view(self.collectives.size, self.segment.shard_numel)
-        if self._sizes:
-            columns = matrix.narrow(1, 0, sum(self._sizes))
-            self.kernels.split_copy(columns, self._sizes, self._rows)
-        sources = []
-        for slot, (ranks, first, length), _ in self._blocks:
-            shape = (ranks, slot.outer, length, slot.inner)
-            piece = matrix.narrow(0, first, ranks).narrow(1, slot.shard_offset, prod(shape[1:]))
-            sources.append(piece.view(shape))
-        if sources:
-            self.kernels.copy_many([target for _, _, target in self._blocks], sources)
+        if self.communicates:
+            rows = self._output.view(torch.uint8).view(self.collectives.size, self._nbytes)
+            for part in self._parts:
+                part.take(rows)
 
     def release(self) -> None:
         self._output = self._own = None
@@ -330,22 +376,37 @@ TRANSPORTS: dict[Transport, type[SegmentTransport]] = {
 }
 
 
-def make_transport(
-    segment: Segment,
+def make_transports(
+    segments: Sequence[Segment],
     shard: Any,
     full: Any,
     collectives: Collectives,
     kernels: Kernels,
     comm: AllGather | None,
     device: Any,
-) -> SegmentTransport:
-    """The transport of a segment; the user's, if he brings a collective and there is one to run.
+) -> list[SegmentTransport]:
+    """A transport for each segment; one for all, if the user brings a collective.
 
-    Whatever gathers them, the parameters have the same slots.
+    Whatever gathers them, the parameters have the same slots. One rank has nothing to gather.
+
+    Args:
+        segments: those of parameters without all-gather hooks.
+        shard: the flat shard, or the device's copy of it.
+        full: the gathered buffer, allocated.
+        collectives: of the ranks that gather.
+        kernels: memory and copies.
+        comm: the user's all-gather.
+        device: where its buffers are.
     """
-    if comm is None or segment.transport is Transport.LOCAL:
-        return TRANSPORTS[segment.transport](segment, shard, full, collectives, kernels)
-    return CustomTransport(segment, shard, full, collectives, kernels, comm, device)
+    custom = [s for s in segments if comm is not None and s.transport is not Transport.LOCAL]
+    found = [
+        TRANSPORTS[segment.transport](segment, shard, full, collectives, kernels)
+        for segment in segments
+        if segment not in custom
+    ]
+    if custom and comm is not None:
+        found.append(CustomTransport(custom, shard, full, collectives, kernels, comm, device))
+    return found
 
 
 class Route:

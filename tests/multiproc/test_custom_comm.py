@@ -23,6 +23,8 @@ from tests.common.parity import (
     CountCollectives,
     assert_equal,
     assert_like_torch,
+    full_grads,
+    my_part,
     regression_batches,
     regression_loss,
     shard,
@@ -127,13 +129,21 @@ def test_trains_like_torch(mixed: bool) -> None:
 
 @ranks(2)
 def test_buffers_that_are_kept() -> None:
-    """One buffer for all units that agree in size; gradients survive the next reduction."""
+    """By an object a unit; gradients survive the next reduction, accumulated ones too."""
     build = partial(models.seeded, partial(models.MLP, depth=3))
-    expected = _train(shard(OURS, build()), 4)
-    gather, scatter = Gather(keeps=True), Scatter(keeps=True)
-    assert_equal(_train(_use(shard(OURS, build()), gather, scatter), 4), expected)
-    assert len(gather.ran) > len(gather._kept)
-    assert len(scatter.ran) > len(scatter._kept)
+    runs = []
+    for keeps in (False, True):
+        model = shard(OURS, build())
+        comms = [(Gather(keeps), Scatter(keeps)) for _ in units(model)]
+        for unit, (gather, scatter) in zip(units(model), comms, strict=True):
+            unit.set_custom_all_gather(gather)
+            unit.set_custom_reduce_scatter(scatter)
+        for batch in regression_batches(models.DIM, 4, steps=2):
+            regression_loss(model, my_part(batch)).backward()
+        runs.append([full_grads(model), _train(model, 4)])
+        assert all(len(g.ran) > len(g._kept) for g, _ in comms)
+        assert all(len(s.ran) > len(s._kept) / 2 for _, s in comms)
+    assert_equal(runs[0], runs[1])
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -161,6 +171,44 @@ def test_gathered_parameters_stay_the_same_objects(dim: int) -> None:
     model.unshard()
     assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
     assert_equal([param.detach() for param in model.parameters()], values)
+
+
+class TwoDtypes(nn.Module):
+    """Norms stay in fp32 while linear layers compute in bf16; odd sizes between even ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(models.DIM, 32, bias=False)
+        self.norm = nn.LayerNorm(32)
+        self.odd = nn.Linear(32, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.up(x).float())
+        return self.odd(x.to(self.odd.weight.dtype))
+
+
+@ranks(2, 4)
+def test_one_collective_a_unit_whatever_it_holds() -> None:
+    """Segments of two dtypes and two transports: bytes in one collective, into the same slots."""
+
+    def build() -> nn.Module:
+        def choose(param: nn.Parameter) -> torch.dtype | None:
+            return torch.float32 if param.shape == (32,) else None
+
+        policy = fsdp2.MixedPrecisionPolicy(
+            torch.bfloat16, torch.float32, param_dtype_override_fn=choose
+        )
+        model = models.seeded(TwoDtypes)
+        with coalescing():
+            return fsdp2.fully_shard(model, mp_policy=policy, reshard_after_forward=True)
+
+    (report,) = fsdp2.group_reports(build())
+    assert report.transport == "coalesced+packed"
+    expected = _train(build(), 5)
+    gather = Gather()
+    assert_equal(_train(_use(build(), gather, None), 5), expected)
+    assert {dtype for _, dtype in gather.asked} == {torch.uint8}
+    assert len(gather.ran) == 4 * 2  # steps, and both ways
 
 
 @ranks(2)

@@ -174,10 +174,10 @@ def _simulate(keeps: bool, mixed: bool, drop_wait: int | None = None) -> Virtual
     root = Node("root", blocks, calls=[0, 1, 2])
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else None
     simulation = Simulation(root, device, world_size=2, precision=precision)
-    gather, scatter = VirtualComm(device, keeps), VirtualComm(device, keeps)
     for unit in simulation.scheduler.units:
         for group in unit.groups:
-            comms = {"all_gather": gather, "reduce_scatter": scatter}
+            names = ("all_gather", "reduce_scatter")
+            comms = {name: VirtualComm(device, keeps) for name in names}
             group.set_options(replace(group.options, **comms))  # type: ignore[arg-type]
     for _ in range(2):
         simulation.iteration()
