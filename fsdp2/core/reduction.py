@@ -118,7 +118,7 @@ class ReductionSpec:
     hook: Callable[[torch.Tensor], None] | None = None
     to_host: bool = False
     pin: bool = False
-    comm: ReduceScatter | None = None
+    comm: ReduceScatter | None = field(default=None, hash=False)  # it need not be hashable
     device: torch.device | None = None
 
 

@@ -3,7 +3,7 @@
     Coalesced   shard ─(cast)─> staging ══ one launch, one all-gather a parameter ══> slots
                 no copy afterwards; no staging where shard and compute dtype agree
     Packed      shard ─(cast)─> own row of [ranks, n] ══ one all-gather ══> rows ── copy ──> slots
-    Custom      as packed, all segments in one collective: the user's, in memory of his
+    Custom      as packed, all segments in one collective of the user's
     Local       shard is the parameter; or ── cast ──> slots
 
 Parameters of tensor subclasses with all-gather hooks have a transport in `fsdp2.core.extension`.
