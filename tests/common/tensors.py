@@ -3,6 +3,7 @@
 Bf16Weight      fp32 rows that travel as bf16                       one input, pads itself
 Scaled          fp32 rows that travel as int8 with a scale a row    two inputs of two dtypes
 Aliased         rows that travel as they are; no copy afterwards    (mesh) alone
+Twofold         the same, and gathered parameters of the class
 Quantized       int8 rows and scales, frozen                        no master weight
 """
 
@@ -38,6 +39,7 @@ class Wrapped(Tensor):
         aten._to_copy.default,
         aten._pin_memory.default,
         aten.alias.default,
+        aten.as_strided.default,
     }
 
     @staticmethod
@@ -167,6 +169,22 @@ class Careless(Scaled):
 
     def _fill(self, out: Tensor, gathered: Tensor) -> None:
         out.copy_(gathered)
+
+
+class Twofold(Wrapped):
+    """The gathered parameter is of the class too, over an output of the all-gather."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self._data,), None
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        (rows,) = outputs
+        if out is None:
+            return Twofold(rows), (rows,)
+        assert out._data.untyped_storage()._cdata == rows.untyped_storage()._cdata
+        return None
 
 
 class Aliased(Wrapped):
