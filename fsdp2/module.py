@@ -240,7 +240,8 @@ class FSDPModule(CommunicationControls):
         hooks_on(self).unit.backward_prefetch = [h.unit for h in _checked_targets(modules)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``nn.Module.zero_grad``; gradients that were accumulated without sync go too."""
+        """As ``nn.Module.zero_grad``; gradients that were accumulated without sync go too,
+        and partial sums that wait for an all-reduce."""
         super().zero_grad(set_to_none)  # type: ignore[misc]  # nn.Module's
         hooks = hooks_on(self)
         root = hooks.scheduler if hooks.unit.is_root else None
@@ -249,7 +250,7 @@ class FSDPModule(CommunicationControls):
         )
         for unit in units:
             for group in unit.groups:
-                if group.accumulates:
+                if group.accumulates or group.holds_partial_sums:
                     group.discard_gradients()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:

@@ -118,6 +118,7 @@ def test_core_imports_only_lower_layers(layer: str) -> None:
     ("name", "others"),
     [
         ("report", []),
+        ("norms", []),
         ("communication", []),
         ("module", ["fsdp2.communication"]),
         ("api", ["fsdp2.module"]),
