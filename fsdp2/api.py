@@ -31,10 +31,11 @@ from fsdp2.core.config import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
+from fsdp2.core.extension import check_hooks
 from fsdp2.core.group import ParamGroup
 from fsdp2.core.hooks import UnitHooks, hooks_of, watch_optimizers
 from fsdp2.core.kernels import TorchKernels
-from fsdp2.core.param import OWNER, ModuleSlot, ShardedParam
+from fsdp2.core.param import OWNER, ModuleSlot, ShardedParam, is_extended
 from fsdp2.core.post_forward import SmallerGroup
 from fsdp2.core.scheduler import Unit
 from fsdp2.core.sharding import (
@@ -44,6 +45,7 @@ from fsdp2.core.sharding import (
     check_placement,
     check_shardable,
     default_mesh,
+    local_of,
     resolve_axes,
     smaller_mesh,
 )
@@ -245,10 +247,15 @@ def _checked_reshard(
                 f"are sharded over; pass True, False, or a divisor such as the GPUs of a node"
             )
     for plan in plans:
-        if isinstance(plan.param, DTensor):
+        if isinstance(plan.param, DTensor) or is_extended(plan.param):
+            what = (
+                "is a DTensor already"
+                if isinstance(plan.param, DTensor)
+                else "has all-gather hooks"
+            )
             raise ValueError(
                 f"reshard_after_forward={value} cannot be used with parameter '{plan.name}', which "
-                f"is a DTensor already; pass True or False"
+                f"{what}; pass True or False"
             )
     return True, value
 
@@ -287,9 +294,17 @@ def _plan(
             placement = placement.placement
         check_shardable(name, param, own)
         dim = check_placement(name, param, placement)
+        _check_extension(name, param, own, dim)
         where: list[ModuleSlot] = [(slot[0], slot[1]) for slot in slots]
         plans.append(_Plan(name, param, where, own, dim, policy.compute_dtype(name, param)))
     return plans
+
+
+def _check_extension(name: str, param: nn.Parameter, axes: MeshAxes, dim: int) -> None:
+    local = local_of(param)
+    check_hooks(name, local, dim, local.shape[dim] % axes.size == 0)
+    if is_extended(local):
+        _ = axes.shard_mesh  # its hooks get this mesh, which must have a name
 
 
 def _axes_in(plans: list[_Plan]) -> list[MeshAxes]:

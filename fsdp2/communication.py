@@ -14,8 +14,18 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from fsdp2.core.collectives import AllGather, GroupCollectives, ReduceScatter
-from fsdp2.core.config import MixedPrecisionPolicy
+from fsdp2.core.collectives import AllGather, GroupCollectives, ReduceScatter, backend_name
+from fsdp2.core.comm_memory import (
+    GroupAllGather,
+    GroupMemory,
+    GroupReduceScatter,
+    Memory,
+    SymmetricAllGather,
+    SymmetricMemory,
+    SymmetricReduceScatter,
+    conflicting,
+)
+from fsdp2.core.config import GroupOptions, MixedPrecisionPolicy
 from fsdp2.core.group import ParamGroup
 from fsdp2.core.hooks import UnitHooks, hooks_of
 
@@ -77,8 +87,13 @@ class CommunicationControls:
 
         Args:
             enable: ``True`` for transports that cannot average, such as NCCL's zero-copy ones.
+                With `set_symm_mem_for_comm`, gradients are then reduced in symmetric memory too.
         """
-        self._change(sum_only=bool(enable))
+        for group in self._groups(recurse=False):
+            options = replace(group.options, sum_only=bool(enable))
+            if isinstance(options.all_gather, SymmetricAllGather):
+                options = _in_symmetric_memory(options)
+            group.set_options(options)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -111,8 +126,8 @@ class CommunicationControls:
             hook: called with a 1-D tensor in the reduce dtype, to change in place: the
                 reduce-scatter's output, or with replicas the all-reduce's. A unit whose parameters
                 reduce in several dtypes calls it once for each.
-            stream: stream to run it on; ``None`` (default) for the all-reduce stream. Only without
-                a replicate axis.
+            stream: stream to run it on, between what is before and behind it on the all-reduce
+                stream; ``None`` (default) for that stream itself. Only without a replicate axis.
 
         Raises:
             ValueError: the unit has parameters on several meshes, or replicas and a stream.
@@ -132,28 +147,47 @@ class CommunicationControls:
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gather this unit's parameters with ``comm``; not recursive.
 
+        From the next gather on, in one collective: ``comm.allocate((ranks * n,), dtype=…,
+        device=…)``, then ``comm(output_tensor=…, input_tensor=…, group=…)``, its input this rank's
+        part of its output. Parameters of several dtypes travel as bytes (uint8); tensor subclasses
+        with all-gather hooks do so in a collective of their own. Nothing is called where there is
+        one rank.
+
         Args:
             comm: allocates the collective's buffer and runs it; see `AllGather`.
 
         Raises:
             TypeError: ``comm`` has no ``allocate`` or cannot be called.
-            ValueError: the unit has parameters on several meshes.
+            ValueError: the unit has parameters on several meshes, or collectives in memory of the
+                process group or in symmetric memory.
+
+        Example::
+
+            model.set_custom_all_gather(Logged())  # of the example of fsdp2.AllGather
         """
-        self._one_group("set_custom_all_gather")
-        self._change(all_gather=_checked_comm(comm, "set_custom_all_gather"))
+        method = "set_custom_all_gather"
+        self._check_custom(method)
+        self._change(all_gather=_checked_comm(comm, method))
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce-scatter this unit's gradients with ``comm``; not recursive.
+
+        From the next reduction on, in one collective a dtype: ``comm.allocate`` for its input
+        ``(ranks * n,)`` and its output ``(n,)``, then ``comm(output_tensor=…, input_tensor=…,
+        group=…, op=…)``. Gradients are copied out of the output at once. Nothing is called where
+        there is one rank.
 
         Args:
             comm: allocates the collective's buffers and runs it; see `ReduceScatter`.
 
         Raises:
             TypeError: ``comm`` has no ``allocate`` or cannot be called.
-            ValueError: the unit has parameters on several meshes.
+            ValueError: the unit has parameters on several meshes, or collectives in memory of the
+                process group or in symmetric memory.
         """
-        self._one_group("set_custom_reduce_scatter")
-        self._change(reduce_scatter=_checked_comm(comm, "set_custom_reduce_scatter"))
+        method = "set_custom_reduce_scatter"
+        self._check_custom(method)
+        self._change(reduce_scatter=_checked_comm(comm, method))
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -220,19 +254,56 @@ class CommunicationControls:
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Take collectives' buffers from the process group's own allocator; not recursive.
 
+        Parameters and gradients then travel packed, in buffers that the backend can move without
+        copies of its own (NCCL: over NVLink or InfiniBand SHARP).
+
         Args:
-            enable: ``True`` where the backend has one (NCCL: zero-copy transfers). Nothing changes
-                where it has none.
+            enable: ``True`` from the next gather and reduction on; backends without an allocator
+                use plain memory. ``False`` returns to the built-in way.
+
+        Raises:
+            ValueError: the unit has collectives of the user's, or in symmetric memory.
         """
-        raise NotImplementedError(enable)
+        self._check_memory("set_allocate_memory_from_process_group_for_comm", GroupMemory, enable)
+        for group in self._groups(recurse=False):
+            shared = _process_group(group)
+            if shared is None:
+                continue
+            gather = GroupAllGather(shared) if enable else None
+            reduce = GroupReduceScatter(shared) if enable else None
+            if enable or isinstance(group.options.all_gather, GroupMemory):
+                options = replace(group.options, all_gather=gather, reduce_scatter=reduce)
+                group.set_options(options)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Take collectives' buffers from symmetric memory; not recursive.
+        """Take all-gathers' buffers from symmetric memory; not recursive.
+
+        Reduce-scatters follow with `set_force_sum_reduction_for_comms`, since NCCL's symmetric ones
+        only sum.
 
         Args:
             backend: only ``"NCCL"``, the default.
+
+        Raises:
+            ValueError: ``backend`` is another one, the process group's is, or the unit has
+                collectives of the user's or in memory of the process group.
         """
-        raise NotImplementedError(backend)
+        method = "set_symm_mem_for_comm"
+        if backend != "NCCL":
+            raise ValueError(f"{method} takes the backend 'NCCL', not {backend!r}")
+        self._check_memory(method, SymmetricMemory, enable=True)
+        found = [(group, _process_group(group)) for group in self._groups(recurse=False)]
+        groups = [(group, shared) for group, shared in found if shared is not None]
+        for group, shared in groups:
+            used = backend_name(shared, group.device)
+            if "nccl" not in used:
+                raise ValueError(
+                    f"{method} needs process groups of the NCCL backend, but those of "
+                    f"'{group.name}' are of '{used}', which has no symmetric memory; leave it out"
+                )
+        for group, _ in groups:
+            options = replace(group.options, all_gather=SymmetricAllGather(backend))
+            group.set_options(_in_symmetric_memory(options))
 
     # ---- helpers
 
@@ -250,9 +321,41 @@ class CommunicationControls:
             )
         return groups[0] if groups else None
 
+    def _check_custom(self, method: str) -> None:
+        group = self._one_group(method)
+        if group is not None:
+            comm = conflicting((group.options.all_gather, group.options.reduce_scatter), None)
+            if comm is not None:
+                raise ValueError(
+                    f"{method} cannot be used where set_allocate_memory_from_process_group_for_comm"
+                    f" or set_symm_mem_for_comm chose the collectives' memory "
+                    f"({type(comm).__name__}); your own collective allocates its buffers itself"
+                )
+
+    def _check_memory(self, method: str, memory: Memory, enable: bool) -> None:
+        for group in self._groups(recurse=False) if enable else ():
+            comm = conflicting((group.options.all_gather, group.options.reduce_scatter), memory)
+            if comm is not None:
+                raise ValueError(
+                    f"{method} cannot be used where {type(comm).__name__} runs the collectives of "
+                    f"'{group.name}', which allocates their buffers itself; use one of the two"
+                )
+
     def _change(self, recurse: bool = False, **options: Any) -> None:
         for group in self._groups(recurse):
             group.set_options(replace(group.options, **options))
+
+
+def _process_group(group: ParamGroup) -> Any:
+    """The process group of the shard axis; ``None`` where nothing is sharded."""
+    shared = group.collectives
+    return shared.group if isinstance(shared, GroupCollectives) else None
+
+
+def _in_symmetric_memory(options: GroupOptions) -> GroupOptions:
+    """Options whose reduce-scatters are in symmetric memory too, if they only sum."""
+    comm = SymmetricReduceScatter("NCCL") if options.sum_only else None
+    return replace(options, reduce_scatter=comm)
 
 
 def _checked_comm(comm: Any, method: str) -> Any:

@@ -24,7 +24,8 @@ class GroupReport:
         shard_bytes: bytes of its flat shard on one rank, padding included.
         unsharded_bytes: bytes while it is gathered, padding included.
         padding_bytes: how many of ``shard_bytes`` hold no parameter, on average over ranks.
-        transport: how it is gathered: "coalesced", "packed", "local", or several with "+".
+        transport: how it is gathered: "coalesced", "packed", "local", "extension" (tensor
+            subclasses with all-gather hooks, whose bytes are not counted), or several with "+".
     """
 
     name: str

@@ -2,6 +2,7 @@
 
     Collectives ── all_gather(out, in), all_gather_many(outs, ins)          shard axis
                 ── reduce_scatter(out, in, op), reduce_scatter_many(outs, ins, op)
+                ── the user's own of both; exchange(numbers)
     Replicas    ── all_reduce(tensor, op)                                   replicate axis
 
 From torch 2.13 the process group's methods are ``all_gather_single`` and
@@ -60,7 +61,14 @@ class ReduceKind:
 
 
 class Comm(ABC):
-    """A user's own collective: where its buffers come from, and what runs it."""
+    """A user's own collective: where its buffers come from, and what runs it.
+
+    A buffer is in use from ``allocate`` until the collective's result has been copied out of it,
+    and must not be given out again before. Memory from an allocator never is. An object that keeps
+    its buffers should serve one unit, whose gathers follow each other; gradients of several dtypes
+    and tensor subclasses with all-gather hooks have collectives of their own, and ask for the
+    second's buffer before the first gives its own back.
+    """
 
     @abstractmethod
     def allocate(
@@ -69,7 +77,7 @@ class Comm(ABC):
         """A buffer for the collective, new at each call or kept by this object.
 
         Args:
-            size: its shape, one length.
+            size: its shape, one length; return a tensor of just that shape.
             dtype: its dtype.
             device: where it must be.
         """
@@ -146,6 +154,17 @@ class Collectives(Protocol):
     ) -> Any:
         """As ``reduce_scatter`` for each pair, in one launch."""
 
+    def custom_all_gather(self, comm: AllGather, output: Any, input_: Any) -> Any:
+        """As ``all_gather``, by the user's collective."""
+
+    def custom_reduce_scatter(
+        self, comm: ReduceScatter, output: Any, input_: Any, kind: ReduceKind
+    ) -> Any:
+        """As ``reduce_scatter``, by the user's collective."""
+
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Every rank's ``numbers`` (64 bits, equally many), by rank; blocks the host."""
+
 
 class Replicas(Protocol):
     """The replicate axis; there is one only where parameters have copies."""
@@ -154,6 +173,28 @@ class Replicas(Protocol):
 
     def all_reduce(self, tensor: Any, kind: ReduceKind) -> Any:
         """Reduce a flat tensor in place; returns what must be waited for, or ``None``."""
+
+
+def run_all_gather(group: dist.ProcessGroup, output: torch.Tensor, input_: torch.Tensor) -> Any:
+    """One all-gather of a flat tensor over ``group``; for collectives in memory of their own."""
+    options = AllgatherOptions()
+    options.asyncOp = False
+    return _method(group, _GATHER)(output, input_, options)
+
+
+def run_reduce_scatter(
+    group: dist.ProcessGroup, output: torch.Tensor, input_: torch.Tensor, op: Any
+) -> Any:
+    """One reduce-scatter of a flat tensor over ``group``."""
+    options = ReduceScatterOptions()
+    options.reduceOp = op
+    options.asyncOp = False
+    return _method(group, _SCATTER)(output, input_, options)
+
+
+def run_barrier(group: dist.ProcessGroup) -> None:
+    """Block until all ranks of ``group`` are here, which makes its communicator."""
+    dist.barrier(group)
 
 
 def _method(group: Any, names: tuple[str, ...]) -> Any:
@@ -229,6 +270,27 @@ class GroupCollectives:
         """Reduce and scatter many tensors in one launch."""
         return self._deliver(self._scatter_many(outputs, inputs, kind.options))
 
+    def custom_all_gather(self, comm: AllGather, output: torch.Tensor, input_: torch.Tensor) -> Any:
+        """Let ``comm`` gather one flat tensor."""
+        return self._deliver(comm(output_tensor=output, input_tensor=input_, group=self.group))
+
+    def custom_reduce_scatter(
+        self, comm: ReduceScatter, output: torch.Tensor, input_: torch.Tensor, kind: ReduceKind
+    ) -> Any:
+        """Let ``comm`` reduce and scatter one flat tensor."""
+        work = comm(output_tensor=output, input_tensor=input_, group=self.group, op=kind.op)
+        return self._deliver(work)
+
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        """One small all-gather, waited for."""
+        own = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        everyones = own.new_empty(self.size * len(numbers))
+        work = self._gather(everyones, own, self._gather_options)
+        if work is not None:
+            work.wait()
+        found: list[list[int]] = everyones.view(self.size, len(numbers)).tolist()
+        return found
+
     def _deliver(self, work: Any) -> Any:
         if work is not None and self._asynchronous:
             work.wait()
@@ -249,6 +311,7 @@ class SoloCollectives:
         raise AssertionError("one rank has nobody to communicate with")
 
     all_gather = all_gather_many = reduce_scatter = reduce_scatter_many = _refuse
+    custom_all_gather = custom_reduce_scatter = exchange = _refuse
 
 
 class ReplicaCollectives:

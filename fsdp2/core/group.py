@@ -10,6 +10,7 @@
     _mirror  TransientBuffer  the same, on the device, where the shards are offloaded to the CPU
     _full    TransientBuffer  [segment | segment …]   the gathered rows, between acquire and release
     _smaller PostForward      rows of a smaller group, while RESHARDED
+    _extension                memory of gathered parameters with all-gather hooks
 
 The group owns this state and nothing else does; the scheduler decides when to move it.
 """
@@ -22,22 +23,23 @@ from typing import Any
 
 import torch
 
+from fsdp2.core.binding import make_extension, reduction_spec
 from fsdp2.core.collectives import Collectives, Replicas
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, ShardingStateError
+from fsdp2.core.extension import ExtensionContext, ExtensionTransport
 from fsdp2.core.kernels import Kernels
 from fsdp2.core.layout import (
-    COLLECTIVE_ALIGN_BYTES,
     GroupLayout,
     ParamShape,
     Slot,
     Transport,
     build_layout,
 )
-from fsdp2.core.param import ShardedParam, Swap
+from fsdp2.core.param import ShardedParam, Swap, compute_dtype
 from fsdp2.core.post_forward import PostForward, SmallerGroup
 from fsdp2.core.reduction import Job, PendingReduction, ReductionSpec, SegmentReduction
 from fsdp2.core.streams import Lane, Streams
-from fsdp2.core.transport import TRANSPORTS, Route, SegmentTransport
+from fsdp2.core.transport import Route, SegmentTransport, make_transports
 
 Observer = Callable[[str, str], None]
 """Called with (operation, group name); operations are listed in `ParamGroup.observer`."""
@@ -129,6 +131,7 @@ class ParamGroup:
         self._mirror: Any = None
         self._full: Any = None
         self._smaller: PostForward | None = None
+        self._extension: ExtensionTransport | None = None
         self._transports: list[SegmentTransport] = []
         self._reductions: list[SegmentReduction] = []
         self._gathered_event: Any = None
@@ -163,18 +166,12 @@ class ParamGroup:
         shapes = []
         for param in self.params:
             shard = param.dtype
-            full = self.compute_dtype(param)
+            full = compute_dtype(self.options, param)
+            dtypes = (shard, shard.itemsize, full, full.itemsize)
             shapes.append(
-                ParamShape(
-                    param.name, param.shape, param.dim, shard, shard.itemsize, full, full.itemsize
-                )
+                ParamShape(param.name, param.shape, param.dim, *dtypes, param.is_extended)
             )
         return shapes
-
-    def compute_dtype(self, param: ShardedParam) -> torch.dtype:
-        """The dtype that a parameter is gathered in; integers are gathered as they are."""
-        chosen = param.compute_dtype or self.options.precision.param_dtype
-        return chosen if chosen is not None and param.dtype.is_floating_point else param.dtype
 
     def adopt(self) -> None:
         """Lay the group out and move every parameter's rows into one flat shard.
@@ -193,6 +190,9 @@ class ParamGroup:
         for segment in layout.segments:
             for slot in segment.slots:
                 param = self.params[slot.index]
+                if segment.transport is Transport.EXTENSION:
+                    param.adopt_extended(slot, self.offload)
+                    continue
                 start = segment.shard_byte_offset + slot.shard_offset * param.dtype.itemsize
                 param.adopt(slot, shard.piece(param.dtype, start, slot.local_shape(rank)))
         self.layout = layout
@@ -266,31 +266,56 @@ class ParamGroup:
         source = self._shard if self._mirror is None else self._mirror
         if self._mirror is not None:
             self._mirror.acquire()
-        self._transports = [
-            TRANSPORTS[segment.transport](
-                segment, source, self._full, self.collectives, self.kernels
+        if not self._bound:
+            self._extension = make_extension(
+                self.layout,
+                self.params,
+                self.collectives,
+                self.kernels,
+                ExtensionContext(self.options, self.device, self.offload, self._bind_swaps),
             )
-            for segment in self.layout.segments
-        ]
+        self._transports = make_transports(
+            [s for s in self.layout.segments if s.transport is not Transport.EXTENSION],
+            source,
+            self._full,
+            self.collectives,
+            self.kernels,
+            self.options.all_gather,
+            self.device,
+        )
+        if self._extension is not None:
+            self._extension.comm = self.options.all_gather
+            self._transports.append(self._extension)
         self._route = Route(self._transports, self._mirror is not None and self._mirror.nbytes > 0)
         self._keeps_mirror = any(transport.aliases for transport in self._transports)
 
     def _bind_params(self) -> None:
-        """Make the gathered parameters, and the stores that register either form."""
+        """Make the gathered parameters, and the stores that register either form.
+
+        Extended ones follow in their first gather.
+        """
         self._to_sharded, self._to_unsharded = [], []
         for transport in self._transports:
-            for slot in transport.segment.slots:
-                self.params[slot.index].materialize(transport.gathered(slot))
-        for param in self.params:
-            if param.unsharded is not None:
-                self._to_sharded += param.swaps(param.sharded)
-                self._to_unsharded += param.swaps(param.unsharded)
+            for slot, gathered in transport.parameters():
+                self.params[slot.index].materialize(gathered)
+                self._bind_swaps(self.params[slot.index])
+
+    def _bind_swaps(self, param: ShardedParam) -> None:
+        assert param.unsharded is not None
+        self._to_sharded += param.swaps(param.sharded)
+        self._to_unsharded += param.swaps(param.unsharded)
 
     def _bind_smaller(self) -> None:
         self._smaller = None
         if self.smaller_group is not None and self.layout is not None:
             self._smaller = PostForward(
-                self.smaller_group, self.layout, self._full, self.params, self.kernels
+                self.smaller_group,
+                self.layout,
+                self._full,
+                self.params,
+                self.kernels,
+                self.options.all_gather,
+                self.device,
             )
 
     def _bind_mirror(self, nbytes: int) -> None:
@@ -314,7 +339,9 @@ class ParamGroup:
             for slot in segment.slots:
                 param = self.params[slot.index]
                 if param.sharded.requires_grad and id(param) not in known:
-                    spec = self._reduction_spec(param, slot, segment.transport)
+                    spec = reduction_spec(
+                        self.options, param, slot, segment.transport, self.offload, self.device
+                    )
                     families.setdefault(spec, []).append((param, slot))
         self._reductions = kept + [
             SegmentReduction(
@@ -327,33 +354,6 @@ class ParamGroup:
             )
             for spec, members in families.items()
         ]
-
-    def _reduction_spec(
-        self, param: ShardedParam, slot: Slot, transport: Transport
-    ) -> ReductionSpec:
-        options = self.options
-        grad = self.compute_dtype(param)
-        reduce = options.precision.reduce_dtype or param.grad_dtype
-        return ReductionSpec(
-            direct=transport is Transport.COALESCED
-            and self._is_direct(slot, min(reduce.itemsize, grad.itemsize)),
-            grad_dtype=grad,
-            reduce_dtype=reduce,
-            result_dtype=param.grad_dtype,
-            factor=options.divide_factor,
-            sum_only=options.sum_only,
-            hook=options.all_reduce_hook,
-            to_host=self.offload is not None,
-            pin=self.offload is not None and self.offload.pin_memory,
-        )
-
-    @staticmethod
-    def _is_direct(slot: Slot, itemsize: int) -> bool:
-        return (
-            slot.dim == 0
-            and slot.even
-            and slot.shard_numel * itemsize % COLLECTIVE_ALIGN_BYTES == 0
-        )
 
     # ---- gather and free
 
@@ -462,6 +462,8 @@ class ParamGroup:
     def _release_full(self) -> None:
         if not self.options.keep_storage:
             self._full.release()
+            if self._extension is not None:
+                self._extension.free()
         if self._mirror is not None:
             self._mirror.release()
 

@@ -11,6 +11,7 @@ A *segment* is a run of parameters that share dtypes and a transport:
     coalesced   each parameter is gathered straight into its slot; no copy afterwards
     packed      all shards travel in one collective, rank-major; a copy puts them in their slots
     local       one rank: the shard is the parameter
+    extension   tensor subclasses that say themselves what travels: in neither buffer
 
 Which segment a parameter belongs to depends on global shapes, dtypes and the backend only, never
 on the rank, so that every rank decides alike (invariant I1 in docs/invariants.md).
@@ -46,6 +47,7 @@ class Transport(Enum):
     COALESCED = "coalesced"
     PACKED = "packed"
     LOCAL = "local"
+    EXTENSION = "extension"
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class ParamShape:
         shard_itemsize: bytes of one element of the shard.
         full_dtype: dtype of the gathered parameter.
         full_itemsize: bytes of one element of the gathered parameter.
+        extended: whether its tensor subclass has all-gather hooks.
     """
 
     name: str
@@ -69,6 +72,7 @@ class ParamShape:
     shard_itemsize: int
     full_dtype: Hashable
     full_itemsize: int
+    extended: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,9 @@ class Slot:
 class Segment:
     """A run of parameters with the same dtypes and transport.
 
+    The one of extended parameters has no place in the buffers, and dtypes that mean nothing: its
+    slots only say how the parameters are cut.
+
     Attributes:
         transport: how it is gathered.
         shard_dtype: dtype of the shards.
@@ -177,7 +184,8 @@ class GroupLayout:
         segments: its segments.
         shard_bytes: bytes of one rank's flat shard, padding included.
         full_bytes: bytes of the gathered buffer, padding and alignment included.
-        payload_bytes: bytes of all parameters in the shards' dtypes, padding excluded.
+        payload_bytes: bytes of the parameters in the flat shards, in the shards' dtypes, padding
+            excluded.
     """
 
     world_size: int
@@ -204,6 +212,8 @@ def pick_transport(param: ParamShape, world_size: int, coalesces: bool) -> Trans
         world_size: ranks that it is sharded over.
         coalesces: whether the backend gathers many tensors in one launch (NCCL does, gloo not).
     """
+    if param.extended:
+        return Transport.EXTENSION
     if world_size == 1:
         return Transport.LOCAL
     chunk = math.ceil(param.shape[param.dim] / world_size)
@@ -221,6 +231,20 @@ def _build_segment(
     full_byte_offset: int,
 ) -> Segment:
     first = members[0][1]
+    if transport is Transport.EXTENSION:
+        return Segment(
+            transport,
+            first.shard_dtype,
+            first.full_dtype,
+            tuple(
+                Slot(i, p.shape, p.dim, world_size, math.ceil(p.shape[p.dim] / world_size), 0, 0)
+                for i, p in members
+            ),
+            0,
+            0,
+            shard_byte_offset,
+            full_byte_offset,
+        )
     align = max(SLOT_ALIGN_BYTES // first.full_itemsize, 1)
     slots: list[Slot] = []
     shard_offset = full_offset = 0
@@ -267,8 +291,10 @@ def build_layout(params: Sequence[ParamShape], world_size: int, coalesces: bool)
     families: dict[tuple[Transport, Hashable, Hashable], list[tuple[int, ParamShape]]] = {}
     for index, param in enumerate(params):
         transport = pick_transport(param, world_size, coalesces)
-        key = (transport, param.shard_dtype, param.full_dtype)
-        families.setdefault(key, []).append((index, param))
+        dtypes = (param.shard_dtype, param.full_dtype)
+        if transport is Transport.EXTENSION:  # of any dtype: they travel as bytes
+            dtypes = (None, None)
+        families.setdefault((transport, *dtypes), []).append((index, param))
 
     segments: list[Segment] = []
     shard_bytes = full_bytes = payload = 0
@@ -280,7 +306,8 @@ def build_layout(params: Sequence[ParamShape], world_size: int, coalesces: bool)
         segment = _build_segment(transport, members, world_size, shard_bytes, full_bytes)
         segments.append(segment)
         first = members[0][1]
-        payload += sum(math.prod(param.shape) * param.shard_itemsize for _, param in members)
+        if transport is not Transport.EXTENSION:
+            payload += sum(math.prod(p.shape) * p.shard_itemsize for _, p in members)
         shard_bytes = _round_up(
             shard_bytes + segment.shard_numel * first.shard_itemsize, SLOT_ALIGN_BYTES
         )

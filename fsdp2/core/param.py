@@ -10,6 +10,9 @@ Both are made once and stay the same objects: optimizers hold the first, autogra
 
 A parameter that was a DTensor before (tensor or expert parallel) stays one when it is gathered: on
 the model-parallel mesh alone. What is laid out, gathered and reduced is its local tensor.
+
+An *extended* parameter's local tensor is of a subclass with all-gather hooks. Its shard is of that
+subclass too and has memory of its own, outside the flat shard; `fsdp2.core.extension` gathers it.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fsdp2.core.config import ShardingStateError
+from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, ShardingStateError
 from fsdp2.core.layout import Slot
 from fsdp2.core.sharding import (
     MeshAxes,
@@ -38,6 +41,9 @@ OWNER = "_fsdp2_owner"
 
 GATHERED = "_fsdp2_gathered"
 """Attribute of a gathered parameter: its full name."""
+
+PRE_HOOK, POST_HOOK = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+"""Methods of tensor subclasses that say what travels, and what becomes of it."""
 
 ModuleSlot = tuple[nn.Module, str]
 """A module and the name under which it holds the parameter."""
@@ -92,7 +98,7 @@ class ShardedParam:
         self.dim = dim
         self.axes = axes
         self.compute_dtype = compute_dtype
-        self.attributes = dict(param.__dict__)
+        self.attributes = _users_attributes(param)
         self.requires_grad = param.requires_grad
         self._spec: DTensorSpec = sharded_spec(axes, param, dim)
         self._parallel = param._spec if isinstance(param, DTensor) else None
@@ -128,6 +134,11 @@ class ShardedParam:
         """Whether it has a shape but no memory yet."""
         return self.local.is_meta if self._whole is None else self._whole.is_meta
 
+    @property
+    def is_extended(self) -> bool:
+        """Whether its local tensor has all-gather hooks, as it is now."""
+        return is_extended(self.local if self._whole is None else self._whole)
+
     def adopt(self, slot: Slot, target: torch.Tensor) -> None:
         """Move this rank's rows to ``target``, a view of the flat shard, and be backed by it.
 
@@ -143,14 +154,35 @@ class ShardedParam:
             else:
                 start = min(rank * slot.chunk, self.shape[self.dim])
                 target.copy_(whole.narrow(self.dim, start, slot.rows(rank)))
-        self._target = target
-        if whole is None:
-            self.sharded._local_tensor = target  # type: ignore[attr-defined]  # a DTensor
+        self._wrap(target)
+
+    def adopt_extended(self, slot: Slot, offload: CPUOffloadPolicy | None) -> None:
+        """Be backed by this rank's rows as a tensor of the subclass, which its own operators make.
+
+        Args:
+            slot: the parameter's place in the layout.
+            offload: where the rows belong into CPU memory apart from the device.
+        """
+        rows = self.local if self._whole is None else None
+        with torch.no_grad():
+            if self._whole is not None:
+                rows = _shard_of(self._whole, slot, self.axes.rank)
+            assert rows is not None
+            if offload is not None and not rows.is_meta:
+                rows = rows.cpu() if rows.device.type != "cpu" else rows
+                rows = rows.pin_memory() if offload.pin_memory and not rows.is_pinned() else rows
+        self._wrap(rows)
+
+    def _wrap(self, rows: torch.Tensor) -> None:
+        """Make ``rows`` the local tensor of the sharded parameter."""
+        self._target = rows
+        if self._whole is None:
+            self.sharded._local_tensor = rows  # type: ignore[attr-defined]  # a DTensor
             self._spec = self.sharded._spec  # type: ignore[attr-defined]  # a DTensor
         else:
             self._whole = None
             self.sharded = nn.Parameter(
-                wrap_local(target, self._spec), requires_grad=self.requires_grad
+                wrap_local(rows, self._spec), requires_grad=self.requires_grad
             )
             self.sharded.__dict__.update(self.attributes)
             self.register(self.sharded)
@@ -162,9 +194,11 @@ class ShardedParam:
     def is_in_place(self) -> bool:
         """Whether its rows still are where `adopt` put them."""
         target = self._target
-        return target is not None and bool(
-            self.local.untyped_storage()._cdata == target.untyped_storage()._cdata
-        )
+        if target is None:
+            return False
+        if self.is_extended or is_extended(target):  # with memory that only its class knows
+            return self.local is target
+        return bool(self.local.untyped_storage()._cdata == target.untyped_storage()._cdata)
 
     def follow_registered(self) -> None:
         """Manage the parameter that somebody put into a slot, and register it in all of them.
@@ -336,6 +370,42 @@ class ShardedParam:
     def swaps(self, param: nn.Parameter) -> list[Swap]:
         """The stores that register ``param``, ready to be run in a loop."""
         return [(_store_of(module), name, param) for module, name in self.slots]
+
+
+def compute_dtype(options: GroupOptions, param: Any) -> torch.dtype:
+    """The dtype that a parameter is gathered in; integers are gathered as they are."""
+    dtype: torch.dtype = param.dtype
+    chosen = param.compute_dtype or options.precision.param_dtype
+    return chosen if chosen is not None and dtype.is_floating_point else dtype
+
+
+def is_extended(local: torch.Tensor) -> bool:
+    """Whether a local tensor's class has all-gather hooks."""
+    return hasattr(local, PRE_HOOK)
+
+
+def _users_attributes(param: nn.Parameter) -> dict[str, Any]:
+    """What users set on a parameter; not what its tensor subclass itself keeps there."""
+    attributes = dict(param.__dict__)
+    if not isinstance(param, DTensor) and is_extended(param):
+        for name in param.detach().__dict__:
+            attributes.pop(name, None)
+    return attributes
+
+
+def _shard_of(whole: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
+    """This rank's rows of a tensor subclass, in memory of their own.
+
+    With the operators that torch's FSDP2 uses, so that a subclass made for it has them: split,
+    new_zeros, slice and copy_.
+    """
+    dim = slot.dim
+    padded = whole.new_zeros((*slot.shape[:dim], slot.chunk, *slot.shape[dim + 1 :]))
+    length = slot.rows(rank)
+    rows = padded.narrow(dim, 0, length)
+    if length:
+        rows.copy_(torch.chunk(whole, slot.world_size, dim)[rank])
+    return rows
 
 
 def _chosen_grad_dtype(param: nn.Parameter) -> torch.dtype | None:

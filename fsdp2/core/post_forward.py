@@ -21,11 +21,12 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.core.collectives import Collectives
+from fsdp2.core.collectives import AllGather, Collectives
+from fsdp2.core.config import ShardingStateError
 from fsdp2.core.kernels import Kernels
 from fsdp2.core.layout import COLLECTIVE_ALIGN_BYTES, GroupLayout, Segment, Slot, Transport
 from fsdp2.core.param import ShardedParam, Swap
-from fsdp2.core.transport import TRANSPORTS, Route, SegmentTransport
+from fsdp2.core.transport import Route, make_transports
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class PostForward:
         full: its gathered buffer, allocated.
         params: its parameters.
         kernels: memory and copies.
+        comm: the user's all-gather, if there is one.
+        device: where its buffers are.
 
     Attributes:
         route: transports of backward's gather.
@@ -92,6 +95,8 @@ class PostForward:
         full: Any,
         params: Sequence[ShardedParam],
         kernels: Kernels,
+        comm: AllGather | None = None,
+        device: Any = None,
     ) -> None:
         self._group = group
         self._kernels = kernels
@@ -101,6 +106,12 @@ class PostForward:
         segments: list[Segment] = []
         nbytes = 0
         for segment in layout.segments:
+            if segment.transport is Transport.EXTENSION:
+                raise ShardingStateError(
+                    f"parameter '{params[segment.slots[0].index].name}' has all-gather hooks, "
+                    f"which cannot be used with reshard_after_forward=<int>; call "
+                    f"set_reshard_after_forward(True)"
+                )
             smaller = smaller_segment(
                 segment, group.collectives.size, group.collectives.coalesces, nbytes
             )
@@ -108,27 +119,24 @@ class PostForward:
             nbytes += smaller.shard_numel * smaller.full_dtype.itemsize  # type: ignore[attr-defined]  # a dtype
             nbytes = -(-nbytes // COLLECTIVE_ALIGN_BYTES) * COLLECTIVE_ALIGN_BYTES
         self._rows = kernels.transient(nbytes, "rows of the smaller group")
-        transports = []
+        transports = make_transports(
+            segments, self._rows, full, group.collectives, kernels, comm, device
+        )
+        gathered = {slot.index: tensor for t in transports for slot, tensor in t.parameters()}
         for smaller in segments:
-            transport = TRANSPORTS[smaller.transport](
-                smaller, self._rows, full, group.collectives, kernels
-            )
-            transports.append(transport)
             for slot in smaller.slots:
-                self._add(params[slot.index], slot, smaller, transport)
+                self._add(params[slot.index], slot, smaller, gathered[slot.index])
         self.route = Route(transports)
         self._rows.release()
 
-    def _add(
-        self, param: ShardedParam, slot: Slot, segment: Segment, transport: SegmentTransport
-    ) -> None:
+    def _add(self, param: ShardedParam, slot: Slot, segment: Segment, gathered: Any) -> None:
         rank = self._group.collectives.rank
         dtype: Any = segment.full_dtype
         start = segment.shard_byte_offset + slot.shard_offset * dtype.itemsize
         rows = self._rows.view(dtype, start, slot.local_shape(rank))
         first = min(rank * slot.chunk, slot.shape[slot.dim])
         self._targets.append(rows)
-        self._sources.append(transport.gathered(slot).narrow(slot.dim, first, slot.rows(rank)))
+        self._sources.append(gathered.narrow(slot.dim, first, slot.rows(rank)))
         self.swaps += param.swaps(param.between(rows, self._group.mesh))
 
     def keep(self) -> None:

@@ -19,6 +19,9 @@ in the program. Three ways to stage:
     direct    autograd's gradients are the collective's inputs as they are: no copy
     cast      one fused copy casts them into a parameter-major buffer
     packed    one fused copy pads, casts and interleaves them rank-major: [ranks, n]
+
+The user's own collective reduces packed gradients between buffers that it allocates; a copy of this
+rank's rows leaves its output at once, so that it may use the same buffers for the next reduction.
 """
 
 from __future__ import annotations
@@ -30,10 +33,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp2.core.collectives import Collectives, ReduceKind, Replicas
+from fsdp2.core.collectives import Collectives, ReduceKind, ReduceScatter, Replicas
 from fsdp2.core.kernels import Kernels
 from fsdp2.core.layout import COLLECTIVE_ALIGN_BYTES, Slot, contiguous_strides
-from fsdp2.core.transport import shard_blocks
+from fsdp2.core.transport import allocated, shard_blocks
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,8 @@ class ReductionSpec:
         hook: called with the flat reduced gradient.
         to_host: whether the result is copied to CPU memory.
         pin: whether that memory is page-locked.
+        comm: the user's reduce-scatter.
+        device: where its buffers are.
     """
 
     direct: bool
@@ -113,6 +118,8 @@ class ReductionSpec:
     hook: Callable[[torch.Tensor], None] | None = None
     to_host: bool = False
     pin: bool = False
+    comm: ReduceScatter | None = field(default=None, hash=False)  # it need not be hashable
+    device: torch.device | None = None
 
 
 @dataclass
@@ -124,6 +131,7 @@ class Job:
         present: which members had one; the others are reduced as zeros and get no ``.grad``.
         outputs: this rank's reduced rows, a tensor for every member.
         flat: the flat tensor that they are views of, in the reduce dtype.
+        scattered: what a user's reduce-scatter writes; ``flat`` gets a copy.
         result: the same in the gradient's dtype.
         partial: partial sums that were added, alive until the reduction is over.
         sums: gradients that the outputs were added to; a hook may have dropped them meanwhile.
@@ -132,6 +140,7 @@ class Job:
     grads: list[Any]
     present: list[bool]
     flat: Any = None
+    scattered: Any = None
     result: Any = None
     partial: Any = None
     outputs: list[Any] = field(default_factory=list)
@@ -200,6 +209,7 @@ class SegmentReduction:
         multiple = max(COLLECTIVE_ALIGN_BYTES // self.reduce_dtype.itemsize, 1)
         self._width = width if collectives.size == 1 else -(-width // multiple) * multiple
         self._staging: Any = None
+        self._input: Any = None
         self._targets: list[Any] = []
         self._pads: dict[torch.dtype, list[Any]] = {}
         self.full, self.partial = self._bind()
@@ -280,12 +290,15 @@ class SegmentReduction:
     def _bind_collective(
         self, before: float | None, compute: list[Step], reduce: list[Step]
     ) -> None:
-        if not self.spec.direct:
+        if self.spec.comm is not None or not self.spec.direct:
             self._bind_packed()
             compute.append(SegmentReduction._stage_packed)
             if before is not None:
                 reduce.append(lambda self, job: self.kernels.divide(self._input, before))
-            reduce.append(SegmentReduction._reduce_packed)
+            own = self.spec.comm is None
+            reduce.append(
+                SegmentReduction._reduce_packed if own else SegmentReduction._reduce_custom
+            )
             return
         if self.grad_dtype != self.reduce_dtype:
             self._bind_cast()
@@ -308,11 +321,12 @@ class SegmentReduction:
 
     def _bind_packed(self) -> None:
         size = self.collectives.size
-        nbytes = size * self._width * self.reduce_dtype.itemsize
-        self._staging = self.kernels.transient(nbytes, "reduce-scatter input")
-        self._input = self._staging.view(self.reduce_dtype, 0, (size * self._width,))
-        self._rows = self._staging.view(self.reduce_dtype, 0, (size, self._width))
-        self._staging.release()
+        if self.spec.comm is None:
+            nbytes = size * self._width * self.reduce_dtype.itemsize
+            self._staging = self.kernels.transient(nbytes, "reduce-scatter input")
+            self._input = self._staging.view(self.reduce_dtype, 0, (size * self._width,))
+            self._rows = self._staging.view(self.reduce_dtype, 0, (size, self._width))
+            self._staging.release()
         if self._width > self._payload:
             shape = (size, self._width - self._payload)
             for dtype in {self.grad_dtype, self.reduce_dtype}:
@@ -350,7 +364,10 @@ class SegmentReduction:
 
     def _stage_packed(self, job: Job) -> None:
         dtype = self._unify(job)
-        self._staging.acquire()
+        if self._staging is not None:
+            self._staging.acquire()
+        else:
+            self._allocate_custom(job)
         rows = [
             grad if slot.dim == 0 else self._rank_major(slot, grad)
             for slot, grad in zip(self.slots, job.grads, strict=True)
@@ -359,6 +376,14 @@ class SegmentReduction:
         rows += self._pads.get(dtype, ())
         self.kernels.chunk_cat(rows, self.collectives.size, self._rows)
         job.grads = []
+
+    def _allocate_custom(self, job: Job) -> None:
+        assert self.spec.comm is not None
+        size, width = self.collectives.size, self._width
+        comm, dtype, device = self.spec.comm, self.reduce_dtype, self.spec.device
+        self._input = allocated(comm, size * width, dtype, device)
+        self._rows = self._input.view(size, width)
+        job.scattered = allocated(comm, width, dtype, device)
 
     def _rank_major(self, slot: Slot, grad: Any) -> Any:
         """A gradient sharded on a later dim, as rows of one rank's piece each: [ranks, n]."""
@@ -387,6 +412,15 @@ class SegmentReduction:
         work = self.collectives.reduce_scatter(job.flat, self._input, self._kind)
         if work is not None:
             work.wait()
+
+    def _reduce_custom(self, job: Job) -> None:
+        assert self.spec.comm is not None
+        work = self.collectives.custom_reduce_scatter(
+            self.spec.comm, job.scattered, self._input, self._kind
+        )
+        if work is not None:
+            work.wait()
+        self.kernels.copy(job.flat, job.scattered)
 
     def _copy_local(self, job: Job) -> None:
         self.kernels.copy_many(job.outputs, job.grads)
@@ -486,7 +520,9 @@ class SegmentReduction:
 
     def release(self) -> None:
         """Free what the reduce-scatter read, once COMPUTE is behind it."""
-        if self._staging is not None and self._staging.allocated:
+        if self._staging is None:
+            self._input = self._rows = None
+        elif self._staging.allocated:
             self._staging.release()
 
 

@@ -17,7 +17,9 @@ before the buffer is freed. `fsdp2.core.virtual` has a third implementation that
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
 from typing import Any, Protocol
@@ -159,3 +161,30 @@ class DeviceStreams:
         if lane is Lane.COMPUTE:
             return torch.accelerator.current_stream(self._index)
         return self._streams[lane]
+
+
+@dataclass(frozen=True)
+class OnStream:
+    """A function of a tensor that runs on a stream of the user's, in the order of the current one.
+
+    What the current stream did before is done when the function's kernels run, and they are done
+    before what the current stream does next; the host does not block.
+
+    Attributes:
+        function: the user's.
+        stream: where it runs.
+    """
+
+    function: Callable[[torch.Tensor], None]
+    stream: torch.Stream
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        """Run it, ordered both ways."""
+        current = torch.accelerator.current_stream(self.stream.device_index)
+        self.stream.wait_stream(current)
+        torch.accelerator.set_stream(self.stream)
+        try:
+            self.function(tensor)
+        finally:
+            torch.accelerator.set_stream(current)
+        current.wait_stream(self.stream)

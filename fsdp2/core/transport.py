@@ -3,7 +3,10 @@
     Coalesced   shard ─(cast)─> staging ══ one launch, one all-gather a parameter ══> slots
                 no copy afterwards; no staging where shard and compute dtype agree
     Packed      shard ─(cast)─> own row of [ranks, n] ══ one all-gather ══> rows ── copy ──> slots
+    Custom      as packed, all segments in one collective of the user's
     Local       shard is the parameter; or ── cast ──> slots
+
+Parameters of tensor subclasses with all-gather hooks have a transport in `fsdp2.core.extension`.
 
 A transport is bound to buffers once; a gather then only makes the calls below, in this order, on
 the lanes that the group chooses:
@@ -17,9 +20,13 @@ the lanes that the group chooses:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
-from fsdp2.core.collectives import Collectives
+import torch
+
+from fsdp2.core.collectives import AllGather, Collectives, Comm
 from fsdp2.core.kernels import Kernels
 from fsdp2.core.layout import Segment, Slot, Transport
 
@@ -54,6 +61,10 @@ class SegmentTransport:
         """The tensor of the gathered parameter: its global shape, over the gathered buffer."""
         return self._slot_view(slot, slot.shape)
 
+    def parameters(self) -> list[tuple[Slot, Any]]:
+        """Every slot and the tensor of its gathered parameter."""
+        return [(slot, self.gathered(slot)) for slot in self.segment.slots]
+
     def acquire(self) -> None:
         """Allocate what only the collective needs."""
 
@@ -84,6 +95,13 @@ class SegmentTransport:
     ) -> Any:
         start = self.segment.full_byte_offset + (slot.full_offset + offset) * self._itemsize
         return self._full.view(self.segment.full_dtype, start, shape, strides)
+
+    def _block(self, slot: Slot, ranks: int, first: int, length: int) -> Any:
+        """Where ``length`` indices of the sharded dim, from each of ``ranks`` ranks, belong."""
+        inner = slot.inner
+        shape = (ranks, slot.outer, length, inner)
+        strides = (slot.chunk * inner, slot.shape[slot.dim] * inner, inner, 1)
+        return self._slot_view(slot, shape, strides, first * slot.chunk * inner)
 
 
 class CoalescedTransport(SegmentTransport):
@@ -182,13 +200,10 @@ class PackedTransport(SegmentTransport):
     def _add_moves(self, slot: Slot) -> None:
         """Two strided copies at most: the ranks with a whole piece, and the one with a part."""
         for ranks, first, length in shard_blocks(slot):
-            inner, outer = slot.inner, slot.outer
-            shape = (ranks, outer, length, inner)
-            strides = (slot.chunk * inner, slot.shape[slot.dim] * inner, inner, 1)
-            offset = first * slot.chunk * inner
-            self._targets.append(self._slot_view(slot, shape, strides, offset))
+            self._targets.append(self._block(slot, ranks, first, length))
             start = (first * self.segment.shard_numel + slot.shard_offset) * self._itemsize
-            strides = (self.segment.shard_numel, length * inner, inner, 1)
+            shape = (ranks, slot.outer, length, slot.inner)
+            strides = (self.segment.shard_numel, length * slot.inner, slot.inner, 1)
             self._sources.append(self._packed.view(self.segment.full_dtype, start, shape, strides))
 
 
@@ -236,11 +251,165 @@ class LocalTransport(SegmentTransport):
             self.kernels.copy(self._target, self._flat)
 
 
+class _CustomPart(SegmentTransport):
+    """One segment of a `CustomTransport`: its bytes in every rank's row, from ``start`` on."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        shard: Any,
+        full: Any,
+        collectives: Collectives,
+        kernels: Kernels,
+        start: int,
+    ) -> None:
+        super().__init__(segment, shard, full, collectives, kernels)
+        self._start = start
+        self.nbytes = segment.shard_numel * self._itemsize
+        self._flat = self._shard_flat()
+        rows = [slot for slot in segment.slots if slot.dim == 0 and slot.shard_numel]
+        self._sizes = [slot.shard_numel for slot in rows]
+        self._rows = [self._slot_view(slot, (collectives.size, slot.shard_numel)) for slot in rows]
+        self._blocks = [
+            (slot, block, self._block(slot, *block))
+            for slot in segment.slots
+            if slot.dim != 0
+            for block in shard_blocks(slot)
+        ]
+
+    def put(self, row: Any) -> None:
+        """Cast the shards into this rank's row of bytes."""
+        target = row.narrow(0, self._start, self.nbytes).view(self.segment.full_dtype)
+        self.kernels.copy(target, self._flat)
+
+    def take(self, rows: Any) -> None:
+        """Copy the pieces of all ranks' rows of bytes into the slots."""
+        rows = rows.narrow(1, self._start, self.nbytes).view(self.segment.full_dtype)
+        if self._sizes:
+            columns = rows.narrow(1, 0, sum(self._sizes))
+            self.kernels.split_copy(columns, self._sizes, self._rows)
+        sources = []
+        for slot, (ranks, first, length), _ in self._blocks:
+            shape = (ranks, slot.outer, length, slot.inner)
+            piece = rows.narrow(0, first, ranks).narrow(1, slot.shard_offset, prod(shape[1:]))
+            sources.append(piece.view(shape))
+        if sources:
+            self.kernels.copy_many([target for _, _, target in self._blocks], sources)
+
+
+class CustomTransport(SegmentTransport):
+    """All segments packed, in a buffer and by a collective that the user brings.
+
+        shards ── cast or copy ──> own row of [ranks, n] ══ comm ══> rows ── copy ──> slots
+
+    The row holds one segment behind the other: in their dtype if they share one, else as bytes.
+    The buffer may be another one each time, so its views are made for each gather. It is needed
+    only between ``acquire`` and ``release``.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        shard: Any,
+        full: Any,
+        collectives: Collectives,
+        kernels: Kernels,
+        comm: AllGather,
+        device: Any,
+    ) -> None:
+        super().__init__(segments[0], shard, full, collectives, kernels)
+        self.casts = True
+        self._comm = comm
+        self._device = device
+        self._parts: list[_CustomPart] = []
+        self._nbytes = 0
+        for segment in segments:
+            part = _CustomPart(segment, shard, full, collectives, kernels, self._nbytes)
+            self._parts.append(part)
+            self._nbytes += part.nbytes
+        self.communicates = self._nbytes > 0
+        dtypes: set[Any] = {segment.full_dtype for segment in segments}
+        self._dtype: torch.dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        self._output: Any = None
+
+    def parameters(self) -> list[tuple[Slot, Any]]:
+        return [found for part in self._parts for found in part.parameters()]
+
+    def acquire(self) -> None:
+        numel = self._nbytes // self._dtype.itemsize
+        size, rank = self.collectives.size, self.collectives.rank
+        self._output = allocated(self._comm, size * numel, self._dtype, self._device)
+        self._own = self._output.narrow(0, rank * numel, numel)
+
+    def copy_in(self) -> None:
+        row = self._own.view(torch.uint8)
+        for part in self._parts:
+            part.put(row)
+
+    def gather(self) -> Any:
+        return self.collectives.custom_all_gather(self._comm, self._output, self._own)
+
+    def copy_out(self) -> None:
+        if self.communicates:
+            rows = self._output.view(torch.uint8).view(self.collectives.size, self._nbytes)
+            for part in self._parts:
+                part.take(rows)
+
+    def release(self) -> None:
+        self._output = self._own = None
+
+
+def allocated(comm: Comm, numel: int, dtype: torch.dtype, device: Any) -> Any:
+    """A buffer of the user's collective, on the current lane; checked."""
+    with torch.inference_mode(False):
+        buffer = comm.allocate((numel,), dtype=dtype, device=device)
+    if tuple(buffer.shape) != (numel,) or buffer.dtype != dtype:
+        raise ValueError(
+            f"{type(comm).__name__}.allocate(({numel},), dtype={dtype}) returned a tensor of shape "
+            f"{tuple(buffer.shape)} and {buffer.dtype}; return a 1-D tensor of the size and dtype "
+            f"that it is asked for"
+        )
+    return buffer
+
+
 TRANSPORTS: dict[Transport, type[SegmentTransport]] = {
     Transport.COALESCED: CoalescedTransport,
     Transport.PACKED: PackedTransport,
     Transport.LOCAL: LocalTransport,
 }
+
+
+def make_transports(
+    segments: Sequence[Segment],
+    shard: Any,
+    full: Any,
+    collectives: Collectives,
+    kernels: Kernels,
+    comm: AllGather | None,
+    device: Any,
+) -> list[SegmentTransport]:
+    """A transport for each segment; one for all, if the user brings a collective.
+
+    Whatever gathers them, the parameters have the same slots. One rank has nothing to gather.
+
+    Args:
+        segments: those of parameters without all-gather hooks.
+        shard: the flat shard, or the device's copy of it.
+        full: the gathered buffer, allocated.
+        collectives: of the ranks that gather.
+        kernels: memory and copies.
+        comm: the user's all-gather.
+        device: where its buffers are.
+    """
+    custom = [s for s in segments if comm is not None and s.transport is not Transport.LOCAL]
+    found = [
+        TRANSPORTS[segment.transport](segment, shard, full, collectives, kernels)
+        for segment in segments
+        if segment not in custom
+    ]
+    if custom and comm is not None:
+        found.append(CustomTransport(custom, shard, full, collectives, kernels, comm, device))
+    return found
 
 
 class Route:

@@ -437,6 +437,15 @@ class VirtualCollectives:
     ) -> None:
         self._device.run("reduce_scatter", inputs, outputs)
 
+    def custom_all_gather(self, comm: Any, output: Any, input_: Any) -> Any:
+        return comm(output_tensor=output, input_tensor=input_, group=None)
+
+    def custom_reduce_scatter(self, comm: Any, output: Any, input_: Any, kind: ReduceKind) -> Any:
+        return comm(output_tensor=output, input_tensor=input_, group=None, op=kind.op)
+
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        return [list(numbers)] * self.size
+
 
 class VirtualReplicas:
     """All-reduces that move nothing."""
@@ -470,6 +479,7 @@ class VirtualParam:
     """
 
     is_meta = False
+    is_extended = False
     compute_dtype = None
 
     def __init__(

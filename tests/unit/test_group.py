@@ -10,6 +10,7 @@ import torch
 from fsdp2 import MixedPrecisionPolicy, ShardingStateError
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.group import OptimizerSteps, ParamGroup, State
+from fsdp2.core.param import compute_dtype
 from fsdp2.core.post_forward import SmallerGroup
 from fsdp2.core.simulate import Node, Simulation
 from fsdp2.core.streams import Lane
@@ -144,7 +145,7 @@ def test_integers_are_gathered_as_they_are() -> None:
         (torch.uint8, torch.uint8),
     ]:
         param.dtype = dtype  # type: ignore[misc]  # a simulated parameter
-        assert group.compute_dtype(param) is gathered
+        assert compute_dtype(group.options, param) is gathered
 
 
 def _leave_gradients(group: ParamGroup, device: VirtualDevice, dtype: torch.dtype) -> None:

@@ -23,12 +23,15 @@ LAYERS = (
     "streams",
     "sharding",
     "collectives",
+    "comm_memory",
     "buffers",
     "kernels",
     "param",
     "transport",
+    "extension",
     "post_forward",
     "reduction",
+    "binding",
     "group",
     "scheduler",
     "hooks",
@@ -144,11 +147,13 @@ def test_examples_use_public_names_only() -> None:
 
 
 @pytest.mark.parametrize("path", INSIDE, ids=_name)
-def test_only_two_modules_import_torch_distributed(path: Path) -> None:
+def test_only_three_modules_import_torch_distributed(path: Path) -> None:
     allowed = ["torch.distributed.tensor", "torch.distributed.device_mesh"]
     exactly = []
-    if _name(path) in ("core.collectives", "core.sharding"):
+    if _name(path) in ("core.collectives", "core.comm_memory", "core.sharding"):
         exactly.append("torch.distributed")
+    if _name(path) == "core.comm_memory":
+        exactly.append("torch.distributed._symmetric_memory")
     if _name(path) == "core.collectives":
         exactly.append("torch._C._distributed_c10d")
     for module in _modules_of(path):

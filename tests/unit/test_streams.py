@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2.core.streams import SIDE_LANES, DeviceStreams, InlineStreams, Lane
+from fsdp2.core.streams import SIDE_LANES, DeviceStreams, InlineStreams, Lane, OnStream
 
 # ---- the CPU
 
@@ -171,3 +171,41 @@ def test_a_late_wait_is_never_too_weak(
     assert needed <= accelerator.user.behind[gather] <= gather.length
     if records_between < DeviceStreams.RING:
         assert accelerator.user.behind[gather] == needed  # not stricter than it must be
+
+
+# ---- a stream of the user's
+
+
+class UsersStream(FakeStream):
+    """A stream that can wait for another one."""
+
+    device_index = 3
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.behind[other] = other.length
+
+
+def test_a_function_on_a_stream_is_ordered_both_ways(accelerator: FakeAccelerator) -> None:
+    accelerator.current = lane = UsersStream()
+    own = UsersStream()
+    lane.run()
+
+    def hook(tensor: torch.Tensor) -> None:
+        assert accelerator.current is own
+        assert own.behind == {lane: 1}
+        own.run()
+
+    OnStream(hook, own)(torch.zeros(1))  # type: ignore[arg-type]  # a stand-in
+    assert accelerator.current is lane
+    assert lane.behind == {own: 1}
+
+
+def test_the_current_stream_is_back_after_an_error(accelerator: FakeAccelerator) -> None:
+    accelerator.current = lane = UsersStream()
+
+    def hook(tensor: torch.Tensor) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        OnStream(hook, UsersStream())(torch.zeros(1))  # type: ignore[arg-type]  # a stand-in
+    assert accelerator.current is lane

@@ -1,0 +1,209 @@
+"""Collectives of the user's and in memory of the backend, on stand-ins and on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2 import MixedPrecisionPolicy
+from fsdp2.core import comm_memory
+from fsdp2.core.binding import reduction_spec
+from fsdp2.core.comm_memory import (
+    GroupAllGather,
+    GroupMemory,
+    GroupReduceScatter,
+    SymmetricAllGather,
+    SymmetricMemory,
+    SymmetricReduceScatter,
+    conflicting,
+)
+from fsdp2.core.config import GroupOptions
+from fsdp2.core.layout import Slot, Transport
+from fsdp2.core.simulate import Node, Simulation
+from fsdp2.core.streams import OnStream
+from fsdp2.core.virtual import VirtualDevice, VirtualTensor
+
+CPU = torch.device("cpu")
+
+# ---- memory of the process group
+
+
+class Group:
+    """A process group whose backend has an allocator, or not."""
+
+    group_name = "group"
+
+    def __init__(self, allocates: bool) -> None:
+        self.allocates = allocates
+        self.asked: list[Any] = []
+
+    def _get_backend(self, device: torch.device) -> Group:
+        return self
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return self.allocates
+
+    def allocate_tensor(self, numel: int, **options: Any) -> torch.Tensor:
+        self.asked.append((numel, options))
+        return torch.zeros(numel, **options)
+
+
+@pytest.mark.parametrize("allocates", [False, True])
+@pytest.mark.parametrize("kind", [GroupAllGather, GroupReduceScatter])
+def test_buffers_are_the_process_groups_where_it_has_an_allocator(
+    kind: Any, allocates: bool
+) -> None:
+    group = Group(allocates)
+    buffer = kind(group).allocate((6,), dtype=torch.bfloat16, device=CPU)
+    assert buffer.shape == (6,)
+    assert buffer.dtype is torch.bfloat16
+    assert group.asked == ([(6, {"dtype": torch.bfloat16, "device": CPU})] if allocates else [])
+
+
+# ---- symmetric memory
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What symmetric memory and the collectives were asked, on stand-ins."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    heard: list[Any] = []
+
+    @contextmanager
+    def pool(found: str) -> Any:
+        heard.append(f"in {found}")
+        yield
+
+    def meet(buffer: torch.Tensor, group: str) -> None:
+        heard.append(f"meet {group} {buffer.numel()}")
+
+    monkeypatch.setattr(symmetric, "set_backend", lambda name: heard.append(f"backend {name}"))
+    monkeypatch.setattr(symmetric, "get_mem_pool", lambda device: "the pool")
+    monkeypatch.setattr(symmetric, "rendezvous", meet)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(use_mem_pool=pool))
+    monkeypatch.setattr(comm_memory, "run_barrier", lambda group: heard.append("barrier"))
+    for name in ("run_all_gather", "run_reduce_scatter"):
+        monkeypatch.setattr(comm_memory, name, lambda *_, name=name: heard.append(name))
+    return heard
+
+
+def test_symmetric_buffers_meet_before_the_collective(heard: list[Any]) -> None:
+    gather, scatter = SymmetricAllGather("NCCL"), SymmetricReduceScatter("NCCL")
+    group: Any = Group(allocates=False)
+    small, large = (gather.allocate((numel,), dtype=torch.float32, device=CPU) for numel in (2, 8))
+    assert heard == ["backend NCCL", "backend NCCL", "in the pool", "in the pool"]
+    heard.clear()
+    for _ in range(2):
+        gather(large, small, group)
+    first = ["barrier", "meet group 8", "run_all_gather"]  # in place: the output alone
+    assert heard == [*first, *first[1:]]
+    heard.clear()
+    scatter(small, large, group, op=None)
+    assert heard == ["barrier", "meet group 8", "meet group 2", "run_reduce_scatter"]
+
+
+def test_what_conflicts(heard: list[Any]) -> None:
+    group: Any = Group(allocates=False)
+    own: Any = object()
+    built_in, symmetric = GroupAllGather(group), SymmetricAllGather("NCCL")
+    assert conflicting((None, None), None) is None
+    assert conflicting((own, None), None) is None
+    assert conflicting((None, built_in), None) is built_in
+    assert conflicting((built_in, None), GroupMemory) is None
+    assert conflicting((own, built_in), GroupMemory) is own
+    assert conflicting((symmetric, None), GroupMemory) is symmetric
+    assert conflicting((symmetric, None), SymmetricMemory) is None
+
+
+# ---- what a reduction's spec says
+
+
+def test_a_hooks_stream_and_the_users_collective_are_in_the_spec() -> None:
+    param = SimpleNamespace(dtype=torch.float32, compute_dtype=None, grad_dtype=torch.float32)
+    slot = Slot(0, (8, 8), 0, 2, 4, 0, 0)
+    hook, stream, comm = print, object(), object()
+
+    def spec(**options: Any) -> Any:
+        chosen = replace(GroupOptions(), **options)
+        return reduction_spec(chosen, param, slot, Transport.COALESCED, None, CPU)
+
+    assert spec().direct
+    assert spec().hook is spec().comm is None
+    assert spec(all_reduce_hook=hook).hook is hook
+    found = spec(all_reduce_hook=hook, all_reduce_hook_stream=stream)
+    assert found.hook == OnStream(hook, stream)  # type: ignore[arg-type]  # a stand-in
+    assert found == spec(all_reduce_hook=hook, all_reduce_hook_stream=stream)  # one family
+    assert not spec(reduce_scatter=comm).direct
+    assert spec(reduce_scatter=comm).comm is comm
+
+
+# ---- the order of everything, on paper
+
+
+class VirtualComm:
+    """Collectives of a user who keeps his buffers, or not."""
+
+    def __init__(self, device: VirtualDevice, keeps: bool) -> None:
+        self._device = device
+        self._keeps = keeps
+        self._kept: dict[Any, VirtualTensor] = {}
+
+    def allocate(self, size: Sequence[int], *, dtype: Any, device: Any) -> VirtualTensor:
+        key = (*size, dtype)
+        if key in self._kept:
+            return self._kept[key]
+        buffer = self._device.empty(size[0], dtype, "the user's buffer")
+        if self._keeps:
+            self._kept[key] = buffer
+        return buffer
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, **_: Any) -> None:
+        self._device.run("the user's collective", [input_tensor], [output_tensor])
+
+
+def _simulate(keeps: bool, mixed: bool, drop_wait: int | None = None) -> VirtualDevice:
+    device = VirtualDevice(drop_wait)
+    blocks = [Node(f"block {i}", shapes=((8, 8), (7, 3), (3,))) for i in range(3)]
+    root = Node("root", blocks, calls=[0, 1, 2])
+    precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else None
+    simulation = Simulation(root, device, world_size=2, precision=precision)
+    for unit in simulation.scheduler.units:
+        for group in unit.groups:
+            names = ("all_gather", "reduce_scatter")
+            comms = {name: VirtualComm(device, keeps) for name in names}
+            group.set_options(replace(group.options, **comms))  # type: ignore[arg-type]
+    for _ in range(2):
+        simulation.iteration()
+    return device
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_nothing_races(keeps: bool, mixed: bool) -> None:
+    device = _simulate(keeps, mixed)
+    assert device.races == []
+    used = [op for op in device.trace if op.kind == "the user's collective"]
+    gathers = {op.lane.name for op in used}
+    assert gathers == {"ALL_GATHER", "REDUCE"}
+
+
+def test_waits_are_needed() -> None:
+    labels = _simulate(keeps=True, mixed=True).waits
+    noticed = {
+        label
+        for number, label in enumerate(labels)
+        if _simulate(keeps=True, mixed=True, drop_wait=number).races
+    }
+    assert noticed >= {
+        "copy-in after compute",
+        "all-gather after copy-in",
+        "compute after all-gather",
+        "reduction after compute",
+    }
