@@ -274,7 +274,8 @@ class Scheduler:
         Args:
             unit: the unit.
             reshard: whether to free.
-            fill: whether no more gradients are to come, so that absent ones may count as zeros.
+            fill: whether no more gradients are to come, so that absent ones may count as zeros
+                (invariant I10).
         """
         fill = fill and unit.sync and not unit.filled
         unit.filled = unit.filled or fill
@@ -341,7 +342,7 @@ class Scheduler:
             unit.filled = False
 
     def _make_room(self, group: ParamGroup, first: bool) -> None:
-        """Before ``group`` reduces: at most the window's reductions hold inputs, none of them its.
+        """Before ``group`` reduces: the window's reductions hold inputs, none of them its (I7).
 
         A group stages its gradients in one buffer, which its own reduction before may still read.
         The groups of a unit count as one: ``first`` says whether this is the first of them.
