@@ -328,7 +328,7 @@ class ParamGroup:
         """Build the reduction steps of the parameters that require grad now.
 
         Partial sums that wait for an all-reduce belong to the steps that made them, which stay
-        bound until then; parameters that they do not know get steps besides.
+        bound until then; parameters that they do not know get steps besides (invariant I9).
         """
         assert self.layout is not None
         kept = [r for r in self._reductions if r.partial_sums is not None]

@@ -430,7 +430,7 @@ class SegmentReduction:
         if self.partial_sums is None:
             self.partial_sums, self._partial_present = job.flat, job.present
             return
-        job.partial = self.partial_sums  # alive until this is over, though they may be discarded
+        job.partial = self.partial_sums  # alive until this is over, whoever drops them (I9)
         self.kernels.add_many([job.partial], [job.flat])
         present = zip(self._partial_present, job.present, strict=True)
         self._partial_present = [before or now for before, now in present]

@@ -298,7 +298,7 @@ class Scheduler:
         """Take units that this backward skips through theirs, down to ``position``.
 
         Other ranks may use their outputs: the collectives must be the same on all, in the order of
-        a backward that skips nothing (invariant I8).
+        a backward that skips nothing (invariant I11).
         """
         while self._reached > position:
             skipped = self._finished[self._reached - 1]
@@ -336,7 +336,7 @@ class Scheduler:
             reshard: whether to free.
             over: whether the whole backward has run, not this call's alone.
         """
-        # Once no more gradients are to come, absent ones may count as zeros.
+        # Once no more gradients are to come, absent ones may count as zeros (invariant I10).
         fill = (over or not unit.visits) and unit.sync and not unit.filled
         if fill:
             unit.filled = True
@@ -348,7 +348,7 @@ class Scheduler:
                     group.reshard()
                 continue
             # Where absent gradients count, ranks differ in which they have: one reduction takes
-            # them all, when none is to come any more (invariant I8).
+            # them all, when none is to come any more (invariant I11).
             waits = group.options.reduce_unused and not (fill or over)
             jobs = [] if waits else group.collect(unit.all_reduce, fill)
             if reshard:
@@ -409,7 +409,7 @@ class Scheduler:
             unit.inside.clear()
 
     def _make_room(self, group: ParamGroup, first: bool) -> None:
-        """Before ``group`` reduces: at most the window's reductions hold inputs, none of them its.
+        """Before ``group`` reduces: the window's reductions hold inputs, none of them its (I7).
 
         A group stages its gradients in one buffer, which its own reduction before may still read.
         The groups of a unit count as one: ``first`` says whether this is the first of them.
@@ -441,7 +441,7 @@ class Scheduler:
             pending.release_rest()
 
     def _settle(self) -> None:
-        """Forward or backward returns: the host may write offloaded shards (invariant I8)."""
+        """Forward or backward returns: the host may write offloaded shards (invariant I11)."""
         for group in self._offloaded:
             group.settle()
 

@@ -279,7 +279,9 @@ class VirtualDevice:
         seen_reads = self._allocations(kind, reads)
         seen_writes = self._allocations(kind, writes)
         lane = self._place(seen_reads, seen_writes)
-        clock = list(_join(self._clocks[lane], self._clocks[HOST]))  # the host issues it
+        clock = list(self._clocks[lane])
+        if self._clocks[HOST] is not _ZERO:  # the host issues it
+            clock = list(map(max, clock, self._clocks[HOST]))
         clock[lane] += 1
         self._clocks[lane] = now = tuple(clock)
         self.trace.append(Op(lane, kind, "", tuple(seen_reads), tuple(seen_writes)))

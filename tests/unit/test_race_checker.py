@@ -13,31 +13,66 @@ from pathlib import Path
 import pytest
 
 import fsdp2.core
+from fsdp2.core.simulate import Simulation
 from fsdp2.core.virtual import Op, VirtualDevice
 from tests.unit._oracle import unordered_conflicts
+from tests.unit._random_models import random_settings, random_tree
 from tests.unit._replay import replay, with_early_frees, with_stale_events
 from tests.unit._scenarios import SCENARIOS
 
 SEEDS = 160  # schedules of each scenario
-MUTATED = 5  # schedules of each scenario that are mutated …
-MAX_WAITS = 64  # … and have at most so many waits
+MUTATED = 4  # schedules of each scenario that are mutated …
+MAX_WAITS = 56  # … and have at most so many waits
 
 pytestmark = pytest.mark.usefixtures("rare_collections")
 
 # ---- random models
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_random_models(scenario: str) -> None:
-    for seed in range(SEEDS):
+def _check_seeds(scenario: str, seeds: range) -> None:
+    for seed in seeds:
         watch = SCENARIOS[scenario](random.Random(f"{scenario} {seed}"), VirtualDevice())
         watch.check_trace()
         assert watch.problems == [], f"seed {seed}"
         assert watch.sim.scheduler.forward_root is None, f"seed {seed}"
 
 
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_random_models(scenario: str) -> None:
+    _check_seeds(scenario, range(SEEDS))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_many_random_models(scenario: str) -> None:
+    _check_seeds(scenario, range(SEEDS, 10 * SEEDS))
+
+
 def test_enough_random_models() -> None:
     assert SEEDS * len(SCENARIOS) >= 2000
+
+
+def test_roots_that_share_a_device() -> None:
+    """Stages of a pipeline: each has its own scheduler, all use the same lanes and memory."""
+    for seed in range(60):
+        rng = random.Random(f"roots {seed}")
+        device = VirtualDevice()
+        sims = [
+            Simulation(random_tree(rng), device, **random_settings(rng, device, (1, 2, 4)))
+            for _ in range(2)
+        ]
+        for _ in range(2):
+            batches = rng.randint(1, 3)
+            for _ in range(batches):
+                for sim in sims:
+                    sim.forward()
+            for left in reversed(range(batches)):
+                for sim in reversed(sims):
+                    sim.scheduler.is_last_backward = not left
+                    sim.backward()
+            for sim in sims:
+                sim.optimizer_step()
+        assert device.races == [], f"seed {seed}"
 
 
 # ---- mutations
