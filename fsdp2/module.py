@@ -19,13 +19,15 @@ from fsdp2.communication import CommunicationControls, hooks_below, hooks_on
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.hooks import UnitHooks, forward_method, start
 from fsdp2.core.scheduler import Scheduler, Unit
+from fsdp2.interop import TORCHS, TorchIdentity
 
 
-class FSDPModule(CommunicationControls):
+class FSDPModule(CommunicationControls, TorchIdentity):
     """What `fully_shard` makes of a module: the methods that control its unit.
 
     The class comes first in the method resolution order: ``[FSDP<Original>, FSDPModule, …,
-    Original]``. Methods with ``recurse`` also apply to the units below.
+    Original]``. It is a subclass of ``torch.distributed.fsdp.FSDPModule``, so that clients of that
+    recognise it, but inherits no behaviour. Methods with ``recurse`` also apply to the units below.
     """
 
     _fsdp2_original: type
@@ -241,7 +243,7 @@ class FSDPModule(CommunicationControls):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``nn.Module.zero_grad``; gradients that were accumulated without sync go too."""
-        super().zero_grad(set_to_none)  # type: ignore[misc]  # nn.Module's
+        super().zero_grad(set_to_none)
         hooks = hooks_on(self)
         root = hooks.scheduler if hooks.unit.is_root else None
         units = (
@@ -255,7 +257,7 @@ class FSDPModule(CommunicationControls):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """`.to()`, `.cuda()`, `.to_empty()` …: on the sharded parameters."""
         self.reshard()
-        result = super()._apply(*args, **kwargs)  # type: ignore[misc]  # nn.Module's
+        result = super(TORCHS, self)._apply(*args, **kwargs)
         for group in hooks_on(self).unit.groups:
             group.rebind()
         return result
