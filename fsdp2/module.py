@@ -90,6 +90,11 @@ class FSDPModule(CommunicationControls, TorchIdentity):
         for hooks in hooks_below(self, recurse):
             hooks.unit.sync = requires_gradient_sync
             hooks.unit.all_reduce = requires_gradient_sync
+            if not requires_gradient_sync:
+                # Gradients that did not come through our hooks, as those of a zero-bubble
+                # schedule's weight passes, are summed in the reduce dtype all the same.
+                for group in hooks.unit.groups:
+                    group.accumulate()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose whether reductions sum over replicas (HSDP); nothing changes without them.
