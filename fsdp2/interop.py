@@ -3,7 +3,8 @@
     pipelining and others ask for                      and find
     isinstance(m, torch.distributed.fsdp.FSDPModule)   TorchIdentity, a base of our FSDPModule
     m._get_fsdp_state(), fully_shard.state(m)          StateFacade, which calls our scheduler
-    "fully_shard" in the registry of m                 an entry: torch's replicate() refuses m
+    m in the registry of composable APIs               entries: torch's fully_shard(), replicate()
+                                                       refuse m, and leave it out below a parent
 
 The only module that imports torch's FSDP, and for identity alone: no method of torch's class is
 left for a module of ours to run. One that a newer torch has and fsdp2 has not, raises.
@@ -33,7 +34,8 @@ class StateFacade:
     `torch.distributed.pipelining` ends a schedule, up to torch 2.13, by calling ``post_backward``
     of every parameter group below the root and then the root's final callback. There are no groups
     to call here; the final callback does it all. Newer ones call ``finalize_backward`` of the
-    module and only compare ``_comm_ctx``.
+    module, and compare ``_comm_ctx``. torch's ``register_fsdp_forward_method`` calls
+    ``_pre_forward`` and ``_post_forward``.
 
     Args:
         hooks: those of the module's unit.
@@ -44,6 +46,9 @@ class StateFacade:
 
     def __init__(self, hooks: UnitHooks) -> None:
         self._hooks = hooks
+        self._pre_forward = hooks.pre_forward
+        self._post_forward = hooks.post_forward
+        self._comm_ctx = object()  # torch's share_comm_ctx gives several roots the same one
 
     @property
     def _state_ctx(self) -> StateFacade:
@@ -53,11 +58,6 @@ class StateFacade:
     def all_states(self) -> list[StateFacade]:
         """States below the root: this one speaks for all."""
         return [self]
-
-    @property
-    def _comm_ctx(self) -> StateFacade:
-        """Something with an identity of its own: roots that share streams may still run apart."""
-        return self
 
     def _root_post_backward_final_callback(self) -> None:
         scheduler = self._hooks.scheduler
@@ -102,7 +102,9 @@ def announce(modules: Sequence[nn.Module], hooks: UnitHooks) -> None:
     facade = StateFacade(hooks)
     for module in modules:
         module.__dict__.setdefault(STATE_KEY, {})[_API] = facade
-        module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+        registry = module.__dict__.setdefault(REGISTRY_KEY, {})
+        # torch's fully_shard leaves out what replicate() has, and the other way round.
+        registry["fully_shard"] = registry["replicate"] = RegistryItem()
 
 
 def check_untouched(module: nn.Module) -> None:

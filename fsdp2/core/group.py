@@ -97,6 +97,12 @@ class PendingReduction:
         for reduction, _ in self.jobs:
             reduction.release()
 
+    def release_results(self) -> None:
+        """Free what was copied to the host, once COMPUTE is behind ``done``."""
+        for _, job in self.jobs:
+            job.flat = job.result = job.partial = None
+            job.grads = []
+
     def deliver(self) -> None:
         """Deliver what was copied to the host, once the host is behind ``done``."""
         with torch.no_grad():
@@ -177,6 +183,11 @@ class ParamGroup:
     def needs_gather(self) -> bool:
         """Whether the parameters have to be gathered before use."""
         return self.state is State.SHARDED or self.state is State.RESHARDED
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether gradients of earlier backwards wait for a reduction, or a part of one."""
+        return self.accumulates or any(r.partial_sums is not None for r in self._reductions)
 
     # ---- layout and binding
 

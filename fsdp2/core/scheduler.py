@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
+from fsdp2.core.config import ShardingStateError
 from fsdp2.core.group import ParamGroup, PendingReduction, State
-from fsdp2.core.streams import Lane, Streams
+from fsdp2.core.streams import SIDE_LANES, Lane, Streams
 
 
 class Phase(Enum):
@@ -94,6 +95,16 @@ class Unit:
         for group in self.groups:
             group.shard_smaller()
 
+    def forbid_reading(self) -> None:
+        """Let a backward raise that reads parameters which are not gathered.
+
+        They have no memory then; the backward of an embedding and the like does not read it.
+        """
+        for group in self.groups:
+            if group.needs_gather:
+                for param in group.params:
+                    param.forbid_reading()
+
     def reshard_if_outdated(self) -> None:
         """Free what was gathered before an optimizer step."""
         for group in self.groups:
@@ -115,6 +126,8 @@ class Scheduler:
         in_backward: whether a backward has begun whose end was not seen.
         is_last_backward: whether the end of this backward waits for reductions and cleans up.
         manual: whether it leaves both to `finalize`, whatever ``is_last_backward`` says.
+        unawaited: whether a `finalize` that did not wait is still to be followed by
+            `wait_for_reductions`.
         resets: how often an iteration was given up.
         post_optim_event: recorded behind the optimizer's step by a user who runs it on a stream of
             his own; the next forward's all-gathers wait for it.
@@ -143,6 +156,7 @@ class Scheduler:
         self._arriving: list[PendingReduction] = []  # on their way to the host
         self.post_optim_event: Any = None
         self.manual = False
+        self.unawaited = False
         self.resets = 0
         self.update_window()
 
@@ -153,18 +167,37 @@ class Scheduler:
     # ---- forward
 
     def begin_forward(self, root: Unit, expects_backward: bool) -> None:
-        """A forward starts at ``root``, which is not inside another unit's forward."""
+        """A forward starts at ``root``, which is not inside another unit's forward.
+
+        Raises:
+            ShardingStateError: nobody waited for the reductions of the last `finalize`.
+        """
+        if self.unawaited:
+            raise ShardingStateError(
+                f"the forward of '{root.name or '(root)'}' was called before the gradients of the "
+                f"last finalize_backward(async_op=True) were waited for; call wait() on the "
+                f"handle that it returned"
+            )
         self.forward_root = root
         self._expected = self._orders.get(root) or self._registration_order(root)
         self._cursor = -1
         self._running = []
         self._records_exits = expects_backward
+        if self._pending or self._summing:
+            self._order_after_hooks()
         if self.post_optim_event is not None:
             for lane in (Lane.COPY_IN, Lane.ALL_GATHER):
                 self.streams.wait(lane, self.post_optim_event, "gathers after the optimizer")
             self.post_optim_event = None
         if len(self._finished) > self.FORWARDS_REMEMBERED * len(self.units):
             self._forget_exits()  # forwards whose backward never came
+
+    def _order_after_hooks(self) -> None:
+        """Let gathers wait for what users' hooks do to shards behind reductions in flight."""
+        for pending in (*self._summing, *self._pending):
+            if any(param.has_grad_hooks for param in pending.group.params):
+                for lane in (Lane.COPY_IN, Lane.ALL_GATHER):
+                    self.streams.wait(lane, pending.done, "gathers after an optimizer in backward")
 
     def _registration_order(self, root: Unit) -> list[Unit]:
         return [unit for unit in self.units if unit.groups] if root.is_root else []
@@ -244,10 +277,17 @@ class Scheduler:
         self._entered = position = unit.visits.pop() if unit.visits else 0
         if unit.unshard_in_backward:
             self._gather(unit)
+        else:
+            unit.forbid_reading()
         if unit.backward_prefetch:
             self._request(unit.backward_prefetch)
         elif position and self._finished[position - 1].unshard_in_backward:
             self._prefetch(self._finished[position - 1])
+
+    def enter_recomputation(self, unit: Unit) -> None:
+        """Gather ``unit``, in backward, for a forward that runs again."""
+        if unit.is_sharded:
+            self._gather(unit)
 
     def exit_backward(self, unit: Unit) -> None:
         """Free ``unit``, unless it is itself the next one, and reduce the gradients it has."""
@@ -310,10 +350,12 @@ class Scheduler:
         self._forget_exits()
         if wait:
             self._drain()
+        self.unawaited = not wait
 
     def wait_for_reductions(self) -> None:
         """Let COMPUTE, and the host for offloaded gradients, wait for what is under way."""
         self._drain()
+        self.unawaited = False
 
     def _forget_exits(self) -> None:
         self._finished.clear()
@@ -338,14 +380,21 @@ class Scheduler:
             if pending.done is not pending.scattered:
                 self._finish_all_reduces(keep=0)
                 self._summing.append(pending)
-            if pending.on_host:
-                self._arriving.append(pending)
+            elif pending.on_host:
+                self._arrive(pending)
 
     def _finish_all_reduces(self, keep: int) -> None:
         """Let COMPUTE wait for the oldest all-reduces; what they read may be freed then."""
         while len(self._summing) > keep:
             pending = self._summing.pop(0)
             self.streams.wait(Lane.COMPUTE, pending.done, "compute after all-reduce")
+            if pending.on_host:
+                self._arrive(pending)
+
+    def _arrive(self, pending: PendingReduction) -> None:
+        """COMPUTE is behind a copy to the host: keep what the host delivers, no more."""
+        pending.release_results()
+        self._arriving.append(pending)
 
     def _drain(self, deliver: bool = True) -> None:
         """Wait for all reductions, and hand over what was copied to the host."""
@@ -387,6 +436,10 @@ class Scheduler:
         """
         self.resets += 1
         self._drain(deliver=False)
+        self.unawaited = False
+        for lane in SIDE_LANES:  # an exception inside a reduction: nobody has its event
+            behind = self.streams.record(lane, "what was interrupted")
+            self.streams.wait(Lane.COMPUTE, behind, "compute after what was interrupted")
         self._prefetched = None
         self._requested.clear()
         for unit in self.units:
@@ -404,6 +457,8 @@ class Scheduler:
     def _gather(self, unit: Unit) -> None:
         if self._prefetched is unit:
             self._prefetched = None
+        if self._requested and unit in self._requested:
+            self._requested.remove(unit)
         self.unshard(unit)
         self.wait(unit)
 
