@@ -47,6 +47,7 @@ class RunState:
     model: dict[str, int | float]
     text: str  # Corpus.fingerprint
     first_held_out_loss: float  # nats, before the first step
+    lora: int | None = None  # rank of the adapters
     format: int = _FORMAT
 
     @staticmethod
@@ -61,6 +62,7 @@ class RunState:
             model=asdict(options.model),
             text=text,
             first_held_out_loss=first_held_out_loss,
+            lora=options.lora,
         )
 
 
@@ -148,6 +150,12 @@ def _check_resumable(path: Path, state: RunState, options: Options, text: str) -
         raise UsageError(
             f"--resume: {path} holds a model of another configuration (preset {state.preset}, "
             f"now {options.preset})"
+        )
+    if state.lora != now.lora:
+        was, wanted = (f"--lora {n}" if n else "no --lora" for n in (state.lora, now.lora))
+        raise UsageError(
+            f"--resume: {path} was trained with {was}, and this run has {wanted}: not the same "
+            "parameters"
         )
     for field, option in (("seed", "seed"), ("seq_len", "seq-len"), ("batch_size", "batch-size")):
         was, wanted = getattr(state, field), getattr(now, field)

@@ -134,15 +134,15 @@ def global_batch(text: Tensor, seed: int, step: int, batch_size: int, seq_len: i
     return text[starts[:, None] + torch.arange(seq_len + 1)]
 
 
-def rank_slice(batch_size: int, grad_accum: int, micro: int, rank: int, world_size: int) -> slice:
-    """Which sequences of the global batch `rank` handles in micro-batch `micro`.
+def rank_slice(batch_size: int, grad_accum: int, micro: int, dp_rank: int, dp_size: int) -> slice:
+    """Which sequences of the global batch a data-parallel rank handles in micro-batch `micro`.
 
-    batch_size=8, grad_accum=2, world_size=2:   0 1 | 2 3 || 4 5 | 6 7
-                                      rank      0     1      0     1
-                                      micro     0     0      1     1
+    batch_size=8, grad_accum=2, dp_size=2:   0 1 | 2 3 || 4 5 | 6 7
+                                dp_rank      0     1      0     1
+                                micro        0     0      1     1
     """
-    share = batch_size // grad_accum // world_size
-    start = (micro * world_size + rank) * share
+    share = batch_size // grad_accum // dp_size
+    start = (micro * dp_size + dp_rank) * share
     return slice(start, start + share)
 
 

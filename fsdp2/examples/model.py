@@ -51,6 +51,10 @@ class ModelConfig:
         return self.dim // self.num_heads
 
     @property
+    def kv_dim(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
     def largest_dim(self) -> int:
         """The largest first dim of any parameter: beyond it, a rank would hold padding alone."""
         return max(self.vocab_size, self.hidden_dim, self.dim)
@@ -105,32 +109,33 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention in which H / K query heads share one key/value head."""
+    """Causal self-attention in which H / K query heads share one key/value head.
+
+    The number of heads is read from the projections' outputs: a tensor-parallel rank has its own
+    H / T and K / T of them.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
-        self.num_kv_heads = config.num_kv_heads
+        self.share = config.num_heads // config.num_kv_heads
         self.head_dim = config.head_dim
-        kv_dim = config.num_kv_heads * config.head_dim
         self.wq = nn.Linear(config.dim, config.dim, bias=False)
-        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wk = nn.Linear(config.dim, config.kv_dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.kv_dim, bias=False)
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q = apply_rotary(self._heads(self.wq(x), self.num_heads), cos, sin)  # [B, H, T, C]
-        k = apply_rotary(self._heads(self.wk(x), self.num_kv_heads), cos, sin)  # [B, K, T, C]
-        v = self._heads(self.wv(x), self.num_kv_heads)
+        q = apply_rotary(self._heads(self.wq(x)), cos, sin)  # [B, H, T, C]
+        k = apply_rotary(self._heads(self.wk(x)), cos, sin)  # [B, K, T, C]
+        v = self._heads(self.wv(x))
         # Repeated: `enable_gqa=True` would leave the fast kernels on the CPU and in fp32.
-        share = self.num_heads // self.num_kv_heads
-        k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
+        k, v = k.repeat_interleave(self.share, dim=1), v.repeat_interleave(self.share, dim=1)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.wo(out.transpose(1, 2).flatten(2))
 
-    def _heads(self, x: Tensor, heads: int) -> Tensor:
+    def _heads(self, x: Tensor) -> Tensor:
         """[B, T, heads * C] -> [B, heads, T, C]"""
-        return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class SwiGLU(nn.Module):
@@ -209,6 +214,12 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
 
 
+def generator_of(name: str, seed: int, device: torch.device) -> torch.Generator:
+    """The random numbers of one parameter: a function of `seed` and its full name."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+    return torch.Generator(device=device).manual_seed(int.from_bytes(digest, "big"))
+
+
 @torch.no_grad()
 def reset_parameters(module: nn.Module, config: ModelConfig, seed: int, prefix: str = "") -> None:
     """Fill `module`'s parameters: norms with 1, weights with N(0, 0.02) or narrower.
@@ -221,8 +232,7 @@ def reset_parameters(module: nn.Module, config: ModelConfig, seed: int, prefix: 
             param.fill_(1.0)
             continue
         full_name = f"{prefix}.{name}" if prefix else name
-        digest = hashlib.blake2b(f"{seed}/{full_name}".encode(), digest_size=7).digest()
-        generator = torch.Generator(device=param.device).manual_seed(int.from_bytes(digest, "big"))
+        generator = generator_of(full_name, seed, param.device)
         # Two residual additions a layer: narrower, so that depth does not widen their sum.
         residual = full_name.endswith(("attention.wo.weight", "mlp.down.weight"))
         std = 0.02 / (2 * config.num_layers) ** 0.5 if residual else 0.02

@@ -93,12 +93,16 @@ class Options:
     grad_accum: int
     activation_checkpointing: bool
     reshard_after_forward: bool | None
+    replicate: int  # groups of ranks that each hold all shards
+    tp: int  # ranks that share every layer's computation
+    cpu_offload: bool
+    lora: int | None  # the adapters' rank; None trains the weights themselves
     checkpoint: Path | None
     checkpoint_every: int
     resume: bool
     seed: int
     device: str  # "cpu" or "cuda"
-    backend: str  # "gloo" or "nccl"
+    backend: str  # "gloo", "nccl", or one for each kind of tensor: "cpu:gloo,cuda:nccl"
     threads: int
 
     @property
@@ -106,9 +110,19 @@ class Options:
         return PRESETS[self.preset]
 
     @property
+    def data_parallel_size(self) -> int:
+        """Into how many slices a micro-batch is cut; the ranks of one --tp group share a slice."""
+        return self.world_size // self.tp
+
+    @property
+    def shard_size(self) -> int:
+        """Over how many ranks a parameter (or its part of a --tp rank) is sharded."""
+        return self.data_parallel_size // self.replicate
+
+    @property
     def rank_batch(self) -> int:
         """Sequences in one rank's micro-batch."""
-        return self.batch_size // self.grad_accum // self.world_size
+        return self.batch_size // self.grad_accum // self.data_parallel_size
 
 
 def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
@@ -123,8 +137,9 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
         )
     device = _device(args.device)
     micro_batch = batch_size // args.grad_accum
-    world_size = _world_size(args.nproc, ranks, device, micro_batch)
-    _check_world_size(world_size, micro_batch, PRESETS[args.preset].largest_dim, args.preset)
+    _check_model(args.preset, args.tp, args.lora)
+    world_size = _world_size(args.nproc, ranks, device, micro_batch, args.replicate, args.tp)
+    _check_world_size(world_size, micro_batch, args.replicate, args.tp, args.preset)
     local_world_size = ranks.local_world_size if ranks else world_size
     if args.checkpoint is not None and importlib.util.find_spec("numpy") is None:
         # torch.distributed.checkpoint plans with object collectives, which convert with NumPy.
@@ -148,12 +163,16 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
         reshard_after_forward={"auto": None, "always": True, "never": False}[
             args.reshard_after_forward
         ],
+        replicate=args.replicate,
+        tp=args.tp,
+        cpu_offload=args.cpu_offload,
+        lora=args.lora,
         checkpoint=args.checkpoint,
         checkpoint_every=args.checkpoint_every or 50,
         resume=args.resume,
         seed=args.seed,
         device=device,
-        backend=_backend(device, local_world_size),
+        backend=_backend(device, local_world_size, args.cpu_offload),
         threads=args.threads or _threads(local_world_size),
     )
 
@@ -198,6 +217,7 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="free gathered parameters after forward (auto: all groups but the root's)",
     )
+    _add_parallelism(parser, count)
     add("--checkpoint", type=Path, metavar="DIR", help="save the run here, the last 2 checkpoints")
     add("--checkpoint-every", type=count, metavar="N", help="steps between checkpoints (50)")
     add("--resume", action="store_true", help="continue from the latest checkpoint in DIR")
@@ -206,6 +226,36 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--threads", type=count, help="CPU threads a rank (default: the CPUs, shared out)")
     return parser
+
+
+def _add_parallelism(parser: argparse.ArgumentParser, count: Callable[[str], float]) -> None:
+    add = parser.add_argument
+    add(
+        "--replicate",
+        type=count,
+        default=1,
+        metavar="R",
+        help="HSDP: R groups of ranks, each holding all shards (default: 1)",
+    )
+    add(
+        "--tp",
+        type=count,
+        default=1,
+        metavar="T",
+        help="tensor parallelism: T neighbouring ranks share every layer (default: 1)",
+    )
+    add(
+        "--cpu-offload",
+        action="store_true",
+        help="keep shards, gradients and optimizer states in host memory",
+    )
+    add(
+        "--lora",
+        type=count,
+        metavar="RANK",
+        help="freeze embedding and linear layers; train low-rank adapters on the blocks' linear "
+        "layers, the norms and the head",
+    )
 
 
 def _number(
@@ -231,7 +281,14 @@ def _device(name: str) -> str:
     return name
 
 
-def _world_size(nproc: int | None, ranks: GivenRanks | None, device: str, micro_batch: int) -> int:
+def _world_size(
+    nproc: int | None,
+    ranks: GivenRanks | None,
+    device: str,
+    micro_batch: int,
+    replicate: int,
+    tp: int,
+) -> int:
     if ranks is not None:
         if nproc is not None and nproc != ranks.world_size:
             raise UsageError(
@@ -239,41 +296,75 @@ def _world_size(nproc: int | None, ranks: GivenRanks | None, device: str, micro_
                 "leave --nproc out"
             )
         return ranks.world_size
-    if nproc is not None:
-        limit = MAX_LOCAL_RANKS_PER_CPU * cpu_count()
-        if nproc > limit:
-            raise UsageError(
-                f"--nproc {nproc} is too many for this machine: with {cpu_count()} CPUs it can "
-                f"start at most {limit} ranks"
-            )
-        return nproc
-    # Two by default even on one GPU (over gloo): a single rank would shard nothing.
-    wanted = max(2, torch.cuda.device_count()) if device == "cuda" else 2
-    return max(n for n in range(1, wanted + 1) if micro_batch % n == 0)
-
-
-def _check_world_size(world_size: int, micro_batch: int, largest_dim: int, preset: str) -> None:
-    if world_size > micro_batch:
+    world_size = nproc or _default_world_size(device, micro_batch, replicate, tp)
+    limit = MAX_LOCAL_RANKS_PER_CPU * cpu_count()
+    if world_size > limit:
         raise UsageError(
-            f"{world_size} ranks are more than the {micro_batch} sequences of a micro-batch "
+            f"{world_size} ranks are too many for this machine: with {cpu_count()} CPUs it can "
+            f"start at most {limit} ranks"
+        )
+    return world_size
+
+
+def _default_world_size(device: str, micro_batch: int, replicate: int, tp: int) -> int:
+    """One rank a GPU where they suffice, and as many of them as the micro-batch divides over."""
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    # Two shards by default even on one GPU (over gloo): a single one would shard nothing.
+    wanted = gpus // (replicate * tp) if gpus >= max(2, replicate * tp) else 2
+    shards = [n for n in range(1, wanted + 1) if micro_batch % (n * replicate) == 0]
+    return max(shards, default=1) * replicate * tp
+
+
+def _check_model(preset: str, tp: int, lora: int | None) -> None:
+    """Whether each --tp rank gets a whole share of every layer, and adapters are of low rank."""
+    model = PRESETS[preset]
+    shared = {
+        "key/value heads": model.num_kv_heads,
+        "hidden channels": model.hidden_dim,
+        "rows of the vocabulary": model.vocab_size,
+    }
+    for what, size in shared.items():
+        if size % tp:
+            raise UsageError(f"--tp {tp} does not divide the {size} {what} of preset {preset}")
+    if lora is not None and lora >= model.kv_dim:
+        raise UsageError(
+            f"--lora {lora} is no low rank: the smallest linear layer of preset {preset} has "
+            f"{model.kv_dim} rows"
+        )
+
+
+def _check_world_size(
+    world_size: int, micro_batch: int, replicate: int, tp: int, preset: str
+) -> None:
+    if world_size % (replicate * tp):
+        flags = [f"--{k} {n}" for k, n in (("replicate", replicate), ("tp", tp)) if n > 1]
+        raise UsageError(f"{world_size} ranks do not divide evenly by {' x '.join(flags)}")
+    slices = world_size // tp
+    takers = f"{slices} groups of {tp} ranks (--tp)" if tp > 1 else f"{slices} ranks"
+    if slices > micro_batch:
+        raise UsageError(
+            f"{takers} are more than the {micro_batch} sequences of a micro-batch "
             "(--batch-size / --grad-accum): some ranks would have nothing to do"
         )
-    if micro_batch % world_size:
+    if micro_batch % slices:
         raise UsageError(
             f"{micro_batch} sequences in a micro-batch (--batch-size / --grad-accum) do not "
-            f"divide evenly over {world_size} ranks"
+            f"divide evenly over {takers}"
         )
-    if world_size > largest_dim:
+    holders = world_size // replicate
+    if holders > PRESETS[preset].largest_dim:
         raise UsageError(
-            f"{world_size} ranks are more than the largest dim of preset {preset}, {largest_dim}: "
-            "some ranks would hold nothing but padding"
+            f"{holders} ranks are more than the largest dim of preset {preset}, "
+            f"{PRESETS[preset].largest_dim}: some ranks would hold nothing but padding"
         )
 
 
-def _backend(device: str, local_world_size: int) -> str:
+def _backend(device: str, local_world_size: int, cpu_offload: bool) -> str:
     """NCCL refuses two ranks on one GPU; gloo takes CUDA tensors too, if slowly."""
-    enough = device == "cuda" and torch.cuda.device_count() >= local_world_size
-    return "nccl" if enough else "gloo"
+    if device == "cpu" or torch.cuda.device_count() < local_world_size:
+        return "gloo"
+    # Offloaded gradients are on the CPU, and their norm is summed over the ranks there.
+    return "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
 
 
 def _threads(local_world_size: int) -> int:

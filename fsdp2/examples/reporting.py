@@ -136,19 +136,17 @@ class StateBytes:
     unsharded: int
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> StateBytes:
-    """Counted on the tensors themselves, reached through the optimizer.
-
-    The optimizer holds the sharded parameters whatever the model's slots hold at the moment.
-    """
+def state_bytes(
+    params: Iterable[torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> StateBytes:
+    """Counted on the tensors themselves: sharded `params`, frozen or trained, and what hangs on."""
     rank = unsharded = 0
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            for tensor in (param, param.grad, *optimizer.state[param].values()):
-                if isinstance(tensor, Tensor):
-                    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                    rank += local.numel() * local.element_size()
-                    unsharded += tensor.numel() * tensor.element_size()
+    for param in params:
+        for tensor in (param, param.grad, *optimizer.state.get(param, {}).values()):
+            if isinstance(tensor, Tensor):
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                rank += local.numel() * local.element_size()
+                unsharded += tensor.numel() * tensor.element_size()
     return StateBytes(rank, unsharded)
 
 

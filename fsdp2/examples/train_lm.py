@@ -2,10 +2,11 @@
 
     python -m fsdp2.examples.train_lm                       # two processes on this machine's CPUs
     torchrun --nproc-per-node 8 -m fsdp2.examples.train_lm --preset llama-1b --precision bf16
+    torchrun --nproc-per-node 8 -m fsdp2.examples.train_lm --replicate 2 --tp 2
 
 The printed losses depend on the options that name the model, the data and the optimizer, not on the
-number of ranks: every rank starts from the same full weights, and takes its slice of one global
-batch, which is a pure function of (seed, step).
+number of ranks or on what they share: every rank starts from the same full weights, and takes its
+slice of one global batch, which is a pure function of (seed, step).
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from . import checkpointing, data, launch, reporting
+from . import checkpointing, data, launch, lora, parallel, reporting
 from .checkpointing import RunState
 from .model import Block, Transformer, reset_parameters, token_losses
 from .options import GivenRanks, Options, UsageError, parse
@@ -86,15 +87,20 @@ def _prepare(options: Options) -> tuple[data.Corpus, tuple[Path, RunState] | Non
 
 @dataclass(frozen=True)
 class Run:
-    """What every part of the loop needs. `params` are the sharded parameters."""
+    """What every part of the loop needs. `params` are the sharded parameters, frozen or not."""
 
     options: Options
     rank: int
+    dp_rank: int
     device: torch.device
     corpus: data.Corpus
     model: nn.Module
     params: list[nn.Parameter]
     optimizer: torch.optim.Optimizer
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return [param for param in self.params if param.requires_grad]
 
     @property
     def fsdp(self) -> FSDPModule:
@@ -119,7 +125,7 @@ def _train(
         print(f"{resumed}held-out loss before training: {first_loss:.4f} nats", flush=True)
     tokens_per_second = _loop(run, start, first_loss)
     final_loss = held_out_loss(run)
-    sizes = reporting.state_bytes(run.optimizer)
+    sizes = reporting.state_bytes(run.params, run.optimizer)
     sample = sample_text(run)
     if ranks.rank == 0:
         _print_end(run, first_loss, final_loss, tokens_per_second, sizes, sample)
@@ -134,37 +140,51 @@ def _set_up(options: Options, ranks: GivenRanks, corpus: data.Corpus) -> Run:
         device = torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     launch.init_process_group(ranks, options.backend, device)
-    mesh = init_device_mesh(device.type, (ranks.world_size,))
-    model = build_model(options, device, mesh)
+    model = build_model(options, device, parallel.make_mesh(options))
     params = list(model.parameters())
     optimizer = torch.optim.AdamW(
-        params, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        [param for param in params if param.requires_grad],
+        lr=options.lr,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+        fused=True,
     )
-    return Run(options, ranks.rank, device, corpus, model, params, optimizer)
+    dp_rank = parallel.data_parallel_rank(options, ranks.rank)
+    return Run(options, ranks.rank, dp_rank, device, corpus, model, params, optimizer)
 
 
 def build_model(options: Options, device: torch.device, mesh: DeviceMesh) -> Transformer:
     """The sharded model. Filled and sharded part by part: no rank ever holds the whole of it.
 
-    Each rank fills a part with the same full weights; `fully_shard` keeps the rank's shard.
+    Each rank fills a part with the same full weights; `fully_shard` keeps the rank's shard. What
+    changes the parameters themselves comes before it: adapters first, then tensor parallelism.
     """
     with torch.device("meta"):
         model = Transformer(options.model, options.activation_checkpointing)
     policy = MixedPrecisionPolicy()
     if options.precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    offload = OffloadPolicy()
+    if options.cpu_offload:
+        # Pages are pinned for copies to and from a GPU; without one there is nothing to pin for.
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
 
     def shard(module: nn.Module) -> None:
         fully_shard(
             module,
-            mesh=mesh,
+            mesh=parallel.data_parallel_mesh(mesh),
             reshard_after_forward=options.reshard_after_forward,
             mp_policy=policy,
+            offload_policy=offload,
         )
 
     for name, part in model.parts():
         part.to_empty(device=device)
         reset_parameters(part, options.model, options.seed, prefix=name)
+        if options.lora is not None:
+            lora.adapt(part, options.lora, options.seed, name)
+        if options.tp > 1:
+            parallel.tensor_parallel(part, mesh["tp"])
         if isinstance(part, Block):
             shard(part)
     shard(model)
@@ -195,14 +215,14 @@ def train_step(run: Run, step: int) -> Tensor:
         run.fsdp.set_requires_gradient_sync(last)
         run.fsdp.set_is_last_backward(last)
         mine = data.rank_slice(
-            options.batch_size, options.grad_accum, micro, run.rank, options.world_size
+            options.batch_size, options.grad_accum, micro, run.dp_rank, options.data_parallel_size
         )
         tokens, targets = data.tokens_and_targets(batch[mine], run.device)
         losses = token_losses(run.model(tokens), targets)
         (losses.mean() / options.grad_accum).backward()
         # In fp64, so that what is printed does not depend on how the batch was cut up.
         total += losses.detach().double().mean() / options.grad_accum
-    nn.utils.clip_grad_norm_(run.params, MAX_GRAD_NORM)
+    nn.utils.clip_grad_norm_(run.trained, MAX_GRAD_NORM)
     run.optimizer.step()
     return total
 
@@ -223,7 +243,7 @@ def _loop(run: Run, start: int, first_loss: float) -> float:
             )
             if not (saves or done % every == 0 or done == options.steps):
                 continue
-            mean_loss = _mean_over_ranks(loss, options.world_size)
+            mean_loss = _sum_over_ranks(loss, options.tp) / options.data_parallel_size
             seconds = time.perf_counter() - since
             training_seconds += seconds
             rate = (done - since_step) * tokens_a_step / seconds
@@ -240,9 +260,10 @@ def _loop(run: Run, start: int, first_loss: float) -> float:
     return (options.steps - start) * tokens_a_step / training_seconds if training_seconds else 0.0
 
 
-def _mean_over_ranks(value: Tensor, world_size: int) -> float:
+def _sum_over_ranks(value: Tensor, tp: int) -> float:
+    """The sum over data-parallel ranks; each one's `tp` ranks have the same value."""
     dist.all_reduce(value)
-    return value.item() / world_size
+    return value.item() / tp
 
 
 @torch.no_grad()
@@ -251,16 +272,16 @@ def held_out_loss(run: Run) -> float:
     options = run.options
     sequences = data.held_out_slices(run.corpus.held_out, options.seq_len, HELD_OUT_SEQUENCES)
     total = torch.zeros((), dtype=torch.float64, device=run.device)
-    forward_size = options.rank_batch * options.world_size
+    forward_size = options.rank_batch * options.data_parallel_size
     # Every rank runs the same number of forwards, as each gathers parameters from all. Where the
     # last slices do not go round, the ranks left over measure the first again and drop the result.
     for begin in range(0, len(sequences), forward_size):
-        first = begin + run.rank * options.rank_batch
+        first = begin + run.dp_rank * options.rank_batch
         mine = sequences[first : first + options.rank_batch]
         tokens, targets = data.tokens_and_targets(mine if len(mine) else sequences[:1], run.device)
         losses = token_losses(run.model(tokens), targets)
         total += losses.double().sum() if len(mine) else 0.0
-    return _mean_over_ranks(total, 1) / (len(sequences) * options.seq_len)
+    return _sum_over_ranks(total, options.tp) / (len(sequences) * options.seq_len)
 
 
 @torch.no_grad()
@@ -278,9 +299,14 @@ def sample_text(run: Run) -> bytes:
 
 def _print_start(run: Run) -> None:
     options, corpus = run.options, run.corpus
+    trained = f" ({sum(p.numel() for p in run.trained):,} trained)" if options.lora else ""
+    mesh = ""
+    if options.replicate * options.tp > 1:
+        mesh = f" (replicate {options.replicate} x shard {options.shard_size} x tp {options.tp})"
+    offloaded = ", shards on the CPU" if options.cpu_offload else ""
     print(
-        f"{options.preset}: {sum(p.numel() for p in run.params):,} parameters, "
-        f"{options.precision}, {options.world_size} rank(s) on {options.device} "
+        f"{options.preset}: {sum(p.numel() for p in run.params):,} parameters{trained}, "
+        f"{options.precision}, {options.world_size} rank(s){mesh} on {options.device}{offloaded} "
         f"over {options.backend}, {options.threads} thread(s) each\n"
         f"{corpus.source}: {corpus.num_files:,} files, {corpus.train.numel():,} bytes to train on, "
         f"{corpus.held_out.numel():,} held out\n"

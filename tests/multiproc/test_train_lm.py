@@ -32,14 +32,12 @@ def losses_of(out: str) -> Losses:
     return {int(n): loss for n, loss in re.findall(r"^step +(\d+)/.*?loss (\d\.\d{4}) ", out, re.M)}
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
-    )
+def run(*command: str, timeout: float = TIMEOUT_SECONDS) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
 
 
-def train(*argv: str, command: tuple[str, ...] = TRAIN_LM) -> str:
-    done = run(*command, *RUN, *argv)
+def train(*argv: str, command: tuple[str, ...] = TRAIN_LM, timeout: float = TIMEOUT_SECONDS) -> str:
+    done = run(*command, *RUN, *argv, timeout=timeout)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -145,6 +143,80 @@ def test_bf16_stays_close(two_ranks: str) -> None:
     expected = losses_of(two_ranks)
     for step, loss in losses_of(out).items():
         assert float(loss) == pytest.approx(float(expected[step]), abs=0.05)
+
+
+# --- every kind of parallelism trains as one rank does -------------------------------------------
+
+FEW = 10
+REPLICATE = ("--nproc", "4", "--replicate", "2")
+TP = ("--nproc", "4", "--tp", "2")
+ALL = ("--nproc", "8", "--replicate", "2", "--tp", "2")
+LORA = ("--lora", "8")
+OFFLOAD = ("--cpu-offload",)
+
+
+def first(losses: Losses, steps: int) -> Losses:
+    return {step: loss for step, loss in losses.items() if step <= steps}
+
+
+@pytest.fixture(scope="module")
+def adapters_on_one_rank() -> Losses:
+    return losses_of(train("--nproc", "1", *LORA))
+
+
+@pytest.mark.parametrize("layout", [REPLICATE, TP], ids=" ".join)
+def test_a_mesh_of_ranks_prints_the_losses_of_two(two_ranks: str, layout: tuple[str, ...]) -> None:
+    out = train(*layout, "--grad-accum", "2", "--steps", str(FEW), timeout=300)
+    assert "rank(s) (replicate " in out
+    assert_same_losses(losses_of(out), first(losses_of(two_ranks), FEW))
+
+
+def test_offloaded_shards_print_the_losses_of_resident_ones(two_ranks: str) -> None:
+    out = train("--nproc", "2", *OFFLOAD)
+    assert_same_losses(losses_of(out), losses_of(two_ranks))
+
+
+def test_adapters_learn_and_print_the_losses_of_one_rank(adapters_on_one_rank: Losses) -> None:
+    out = train("--nproc", "2", *LORA)
+    assert_same_losses(losses_of(out), adapters_on_one_rank)
+    assert float(adapters_on_one_rank[STEPS]) < float(adapters_on_one_rank[1]) - 1.0
+    assert re.search(r"parameters \([\d,]+ trained\)", out)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("more", [(), ("--grad-accum", "2"), OFFLOAD, LORA], ids=" ".join)
+@pytest.mark.parametrize("layout", [REPLICATE, TP, ALL], ids=" ".join)
+def test_every_combination(
+    two_ranks: str,
+    adapters_on_one_rank: Losses,
+    layout: tuple[str, ...],
+    more: tuple[str, ...],
+) -> None:
+    out = train(*layout, *more, "--steps", "20", timeout=600)
+    expected = adapters_on_one_rank if more == LORA else losses_of(two_ranks)
+    assert_same_losses(losses_of(out), first(expected, 20))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("more", [("--grad-accum", "2"), OFFLOAD, LORA], ids=" ".join)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(TP, ("--nproc", "1")), (REPLICATE, TP), (("--nproc", "2"), REPLICATE), (ALL, TP)],
+    ids=" ".join,
+)
+def test_resumed_on_another_mesh(
+    two_ranks: str,
+    adapters_on_one_rank: Losses,
+    tmp_path: Path,
+    before: tuple[str, ...],
+    after: tuple[str, ...],
+    more: tuple[str, ...],
+) -> None:
+    saving = ("--checkpoint", str(tmp_path), *more)
+    train(*before, *saving, "--steps", "6", timeout=600)
+    out = train(*after, *saving, "--steps", "12", "--resume", timeout=600)
+    expected = adapters_on_one_rank if more == LORA else losses_of(two_ranks)
+    assert_same_losses(losses_of(out), {step: expected[step] for step in range(7, 13)})
 
 
 # --- interrupted ---------------------------------------------------------------------------------

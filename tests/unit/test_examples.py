@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from fsdp2.examples import checkpointing, data, reporting
+from fsdp2.examples import checkpointing, data, lora, parallel, reporting
 from fsdp2.examples.model import (
     PRESETS,
     Attention,
+    Block,
     ModelConfig,
     Transformer,
     apply_rotary,
@@ -48,6 +51,22 @@ TINY = PRESETS["tiny"]
         (["--nproc", "4", "--batch-size", "8", "--grad-accum", "4"], "more than the 2 sequences"),
         (["--nproc", "3", "--batch-size", "8"], "do not divide evenly over 3 ranks"),
         (["--batch-size", "8", "--grad-accum", "3"], "does not split into --grad-accum 3"),
+        (["--replicate", "0"], "'0' is not a whole number of at least 1"),
+        (["--tp", "-2"], "'-2' is not a whole number of at least 1"),
+        (["--lora", "0"], "'0' is not a whole number of at least 1"),
+        (["--lora", "64"], "--lora 64 is no low rank"),
+        (["--tp", "4"], "--tp 4 does not divide the 2 key/value heads of preset small"),
+        (["--nproc", "6", "--replicate", "4"], "6 ranks do not divide evenly by --replicate 4"),
+        (["--nproc", "5", "--tp", "2"], "5 ranks do not divide evenly by --tp 2"),
+        (
+            ["--nproc", "6", "--replicate", "2", "--tp", "2"],
+            "6 ranks do not divide evenly by --replicate 2 x --tp 2",
+        ),
+        (
+            ["--nproc", "6", "--tp", "2", "--batch-size", "8"],
+            "do not divide evenly over 3 groups of 2 ranks (--tp)",
+        ),
+        (["--replicate", "100000"], "too many for this machine"),
         (["--resume"], "--resume needs --checkpoint"),
         (["--checkpoint-every", "5"], "--checkpoint-every needs --checkpoint"),
         (["--seq-len", "100000000"], "too little text"),
@@ -100,6 +119,33 @@ def test_defaults_are_complete() -> None:
         assert parse(["--device", "cpu", "--preset", preset], None).model == PRESETS[preset]
     # An odd number of sequences leaves one rank rather than an error nobody asked for.
     assert parse(["--device", "cpu", "--batch-size", "7"], None).world_size == 1
+
+
+def test_ranks_multiply_out() -> None:
+    options = parse(["--device", "cpu", "--nproc", "8", "--replicate", "2", "--tp", "2"], None)
+    assert (options.data_parallel_size, options.shard_size, options.rank_batch) == (4, 2, 4)
+    # Two shards unless told otherwise, as without the flags.
+    options = parse(["--device", "cpu", "--replicate", "2", "--tp", "2"], None)
+    assert (options.world_size, options.shard_size) == (8, 2)
+    options = parse(["--device", "cpu", "--tp", "2", "--batch-size", "7"], None)
+    assert (options.world_size, options.shard_size) == (2, 1)
+    # As many sequences as data-parallel slices are enough, however many ranks share one.
+    options = parse(["--device", "cpu", "--nproc", "4", "--tp", "2", "--batch-size", "2"], None)
+    assert options.rank_batch == 1
+
+
+def test_one_rank_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    assert parse([], None).world_size == 8
+    options = parse(["--replicate", "2", "--tp", "2"], None)
+    assert (options.world_size, options.shard_size, options.backend) == (8, 2, "nccl")
+    assert parse(["--replicate", "8"], None).shard_size == 1
+    # Gradients on the CPU are reduced there too.
+    assert parse(["--cpu-offload"], None).backend == "cpu:gloo,cuda:nccl"
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    options = parse(["--tp", "2", "--cpu-offload"], None)
+    assert (options.world_size, options.backend) == (4, "gloo")
 
 
 # --- data ----------------------------------------------------------------------------------------
@@ -194,6 +240,13 @@ def test_rank_slices_cover_the_global_batch_once(world_size: int, grad_accum: in
         # A micro-batch holds the same sequences on any number of ranks.
         assert seen[start:] == list(range(start, start + batch_size // grad_accum))
     assert seen == list(range(batch_size))
+
+
+def test_ranks_of_one_tensor_parallel_group_see_the_same_data() -> None:
+    argv = ["--device", "cpu", "--nproc", "8", "--replicate", "2", "--tp", "2"]
+    options = parse(argv, None)
+    dp_ranks = [parallel.data_parallel_rank(options, rank) for rank in range(8)]
+    assert dp_ranks == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_held_out_slices_are_spread_and_do_not_overlap() -> None:
@@ -326,6 +379,84 @@ def test_weights_depend_on_seed_and_name_alone() -> None:
     assert not whole.head.weight.equal(whole.embed.weight)
 
 
+# --- adapters and tensor parallelism -------------------------------------------------------------
+
+
+def _adapted(rank: int = 4) -> Transformer:
+    model = _model(TINY)
+    for name, part in model.parts():
+        lora.adapt(part, rank, 0, name)
+    return model
+
+
+def test_adapters_start_as_nothing_and_leave_the_base_frozen() -> None:
+    plain, model = _model(TINY), _adapted()
+    tokens = torch.arange(20)[None]
+    assert model(tokens).equal(plain(tokens))
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    kinds = {name.rpartition(".")[0].rpartition(".")[2] for name in trained}
+    assert kinds == {"lora_a", "lora_b", "attention_norm", "mlp_norm", "norm", "head"}
+    assert sum("lora_a" in name for name in trained) == 7 * TINY.num_layers
+    assert model.get_parameter("blocks.1.mlp.down.lora_a.weight").shape == (4, TINY.hidden_dim)
+
+    frozen = {name: p.clone() for name, p in model.named_parameters() if name not in trained}
+    assert {"embed.weight", "blocks.0.attention.wq.base.weight"} <= frozen.keys()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    losses = []
+    for _ in range(20):
+        loss = token_losses(model(tokens), tokens).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1.0
+    for name, before in frozen.items():
+        assert model.get_parameter(name).equal(before), name
+    assert model.get_parameter("blocks.0.attention.wq.lora_b.weight").any()
+
+
+def test_adapters_depend_on_seed_and_name_alone() -> None:
+    one = _adapted().get_parameter("blocks.1.attention.wq.lora_a.weight")
+    torch.manual_seed(99)
+    model = _adapted()
+    assert model.get_parameter("blocks.1.attention.wq.lora_a.weight").equal(one)
+    assert not model.get_parameter("blocks.0.attention.wq.lora_a.weight").equal(one)
+
+
+def test_every_layer_of_a_block_has_its_tensor_parallel_style() -> None:
+    colwise, rowwise = ["wq", "wk", "wv", "gate", "up"], ["wo", "down"]
+    for model, suffix in ((_model(TINY), ""), (_adapted(), ".base")):
+        block = model.blocks[0]
+        assert isinstance(block, Block)
+        styles = parallel.plan(block)
+        assert isinstance(styles, dict)
+        holders = {name.rpartition(".")[0] for name, _ in block.named_parameters()}
+        assert styles.keys() == holders
+        for path, style in styles.items():
+            name = path.removesuffix(suffix).rpartition(".")[2]
+            if name in colwise:
+                assert isinstance(style, ColwiseParallel), path
+            elif name in rowwise:
+                assert isinstance(style, RowwiseParallel), path
+            elif name.endswith("norm"):
+                assert isinstance(style, parallel.ReplicateParallel), path
+            else:
+                # The adapter's wide side is cut as the base is, its narrow side is whole.
+                wide = path.endswith("lora_a") == (path.split(".")[-2] in rowwise)
+                assert isinstance(style, parallel.ReplicateParallel) != wide, path
+
+
+def test_the_other_parts_have_one_style_each() -> None:
+    styles = {
+        name: parallel.plan(part)
+        for name, part in _model(TINY).parts()
+        if not isinstance(part, Block)
+    }
+    assert isinstance(styles["embed"], RowwiseParallel)
+    assert isinstance(styles["norm"], parallel.ReplicateParallel)
+    assert isinstance(styles["head"], ColwiseParallel)
+
+
 # --- schedule and report -------------------------------------------------------------------------
 
 
@@ -356,6 +487,15 @@ def test_progress_line_and_units(capsys: pytest.CaptureFixture[str]) -> None:
     assert reporting.format_bytes(17) == "17 B"
     assert reporting.format_bytes(5 << 30) == "5.00 GiB"
     assert reporting.printable(b"a\tb\n\x1b[31m\xff") == "a b\n?[31m\ufffd"
+
+
+def test_frozen_parameters_count_in_the_state() -> None:
+    frozen, trained = nn.Parameter(torch.zeros(5), requires_grad=False), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([trained], lr=1.0, momentum=0.9)
+    trained.grad = torch.ones(3)
+    optimizer.step()
+    sizes = reporting.state_bytes([frozen, trained], optimizer)
+    assert sizes.rank == sizes.unsharded == 4 * (5 + 3 * 3)
 
 
 # --- which checkpoints may be resumed ------------------------------------------------------------
@@ -393,12 +533,28 @@ def test_resume_finds_the_latest(tmp_path: Path) -> None:
         (["--batch-size", "4"], "--batch-size 8, not 4"),
         (["--seq-len", "32"], "--seq-len 64, not 32"),
         (["--steps", "2"], "already at step 3"),
+        (["--lora", "8"], "trained with no --lora, and this run has --lora 8"),
     ],
 )
 def test_resume_refuses_another_run(tmp_path: Path, argv: list[str], says: str) -> None:
     _write_checkpoint(tmp_path, 3)
     with pytest.raises(UsageError, match=says):
         checkpointing.find(_options(tmp_path, "--resume", *argv), "text")
+
+
+def test_resume_may_share_the_work_otherwise(tmp_path: Path) -> None:
+    _write_checkpoint(tmp_path, 3, "--nproc", "2")
+    options = _options(tmp_path, "--resume", "--nproc", "8", "--replicate", "2", "--tp", "2")
+    assert checkpointing.find(options, "text") is not None
+
+
+def test_resume_reads_checkpoints_from_before_adapters(tmp_path: Path) -> None:
+    _write_checkpoint(tmp_path, 3)
+    path = tmp_path / "step-000003" / "run.json"
+    fields = json.loads(path.read_text())
+    del fields["lora"]
+    path.write_text(json.dumps(fields))
+    assert checkpointing.find(_options(tmp_path, "--resume"), "text") is not None
 
 
 def test_resume_refuses_other_text_and_damage(tmp_path: Path) -> None:

@@ -1,0 +1,122 @@
+"""Who works with whom: the mesh of ranks, and how tensor parallelism cuts each layer.
+
+    ranks 0..7, --replicate 2 --tp 2:      replicate 0          replicate 1
+                                       shard 0   shard 1     shard 0   shard 1
+                                   tp   0 1       2 3         4 5       6 7
+
+Ranks along `tp` see the same data, compute one layer together and exchange activations; they are
+neighbours, so that this stays inside a machine. Ranks along `shard` and `replicate` see different
+data: parameters are sharded along `shard`, gradients are averaged over both.
+
+    column-parallel                          row-parallel
+    wq wk wv gate up   [B, T, D] -> [B, T, */T]   wo down   [B, T, */T] -> sum over tp -> [B, T, D]
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from .lora import LoRALinear
+from .model import RMSNorm
+from .options import Options
+
+_ROWWISE = ("wo", "down")
+
+
+def make_mesh(options: Options) -> DeviceMesh:
+    """All ranks, as (replicate, shard, tp); of the first and the last only those that are used."""
+    dims = {"replicate": options.replicate, "shard": options.shard_size, "tp": options.tp}
+    used = {name: size for name, size in dims.items() if size > 1 or name == "shard"}
+    mesh = init_device_mesh(options.device, tuple(used.values()), mesh_dim_names=tuple(used))
+    if options.tp > 1:
+        # DTensor looks it up: gradient norms are summed over both dims by one all-reduce, not two.
+        mesh["shard", "tp"]._flatten("shard_tp")
+    return mesh
+
+
+def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The part of `mesh` that `fully_shard` takes: all but tensor parallelism."""
+    names = mesh.mesh_dim_names or ()
+    return mesh["replicate", "shard"] if "replicate" in names else mesh["shard"]
+
+
+def data_parallel_rank(options: Options, rank: int) -> int:
+    """Which of `options.data_parallel_size` slices of a micro-batch `rank` takes."""
+    return rank // options.tp  # `tp` is the mesh's last dim: its ranks are neighbours
+
+
+def tensor_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
+    """Make `part`'s parameters DTensors of which each rank along `mesh`, 1-D, holds its share.
+
+    Every rank has filled the part with the same full weights and keeps its share of its own copy
+    (``src_data_rank=None``): nothing is sent.
+    """
+    parallelize_module(part, mesh, plan(part), src_data_rank=None)
+
+
+def plan(part: nn.Module) -> ParallelStyle | dict[str, ParallelStyle]:
+    """How to cut one of the model's parts: embedding, block, last norm or head.
+
+    Between layers activations are whole on every rank, hence of any length; the norms' weights are
+    DTensors too, so that one optimizer and one gradient norm have parameters on one mesh only.
+    """
+    if isinstance(part, nn.Embedding):
+        return RowwiseParallel(input_layouts=Replicate())
+    if isinstance(part, RMSNorm):
+        return ReplicateParallel()
+    if isinstance(part, nn.Linear):
+        return ColwiseParallel(output_layouts=Replicate())  # the head: whole logits
+    styles: dict[str, ParallelStyle] = {}
+    for path, module in part.named_modules():
+        rowwise = path.endswith(_ROWWISE)
+        if isinstance(module, RMSNorm):
+            styles[path] = ReplicateParallel()
+        elif isinstance(module, LoRALinear):
+            # The adapter's narrow side is whole on every rank; its wide side is cut like the base.
+            styles[f"{path}.base"] = _linear(rowwise)
+            styles[f"{path}.lora_a"] = RowwiseParallel() if rowwise else ReplicateParallel()
+            styles[f"{path}.lora_b"] = ReplicateParallel() if rowwise else ColwiseParallel()
+        elif isinstance(module, nn.Linear) and path not in styles:
+            styles[path] = _linear(rowwise)
+    return styles
+
+
+def _linear(rowwise: bool) -> ParallelStyle:
+    return RowwiseParallel() if rowwise else ColwiseParallel()
+
+
+class ReplicateParallel(ParallelStyle):
+    """Whole on every rank: the same input, the same weights, the same output and gradients."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # Both hooks return what replaces their argument; the declared types leave that out.
+        return distribute_module(
+            module,
+            device_mesh,
+            self._replicate,
+            self._annotate_input,  # type: ignore[arg-type]
+            self._local_output,  # type: ignore[arg-type]
+        )
+
+    def _replicate(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for key, param in list(module.named_parameters(recurse=False)):
+            whole = distribute_tensor(param, mesh, [Replicate()], src_data_rank=self.src_data_rank)
+            module.register_parameter(key, nn.Parameter(whole, requires_grad=param.requires_grad))
+
+    @staticmethod
+    def _annotate_input(
+        module: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh
+    ) -> tuple[DTensor]:
+        return (DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False),)
+
+    @staticmethod
+    def _local_output(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+        return output.to_local()
