@@ -100,8 +100,7 @@ class PendingReduction:
     def release_results(self) -> None:
         """Free what was copied to the host, once COMPUTE is behind ``done``."""
         for _, job in self.jobs:
-            job.flat = job.result = job.partial = None
-            job.grads = []
+            job.grads, job.flat, job.result, job.partial = [], None, None, None
 
     def deliver(self) -> None:
         """Deliver what was copied to the host, once the host is behind ``done``."""

@@ -147,7 +147,7 @@ class Scheduler:
         self._cursor = -1
         self._entered = 0  # position of the unit whose backward began last
         self._running: list[Unit] = []  # this forward's order of entries
-        self._finished: list[Unit] = []  # this iteration's order of exits, backward's in reverse
+        self._finished: list[Unit | None] = []  # this iteration's exits, till their backward comes
         self._records_exits = False
         self._prefetched: Unit | None = None  # gathered on a guess, not yet used
         self._requested: list[Unit] = []  # gathered on an explicit list, perhaps not yet used
@@ -186,11 +186,18 @@ class Scheduler:
         if self._pending or self._summing:
             self._order_after_hooks()
         if self.post_optim_event is not None:
-            for lane in (Lane.COPY_IN, Lane.ALL_GATHER):
-                self.streams.wait(lane, self.post_optim_event, "gathers after the optimizer")
-            self.post_optim_event = None
+            self._order_after_optimizer()
         if len(self._finished) > self.FORWARDS_REMEMBERED * len(self.units):
             self._forget_exits()  # forwards whose backward never came
+
+    def _order_after_optimizer(self) -> None:
+        """Let what reads shards wait for the user's event: gathers; forward itself on one rank."""
+        event, self.post_optim_event = self.post_optim_event, None
+        lanes = [Lane.COPY_IN, Lane.ALL_GATHER]
+        if any(group.collectives.size == 1 for unit in self.units for group in unit.groups):
+            lanes.append(Lane.COMPUTE)
+        for lane in lanes:
+            self.streams.wait(lane, event, "gathers after the optimizer")
 
     def _order_after_hooks(self) -> None:
         """Let gathers wait for what users' hooks do to shards behind reductions in flight."""
@@ -274,15 +281,21 @@ class Scheduler:
         unit.phase = Phase.BACKWARD
         if not unit.groups:
             return
-        self._entered = position = unit.visits.pop() if unit.visits else 0
+        position = 0
+        if unit.visits:
+            position = unit.visits.pop()
+            self._finished[position] = None
+        self._entered = position
         if unit.unshard_in_backward:
             self._gather(unit)
         else:
             unit.forbid_reading()
         if unit.backward_prefetch:
             self._request(unit.backward_prefetch)
-        elif position and self._finished[position - 1].unshard_in_backward:
-            self._prefetch(self._finished[position - 1])
+        elif position:
+            following = self._finished[position - 1]
+            if following is not None and following.unshard_in_backward:
+                self._prefetch(following)
 
     def enter_recomputation(self, unit: Unit) -> None:
         """Gather ``unit``, in backward, for a forward that runs again."""
@@ -335,6 +348,7 @@ class Scheduler:
         if last:
             self._drop_unused()
             self._drain()
+        if last or not any(unit.visits for unit in self.units):
             self._forget_exits()
 
     def finalize(self, wait: bool) -> None:

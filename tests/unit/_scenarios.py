@@ -12,6 +12,7 @@ from collections.abc import Callable
 from fsdp2.core.group import OptimizerSteps
 from fsdp2.core.scheduler import Unit
 from fsdp2.core.simulate import Node, Simulation
+from fsdp2.core.streams import Lane
 from fsdp2.core.virtual import VirtualDevice
 from tests.unit._random_models import InterruptError, Watch, calls_of, random_tree, shuffle_calls
 
@@ -51,6 +52,49 @@ def stepping(rng: random.Random, device: VirtualDevice) -> Watch:
         for unit in sim.scheduler.units:
             unit.sync = True
         sim.step_in_backward()
+        _iterate(watch)
+    return watch
+
+
+def stepping_in_flight(rng: random.Random, device: VirtualDevice) -> Watch:
+    """The optimizer runs in hooks, and forwards begin before it is known to be through."""
+    watch = Watch(rng, random_tree(rng), device=device)
+    sim = watch.sim
+    for _ in range(2):
+        sim.step_in_backward()
+        for _ in range(rng.randint(1, 2)):
+            sim.scheduler.is_last_backward = False
+            sim.iteration(step=False)
+            watch.check_reduced()
+        sim.scheduler.is_last_backward = True
+        _iterate(watch)
+    return watch
+
+
+def finalized(rng: random.Random, device: VirtualDevice) -> Watch:
+    """Several backwards, with sync or without, that the caller ends, at once or in two steps."""
+    root = random_tree(rng)
+    watch = Watch(rng, root, device=device)
+    sim = watch.sim
+    for _ in range(2):
+        sim.scheduler.manual = True
+        for _ in range(rng.randint(1, 2)):
+            synced = rng.random() < 0.4
+            for unit in sim.scheduler.units:
+                unit.sync = synced
+            sim.iteration(step=False)
+        for unit in sim.scheduler.units:
+            unit.sync = True
+        wait = rng.random() < 0.5
+        sim.scheduler.finalize(wait)
+        watch.log.append(("step", "end of backward"))
+        if not wait:
+            sim.scheduler.wait_for_reductions()
+        watch.check_reduced()
+        sim.optimizer_step()
+        watch.check_sharded()
+        watch.check_live()
+        sim.scheduler.manual = False
         _iterate(watch)
     return watch
 
@@ -178,6 +222,25 @@ def other_optimizer(rng: random.Random, device: VirtualDevice) -> Watch:
     return watch
 
 
+def optimizer_elsewhere(rng: random.Random, device: VirtualDevice) -> Watch:
+    """The optimizer runs on a stream of its own; the next forward is told by an event."""
+    watch = Watch(rng, random_tree(rng), device=device)
+    sim = watch.sim
+    for _ in range(2):
+        sim.iteration(step=False)
+        groups = [group for unit in sim.scheduler.units for group in unit.groups]
+        gradients = [param.gradient for group in groups for param in group.params]  # type: ignore[attr-defined]
+        device.synchronize(device.record(Lane.COMPUTE, "backward"))
+        with device.on(Lane.ALL_REDUCE):  # idle here: it stands for the user's
+            sim.optimizer_step()
+        sim.scheduler.post_optim_event = device.record(Lane.ALL_REDUCE, "step")
+        sim.forward(expects_backward=False)
+        device.synchronize(device.record(Lane.ALL_REDUCE, "step"))
+        gradients.clear()
+        _iterate(watch)
+    return watch
+
+
 def interrupted(rng: random.Random, device: VirtualDevice) -> Watch:
     """Exceptions anywhere in a forward or backward, each followed by a reset."""
     watch = Watch(rng, random_tree(rng), device=device)
@@ -194,6 +257,21 @@ def interrupted(rng: random.Random, device: VirtualDevice) -> Watch:
     return watch
 
 
+def broken_hooks(rng: random.Random, device: VirtualDevice) -> Watch:
+    """A user's hook raises in the middle of a reduction; a reset follows."""
+    watch = Watch(rng, random_tree(rng), device=device)
+    for _ in range(2):
+        watch.break_hooks(rng.randint(0, 3))
+        try:
+            watch.sim.iteration(step=False)
+        except InterruptError:
+            watch.reset()
+        watch.sim.step_in_backward(False)
+        watch.sim.optimizer_step()
+        _iterate(watch)
+    return watch
+
+
 def _some_units(rng: random.Random, sim: Simulation) -> list[Unit]:
     units = sim.scheduler.units
     return rng.sample(units, rng.choice((0, 0, 1, min(2, len(units)), min(3, len(units)))))
@@ -204,12 +282,16 @@ SCENARIOS: dict[str, Scenario] = {
     for function in (
         steady,
         stepping,
+        stepping_in_flight,
+        finalized,
         changing,
         partial,
         several_forwards,
         accumulation,
         requested,
         other_optimizer,
+        optimizer_elsewhere,
         interrupted,
+        broken_hooks,
     )
 }
