@@ -277,9 +277,7 @@ class ParamGroup:
             self._bind_params()
             self.bind_reductions()
         self._bind_smaller()
-        if self._mirror is not None:
-            self._mirror.release()
-        self._full.release()
+        self._release_full()
         self._bound, self._reroute = True, False
 
     def _bind_buffers(self) -> None:
