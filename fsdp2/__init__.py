@@ -26,6 +26,7 @@ from fsdp2.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from fsdp2.norms import clip_grad_norm_, get_total_norm
 from fsdp2.report import GroupReport, group_reports
 
 __version__ = "0.1.0"
@@ -45,7 +46,9 @@ __all__ = [
     "ShardPlacementResult",
     "ShardingStateError",
     "UnshardHandle",
+    "clip_grad_norm_",
     "fully_shard",
+    "get_total_norm",
     "group_reports",
     "register_fsdp_forward_method",
     "share_comm_ctx",

@@ -160,7 +160,8 @@ def fully_shard(
     unit.reshard_after_forward = reshard
     if smaller is not None:
         for group, own in zip(unit.groups, _axes_in(plans), strict=True):
-            group.set_smaller_group(_smaller_group(own, smaller, streams))
+            if own.size != smaller:
+                group.set_smaller_group(_smaller_group(own, smaller, streams))
     _move_buffers(modules, ignored, axes.device)
     announce(modules, UnitHooks(unit, modules, policy, axes.device, streams))
     watch_optimizers()
@@ -280,7 +281,7 @@ def _plan(
         placement: Any = choose(param) if choose is not None else None
         own = axes
         if hasattr(placement, "mesh_info"):  # ours, or torch's
-            found_axes = axes_of_info(placement.mesh_info)
+            found_axes = axes_of_info(name, placement.mesh_info)
             key = (found_axes.group, found_axes.replicas)
             own = meshes.setdefault(key, found_axes)
             if key == (axes.group, axes.replicas):

@@ -86,14 +86,18 @@ class CommunicationControls:
         """Reduce parameters without a gradient as zeros, and give them the result as ``.grad``.
 
         Ranks on which different parameters of a unit are used run the same collectives in any
-        case; this is for units that some ranks do not use at all, and for optimizers that expect
-        a ``.grad`` everywhere.
+        case. This is for units whose outputs some ranks do not use at all: their backward is taken
+        through the collectives of one that uses them, in the same order. All ranks must run the
+        same forwards.
 
         Args:
             reduce_scatter_unused_params: default behaviour is ``False``.
             recurse: whether units below follow. Default ``True``.
         """
         self._change(recurse=recurse, reduce_unused=bool(reduce_scatter_unused_params))
+        for hooks in hooks_below(self, recurse):
+            if hooks.scheduler is not None:
+                hooks.scheduler.refresh()
 
     def set_all_reduce_hook(
         self,
@@ -200,7 +204,7 @@ class CommunicationControls:
         for hooks in hooks_below(self, recurse):
             hooks.unit.input_buffers = max_input_buffers
             if hooks.scheduler is not None:
-                hooks.scheduler.update_window()
+                hooks.scheduler.refresh()
 
     # ---- memory
 

@@ -258,14 +258,20 @@ class FSDPModule(CommunicationControls, TorchIdentity):
         hooks_on(self).unit.backward_prefetch = [h.unit for h in _checked_targets(modules)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``nn.Module.zero_grad``; gradients that are not reduced, or in part, go too."""
+        """As ``nn.Module.zero_grad``; gradients that were accumulated without sync go too,
+        and partial sums that wait for an all-reduce."""
         super().zero_grad(set_to_none)
         hooks = hooks_on(self)
         root = hooks.scheduler if hooks.unit.is_root else None
         units = (
             root.units if root is not None else [h.unit for h in hooks_below(self, recurse=True)]
         )
-        unreduced = [group for unit in units for group in unit.groups if group.has_unreduced]
+        unreduced = [
+            group
+            for unit in units
+            for group in unit.groups
+            if group.accumulates or group.holds_partial_sums
+        ]
         if unreduced and hooks.scheduler is not None:
             hooks.scheduler.wait_for_reductions()  # they may still add to partial sums
         for group in unreduced:

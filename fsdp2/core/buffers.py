@@ -15,6 +15,7 @@ the view that they write to, never that of the parameter that autograd saved (in
 from __future__ import annotations
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from fsdp2.core.layout import contiguous_strides
 
@@ -34,8 +35,23 @@ def _aliased(
     return typed
 
 
+def _own_storage(raw: torch.Tensor) -> torch.Tensor:
+    """The same memory as ``raw`` (bytes), behind a storage that begins and ends where it does."""
+    if raw.numel() == 0:
+        return torch.empty_like(raw)
+    if type(raw) is not torch.Tensor or raw.is_meta:
+        return raw  # no memory
+    alias: torch.Tensor = from_dlpack(raw)
+    return alias
+
+
 class FlatBuffer:
     """A persistent flat buffer, viewed in any dtype at any aligned offset.
+
+    Each view has a storage of its own over its part of the memory, which it keeps alive. What
+    torch does to whole storages is then done to the view alone: ``torch.save`` and
+    ``copy.deepcopy`` of one parameter leave the others out. Nor could ``torch.save`` write a
+    DTensor whose rows begin in the middle of a storage, or views of one storage in two dtypes.
 
     Args:
         nbytes: its size in bytes.
@@ -57,13 +73,12 @@ class FlatBuffer:
         strides: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
         """A tensor over the buffer; ``strides`` in elements, contiguous by default."""
+        strides = contiguous_strides(shape) if strides is None else strides
+        last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        nbytes = 0 if 0 in shape else (last + 1) * dtype.itemsize
         with torch.inference_mode(False):
-            return _aliased(self._raw, dtype, byte_offset, shape, strides)
-
-    @property
-    def storage(self) -> torch.UntypedStorage:
-        """The storage that every view shares."""
-        return self._raw.untyped_storage()
+            part = self._raw[byte_offset : byte_offset + nbytes]
+            return _aliased(_own_storage(part), dtype, 0, shape, strides)
 
 
 class TransientBuffer:

@@ -271,3 +271,8 @@ class ReplicaCollectives:
             work.wait()
             return None
         return work
+
+
+def sum_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Sum ``tensor`` over the ranks of ``group``, in place; the current stream waits for it."""
+    dist.all_reduce(tensor, group=group)

@@ -146,7 +146,7 @@ class DataParallelMeshDims:
         replicate: name or names of the dims that hold copies (HSDP). ``None`` (default): none.
 
     Raises:
-        ValueError: neither is given.
+        ValueError: neither is given, or a name twice.
 
     Example::
 
@@ -161,6 +161,12 @@ class DataParallelMeshDims:
         if self.shard is None and self.replicate is None:
             raise ValueError(
                 "DataParallelMeshDims names no mesh dim; pass shard=, replicate= or both"
+            )
+        names = (*self.shard_names, *self.replicate_names)
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"DataParallelMeshDims names a mesh dim twice in {names}; name each once, in "
+                f"shard= or in replicate="
             )
 
     @property

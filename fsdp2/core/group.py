@@ -17,7 +17,6 @@ The group owns this state and nothing else does; the scheduler decides when to m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -36,7 +35,7 @@ from fsdp2.core.layout import (
 )
 from fsdp2.core.param import ShardedParam, Swap
 from fsdp2.core.post_forward import PostForward, SmallerGroup
-from fsdp2.core.reduction import Job, ReductionSpec, SegmentReduction
+from fsdp2.core.reduction import Job, PendingReduction, ReductionSpec, SegmentReduction
 from fsdp2.core.streams import Lane, Streams
 from fsdp2.core.transport import TRANSPORTS, Route, SegmentTransport
 
@@ -72,42 +71,6 @@ _MOVES = {
         State.RESHARDED: State.SHARDED,
     },
 }
-
-
-@dataclass
-class PendingReduction:
-    """A reduction on its way.
-
-    Attributes:
-        group: whose gradients it reduces.
-        jobs: what it works on: alive until COMPUTE is behind ``done``.
-        scattered: event behind the reduce-scatter: what it read may be freed.
-        done: event behind everything; the same one where nothing follows the reduce-scatter.
-        on_host: whether the host delivers the result.
-    """
-
-    group: ParamGroup
-    jobs: list[tuple[SegmentReduction, Job]]
-    scattered: Any
-    done: Any
-    on_host: bool
-
-    def release_inputs(self) -> None:
-        """Free what the reduce-scatters read, once COMPUTE is behind ``scattered``."""
-        for reduction, _ in self.jobs:
-            reduction.release()
-
-    def release_results(self) -> None:
-        """Free what was copied to the host, once COMPUTE is behind ``done``."""
-        for _, job in self.jobs:
-            job.grads, job.flat, job.result, job.partial = [], None, None, None
-
-    def deliver(self) -> None:
-        """Deliver what was copied to the host, once the host is behind ``done``."""
-        with torch.no_grad():
-            for reduction, job in self.jobs:
-                for step in reduction.full.host:
-                    step(reduction, job)
 
 
 class ParamGroup:
@@ -162,6 +125,7 @@ class ParamGroup:
         self._gathered_at = -1
         self._bound = False
         self._reroute = False  # transports are out of date; parameters and buffers are not
+        self._reductions_outdated = False
         self._shard: Any = None
         self._mirror: Any = None
         self._full: Any = None
@@ -182,11 +146,6 @@ class ParamGroup:
     def needs_gather(self) -> bool:
         """Whether the parameters have to be gathered before use."""
         return self.state is State.SHARDED or self.state is State.RESHARDED
-
-    @property
-    def has_unreduced(self) -> bool:
-        """Whether gradients of earlier backwards wait for a reduction, or a part of one."""
-        return self.accumulates or any(r.partial_sums is not None for r in self._reductions)
 
     # ---- layout and binding
 
@@ -283,9 +242,9 @@ class ParamGroup:
     def _bind_buffers(self) -> None:
         home = self.device if self.offload is None else torch.device("cpu")
         for param in self.params:
-            param.check_usable(home)
+            param.check_usable(home, self.offload is not None)
         layout = build_layout(self.shapes(), self.collectives.size, self.collectives.coalesces)
-        if layout != self.layout or not all(p.is_backed_by(self._shard) for p in self.params):
+        if layout != self.layout or not all(p.is_in_place for p in self.params):
             self.adopt()
         self._full = self.kernels.transient(layout.full_bytes, f"gathered {self.name}")
 
@@ -331,12 +290,20 @@ class ParamGroup:
     def bind_reductions(self) -> None:
         """Build the reduction steps of the parameters that require grad now.
 
-        Partial sums that wait for an all-reduce belong to the steps that made them; while there
-        are any, these stay bound.
+        Partial sums that wait for an all-reduce belong to the steps that made them: while there
+        are any, these stay bound, and the new ones are built when `collect` takes the sums.
         """
+        self._reductions_outdated = self.holds_partial_sums
+        if not self._reductions_outdated:
+            self._make_reductions()
+
+    @property
+    def holds_partial_sums(self) -> bool:
+        """Whether reductions without all-reduce left sums that wait for one."""
+        return any(reduction.partial_sums is not None for reduction in self._reductions)
+
+    def _make_reductions(self) -> None:
         assert self.layout is not None
-        if any(reduction.partial_sums is not None for reduction in self._reductions):
-            return
         families: dict[ReductionSpec, list[tuple[ShardedParam, Slot]]] = {}
         for segment in self.layout.segments:
             for slot in segment.slots:
@@ -519,15 +486,23 @@ class ParamGroup:
             for member in reduction.members:
                 member.accumulate(reduction.reduce_dtype)
 
-    def collect(self) -> list[tuple[SegmentReduction, Job]]:
-        """Take the gradients that are there; empty where no parameter has one."""
+    def collect(self, all_reduce: bool = True) -> list[tuple[SegmentReduction, Job]]:
+        """Take the gradients that are there; empty where no parameter has one.
+
+        Args:
+            all_reduce: whether the reduction to come sums over copies, partial sums included.
+        """
         self.accumulates = False
-        jobs = []
-        for reduction in self._reductions:
-            job = reduction.collect(self.options.reduce_unused)
-            if job is not None:
-                jobs.append((reduction, job))
+        jobs = self._jobs(self.options.reduce_unused, all_reduce)
+        if self._reductions_outdated and all_reduce:
+            self._reductions_outdated = False
+            self._make_reductions()
+            jobs += self._jobs(False, all_reduce)  # of parameters that require grad since
         return jobs
+
+    def _jobs(self, take_missing: bool, all_reduce: bool) -> list[tuple[SegmentReduction, Job]]:
+        found = [(r, r.collect(take_missing, all_reduce)) for r in self._reductions]
+        return [(reduction, job) for reduction, job in found if job is not None]
 
     def reduce(
         self, jobs: list[tuple[SegmentReduction, Job]], all_reduce: bool
@@ -571,12 +546,14 @@ class ParamGroup:
         return pending
 
     def discard_gradients(self) -> None:
-        """Drop gradients that are not reduced yet."""
+        """Drop gradients that are not reduced yet, partial sums too."""
         self.accumulates = False
         for param in self.params:
-            param.take_gradient()
+            param.drop_gradient()
         for reduction in self._reductions:
             reduction.discard()
+        if self._reductions_outdated:
+            self.bind_reductions()
 
     # ---- state
 

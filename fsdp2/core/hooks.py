@@ -168,6 +168,7 @@ class UnitHooks:
         grad_tensors(args, found)
         if kwargs:
             grad_tensors(kwargs, found)
+        self.unit.sees_exit = bool(found)
         if not found:
             return args, kwargs
         if len(found) == 1 and type(found[0]) is torch.Tensor:

@@ -14,7 +14,7 @@ the model-parallel mesh alone. What is laid out, gathered and reduced is its loc
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fsdp2.core.buffers import FlatBuffer
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.layout import Slot
 from fsdp2.core.sharding import (
@@ -99,6 +98,7 @@ class ShardedParam:
         self._parallel = param._spec if isinstance(param, DTensor) else None
         self._whole: torch.Tensor | None = local_of(param.detach())  # until the shard has its rows
         self.shape = tuple(self._whole.shape)
+        self._target: torch.Tensor | None = None
         self.sharded: nn.Parameter = param
         self.unsharded: nn.Parameter | None = None
         self.accumulated: torch.Tensor | None = None
@@ -143,6 +143,7 @@ class ShardedParam:
             else:
                 start = min(rank * slot.chunk, self.shape[self.dim])
                 target.copy_(whole.narrow(self.dim, start, slot.rows(rank)))
+        self._target = target
         if whole is None:
             self.sharded._local_tensor = target  # type: ignore[attr-defined]  # a DTensor
             self._spec = self.sharded._spec  # type: ignore[attr-defined]  # a DTensor
@@ -157,33 +158,62 @@ class ShardedParam:
         if self._grad_dtype is not None:
             self.sharded.grad_dtype = self._grad_dtype
 
-    def is_backed_by(self, shard: FlatBuffer) -> bool:
-        """Whether its rows still are in ``shard``."""
-        return bool(self.local.untyped_storage()._cdata == shard.storage._cdata)
+    @property
+    def is_in_place(self) -> bool:
+        """Whether its rows still are where `adopt` put them."""
+        target = self._target
+        return target is not None and bool(
+            self.local.untyped_storage()._cdata == target.untyped_storage()._cdata
+        )
 
     def follow_registered(self) -> None:
-        """Manage the parameter in the first slot, if somebody put another one there."""
-        module, name = self.slots[0]
-        registered = getattr(module, name)
-        if registered is self.sharded:
-            return
-        shape = tuple(self.sharded.shape)
-        if not isinstance(registered, DTensor) or tuple(registered.shape) != shape:
-            raise ShardingStateError(
-                f"parameter '{self.name}' was replaced by a {type(registered).__name__} of shape "
-                f"{tuple(registered.shape)}; assign a DTensor of shape {shape} sharded like "
-                f"the parameter"
-            )
-        self.sharded = cast(nn.Parameter, registered)
-        self.register(self.sharded)
+        """Manage the parameter that somebody put into a slot, and register it in all of them.
 
-    def check_usable(self, device: torch.device) -> None:
-        """Raise, naming the parameter, if it has no memory or lies on another device."""
+        Of several, the last; one that does not fit is taken out again.
+        """
+        before = self.sharded
+        chosen = before
+        for module, name in self.slots:
+            registered = getattr(module, name)
+            if registered is not before:
+                chosen = registered
+        if chosen is not before and not self._fits(chosen):
+            self.register(before)
+            raise ShardingStateError(
+                f"parameter '{self.name}' was replaced by a {type(chosen).__name__} of shape "
+                f"{tuple(chosen.shape)}; assign a DTensor of shape {tuple(before.shape)} sharded "
+                f"like the parameter"
+            )
+        self.sharded = chosen
+        self.register(chosen)
+
+    def _fits(self, param: nn.Parameter) -> bool:
+        return (
+            isinstance(param, DTensor)
+            and param.shape == self.sharded.shape
+            and param.placements == self._spec.placements
+            and param._local_tensor.shape == self.local.shape
+        )
+
+    def check_usable(self, device: torch.device, offloaded: bool = False) -> None:
+        """Raise, naming the parameter, if it has no memory or lies on another device.
+
+        Args:
+            device: where it must be.
+            offloaded: whether that is CPU memory because it is offloaded.
+        """
         if self.is_meta:
             raise ShardingStateError(
                 f"parameter '{self.name}' is still on the meta device; call "
                 f"model.to_empty(device='{device.type}') and initialise it before the first "
                 f"forward"
+            )
+        if offloaded and self.local.device.type != device.type:
+            raise ShardingStateError(
+                f"parameter '{self.name}' is on {self.local.device}, but its unit was sharded with "
+                f"CPUOffloadPolicy, which keeps parameters in CPU memory and copies them to the "
+                f"device around their use; move the model back with model.to('cpu') and move only "
+                f"its buffers to the device, or call fully_shard without offload_policy"
             )
         if self.local.device.type != device.type:
             raise ShardingStateError(
@@ -229,24 +259,29 @@ class ShardedParam:
         grad = unsharded.grad
         if grad is not None:
             unsharded.grad = None
-            if self._parallel is not None:
-                grad = self._localize(grad)
         if self.accumulated is not None:
             total, self.accumulated = self.accumulated, None
             if grad is not None:
                 total += grad
-            return total
-        return grad
+            grad = total
+        return grad if self._parallel is None or grad is None else self._localize(grad)
+
+    def drop_gradient(self) -> None:
+        """Forget the full gradient; no rank waits for another, whatever they have."""
+        self.accumulated = None
+        if self.unsharded is not None:
+            self.unsharded.grad = None
 
     def accumulate(self, dtype: torch.dtype) -> None:
-        """Keep the full gradient for a later reduction, summed in ``dtype``."""
+        """Keep the full gradient for a later reduction, summed in ``dtype``.
+
+        A model-parallel one may be a sum that is still to be made: that is done once, at the end.
+        """
         assert self.unsharded is not None
         grad = self.unsharded.grad
         if grad is None or (self.accumulated is None and grad.dtype == dtype):
             return  # autograd itself adds up gradients that need no cast
         self.unsharded.grad = None
-        if self._parallel is not None:
-            grad = self._localize(grad)
         if self.accumulated is None:
             self.accumulated = grad.to(dtype)
         else:

@@ -448,11 +448,12 @@ class SegmentReduction:
         view = self.kernels.view
         return [view(flat, shape, strides, offset) for shape, strides, offset in self._rows_of]
 
-    def collect(self, take_missing: bool) -> Job | None:
+    def collect(self, take_missing: bool, all_reduce: bool = True) -> Job | None:
         """Take the members' gradients; ``None`` where no member has one.
 
         Args:
             take_missing: reduce (as zeros, delivered too) members without a gradient.
+            all_reduce: whether partial sums that wait end in this reduction.
         """
         grads: list[Any] = []
         missing = False
@@ -463,7 +464,7 @@ class SegmentReduction:
                 missing = True
         if not missing:
             return Job(grads, [True] * len(grads))
-        if self.partial_sums is None:
+        if self.partial_sums is None or not all_reduce:
             if not take_missing and all(grad is None for grad in grads):
                 return None
             waiting = [take_missing] * len(grads)
@@ -485,6 +486,42 @@ class SegmentReduction:
         """Free what the reduce-scatter read, once COMPUTE is behind it."""
         if self._staging is not None and self._staging.allocated:
             self._staging.release()
+
+
+@dataclass
+class PendingReduction:
+    """A reduction on its way.
+
+    Attributes:
+        group: the `ParamGroup` whose gradients it reduces.
+        jobs: what it works on: alive until COMPUTE is behind ``done``.
+        scattered: event behind the reduce-scatter: what it read may be freed.
+        done: event behind everything; the same one where nothing follows the reduce-scatter.
+        on_host: whether the host delivers the result.
+    """
+
+    group: Any
+    jobs: list[tuple[SegmentReduction, Job]]
+    scattered: Any
+    done: Any
+    on_host: bool
+
+    def release_inputs(self) -> None:
+        """Free what the reduce-scatters read, once COMPUTE is behind ``scattered``."""
+        for reduction, _ in self.jobs:
+            reduction.release()
+
+    def release_results(self) -> None:
+        """Free what was copied to the host, once COMPUTE is behind ``done``."""
+        for _, job in self.jobs:
+            job.grads, job.flat, job.result, job.partial = [], None, None, None
+
+    def deliver(self) -> None:
+        """Deliver what was copied to the host, once the host is behind ``done``."""
+        with torch.no_grad():
+            for reduction, job in self.jobs:
+                for step in reduction.full.host:
+                    step(reduction, job)
 
 
 def _divide_flat(factor: float) -> Step:

@@ -16,12 +16,14 @@ wrong result: what was prefetched and not used is freed before the next prefetch
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
 from fsdp2.core.config import ShardingStateError
-from fsdp2.core.group import ParamGroup, PendingReduction, State
+from fsdp2.core.group import ParamGroup, State
+from fsdp2.core.reduction import PendingReduction
 from fsdp2.core.streams import SIDE_LANES, Lane, Streams
 
 
@@ -51,6 +53,10 @@ class Unit:
         backward_prefetch: the same for backward.
         is_root: whether it is the root of its scheduler.
         phase: where it is in the iteration.
+        sees_exit: whether its last forward left a node whose backward ends the unit's.
+        visits: a position in the forward's order of exits for each call whose backward is to come.
+        inside: for each of them, the first position that was inside the call.
+        began: the same for the call whose backward is under way.
     """
 
     def __init__(self, name: str, groups: Sequence[ParamGroup]) -> None:
@@ -66,7 +72,10 @@ class Unit:
         self.backward_prefetch: list[Unit] = []
         self.is_root = False
         self.phase = Phase.IDLE
-        self.visits: list[int] = []  # its positions in this iteration's order, backward to come
+        self.sees_exit = False
+        self.visits: list[int] = []
+        self.inside: list[int] = []
+        self.began = 0
 
     @property
     def frees_after_forward(self) -> bool:
@@ -146,6 +155,10 @@ class Scheduler:
         self._expected: list[Unit] = []
         self._cursor = -1
         self._entered = 0  # position of the unit whose backward began last
+        self._starts: list[int] = []  # first positions of this iteration's forwards
+        # Where no unit may be missed: the forward whose backward runs, and how far it has come.
+        self._floor: int | None = None
+        self._reached = 0
         self._running: list[Unit] = []  # this forward's order of entries
         self._finished: list[Unit | None] = []  # this iteration's exits, till their backward comes
         self._records_exits = False
@@ -158,11 +171,14 @@ class Scheduler:
         self.manual = False
         self.unawaited = False
         self.resets = 0
-        self.update_window()
+        self.refresh()
 
-    def update_window(self) -> None:
-        """Take up the units' ``input_buffers``: the largest counts."""
+    def refresh(self) -> None:
+        """Take up flags of units that count for all of them."""
         self._window = max((unit.input_buffers for unit in self.units), default=1)
+        self._misses_none = any(
+            group.options.reduce_unused for unit in self.units for group in unit.groups
+        )
 
     # ---- forward
 
@@ -189,6 +205,8 @@ class Scheduler:
             self._order_after_optimizer()
         if len(self._finished) > self.FORWARDS_REMEMBERED * len(self.units):
             self._forget_exits()  # forwards whose backward never came
+        if expects_backward:
+            self._starts.append(len(self._finished))
 
     def _order_after_optimizer(self) -> None:
         """Let what reads shards wait for the user's event: gathers; forward itself on one rank."""
@@ -215,6 +233,8 @@ class Scheduler:
         if not unit.groups:
             return
         self._running.append(unit)
+        if self._records_exits:
+            unit.inside.append(len(self._finished))
         known = self._advance(unit)
         unit.reshard_if_outdated()
         self._gather(unit)
@@ -278,6 +298,11 @@ class Scheduler:
         """Gather ``unit`` for its backward and start on the one that should be next."""
         if unit.phase is Phase.BACKWARD:
             return
+        if self._misses_none and unit.visits:
+            self._go_to(unit.visits[-1])
+        self._enter_backward(unit)
+
+    def _enter_backward(self, unit: Unit) -> None:
         unit.phase = Phase.BACKWARD
         if not unit.groups:
             return
@@ -286,6 +311,7 @@ class Scheduler:
             position = unit.visits.pop()
             self._finished[position] = None
         self._entered = position
+        unit.began = unit.inside.pop() if unit.inside else self._reached
         if unit.unshard_in_backward:
             self._gather(unit)
         else:
@@ -302,8 +328,45 @@ class Scheduler:
         if unit.is_sharded:
             self._gather(unit)
 
+    def _go_to(self, position: int) -> None:
+        """Before the backward of the call at ``position``: take up what was skipped behind it."""
+        forward = bisect.bisect_right(self._starts, position) - 1
+        start = self._starts[forward]
+        if start != self._floor:
+            if self._floor is not None:
+                self._catch_up(self._floor)  # the rest of a later forward
+            following = self._starts[forward + 1 : forward + 2]
+            self._reached = following[0] if following else len(self._finished)
+            self._floor = start
+        self._catch_up(position + 1)
+        self._reached = position
+
+    def _catch_up(self, position: int) -> None:
+        """Take units that this backward skips through theirs, down to ``position``.
+
+        Other ranks may use their outputs: the collectives must be the same on all, in the order of
+        a backward that skips nothing (invariant I8).
+        """
+        while self._reached > position:
+            skipped = self._finished[self._reached - 1]
+            if (
+                skipped is None
+                or skipped.phase is Phase.BACKWARD
+                or skipped.visits[-1:] != [self._reached - 1]
+            ):
+                self._reached -= 1
+                continue
+            first = skipped.inside[-1]
+            self._reached -= 1
+            self._enter_backward(skipped)
+            self._catch_up(max(first, position))
+            if skipped.sees_exit:
+                self.exit_backward(skipped)
+
     def exit_backward(self, unit: Unit) -> None:
         """Free ``unit``, unless it is itself the next one, and reduce the gradients it has."""
+        if self._misses_none and unit.groups:
+            self._catch_up(unit.began)
         unit.phase = Phase.REDUCED
         called_in_a_row = (
             unit.reshard_after_backward
@@ -323,7 +386,7 @@ class Scheduler:
                 if reshard:
                     group.reshard()
                 continue
-            jobs = group.collect()
+            jobs = group.collect(unit.all_reduce)
             if reshard:
                 group.reshard()
             if jobs:
@@ -334,6 +397,9 @@ class Scheduler:
 
     def end_backward(self) -> None:
         """The whole backward has run: finish units whose own end was not seen, and clean up."""
+        if self._floor is not None:
+            self._catch_up(self._floor)
+            self._floor = None
         self.in_backward = False
         last = self.is_last_backward and not self.manual
         for unit in self.units:
@@ -348,7 +414,7 @@ class Scheduler:
         if last:
             self._drop_unused()
             self._drain()
-        if last or not any(unit.visits for unit in self.units):
+        if last or (self.forward_root is None and not any(unit.visits for unit in self.units)):
             self._forget_exits()
 
     def finalize(self, wait: bool) -> None:
@@ -373,8 +439,11 @@ class Scheduler:
 
     def _forget_exits(self) -> None:
         self._finished.clear()
+        self._starts.clear()
+        self._floor = None
         for unit in self.units:
             unit.visits.clear()
+            unit.inside.clear()
 
     def _make_room(self, group: ParamGroup) -> None:
         """Before ``group`` reduces: at most the window's reductions hold inputs, none of them its.

@@ -159,9 +159,22 @@ def resolve_axes(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> 
     return _axes(mesh, shard=1, replicate=0)
 
 
-def axes_of_info(info: Any) -> MeshAxes:
-    """The axes of an `FSDPMeshInfo` (or an object with its three attributes)."""
-    return _axes(info.mesh, info.shard_mesh_dim, getattr(info, "replicate_mesh_dim", None))
+def axes_of_info(name: str, info: Any) -> MeshAxes:
+    """The axes of an `FSDPMeshInfo` (or an object with its attributes).
+
+    Args:
+        name: the parameter that it was returned for, for messages.
+        info: the mesh, and which of its dims are data parallel.
+    """
+    mesh = info.mesh
+    shard, copies = info.shard_mesh_dim, getattr(info, "replicate_mesh_dim", None)
+    if (mesh.ndim, shard, copies) not in ((1, 0, None), (1, None, 0), (2, 1, 0)):
+        raise ValueError(
+            f"shard_placement_fn returned the mesh {mesh} for parameter '{name}', with "
+            f"shard_mesh_dim={shard} and replicate_mesh_dim={copies}; return a 1-D mesh with "
+            f"shard_mesh_dim=0, or a 2-D one with shard_mesh_dim=1 and replicate_mesh_dim=0"
+        )
+    return _axes(mesh, None, 0) if shard is None else resolve_axes(mesh)
 
 
 def _axes(mesh: DeviceMesh, shard: int | None, replicate: int | None) -> MeshAxes:

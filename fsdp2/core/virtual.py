@@ -445,11 +445,12 @@ class VirtualParam:
         self.rows = target
         self._device.run(f"adopt {self.name}", [], [target])
 
-    def is_backed_by(self, shard: Any) -> bool:
+    @property
+    def is_in_place(self) -> bool:
         """Nothing moves virtual parameters."""
         return True
 
-    def check_usable(self, device: Any) -> None:
+    def check_usable(self, device: Any, offloaded: bool = False) -> None:
         """They are."""
 
     def materialize(self, gathered: VirtualTensor) -> None:
@@ -476,6 +477,10 @@ class VirtualParam:
         """The full gradient, which the parameter then no longer has."""
         grad, self.full_grad = self.full_grad, None
         return grad
+
+    def drop_gradient(self) -> None:
+        """Forget the full gradient."""
+        self.full_grad = None
 
     def accumulate(self, dtype: torch.dtype) -> None:
         """Keep the full gradient, in ``dtype``."""

@@ -158,13 +158,28 @@ def test_refilled_in_inference_mode() -> None:
 # ---- FlatBuffer
 
 
-def test_flat_buffer_starts_with_zeros_in_one_storage() -> None:
+def test_flat_buffer_starts_with_zeros_and_is_contiguous() -> None:
     buffer = FlatBuffer(64, CPU)
     views = [buffer.view(torch.float32, offset, (4,)) for offset in range(0, 64, 16)]
     assert all(view.eq(0).all() for view in views)
-    pointers = {view.untyped_storage().data_ptr() for view in views}
-    assert pointers == {buffer.storage.data_ptr()}
+    assert [view.data_ptr() - views[0].data_ptr() for view in views] == [0, 16, 32, 48]
     assert (buffer.nbytes, buffer.device) == (64, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_flat_views_have_storages_of_their_own(dtype: torch.dtype) -> None:
+    """So that what is done to a whole storage is done to one parameter."""
+    buffer = FlatBuffer(64, CPU)
+    whole = buffer.view(torch.uint8, 0, (64,))
+    view = buffer.view(dtype, 16, (2, 2))
+    assert view.untyped_storage().nbytes() == view.nbytes
+    assert view.storage_offset() == 0
+    assert buffer.view(dtype, 16, (0, 2)).untyped_storage().nbytes() == 0
+    assert buffer.view(dtype, 16, (2,), (2,)).untyped_storage().nbytes() == 3 * dtype.itemsize
+    whole.fill_(1)
+    assert view.view(torch.uint8).eq(1).all(), "one memory"
+    del buffer, whole
+    assert view.view(torch.uint8).eq(1).all(), "which the view keeps alive"
 
 
 def test_flat_buffer_on_meta_has_shapes_only() -> None:

@@ -232,7 +232,7 @@ def test_partial_sums_wait_for_an_all_reduce() -> None:
     for unit in sim.scheduler.units:
         unit.all_reduce = False
     sim.iteration(step=False)
-    assert all(group.has_unreduced for group in _groups(sim))
+    assert all(group.holds_partial_sums for group in _groups(sim))
     sim.scheduler.is_last_backward = False
     sim.iteration(step=False)
     for unit in sim.scheduler.units:
@@ -258,7 +258,7 @@ all_reduce:
   add a                       after reduce_scatter a
   all_reduce a""",
     )
-    assert not any(group.has_unreduced for group in _groups(sim))
+    assert not any(group.holds_partial_sums for group in _groups(sim))
 
 
 @pytest.mark.parametrize("replicas", [False, True])
@@ -422,7 +422,7 @@ def test_two_reductions_in_flight() -> None:
     sim = _simulation(_chain("a", "b", "c"))
     for unit in sim.scheduler.units:
         unit.input_buffers = 2
-    sim.scheduler.update_window()
+    sim.scheduler.refresh()
     sim.forward()
     assert_expected_inline(
         _emitted(sim, sim.backward),

@@ -115,6 +115,7 @@ def test_core_imports_only_lower_layers(layer: str) -> None:
     ("name", "others"),
     [
         ("report", []),
+        ("norms", []),
         ("communication", []),
         ("interop", []),
         ("module", ["fsdp2.communication", "fsdp2.interop"]),

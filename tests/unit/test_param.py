@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2 import MixedPrecisionPolicy, ShardingStateError, fully_shard
 from fsdp2.core.buffers import FlatBuffer
@@ -78,6 +78,11 @@ def _adopted(
 # ---- the sharded form
 
 
+def _is_in(rows: torch.Tensor, buffer: FlatBuffer) -> bool:
+    start = buffer.view(torch.uint8, 0, (buffer.nbytes,)).data_ptr()
+    return start <= rows.data_ptr() < start + buffer.nbytes or rows.numel() == 0
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("rank", range(4))
 def test_adopt_takes_this_ranks_rows(axis: MeshAxes, rank: int, dim: int) -> None:
@@ -86,7 +91,8 @@ def test_adopt_takes_this_ranks_rows(axis: MeshAxes, rank: int, dim: int) -> Non
     param, buffer, slot = _adopted(linear, axis, dim=dim, rank=rank, world_size=4)
     start = min(rank * slot.chunk, whole.shape[dim])
     assert torch.equal(param.local, whole.narrow(dim, start, slot.rows(rank)))
-    assert param.is_backed_by(buffer)
+    assert param.is_in_place
+    assert _is_in(param.local, buffer)
     assert isinstance(linear.weight, DTensor)
     assert linear.weight.placements == (Shard(dim),)
     assert linear.weight.shape == whole.shape
@@ -112,8 +118,11 @@ def test_adopt_again_moves_rows_and_keeps_the_object(axis: MeshAxes) -> None:
     second = FlatBuffer(first.nbytes, CPU)
     param.adopt(slot, second.view(torch.float32, 0, slot.local_shape(0)))
     assert param.sharded is sharded
-    assert param.is_backed_by(second)
-    assert not param.is_backed_by(first)
+    assert param.is_in_place
+    assert _is_in(param.local, second)
+    assert not _is_in(param.local, first)
+    param.sharded._local_tensor = param.local.clone()  # type: ignore[attr-defined]  # a DTensor
+    assert not param.is_in_place
     assert torch.equal(param.local.flatten(), torch.arange(21.0))
 
 
@@ -155,6 +164,28 @@ def test_refuses_a_plain_tensor_that_was_assigned(axis: MeshAxes, shape: tuple[i
     linear.weight = nn.Parameter(torch.ones(shape))
     with pytest.raises(ShardingStateError, match=r"'block.weight' was replaced by a Parameter"):
         param.follow_registered()
+    assert linear.weight is param.sharded, "put back"
+
+
+def test_refuses_other_placements(axis: MeshAxes) -> None:
+    linear = _linear()
+    param, _, _ = _adopted(linear, axis)
+    linear.weight = nn.Parameter(DTensor.from_local(torch.ones(7, 3), axis.mesh, [Replicate()]))
+    with pytest.raises(ShardingStateError, match="sharded like the parameter"):
+        param.follow_registered()
+    assert linear.weight is param.sharded, "put back"
+
+
+@pytest.mark.parametrize("replaced", [0, 1])
+def test_a_replaced_tied_parameter_fills_all_slots(axis: MeshAxes, replaced: int) -> None:
+    first, second = _linear(), _linear()
+    second.weight = first.weight
+    param, _, _ = _adopted(first, axis, [(first, "weight"), (second, "weight")])
+    other = nn.Parameter(DTensor.from_local(torch.ones(7, 3), axis.mesh, [Shard(0)]))
+    (first, second)[replaced].weight = other
+    param.follow_registered()
+    assert first.weight is other
+    assert second.weight is other
 
 
 def test_refuses_another_shape(axis: MeshAxes) -> None:

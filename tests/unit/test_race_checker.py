@@ -482,12 +482,12 @@ def _keep_wrong_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _never_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ParamGroup, "collect", lambda self: [])
+    monkeypatch.setattr(ParamGroup, "collect", lambda self, all_reduce=True: [])
 
 
 def _reduce_half(monkeypatch: pytest.MonkeyPatch) -> None:
     collect = ParamGroup.collect
-    monkeypatch.setattr(ParamGroup, "collect", lambda self: collect(self)[1:])
+    monkeypatch.setattr(ParamGroup, "collect", lambda self, *args: collect(self, *args)[1:])
 
 
 def _keep_gathered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,388 @@
+"""The norm of gradients that lie on any mix of meshes, and clipping by it.
+
+    parameters ──> families: those sharded over the same ranks     norm^p of local tensors, summed
+    families   ──> one all-reduce for each group of ranks          norm^p of whole tensors
+               ──> summed over families, ^(1/p)                    the same bits on every rank
+
+A family is reduced over the mesh dims on which its parameters are sharded and over no other, so
+that replicas count once. What is reduced follows from the parameters, never from which of them have
+a gradient on this rank (invariant I1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._foreach_utils import _device_has_foreach_support
+
+from fsdp2.core.collectives import sum_over
+from fsdp2.core.config import ShardingStateError
+from fsdp2.core.param import GATHERED
+
+Tensors = torch.Tensor | Iterable[torch.Tensor]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensors,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale gradients in place so that their total norm is at most ``max_norm``.
+
+    As ``torch.nn.utils.clip_grad_norm_``, for any mix of parameters: plain ones, DTensors on
+    different meshes (experts on one, the rest on another; tensor-parallel and not), gradients
+    offloaded to the CPU. All ranks must call it, with the same parameters in the same order;
+    gradients may be missing, on some ranks or on all.
+
+    Args:
+        parameters: parameters of any shapes and floating dtypes, or one; those without a gradient
+            count as zero. A DTensor counts once, however many replicas it has. A plain parameter
+            counts as this rank holds it: its gradient is taken to be the same on every rank.
+        max_norm: the norm that gradients have at most afterwards. All of them are multiplied by
+            ``min(1, max_norm / (norm + 1e-6))``.
+        norm_type: p of the p-norm over all elements; positive, ``inf`` for the largest absolute
+            value. Default 2.
+        error_if_nonfinite: ``True`` raises if the norm is infinite or NaN, on all ranks and before
+            any gradient has changed. Default ``False``: gradients become zero or NaN then.
+        foreach: ``True`` handles many tensors in one kernel, ``False`` one at a time. ``None``
+            (default): many, where the device can.
+
+    Returns:
+        The norm before clipping, the same bits on all ranks: a plain tensor of shape ``()``, where
+        torch's returns a DTensor. float32, or float64 if a parameter is float64; on the device of
+        the first parameter's rows.
+
+    Raises:
+        ValueError: ``norm_type`` is not positive, a gradient is `Partial` or is sharded on mesh
+            dims on which its parameter is not, or this rank is not part of a parameter's mesh.
+        ShardingStateError: a parameter is the gathered one of a unit; its gradients are on the
+            sharded one.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set, or
+            ``foreach=True`` on a device that cannot.
+
+    Example::
+
+        loss.backward()
+        norm = fsdp2.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
+    """
+    listed = _listed(parameters)
+    for param in listed:
+        if GATHERED in param.__dict__:
+            raise ShardingStateError(
+                f"'{param.__dict__[GATHERED]}' is a gathered parameter and has no reduced "
+                f"gradient; call reshard() on its module, or pass the parameters that the "
+                f"optimizer holds"
+            )
+    total = _total_norm([(p, p.grad) for p in listed], norm_type, error_if_nonfinite, foreach)
+    factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+    _scale([_local(param.grad) for param in listed if param.grad is not None], factor, foreach)
+    return total
+
+
+@torch.no_grad()
+def get_total_norm(
+    tensors: Tensors,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """The norm of tensors, gradients say, as if they were one vector.
+
+    As ``torch.nn.utils.get_total_norm``, for any mix of plain tensors and DTensors on different
+    meshes. All ranks must call it, with tensors of the same layouts in the same order.
+
+    With pipeline stages, each rank has the norm of its own stage: combine them, then clip with
+    ``torch.nn.utils.clip_grads_with_norm_``.
+
+    Args:
+        tensors: tensors of any shapes and floating dtypes, or one. A DTensor counts once, however
+            many replicas it has; a plain tensor counts as this rank holds it.
+        norm_type: p of the p-norm over all elements; positive, or ``inf``. Default 2.
+        error_if_nonfinite: whether to raise if the norm is infinite or NaN. Default ``False``.
+        foreach: as for `clip_grad_norm_`.
+
+    Returns:
+        The norm, the same bits on all ranks: a plain tensor of shape ``()``, float32, or float64 if
+        a tensor is float64; on the device of the first tensor's rows. Zero for no tensors.
+
+    Raises:
+        ValueError: as for `clip_grad_norm_`.
+        RuntimeError: as for `clip_grad_norm_`.
+
+    Example::
+
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        norm = fsdp2.get_total_norm(grads)
+    """
+    listed = _listed(tensors)
+    return _total_norm([(t, t) for t in listed], norm_type, error_if_nonfinite, foreach)
+
+
+# ---- who is sharded over whom
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """Ranks that hold different parts of tensors: a mesh dim, seen from this rank.
+
+    Axes of several meshes that join the same ranks are one.
+    """
+
+    ranks: tuple[int, ...]
+    device_type: str
+    group: Any = field(compare=False)
+    position: int = field(compare=False)
+
+
+@dataclass
+class _Layout:
+    """How tensors on one mesh, with one choice of placements, are spread."""
+
+    mesh: DeviceMesh
+    dims: tuple[int, ...]  # mesh dims on which they are sharded
+    axes: tuple[_Axis, ...]  # those of more than one rank
+    ranks: tuple[int, ...]  # all that hold different parts
+
+
+@dataclass
+class _Family:
+    """Tensors that are reduced over the same axes."""
+
+    axes: tuple[_Axis, ...]
+    ranks: tuple[int, ...]
+    device: torch.device  # where their sums are reduced
+    tensors: list[torch.Tensor] = field(default_factory=list)
+
+
+class _Layouts:
+    """The layouts of DTensors, each worked out once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], _Layout] = {}
+
+    def of(self, index: int, tensor: DTensor) -> _Layout:
+        key = (tensor.device_mesh, tensor.placements)
+        layout = self._known.get(key)
+        if layout is None:
+            layout = self._known[key] = self._resolve(index, tensor)
+        return layout
+
+    @staticmethod
+    def _resolve(index: int, tensor: DTensor) -> _Layout:
+        mesh = tensor.device_mesh
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise ValueError(
+                f"this rank is not part of the mesh of {_named(index, tensor)}; pass only what it "
+                f"holds a part of"
+            )
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise ValueError(
+                f"{_named(index, tensor)} is not summed over the ranks yet (placements "
+                f"{tensor.placements}); redistribute it to Replicate() or Shard(…) first"
+            )
+        dims = tuple(i for i, p in enumerate(tensor.placements) if not p.is_replicate())
+        axes = tuple(
+            _Axis(_ranks(mesh, (dim,)), mesh.device_type, mesh.get_group(dim), coordinate[dim])
+            for dim in dims
+            if mesh.size(dim) > 1
+        )
+        return _Layout(mesh, dims, axes, _ranks(mesh, dims))
+
+
+def _ranks(mesh: DeviceMesh, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks along mesh dims through this rank, in ascending order."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    place = tuple(slice(None) if i in dims else coordinate[i] for i in range(mesh.ndim))
+    return tuple(sorted(mesh.mesh[place].flatten().tolist()))
+
+
+def _named(index: int, tensor: torch.Tensor) -> str:
+    return f"tensor {index} of shape {tuple(tensor.shape)}"
+
+
+def _families(members: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> list[_Family]:
+    """Group what counts on this rank. The families are the same on all ranks."""
+    layouts = _Layouts()
+    families: dict[Any, _Family] = {}
+    for index, (owner, tensor) in enumerate(members):
+        if isinstance(owner, DTensor):
+            layout = layouts.of(index, owner)
+            key: Any = (layout.axes, layout.mesh.device_type)
+            if key not in families:
+                device = torch.device(layout.mesh.device_type)
+                families[key] = _Family(layout.axes, layout.ranks, device)
+            counts = tensor is None or _counts_here(index, tensor, layout, layouts)
+        else:
+            key = owner.device
+            families.setdefault(key, _Family((), (), owner.device))
+            counts = True
+            if isinstance(tensor, DTensor):
+                raise ValueError(f"{_named(index, owner)} is plain, but its gradient is a DTensor")
+        if tensor is not None and counts:
+            local = _local(tensor)
+            if local.numel():
+                families[key].tensors.append(local)
+    return _with_fewest_axes(list(families.values()))
+
+
+def _with_fewest_axes(families: list[_Family]) -> list[_Family]:
+    """Experts on a mesh ("ep", "efsdp"), the rest on ("dp",): all are reduced over "dp" at once."""
+    single = {(axis.ranks, axis.device_type): axis for f in families for axis in f.axes}
+    for family in families:
+        joined = single.get((family.ranks, family.device.type))
+        if joined is not None:
+            family.axes = (joined,)
+    return families
+
+
+def _counts_here(index: int, grad: torch.Tensor, layout: _Layout, layouts: _Layouts) -> bool:
+    """Whether this rank adds its part of a gradient to the sums that its parameter's ranks make.
+
+    A gradient may be whole where its parameter is sharded (tensor-parallel embeddings); then the
+    first rank of those mesh dims adds it.
+    """
+    if not isinstance(grad, DTensor):
+        raise ValueError(
+            f"the parameter of {_named(index, grad)} is a DTensor, its gradient is not"
+        )
+    own = layouts.of(index, grad)
+    if own is layout:
+        return True
+    if own.mesh != layout.mesh or not set(own.dims) <= set(layout.dims):
+        raise ValueError(
+            f"the gradient of {_named(index, grad)} has placements {grad.placements} on "
+            f"{own.mesh}, but is itself sharded on mesh dims {layout.dims} of {layout.mesh} only; "
+            f"redistribute the gradient to the placements of its parameter first"
+        )
+    coordinate = layout.mesh.get_coordinate()
+    assert coordinate is not None
+    return all(coordinate[dim] == 0 for dim in layout.dims if dim not in own.dims)
+
+
+# ---- sums
+
+
+def _total_norm(
+    members: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> torch.Tensor:
+    """The norm of the second of each pair; the first says how it is spread when there is none."""
+    p = float(norm_type)
+    if not p > 0:
+        raise ValueError(f"norm_type={norm_type!r} is not a norm; pass a positive number or inf")
+    if not members:
+        return torch.tensor(0.0)
+    double = any(owner.dtype in (torch.float64, torch.complex128) for owner, _ in members)
+    dtype = torch.float64 if double else torch.float32
+    families = _families(members)
+    parts = [_local_power(family, p, dtype, foreach) for family in families]
+    _reduce(families, parts, p)
+    device = _local(members[0][0]).device
+    total = _root(_join(torch.stack([part.to(device) for part in parts]), p), p)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the total norm of order {p} is {total.item()}, so gradients cannot be clipped by it; "
+            f"leave error_if_nonfinite=False to go on regardless"
+        )
+    return total
+
+
+def _join(values: torch.Tensor, p: float) -> torch.Tensor:
+    """Combine powers of norms along the first dim, in its order; NaN stays NaN."""
+    return values.amax(0) if math.isinf(p) else values.sum(0)
+
+
+def _root(power: torch.Tensor, p: float) -> torch.Tensor:
+    if math.isinf(p) or p == 1.0:
+        return power
+    return power.sqrt() if p == 2.0 else power.pow(1.0 / p)
+
+
+def _local_power(
+    family: _Family, p: float, dtype: torch.dtype, foreach: bool | None
+) -> torch.Tensor:
+    """norm^p of this rank's tensors of a family, on the family's device."""
+    norms = []
+    for (device, _), tensors in _by_device_and_dtype(family.tensors).items():
+        if _in_one_kernel(device, foreach):
+            each = list(torch._foreach_norm(tensors, p, dtype=_wide(tensors[0].dtype)))
+        else:
+            each = [torch.linalg.vector_norm(t, p, dtype=_wide(t.dtype)) for t in tensors]
+        norms.append(torch.stack(each).to(family.device, dtype))
+    if not norms:
+        return torch.zeros((), dtype=dtype, device=family.device)
+    joined = torch.cat(norms)
+    return _join(joined if math.isinf(p) or p == 1.0 else joined.pow(p), p)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype to sum a low-precision tensor in; ``None`` for its own."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+
+
+def _reduce(families: Sequence[_Family], parts: list[torch.Tensor], p: float) -> None:
+    """Combine every family's part over the ranks of its axes, in place: a collective an axis.
+
+    Each rank adds its values to a slot of its own in a buffer of zeros, so that the all-reduce is
+    exact, whatever the order of its sums. All ranks then add up the slots in the same order and get
+    the same bits; so do replicas, which never talk to each other here.
+    """
+    for axis in dict.fromkeys(axis for family in families for axis in family.axes):
+        mine = [i for i, family in enumerate(families) if axis in family.axes]
+        values = torch.stack([parts[i] for i in mine])
+        slots = values.new_zeros((len(axis.ranks), len(mine)))
+        slots[axis.position] = values
+        sum_over(slots, axis.group)
+        for i, joined in zip(mine, _join(slots, p).unbind(), strict=True):
+            parts[i] = joined
+
+
+# ---- tensors
+
+
+def _listed(tensors: Tensors) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _scale(tensors: list[torch.Tensor], factor: torch.Tensor, foreach: bool | None) -> None:
+    for (device, dtype), members in _by_device_and_dtype(tensors).items():
+        here = factor.to(device, dtype)
+        if _in_one_kernel(device, foreach):
+            torch._foreach_mul_(members, here)
+        else:
+            for tensor in members:
+                tensor.mul_(here)
+
+
+def _by_device_and_dtype(
+    tensors: Iterable[torch.Tensor],
+) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return found
+
+
+def _in_one_kernel(device: torch.device, foreach: bool | None) -> bool:
+    possible: bool = _device_has_foreach_support(device)
+    if foreach and not possible:
+        raise RuntimeError(f"foreach=True does not work on {device.type} tensors; leave it out")
+    return possible if foreach is None else foreach

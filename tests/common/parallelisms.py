@@ -1,0 +1,225 @@
+"""Ways to spread one model over ranks, for tests that move a model from one to another.
+
+    name    ranks  mesh                          parameters
+    plain   1      none                          plain tensors
+    flat2   2      (2,)                          Shard(0)
+    flat4   4      (4,)                          Shard(0)
+    hsdp    4      (2, 2) replicate, shard       Replicate(), Shard(0)
+    tp      4      (2, 2) shard, tp              those of the blocks by parallelize_module first
+
+`SUPPORTED` says what each implementation can do: a test for a way that ours does not know yet is
+skipped there, and runs with torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.optim import Optimizer
+
+from tests.common.models import DIM, seeded, units
+from tests.common.parity import OURS, TORCH, regression_loss
+
+APIS = {"ours": OURS, "torch": TORCH}
+
+SUPPORTED = {
+    "ours": {"plain", "flat2", "flat4"},
+    "torch": {"plain", "flat2", "flat4", "hsdp", "tp"},
+}
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """A way to spread a model.
+
+    Attributes:
+        name: as in the table above.
+        dims: the mesh's size and names; empty for no sharding.
+    """
+
+    name: str
+    dims: tuple[tuple[str, int], ...]
+
+    @property
+    def ranks(self) -> int:
+        total = 1
+        for _, size in self.dims:
+            total *= size
+        return total
+
+    def mesh(self) -> DeviceMesh:
+        names, sizes = zip(*self.dims, strict=True)
+        return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+    def shard(self, api: ModuleType, model: nn.Module) -> nn.Module:
+        """Spreads a `Ladder` (or what has its submodules) with `api.fully_shard`."""
+        if not self.dims:
+            return model
+        mesh = self.mesh()
+        arguments: dict[str, Any] = {"mesh": mesh}
+        if "tp" in dict(self.dims):
+            for block in units(model):
+                plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+                parallelize_module(block, mesh["tp"], plan)
+            arguments["mesh"] = mesh["shard"]
+        for unit in units(model):
+            api.fully_shard(unit, **arguments)
+        api.fully_shard(model, **arguments)
+        return model
+
+    def part(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """This rank's rows of a batch; ranks of one tensor-parallel group get the same."""
+        if not self.dims:
+            return batch
+        size = self.ranks // dict(self.dims).get("tp", 1)
+        index = dist.get_rank() * size // self.ranks
+        return tuple(part.chunk(size)[index] for part in batch)
+
+
+PARALLELISMS = {
+    each.name: each
+    for each in (
+        Parallelism("plain", ()),
+        Parallelism("flat2", (("shard", 2),)),
+        Parallelism("flat4", (("shard", 4),)),
+        Parallelism("hsdp", (("replicate", 2), ("shard", 2))),
+        Parallelism("tp", (("shard", 2), ("tp", 2))),
+    )
+}
+
+
+def supports(api: str, parallelism: str) -> bool:
+    """Whether `fully_shard` of this implementation can spread a model like that."""
+    return parallelism in SUPPORTED[api]
+
+
+class Rung(nn.Module):
+    """A unit with a tensor-parallel pair of linears, a norm, and buffers of both kinds."""
+
+    is_unit = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.up = nn.Linear(DIM, 2 * DIM)
+        self.down = nn.Linear(2 * DIM, DIM)
+        self.register_buffer("scale", torch.linspace(0.5, 1, DIM))
+        self.register_buffer("shift", torch.linspace(-1, 1, DIM), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x) * self.scale + self.shift)))
+
+
+class Ladder(nn.Module):
+    """Rungs between two linears of the root's group: one with odd rows, and one tied on request."""
+
+    def __init__(self, rungs: int = 2, tied: bool = False, frozen: bool = False) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(DIM, DIM, bias=False)
+        self.rungs = nn.ModuleList(Rung() for _ in range(rungs))
+        self.again = nn.Linear(DIM, DIM, bias=False)
+        self.head = nn.Linear(DIM, 3)
+        if tied:
+            self.again.weight = self.inlet.weight
+        if frozen:
+            self.rungs[0].up.requires_grad_(False)
+            self.head.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for rung in self.rungs:
+            x = rung(x)
+        return self.head(torch.tanh(self.again(x)))
+
+
+def ladder(seed: int = 0, **arguments: bool) -> nn.Module:
+    return seeded(lambda: Ladder(**arguments), seed=seed)
+
+
+def ladder_batches(steps: int, rows: int = 8) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(rows, DIM, generator=generator), torch.randn(rows, 3, generator=generator))
+        for _ in range(steps)
+    ]
+
+
+def losses(
+    model: nn.Module,
+    optimizer: Optimizer,
+    parallelism: Parallelism,
+    batches: Sequence[tuple[Tensor, Tensor]],
+) -> list[Tensor]:
+    """Trains; the loss over the whole batch before every step."""
+    found = []
+    for batch in batches:
+        value = regression_loss(model, parallelism.part(batch))
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        value = value.detach().clone()
+        if parallelism.dims:
+            dist.all_reduce(value)
+            value /= dist.get_world_size()
+        found.append(value)
+    return found
+
+
+def gather(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The whole tensors on every rank, whatever their placements; one collective for all.
+
+    As `parity.full_all`: without DTensor's own collectives, of which several in flight corrupt the
+    heap with gloo.
+    """
+    tensors = [tensor.detach() for tensor in tensors]
+    mine = [(_places(t), t.to_local().clone()) for t in tensors if isinstance(t, DTensor)]
+    if not mine:
+        return [tensor.clone() for tensor in tensors]
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    whole, number = [], 0
+    for tensor in tensors:
+        if not isinstance(tensor, DTensor):
+            whole.append(tensor.clone())
+            continue
+        values = torch.full((tensor.numel(),), -1, dtype=tensor.dtype)
+        written = torch.zeros(tensor.numel(), dtype=torch.bool)
+        for theirs in everyones:
+            places, local = theirs[number]
+            same = values[places] == local.flatten()
+            assert (same | ~written[places] | local.flatten().isnan()).all(), "replicas differ"
+            values[places] = local.flatten()
+            written[places] = True
+        assert written.all(), "rows that no rank holds"
+        whole.append(values.view(tensor.shape))
+        number += 1
+    return whole
+
+
+def _places(tensor: DTensor) -> Tensor:
+    """Which elements of the whole tensor this rank holds, flat."""
+    indices = torch.arange(tensor.numel()).view(tensor.shape)
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    placements: list[Any] = list(tensor.placements)
+    sharded = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
+    for i in sorted(sharded, key=lambda i: not placements[i].is_shard()):  # strided ones last
+        placement = placements[i]
+        chunks = list(indices.chunk(tensor.device_mesh.size(i), placement.dim))
+        empty = indices.narrow(placement.dim, 0, 0)
+        indices = [*chunks, *[empty] * tensor.device_mesh.size(i)][coordinate[i]]
+    assert indices.shape == tensor.to_local().shape
+    return indices.flatten()

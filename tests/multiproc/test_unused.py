@@ -1,0 +1,117 @@
+"""Units whose outputs some ranks do not use: every rank must run the same reductions, in order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp2 import fully_shard
+from tests.common import models
+from tests.common.parity import FP32, assert_close, assert_equal, full_grads, world_mesh
+from tests.common.workers import ranks
+
+DIM = 8
+
+
+class Tower(nn.Module):
+    """Blocks in a row; the loss reads the output of one of them, later ones run for nothing."""
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(blocks))
+
+    def forward(self, x: Tensor, used: int) -> Tensor:
+        outputs = []
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+            outputs.append(x)
+        return outputs[used]
+
+
+def _expected(used: list[int], inputs: list[Tensor]) -> dict[str, Tensor | None]:
+    model = models.seeded(Tower)
+    for block, x in zip(used, inputs, strict=True):
+        model(x, block).sum().backward()
+    return {
+        name: torch.zeros_like(param) if param.grad is None else param.grad / len(used)
+        for name, param in model.named_parameters()
+    }
+
+
+@ranks(2)
+@pytest.mark.parametrize("used", [[3, 0], [0, 3], [1, 2], [2, 2]])
+def test_ranks_that_use_different_outputs_reduce_alike(used: list[int]) -> None:
+    model = models.seeded(Tower)
+    for block in model.blocks:
+        fully_shard(block, mesh=world_mesh())
+    fully_shard(model, mesh=world_mesh())
+    model.set_reduce_scatter_unused_params(True)
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(4, DIM, generator=generator, requires_grad=True) for _ in used]
+    rank = dist.get_rank()
+    for _ in range(2):  # the second time the order is known, and guesses are right
+        model.zero_grad()
+        model(inputs[rank], used[rank]).sum().backward()
+        assert_equal(full_grads(model), _expected(used, inputs))
+
+
+class Nest(nn.Module):
+    """Two towers, units with units inside; either may be used for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList([Tower(2), Tower(2)])
+        self.last = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, used: int) -> Tensor:
+        outputs = [tower(x, 1) for tower in self.towers]
+        outputs.append(sum(outputs))
+        return self.last(outputs[used])
+
+
+@ranks(2)
+@pytest.mark.parametrize("forwards", [1, 2])
+@pytest.mark.parametrize("used", [[0, 1], [1, 2], [2, 0]])
+def test_units_inside_units_that_are_skipped(used: list[int], forwards: int) -> None:
+    model, plain = models.seeded(Nest), models.seeded(Nest)
+    for tower in model.towers:
+        for block in tower.blocks:
+            fully_shard(block, mesh=world_mesh())
+        fully_shard(tower, mesh=world_mesh())
+    fully_shard(model, mesh=world_mesh())
+    model.set_reduce_scatter_unused_params(True)
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(4, DIM, generator=generator, requires_grad=True) for _ in used]
+    rank = dist.get_rank()
+    for _ in range(2):
+        model.zero_grad()
+        losses = [model(inputs[rank], (used[rank] + i) % 3).sum() for i in range(forwards)]
+        torch.stack(losses).sum().backward()
+        plain.zero_grad()
+        for block, x in zip(used, inputs, strict=True):
+            for i in range(forwards):
+                plain(x, (block + i) % 3).sum().backward()
+        expected = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad / 2
+            for name, p in plain.named_parameters()
+        }
+        assert_close(full_grads(model), expected, FP32)
+
+
+@ranks(2)
+def test_options_changed_while_partial_sums_wait_count_from_the_next_reduction() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(models.seeded(lambda: nn.Linear(DIM, DIM)), mesh=mesh)
+    x = torch.ones(2, DIM)
+    model.set_requires_all_reduce(False)
+    model(x).sum().backward()
+    model.set_gradient_divide_factor(1.0)  # the sums that wait are an average's
+    model.set_requires_all_reduce(True)
+    model(x).sum().backward()
+    assert_equal(full_grads(model)["bias"], torch.full((DIM,), 4.0))
+    model.zero_grad()
+    model(x).sum().backward()
+    assert_equal(full_grads(model)["bias"], torch.full((DIM,), 4.0))  # a sum of two ranks' 2
