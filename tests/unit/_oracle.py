@@ -1,7 +1,8 @@
 """A second opinion on a trace: plain reachability, nothing shared with the vector clocks.
 
-Operations on one lane run in order, and a wait comes after the record of its event; whatever
-follows from these two rules is ordered, nothing else is. Two accesses conflict where
+Operations on one lane run in order, a wait comes after the record of its event, and what the host
+issues once it has waited for an event comes after that event's record; whatever follows from these
+three rules is ordered, nothing else is. Two accesses conflict where
   - they use the same buffer and at least one writes it, or
   - they use different buffers, of which one was freed before the other was allocated on the same
     lane, so that both may have the same memory.
@@ -22,17 +23,24 @@ def ancestors(trace: Sequence[Op]) -> list[int]:
     before: list[int] = []
     previous: dict[Lane, int] = {}
     records: dict[int, int] = {}
+    synchronized: list[int] = []  # records of events that the host has waited for
     for position, op in enumerate(trace):
-        parents = [previous[op.lane]] if op.lane in previous else []
+        parents = [*synchronized, previous[op.lane]] if op.lane in previous else [*synchronized]
         if op.kind == "record":
             records[op.event] = position
         elif op.kind == "wait":
             parents.append(records[op.event])
+        elif op.kind == "synchronize":
+            synchronized.append(records[op.event])
         known = 0
         for parent in parents:
             known |= before[parent] | 1 << parent
         before.append(known)
-        if op.kind not in ("alloc", "free"):  # the host's, they order nothing on a lane
+        if op.kind not in (
+            "alloc",
+            "free",
+            "synchronize",
+        ):  # the host's, they order nothing on a lane
             previous[op.lane] = position
     return before
 

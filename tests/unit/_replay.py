@@ -22,6 +22,8 @@ def replay(trace: Sequence[Op]) -> VirtualDevice:
             events[op.event] = device.record(op.lane, op.label)
         elif op.kind == "wait":
             device.wait(op.lane, events[op.event], op.label)
+        elif op.kind == "synchronize":
+            device.synchronize(events[op.event])
         elif op.kind == "free":
             device.free(twins[op.writes[0]].owner.allocation)
         elif op.kind == "alloc":
