@@ -50,6 +50,7 @@ from fsdp2.core.sharding import (
     smaller_mesh,
 )
 from fsdp2.core.streams import DeviceStreams, InlineStreams, Streams
+from fsdp2.interop import announce, check_untouched
 from fsdp2.module import FSDPModule
 
 M = TypeVar("M", bound=nn.Module)
@@ -164,7 +165,7 @@ def fully_shard(
             if own.size != smaller:
                 group.set_smaller_group(_smaller_group(own, smaller, streams))
     _move_buffers(modules, ignored, axes.device)
-    UnitHooks(unit, modules, policy, axes.device, streams)
+    announce(modules, UnitHooks(unit, modules, policy, axes.device, streams))
     watch_optimizers()
     for member in modules:
         member.__class__ = _sharded_class(type(member))
@@ -188,6 +189,7 @@ def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
             raise ValueError(
                 f"fully_shard was already called on this {type(member).__name__}; call it once"
             )
+        check_untouched(member)
         containers = (nn.ModuleList, nn.ModuleDict)
         if isinstance(member, containers) and type(member).forward is nn.Module.forward:
             raise ValueError(

@@ -19,13 +19,15 @@ from fsdp2.communication import CommunicationControls, hooks_below, hooks_on
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.hooks import UnitHooks, forward_method, start
 from fsdp2.core.scheduler import Scheduler, Unit
+from fsdp2.interop import TORCHS, TorchIdentity
 
 
-class FSDPModule(CommunicationControls):
+class FSDPModule(CommunicationControls, TorchIdentity):
     """What `fully_shard` makes of a module: the methods that control its unit.
 
     The class comes first in the method resolution order: ``[FSDP<Original>, FSDPModule, …,
-    Original]``. Methods with ``recurse`` also apply to the units below.
+    Original]``. It is a subclass of ``torch.distributed.fsdp.FSDPModule``, so that clients of that
+    recognise it, but inherits no behaviour. Methods with ``recurse`` also apply to the units below.
     """
 
     _fsdp2_original: type
@@ -90,6 +92,11 @@ class FSDPModule(CommunicationControls):
         for hooks in hooks_below(self, recurse):
             hooks.unit.sync = requires_gradient_sync
             hooks.unit.all_reduce = requires_gradient_sync
+            if not requires_gradient_sync:
+                # Gradients that did not come through our hooks, as those of a zero-bubble
+                # schedule's weight passes, are summed in the reduce dtype all the same.
+                for group in hooks.unit.groups:
+                    group.accumulate()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose whether reductions sum over replicas (HSDP); nothing changes without them.
@@ -116,7 +123,8 @@ class FSDPModule(CommunicationControls):
         """Choose whether the caller ends an iteration's backwards with `finalize_backward`.
 
         For schedules in which reducing gradients is an action of its own. While enabled, it
-        supersedes `set_is_last_backward`. Call it on the root, before backward.
+        supersedes `set_is_last_backward`. Call it on the root, between backwards: the next one
+        follows the new mode.
 
         Args:
             enabled: default behaviour is ``False``.
@@ -126,10 +134,8 @@ class FSDPModule(CommunicationControls):
         """
         scheduler = _scheduler(self)
         _require_root(self, "set_manual_backward_finalization")
-        if scheduler.in_backward and enabled != scheduler.manual:
-            raise RuntimeError(
-                "set_manual_backward_finalization was called during backward; call it before"
-            )
+        if enabled != scheduler.manual:
+            _require_outside(scheduler, "set_manual_backward_finalization")
         scheduler.manual = bool(enabled)
 
     @overload
@@ -145,15 +151,17 @@ class FSDPModule(CommunicationControls):
         """End an iteration's backwards outside autograd: reduce, free, clean up.
 
         Gradients that wait for a reduction are reduced if `set_requires_gradient_sync` says so
-        now, parameters are freed if `set_reshard_after_backward` says so now. Needs
-        `set_manual_backward_finalization`; nothing happens before the first forward.
+        now, parameters are freed if `set_reshard_after_backward` says so now. Nothing happens
+        before the first forward. A backward that is still to come gathers its parameters again.
 
         Args:
             async_op: ``True`` returns a handle while reductions may still run: wait for it before
-                gradients are used. ``False`` (default) waits and returns ``None``.
+                gradients are used, or the next forward is called. ``False`` (default) waits and
+                returns ``None``.
 
         Raises:
-            RuntimeError: called during backward, or on a module that is not the root.
+            RuntimeError: without `set_manual_backward_finalization`, during forward or backward, on
+                a module that is not the root, or before the last handle was waited for.
 
         Example::
 
@@ -168,8 +176,17 @@ class FSDPModule(CommunicationControls):
         if scheduler is None:
             return GradientReductionHandle(None) if async_op else None
         _require_root(self, "finalize_backward")
-        if scheduler.in_backward:
-            raise RuntimeError("finalize_backward was called during backward; call it after")
+        _require_outside(scheduler, "finalize_backward")
+        if not scheduler.manual:
+            raise RuntimeError(
+                "finalize_backward() was called on a module whose backwards end by themselves; "
+                "call set_manual_backward_finalization(True) before them"
+            )
+        if scheduler.unawaited:
+            raise RuntimeError(
+                "finalize_backward() was called before the handle of the last one was waited for; "
+                "call its wait()"
+            )
         scheduler.finalize(wait=not async_op)
         return GradientReductionHandle(scheduler) if async_op else None
 
@@ -178,7 +195,8 @@ class FSDPModule(CommunicationControls):
 
         Args:
             unshard_in_backward: ``False`` where backward does not read them, as an embedding's
-                does not. Default behaviour is ``True``.
+                does not. Default behaviour is ``True``. Where a backward reads them all the same,
+                as a linear's does, autograd raises that a variable "has been modified".
         """
         hooks_on(self).unit.unshard_in_backward = bool(unshard_in_backward)
 
@@ -244,21 +262,22 @@ class FSDPModule(CommunicationControls):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``nn.Module.zero_grad``; gradients that were accumulated without sync go too,
         and partial sums that wait for an all-reduce."""
-        super().zero_grad(set_to_none)  # type: ignore[misc]  # nn.Module's
+        super().zero_grad(set_to_none)
         hooks = hooks_on(self)
         root = hooks.scheduler if hooks.unit.is_root else None
         units = (
             root.units if root is not None else [h.unit for h in hooks_below(self, recurse=True)]
         )
-        for unit in units:
-            for group in unit.groups:
-                if group.accumulates:
-                    group.discard_gradients()
+        unreduced = [group for unit in units for group in unit.groups if group.accumulates]
+        if unreduced and hooks.scheduler is not None:
+            hooks.scheduler.wait_for_reductions()  # they may still add to partial sums
+        for group in unreduced:
+            group.discard_gradients()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """`.to()`, `.cuda()`, `.to_empty()` …: on the sharded parameters."""
         self.reshard()
-        result = super()._apply(*args, **kwargs)  # type: ignore[misc]  # nn.Module's
+        result = super(TORCHS, self)._apply(*args, **kwargs)
         for group in hooks_on(self).unit.groups:
             group.rebind()
         return result
@@ -298,7 +317,7 @@ class GradientReductionHandle:
         Raises:
             RuntimeError: ``reset_iter_state()`` has dropped the reductions meanwhile.
         """
-        scheduler, self._scheduler = self._scheduler, None
+        scheduler = self._scheduler
         if scheduler is None:
             return
         if scheduler.resets != self._resets:
@@ -307,6 +326,7 @@ class GradientReductionHandle:
                 "the iteration again"
             )
         scheduler.wait_for_reductions()
+        self._scheduler = None
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
@@ -361,6 +381,15 @@ def _require_root(module: Any, method: str) -> None:
         raise RuntimeError(
             f"{method}() was called on '{unit.name}', which is not the root; call it on the "
             f"module whose forward you call"
+        )
+
+
+def _require_outside(scheduler: Scheduler, method: str) -> None:
+    if scheduler.in_backward or scheduler.forward_root is not None:
+        during = "backward" if scheduler.in_backward else "forward"
+        raise RuntimeError(
+            f"{method}() was called during {during}; call it after its end, or after an exception "
+            f"call reset_iter_state() first"
         )
 
 

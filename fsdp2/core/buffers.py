@@ -97,12 +97,13 @@ class TransientBuffer:
     Views are made once, while the buffer is first allocated, and stay valid objects for good.
     """
 
-    __slots__ = ("_raw", "_storage", "name", "nbytes")
+    __slots__ = ("_raw", "_storage", "_there", "name", "nbytes")
 
     def __init__(self, nbytes: int, device: torch.device, name: str) -> None:
         with torch.inference_mode(False):
             self._raw = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._storage = self._raw.untyped_storage()
+        self._there = True
         self.nbytes = nbytes
         self.name = name
 
@@ -119,12 +120,15 @@ class TransientBuffer:
             return _aliased(self._raw, dtype, byte_offset, shape, strides)
 
     def acquire(self) -> None:
-        """Allocate on the current stream; contents are undefined."""
-        self._storage.resize_(self.nbytes)
+        """Allocate on the current stream, if the memory is not there; contents are undefined."""
+        if not self._there:  # to resize would move the memory, though its size stays
+            self._storage.resize_(self.nbytes)
+            self._there = True
 
     def release(self) -> None:
         """Give the memory back to the current stream's allocator."""
         self._storage.resize_(0)
+        self._there = False
 
     @property
     def allocated(self) -> bool:

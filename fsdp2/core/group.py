@@ -247,7 +247,8 @@ class ParamGroup:
         self._bind_smaller()
         if self._mirror is not None:
             self._mirror.release()
-        self._full.release()
+        if not (self._bound and self.options.keep_storage):  # memory that is kept stays in place
+            self._full.release()
         self._bound, self._reroute = True, False
 
     def _bind_buffers(self) -> None:

@@ -103,6 +103,7 @@ class UnitHooks:
             recomputes = unit.phase is Phase.BACKWARD
             if not recomputes:
                 self._enter_backward()
+            scheduler.enter_recomputation(unit)
             args, kwargs = self._cast_inputs(args, kwargs)
             return (args, kwargs) if recomputes else self._mark_exit(args, kwargs)
         first = True
@@ -246,6 +247,13 @@ def start(hooks: UnitHooks) -> Scheduler:
                 f"unit '{below.unit.name}' is in the middle of a forward or backward of its own; "
                 f"finish it, or call reset_iter_state() on it, before running its parent"
             )
+        if busy is not None and busy.manual and below is not hooks:
+            raise ShardingStateError(
+                f"set_manual_backward_finalization was called on '{below.unit.name}', which is "
+                f"below the root; call it on the module whose forward you call"
+            )
+        if busy is not None:
+            busy.wait_for_reductions()
     scheduler = Scheduler([below.unit for below in found], hooks.streams)
     for below, names in found.items():
         below.scheduler = scheduler

@@ -271,6 +271,11 @@ class ShardedParam:
             self.run_hooks()
         return None
 
+    @property
+    def has_grad_hooks(self) -> bool:
+        """Whether a user registered a post-accumulate-grad hook."""
+        return bool(self.sharded._post_accumulate_grad_hooks)
+
     def run_hooks(self) -> None:
         """Run the post-accumulate-grad hooks that users registered on the sharded parameter."""
         hooks = self.sharded._post_accumulate_grad_hooks
@@ -345,6 +350,14 @@ class ShardedParam:
         if old is not None and old.grad is not None:  # accumulated without sync
             unsharded.grad = old.grad.to(unsharded.dtype)
         self.unsharded = unsharded
+
+    def forbid_reading(self) -> None:
+        """Let a backward raise that reads the unsharded parameter as forward saved it.
+
+        Autograd compares the version that was saved with the present one.
+        """
+        if self.unsharded is not None:
+            torch.autograd.graph.increment_version(self.unsharded)
 
     def between(self, rows: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
         """The parameter over a smaller group's rows, registered between forward and backward.

@@ -21,9 +21,10 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
+from fsdp2.core.config import ShardingStateError
 from fsdp2.core.group import ParamGroup, State
 from fsdp2.core.reduction import PendingReduction
-from fsdp2.core.streams import Lane, Streams
+from fsdp2.core.streams import SIDE_LANES, Lane, Streams
 
 
 class Phase(Enum):
@@ -109,6 +110,16 @@ class Unit:
         for group in self.groups:
             group.shard_smaller()
 
+    def forbid_reading(self) -> None:
+        """Let a backward raise that reads parameters which are not gathered.
+
+        They have no memory then; the backward of an embedding and the like does not read it.
+        """
+        for group in self.groups:
+            if group.needs_gather:
+                for param in group.params:
+                    param.forbid_reading()
+
     def reshard_if_outdated(self) -> None:
         """Free what was gathered before an optimizer step."""
         for group in self.groups:
@@ -130,6 +141,8 @@ class Scheduler:
         in_backward: whether a backward has begun whose end was not seen.
         is_last_backward: whether the end of this backward waits for reductions and cleans up.
         manual: whether it leaves both to `finalize`, whatever ``is_last_backward`` says.
+        unawaited: whether a `finalize` that did not wait is still to be followed by
+            `wait_for_reductions`.
         resets: how often an iteration was given up.
         post_optim_event: recorded behind the optimizer's step by a user who runs it on a stream of
             his own; the next gather waits for it.
@@ -153,7 +166,7 @@ class Scheduler:
         self._floor: int | None = None
         self._reached = 0
         self._running: list[Unit] = []  # this forward's order of entries
-        self._finished: list[Unit] = []  # this iteration's order of exits, backward's in reverse
+        self._finished: list[Unit | None] = []  # this iteration's exits, till their backward comes
         self._records_exits = False
         self._prefetched: Unit | None = None  # gathered on a guess, not yet used
         self._requested: list[Unit] = []  # gathered on an explicit list, perhaps not yet used
@@ -163,6 +176,7 @@ class Scheduler:
         self._offloaded = [g for unit in units for g in unit.groups if g.offload is not None]
         self.post_optim_event: Any = None
         self.manual = False
+        self.unawaited = False
         self.resets = 0
         self.refresh()
 
@@ -176,16 +190,37 @@ class Scheduler:
     # ---- forward
 
     def begin_forward(self, root: Unit, expects_backward: bool) -> None:
-        """A forward starts at ``root``, which is not inside another unit's forward."""
+        """A forward starts at ``root``, which is not inside another unit's forward.
+
+        Raises:
+            ShardingStateError: nobody waited for the reductions of the last `finalize`.
+        """
+        if self.unawaited:
+            raise ShardingStateError(
+                f"the forward of '{root.name or '(root)'}' was called before the gradients of the "
+                f"last finalize_backward(async_op=True) were waited for; call wait() on the "
+                f"handle that it returned"
+            )
         self.forward_root = root
         self._expected = self._orders.get(root) or self._registration_order(root)
         self._cursor = -1
         self._running = []
         self._records_exits = expects_backward
+        if self._pending or self._summing:
+            self._order_after_hooks()
         if len(self._finished) > self.FORWARDS_REMEMBERED * len(self.units):
             self._forget_exits()  # forwards whose backward never came
         if expects_backward:
             self._starts.append(len(self._finished))
+
+    def _order_after_hooks(self) -> None:
+        """Let gathers wait for what users' hooks do to shards behind reductions in flight.
+
+        COMPUTE waits, which reads shards itself on one rank; the side lanes wait for it anyway.
+        """
+        for pending in (*self._summing, *self._pending):
+            if any(param.has_grad_hooks for param in pending.group.params):
+                self.streams.wait(Lane.COMPUTE, pending.done, "compute after hooks on gradients")
 
     def _registration_order(self, root: Unit) -> list[Unit]:
         return [unit for unit in self.units if unit.groups] if root.is_root else []
@@ -272,14 +307,27 @@ class Scheduler:
         unit.phase = Phase.BACKWARD
         if not unit.groups:
             return
-        self._entered = position = unit.visits.pop() if unit.visits else 0
+        position = 0
+        if unit.visits:
+            position = unit.visits.pop()
+            self._finished[position] = None
+        self._entered = position
         unit.began = unit.inside.pop() if unit.inside else self._reached
         if unit.unshard_in_backward:
             self._gather(unit)
+        else:
+            unit.forbid_reading()
         if unit.backward_prefetch:
             self._request(unit.backward_prefetch)
-        elif position and self._finished[position - 1].unshard_in_backward:
-            self._prefetch(self._finished[position - 1])
+        elif position:
+            following = self._finished[position - 1]
+            if following is not None and following.unshard_in_backward:
+                self._prefetch(following)
+
+    def enter_recomputation(self, unit: Unit) -> None:
+        """Gather ``unit``, in backward, for a forward that runs again."""
+        if unit.is_sharded:
+            self._gather(unit)
 
     def _go_to(self, position: int) -> None:
         """Before the backward of the call at ``position``: take up what was skipped behind it."""
@@ -302,7 +350,11 @@ class Scheduler:
         """
         while self._reached > position:
             skipped = self._finished[self._reached - 1]
-            if skipped.phase is Phase.BACKWARD or skipped.visits[-1:] != [self._reached - 1]:
+            if (
+                skipped is None
+                or skipped.phase is Phase.BACKWARD
+                or skipped.visits[-1:] != [self._reached - 1]
+            ):
                 self._reached -= 1
                 continue
             first = skipped.inside[-1]
@@ -380,6 +432,7 @@ class Scheduler:
         if last:
             self._drop_unused()
             self._drain()
+        if last or (self.forward_root is None and not any(unit.visits for unit in self.units)):
             self._forget_exits()
 
     def finalize(self, wait: bool) -> None:
@@ -395,10 +448,12 @@ class Scheduler:
         self._forget_exits()
         if wait:
             self._drain()
+        self.unawaited = not wait
 
     def wait_for_reductions(self) -> None:
         """Let COMPUTE, and the host for offloaded gradients, wait for what is under way."""
         self._drain()
+        self.unawaited = False
 
     def _forget_exits(self) -> None:
         self._finished.clear()
@@ -441,7 +496,7 @@ class Scheduler:
             pending.release_rest()
 
     def _settle(self) -> None:
-        """Forward or backward returns: the host may write offloaded shards (invariant I11)."""
+        """Forward or backward returns: the host may write offloaded shards (invariant I8)."""
         for group in self._offloaded:
             group.settle()
 
@@ -490,6 +545,10 @@ class Scheduler:
         """
         self.resets += 1
         self._drain(deliver=False)
+        self.unawaited = False
+        for lane in SIDE_LANES:  # an exception inside a reduction: nobody has its event
+            behind = self.streams.record(lane, "what was interrupted")
+            self.streams.wait(Lane.COMPUTE, behind, "compute after what was interrupted")
         self._prefetched = None
         self._requested.clear()
         for unit in self.units:
@@ -507,6 +566,8 @@ class Scheduler:
     def _gather(self, unit: Unit) -> None:
         if self._prefetched is unit:
             self._prefetched = None
+        if self._requested and unit in self._requested:
+            self._requested.remove(unit)
         self.unshard(unit)
         self.wait(unit)
 

@@ -535,6 +535,14 @@ class VirtualParam:
         """There is no module."""
         return []
 
+    def forbid_reading(self) -> None:
+        """Nobody compares versions."""
+
+    @property
+    def has_grad_hooks(self) -> bool:
+        """Whether there is a hook."""
+        return self.hook is not None
+
     def take_gradient(self) -> VirtualTensor | None:
         """The full gradient, which the parameter then no longer has."""
         grad, self.full_grad = self.full_grad, None

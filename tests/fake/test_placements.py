@@ -245,9 +245,12 @@ def test_axes_of_meshes() -> None:
         assert copies.placements(0) == (Replicate(),)
         joined = resolve_axes(mesh, DataParallelMeshDims(shard=("replicate", "shard")))
         assert (joined.size, joined.rank, joined.copies) == (8, 5, 1)
-        info = fsdp2.FSDPMeshInfo(mesh, shard_mesh_dim=0, replicate_mesh_dim=1)
-        other = axes_of_info(info)
-        assert (other.size, other.rank, other.copies) == (2, 1, 4)
+        info = fsdp2.FSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        other = axes_of_info("w", info)
+        assert (other.size, other.rank, other.copies) == (4, 1, 2)
+        turned = fsdp2.FSDPMeshInfo(mesh, shard_mesh_dim=0, replicate_mesh_dim=1)
+        with pytest.raises(ValueError, match="for parameter 'w', with shard_mesh_dim=0"):
+            axes_of_info("w", turned)
 
 
 def test_shard_mesh_needs_names() -> None:

@@ -63,6 +63,21 @@ def stepping(rng: random.Random, device: VirtualDevice) -> Watch:
     return watch
 
 
+def stepping_in_flight(rng: random.Random, device: VirtualDevice) -> Watch:
+    """The optimizer runs in hooks, and forwards begin before it is known to be through."""
+    watch = Watch(rng, random_tree(rng), device=device)
+    sim = watch.sim
+    for _ in range(2):
+        sim.step_in_backward()
+        for _ in range(rng.randint(1, 2)):
+            sim.scheduler.is_last_backward = False
+            sim.iteration(step=False)
+            watch.check_reduced()
+        sim.scheduler.is_last_backward = True
+        _iterate(watch)
+    return watch
+
+
 def changing(rng: random.Random, device: VirtualDevice) -> Watch:
     """Other calls in every iteration, so that the recorded order misleads."""
     root = random_tree(rng)
@@ -318,6 +333,21 @@ def interrupted(rng: random.Random, device: VirtualDevice) -> Watch:
     return watch
 
 
+def broken_hooks(rng: random.Random, device: VirtualDevice) -> Watch:
+    """A user's hook raises in the middle of a reduction; a reset follows."""
+    watch = Watch(rng, random_tree(rng), device=device)
+    for _ in range(2):
+        watch.break_hooks(rng.randint(0, 3))
+        try:
+            watch.sim.iteration(step=False)
+        except InterruptError:
+            watch.reset()
+        watch.sim.step_in_backward(False)
+        watch.sim.optimizer_step()
+        _iterate(watch)
+    return watch
+
+
 def _some_units(rng: random.Random, sim: Simulation) -> list[Unit]:
     units = sim.scheduler.units
     return rng.sample(units, rng.choice((0, 0, 1, min(2, len(units)), min(3, len(units)))))
@@ -328,6 +358,7 @@ SCENARIOS: dict[str, Scenario] = {
     for function in (
         steady,
         stepping,
+        stepping_in_flight,
         changing,
         partial,
         several_forwards,
@@ -339,5 +370,6 @@ SCENARIOS: dict[str, Scenario] = {
         requested,
         other_optimizer,
         interrupted,
+        broken_hooks,
     )
 }

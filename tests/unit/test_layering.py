@@ -120,8 +120,9 @@ def test_core_imports_only_lower_layers(layer: str) -> None:
         ("report", []),
         ("norms", []),
         ("communication", []),
-        ("module", ["fsdp2.communication"]),
-        ("api", ["fsdp2.module"]),
+        ("interop", []),
+        ("module", ["fsdp2.communication", "fsdp2.interop"]),
+        ("api", ["fsdp2.interop", "fsdp2.module"]),
     ],
 )
 def test_public_modules_stand_on_the_core(name: str, others: list[str]) -> None:
@@ -156,6 +157,8 @@ def test_only_three_modules_import_torch_distributed(path: Path) -> None:
         exactly.append("torch.distributed._symmetric_memory")
     if _name(path) == "core.collectives":
         exactly.append("torch._C._distributed_c10d")
+    if _name(path) == "interop":
+        exactly += ["torch.distributed.fsdp", "torch.distributed._composable.contract"]
     for module in _modules_of(path):
         if _below(module, "torch.distributed") or "c10d" in module:
             known = any(_below(module, parent) for parent in allowed)
