@@ -263,6 +263,24 @@ class FSDPModule:
         """
         _hooks(self).unit.backward_prefetch = [h.unit for h in _checked_targets(modules)]
 
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Choose whether backward also reduces parameters that got no gradient on this rank.
+
+        Needed where ranks use different parameters (experts, modalities). By default a parameter
+        without a gradient on a rank gets none for that rank's rows, and a unit without any
+        gradient is not reduced, so that ranks which differ would wait for each other.
+
+        Args:
+            reduce_scatter_unused_params: ``True`` counts a missing gradient as zeros. Every
+                trainable parameter then gets a ``.grad``, zeros if no rank used it. All ranks
+                must call the same units in forward, in the same order.
+            recurse: whether units below follow. Default ``True``.
+        """
+        for hooks in _units(self, recurse):
+            hooks.unit.reduce_unused = reduce_scatter_unused_params
+
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide gradients by ``factor`` instead of averaging over the ranks; not recursive.
 
@@ -284,6 +302,9 @@ class FSDPModule:
             for group in unit.groups:
                 if group.accumulates:
                     group.discard_gradients()
+                if group.is_unsharded:  # the shards, whose gradients count, are not registered
+                    for param in group.params:
+                        param.clear_gradient(set_to_none)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """`.to()`, `.cuda()`, `.to_empty()` …: on the sharded parameters."""

@@ -30,7 +30,7 @@ from fsdp2.core.layout import (
     Transport,
     build_layout,
 )
-from fsdp2.core.param import ShardedParam, Swap
+from fsdp2.core.param import ShardedParam, Swap, follow_requires_grad
 from fsdp2.core.reduction import Job, SegmentReduction
 from fsdp2.core.streams import Lane, Streams
 from fsdp2.core.transport import TRANSPORTS, SegmentTransport
@@ -128,6 +128,7 @@ class ParamGroup:
         self._full: Any = None
         self._transports: list[SegmentTransport] = []
         self._reductions: list[SegmentReduction] = []
+        self._reduces_frozen = False
         self._gathered_event: Any = None
         self._works: list[Any] = []
         self._to_sharded: list[Swap] = []
@@ -201,6 +202,7 @@ class ParamGroup:
         self._require_sharded("bind")
         for param in self.params:
             param.check_usable(self.device)
+            follow_requires_grad(param)
         layout = build_layout(self.shapes(), self.collectives.size, self.collectives.coalesces)
         if layout != self.layout or not all(p.is_backed_by(self._shard) for p in self.params):
             self.adopt()
@@ -231,15 +233,22 @@ class ParamGroup:
         self._early = any(t.early for t in self._transports)
 
     def bind_reductions(self) -> None:
-        """Build the reduction steps of the parameters that require grad now."""
+        """Build the reduction steps of the parameters that require grad now.
+
+        Those that were frozen while gradients of earlier backwards are waiting still belong to it.
+        """
         assert self.layout is not None
+        waiting = {m for r in self._reductions for m in r.members} if self.accumulates else set()
+        self._reduces_frozen = False
         precision = self.options.precision
         families: dict[tuple[Any, ...], list[tuple[ShardedParam, Slot]]] = {}
         for segment in self.layout.segments:
             for slot in segment.slots:
                 param = self.params[slot.index]
                 if not param.sharded.requires_grad:
-                    continue
+                    if param not in waiting:
+                        continue
+                    self._reduces_frozen = True
                 grad = self.compute_dtype(param.dtype)
                 reduce = precision.reduce_dtype or grad
                 direct = segment.transport is Transport.COALESCED and self._is_direct(
@@ -345,15 +354,12 @@ class ParamGroup:
             self.streams.wait(Lane.COMPUTE, self._gathered_event, "compute after all-gather")
 
     def refresh_requires_grad(self) -> None:
-        """Carry ``requires_grad`` from the sharded to the unsharded parameters, if it changed."""
+        """Carry ``requires_grad`` from one form of a parameter to the other, if it changed."""
         changed = False
         for param in self.params:
-            wanted = param.sharded.requires_grad
-            unsharded = param.unsharded
-            if unsharded is not None and unsharded.requires_grad != wanted:
-                unsharded.requires_grad_(wanted)
+            if follow_requires_grad(param):
                 changed = True
-        if changed:
+        if changed or (self._reduces_frozen and not self.accumulates):
             self.bind_reductions()
 
     # ---- gradients
@@ -365,12 +371,17 @@ class ParamGroup:
             for member in reduction.members:
                 member.accumulate(reduction.reduce_dtype)
 
-    def collect(self) -> list[tuple[SegmentReduction, Job]]:
-        """Take the gradients that are there; empty where no parameter has one."""
+    def collect(self, take_missing: bool = False) -> list[tuple[SegmentReduction, Job]]:
+        """Take the gradients that are there; empty where no parameter has one.
+
+        Args:
+            take_missing: take zeros, which become gradients, where there is none. Default
+                ``False``.
+        """
         self.accumulates = False
         jobs = []
         for reduction in self._reductions:
-            job = reduction.collect(False)
+            job = reduction.collect(take_missing)
             if job is not None:
                 jobs.append((reduction, job))
         return jobs

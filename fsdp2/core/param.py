@@ -53,6 +53,24 @@ def _store_of(module: nn.Module) -> Any:
     return _AttributeStore(module)
 
 
+def follow_requires_grad(param: Any) -> bool:
+    """Give a managed parameter's two forms one ``requires_grad``; whichever was changed counts.
+
+    Returns:
+        Whether it changed.
+    """
+    known = param.requires_grad
+    unsharded = param.unsharded
+    if param.sharded.requires_grad is known and (
+        unsharded is None or unsharded.requires_grad is known
+    ):
+        return False
+    param.requires_grad = param.sharded.requires_grad = not known
+    if unsharded is not None:
+        unsharded.requires_grad = not known
+    return True
+
+
 class ShardedParam:
     """A parameter that fsdp2 manages.
 
@@ -61,6 +79,7 @@ class ShardedParam:
         slots: where it is registered.
         dim: sharded dim.
         shape: global shape.
+        requires_grad: as both forms had it when it was last looked at.
         sharded: the DTensor parameter that the optimizer sees.
         unsharded: the gathered parameter, once it exists.
         accumulated: gradients summed over backwards without sync, in the reduce dtype.
@@ -175,6 +194,13 @@ class ShardedParam:
         if sharded._post_accumulate_grad_hooks:
             self.run_hooks()
         return None
+
+    def clear_gradient(self, set_to_none: bool) -> None:
+        """Drop the sharded gradient, or fill it with zeros."""
+        if set_to_none:
+            self.sharded.grad = None
+        elif self.sharded.grad is not None:
+            self.sharded.grad._local_tensor.zero_()  # type: ignore[attr-defined]  # a DTensor
 
     def run_hooks(self) -> None:
         """Run the post-accumulate-grad hooks that users registered on the sharded parameter."""
