@@ -102,7 +102,7 @@ class UnitHooks:
         if _in_backward() != _OUTSIDE:  # recomputation of a checkpointed forward
             recomputes = unit.phase is Phase.BACKWARD
             if not recomputes:
-                self._enter_backward()
+                self._enter_backward(recomputes=True)
             args, kwargs = self._cast_inputs(args, kwargs)
             return (args, kwargs) if recomputes else self._mark_exit(args, kwargs)
         first = True
@@ -197,17 +197,23 @@ class UnitHooks:
             self._enter_backward()
 
     def _on_base_grad(self, grads: Any) -> None:
-        if self.unit.phase is not Phase.BACKWARD:
+        unit = self.unit
+        if unit.phase is Phase.REDUCED and not unit.visits:
+            return  # it returned a view of its input: its backward is over
+        if unit.phase is not Phase.BACKWARD:
             self._enter_backward()
 
     def _on_input_grad(self, grads: Any) -> None:
         self.exit_backward()
 
-    def _enter_backward(self) -> None:
+    def _enter_backward(self, recomputes: bool = False) -> None:
         scheduler = self.scheduler
         assert scheduler is not None
         if not scheduler.in_backward:
             scheduler.in_backward = True
+            # Recomputation enables grad in every backward; otherwise it means create_graph=True.
+            if not recomputes and torch.is_grad_enabled():
+                scheduler.builds_graph = scheduler.holds = True
             Variable._execution_engine.queue_callback(self._end_backward)
         scheduler.enter_backward(self.unit)
 

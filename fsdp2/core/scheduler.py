@@ -16,11 +16,15 @@ wrong result: what was prefetched and not used is freed before the next prefetch
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from enum import Enum
 
 from fsdp2.core.group import ParamGroup, PendingReduction, State
 from fsdp2.core.streams import Lane, Streams
+
+_NONE = sys.maxsize
+"""The position before the first unit of a backward."""
 
 
 class Phase(Enum):
@@ -41,6 +45,7 @@ class Unit:
         reshard_after_forward: ``None`` for the default: keep at the root, free elsewhere.
         reshard_after_backward: whether parameters are freed after backward.
         sync: whether backward reduces gradients; otherwise they accumulate unreduced.
+        reduce_unused: whether parameters without a gradient are reduced too, as zeros.
         forward_prefetch: units to gather when this one's forward starts; empty for the recorded
             order.
         backward_prefetch: the same for backward.
@@ -54,11 +59,14 @@ class Unit:
         self.reshard_after_forward: bool | None = None
         self.reshard_after_backward = True
         self.sync = True
+        self.reduce_unused = False
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
         self.is_root = False
         self.phase = Phase.IDLE
         self.visits: list[int] = []  # its positions in this iteration's order, backward to come
+        self.position = 0  # of the visit whose backward began last
+        self.began = 0  # units whose forward was over when its own began, for that visit
 
     @property
     def frees_after_forward(self) -> bool:
@@ -102,6 +110,9 @@ class Scheduler:
         forward_root: the unit whose forward encloses the running one; ``None`` outside.
         in_backward: whether a backward has begun whose end was not seen.
         is_last_backward: whether the end of this backward waits for reductions and cleans up.
+        builds_graph: whether the running backward records a graph of its own (``create_graph``).
+        holds: whether such a graph may still be used: parameters stay gathered for it until a
+            backward that records none is over, as no hook sees which of them it reads.
     """
 
     REDUCTIONS_IN_FLIGHT = 1
@@ -113,13 +124,16 @@ class Scheduler:
         self.forward_root: Unit | None = None
         self.in_backward = False
         self.is_last_backward = True
+        self.builds_graph = False
+        self.holds = False
         # A first guess that costs little if it is wrong: modules run as they are registered.
         self._orders: dict[Unit, list[Unit]] = {}
         self._expected: list[Unit] = []
         self._cursor = -1
-        self._entered = 0  # position of the unit whose backward began last
+        self._entered = _NONE  # position of the unit whose backward began last
         self._running: list[Unit] = []  # this forward's order of entries
         self._finished: list[Unit] = []  # this iteration's order of exits, backward's in reverse
+        self._began: list[int] = []  # for each of them, how many had finished when it began
         self._records_exits = False
         self._prefetched: Unit | None = None  # gathered on a guess, not yet used
         self._requested: list[Unit] = []  # gathered on an explicit list, perhaps not yet used
@@ -146,6 +160,7 @@ class Scheduler:
         if not unit.groups:
             return
         self._running.append(unit)
+        unit.began = len(self._finished)
         known = self._advance(unit)
         unit.reshard_if_outdated()
         self._gather(unit)
@@ -163,7 +178,7 @@ class Scheduler:
         """Free ``unit`` unless it is kept, or is itself the next one."""
         unit.phase = Phase.IDLE
         if unit.groups:
-            if unit.frees_after_forward and not keep:
+            if unit.frees_after_forward and not keep and not self.holds:
                 if self._successor() is unit and self._prefetched is None:
                     self._prefetched = unit
                 else:
@@ -171,6 +186,7 @@ class Scheduler:
             if self._records_exits:
                 unit.visits.append(len(self._finished))
                 self._finished.append(unit)
+                self._began.append(unit.began)
         if unit is self.forward_root:
             self._end_forward(unit)
 
@@ -210,7 +226,10 @@ class Scheduler:
         unit.phase = Phase.BACKWARD
         if not unit.groups:
             return
-        self._entered = position = unit.visits.pop() if unit.visits else 0
+        position = unit.visits.pop() if unit.visits else 0
+        if unit.reduce_unused:
+            self._replay_skipped(down_to=position + 1)
+        unit.position = self._entered = position
         self._gather(unit)
         if unit.backward_prefetch:
             self._request(unit.backward_prefetch)
@@ -219,7 +238,10 @@ class Scheduler:
 
     def exit_backward(self, unit: Unit) -> None:
         """Free ``unit``, unless it is itself the next one, and reduce the gradients it has."""
-        unit.phase = Phase.REDUCED
+        if self.holds:
+            return
+        if unit.reduce_unused and unit.position < len(self._began):
+            self._replay_skipped(down_to=self._began[unit.position])
         called_in_a_row = (
             unit.reshard_after_backward
             and bool(unit.visits)
@@ -230,6 +252,20 @@ class Scheduler:
             self._finish(unit, reshard=False)
         else:
             self._finish(unit, reshard=unit.reshard_after_backward)
+        unit.phase = Phase.REDUCED
+
+    def _replay_skipped(self, down_to: int) -> None:
+        """Enter and leave the units behind ``down_to`` that this rank's backward did not reach.
+
+        Others' may have: collectives then have one order on all ranks.
+        """
+        if not self.is_last_backward:
+            return  # their backward may be to come
+        for position in range(min(self._entered, len(self._finished)) - 1, down_to - 1, -1):
+            unit = self._finished[position]
+            if unit.reduce_unused and unit.visits and unit.visits[-1] == position:
+                self.enter_backward(unit)
+                self.exit_backward(unit)
 
     def _finish(self, unit: Unit, reshard: bool) -> None:
         for group in unit.groups:
@@ -238,7 +274,9 @@ class Scheduler:
                 if reshard:
                     group.reshard()
                 continue
-            jobs = group.collect()
+            # A unit that was called more than once gets its gradients at its first call's end.
+            last = unit.phase is not Phase.REDUCED and not unit.visits
+            jobs = group.collect(True) if last and unit.reduce_unused else group.collect()
             if reshard:
                 group.reshard()
             if jobs:
@@ -249,23 +287,29 @@ class Scheduler:
 
     def end_backward(self) -> None:
         """The whole backward has run: finish units whose own end was not seen, and clean up."""
+        if self.units[0].reduce_unused:
+            self._replay_skipped(down_to=0)
         self.in_backward = False
+        self.holds = self.builds_graph
         for unit in self.units:
             if unit.phase is Phase.FORWARD and self.forward_root is not None:
                 continue  # a backward inside a forward: its parameters are in use
             if unit.phase is Phase.IDLE and not self.is_last_backward:
                 continue  # its backward is to come; it may be gathered for that
             ahead = unit is self._prefetched or unit in self._requested
-            keep = ahead and not self.is_last_backward
+            keep = (ahead and not self.is_last_backward) or self.holds
             self._finish(unit, reshard=unit.reshard_after_backward and not keep)
             unit.phase = Phase.IDLE
         if self.is_last_backward:
             self._drop_unused()
             self._retire(keep=0)
             self._forget_exits()
+        self._entered = _NONE
+        self.builds_graph = False
 
     def _forget_exits(self) -> None:
         self._finished.clear()
+        self._began.clear()
         for unit in self.units:
             unit.visits.clear()
 
@@ -307,9 +351,11 @@ class Scheduler:
                 group.reshard()
                 group.discard_gradients()
         self._forget_exits()
+        self._entered = _NONE
         self._running = []
         self.forward_root = None
         self.in_backward = False
+        self.builds_graph = self.holds = False
 
     # ---- gathering and freeing
 
