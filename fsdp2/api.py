@@ -7,13 +7,12 @@ fully_shard(module) ── class becomes FSDP<Original>(FSDPModule, Original)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2.core.collectives import GroupCollectives
 from fsdp2.core.config import MixedPrecisionPolicy, OffloadPolicy, ShardingStateError
@@ -21,18 +20,24 @@ from fsdp2.core.group import GroupOptions, ParamGroup
 from fsdp2.core.hooks import UnitHooks, forward_method, hooks_of, start, watch_optimizers
 from fsdp2.core.kernels import TorchKernels
 from fsdp2.core.param import OWNER, ModuleSlot, ShardedParam
+from fsdp2.core.registrations import mark_managed, watch_registrations
 from fsdp2.core.scheduler import Scheduler, Unit
+from fsdp2.core.selection import (
+    NamedSlot,
+    PlacementFn,
+    checked_parameters,
+    managed_modules,
+    managed_parameters,
+    slots_of,
+)
 from fsdp2.core.sharding import (
     ShardAxis,
-    check_placement,
-    check_shardable,
     default_mesh,
     resolve_axis,
 )
 from fsdp2.core.streams import DeviceStreams, InlineStreams, Streams
 
 M = TypeVar("M", bound=nn.Module)
-PlacementFn = Callable[[nn.Parameter], Shard | None]
 
 _streams: dict[torch.device, Streams] = {}
 _sharded_classes: dict[type, type] = {}
@@ -124,23 +129,22 @@ def fully_shard(
         )
     axis = resolve_axis(default_mesh() if mesh is None else mesh)
     reshard = _checked_reshard(reshard_after_forward, axis.size)
-    found = _managed_parameters(modules, ignored_params or set())
-    dims = {
-        param: _checked_parameter(slots[0].name, param, shard_placement_fn)
-        for param, slots in found.items()
-    }
-    _check_one_device(found)
+    found = managed_parameters(modules, ignored_params or set())
+    dims = checked_parameters(found, shard_placement_fn)
 
     name = ", ".join(type(m).__name__ for m in modules)
     streams = _streams_for(axis.device)
     unit = Unit(name, _make_groups(name, found, dims, axis, streams, GroupOptions(mp_policy)))
     unit.reshard_after_forward = reshard
     _move_buffers(modules, ignored_params or set(), axis.device)
-    UnitHooks(unit, modules, mp_policy, axis.device, streams)
+    hooks = UnitHooks(unit, modules, mp_policy, axis.device, streams)
+    hooks.arguments = _Arguments(axis, shard_placement_fn)
+    hooks.ignored = slots_of(modules, ignored_params or set())
     watch_optimizers()
+    watch_registrations()
     for member in modules:
         member.__class__ = _sharded_class(type(member))
-    _watch_state_dicts(unit)
+    _watch_state_dicts(unit.groups)
     return module
 
 
@@ -194,6 +198,37 @@ class FSDPModule:
                     f"root; call it on the module whose forward you call"
                 )
             hooks.scheduler.reset()
+
+    def shard_new_parameters(self) -> None:
+        """Take over parameters and modules that were added below after `fully_shard`.
+
+        They become one more group of this unit, with the mesh and policies of its call of
+        `fully_shard`: an adapter in every block is gathered and reduced with its block. Parameters
+        of units below and ``ignored_params`` are left alone. Call it on every rank, between
+        iterations, then give the parameters to the optimizer. For a unit of their own, call
+        `fully_shard` on the new module instead.
+
+        Raises:
+            ValueError: a new parameter cannot be sharded, or is tied to a managed one; the message
+                names it.
+
+        Example::
+
+            block.adapter = Adapter(dim)
+            block.shard_new_parameters()
+            optimizer.add_param_group({"params": block.adapter.parameters()})
+        """
+        hooks = _hooks(self)
+        unit, arguments = hooks.unit, hooks.arguments
+        found = managed_parameters(hooks.modules, set(), new_to=hooks)
+        dims = checked_parameters(found, arguments.shard_placement_fn)
+        options = unit.groups[0].options if unit.groups else GroupOptions(hooks.precision)
+        groups = _make_groups(
+            f"{unit.name} (new)", found, dims, arguments.axis, hooks.streams, options
+        )
+        _move_buffers(hooks.modules, set(), arguments.axis.device)
+        unit.groups += groups
+        _watch_state_dicts(groups)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -397,66 +432,12 @@ def _checked_reshard(value: bool | int | None, size: int) -> bool | None:
     )
 
 
-class _NamedSlot(tuple[nn.Module, str, str]):
-    """A module, the parameter's name in it, and its full name below the sharded module."""
+@dataclass(frozen=True)
+class _Arguments:
+    """Of `fully_shard`, for parameters that are added later."""
 
-    @property
-    def name(self) -> str:
-        return self[2]
-
-
-def _managed_parameters(
-    modules: tuple[nn.Module, ...], ignored: set[nn.Parameter]
-) -> dict[nn.Parameter, list[_NamedSlot]]:
-    found: dict[nn.Parameter, list[_NamedSlot]] = {}
-    for owner, prefix in _managed_modules(modules):
-        for key, param in owner._parameters.items():
-            if param is not None and param not in ignored:
-                found.setdefault(param, []).append(_NamedSlot((owner, key, prefix + key)))
-    return found
-
-
-def _managed_modules(modules: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Module, str]]:
-    """Modules below ``modules`` that no other unit has, parents first, with name prefixes."""
-    seen: set[nn.Module] = set()
-
-    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str]]:
-        if module in seen:
-            return
-        seen.add(module)
-        yield module, prefix
-        for name, child in module.named_children():
-            if hooks_of(child) is None:
-                yield from walk(child, f"{prefix}{name}.")
-
-    for module in modules:
-        yield from walk(module, "")
-
-
-def _checked_parameter(name: str, param: nn.Parameter, choose: PlacementFn | None) -> int:
-    owner = param.__dict__.get(OWNER)
-    if owner is not None and isinstance(param, DTensor):
-        raise ValueError(
-            f"parameter '{name}' already belongs to the unit of {owner}; call fully_shard on "
-            f"children before their parents"
-        )
-    if owner is not None:
-        raise ValueError(
-            f"parameter '{name}' is tied to a parameter of the unit of {owner}; put both modules "
-            f"into one unit with fully_shard([module_a, module_b])"
-        )
-    check_shardable(name, param)
-    return check_placement(name, param, choose(param) if choose is not None else None)
-
-
-def _check_one_device(found: dict[nn.Parameter, list[_NamedSlot]]) -> None:
-    meta = [slots[0].name for param, slots in found.items() if param.is_meta]
-    real = [slots[0].name for param, slots in found.items() if not param.is_meta]
-    if meta and real:
-        raise ValueError(
-            f"parameter '{meta[0]}' is on the meta device and '{real[0]}' is not; materialise "
-            f"all parameters of a unit, or none"
-        )
+    axis: ShardAxis
+    shard_placement_fn: PlacementFn | None
 
 
 # ---- assembly
@@ -464,7 +445,7 @@ def _check_one_device(found: dict[nn.Parameter, list[_NamedSlot]]) -> None:
 
 def _make_groups(
     name: str,
-    found: dict[nn.Parameter, list[_NamedSlot]],
+    found: dict[nn.Parameter, list[NamedSlot]],
     dims: dict[nn.Parameter, int],
     axis: ShardAxis,
     streams: Streams,
@@ -481,8 +462,9 @@ def _make_groups(
         name, params, collectives, streams, TorchKernels(axis.device), options, axis.device
     )
     group.adopt()
+    mark_managed(params)
     for param, managed in zip(found, params, strict=True):
-        param.__dict__[OWNER] = name
+        param.__dict__[OWNER] = managed.attributes[OWNER] = name
         managed.sharded.__dict__[OWNER] = name
     return [group]
 
@@ -490,7 +472,7 @@ def _make_groups(
 def _move_buffers(
     modules: tuple[nn.Module, ...], ignored: set[nn.Parameter], device: torch.device
 ) -> None:
-    for owner, _ in _managed_modules(modules):
+    for owner, _ in managed_modules(modules):
         for buffer in owner._buffers.values():
             if buffer is not None and buffer.device != device and not buffer.is_meta:
                 buffer.data = buffer.to(device)
@@ -508,9 +490,9 @@ def _sharded_class(original: type) -> type:
     return _sharded_classes[original]
 
 
-def _watch_state_dicts(unit: Unit) -> None:
+def _watch_state_dicts(groups: list[ParamGroup]) -> None:
     """State dicts hold the sharded parameters: register those first, without communication."""
-    for group in unit.groups:
+    for group in groups:
 
         def before(*_: Any, group: ParamGroup = group) -> None:
             group.reshard()

@@ -131,6 +131,7 @@ class ParamGroup:
         self._reduces_frozen = False
         self._gathered_event: Any = None
         self._works: list[Any] = []
+        self._locals: list[tuple[Any, torch.Tensor]] = []  # sharded parameters and their rows
         self._to_sharded: list[Swap] = []
         self._to_unsharded: list[Swap] = []
 
@@ -197,7 +198,7 @@ class ParamGroup:
 
     def bind(self) -> None:
         """Build transports, gathered parameters and reduction steps, if anything changed."""
-        if self._bound:
+        if self._bound and self._is_backed():
             return
         self._require_sharded("bind")
         for param in self.params:
@@ -208,7 +209,17 @@ class ParamGroup:
             self.adopt()
         self._bind_transports()
         self.bind_reductions()
+        self._locals = [
+            (p.sharded, p.local) for p in self.params if hasattr(p.sharded, "_local_tensor")
+        ]
         self._bound = True
+
+    def _is_backed(self) -> bool:
+        """Whether parameters still hold the rows that they were given (`swap_tensors` …)."""
+        for sharded, local in self._locals:  # noqa: SIM110  # four times faster than all()
+            if sharded._local_tensor is not local:
+                return False
+        return True
 
     def _bind_transports(self) -> None:
         assert self.layout is not None

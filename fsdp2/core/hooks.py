@@ -30,7 +30,8 @@ from torch.optim.optimizer import (
 from fsdp2.core.config import MixedPrecisionPolicy, ShardingStateError
 from fsdp2.core.group import OptimizerSteps
 from fsdp2.core.nested import grad_tensors, map_tensors
-from fsdp2.core.param import GATHERED, OWNER
+from fsdp2.core.param import GATHERED, OWNER, ModuleSlot
+from fsdp2.core.registrations import Registrations, check_registered
 from fsdp2.core.scheduler import Phase, Scheduler, Unit
 from fsdp2.core.streams import Streams
 
@@ -84,6 +85,9 @@ class UnitHooks:
         self.device = device
         self.scheduler: Scheduler | None = None
         self.streams = streams
+        self.arguments: Any = None  # what fully_shard was called with
+        self.ignored: set[ModuleSlot] = set()
+        self._registrations = -1  # as counted when they were checked last
         self._waiting: set[nn.Module] = set()  # of a list of modules: those still to run
         self._cast_to = precision.param_dtype if precision.cast_forward_inputs else None
         for module in self.modules:
@@ -115,6 +119,7 @@ class UnitHooks:
                 scheduler.reset()  # an exception ended its last forward or backward half way
             if scheduler.forward_root is None:
                 args, kwargs = self._begin(scheduler, args, kwargs)
+                scheduler = self.scheduler or scheduler
             scheduler.enter_forward(unit)
         args, kwargs = self._cast_inputs(args, kwargs)
         return self._mark_exit(args, kwargs) if first else (args, kwargs)
@@ -139,6 +144,8 @@ class UnitHooks:
     def _begin(
         self, scheduler: Scheduler, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._registrations != Registrations.count:
+            scheduler = self._check_registrations(scheduler)
         scheduler.begin_forward(self.unit, torch.is_grad_enabled())
         if self.device.type == "cpu":
             return args, kwargs
@@ -148,6 +155,25 @@ class UnitHooks:
             return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
 
         return map_tensors(move, args), map_tensors(move, kwargs)
+
+    def _check_registrations(self, scheduler: Scheduler) -> Scheduler:
+        """Something was registered since: find new units, refuse what no unit manages."""
+        self._registrations = Registrations.count
+        if self.unit.is_root and set(_below(self.modules[0])) != set(scheduler.units):
+            scheduler = start(self)
+        for module in self.modules:
+            managed = {}
+            ignored: set[ModuleSlot] = set()
+            for below in _below(module).values():
+                ignored |= below.ignored
+                for group in below.unit.groups:
+                    managed.update({slot: p for p in group.params for slot in p.slots})
+            try:
+                check_registered(module, managed, ignored)
+            except ShardingStateError:
+                self._registrations = -1
+                raise
+        return scheduler
 
     def _cast_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -251,13 +277,22 @@ def start(hooks: UnitHooks) -> Scheduler:
                 f"unit '{below.unit.name}' is in the middle of a forward or backward of its own; "
                 f"finish it, or call reset_iter_state() on it, before running its parent"
             )
+    old = hooks.scheduler
     scheduler = Scheduler([below.unit for below in found], hooks.streams)
+    if old is not None:  # units were added
+        old.finish_reductions()
+        scheduler.is_last_backward, scheduler.holds = old.is_last_backward, old.holds
     for below, names in found.items():
         below.scheduler = scheduler
         below.unit.name = ", ".join(names)
         below.unit.is_root = below is hooks
     _name_parameters(root, found)
     return scheduler
+
+
+def _below(module: nn.Module) -> dict[Unit, UnitHooks]:
+    found = (hooks_of(member) for member in module.modules())
+    return {hooks.unit: hooks for hooks in found if hooks is not None}
 
 
 def _name_parameters(root: nn.Module, found: dict[UnitHooks, list[str]]) -> None:

@@ -135,6 +135,8 @@ class ShardedParam:
                 start = min(rank * slot.chunk, self.shape[self.dim])
                 target.copy_(whole.narrow(self.dim, start, slot.rows(rank)))
         if whole is None:
+            for name, value in self.attributes.items():  # .to() and loading may have dropped them
+                self.sharded.__dict__.setdefault(name, value)
             self.sharded._local_tensor = target  # type: ignore[attr-defined]  # a DTensor
             self._spec = self.sharded._spec  # type: ignore[attr-defined]  # a DTensor
             return
@@ -151,10 +153,14 @@ class ShardedParam:
         return bool(self.local.untyped_storage()._cdata == shard.storage._cdata)
 
     def follow_registered(self) -> None:
-        """Manage the parameter in the first slot, if somebody put another one there."""
+        """Manage the parameter in the first slot, if somebody put another one there.
+
+        The other slots of a tied parameter follow the first.
+        """
         module, name = self.slots[0]
         registered = getattr(module, name)
         if registered is self.sharded:
+            self.register(self.sharded)
             return
         if not isinstance(registered, DTensor) or tuple(registered.shape) != self.shape:
             raise ShardingStateError(

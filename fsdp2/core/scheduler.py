@@ -313,6 +313,10 @@ class Scheduler:
         for unit in self.units:
             unit.visits.clear()
 
+    def finish_reductions(self) -> None:
+        """Let COMPUTE wait for every reduction in flight."""
+        self._retire(keep=0)
+
     def _retire(self, keep: int) -> None:
         """Let COMPUTE wait for the oldest reductions until ``keep`` are left in flight."""
         while len(self._pending) > keep:

@@ -30,7 +30,9 @@ LAYERS = (
     "reduction",
     "group",
     "scheduler",
+    "registrations",
     "hooks",
+    "selection",
     "virtual",
     "simulate",
 )
