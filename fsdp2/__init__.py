@@ -11,6 +11,7 @@ Example::
 
 from fsdp2.api import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
 from fsdp2.core.config import MixedPrecisionPolicy, OffloadPolicy, ShardingStateError
+from fsdp2.optimizers import repoint_optimizer
 from fsdp2.report import GroupReport, group_reports
 
 __version__ = "0.1.0"
@@ -25,4 +26,5 @@ __all__ = [
     "fully_shard",
     "group_reports",
     "register_fsdp_forward_method",
+    "repoint_optimizer",
 ]

@@ -19,7 +19,7 @@ from fsdp2.core.config import MixedPrecisionPolicy, OffloadPolicy, ShardingState
 from fsdp2.core.group import GroupOptions, ParamGroup
 from fsdp2.core.hooks import UnitHooks, forward_method, hooks_of, start, watch_optimizers
 from fsdp2.core.kernels import TorchKernels
-from fsdp2.core.param import OWNER, ModuleSlot, ShardedParam
+from fsdp2.core.param import OWNER, REPLACED, ModuleSlot, ShardedParam
 from fsdp2.core.registrations import mark_managed, watch_registrations
 from fsdp2.core.scheduler import Scheduler, Unit
 from fsdp2.core.selection import (
@@ -465,6 +465,7 @@ def _make_groups(
     mark_managed(params)
     for param, managed in zip(found, params, strict=True):
         param.__dict__[OWNER] = managed.attributes[OWNER] = name
+        param.__dict__[REPLACED] = managed
         managed.sharded.__dict__[OWNER] = name
     return [group]
 

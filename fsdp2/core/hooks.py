@@ -30,7 +30,7 @@ from torch.optim.optimizer import (
 from fsdp2.core.config import MixedPrecisionPolicy, ShardingStateError
 from fsdp2.core.group import OptimizerSteps
 from fsdp2.core.nested import grad_tensors, map_tensors
-from fsdp2.core.param import GATHERED, OWNER, ModuleSlot
+from fsdp2.core.param import GATHERED, OWNER, REPLACED, ModuleSlot
 from fsdp2.core.registrations import Registrations, check_registered
 from fsdp2.core.scheduler import Phase, Scheduler, Unit
 from fsdp2.core.streams import Streams
@@ -329,24 +329,31 @@ def forward_method(hooks: UnitHooks, method: Callable[..., Any]) -> Callable[...
     return run
 
 
-@functools.cache
 def watch_optimizers() -> None:
     """From the first call on, look at the parameters of every optimizer that steps.
 
     Steps of optimizers that hold a managed parameter are counted (`OptimizerSteps`). One that holds
-    a gathered parameter, because it was made while its unit was gathered, would train nothing, so
-    its step raises. Each optimizer is looked at once for each number of parameter groups.
+    a parameter that a unit has replaced, or a gathered one, would train nothing, so its step
+    raises. Each optimizer is looked at again when it has another number of parameter groups, and
+    when anything was registered or sharded since.
     """
-    seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]]
+    Registrations.count += 1
+    _watch_optimizers()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, bool]]
     seen = weakref.WeakKeyDictionary()
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        number = len(optimizer.param_groups)
-        if optimizer not in seen or seen[optimizer][0] != number:
-            seen[optimizer] = number, _holds_managed(optimizer)
+        number, count = len(optimizer.param_groups), Registrations.count
+        known = seen.get(optimizer)
+        if known is None or known[0] != number or known[1] != count:
+            seen[optimizer] = number, count, _holds_managed(optimizer)
 
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer in seen and seen[optimizer][1]:
+        if optimizer in seen and seen[optimizer][2]:
             OptimizerSteps.count += 1
 
     register_optimizer_step_pre_hook(before)
@@ -362,7 +369,14 @@ def _holds_managed(optimizer: torch.optim.Optimizer) -> bool:
                 raise ShardingStateError(
                     f"this {type(optimizer).__name__} holds the gathered parameter "
                     f"'{attributes[GATHERED]}', not the sharded one: it was made while its unit "
-                    f"was gathered; call reshard() on the module, then make the optimizer"
+                    f"was gathered; call reshard() on the module, then make the optimizer, or "
+                    f"call fsdp2.repoint_optimizer(optimizer)"
+                )
+            if REPLACED in attributes:
+                raise ShardingStateError(
+                    f"this {type(optimizer).__name__} holds parameter '{attributes[REPLACED].name}'"
+                    f" as it was before fully_shard or load_state_dict(assign=True) replaced it; "
+                    f"call fsdp2.repoint_optimizer(optimizer), or make the optimizer afterwards"
                 )
             managed = managed or OWNER in attributes
     return managed

@@ -26,6 +26,9 @@ from fsdp2.core.sharding import ShardAxis, sharded_spec, wrap_local
 OWNER = "_fsdp2_owner"
 """Attribute of a parameter object that a unit manages, or replaced: the unit's name."""
 
+REPLACED = "_fsdp2_replaced"
+"""Attribute of a parameter object that is not the optimizer's: the `ShardedParam` that is."""
+
 GATHERED = "_fsdp2_gathered"
 """Attribute of a gathered parameter: its full name."""
 
@@ -168,7 +171,9 @@ class ShardedParam:
                 f"{tuple(registered.shape)}; assign a DTensor of shape {self.shape} sharded like "
                 f"the parameter"
             )
+        self.sharded.__dict__[REPLACED] = self
         self.sharded = cast(nn.Parameter, registered)
+        self.sharded.__dict__.pop(REPLACED, None)
         self.register(self.sharded)
 
     def check_usable(self, device: torch.device) -> None:
@@ -250,6 +255,7 @@ class ShardedParam:
             unsharded = nn.Parameter(gathered, requires_grad=self.sharded.requires_grad)
         unsharded.__dict__.update(self.attributes)
         unsharded.__dict__[GATHERED] = self.name
+        unsharded.__dict__[REPLACED] = self
         old = self.unsharded
         if old is not None and old.grad is not None:  # accumulated without sync
             unsharded.grad = old.grad.to(unsharded.dtype)

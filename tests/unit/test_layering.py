@@ -112,7 +112,7 @@ def test_core_imports_only_lower_layers(layer: str) -> None:
     assert own <= allowed
 
 
-@pytest.mark.parametrize("name", ["api", "report"])
+@pytest.mark.parametrize("name", ["api", "optimizers", "report"])
 def test_public_modules_stand_on_the_core(name: str) -> None:
     own = {m for m in _modules_of(ROOT / f"{name}.py") if _below(m, "fsdp2")}
     assert own
