@@ -27,6 +27,7 @@ from fsdp2.module import (
     share_comm_ctx,
 )
 from fsdp2.norms import clip_grad_norm_, get_total_norm
+from fsdp2.optimizers import repoint_optimizer
 from fsdp2.report import GroupReport, group_reports
 
 __version__ = "0.1.0"
@@ -51,5 +52,6 @@ __all__ = [
     "get_total_norm",
     "group_reports",
     "register_fsdp_forward_method",
+    "repoint_optimizer",
     "share_comm_ctx",
 ]

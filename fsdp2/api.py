@@ -9,21 +9,13 @@ Everything is checked before anything is changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from fsdp2.core.collectives import (
-    Collectives,
-    GroupCollectives,
-    ReplicaCollectives,
-    SoloCollectives,
-)
+from fsdp2.core.assembly import make_groups, move_buffers, streams_for, watch_state_dicts
 from fsdp2.core.config import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -31,32 +23,24 @@ from fsdp2.core.config import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from fsdp2.core.extension import check_hooks
-from fsdp2.core.group import ParamGroup
 from fsdp2.core.hooks import UnitHooks, hooks_of, watch_optimizers
-from fsdp2.core.kernels import TorchKernels
-from fsdp2.core.param import OWNER, ModuleSlot, ShardedParam, is_extended
-from fsdp2.core.post_forward import SmallerGroup
-from fsdp2.core.scheduler import Unit
-from fsdp2.core.sharding import (
-    MeshAxes,
-    ShardPlacementResult,
-    axes_of_info,
-    check_placement,
-    check_shardable,
-    default_mesh,
-    local_of,
-    resolve_axes,
-    smaller_mesh,
+from fsdp2.core.param import is_extended
+from fsdp2.core.registrations import watch_registrations
+from fsdp2.core.selection import (
+    Arguments,
+    PlacementFn,
+    Plan,
+    managed_parameters,
+    plan_parameters,
+    slots_of,
 )
-from fsdp2.core.streams import DeviceStreams, InlineStreams, Streams
+from fsdp2.core.sharding import MeshAxes, default_mesh, resolve_axes
+from fsdp2.core.unit import Unit
 from fsdp2.interop import announce, check_untouched
 from fsdp2.module import FSDPModule
 
 M = TypeVar("M", bound=nn.Module)
-PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
-_streams: dict[torch.device, Streams] = {}
 _sharded_classes: dict[type, type] = {}
 
 
@@ -150,26 +134,24 @@ def fully_shard(
     offload = _checked_offload(offload_policy)
     ignored = ignored_params or set()
     axes = resolve_axes(default_mesh() if mesh is None else mesh, dp_mesh_dims)
-    found = _managed_parameters(modules, ignored)
-    plans = _plan(found, axes, shard_placement_fn, policy)
-    _check_one_device(found)
+    found = managed_parameters(modules, ignored)
+    plans = plan_parameters(found, axes, shard_placement_fn, policy)
     reshard, smaller = _checked_reshard(reshard_after_forward, axes, plans)
 
     name = ", ".join(type(m).__name__ for m in modules)
-    streams = _streams_for(axes.device)
-    options = GroupOptions(policy)
-    unit = Unit(name, _make_groups(name, plans, streams, options, offload))
+    arguments = Arguments(axes, shard_placement_fn, offload, smaller)
+    unit = Unit(name, make_groups(name, plans, GroupOptions(policy), arguments))
     unit.reshard_after_forward = reshard
-    if smaller is not None:
-        for group, own in zip(unit.groups, _axes_in(plans), strict=True):
-            if own.size != smaller:
-                group.set_smaller_group(_smaller_group(own, smaller, streams))
-    _move_buffers(modules, ignored, axes.device)
-    announce(modules, UnitHooks(unit, modules, policy, axes.device, streams))
+    move_buffers(modules, axes.device)
+    hooks = UnitHooks(unit, modules, policy, axes.device, streams_for(axes.device))
+    hooks.arguments = arguments
+    hooks.ignored = slots_of(modules, ignored)
+    announce(modules, hooks)
     watch_optimizers()
+    watch_registrations()
     for member in modules:
         member.__class__ = _sharded_class(type(member))
-    _watch_state_dicts(unit)
+    watch_state_dicts(unit.groups)
     return module
 
 
@@ -229,7 +211,7 @@ def _checked_offload(policy: Any) -> CPUOffloadPolicy | None:
 
 
 def _checked_reshard(
-    value: bool | int | None, axes: MeshAxes, plans: list[_Plan]
+    value: bool | int | None, axes: MeshAxes, plans: list[Plan]
 ) -> tuple[bool | None, int | None]:
     """Whether forward frees, and to how many ranks' shards if not to all."""
     if value is None or isinstance(value, bool):
@@ -262,193 +244,6 @@ def _checked_reshard(
     return True, value
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What is to become of a parameter."""
-
-    name: str
-    param: nn.Parameter
-    slots: list[ModuleSlot]
-    axes: MeshAxes
-    dim: int
-    compute_dtype: torch.dtype | None
-
-
-def _plan(
-    found: dict[nn.Parameter, list[_NamedSlot]],
-    axes: MeshAxes,
-    choose: PlacementFn | None,
-    policy: MixedPrecisionPolicy,
-) -> list[_Plan]:
-    plans = []
-    meshes: dict[Any, MeshAxes] = {}
-    for param, slots in found.items():
-        name = slots[0].name
-        _check_unowned(name, param)
-        placement: Any = choose(param) if choose is not None else None
-        own = axes
-        if hasattr(placement, "mesh_info"):  # ours, or torch's
-            found_axes = axes_of_info(name, placement.mesh_info)
-            key = (found_axes.group, found_axes.replicas)
-            own = meshes.setdefault(key, found_axes)
-            if key == (axes.group, axes.replicas):
-                own = axes
-            placement = placement.placement
-        check_shardable(name, param, own)
-        dim = check_placement(name, param, placement)
-        _check_extension(name, param, own, dim)
-        where: list[ModuleSlot] = [(slot[0], slot[1]) for slot in slots]
-        plans.append(_Plan(name, param, where, own, dim, policy.compute_dtype(name, param)))
-    return plans
-
-
-def _check_extension(name: str, param: nn.Parameter, axes: MeshAxes, dim: int) -> None:
-    local = local_of(param)
-    check_hooks(name, local, dim, local.shape[dim] % axes.size == 0)
-    if is_extended(local):
-        _ = axes.shard_mesh  # its hooks get this mesh, which must have a name
-
-
-def _axes_in(plans: list[_Plan]) -> list[MeshAxes]:
-    return list({id(plan.axes): plan.axes for plan in plans}.values())
-
-
-class _NamedSlot(tuple[nn.Module, str, str]):
-    """A module, the parameter's name in it, and its full name below the sharded module."""
-
-    @property
-    def name(self) -> str:
-        return self[2]
-
-
-def _managed_parameters(
-    modules: tuple[nn.Module, ...], ignored: set[nn.Parameter]
-) -> dict[nn.Parameter, list[_NamedSlot]]:
-    found: dict[nn.Parameter, list[_NamedSlot]] = {}
-    for owner, prefix in _managed_modules(modules):
-        for key, param in owner._parameters.items():
-            if param is not None and param not in ignored:
-                found.setdefault(param, []).append(_NamedSlot((owner, key, prefix + key)))
-    return found
-
-
-def _managed_modules(modules: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Module, str]]:
-    """Modules below ``modules`` that no other unit has, parents first, with name prefixes."""
-    seen: set[nn.Module] = set()
-
-    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str]]:
-        if module in seen:
-            return
-        seen.add(module)
-        yield module, prefix
-        for name, child in module.named_children():
-            if hooks_of(child) is None:
-                yield from walk(child, f"{prefix}{name}.")
-
-    for module in modules:
-        yield from walk(module, "")
-
-
-def _check_unowned(name: str, param: nn.Parameter) -> None:
-    owner = param.__dict__.get(OWNER)
-    if owner is not None and isinstance(param, DTensor):
-        raise ValueError(
-            f"parameter '{name}' already belongs to the unit of {owner}; call fully_shard on "
-            f"children before their parents"
-        )
-    if owner is not None:
-        raise ValueError(
-            f"parameter '{name}' is tied to a parameter of the unit of {owner}; put both modules "
-            f"into one unit with fully_shard([module_a, module_b])"
-        )
-
-
-def _check_one_device(found: dict[nn.Parameter, list[_NamedSlot]]) -> None:
-    meta = [slots[0].name for param, slots in found.items() if param.is_meta]
-    real = [slots[0].name for param, slots in found.items() if not param.is_meta]
-    if meta and real:
-        raise ValueError(
-            f"parameter '{meta[0]}' is on the meta device and '{real[0]}' is not; materialise "
-            f"all parameters of a unit, or none"
-        )
-
-
-# ---- assembly
-
-
-def _make_groups(
-    name: str,
-    plans: list[_Plan],
-    streams: Streams,
-    options: GroupOptions,
-    offload: CPUOffloadPolicy | None,
-) -> list[ParamGroup]:
-    """A group for each mesh, in the order in which parameters name them."""
-    groups = []
-    for axes in _axes_in(plans):
-        members = [plan for plan in plans if plan.axes is axes]
-        params = [
-            ShardedParam(plan.name, plan.param, plan.slots, plan.dim, axes, plan.compute_dtype)
-            for plan in members
-        ]
-        group = ParamGroup(
-            name,
-            params,
-            _collectives(axes, streams),
-            streams,
-            TorchKernels(axes.device),
-            options,
-            axes.device,
-            None if axes.replicas is None else _replicas(axes, streams),
-            _effective_offload(offload, axes.device),
-        )
-        group.adopt()
-        for plan, managed in zip(members, params, strict=True):
-            plan.param.__dict__[OWNER] = name
-            managed.sharded.__dict__[OWNER] = name
-        groups.append(group)
-    return groups
-
-
-def _collectives(axes: MeshAxes, streams: Streams) -> Collectives:
-    if axes.group is None:
-        return SoloCollectives()
-    return GroupCollectives(axes.group, axes.device, streams.asynchronous)
-
-
-def _replicas(axes: MeshAxes, streams: Streams) -> ReplicaCollectives:
-    assert axes.replicas is not None
-    return ReplicaCollectives(axes.replicas, streams.asynchronous)
-
-
-def _effective_offload(
-    offload: CPUOffloadPolicy | None, device: torch.device
-) -> CPUOffloadPolicy | None:
-    """``None`` where shards are in CPU memory anyway."""
-    return None if device.type == "cpu" else offload
-
-
-def _smaller_group(axes: MeshAxes, size: int, streams: Streams) -> SmallerGroup:
-    mesh = smaller_mesh(axes.mesh, size)
-    group = mesh.get_group("shard")
-    return SmallerGroup(GroupCollectives(group, axes.device, streams.asynchronous), mesh)
-
-
-def _move_buffers(
-    modules: tuple[nn.Module, ...], ignored: set[nn.Parameter], device: torch.device
-) -> None:
-    for owner, _ in _managed_modules(modules):
-        for buffer in owner._buffers.values():
-            if buffer is not None and buffer.device != device and not buffer.is_meta:
-                buffer.data = buffer.to(device)
-
-
-def _streams_for(device: torch.device) -> Streams:
-    if device not in _streams:
-        _streams[device] = InlineStreams() if device.type == "cpu" else DeviceStreams(device)
-    return _streams[device]
-
-
 def _sharded_class(original: type) -> type:
     if original not in _sharded_classes:
         attributes = {"_fsdp2_original": original}
@@ -456,20 +251,3 @@ def _sharded_class(original: type) -> type:
             f"FSDP{original.__name__}", (FSDPModule, original), attributes
         )
     return _sharded_classes[original]
-
-
-def _watch_state_dicts(unit: Unit) -> None:
-    """State dicts hold the sharded parameters: register those first, without communication."""
-    for group in unit.groups:
-
-        def before(*_: Any, group: ParamGroup = group) -> None:
-            group.reshard()
-            group.settle()
-
-        def after(*_: Any, group: ParamGroup = group) -> None:
-            group.reregister()
-
-        for owner in {module for param in group.params for module, _ in param.slots}:
-            owner.register_state_dict_pre_hook(before)
-            owner.register_load_state_dict_pre_hook(before)
-            owner.register_load_state_dict_post_hook(after)

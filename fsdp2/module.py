@@ -16,9 +16,12 @@ import torch
 from torch import nn
 
 from fsdp2.communication import CommunicationControls, hooks_below, hooks_on
-from fsdp2.core.config import ShardingStateError
+from fsdp2.core.assembly import make_groups, move_buffers, watch_state_dicts
+from fsdp2.core.config import GroupOptions, ShardingStateError
 from fsdp2.core.hooks import UnitHooks, forward_method, start
-from fsdp2.core.scheduler import Scheduler, Unit
+from fsdp2.core.scheduler import Scheduler
+from fsdp2.core.selection import managed_parameters, plan_parameters
+from fsdp2.core.unit import Unit
 from fsdp2.interop import TORCHS, TorchIdentity
 
 
@@ -77,6 +80,35 @@ class FSDPModule(CommunicationControls, TorchIdentity):
                     f"root; call it on the module whose forward you call"
                 )
             hooks.scheduler.reset()
+
+    def shard_new_parameters(self) -> None:
+        """Take over parameters and modules that were added below after `fully_shard`.
+
+        They become one more group of this unit, with the mesh and policies of its call of
+        `fully_shard`: an adapter in every block is gathered and reduced with its block. Parameters
+        of units below and ``ignored_params`` are left alone. Call it on every rank, between
+        iterations, then give the parameters to the optimizer. For a unit of their own, call
+        `fully_shard` on the new module instead.
+
+        Raises:
+            ValueError: a new parameter cannot be sharded, or is tied to a managed one; the message
+                names it.
+
+        Example::
+
+            block.adapter = Adapter(dim)
+            block.shard_new_parameters()
+            optimizer.add_param_group({"params": block.adapter.parameters()})
+        """
+        hooks = hooks_on(self)
+        unit, arguments = hooks.unit, hooks.arguments
+        found = managed_parameters(hooks.modules, set(), new_to=hooks)
+        plans = plan_parameters(found, arguments.axes, arguments.choose, hooks.precision)
+        options = unit.groups[0].options if unit.groups else GroupOptions(hooks.precision)
+        groups = make_groups(f"{unit.name} (new)", plans, options, arguments)
+        move_buffers(hooks.modules, arguments.axes.device)
+        unit.groups += groups
+        watch_state_dicts(groups)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -273,6 +305,11 @@ class FSDPModule(CommunicationControls, TorchIdentity):
             hooks.scheduler.wait_for_reductions()  # they may still add to partial sums
         for group in unreduced:
             group.discard_gradients()
+        for unit in units:
+            for group in unit.groups:
+                if group.is_unsharded:  # the shards, whose gradients count, are not registered
+                    for param in group.params:
+                        param.clear_gradient(set_to_none)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """`.to()`, `.cuda()`, `.to_empty()` …: on the sharded parameters."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp2.core.collectives import Collectives
+from fsdp2.core.collectives import Collectives, Replicas
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
 from fsdp2.core.extension import ExtensionContext, ExtensionTransport
 from fsdp2.core.kernels import Kernels
 from fsdp2.core.layout import COLLECTIVE_ALIGN_BYTES, GroupLayout, Slot, Transport
 from fsdp2.core.param import ShardedParam, compute_dtype
-from fsdp2.core.reduction import ReductionSpec
+from fsdp2.core.reduction import ReductionSpec, SegmentReduction
 from fsdp2.core.streams import OnStream
 
 
@@ -35,6 +35,29 @@ def make_extension(
         if segment.transport is Transport.EXTENSION:
             return ExtensionTransport(segment, params, collectives, kernels, context)
     return None
+
+
+def make_reductions(
+    members: Sequence[tuple[ReductionSpec, Any, Slot]],
+    collectives: Collectives,
+    replicas: Replicas | None,
+    kernels: Kernels,
+) -> list[SegmentReduction]:
+    """A reduction for all parameters of equal specs, in the order of their first."""
+    families: dict[ReductionSpec, list[tuple[Any, Slot]]] = {}
+    for spec, param, slot in members:
+        families.setdefault(spec, []).append((param, slot))
+    return [
+        SegmentReduction(
+            [param for param, _ in family],
+            [slot for _, slot in family],
+            spec,
+            collectives,
+            replicas,
+            kernels,
+        )
+        for spec, family in families.items()
+    ]
 
 
 def reduction_spec(

@@ -23,19 +23,13 @@ from typing import Any
 
 import torch
 
-from fsdp2.core.binding import make_extension, reduction_spec
+from fsdp2.core.binding import make_extension, make_reductions, reduction_spec
 from fsdp2.core.collectives import Collectives, Replicas
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, ShardingStateError
 from fsdp2.core.extension import ExtensionContext, ExtensionTransport
 from fsdp2.core.kernels import Kernels
-from fsdp2.core.layout import (
-    GroupLayout,
-    ParamShape,
-    Slot,
-    Transport,
-    build_layout,
-)
-from fsdp2.core.param import ShardedParam, Swap, compute_dtype
+from fsdp2.core.layout import GroupLayout, ParamShape, Slot, Transport, build_layout
+from fsdp2.core.param import ShardedParam, Swap, compute_dtype, follow_requires_grad
 from fsdp2.core.post_forward import PostForward, SmallerGroup
 from fsdp2.core.reduction import Job, PendingReduction, ReductionSpec, SegmentReduction
 from fsdp2.core.streams import Lane, Streams
@@ -134,9 +128,11 @@ class ParamGroup:
         self._extension: ExtensionTransport | None = None
         self._transports: list[SegmentTransport] = []
         self._reductions: list[SegmentReduction] = []
+        self._reduces_frozen = False
         self._gathered_event: Any = None
         self._loaded_event: Any = None
         self._works: list[Any] = []
+        self._locals: list[tuple[Any, torch.Tensor]] = []  # sharded parameters and their rows
         self._to_sharded: list[Swap] = []
         self._to_unsharded: list[Swap] = []
 
@@ -233,7 +229,11 @@ class ParamGroup:
         Where only the way to gather changed, the gathered parameters stay the objects they are:
         autograd may hold them for a backward to come.
         """
-        if self.state is State.RESHARDED or (self._bound and not self._reroute):
+        if self.state is State.RESHARDED:
+            return
+        if self._bound and not self._is_backed():
+            self._bound = False
+        if self._bound and not self._reroute:
             return
         self._require_sharded("bind")
         if self._bound:
@@ -244,6 +244,9 @@ class ParamGroup:
         if not self._bound:
             self._bind_params()
             self.bind_reductions()
+            self._locals = [
+                (p.sharded, p.local) for p in self.params if hasattr(p.sharded, "_local_tensor")
+            ]
         self._bind_smaller()
         if self._mirror is not None:
             self._mirror.release()
@@ -255,12 +258,20 @@ class ParamGroup:
         home = self.device if self.offload is None else torch.device("cpu")
         for param in self.params:
             param.check_usable(home, self.offload is not None)
+            follow_requires_grad(param)
         layout = build_layout(self.shapes(), self.collectives.size, self.collectives.coalesces)
         if layout != self.layout or not all(p.is_in_place for p in self.params):
             self.adopt()
         self._full = self.kernels.transient(layout.full_bytes, f"gathered {self.name}")
         if self.offload is not None:
             self._bind_mirror(layout.shard_bytes)
+
+    def _is_backed(self) -> bool:
+        """Whether parameters still hold the rows that they were given (`swap_tensors` …)."""
+        for sharded, local in self._locals:  # noqa: SIM110  # four times faster than all()
+            if sharded._local_tensor is not local:
+                return False
+        return True
 
     def _bind_transports(self) -> None:
         assert self.layout is not None
@@ -329,32 +340,29 @@ class ParamGroup:
         """Build the reduction steps of the parameters that require grad now.
 
         Partial sums that wait for an all-reduce belong to the steps that made them, which stay
-        bound until then; parameters that they do not know get steps besides (invariant I9).
+        bound until then; parameters that they do not know get steps besides (invariant I9). Those
+        that were frozen while gradients of earlier backwards are waiting still belong to it.
         """
         assert self.layout is not None
         kept = [r for r in self._reductions if r.partial_sums is not None]
         known = {id(param) for reduction in kept for param in reduction.members}
         self._rebinds = bool(kept)
-        families: dict[ReductionSpec, list[tuple[ShardedParam, Slot]]] = {}
+        waiting = {id(m) for r in self._reductions for m in r.members} if self._accumulated else ()
+        self._reduces_frozen = False
+        members: list[tuple[ReductionSpec, ShardedParam, Slot]] = []
         for segment in self.layout.segments:
             for slot in segment.slots:
                 param = self.params[slot.index]
-                if param.sharded.requires_grad and id(param) not in known:
+                frozen = not param.sharded.requires_grad
+                if id(param) not in known and (not frozen or id(param) in waiting):
+                    self._reduces_frozen = self._reduces_frozen or frozen
                     spec = reduction_spec(
                         self.options, param, slot, segment.transport, self.offload, self.device
                     )
-                    families.setdefault(spec, []).append((param, slot))
-        self._reductions = kept + [
-            SegmentReduction(
-                [param for param, _ in members],
-                [slot for _, slot in members],
-                spec,
-                self.reducers,
-                self.replicas,
-                self.kernels,
-            )
-            for spec, members in families.items()
-        ]
+                    members.append((spec, param, slot))
+        self._reductions = kept + make_reductions(
+            members, self.reducers, self.replicas, self.kernels
+        )
 
     # ---- gather and free
 
@@ -482,15 +490,13 @@ class ParamGroup:
             self.streams.wait(Lane.COMPUTE, self._gathered_event, "compute after all-gather")
 
     def refresh_requires_grad(self) -> None:
-        """Carry ``requires_grad`` from the sharded to the unsharded parameters, if it changed."""
+        """Carry ``requires_grad`` from one form of a parameter to the other, if it changed."""
         changed = False
         for param in self.params:
-            wanted = param.sharded.requires_grad
-            unsharded = param.unsharded
-            if unsharded is not None and unsharded.requires_grad != wanted:
-                unsharded.requires_grad_(wanted)
+            if follow_requires_grad(param):
                 changed = True
-        if changed or (self._rebinds and not self._has_partial_sums):
+        thawed = self._reduces_frozen and not self._accumulated
+        if changed or thawed or (self._rebinds and not self._has_partial_sums):
             self.bind_reductions()
 
     # ---- gradients

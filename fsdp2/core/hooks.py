@@ -30,9 +30,11 @@ from torch.optim.optimizer import (
 from fsdp2.core.config import MixedPrecisionPolicy, ShardingStateError
 from fsdp2.core.group import OptimizerSteps
 from fsdp2.core.nested import grad_tensors, map_tensors
-from fsdp2.core.param import GATHERED, OWNER
-from fsdp2.core.scheduler import Phase, Scheduler, Unit
+from fsdp2.core.param import GATHERED, OWNER, REPLACED, ModuleSlot
+from fsdp2.core.registrations import Registrations, check_registered
+from fsdp2.core.scheduler import Scheduler
 from fsdp2.core.streams import Streams
+from fsdp2.core.unit import Phase, Unit
 
 _in_backward: Callable[[], int] = torch._C._current_graph_task_id
 _OUTSIDE = -1
@@ -84,6 +86,9 @@ class UnitHooks:
         self.device = device
         self.scheduler: Scheduler | None = None
         self.streams = streams
+        self.arguments: Any = None  # what fully_shard was called with
+        self.ignored: set[ModuleSlot] = set()
+        self._registrations = -1  # as counted when they were checked last
         self._waiting: set[nn.Module] = set()  # of a list of modules: those still to run
         self._cast_to = precision.param_dtype if precision.cast_forward_inputs else None
         for module in self.modules:
@@ -102,7 +107,7 @@ class UnitHooks:
         if _in_backward() != _OUTSIDE:  # recomputation of a checkpointed forward
             recomputes = unit.phase is Phase.BACKWARD
             if not recomputes:
-                self._enter_backward()
+                self._enter_backward(recomputes=True)
             scheduler.enter_recomputation(unit)
             args, kwargs = self._cast_inputs(args, kwargs)
             return (args, kwargs) if recomputes else self._mark_exit(args, kwargs)
@@ -116,6 +121,7 @@ class UnitHooks:
                 scheduler.reset()  # an exception ended its last forward or backward half way
             if scheduler.forward_root is None:
                 args, kwargs = self._begin(scheduler, args, kwargs)
+                scheduler = self.scheduler or scheduler
             scheduler.enter_forward(unit)
         args, kwargs = self._cast_inputs(args, kwargs)
         return self._mark_exit(args, kwargs) if first else (args, kwargs)
@@ -140,6 +146,8 @@ class UnitHooks:
     def _begin(
         self, scheduler: Scheduler, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._registrations != Registrations.count:
+            scheduler = self._check_registrations(scheduler)
         scheduler.begin_forward(self.unit, torch.is_grad_enabled())
         if self.device.type == "cpu":
             return args, kwargs
@@ -149,6 +157,25 @@ class UnitHooks:
             return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
 
         return map_tensors(move, args), map_tensors(move, kwargs)
+
+    def _check_registrations(self, scheduler: Scheduler) -> Scheduler:
+        """Something was registered since: find new units, refuse what no unit manages."""
+        self._registrations = Registrations.count
+        if self.unit.is_root and set(_below(self.modules[0])) != set(scheduler.units):
+            scheduler = start(self)
+        for module in self.modules:
+            managed = {}
+            ignored: set[ModuleSlot] = set()
+            for below in _below(module).values():
+                ignored |= below.ignored
+                for group in below.unit.groups:
+                    managed.update({slot: p for p in group.params for slot in p.slots})
+            try:
+                check_registered(module, managed, ignored)
+            except ShardingStateError:
+                self._registrations = -1
+                raise
+        return scheduler
 
     def _cast_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -199,17 +226,23 @@ class UnitHooks:
             self._enter_backward()
 
     def _on_base_grad(self, grads: Any) -> None:
-        if self.unit.phase is not Phase.BACKWARD:
+        unit = self.unit
+        if unit.phase is Phase.REDUCED and not unit.visits:
+            return  # it returned a view of its input: its backward is over
+        if unit.phase is not Phase.BACKWARD:
             self._enter_backward()
 
     def _on_input_grad(self, grads: Any) -> None:
         self.exit_backward()
 
-    def _enter_backward(self) -> None:
+    def _enter_backward(self, recomputes: bool = False) -> None:
         scheduler = self.scheduler
         assert scheduler is not None
         if not scheduler.in_backward:
             scheduler.in_backward = True
+            # Recomputation enables grad in every backward; otherwise it means create_graph=True.
+            if not recomputes and torch.is_grad_enabled():
+                scheduler.builds_graph = scheduler.holds = True
             Variable._execution_engine.queue_callback(self._end_backward)
         scheduler.enter_backward(self.unit)
 
@@ -254,13 +287,22 @@ def start(hooks: UnitHooks) -> Scheduler:
             )
         if busy is not None:
             busy.wait_for_reductions()
+    old = hooks.scheduler
     scheduler = Scheduler([below.unit for below in found], hooks.streams)
+    if old is not None:  # units were added
+        scheduler.is_last_backward, scheduler.holds = old.is_last_backward, old.holds
+        scheduler.manual = old.manual
     for below, names in found.items():
         below.scheduler = scheduler
         below.unit.name = ", ".join(names)
         below.unit.is_root = below is hooks
     _name_parameters(root, found)
     return scheduler
+
+
+def _below(module: nn.Module) -> dict[Unit, UnitHooks]:
+    found = (hooks_of(member) for member in module.modules())
+    return {hooks.unit: hooks for hooks in found if hooks is not None}
 
 
 def _name_parameters(root: nn.Module, found: dict[UnitHooks, list[str]]) -> None:
@@ -297,24 +339,31 @@ def forward_method(hooks: UnitHooks, method: Callable[..., Any]) -> Callable[...
     return run
 
 
-@functools.cache
 def watch_optimizers() -> None:
     """From the first call on, look at the parameters of every optimizer that steps.
 
     Steps of optimizers that hold a managed parameter are counted (`OptimizerSteps`). One that holds
-    a gathered parameter, because it was made while its unit was gathered, would train nothing, so
-    its step raises. Each optimizer is looked at once for each number of parameter groups.
+    a parameter that a unit has replaced, or a gathered one, would train nothing, so its step
+    raises. Each optimizer is looked at again when it has another number of parameter groups, and
+    when anything was registered or sharded since.
     """
-    seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]]
+    Registrations.count += 1
+    _watch_optimizers()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, bool]]
     seen = weakref.WeakKeyDictionary()
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        number = len(optimizer.param_groups)
-        if optimizer not in seen or seen[optimizer][0] != number:
-            seen[optimizer] = number, _holds_managed(optimizer)
+        number, count = len(optimizer.param_groups), Registrations.count
+        known = seen.get(optimizer)
+        if known is None or known[0] != number or known[1] != count:
+            seen[optimizer] = number, count, _holds_managed(optimizer)
 
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer in seen and seen[optimizer][1]:
+        if optimizer in seen and seen[optimizer][2]:
             OptimizerSteps.count += 1
 
     register_optimizer_step_pre_hook(before)
@@ -330,7 +379,14 @@ def _holds_managed(optimizer: torch.optim.Optimizer) -> bool:
                 raise ShardingStateError(
                     f"this {type(optimizer).__name__} holds the gathered parameter "
                     f"'{attributes[GATHERED]}', not the sharded one: it was made while its unit "
-                    f"was gathered; call reshard() on the module, then make the optimizer"
+                    f"was gathered; call reshard() on the module, then make the optimizer, or "
+                    f"call fsdp2.repoint_optimizer(optimizer)"
+                )
+            if REPLACED in attributes:
+                raise ShardingStateError(
+                    f"this {type(optimizer).__name__} holds parameter '{attributes[REPLACED].name}'"
+                    f" as it was before fully_shard or load_state_dict(assign=True) replaced it; "
+                    f"call fsdp2.repoint_optimizer(optimizer), or make the optimizer afterwards"
                 )
             managed = managed or OWNER in attributes
     return managed

@@ -39,6 +39,9 @@ from fsdp2.core.sharding import (
 OWNER = "_fsdp2_owner"
 """Attribute of a parameter object that a unit manages, or replaced: the unit's name."""
 
+REPLACED = "_fsdp2_replaced"
+"""Attribute of a parameter object that is not the optimizer's: the `ShardedParam` that is."""
+
 GATHERED = "_fsdp2_gathered"
 """Attribute of a gathered parameter: its full name."""
 
@@ -69,6 +72,24 @@ def _store_of(module: nn.Module) -> Any:
     return _AttributeStore(module)
 
 
+def follow_requires_grad(param: Any) -> bool:
+    """Give a managed parameter's two forms one ``requires_grad``; whichever was changed counts.
+
+    Returns:
+        Whether it changed.
+    """
+    known = param.requires_grad
+    unsharded = param.unsharded
+    if param.sharded.requires_grad is known and (
+        unsharded is None or unsharded.requires_grad is known
+    ):
+        return False
+    param.requires_grad = param.sharded.requires_grad = not known
+    if unsharded is not None:
+        unsharded.requires_grad = not known
+    return True
+
+
 class ShardedParam:
     """A parameter that fsdp2 manages.
 
@@ -79,6 +100,7 @@ class ShardedParam:
         shape: shape of what is laid out: of the parameter, or of its local tensor if it was a
             DTensor before.
         compute_dtype: the dtype that it is gathered in, if the user made an exception for it.
+        requires_grad: as both forms had it when it was last looked at.
         sharded: the DTensor parameter that the optimizer sees.
         unsharded: the gathered parameter, once it exists.
         accumulated: gradients summed over backwards without sync, in the reduce dtype.
@@ -177,6 +199,8 @@ class ShardedParam:
         """Make ``rows`` the local tensor of the sharded parameter."""
         self._target = rows
         if self._whole is None:
+            for name, value in self.attributes.items():  # .to() and loading may have dropped them
+                self.sharded.__dict__.setdefault(name, value)
             self.sharded._local_tensor = rows  # type: ignore[attr-defined]  # a DTensor
             self._spec = self.sharded._spec  # type: ignore[attr-defined]  # a DTensor
         else:
@@ -218,6 +242,9 @@ class ShardedParam:
                 f"{tuple(chosen.shape)}; assign a DTensor of shape {tuple(before.shape)} sharded "
                 f"like the parameter"
             )
+        if chosen is not before:
+            before.__dict__[REPLACED] = self
+            chosen.__dict__.pop(REPLACED, None)
         self.sharded = chosen
         self.register(chosen)
 
@@ -275,6 +302,13 @@ class ShardedParam:
     def has_grad_hooks(self) -> bool:
         """Whether a user registered a post-accumulate-grad hook."""
         return bool(self.sharded._post_accumulate_grad_hooks)
+
+    def clear_gradient(self, set_to_none: bool) -> None:
+        """Drop the sharded gradient, or fill it with zeros."""
+        if set_to_none:
+            self.sharded.grad = None
+        elif self.sharded.grad is not None:
+            self.sharded.grad._local_tensor.zero_()  # type: ignore[attr-defined]  # a DTensor
 
     def run_hooks(self) -> None:
         """Run the post-accumulate-grad hooks that users registered on the sharded parameter."""
@@ -346,6 +380,7 @@ class ShardedParam:
             unsharded = nn.Parameter(gathered, requires_grad=self.sharded.requires_grad)
         unsharded.__dict__.update(self.attributes)
         unsharded.__dict__[GATHERED] = self.name
+        unsharded.__dict__[REPLACED] = self
         old = self.unsharded
         if old is not None and old.grad is not None:  # accumulated without sync
             unsharded.grad = old.grad.to(unsharded.dtype)

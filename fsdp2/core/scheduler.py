@@ -18,115 +18,13 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from enum import Enum
 from typing import Any
 
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.group import ParamGroup, State
 from fsdp2.core.reduction import PendingReduction
 from fsdp2.core.streams import SIDE_LANES, Lane, Streams
-
-
-class Phase(Enum):
-    """Where a unit is in its iteration."""
-
-    IDLE = "idle"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    REDUCED = "reduced"
-
-
-class Unit:
-    """What one call of ``fully_shard`` made: groups that are used together, and their flags.
-
-    Attributes:
-        name: full name of its module ("" for the root), or several joined by commas.
-        groups: its parameter groups; none if every parameter belongs to other units.
-        reshard_after_forward: ``None`` for the default: keep at the root, free elsewhere.
-        reshard_after_backward: whether parameters are freed after backward.
-        sync: whether backward reduces gradients; otherwise they accumulate unreduced.
-        all_reduce: whether reductions sum over copies too; otherwise partial sums are kept.
-        unshard_in_backward: whether backward needs the gathered parameters.
-        input_buffers: reductions of which the inputs may be alive at a time.
-        forward_prefetch: units to gather when this one's forward starts; empty for the recorded
-            order.
-        backward_prefetch: the same for backward.
-        is_root: whether it is the root of its scheduler.
-        phase: where it is in the iteration.
-        sees_exit: whether its last forward left a node whose backward ends the unit's.
-        visits: a position in the forward's order of exits for each call whose backward is to come.
-        inside: for each of them, the first position that was inside the call.
-        began: the same for the call whose backward is under way.
-    """
-
-    def __init__(self, name: str, groups: Sequence[ParamGroup]) -> None:
-        self.name = name
-        self.groups = list(groups)
-        self.reshard_after_forward: bool | None = None
-        self.reshard_after_backward = True
-        self.sync = True
-        self.all_reduce = True
-        self.unshard_in_backward = True
-        self.input_buffers = 1
-        self.forward_prefetch: list[Unit] = []
-        self.backward_prefetch: list[Unit] = []
-        self.is_root = False
-        self.phase = Phase.IDLE
-        self.sees_exit = False
-        self.visits: list[int] = []
-        self.inside: list[int] = []
-        self.began = 0
-        self.filled = True  # whether the last backward took its absent gradients as zeros
-
-    @property
-    def frees_after_forward(self) -> bool:
-        """Whether parameters are freed when its forward ends."""
-        if self.reshard_after_forward is None:
-            return not self.is_root
-        return self.reshard_after_forward
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether a group of it has to be gathered before use."""
-        return any(group.needs_gather for group in self.groups)
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether a group of it is gathered, or on its way."""
-        return any(not group.needs_gather for group in self.groups)
-
-    def reshard(self) -> None:
-        """Free its gathered parameters; no-op where they are sharded."""
-        for group in self.groups:
-            group.reshard()
-
-    def settle(self) -> None:
-        """Block the host until it may write offloaded shards."""
-        for group in self.groups:
-            group.settle()
-
-    def free_after_forward(self) -> None:
-        """Free its gathered parameters, but keep a smaller group's rows where it has one."""
-        for group in self.groups:
-            group.shard_smaller()
-
-    def forbid_reading(self) -> None:
-        """Let a backward raise that reads parameters which are not gathered.
-
-        They have no memory then; the backward of an embedding and the like does not read it.
-        """
-        for group in self.groups:
-            if group.needs_gather:
-                for param in group.params:
-                    param.forbid_reading()
-
-    def reshard_if_outdated(self) -> None:
-        """Free what was gathered before an optimizer step."""
-        for group in self.groups:
-            group.free_if_outdated()
-
-    def __repr__(self) -> str:
-        return f"Unit({self.name or '(root)'!r}, {self.phase.value})"
+from fsdp2.core.unit import Phase, Unit
 
 
 class Scheduler:
@@ -146,6 +44,9 @@ class Scheduler:
         resets: how often an iteration was given up.
         post_optim_event: recorded behind the optimizer's step by a user who runs it on a stream of
             his own; the next gather waits for it.
+        builds_graph: whether the running backward records a graph of its own (``create_graph``).
+        holds: whether such a graph may still be used: parameters stay gathered for it until a
+            backward that records none is over, as no hook sees which of them it reads.
     """
 
     FORWARDS_REMEMBERED = 1024
@@ -156,6 +57,8 @@ class Scheduler:
         self.forward_root: Unit | None = None
         self.in_backward = False
         self.is_last_backward = True
+        self.builds_graph = False
+        self.holds = False
         # A first guess that costs little if it is wrong: modules run as they are registered.
         self._orders: dict[Unit, list[Unit]] = {}
         self._expected: list[Unit] = []
@@ -250,7 +153,7 @@ class Scheduler:
         """Free ``unit`` unless it is kept, or is itself the next one."""
         unit.phase = Phase.IDLE
         if unit.groups:
-            if unit.frees_after_forward and not keep:
+            if unit.frees_after_forward and not keep and not self.holds:
                 if self._successor() is unit and self._prefetched is None:
                     self._prefetched = unit
                 elif self._records_exits:
@@ -366,6 +269,8 @@ class Scheduler:
 
     def exit_backward(self, unit: Unit) -> None:
         """Free ``unit``, unless it is itself the next one, and reduce the gradients it has."""
+        if self.holds:
+            return
         if self._misses_none and unit.groups:
             self._catch_up(unit.began)
         unit.phase = Phase.REDUCED
@@ -418,6 +323,7 @@ class Scheduler:
             self._catch_up(self._floor)
             self._floor = None
         self.in_backward = False
+        self.holds = self.builds_graph
         last = self.is_last_backward and not self.manual
         for unit in self.units:
             if unit.phase is Phase.FORWARD and self.forward_root is not None:
@@ -425,7 +331,7 @@ class Scheduler:
             if unit.phase is Phase.IDLE and not last:
                 continue  # its backward is to come; it may be gathered for that
             ahead = unit is self._prefetched or unit in self._requested
-            keep = ahead and not last
+            keep = (ahead and not last) or self.holds
             reshard = unit.reshard_after_backward and not keep
             self._finish(unit, reshard, over=True)
             unit.phase = Phase.IDLE
@@ -434,6 +340,8 @@ class Scheduler:
             self._drain()
         if last or (self.forward_root is None and not any(unit.visits for unit in self.units)):
             self._forget_exits()
+        self._entered = 0
+        self.builds_graph = False
 
     def finalize(self, wait: bool) -> None:
         """End an iteration's backwards: reduce what waits, free as units' flags say, clean up.
@@ -557,9 +465,11 @@ class Scheduler:
                 group.reshard()
                 group.discard_gradients()
         self._forget_exits()
+        self._entered = 0
         self._running = []
         self.forward_root = None
         self.in_backward = False
+        self.builds_graph = self.holds = False
 
     # ---- gathering and freeing
 

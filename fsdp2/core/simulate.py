@@ -19,8 +19,9 @@ import torch
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPolicy
 from fsdp2.core.group import OptimizerSteps, ParamGroup
 from fsdp2.core.post_forward import SmallerGroup
-from fsdp2.core.scheduler import Phase, Scheduler, Unit
+from fsdp2.core.scheduler import Scheduler
 from fsdp2.core.streams import Lane
+from fsdp2.core.unit import Phase, Unit
 from fsdp2.core.virtual import (
     USER,
     VirtualCollectives,

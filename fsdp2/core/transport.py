@@ -56,10 +56,12 @@ class SegmentTransport:
         self._full = full
         self._itemsize: int = segment.full_dtype.itemsize  # type: ignore[attr-defined]  # a dtype
         self.casts = segment.shard_dtype != segment.full_dtype
+        self._wire: Any = segment.full_dtype  # what copies and collectives see
 
     def gathered(self, slot: Slot) -> Any:
         """The tensor of the gathered parameter: its global shape, over the gathered buffer."""
-        return self._slot_view(slot, slot.shape)
+        start = self.segment.full_byte_offset + slot.full_offset * self._itemsize
+        return self._full.view(self.segment.full_dtype, start, slot.shape)
 
     def parameters(self) -> list[tuple[Slot, Any]]:
         """Every slot and the tensor of its gathered parameter."""
@@ -94,7 +96,7 @@ class SegmentTransport:
         offset: int = 0,
     ) -> Any:
         start = self.segment.full_byte_offset + (slot.full_offset + offset) * self._itemsize
-        return self._full.view(self.segment.full_dtype, start, shape, strides)
+        return self._full.view(self._wire, start, shape, strides)
 
     def _block(self, slot: Slot, ranks: int, first: int, length: int) -> Any:
         """Where ``length`` indices of the sharded dim, from each of ``ranks`` ranks, belong."""
@@ -158,9 +160,15 @@ class PackedTransport(SegmentTransport):
         super().__init__(segment, shard, full, collectives, kernels)
         ranks, width = collectives.size, segment.shard_numel
         self.communicates = width > 0  # a segment of empty parameters has nothing to say
-        self._flat = self._shard_flat()
+        if not self.casts and self._itemsize == 1:
+            self._wire = torch.uint8  # gloo knows no 8-bit floats
+        self._flat = shard.view(
+            segment.shard_dtype if self.casts else self._wire,
+            segment.shard_byte_offset,
+            (segment.shard_numel,),
+        )
         self._packed = kernels.transient(ranks * width * self._itemsize, "all-gather output")
-        self._output = self._packed.view(segment.full_dtype, 0, (ranks * width,))
+        self._output = self._packed.view(self._wire, 0, (ranks * width,))
         if self.casts:
             start = collectives.rank * width * self._itemsize
             self._input = self._packed.view(segment.full_dtype, start, (width,))
@@ -168,9 +176,7 @@ class PackedTransport(SegmentTransport):
             self._input = self._flat
         rows = [slot for slot in segment.slots if slot.dim == 0 and slot.shard_numel]
         self._sizes = [slot.shard_numel for slot in rows]
-        self._columns = self._packed.view(
-            segment.full_dtype, 0, (ranks, sum(self._sizes)), (width, 1)
-        )
+        self._columns = self._packed.view(self._wire, 0, (ranks, sum(self._sizes)), (width, 1))
         self._rows = [self._slot_view(slot, (ranks, slot.shard_numel)) for slot in rows]
         self._targets: list[Any] = []
         self._sources: list[Any] = []
@@ -204,7 +210,7 @@ class PackedTransport(SegmentTransport):
             start = (first * self.segment.shard_numel + slot.shard_offset) * self._itemsize
             shape = (ranks, slot.outer, length, slot.inner)
             strides = (self.segment.shard_numel, length * slot.inner, slot.inner, 1)
-            self._sources.append(self._packed.view(self.segment.full_dtype, start, shape, strides))
+            self._sources.append(self._packed.view(self._wire, start, shape, strides))
 
 
 def shard_blocks(slot: Slot) -> list[tuple[int, int, int]]:

@@ -466,9 +466,6 @@ class VirtualUnsharded:
     def __init__(self, requires_grad: bool) -> None:
         self.requires_grad = requires_grad
 
-    def requires_grad_(self, wanted: bool) -> None:
-        self.requires_grad = wanted
-
 
 class VirtualParam:
     """Stands where a `ShardedParam` does.
@@ -497,6 +494,7 @@ class VirtualParam:
         self.shape = shape
         self.dim = dim
         self.dtype = dtype
+        self.requires_grad = True
         self.sharded = SimpleNamespace(requires_grad=True)
         self.unsharded: VirtualUnsharded | None = None
         self.gradient: VirtualTensor | None = None

@@ -30,7 +30,7 @@ def _no_group_left() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _forced(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU mesh the policy changes nothing otherwise."""
-    monkeypatch.setattr("fsdp2.api._effective_offload", lambda offload, device: offload)
+    monkeypatch.setattr("fsdp2.core.assembly._effective_offload", lambda offload, device: offload)
 
 
 def _model() -> nn.Module:

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import fsdp2.api
 from fsdp2 import CPUOffloadPolicy
+from fsdp2.core import assembly
 from tests.common.looped import coalescing
 from tests.common.meshes import (
     Flags,
@@ -80,7 +80,7 @@ def _sharded(mixed: bool, copies: int = 1, **arguments: Any) -> Any:
     size = dist.get_world_size()
     where = hsdp_mesh(copies, size // copies)
     arguments["mesh"] = where if copies > 1 else where["shard"]
-    forced = mock.patch.object(fsdp2.api, "_effective_offload", lambda offload, device: offload)
+    forced = mock.patch.object(assembly, "_effective_offload", lambda offload, device: offload)
     with coalescing(), forced:
         model = shard(OURS, BUILD(), mixed=mixed, **arguments)
     if copies < size:

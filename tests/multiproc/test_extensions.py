@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
-from fsdp2 import api as core_api
+from fsdp2.core import assembly
 from fsdp2.core.hooks import hooks_of
 from tests.common import models, tensors
 from tests.common.parity import (
@@ -409,7 +409,7 @@ def test_one_rank_of_two() -> None:
 def test_offloaded_shards_are_copied_before_the_hook() -> None:
     """On a CPU mesh there is nothing to offload; here it is made to believe that there is."""
     expected = _steps(shard(OURS, _build(Scaled)), EVEN[-1])
-    with mock.patch.object(core_api, "_effective_offload", lambda policy, device: policy):
+    with mock.patch.object(assembly, "_effective_offload", lambda policy, device: policy):
         policy = fsdp2.CPUOffloadPolicy(pin_memory=False)
         model = shard(OURS, _build(Scaled), offload_policy=policy)
     assert_equal(_steps(model, EVEN[-1]), expected)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-import fsdp2.api
 from fsdp2 import CPUOffloadPolicy
+from fsdp2.core import assembly
 from tests.common.meshes import (
     Flags,
     flags_in_turn,
@@ -54,7 +54,7 @@ POLICY = CPUOffloadPolicy(pin_memory=False)  # no accelerator to lock pages for
 @contextlib.contextmanager
 def _forced() -> Iterator[None]:
     """While this is active, `fully_shard` takes the policy at its word on a CPU mesh too."""
-    with mock.patch.object(fsdp2.api, "_effective_offload", lambda offload, device: offload):
+    with mock.patch.object(assembly, "_effective_offload", lambda offload, device: offload):
         yield
 
 

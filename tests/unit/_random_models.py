@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPolicy
-from fsdp2.core.scheduler import Phase, Unit
 from fsdp2.core.simulate import Node, Simulation
 from fsdp2.core.streams import Lane
+from fsdp2.core.unit import Phase, Unit
 from fsdp2.core.virtual import HOST, Allocation, Place, VirtualDevice, VirtualTensor
 
 MAX_DEPTH = 4

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from fsdp2.core.config import CPUOffloadPolicy
 from fsdp2.core.group import OptimizerSteps
-from fsdp2.core.scheduler import Unit
 from fsdp2.core.simulate import Node, Simulation
+from fsdp2.core.unit import Unit
 from fsdp2.core.virtual import VirtualDevice
 from tests.unit._random_models import (
     InterruptError,

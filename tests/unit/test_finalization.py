@@ -13,9 +13,10 @@ from expecttest import assert_expected_inline
 
 from fsdp2.core.config import CPUOffloadPolicy, ShardingStateError
 from fsdp2.core.group import ParamGroup
-from fsdp2.core.scheduler import Phase, Scheduler, Unit
+from fsdp2.core.scheduler import Scheduler
 from fsdp2.core.simulate import Node, Simulation
 from fsdp2.core.streams import Lane
+from fsdp2.core.unit import Phase, Unit
 from fsdp2.core.virtual import VirtualDevice, VirtualReplicas
 from tests.unit._render import render
 

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from fsdp2.core.scheduler import Unit
 from fsdp2.core.simulate import Node, Simulation
+from fsdp2.core.unit import Unit
 from fsdp2.core.virtual import VirtualDevice
 from tests.unit._random_models import Watch, communicates, random_tree
 

@@ -33,8 +33,12 @@ LAYERS = (
     "reduction",
     "binding",
     "group",
+    "unit",
     "scheduler",
+    "registrations",
     "hooks",
+    "selection",
+    "assembly",
     "virtual",
     "simulate",
 )
@@ -119,6 +123,7 @@ def test_core_imports_only_lower_layers(layer: str) -> None:
     [
         ("report", []),
         ("norms", []),
+        ("optimizers", []),
         ("communication", []),
         ("interop", []),
         ("module", ["fsdp2.communication", "fsdp2.interop"]),

@@ -11,9 +11,10 @@ import pytest
 
 from fsdp2.core.group import ParamGroup
 from fsdp2.core.reduction import Job, PendingReduction, SegmentReduction
-from fsdp2.core.scheduler import Phase, Scheduler, Unit
+from fsdp2.core.scheduler import Scheduler
 from fsdp2.core.streams import Lane
 from fsdp2.core.transport import CoalescedTransport
+from fsdp2.core.unit import Phase, Unit
 from fsdp2.core.virtual import Allocation, VirtualDevice
 from tests.unit._scenarios import SCENARIOS
 

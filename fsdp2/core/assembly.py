@@ -1,0 +1,122 @@
+"""From plans to parameter groups: what `fully_shard` makes of a unit's parameters.
+
+plans ── make_groups ──> a ParamGroup for each mesh, laid out, its parameters DTensors
+groups ── watch_state_dicts ──> hooks that register the shards before a state dict is taken
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2.core.collectives import (
+    Collectives,
+    GroupCollectives,
+    ReplicaCollectives,
+    SoloCollectives,
+)
+from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
+from fsdp2.core.group import ParamGroup
+from fsdp2.core.kernels import TorchKernels
+from fsdp2.core.param import OWNER, REPLACED, ShardedParam
+from fsdp2.core.post_forward import SmallerGroup
+from fsdp2.core.registrations import mark_managed
+from fsdp2.core.selection import Arguments, Plan, axes_in, managed_modules
+from fsdp2.core.sharding import MeshAxes, smaller_mesh
+from fsdp2.core.streams import DeviceStreams, InlineStreams, Streams
+
+_streams: dict[torch.device, Streams] = {}
+
+
+def make_groups(
+    name: str, plans: list[Plan], options: GroupOptions, arguments: Arguments
+) -> list[ParamGroup]:
+    """A group for each mesh, in the order in which parameters name them."""
+    groups = []
+    for axes in axes_in(plans):
+        streams = streams_for(axes.device)
+        members = [plan for plan in plans if plan.axes is axes]
+        params = [
+            ShardedParam(plan.name, plan.param, plan.slots, plan.dim, axes, plan.compute_dtype)
+            for plan in members
+        ]
+        group = ParamGroup(
+            name,
+            params,
+            _collectives(axes, streams),
+            streams,
+            TorchKernels(axes.device),
+            options,
+            axes.device,
+            None if axes.replicas is None else _replicas(axes, streams),
+            _effective_offload(arguments.offload, axes.device),
+        )
+        group.adopt()
+        mark_managed(params)
+        for plan, managed in zip(members, params, strict=True):
+            plan.param.__dict__[OWNER] = managed.attributes[OWNER] = name
+            plan.param.__dict__[REPLACED] = managed
+            managed.sharded.__dict__[OWNER] = name
+        smaller = arguments.smaller
+        if smaller is not None and axes.size != smaller:
+            group.set_smaller_group(_smaller_group(axes, smaller, streams))
+        groups.append(group)
+    return groups
+
+
+def _collectives(axes: MeshAxes, streams: Streams) -> Collectives:
+    if axes.group is None:
+        return SoloCollectives()
+    return GroupCollectives(axes.group, axes.device, streams.asynchronous)
+
+
+def _replicas(axes: MeshAxes, streams: Streams) -> ReplicaCollectives:
+    assert axes.replicas is not None
+    return ReplicaCollectives(axes.replicas, streams.asynchronous)
+
+
+def _effective_offload(
+    offload: CPUOffloadPolicy | None, device: torch.device
+) -> CPUOffloadPolicy | None:
+    """``None`` where shards are in CPU memory anyway."""
+    return None if device.type == "cpu" else offload
+
+
+def _smaller_group(axes: MeshAxes, size: int, streams: Streams) -> SmallerGroup:
+    mesh = smaller_mesh(axes.mesh, size)
+    group = mesh.get_group("shard")
+    return SmallerGroup(GroupCollectives(group, axes.device, streams.asynchronous), mesh)
+
+
+def move_buffers(modules: tuple[nn.Module, ...], device: torch.device) -> None:
+    """Move the buffers of a unit's modules to the device that it computes on."""
+    for owner, _ in managed_modules(modules):
+        for buffer in owner._buffers.values():
+            if buffer is not None and buffer.device != device and not buffer.is_meta:
+                buffer.data = buffer.to(device)
+
+
+def streams_for(device: torch.device) -> Streams:
+    """The lanes of a device, the same for all roots."""
+    if device not in _streams:
+        _streams[device] = InlineStreams() if device.type == "cpu" else DeviceStreams(device)
+    return _streams[device]
+
+
+def watch_state_dicts(groups: list[ParamGroup]) -> None:
+    """State dicts hold the sharded parameters: register those first, without communication."""
+    for group in groups:
+
+        def before(*_: Any, group: ParamGroup = group) -> None:
+            group.reshard()
+            group.settle()
+
+        def after(*_: Any, group: ParamGroup = group) -> None:
+            group.reregister()
+
+        for owner in {module for param in group.params for module, _ in param.slots}:
+            owner.register_state_dict_pre_hook(before)
+            owner.register_load_state_dict_pre_hook(before)
+            owner.register_load_state_dict_post_hook(after)

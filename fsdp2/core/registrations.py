@@ -1,0 +1,103 @@
+"""What modules register after `fully_shard`, found at the next forward of the root.
+
+    module.weight = …, module.adapter = …   ──> Registrations.count += 1
+    root's forward begins: one comparison   ──> only where it changed: look at every parameter
+
+A managed parameter's place is filled by its unit at every gather. Whatever a user put there would
+be overwritten, a tie undone, and a new parameter trained by each rank for itself, all in silence.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from fsdp2.core.config import ShardingStateError
+from fsdp2.core.param import GATHERED, OWNER, ModuleSlot, ShardedParam
+
+MANAGED = "_fsdp2_managed"
+"""Attribute of a module: the names of its parameters that a unit manages."""
+
+
+class Registrations:
+    """Counts what modules of this process register: parameters and submodules."""
+
+    count = 0
+
+
+@functools.cache
+def watch_registrations() -> None:
+    """Count from the first call on."""
+
+    def count(*_: Any) -> None:
+        Registrations.count += 1
+
+    register_module_parameter_registration_hook(count)
+    register_module_module_registration_hook(count)
+
+
+def mark_managed(params: Iterable[ShardedParam]) -> None:
+    """Note in the modules which of their parameters are managed."""
+    for param in params:
+        for module, name in param.slots:
+            module.__dict__.setdefault(MANAGED, set()).add(name)
+
+
+def is_managed(module: nn.Module, name: str) -> bool:
+    """Whether a unit manages the parameter that ``module`` registers under ``name``."""
+    return name in module.__dict__.get(MANAGED, ())
+
+
+def check_registered(
+    root: nn.Module, managed: Mapping[ModuleSlot, ShardedParam], ignored: Set[ModuleSlot]
+) -> None:
+    """Raise, naming the parameter, if one was replaced, tied or added after `fully_shard`.
+
+    Args:
+        root: the module whose forward begins.
+        managed: the places that units below it fill.
+        ignored: the places of ``ignored_params``.
+    """
+    owners = {id(p.sharded): p for p in managed.values()}
+    owners.update({id(p.unsharded): p for p in managed.values() if p.unsharded is not None})
+    for prefix, module in root.named_modules():
+        for key, registered in module._parameters.items():
+            name = f"{prefix}.{key}" if prefix else key
+            param = managed.get((module, key))
+            if param is not None and (registered is param.sharded or registered is param.unsharded):
+                continue
+            other = owners.get(id(registered))
+            if other is not None:
+                raise ShardingStateError(
+                    f"parameter '{name}' was replaced by parameter '{other.name}', which "
+                    f"fully_shard manages; tie the two before fully_shard, in one unit: "
+                    f"fully_shard([module_a, module_b])"
+                )
+            if param is not None:
+                raise ShardingStateError(
+                    f"parameter '{name}' was replaced by a {type(registered).__name__} after "
+                    f"fully_shard; copy new values into the parameter under torch.no_grad(), or "
+                    f"use load_state_dict(assign=True)"
+                )
+            if registered is not None and (module, key) not in ignored:
+                _refuse_unmanaged(name, registered)
+
+
+def _refuse_unmanaged(name: str, param: nn.Parameter) -> None:
+    if OWNER in param.__dict__ or GATHERED in param.__dict__:
+        raise ShardingStateError(
+            f"parameter '{name}' is tied to a parameter of another fully_shard model; tie the two "
+            f"before fully_shard, in one unit: fully_shard([module_a, module_b])"
+        )
+    raise ShardingStateError(
+        f"parameter '{name}' was added after fully_shard, so that no unit shards it or reduces "
+        f"its gradients; call shard_new_parameters() on the sharded module around it, or "
+        f"fully_shard on the new module"
+    )

@@ -1,0 +1,207 @@
+"""Which parameters a call of `fully_shard` takes, and whether they can be sharded.
+
+modules ── managed_modules ──> those that no earlier unit has
+        ── managed_parameters ──> parameter -> the places that register it
+        ── plan_parameters ──> a Plan each: axes, shard dim, dtype; or an error that names it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from fsdp2.core.config import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp2.core.extension import check_hooks
+from fsdp2.core.hooks import UnitHooks, hooks_of
+from fsdp2.core.param import OWNER, ModuleSlot, is_extended
+from fsdp2.core.registrations import is_managed
+from fsdp2.core.sharding import (
+    MeshAxes,
+    ShardPlacementResult,
+    axes_of_info,
+    check_placement,
+    check_shardable,
+    local_of,
+)
+
+PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
+"""What ``shard_placement_fn`` is."""
+
+
+class NamedSlot(tuple[nn.Module, str, str]):
+    """A module, the parameter's name in it, and its full name below the sharded module."""
+
+    @property
+    def name(self) -> str:
+        return self[2]
+
+
+def managed_parameters(
+    modules: tuple[nn.Module, ...], ignored: set[nn.Parameter], new_to: UnitHooks | None = None
+) -> dict[nn.Parameter, list[NamedSlot]]:
+    """Parameters below ``modules`` that no other unit has; ``new_to`` a unit: those it has not."""
+    found: dict[nn.Parameter, list[NamedSlot]] = {}
+    for owner, prefix in managed_modules(modules):
+        for key, param in owner._parameters.items():
+            if param is None or param in ignored:
+                continue
+            if new_to is not None and (is_managed(owner, key) or (owner, key) in new_to.ignored):
+                continue
+            found.setdefault(param, []).append(NamedSlot((owner, key, prefix + key)))
+    return found
+
+
+def slots_of(modules: tuple[nn.Module, ...], params: set[nn.Parameter]) -> set[ModuleSlot]:
+    return {
+        (owner, key)
+        for owner, _ in managed_modules(modules, into_units=True)
+        for key, param in owner._parameters.items()
+        if param is not None and param in params
+    }
+
+
+def managed_modules(
+    modules: tuple[nn.Module, ...], into_units: bool = False
+) -> Iterator[tuple[nn.Module, str]]:
+    """Modules below ``modules`` that no other unit has, parents first, with name prefixes."""
+    seen: set[nn.Module] = set()
+
+    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str]]:
+        if module in seen:
+            return
+        seen.add(module)
+        yield module, prefix
+        for name, child in module.named_children():
+            if into_units or hooks_of(child) is None:
+                yield from walk(child, f"{prefix}{name}.")
+
+    for module in modules:
+        yield from walk(module, "")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Of `fully_shard`, for parameters that are added later.
+
+    Attributes:
+        axes: the data-parallel axes of its mesh.
+        choose: ``shard_placement_fn``.
+        offload: where shards live in CPU memory.
+        smaller: to how many ranks' shards forward reshards, if not to all or none.
+    """
+
+    axes: MeshAxes
+    choose: PlacementFn | None
+    offload: CPUOffloadPolicy | None
+    smaller: int | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to become of a parameter.
+
+    Attributes:
+        name: its full name.
+        param: the parameter.
+        slots: where it is registered.
+        axes: the data-parallel axes that it is sharded over.
+        dim: the dim that is sharded.
+        compute_dtype: the dtype to gather it in, if the policy makes an exception for it.
+    """
+
+    name: str
+    param: nn.Parameter
+    slots: list[ModuleSlot]
+    axes: MeshAxes
+    dim: int
+    compute_dtype: torch.dtype | None
+
+
+def plan_parameters(
+    found: dict[nn.Parameter, list[NamedSlot]],
+    axes: MeshAxes,
+    choose: PlacementFn | None,
+    policy: MixedPrecisionPolicy,
+) -> list[Plan]:
+    """A plan for each parameter; raises, naming it, if one cannot be sharded."""
+    plans = []
+    meshes: dict[Any, MeshAxes] = {}
+    for param, slots in found.items():
+        name = slots[0].name
+        _check_unowned(slots[0], param)
+        placement: Any = choose(param) if choose is not None else None
+        own = axes
+        if hasattr(placement, "mesh_info"):  # ours, or torch's
+            found_axes = axes_of_info(name, placement.mesh_info)
+            key = (found_axes.group, found_axes.replicas)
+            own = meshes.setdefault(key, found_axes)
+            if key == (axes.group, axes.replicas):
+                own = axes
+            placement = placement.placement
+        check_shardable(name, param, own)
+        dim = check_placement(name, param, placement)
+        _check_extension(name, param, own, dim)
+        where: list[ModuleSlot] = [(slot[0], slot[1]) for slot in slots]
+        plans.append(Plan(name, param, where, own, dim, policy.compute_dtype(name, param)))
+    _check_one_device(found)
+    _check_memory({slots[0].name: local_of(param) for param, slots in found.items()})
+    return plans
+
+
+def axes_in(plans: list[Plan]) -> list[MeshAxes]:
+    """The different axes, in the order in which parameters name them."""
+    return list({id(plan.axes): plan.axes for plan in plans}.values())
+
+
+def _check_extension(name: str, param: nn.Parameter, axes: MeshAxes, dim: int) -> None:
+    local = local_of(param)
+    check_hooks(name, local, dim, local.shape[dim] % axes.size == 0)
+    if is_extended(local):
+        _ = axes.shard_mesh  # its hooks get this mesh, which must have a name
+
+
+def _check_unowned(slot: NamedSlot, param: nn.Parameter) -> None:
+    owner, name = param.__dict__.get(OWNER), slot.name
+    if owner is not None and is_managed(slot[0], slot[1]):
+        raise ValueError(
+            f"parameter '{name}' already belongs to the unit of {owner}; call fully_shard on "
+            f"children before their parents"
+        )
+    if owner is not None:
+        raise ValueError(
+            f"parameter '{name}' is tied to a parameter of the unit of {owner}; put both modules "
+            f"into one unit with fully_shard([module_a, module_b]) before sharding either"
+        )
+
+
+def _check_memory(params: dict[str, torch.Tensor]) -> None:
+    """Two parameters over the same memory (`.data` assigned) would go apart once sharded."""
+    taken: dict[int, list[tuple[int, int, str]]] = {}
+    for name, param in params.items():
+        if param.is_meta or not param.numel() or is_extended(param):
+            continue
+        begin = int(param.storage_offset()) * param.element_size()
+        end = begin + int(param.numel()) * param.element_size()
+        ranges = taken.setdefault(param.untyped_storage()._cdata, [])
+        for other_begin, other_end, other in ranges:
+            if begin < other_end and other_begin < end:
+                raise ValueError(
+                    f"parameter '{name}' shares memory with parameter '{other}'; let both modules "
+                    f"register one and the same nn.Parameter"
+                )
+        ranges.append((begin, end, name))
+
+
+def _check_one_device(found: dict[nn.Parameter, list[NamedSlot]]) -> None:
+    meta = [slots[0].name for param, slots in found.items() if param.is_meta]
+    real = [slots[0].name for param, slots in found.items() if not param.is_meta]
+    if meta and real:
+        raise ValueError(
+            f"parameter '{meta[0]}' is on the meta device and '{real[0]}' is not; materialise "
+            f"all parameters of a unit, or none"
+        )

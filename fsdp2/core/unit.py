@@ -1,0 +1,113 @@
+"""What one call of ``fully_shard`` made, as the scheduler sees it: groups and flags.
+
+IDLE ──forward──> FORWARD ──> IDLE ──backward──> BACKWARD ──> REDUCED ──end of backward──> IDLE
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from fsdp2.core.group import ParamGroup
+
+
+class Phase(Enum):
+    """Where a unit is in its iteration."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    REDUCED = "reduced"
+
+
+class Unit:
+    """What one call of ``fully_shard`` made: groups that are used together, and their flags.
+
+    Attributes:
+        name: full name of its module ("" for the root), or several joined by commas.
+        groups: its parameter groups; none if every parameter belongs to other units.
+        reshard_after_forward: ``None`` for the default: keep at the root, free elsewhere.
+        reshard_after_backward: whether parameters are freed after backward.
+        sync: whether backward reduces gradients; otherwise they accumulate unreduced.
+        all_reduce: whether reductions sum over copies too; otherwise partial sums are kept.
+        unshard_in_backward: whether backward needs the gathered parameters.
+        input_buffers: reductions of which the inputs may be alive at a time.
+        forward_prefetch: units to gather when this one's forward starts; empty for the recorded
+            order.
+        backward_prefetch: the same for backward.
+        is_root: whether it is the root of its scheduler.
+        phase: where it is in the iteration.
+        sees_exit: whether its last forward left a node whose backward ends the unit's.
+        visits: a position in the forward's order of exits for each call whose backward is to come.
+        inside: for each of them, the first position that was inside the call.
+        began: the same for the call whose backward is under way.
+    """
+
+    def __init__(self, name: str, groups: Sequence[ParamGroup]) -> None:
+        self.name = name
+        self.groups = list(groups)
+        self.reshard_after_forward: bool | None = None
+        self.reshard_after_backward = True
+        self.sync = True
+        self.all_reduce = True
+        self.unshard_in_backward = True
+        self.input_buffers = 1
+        self.forward_prefetch: list[Unit] = []
+        self.backward_prefetch: list[Unit] = []
+        self.is_root = False
+        self.phase = Phase.IDLE
+        self.sees_exit = False
+        self.visits: list[int] = []
+        self.inside: list[int] = []
+        self.began = 0
+        self.filled = True  # whether the last backward took its absent gradients as zeros
+
+    @property
+    def frees_after_forward(self) -> bool:
+        """Whether parameters are freed when its forward ends."""
+        if self.reshard_after_forward is None:
+            return not self.is_root
+        return self.reshard_after_forward
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a group of it has to be gathered before use."""
+        return any(group.needs_gather for group in self.groups)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether a group of it is gathered, or on its way."""
+        return any(not group.needs_gather for group in self.groups)
+
+    def reshard(self) -> None:
+        """Free its gathered parameters; no-op where they are sharded."""
+        for group in self.groups:
+            group.reshard()
+
+    def settle(self) -> None:
+        """Block the host until it may write offloaded shards."""
+        for group in self.groups:
+            group.settle()
+
+    def free_after_forward(self) -> None:
+        """Free its gathered parameters, but keep a smaller group's rows where it has one."""
+        for group in self.groups:
+            group.shard_smaller()
+
+    def forbid_reading(self) -> None:
+        """Let a backward raise that reads parameters which are not gathered.
+
+        They have no memory then; the backward of an embedding and the like does not read it.
+        """
+        for group in self.groups:
+            if group.needs_gather:
+                for param in group.params:
+                    param.forbid_reading()
+
+    def reshard_if_outdated(self) -> None:
+        """Free what was gathered before an optimizer step."""
+        for group in self.groups:
+            group.free_if_outdated()
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name or '(root)'!r}, {self.phase.value})"
