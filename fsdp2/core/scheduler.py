@@ -338,6 +338,7 @@ class Scheduler:
         if last:
             self._drop_unused()
             self._drain()
+            self._empty()
         if last or (self.forward_root is None and not any(unit.visits for unit in self.units)):
             self._forget_exits()
         self._entered = 0
@@ -354,9 +355,15 @@ class Scheduler:
             unit.phase = Phase.IDLE
         self._drop_unused()
         self._forget_exits()
+        self._empty()
         if wait:
             self._drain()
         self.unawaited = not wait
+
+    def _empty(self) -> None:
+        """The iteration is over: units that the next one never calls count as zeros again."""
+        for unit in self.units:
+            unit.filled = False
 
     def wait_for_reductions(self) -> None:
         """Let COMPUTE, and the host for offloaded gradients, wait for what is under way."""

@@ -41,6 +41,7 @@ class Unit:
         visits: a position in the forward's order of exits for each call whose backward is to come.
         inside: for each of them, the first position that was inside the call.
         began: the same for the call whose backward is under way.
+        filled: whether its absent gradients were taken as zeros since its backward began.
     """
 
     def __init__(self, name: str, groups: Sequence[ParamGroup]) -> None:
@@ -60,7 +61,7 @@ class Unit:
         self.visits: list[int] = []
         self.inside: list[int] = []
         self.began = 0
-        self.filled = True  # whether the last backward took its absent gradients as zeros
+        self.filled = False
 
     @property
     def frees_after_forward(self) -> bool:

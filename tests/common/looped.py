@@ -14,7 +14,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from fsdp2 import api
+from fsdp2.core import assembly
 from fsdp2.core.collectives import GroupCollectives, ReduceKind
 
 
@@ -46,5 +46,5 @@ class LoopedCollectives(GroupCollectives):
 @contextmanager
 def coalescing() -> Iterator[None]:
     """Groups that `fully_shard` makes inside have coalesced collectives."""
-    with mock.patch.object(api, "GroupCollectives", LoopedCollectives):
+    with mock.patch.object(assembly, "GroupCollectives", LoopedCollectives):
         yield

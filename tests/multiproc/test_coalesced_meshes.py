@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp2 import CPUOffloadPolicy
+from fsdp2 import CPUOffloadPolicy, group_reports
 from fsdp2.core import assembly
 from tests.common.looped import coalescing
 from tests.common.meshes import (
@@ -84,7 +84,7 @@ def _sharded(mixed: bool, copies: int = 1, **arguments: Any) -> Any:
     with coalescing(), forced:
         model = shard(OURS, BUILD(), mixed=mixed, **arguments)
     if copies < size:
-        kinds = {kind for r in fsdp2.group_reports(model) for kind in r.transport.split("+")}
+        kinds = {kind for r in group_reports(model) for kind in r.transport.split("+")}
         assert kinds == {"coalesced", "packed"}
     return model
 

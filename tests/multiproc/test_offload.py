@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import CPUOffloadPolicy
+from fsdp2.communication import hooks_on
 from fsdp2.core import assembly
 from tests.common.meshes import (
     Flags,
@@ -160,7 +161,7 @@ def test_where_things_are() -> None:
     model = _offloaded(seeded(MLP))
     batch = my_part(regression_batches(DIM, 4, steps=1)[0])
     regression_loss(model, batch).backward()
-    group = fsdp2.communication.hooks_on(model.layers[0]).unit.groups[0]
+    group = hooks_on(model.layers[0]).unit.groups[0]
     assert group._mirror is not None
     assert not group._mirror.allocated
     start = group._shard.storage.data_ptr()
@@ -320,7 +321,7 @@ class _Elsewhere:
 @ranks(2)
 def test_parameters_that_were_moved_to_the_device() -> None:
     model = _offloaded(seeded(partial(nn.Linear, DIM, DIM)))
-    param = fsdp2.communication.hooks_on(model).unit.groups[0].params[0]
+    param = hooks_on(model).unit.groups[0].params[0]
     with (
         mock.patch.object(type(param), "local", _Elsewhere()),
         pytest.raises(RuntimeError, match=r"'weight' is on cuda:0.*CPUOffloadPolicy.*to\('cpu'\)"),
