@@ -108,6 +108,8 @@ class FSDPModule(CommunicationControls, TorchIdentity):
         groups = make_groups(f"{unit.name} (new)", plans, options, arguments)
         move_buffers(hooks.modules, arguments.axes.device)
         unit.groups += groups
+        if hooks.scheduler is not None:
+            hooks.scheduler.refresh()
         watch_state_dicts(groups)
 
     def set_requires_gradient_sync(

@@ -76,7 +76,6 @@ class Scheduler:
         self._pending: list[PendingReduction] = []  # their inputs are alive
         self._summing: list[PendingReduction] = []  # their all-reduces may still run
         self._arriving: list[PendingReduction] = []  # on their way to the host
-        self._offloaded = [g for unit in units for g in unit.groups if g.offload is not None]
         self.post_optim_event: Any = None
         self.manual = False
         self.unawaited = False
@@ -84,11 +83,11 @@ class Scheduler:
         self.refresh()
 
     def refresh(self) -> None:
-        """Take up flags of units that count for all of them."""
+        """Take up what counts for all units: their flags, and which groups they have."""
+        groups = [group for unit in self.units for group in unit.groups]
+        self._offloaded = [group for group in groups if group.offload is not None]
         self._window = max((unit.input_buffers for unit in self.units), default=1)
-        self._misses_none = any(
-            group.options.reduce_unused for unit in self.units for group in unit.groups
-        )
+        self._misses_none = any(group.options.reduce_unused for group in groups)
 
     # ---- forward
 

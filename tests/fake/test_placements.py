@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims as TorchDims
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import (
     DTensor,
@@ -78,7 +78,11 @@ def _shard_both(mesh: DeviceMesh, wrap: Wrap, dims: dict[str, Any] | None = None
     ours, theirs = _model(wrap), _model(wrap)
     named = {} if dims is None else {"dp_mesh_dims": DataParallelMeshDims(**dims)}
     fsdp2.fully_shard(ours, mesh=mesh, **named)
-    named = {} if dims is None else {"dp_mesh_dims": TorchDims(**dims)}
+    named = (
+        {}
+        if dims is None
+        else {"dp_mesh_dims": torch.distributed.fsdp.DataParallelMeshDims(**dims)}
+    )
     torch_fully_shard(theirs, mesh=mesh, **named)
     _assert_alike(ours, theirs)
     return ours
@@ -188,6 +192,10 @@ FULL = [
 ]
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"),
+    reason="this torch has no such meshes to compare with; ours are in test_mesh_dims.py",
+)
 @pytest.mark.parametrize(("shape", "names", "dims"), FULL)
 @pytest.mark.parametrize("cut", [0, 1, None])
 @pytest.mark.parametrize("last", [True, False])
