@@ -826,14 +826,6 @@ def test_registered_parameters_after_forward(
     assert whole.shape == (4, DIM)
 
 
-@ranks(4)
-@pytest.mark.parametrize("size", [0, -2, 2, 3, 8])
-def test_other_sizes_to_reshard_to_are_refused(size: int) -> None:
-    """Numbers that divide the world are not supported yet, and others never make sense."""
-    with pytest.raises(ValueError, match="reshard_after_forward"):
-        fully_shard(nn.Linear(DIM, DIM), mesh=world_mesh(), reshard_after_forward=size)
-
-
 @ranks(2, 4)
 def test_set_reshard_after_forward() -> None:
     def run(api: Any) -> Any:
@@ -1466,9 +1458,9 @@ def test_mixed_precision_casts(cast_forward_inputs: bool, output_dtype: torch.dt
 @pytest.mark.parametrize(
     ("param_dtype", "reduce_dtype"),
     [
-        (torch.bfloat16, None),
+        (torch.bfloat16, torch.bfloat16),
         (None, torch.bfloat16),
-        (torch.float16, None),
+        (torch.float16, torch.float16),
         (torch.bfloat16, torch.float64),
         (torch.float64, torch.float32),
     ],
