@@ -130,6 +130,7 @@ class ShardedParam:
         self.sharded: nn.Parameter = param
         self.unsharded: nn.Parameter | None = None
         self.accumulated: torch.Tensor | None = None
+        self._between: nn.Parameter | None = None
         self._grad_dtype = _chosen_grad_dtype(param)
         self._grad_spec: DTensorSpec = with_dtype(self._spec, self.grad_dtype)
 
@@ -408,7 +409,13 @@ class ShardedParam:
         param = nn.Parameter(wrap_local(rows, spec), requires_grad=self.sharded.requires_grad)
         param.__dict__.update(self.attributes)
         param.__dict__[GATHERED] = self.name
+        self._between = param
         return param
+
+    def forms(self) -> list[nn.Parameter]:
+        """The objects that may be registered for it: sharded, gathered, in between."""
+        forms = (self.sharded, self.unsharded, self._between)
+        return [form for form in forms if form is not None]
 
     def register(self, param: nn.Parameter) -> None:
         """Put ``param`` into every slot."""

@@ -65,15 +65,14 @@ def check_registered(
         managed: the places that units below it fill.
         ignored: the places of ``ignored_params``.
     """
-    owners = {id(p.sharded): p for p in managed.values()}
-    owners.update({id(p.unsharded): p for p in managed.values() if p.unsharded is not None})
+    owners = {id(form): p for p in managed.values() for form in p.forms()}
     for prefix, module in root.named_modules():
         for key, registered in module._parameters.items():
             name = f"{prefix}.{key}" if prefix else key
             param = managed.get((module, key))
-            if param is not None and (registered is param.sharded or registered is param.unsharded):
-                continue
             other = owners.get(id(registered))
+            if param is not None and other is param:
+                continue
             if other is not None:
                 raise ShardingStateError(
                     f"parameter '{name}' was replaced by parameter '{other.name}', which "

@@ -27,7 +27,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tests.common.parallelisms import (
     APIS,
     PARALLELISMS,
-    SUPPORTED,
     Ladder,
     Parallelism,
     gather,
@@ -38,12 +37,13 @@ from tests.common.parallelisms import (
 from tests.common.parity import FP32, OURS, adamw, assert_close, assert_equal, assert_like_torch
 from tests.common.workers import ranks, run_on_ranks
 
+# torch gathers full state dicts with functional collectives, which on gloo crash once in a while (in
+# torch's own runs too); meshes of two dims take the most of them, and stay out of the default run.
 SHARDED = [
-    pytest.param(
-        name,
-        marks=pytest.mark.skipif(name not in SUPPORTED["ours"], reason="not supported yet"),
-    )
-    for name in ("flat2", "flat4", "hsdp", "tp")
+    "flat2",
+    "flat4",
+    pytest.param("hsdp", marks=pytest.mark.extended),
+    pytest.param("tp", marks=pytest.mark.extended),
 ]
 
 
