@@ -37,8 +37,8 @@ from tests.common.parallelisms import (
 from tests.common.parity import FP32, OURS, adamw, assert_close, assert_equal, assert_like_torch
 from tests.common.workers import ranks, run_on_ranks
 
-# torch gathers full state dicts with functional collectives, which on gloo crash once in a while (in
-# torch's own runs too); meshes of two dims take the most of them, and stay out of the default run.
+# torch gathers full state dicts with functional collectives, which on gloo crash once in a while
+# (in torch's own runs too); meshes of two dims take the most, and stay out of the default run.
 SHARDED = [
     "flat2",
     "flat4",
