@@ -88,6 +88,12 @@ def build(
 batches = partial(regression_batches, DIM, 2, steps=3)
 
 
+def _torch_takes(base: torch.dtype) -> bool:
+    """torch's `fully_shard` fails on integer parameters before 2.13; unsharded is the measure."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return base.is_floating_point or version >= (2, 13)
+
+
 def _train(make: Any, torch_too: bool) -> list[Step]:
     """Ours, the same bits as torch's and as one process that takes the ranks' slices in turn.
 
@@ -109,7 +115,7 @@ def _train(make: Any, torch_too: bool) -> list[Step]:
 @pytest.mark.parametrize("base", [torch.bfloat16, torch.float16, *QUANTISED], ids=str)
 def test_adapters_on_a_frozen_base(base: torch.dtype, adapters: torch.dtype) -> None:
     """Only the adapters train; the base is neither changed nor upcast on the way."""
-    steps = _train(partial(build, base, adapters), torch_too=True)
+    steps = _train(partial(build, base, adapters), torch_too=_torch_takes(base))
     for name, grad in steps[-1].grads.items():
         assert (grad is None) == name.endswith(".base"), name
     before = dict(build(base, adapters).named_parameters())
@@ -171,7 +177,7 @@ def test_quantised_base_with_mixed_precision(base: torch.dtype) -> None:
         regression_loss(model, my_part(batches()[0])).backward()
         return full_grads(model)
 
-    grads = same_as_torch(run, mixed=True)
+    grads = same_as_torch(run, mixed=True) if _torch_takes(base) else run(OURS)
     assert {grad.dtype for grad in grads.values() if grad is not None} == {torch.float32}
 
 
