@@ -385,7 +385,7 @@ class Scheduler:
         """
         if first:
             self._retire(keep=self._window - 1)
-        while any(pending.group is group for pending in self._pending):
+        while self._pending and any(pending.group is group for pending in self._pending):
             self._retire(keep=len(self._pending) - 1)
 
     def _retire(self, keep: int) -> None:
