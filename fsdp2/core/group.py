@@ -493,8 +493,11 @@ class ParamGroup:
         """Carry ``requires_grad`` from one form of a parameter to the other, if it changed."""
         changed = False
         for param in self.params:
-            if follow_requires_grad(param):
-                changed = True
+            known, other = param.requires_grad, param.unsharded
+            if param.sharded.requires_grad is not known or (
+                other is not None and other.requires_grad is not known
+            ):
+                changed = follow_requires_grad(param)
         thawed = self._reduces_frozen and not self._accumulated
         if changed or thawed or (self._rebinds and not self._has_partial_sums):
             self.bind_reductions()
@@ -530,8 +533,7 @@ class ParamGroup:
 
         Args:
             jobs: what `collect` returned.
-            all_reduce: whether copies are summed too; ``False`` keeps partial sums for a later
-                reduction, where there are copies.
+            all_reduce: whether copies are summed too, not kept as partial sums for later.
 
         Returns:
             What is on its way, or ``None`` if nothing is: one rank has nothing to communicate.
@@ -543,7 +545,11 @@ class ParamGroup:
             for program, reduction, job in work:
                 for step in program.compute:
                     step(reduction, job)
-            if any(program.reduce or program.all_reduce for program, _, _ in work):
+            reduces = all_reduces = False
+            for program, _, _ in work:
+                reduces = reduces or bool(program.reduce)
+                all_reduces = all_reduces or bool(program.all_reduce)
+            if reduces or all_reduces:
                 event = streams.record(Lane.COMPUTE, "gradients staged")
                 streams.wait(Lane.REDUCE, event, "reduction after compute")
                 with streams.on(Lane.REDUCE):
@@ -551,7 +557,7 @@ class ParamGroup:
                         for step in program.reduce:
                             step(reduction, job)
                 scattered = done = streams.record(Lane.REDUCE, "reduction done")
-                if any(program.all_reduce for program, _, _ in work):
+                if all_reduces:
                     streams.wait(Lane.ALL_REDUCE, scattered, "all-reduce after reduce-scatter")
                     with streams.on(Lane.ALL_REDUCE):
                         for program, reduction, job in work:
