@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from fsdp2.core.collectives import AllGather, GroupCollectives, ReduceScatter, backend_name
 from fsdp2.core.comm_memory import (
@@ -27,7 +26,7 @@ from fsdp2.core.comm_memory import (
 )
 from fsdp2.core.config import GroupOptions, MixedPrecisionPolicy
 from fsdp2.core.group import ParamGroup
-from fsdp2.core.hooks import UnitHooks, hooks_of
+from fsdp2.core.hooks import UnitHooks, hooks_below, hooks_of
 
 
 def hooks_on(module: Any) -> UnitHooks:
@@ -38,13 +37,6 @@ def hooks_on(module: Any) -> UnitHooks:
             f"{type(module).__name__} is not sharded; call fully_shard on it before its methods"
         )
     return hooks
-
-
-def hooks_below(module: Any, recurse: bool) -> list[UnitHooks]:
-    """The hooks on a module and, with ``recurse``, below it; each once."""
-    members = cast(nn.Module, module).modules() if recurse else [module]
-    found = {hooks: None for member in members if (hooks := hooks_of(member)) is not None}
-    return list(found)
 
 
 class CommunicationControls:

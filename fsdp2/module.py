@@ -15,10 +15,10 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
-from fsdp2.communication import CommunicationControls, hooks_below, hooks_on
+from fsdp2.communication import CommunicationControls, hooks_on
 from fsdp2.core.assembly import make_groups, move_buffers, watch_state_dicts
 from fsdp2.core.config import GroupOptions, ShardingStateError
-from fsdp2.core.hooks import UnitHooks, forward_method, start
+from fsdp2.core.hooks import UnitHooks, forward_method, hooks_below, start
 from fsdp2.core.scheduler import Scheduler
 from fsdp2.core.selection import managed_parameters, plan_parameters
 from fsdp2.core.unit import Unit
@@ -299,9 +299,7 @@ class FSDPModule(CommunicationControls, TorchIdentity):
         super().zero_grad(set_to_none)
         hooks = hooks_on(self)
         root = hooks.scheduler if hooks.unit.is_root else None
-        units = (
-            root.units if root is not None else [h.unit for h in hooks_below(self, recurse=True)]
-        )
+        units = root.units if root is not None else [h.unit for h in hooks_below(self)]
         unreduced = [group for unit in units for group in unit.groups if group.accumulates]
         if unreduced and hooks.scheduler is not None:
             hooks.scheduler.wait_for_reductions()  # they may still add to partial sums

@@ -97,13 +97,12 @@ class TransientBuffer:
     Views are made once, while the buffer is first allocated, and stay valid objects for good.
     """
 
-    __slots__ = ("_raw", "_storage", "_there", "name", "nbytes")
+    __slots__ = ("_raw", "_storage", "name", "nbytes")
 
     def __init__(self, nbytes: int, device: torch.device, name: str) -> None:
         with torch.inference_mode(False):
             self._raw = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._storage = self._raw.untyped_storage()
-        self._there = True
         self.nbytes = nbytes
         self.name = name
 
@@ -121,14 +120,12 @@ class TransientBuffer:
 
     def acquire(self) -> None:
         """Allocate on the current stream, if the memory is not there; contents are undefined."""
-        if not self._there:  # to resize would move the memory, though its size stays
+        if self._storage.size() != self.nbytes:  # to resize would move memory that is there
             self._storage.resize_(self.nbytes)
-            self._there = True
 
     def release(self) -> None:
         """Give the memory back to the current stream's allocator."""
         self._storage.resize_(0)
-        self._there = False
 
     @property
     def allocated(self) -> bool:

@@ -161,8 +161,7 @@ class ParamGroup:
         """What the layout needs of the parameters, from their present dtypes."""
         shapes = []
         for param in self.params:
-            shard = param.dtype
-            full = compute_dtype(self.options, param)
+            shard, full = param.dtype, compute_dtype(self.options, param)
             dtypes = (shard, shard.itemsize, full, full.itemsize)
             shapes.append(
                 ParamShape(param.name, param.shape, param.dim, *dtypes, param.is_extended)
@@ -231,8 +230,7 @@ class ParamGroup:
         """
         if self.state is State.RESHARDED:
             return
-        if self._bound and not self._is_backed():
-            self._bound = False
+        self._bound = self._bound and self._is_backed()
         if self._bound and not self._reroute:
             return
         self._require_sharded("bind")
@@ -258,7 +256,7 @@ class ParamGroup:
         home = self.device if self.offload is None else torch.device("cpu")
         for param in self.params:
             param.check_usable(home, self.offload is not None)
-            follow_requires_grad(param)
+        follow_requires_grad(self.params)
         layout = build_layout(self.shapes(), self.collectives.size, self.collectives.coalesces)
         if layout != self.layout or not all(p.is_in_place for p in self.params):
             self.adopt()
@@ -491,13 +489,7 @@ class ParamGroup:
 
     def refresh_requires_grad(self) -> None:
         """Carry ``requires_grad`` from one form of a parameter to the other, if it changed."""
-        changed = False
-        for param in self.params:
-            known, other = param.requires_grad, param.unsharded
-            if param.sharded.requires_grad is not known or (
-                other is not None and other.requires_grad is not known
-            ):
-                changed = follow_requires_grad(param)
+        changed = follow_requires_grad(self.params)
         thawed = self._reduces_frozen and not self._accumulated
         if changed or thawed or (self._rebinds and not self._has_partial_sums):
             self.bind_reductions()
@@ -545,10 +537,8 @@ class ParamGroup:
             for program, reduction, job in work:
                 for step in program.compute:
                     step(reduction, job)
-            reduces = all_reduces = False
-            for program, _, _ in work:
-                reduces = reduces or bool(program.reduce)
-                all_reduces = all_reduces or bool(program.all_reduce)
+            reduces = [program for program, _, _ in work if program.reduce]
+            all_reduces = [program for program, _, _ in work if program.all_reduce]
             if reduces or all_reduces:
                 event = streams.record(Lane.COMPUTE, "gradients staged")
                 streams.wait(Lane.REDUCE, event, "reduction after compute")

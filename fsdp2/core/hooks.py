@@ -47,6 +47,12 @@ def hooks_of(module: nn.Module) -> UnitHooks | None:
     return module.__dict__.get(_KEY)
 
 
+def hooks_below(module: Any, recurse: bool = True) -> list[UnitHooks]:
+    """The hooks on a module and, with ``recurse``, below it; each once."""
+    members = module.modules() if recurse else [module]
+    return list({hooks: None for member in members if (hooks := hooks_of(member)) is not None})
+
+
 class _ExitBackward(torch.autograd.Function):
     """Identity whose backward tells the unit that its own backward is over."""
 
@@ -161,12 +167,14 @@ class UnitHooks:
     def _check_registrations(self, scheduler: Scheduler) -> Scheduler:
         """Something was registered since: find new units, refuse what no unit manages."""
         self._registrations = Registrations.count
-        if self.unit.is_root and set(_below(self.modules[0])) != set(scheduler.units):
+        if self.unit.is_root and {h.unit for h in hooks_below(self.modules[0])} != set(
+            scheduler.units
+        ):
             scheduler = start(self)
         for module in self.modules:
             managed = {}
             ignored: set[ModuleSlot] = set()
-            for below in _below(module).values():
+            for below in hooks_below(module):
                 ignored |= below.ignored
                 for group in below.unit.groups:
                     managed.update({slot: p for p in group.params for slot in p.slots})
@@ -298,11 +306,6 @@ def start(hooks: UnitHooks) -> Scheduler:
         below.unit.is_root = below is hooks
     _name_parameters(root, found)
     return scheduler
-
-
-def _below(module: nn.Module) -> dict[Unit, UnitHooks]:
-    found = (hooks_of(member) for member in module.modules())
-    return {hooks.unit: hooks for hooks in found if hooks is not None}
 
 
 def _name_parameters(root: nn.Module, found: dict[UnitHooks, list[str]]) -> None:

@@ -17,6 +17,7 @@ subclass too and has memory of its own, outside the flat shard; `fsdp2.core.exte
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -72,22 +73,23 @@ def _store_of(module: nn.Module) -> Any:
     return _AttributeStore(module)
 
 
-def follow_requires_grad(param: Any) -> bool:
-    """Give a managed parameter's two forms one ``requires_grad``; whichever was changed counts.
+def follow_requires_grad(params: Iterable[Any]) -> bool:
+    """Give each parameter's two forms one ``requires_grad``; whichever was changed counts.
 
     Returns:
-        Whether it changed.
+        Whether any changed.
     """
-    known = param.requires_grad
-    unsharded = param.unsharded
-    if param.sharded.requires_grad is known and (
-        unsharded is None or unsharded.requires_grad is known
-    ):
-        return False
-    param.requires_grad = param.sharded.requires_grad = not known
-    if unsharded is not None:
-        unsharded.requires_grad = not known
-    return True
+    changed = False
+    for param in params:
+        known, unsharded = param.requires_grad, param.unsharded
+        if param.sharded.requires_grad is not known or (
+            unsharded is not None and unsharded.requires_grad is not known
+        ):
+            changed = True
+            param.requires_grad = param.sharded.requires_grad = not known
+            if unsharded is not None:
+                unsharded.requires_grad = not known
+    return changed
 
 
 class ShardedParam:

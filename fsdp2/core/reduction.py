@@ -557,7 +557,7 @@ class PendingReduction:
     def release_rest(self) -> None:
         """Free what else is not delivered, once COMPUTE is behind ``done``."""
         for _, job in self.jobs:
-            job.flat = job.result = job.partial = None
+            job.flat = job.scattered = job.result = job.partial = None
         self.jobs = []
 
     def deliver(self) -> None:

@@ -399,12 +399,12 @@ class Scheduler:
             if pending.done is pending.scattered:
                 pending.release_rest()
             else:
-                self._finish_all_reduces(keep=0)
+                self._finish_all_reduces()
                 self._summing.append(pending)
 
-    def _finish_all_reduces(self, keep: int) -> None:
-        """Let COMPUTE wait for the oldest all-reduces; what they read may be freed then."""
-        while len(self._summing) > keep:
+    def _finish_all_reduces(self) -> None:
+        """Let COMPUTE wait for the all-reduces under way; what they read may be freed then."""
+        while self._summing:
             pending = self._summing.pop(0)
             self.streams.wait(Lane.COMPUTE, pending.done, "compute after all-reduce")
             pending.release_rest()
@@ -417,7 +417,7 @@ class Scheduler:
     def _drain(self, deliver: bool = True) -> None:
         """Wait for all reductions, and hand over what was copied to the host."""
         self._retire(keep=0)
-        self._finish_all_reduces(keep=0)
+        self._finish_all_reduces()
         self._settle()
         arriving, self._arriving = self._arriving, []
         for pending in arriving if deliver else ():

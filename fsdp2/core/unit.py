@@ -73,7 +73,10 @@ class Unit:
     @property
     def is_sharded(self) -> bool:
         """Whether a group of it has to be gathered before use."""
-        return any(group.needs_gather for group in self.groups)
+        for group in self.groups:  # noqa: SIM110  # asked in every prefetch
+            if group.needs_gather:
+                return True
+        return False
 
     @property
     def is_gathered(self) -> bool:

@@ -1,14 +1,11 @@
 """Ways to spread one model over ranks, for tests that move a model from one to another.
 
-    name    ranks  mesh                          parameters
-    plain   1      none                          plain tensors
-    flat2   2      (2,)                          Shard(0)
-    flat4   4      (4,)                          Shard(0)
-    hsdp    4      (2, 2) replicate, shard       Replicate(), Shard(0)
-    tp      4      (2, 2) shard, tp              those of the blocks by parallelize_module first
-
-`SUPPORTED` says what each implementation can do: a test for a way that ours does not know yet is
-skipped there, and runs with torch's.
+name    ranks  mesh                          parameters
+plain   1      none                          plain tensors
+flat2   2      (2,)                          Shard(0)
+flat4   4      (4,)                          Shard(0)
+hsdp    4      (2, 2) replicate, shard       Replicate(), Shard(0)
+tp      4      (2, 2) shard, tp              those of the blocks by parallelize_module first
 """
 
 from __future__ import annotations
@@ -34,11 +31,6 @@ from tests.common.models import DIM, seeded, units
 from tests.common.parity import OURS, TORCH, full_all, regression_loss
 
 APIS = {"ours": OURS, "torch": TORCH}
-
-SUPPORTED = {
-    "ours": {"plain", "flat2", "flat4", "hsdp", "tp"},
-    "torch": {"plain", "flat2", "flat4", "hsdp", "tp"},
-}
 
 
 @dataclass(frozen=True)
@@ -99,11 +91,6 @@ PARALLELISMS = {
         Parallelism("tp", (("shard", 2), ("tp", 2))),
     )
 }
-
-
-def supports(api: str, parallelism: str) -> bool:
-    """Whether `fully_shard` of this implementation can spread a model like that."""
-    return parallelism in SUPPORTED[api]
 
 
 class Rung(nn.Module):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fsdp2
 from tests.common.gradients import assert_like_unsharded
+from tests.common.meshes import TORCH_VERSION
 from tests.common.models import DIM, seeded
 from tests.common.parity import (
     OURS,
@@ -90,8 +91,7 @@ batches = partial(regression_batches, DIM, 2, steps=3)
 
 def _torch_takes(base: torch.dtype) -> bool:
     """torch's `fully_shard` fails on integer parameters before 2.13; unsharded is the measure."""
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    return base.is_floating_point or version >= (2, 13)
+    return base.is_floating_point or TORCH_VERSION >= (2, 13)
 
 
 def _train(make: Any, torch_too: bool) -> list[Step]:

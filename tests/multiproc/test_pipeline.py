@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2.communication import hooks_on
+from tests.common.meshes import TORCH_VERSION
 from tests.common.models import DIM, seeded, units
 from tests.common.parity import (
     OURS,
@@ -243,7 +244,6 @@ def _check(plan: Plan, setting: Setting, *, torch_too: bool = True) -> None:
     assert_close(ours, {key: expected[key] for key in ours}, tolerance, "unsharded")
 
 
-TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 DEFAULT = ("Schedule1F1B", "ScheduleInterleavedZeroBubble")
 
 

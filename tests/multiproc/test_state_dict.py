@@ -36,7 +36,6 @@ from tests.common.parallelisms import (
     ladder,
     ladder_batches,
     losses,
-    supports,
 )
 from tests.common.parity import (
     FP32,
@@ -52,19 +51,6 @@ from tests.common.parity import (
 from tests.common.workers import ranks, run_on_ranks
 
 HALF = 3  # steps before the checkpoint, and after it
-
-
-def cases(*names: str) -> list[Any]:
-    """Parallelisms by name; skipped while ours does not know them."""
-    return [_case(name, ("ours", name)) for name in names]
-
-
-def _case(values: Any, *needed: tuple[str, str]) -> Any:
-    missing = [f"{api} {name}" for api, name in needed if not supports(api, name)]
-    reason = f"not supported yet: {', '.join(missing)}"
-    values = values if isinstance(values, tuple) else (values,)
-    marks = [pytest.mark.skip(reason=reason)] if missing else []
-    return pytest.param(*values, marks=marks, id="-".join(str(value) for value in values))
 
 
 def world(**arguments: Any) -> tuple[nn.Module, Parallelism]:
@@ -127,7 +113,7 @@ def _take_state_dicts(name: str) -> None:
     check("and afterwards")
 
 
-@pytest.mark.parametrize("name", cases("flat2", "flat4", "hsdp", "tp"))
+@pytest.mark.parametrize("name", ["flat2", "flat4", "hsdp", "tp"])
 def test_any_time_without_communication(name: str) -> None:
     """Shards, of the parameters' own memory, whatever is gathered."""
     run_on_ranks(PARALLELISMS[name].ranks, _take_state_dicts, name)
@@ -213,7 +199,7 @@ def _moves() -> list[Any]:
         ("torch", "tp", "ours", "tp"),
     ]
     moves = [("ours", a, "ours", b) for a, b in ours] + mixed
-    return [_case(move, move[:2], move[2:]) for move in moves]
+    return [pytest.param(*move, id="-".join(move)) for move in moves]
 
 
 @pytest.mark.parametrize(("writer", "first", "reader", "second"), _moves())

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from fsdp2.core.group import ParamGroup
 from fsdp2.core.simulate import Node, Simulation
+from fsdp2.core.unit import Unit
 from fsdp2.core.virtual import VirtualDevice
 from tests.unit._render import render
 
@@ -26,9 +28,8 @@ def chain(*names: str, **settings: Any) -> Node:
 def bound(root: Node, **settings: Any) -> Simulation:
     """A simulation before its first forward, all buffers bound."""
     sim = Simulation(root, VirtualDevice(), **settings)
-    for unit in sim.scheduler.units:
-        for group in unit.groups:
-            group.bind()
+    for group in groups(sim):
+        group.bind()
     return sim
 
 
@@ -37,6 +38,16 @@ def warm(root: Node, **settings: Any) -> Simulation:
     sim = bound(root, **settings)
     sim.iteration()
     return sim
+
+
+def groups(sim: Simulation) -> list[ParamGroup]:
+    """All units' groups."""
+    return [group for unit in sim.scheduler.units for group in unit.groups]
+
+
+def unit_of(sim: Simulation, name: str) -> Unit:
+    """The unit of that name."""
+    return next(unit for unit in sim.scheduler.units if unit.name == name)
 
 
 def emitted(sim: Simulation, action: Callable[[], None]) -> str:

@@ -5,57 +5,20 @@ Schedules are printed as in `test_schedule`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from expecttest import assert_expected_inline
 
 from fsdp2.core.config import CPUOffloadPolicy, ShardingStateError
-from fsdp2.core.group import ParamGroup
 from fsdp2.core.scheduler import Scheduler
-from fsdp2.core.simulate import Node, Simulation
+from fsdp2.core.simulate import Simulation
 from fsdp2.core.streams import Lane
-from fsdp2.core.unit import Phase, Unit
-from fsdp2.core.virtual import VirtualDevice, VirtualReplicas
-from tests.unit._render import render
+from fsdp2.core.unit import Phase
+from fsdp2.core.virtual import VirtualDevice
+from tests.unit._schedules import chain, emitted, groups, unit_of, warm
 
-SHAPES = ((8, 8),)
-
-
-def _chain(*names: str, **settings: Any) -> Node:
-    """A root without parameters of its own that calls one leaf a name."""
-    leaves = [Node(name, shapes=SHAPES, **settings) for name in names]
-    return Node("root", leaves, list(range(len(leaves))), shapes=())
-
-
-def _groups(sim: Simulation) -> list[ParamGroup]:
-    return [group for unit in sim.scheduler.units for group in unit.groups]
-
-
-def _simulation(root: Node, replicas: bool = False, offload: bool = False) -> Simulation:
-    """After its first iteration."""
-    sim = Simulation(root, VirtualDevice())
-    for group in _groups(sim):
-        if replicas:
-            group.replicas = VirtualReplicas(sim.device, 2)
-        if offload:
-            group.offload = CPUOffloadPolicy(pin_memory=False)
-            group.adopt()
-        group.bind()
-    sim.iteration()
-    return sim
-
-
-def _emitted(sim: Simulation, action: Callable[[], None]) -> str:
-    start = len(sim.device.trace)
-    action()
-    assert sim.device.races == []
-    return render(sim.device.trace, start)
-
-
-def _unit(sim: Simulation, name: str) -> Unit:
-    return next(unit for unit in sim.scheduler.units if unit.name == name)
+OFFLOAD = CPUOffloadPolicy(pin_memory=False)
 
 
 def _sync(sim: Simulation, wanted: bool) -> None:
@@ -67,7 +30,7 @@ def _sync(sim: Simulation, wanted: bool) -> None:
 
 
 def test_accumulated_gradients_are_reduced_by_finalize() -> None:
-    sim = _simulation(_chain("a", "b"))
+    sim = warm(chain("a", "b"))
     sim.scheduler.manual = True
     _sync(sim, False)
     for _ in range(2):
@@ -75,7 +38,7 @@ def test_accumulated_gradients_are_reduced_by_finalize() -> None:
     assert not [op for op in sim.device.trace if op.kind == "reduce_scatter"][2:]
     _sync(sim, True)
     assert_expected_inline(
-        _emitted(sim, lambda: sim.scheduler.finalize(wait=False)),
+        emitted(sim, lambda: sim.scheduler.finalize(wait=False)),
         """\
 reduce:
   reduce_scatter a            after compute backward root
@@ -87,7 +50,7 @@ reduce:
         sim.optimizer_step()
 
     assert_expected_inline(
-        _emitted(sim, wait),
+        emitted(sim, wait),
         """\
 compute:
   step a                      after reduce_scatter b
@@ -96,11 +59,11 @@ compute:
 
 
 def test_reductions_in_backward_are_left_in_flight() -> None:
-    sim = _simulation(_chain("a", "b"))
+    sim = warm(chain("a", "b"))
     sim.scheduler.manual = True
     sim.forward()
     assert_expected_inline(
-        _emitted(sim, sim.backward),
+        emitted(sim, sim.backward),
         """\
 compute:
   backward root
@@ -127,7 +90,7 @@ reduce:
         sim.optimizer_step()
 
     assert_expected_inline(
-        _emitted(sim, finalize),
+        emitted(sim, finalize),
         """\
 compute:
   step a                      after reduce_scatter a
@@ -136,14 +99,14 @@ compute:
 
 
 def test_parameters_that_backward_kept_are_freed_if_flags_say_so() -> None:
-    sim = _simulation(_chain("a", "b"))
+    sim = warm(chain("a", "b"))
     sim.scheduler.manual = True
     for unit in sim.scheduler.units:
         unit.reshard_after_backward = False
     sim.iteration(step=False)
-    assert all(group.is_unsharded for group in _groups(sim))
+    assert all(group.is_unsharded for group in groups(sim))
     sim.scheduler.finalize(wait=True)
-    assert all(group.is_unsharded for group in _groups(sim))
+    assert all(group.is_unsharded for group in groups(sim))
     for unit in sim.scheduler.units:
         unit.reshard_after_backward = True
     sim.scheduler.finalize(wait=True)
@@ -151,7 +114,7 @@ def test_parameters_that_backward_kept_are_freed_if_flags_say_so() -> None:
 
 
 def test_finalize_between_forward_and_backward() -> None:
-    sim = _simulation(_chain("a", "b", reshard_after_forward=False))
+    sim = warm(chain("a", "b", reshard_after_forward=False))
     sim.scheduler.manual = True
     sim.forward()
     sim.scheduler.finalize(wait=True)
@@ -163,7 +126,7 @@ def test_finalize_between_forward_and_backward() -> None:
 
 
 def test_forward_before_the_wait_raises() -> None:
-    sim = _simulation(_chain("a"))
+    sim = warm(chain("a"))
     sim.scheduler.manual = True
     sim.iteration(step=False)
     sim.scheduler.finalize(wait=False)
@@ -174,7 +137,7 @@ def test_forward_before_the_wait_raises() -> None:
 
 
 def test_reset_ends_what_was_finalized() -> None:
-    sim = _simulation(_chain("a", "b"))
+    sim = warm(chain("a", "b"))
     sim.scheduler.manual = True
     sim.iteration(step=False)
     sim.scheduler.finalize(wait=False)
@@ -190,10 +153,10 @@ def test_reset_ends_what_was_finalized() -> None:
 
 
 def test_all_reduce_runs_one_unit_longer() -> None:
-    sim = _simulation(_chain("a", "b", "c"), replicas=True)
+    sim = warm(chain("a", "b", "c"), copies=2)
     sim.forward()
     assert_expected_inline(
-        _emitted(sim, sim.backward),
+        emitted(sim, sim.backward),
         """\
 compute:
   backward root
@@ -229,11 +192,11 @@ all_reduce:
 
 
 def test_partial_sums_wait_for_an_all_reduce() -> None:
-    sim = _simulation(_chain("a"), replicas=True)
+    sim = warm(chain("a"), copies=2)
     for unit in sim.scheduler.units:
         unit.all_reduce = False
     sim.iteration(step=False)
-    assert all(group.accumulates for group in _groups(sim))
+    assert all(group.accumulates for group in groups(sim))
     sim.scheduler.is_last_backward = False
     sim.iteration(step=False)
     for unit in sim.scheduler.units:
@@ -241,7 +204,7 @@ def test_partial_sums_wait_for_an_all_reduce() -> None:
     sim.scheduler.is_last_backward = True
     sim.forward()
     assert_expected_inline(
-        _emitted(sim, sim.backward),
+        emitted(sim, sim.backward),
         """\
 compute:
   backward root
@@ -259,15 +222,15 @@ all_reduce:
   add a                       after reduce_scatter a
   all_reduce a""",
     )
-    assert not any(group.accumulates for group in _groups(sim))
+    assert not any(group.accumulates for group in groups(sim))
 
 
-@pytest.mark.parametrize("replicas", [False, True])
+@pytest.mark.parametrize("copies", [1, 2])
 def test_gathers_wait_for_hooks_behind_reductions_in_flight(
-    replicas: bool, monkeypatch: pytest.MonkeyPatch
+    copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run() -> VirtualDevice:
-        sim = _simulation(_chain("a", "b"), replicas)
+        sim = warm(chain("a", "b"), copies=copies)
         sim.step_in_backward()
         sim.scheduler.is_last_backward = False
         for _ in range(3):
@@ -281,16 +244,16 @@ def test_gathers_wait_for_hooks_behind_reductions_in_flight(
     assert any("reads shard while" in race for race in run().races)
 
 
-@pytest.mark.parametrize("replicas", [False, True])
-def test_exception_in_a_hook(replicas: bool) -> None:
+@pytest.mark.parametrize("copies", [1, 2])
+def test_exception_in_a_hook(copies: int) -> None:
     """Whatever the interrupted reduction uses may be reused after the reset."""
-    sim = _simulation(_chain("a", "b", "c"), replicas)
+    sim = warm(chain("a", "b", "c"), copies=copies)
 
     def fail(param: Any) -> None:
         raise KeyError(param.name)
 
     for name in ("c", "b", "a"):
-        (group,) = _unit(sim, name).groups
+        (group,) = unit_of(sim, name).groups
         group.params[0].hook = fail  # type: ignore[attr-defined]
         with pytest.raises(KeyError):
             sim.iteration()
@@ -302,9 +265,9 @@ def test_exception_in_a_hook(replicas: bool) -> None:
     assert sim.device.races == []
 
 
-@pytest.mark.parametrize("replicas", [False, True])
-def test_results_that_the_host_delivers_leave_the_device_at_once(replicas: bool) -> None:
-    sim = _simulation(_chain("a", "b", "c", "d"), replicas, offload=True)
+@pytest.mark.parametrize("copies", [1, 2])
+def test_results_that_the_host_delivers_leave_the_device_at_once(copies: int) -> None:
+    sim = warm(chain("a", "b", "c", "d"), copies=copies, offload=OFFLOAD)
     results: list[int] = []
 
     def look(sim: Simulation, what: str) -> None:
@@ -315,7 +278,7 @@ def test_results_that_the_host_delivers_leave_the_device_at_once(replicas: bool)
     sim.forward()
     sim.backward()
     sim._check = None
-    assert max(results) <= (3 if replicas else 2)
+    assert max(results) <= (2 if copies == 1 else 3)
     assert [op.kind for op in sim.device.trace[-4:]].count("synchronize") > 0
     sim.optimizer_step()
     assert sim.device.races == []
@@ -326,9 +289,9 @@ def test_results_that_the_host_delivers_leave_the_device_at_once(replicas: bool)
 
 def test_a_guess_that_a_user_asks_for_is_his() -> None:
     """He asked after the scheduler had gathered it ahead; at the loss it would be freed."""
-    root = _chain("a", "b")
-    sim = _simulation(root)
-    b = _unit(sim, "b")
+    root = chain("a", "b")
+    sim = warm(root)
+    b = unit_of(sim, "b")
     root.calls = [0]
     claimed = []
 
@@ -348,9 +311,9 @@ def test_a_guess_that_a_user_asks_for_is_his() -> None:
 
 
 def test_claim_of_what_a_prefetch_list_named() -> None:
-    root = _chain("a", "b")
-    sim = _simulation(root)
-    a, b = _unit(sim, "a"), _unit(sim, "b")
+    root = chain("a", "b")
+    sim = warm(root)
+    a, b = unit_of(sim, "a"), unit_of(sim, "b")
     a.forward_prefetch = [b]
     root.calls = [0]
     sim._check = lambda sim, what: sim.scheduler.claim(b) if what == "forward a" else None
@@ -359,16 +322,16 @@ def test_claim_of_what_a_prefetch_list_named() -> None:
 
 
 def test_without_a_claim_the_guess_is_freed() -> None:
-    root = _chain("a", "b")
-    sim = _simulation(root)
+    root = chain("a", "b")
+    sim = warm(root)
     root.calls = [0]
     sim.forward(expects_backward=False)
-    assert not _unit(sim, "b").is_gathered
+    assert not unit_of(sim, "b").is_gathered
 
 
 def test_what_was_requested_and_used_is_freed_by_a_backward_that_is_not_the_last() -> None:
-    sim = _simulation(_chain("a", "b", grad_to_input=False))
-    a, b = _unit(sim, "a"), _unit(sim, "b")
+    sim = warm(chain("a", "b", grad_to_input=False))
+    a, b = unit_of(sim, "a"), unit_of(sim, "b")
     b.backward_prefetch = [a]
     sim.scheduler.is_last_backward = False
     sim.forward()
@@ -377,8 +340,8 @@ def test_what_was_requested_and_used_is_freed_by_a_backward_that_is_not_the_last
 
 
 def test_no_gather_in_backward() -> None:
-    sim = _simulation(_chain("a", "b", "c"))
-    _unit(sim, "b").unshard_in_backward = False
+    sim = warm(chain("a", "b", "c"))
+    unit_of(sim, "b").unshard_in_backward = False
     sim.forward()
     start = len(sim.device.trace)
     sim.backward()
@@ -389,7 +352,7 @@ def test_no_gather_in_backward() -> None:
 
 def test_backwards_that_are_not_the_last_gather_nothing_in_vain() -> None:
     """Each has a forward of its own, and nothing to expect of those before it."""
-    sim = _simulation(_chain("a", "b"))
+    sim = warm(chain("a", "b"))
     sim.scheduler.is_last_backward = False
     sim.iteration(step=False)
     sim.forward()
@@ -402,12 +365,12 @@ def test_backwards_that_are_not_the_last_gather_nothing_in_vain() -> None:
 
 def test_a_guess_for_the_next_backward_stays() -> None:
     """Two forwards, of which the first backward leaves b gathered ahead for the second."""
-    sim = _simulation(_chain("a", "b"))
+    sim = warm(chain("a", "b"))
     sim.scheduler.is_last_backward = False
     sim.forward()
     sim.forward()
     sim.backward()
-    assert _unit(sim, "b").is_gathered
+    assert unit_of(sim, "b").is_gathered
     assert all(unit.phase is Phase.IDLE for unit in sim.scheduler.units)
     sim.scheduler.is_last_backward = True
     sim.backward()
@@ -419,13 +382,13 @@ def test_a_guess_for_the_next_backward_stays() -> None:
 
 
 def test_two_reductions_in_flight() -> None:
-    sim = _simulation(_chain("a", "b", "c"))
+    sim = warm(chain("a", "b", "c"))
     for unit in sim.scheduler.units:
         unit.input_buffers = 2
     sim.scheduler.refresh()
     sim.forward()
     assert_expected_inline(
-        _emitted(sim, sim.backward),
+        emitted(sim, sim.backward),
         """\
 compute:
   backward root
@@ -460,7 +423,7 @@ reduce:
 
 
 def test_event_of_the_optimizer_is_waited_for_once() -> None:
-    sim = _simulation(_chain("a"))
+    sim = warm(chain("a"))
     event = sim.device.record(Lane.COMPUTE, "step")
     sim.scheduler.post_optim_event = event
     assert sim.scheduler.post_optim_event is event

@@ -16,17 +16,13 @@ from fsdp2.core.simulate import Node, Simulation
 from fsdp2.core.streams import Lane
 from fsdp2.core.virtual import HOST, VirtualCollectives, VirtualDevice
 from tests.unit._random_models import Watch, random_tree
-from tests.unit._schedules import chain, leaf, warm
+from tests.unit._schedules import chain, groups, leaf, warm
 
 pytestmark = pytest.mark.usefixtures("rare_collections")
 
 
-def _groups(sim: Simulation) -> list[ParamGroup]:
-    return [group for unit in sim.scheduler.units for group in unit.groups]
-
-
 def _params(sim: Simulation) -> list[Any]:
-    return [param for group in _groups(sim) for param in group.params]
+    return [param for group in groups(sim) for param in group.params]
 
 
 def _reductions(sim: Simulation) -> Counter[str]:
@@ -37,7 +33,7 @@ def _reductions(sim: Simulation) -> Counter[str]:
         if operation == "reduce":
             counts[name] += 1
 
-    for group in _groups(sim):
+    for group in groups(sim):
         group.observer = observe
     return counts
 
@@ -159,8 +155,8 @@ def test_partial_sums_can_be_dropped_at_any_time(last: bool) -> None:
             unit.all_reduce = False
         sim.iteration(step=False)
         sim.iteration(step=False)
-        assert all(group.accumulates for group in _groups(sim))
-        for group in _groups(sim):
+        assert all(group.accumulates for group in groups(sim))
+        for group in groups(sim):
             group.discard_gradients()
             assert not group.accumulates
     assert sim.device.races == []
@@ -203,7 +199,7 @@ def test_full_gradients_go_with_their_reduce_scatters(
         for kind in ("gradient", "reduce-scatter"):
             most[kind] = max(most[kind], live[kind])
 
-    for group in _groups(sim):
+    for group in groups(sim):
         group.observer = look
     sim.iteration(step=False)
     assert most["gradient"] <= 1 + window  # of a block in backward, and being reduced
@@ -227,7 +223,7 @@ def test_partial_sums_are_one_shard_a_group() -> None:
 def _offloaded(shapes: Any, world_size: int = 1, **settings: Any) -> tuple[ParamGroup, Simulation]:
     settings |= {"world_size": world_size, "offload": CPUOffloadPolicy()}
     sim = Simulation(Node("root", shapes=shapes), VirtualDevice(), **settings)
-    (group,) = _groups(sim)
+    (group,) = groups(sim)
     return group, sim
 
 
@@ -310,13 +306,13 @@ def test_smaller_rows_are_there_between_forward_and_backward(
 ) -> None:
     sim = warm(chain("a", "b"), world_size=4, smaller=2, precision=precision, coalesces=coalesces)
     sim.forward()
-    assert [group.state for group in _groups(sim)] == [State.RESHARDED] * 2
-    assert all(group._smaller._rows.allocated for group in _groups(sim))
+    assert [group.state for group in groups(sim)] == [State.RESHARDED] * 2
+    assert all(group._smaller._rows.allocated for group in groups(sim))
     sim.backward()
-    assert [group.state for group in _groups(sim)] == [State.SHARDED] * 2
-    assert not any(group._smaller._rows.allocated for group in _groups(sim))
+    assert [group.state for group in groups(sim)] == [State.SHARDED] * 2
+    assert not any(group._smaller._rows.allocated for group in groups(sim))
     sim.forward(expects_backward=False)
-    assert [group.state for group in _groups(sim)] == [State.SHARDED] * 2
+    assert [group.state for group in groups(sim)] == [State.SHARDED] * 2
     assert sim.device.races == []
 
 
@@ -339,7 +335,7 @@ def test_rows_of_before_a_step_are_not_used_after_it() -> None:
 
 def test_choosing_no_smaller_group_takes_effect_at_the_next_gather() -> None:
     sim = warm(chain("a"), world_size=4, smaller=2)
-    (group,) = _groups(sim)
+    (group,) = groups(sim)
     sim.forward()
     group.set_smaller_group(None)
     sim.backward()  # from the rows that are there
