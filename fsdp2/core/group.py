@@ -27,6 +27,7 @@ from fsdp2.core.binding import make_extension, make_reductions, reduction_spec
 from fsdp2.core.collectives import Collectives, Replicas
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, ShardingStateError
 from fsdp2.core.extension import ExtensionContext, ExtensionTransport
+from fsdp2.core.journal import BIND, BindReason
 from fsdp2.core.kernels import Kernels
 from fsdp2.core.layout import GroupLayout, ParamShape, Slot, Transport, build_layout
 from fsdp2.core.param import ShardedParam, Swap, compute_dtype, follow_requires_grad
@@ -235,6 +236,7 @@ class ParamGroup:
             return
         self._require_sharded("bind")
         if self._bound:
+            BIND.debug("'%s' binds: another way to gather was chosen", self.name)
             self._full.acquire()
         else:
             self._bind_buffers()
@@ -257,8 +259,12 @@ class ParamGroup:
         for param in self.params:
             param.check_usable(home, self.offload is not None)
         follow_requires_grad(self.params)
-        layout = build_layout(self.shapes(), self.collectives.size, self.collectives.coalesces)
-        if layout != self.layout or not all(p.is_in_place for p in self.params):
+        shapes = self.shapes()
+        layout = build_layout(shapes, self.collectives.size, self.collectives.coalesces)
+        moved = [param.name for param in self.params if not param.is_in_place]
+        before = None if self._full is None else self.layout
+        BIND.debug("'%s' binds: %s", self.name, BindReason(before, shapes, moved))
+        if layout != self.layout or moved:
             self.adopt()
         self._full = self.kernels.transient(layout.full_bytes, f"gathered {self.name}")
         if self.offload is not None:
@@ -492,6 +498,7 @@ class ParamGroup:
         changed = follow_requires_grad(self.params)
         thawed = self._reduces_frozen and not self._accumulated
         if changed or thawed or (self._rebinds and not self._has_partial_sums):
+            BIND.debug("'%s' binds its reductions: gradients are due to others", self.name)
             self.bind_reductions()
 
     # ---- gradients

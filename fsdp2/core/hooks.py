@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import Variable
+from torch.autograd import Variable, profiler
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -29,6 +29,8 @@ from torch.optim.optimizer import (
 
 from fsdp2.core.config import MixedPrecisionPolicy, ShardingStateError
 from fsdp2.core.group import OptimizerSteps
+from fsdp2.core.journal import log_layout
+from fsdp2.core.misuse import explain, failure_of
 from fsdp2.core.nested import grad_tensors, map_tensors
 from fsdp2.core.param import GATHERED, OWNER, REPLACED, ModuleSlot
 from fsdp2.core.registrations import Registrations, check_registered
@@ -100,7 +102,7 @@ class UnitHooks:
         for module in self.modules:
             module.__dict__[_KEY] = self
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.post_forward)
+            module.register_forward_hook(self.post_forward, always_call=True)
 
     # ---- forward
 
@@ -133,7 +135,10 @@ class UnitHooks:
         return self._mark_exit(args, kwargs) if first else (args, kwargs)
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Free; mark where backward enters the unit; cast outputs."""
+        """Free; mark where backward enters the unit; cast outputs. Or explain an exception."""
+        if output is None and (failure := failure_of(module)) is not None:
+            explain(failure, self.scheduler.units if self.scheduler is not None else ())
+            return None
         if _in_backward() == _OUTSIDE:
             assert self.scheduler is not None
             self._waiting.discard(module)
@@ -248,6 +253,8 @@ class UnitHooks:
         assert scheduler is not None
         if not scheduler.in_backward:
             scheduler.in_backward = True
+            if profiler._is_profiler_enabled is not scheduler.ranges:
+                scheduler.follow_profiler()
             # Recomputation enables grad in every backward; otherwise it means create_graph=True.
             if not recomputes and torch.is_grad_enabled():
                 scheduler.builds_graph = scheduler.holds = True
@@ -305,6 +312,8 @@ def start(hooks: UnitHooks) -> Scheduler:
         below.unit.name = ", ".join(names)
         below.unit.is_root = below is hooks
     _name_parameters(root, found)
+    layouts = [(u.name, [g.layout for g in u.groups if g.layout]) for u in scheduler.units]
+    log_layout(type(root).__name__, layouts)
     return scheduler
 
 
@@ -337,7 +346,12 @@ def forward_method(hooks: UnitHooks, method: Callable[..., Any]) -> Callable[...
     @functools.wraps(method)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = hooks.pre_forward(self, args, kwargs)
-        return hooks.post_forward(self, args, method(*args, **kwargs))
+        try:
+            output = method(*args, **kwargs)
+        except RuntimeError as error:
+            explain(error, hooks.scheduler.units if hooks.scheduler is not None else ())
+            raise
+        return hooks.post_forward(self, args, output)
 
     return run
 

@@ -20,8 +20,12 @@ import bisect
 from collections.abc import Sequence
 from typing import Any
 
+from torch.autograd import profiler
+
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.group import ParamGroup, State
+from fsdp2.core.journal import SCHEDULE
+from fsdp2.core.ranges import record_ranges
 from fsdp2.core.reduction import PendingReduction
 from fsdp2.core.streams import SIDE_LANES, Lane, Streams
 from fsdp2.core.unit import Phase, Unit
@@ -47,6 +51,8 @@ class Scheduler:
         builds_graph: whether the running backward records a graph of its own (``create_graph``).
         holds: whether such a graph may still be used: parameters stay gathered for it until a
             backward that records none is over, as no hook sees which of them it reads.
+        ranges: whether groups mark their operations for a profiler; compared with the profiler's
+            own flag, without a call, when a forward or backward begins.
     """
 
     FORWARDS_REMEMBERED = 1024
@@ -80,14 +86,22 @@ class Scheduler:
         self.manual = False
         self.unawaited = False
         self.resets = 0
+        self.ranges = False
         self.refresh()
 
     def refresh(self) -> None:
         """Take up what counts for all units: their flags, and which groups they have."""
         groups = [group for unit in self.units for group in unit.groups]
+        if self.ranges:
+            record_ranges(groups, True)
         self._offloaded = [group for group in groups if group.offload is not None]
         self._window = max((unit.input_buffers for unit in self.units), default=1)
         self._misses_none = any(group.options.reduce_unused for group in groups)
+
+    def follow_profiler(self) -> None:
+        """A profiler was started or stopped: mark operations by unit name, or no longer."""
+        self.ranges = profiler._is_profiler_enabled
+        record_ranges([group for unit in self.units for group in unit.groups], self.ranges)
 
     # ---- forward
 
@@ -103,6 +117,8 @@ class Scheduler:
                 f"last finalize_backward(async_op=True) were waited for; call wait() on the "
                 f"handle that it returned"
             )
+        if profiler._is_profiler_enabled is not self.ranges:
+            self.follow_profiler()
         self.forward_root = root
         self._expected = self._orders.get(root) or self._registration_order(root)
         self._cursor = -1
@@ -458,6 +474,7 @@ class Scheduler:
         under way are waited for.
         """
         self.resets += 1
+        SCHEDULE.debug("an iteration was given up, everything is freed: %s", self.units)
         self._drain(deliver=False)
         self.unawaited = False
         for lane in SIDE_LANES:  # an exception inside a reduction: nobody has its event
@@ -506,6 +523,8 @@ class Scheduler:
         """Free the unit that was gathered ahead, unless it has come into use since."""
         guess, self._prefetched = self._prefetched, None
         if guess is not None and guess.phase in (Phase.IDLE, Phase.REDUCED):
+            if not guess.is_sharded:
+                SCHEDULE.debug("gathered ahead and not used, so it is freed: %s", guess)
             guess.reshard()
 
     def _drop_unused(self) -> None:
