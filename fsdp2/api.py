@@ -9,8 +9,10 @@ Everything is checked before anything is changed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeVar, overload
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -132,7 +134,8 @@ def fully_shard(
     modules = _checked_modules(module)
     policy = _checked_policy(mp_policy)
     offload = _checked_offload(offload_policy)
-    ignored = ignored_params or set()
+    ignored = _checked_ignored(ignored_params)
+    _check_callable(shard_placement_fn)
     axes = resolve_axes(default_mesh() if mesh is None else mesh, dp_mesh_dims)
     found = managed_parameters(modules, ignored)
     plans = plan_parameters(found, axes, shard_placement_fn, policy)
@@ -159,19 +162,25 @@ def fully_shard(
 
 
 def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
+    if not isinstance(module, nn.Module | Iterable):
+        raise TypeError(
+            f"fully_shard takes a module or a list of modules, not {type(module).__name__}"
+        )
     modules = (module,) if isinstance(module, nn.Module) else tuple(module)
     if not modules:
         raise ValueError("fully_shard got an empty list; pass at least one module")
     for member in modules:
         if not isinstance(member, nn.Module):
             raise TypeError(
-                f"fully_shard takes a module or a list of modules, not {type(member).__name__}"
+                f"fully_shard takes a list of modules, but one in it is a {type(member).__name__}; "
+                f"leave it out"
             )
         if hooks_of(member) is not None:
             raise ValueError(
                 f"fully_shard was already called on this {type(member).__name__}; call it once"
             )
         check_untouched(member)
+        _check_wrappers(member)
         containers = (nn.ModuleList, nn.ModuleDict)
         if isinstance(member, containers) and type(member).forward is nn.Module.forward:
             raise ValueError(
@@ -180,6 +189,42 @@ def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
             )
     inner = {below for member in modules for below in list(member.modules())[1:]}
     return tuple(member for member in modules if member not in inner)
+
+
+def _check_wrappers(module: nn.Module) -> None:
+    """Modules that see to their parameters themselves, in ways that sharding would break."""
+    for name, below in module.named_modules():
+        if isinstance(below, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise ValueError(
+                f"'{name or '(root)'}' is a {type(below).__name__}, which copies parameters and "
+                f"reduces gradients itself; call fully_shard on its .module instead, with a 2-D "
+                f"mesh (replicate, shard) for copies"
+            )
+        if isinstance(below, torch.jit.ScriptModule):
+            raise ValueError(
+                f"'{name or '(root)'}' is a {type(below).__name__}, whose code cannot be given "
+                f"other parameters; call fully_shard on the module before torch.jit, or use "
+                f"torch.compile"
+            )
+
+
+def _checked_ignored(ignored: Any) -> set[nn.Parameter]:
+    params = set(ignored) if isinstance(ignored, Iterable) else {ignored}
+    for param in params - {None}:
+        if not isinstance(param, nn.Parameter):
+            raise TypeError(
+                f"fully_shard(ignored_params=…) takes a set of parameters, but got a "
+                f"{type(param).__name__}; pass for example set(module.parameters())"
+            )
+    return params - {None}
+
+
+def _check_callable(choose: Any) -> None:
+    if choose is not None and not callable(choose):
+        raise TypeError(
+            f"fully_shard(shard_placement_fn=…) takes a function of a parameter, not "
+            f"{choose!r}; pass for example lambda param: Shard(1)"
+        )
 
 
 def _checked_policy(policy: Any) -> MixedPrecisionPolicy:

@@ -7,6 +7,7 @@ Each applies to the unit it is called on, unless its ``recurse`` says that units
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
@@ -66,8 +67,11 @@ class CommunicationControls:
         Args:
             factor: a positive number; ``1.0`` sums over all data-parallel ranks.
         """
-        if not factor > 0:
-            raise ValueError(f"set_gradient_divide_factor takes a positive number, not {factor!r}")
+        if not isinstance(factor, int | float) or not 0 < factor < math.inf:
+            raise ValueError(
+                f"set_gradient_divide_factor takes a positive number, not {factor!r}; pass for "
+                f"example 1.0 to sum over the ranks"
+            )
         self._change(divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -122,8 +126,14 @@ class CommunicationControls:
                 stream; ``None`` (default) for that stream itself. Only without a replicate axis.
 
         Raises:
+            TypeError: ``hook`` cannot be called.
             ValueError: the unit has parameters on several meshes, or replicas and a stream.
         """
+        if not callable(hook):
+            raise TypeError(
+                f"set_all_reduce_hook takes a function of a tensor, not {hook!r}; to change "
+                f"nothing, pass one that returns None"
+            )
         group = self._one_group("set_all_reduce_hook")
         if group is None:
             return
@@ -282,7 +292,7 @@ class CommunicationControls:
         """
         method = "set_symm_mem_for_comm"
         if backend != "NCCL":
-            raise ValueError(f"{method} takes the backend 'NCCL', not {backend!r}")
+            raise ValueError(f"{method} takes the backend 'NCCL', not {backend!r}; leave it out")
         self._check_memory(method, SymmetricMemory, enable=True)
         found = [(group, _process_group(group)) for group in self._groups(recurse=False)]
         groups = [(group, shared) for group, shared in found if shared is not None]
@@ -309,7 +319,8 @@ class CommunicationControls:
         if len(groups) > 1:
             raise ValueError(
                 f"{method} cannot be used on a unit whose parameters are on several meshes "
-                f"({len(groups)} groups), since it would not know which one is meant"
+                f"({len(groups)} groups), since it would not know which one is meant; call "
+                f"fully_shard on the modules of one mesh apart from the others"
             )
         return groups[0] if groups else None
 

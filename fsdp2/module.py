@@ -91,6 +91,7 @@ class FSDPModule(CommunicationControls, TorchIdentity):
         `fully_shard` on the new module instead.
 
         Raises:
+            RuntimeError: called during forward or backward.
             ValueError: a new parameter cannot be sharded, or is tied to a managed one; the message
                 names it.
 
@@ -101,6 +102,8 @@ class FSDPModule(CommunicationControls, TorchIdentity):
             optimizer.add_param_group({"params": block.adapter.parameters()})
         """
         hooks = hooks_on(self)
+        if hooks.scheduler is not None:
+            _require_outside(hooks.scheduler, "shard_new_parameters")
         unit, arguments = hooks.unit, hooks.arguments
         found = managed_parameters(hooks.modules, set(), new_to=hooks)
         plans = plan_parameters(found, arguments.axes, arguments.choose, hooks.precision)
@@ -254,7 +257,8 @@ class FSDPModule(CommunicationControls, TorchIdentity):
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
-                f"set_reshard_after_forward takes a bool, not {reshard_after_forward!r}"
+                f"set_reshard_after_forward takes a bool, not {reshard_after_forward!r}; give a "
+                f"number of ranks to fully_shard(reshard_after_forward=…)"
             )
         for hooks in hooks_below(self, recurse):
             hooks.unit.reshard_after_forward = reshard_after_forward
@@ -399,7 +403,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     method = getattr(module, method_name, None)
     if not callable(method):
-        raise ValueError(f"{type(module).__name__} has no method '{method_name}'")
+        raise ValueError(
+            f"{type(module).__name__} has no method '{method_name}'; pass the name of one that it "
+            f"has, for example 'generate'"
+        )
     wrapped = forward_method(hooks_on(module), method)
     setattr(module, method_name, wrapped.__get__(module, type(module)))
 
@@ -436,6 +443,11 @@ def _own_scheduler(hooks: UnitHooks) -> Scheduler:
 
 
 def _checked_targets(modules: list[FSDPModule]) -> list[UnitHooks]:
+    if not isinstance(modules, list | tuple):
+        raise TypeError(
+            f"prefetch lists are lists of sharded modules, not {type(modules).__name__}; pass "
+            f"[module]"
+        )
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(

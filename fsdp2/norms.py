@@ -229,7 +229,10 @@ def _families(members: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> li
             families.setdefault(key, _Family((), (), owner.device))
             counts = True
             if isinstance(tensor, DTensor):
-                raise ValueError(f"{_named(index, owner)} is plain, but its gradient is a DTensor")
+                raise ValueError(
+                    f"{_named(index, owner)} is plain, but its gradient is a DTensor; assign "
+                    f"grad.full_tensor() to its .grad"
+                )
         if tensor is not None and counts:
             local = _local(tensor)
             if local.numel():
@@ -255,7 +258,8 @@ def _counts_here(index: int, grad: torch.Tensor, layout: _Layout, layouts: _Layo
     """
     if not isinstance(grad, DTensor):
         raise ValueError(
-            f"the parameter of {_named(index, grad)} is a DTensor, its gradient is not"
+            f"the parameter of {_named(index, grad)} is a DTensor, its gradient is not; assign a "
+            f"DTensor of the parameter's placements to its .grad"
         )
     own = layouts.of(index, grad)
     if own is layout:

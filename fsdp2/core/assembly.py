@@ -20,6 +20,7 @@ from fsdp2.core.collectives import (
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
 from fsdp2.core.group import ParamGroup
 from fsdp2.core.kernels import TorchKernels
+from fsdp2.core.misuse import explain_loading
 from fsdp2.core.param import OWNER, REPLACED, ShardedParam
 from fsdp2.core.post_forward import SmallerGroup
 from fsdp2.core.registrations import mark_managed
@@ -108,15 +109,25 @@ def streams_for(device: torch.device) -> Streams:
 def watch_state_dicts(groups: list[ParamGroup]) -> None:
     """State dicts hold the sharded parameters: register those first, without communication."""
     for group in groups:
+        _watch_state_dicts(group)
 
-        def before(*_: Any, group: ParamGroup = group) -> None:
-            group.reshard()
-            group.settle()
 
-        def after(*_: Any, group: ParamGroup = group) -> None:
-            group.reregister()
+def _watch_state_dicts(group: ParamGroup) -> None:
+    collected: list[list[str]] = []  # where the load under way collects its errors
 
-        for owner in {module for param in group.params for module, _ in param.slots}:
-            owner.register_state_dict_pre_hook(before)
-            owner.register_load_state_dict_pre_hook(before)
-            owner.register_load_state_dict_post_hook(after)
+    def before(*_: Any) -> None:
+        group.reshard()
+        group.settle()
+
+    def before_load(*given: Any) -> None:
+        before()
+        collected[:] = given[-1:]
+
+    def after_load(*_: Any) -> None:
+        group.reregister()
+        explain_loading(collected.pop() if collected else [])
+
+    for owner in {module for param in group.params for module, _ in param.slots}:
+        owner.register_state_dict_pre_hook(before)
+        owner.register_load_state_dict_pre_hook(before_load)
+        owner.register_load_state_dict_post_hook(after_load)

@@ -201,7 +201,10 @@ def _method(group: Any, names: tuple[str, ...]) -> Any:
     for name in names:
         if hasattr(group, name):
             return getattr(group, name)
-    raise TypeError(f"{type(group).__name__} has none of the collectives {names}")
+    raise TypeError(
+        f"{type(group).__name__} has none of the collectives {names}; use a "
+        f"process group of a torch from 2.11 on"
+    )
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:

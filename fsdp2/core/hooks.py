@@ -312,7 +312,9 @@ def start(hooks: UnitHooks) -> Scheduler:
         below.unit.name = ", ".join(names)
         below.unit.is_root = below is hooks
     _name_parameters(root, found)
-    layouts = [(u.name, [g.layout for g in u.groups if g.layout]) for u in scheduler.units]
+    layouts = [
+        (u.name or "(root)", [g.layout for g in u.groups if g.layout]) for u in scheduler.units
+    ]
     log_layout(type(root).__name__, layouts)
     return scheduler
 

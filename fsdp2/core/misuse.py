@@ -11,9 +11,11 @@ registered with ``always_call`` for an exception, too. Only then is anything her
 
 from __future__ import annotations
 
+import linecache
+import re
 import sys
 from collections.abc import Iterable, Sequence
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 from torch import nn
@@ -24,7 +26,12 @@ from fsdp2.core.unit import Unit
 
 _TORCHS = "got mixed torch.Tensor and DTensor"
 
-_Known = dict[int, tuple[ShardedParam, ParamGroup]]
+_MOST = 3
+"""Parameters to name, where the code does not tell which one it is."""
+
+_Owned = tuple[ShardedParam, ParamGroup]
+
+_Known = dict[int, _Owned]
 """By id of what is registered while a parameter is sharded: the parameter and its group."""
 
 
@@ -68,37 +75,71 @@ def explain(error: BaseException, units: Iterable[Unit]) -> None:
                 for form in param.forms():
                     if form is not param.unsharded:
                         known[id(form)] = param, group
-    frames = []
-    trace = error.__traceback__
-    while trace is not None:
-        frames.append(trace.tb_frame)
-        trace = trace.tb_next
-    found = _find(frames, known)
-    if found is not None:
-        param, group = found
+    found = _find(error.__traceback__, known)
+    if found:
+        params = _either(param.name for param, _ in found)
+        owners = _either(group.name for _, group in found)
         error.args = (
-            f"parameter '{param.name}' was used outside the forward of its unit '{group.name}', "
-            f"where it is sharded; use it in that forward or in a method given to "
+            f"parameter {params} was used outside the forward of its unit {owners}, where it is "
+            f"sharded; use it in that forward or in a method given to "
             f"register_fsdp_forward_method, call fully_shard on the module that holds it, or call "
             f"unshard() on the unit before (torch: {error})",
         )
 
 
-def _find(frames: Sequence[FrameType], known: _Known) -> tuple[ShardedParam, ParamGroup] | None:
-    """The parameter that the innermost frame with a module or a parameter of ours means."""
-    for frame in reversed(frames):
+def explain_loading(errors: list[str]) -> None:
+    """The same for what ``load_state_dict`` has collected, in place."""
+    for index, text in enumerate(errors):
+        key = re.search(r'named "([^"]+)"', text)
+        if _TORCHS in text and key is not None:
+            errors[index] = (
+                f"parameter '{key[1]}' is sharded, but the state dict holds a plain tensor for it; "
+                f"load whole tensors with torch.distributed.checkpoint.state_dict."
+                f"set_model_state_dict(model, state_dict, "
+                f"options=StateDictOptions(full_state_dict=True))"
+            )
+
+
+def _find(trace: TracebackType | None, known: _Known) -> list[_Owned]:
+    """What the innermost frame that has a module, or a parameter of ours, means."""
+    places = []
+    while trace is not None:
+        places.append((trace.tb_frame, trace.tb_lineno))
+        trace = trace.tb_next
+    for frame, number in reversed(places):
         values: list[Any] = list(frame.f_locals.values())
         for value in values:
             if id(value) in known:
-                return known[id(value)]
-        code = frame.f_code
-        words = {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
+                return [known[id(value)]]
         modules = [value for value in values if isinstance(value, nn.Module)]
-        for module in modules:
-            for name, param in module.named_parameters():
-                parts = [part for part in name.split(".") if not part.isdigit()]
-                if id(param) in known and words.issuperset(parts):
-                    return known[id(param)]
         if modules:
-            return None
-    return None
+            code = frame.f_code
+            line = set(re.findall(r"\w+", linecache.getline(code.co_filename, number)))
+            anywhere = {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
+            return _named(modules, line, known) or _named(modules, anywhere, known)
+    return []
+
+
+def _named(modules: Sequence[nn.Module], words: set[str], known: _Known) -> list[_Owned]:
+    """Sharded parameters below ``modules`` whose names' parts the code has: ``blocks[1].weight``.
+
+    Where no index is written out, those of all indices.
+    """
+    exact: dict[int, _Owned] = {}
+    similar: dict[int, _Owned] = {}
+    for module in modules:
+        for name, param in module.named_parameters():
+            owned = known.get(id(param))
+            parts = name.split(".")
+            if owned is not None and words.issuperset(parts):
+                exact[id(param)] = owned
+            elif owned is not None and words.issuperset(p for p in parts if not p.isdigit()):
+                similar[id(param)] = owned
+    return list((exact or similar).values())
+
+
+def _either(names: Iterable[str]) -> str:
+    """'a', or 'b' or 'c'; of many, the first few."""
+    different = list(dict.fromkeys(names))
+    more = " or others" if len(different) > _MOST else ""
+    return " or ".join(f"'{name}'" for name in different[:_MOST]) + more

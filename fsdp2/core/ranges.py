@@ -41,7 +41,8 @@ def record_ranges(groups: Sequence[ParamGroup], enabled: bool) -> None:
 def _ranged(method: Callable[..., Any], group: ParamGroup, label: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(*args: Any) -> Any:
-        with record_function(f"{label} ({group.name})"):
+        name = group.name.strip("()")  # the root's is "(root)"
+        with record_function(f"{label} ({name})"):
             return method(*args)
 
     return run

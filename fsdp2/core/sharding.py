@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parameter import UninitializedParameter
 
 from fsdp2.core.config import DataParallelMeshDims
 
@@ -195,6 +196,11 @@ def _axes(mesh: DeviceMesh, shard: int | None, replicate: int | None) -> MeshAxe
 
 
 def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshAxes:
+    if not hasattr(dims, "shard_names"):  # ours, or torch's
+        raise TypeError(
+            f"fully_shard(dp_mesh_dims=…) takes a fsdp2.DataParallelMeshDims, not {dims!r}; pass "
+            f"for example DataParallelMeshDims(shard='dp')"
+        )
     known = mesh.mesh_dim_names or ()
     for name in (*dims.shard_names, *dims.replicate_names):
         if name not in known:
@@ -269,6 +275,16 @@ def check_shardable(name: str, param: nn.Parameter, axes: MeshAxes) -> None:
         _check_on_full_mesh(name, param, axes)
     elif isinstance(param, DTensor):
         _check_apart(name, param, axes)
+    if isinstance(param, UninitializedParameter):
+        raise ValueError(
+            f"parameter '{name}' has no shape yet, since it belongs to a lazy module; run a "
+            f"forward with a batch like the real ones before fully_shard"
+        )
+    if param.layout is not torch.strided:
+        raise ValueError(
+            f"parameter '{name}' is a tensor of layout {param.layout}, which has no rows to "
+            f"shard; make it dense with to_dense(), or pass it in ignored_params"
+        )
     if param.ndim == 0:
         raise ValueError(
             f"parameter '{name}' is a scalar and has no dim to shard; make it a 1-D tensor of "
