@@ -108,7 +108,7 @@ class FSDPModule(CommunicationControls, TorchIdentity):
         found = managed_parameters(hooks.modules, set(), new_to=hooks)
         plans = plan_parameters(found, arguments.axes, arguments.choose, hooks.precision)
         options = unit.groups[0].options if unit.groups else GroupOptions(hooks.precision)
-        groups = make_groups(f"{unit.name} (new)", plans, options, arguments)
+        groups = make_groups(f"{unit.name or '(root)'} (new)", plans, options, arguments)
         move_buffers(hooks.modules, arguments.axes.device)
         unit.groups += groups
         if hooks.scheduler is not None:

@@ -82,8 +82,8 @@ def explain(error: BaseException, units: Iterable[Unit]) -> None:
         error.args = (
             f"parameter {params} was used outside the forward of its unit {owners}, where it is "
             f"sharded; use it in that forward or in a method given to "
-            f"register_fsdp_forward_method, call fully_shard on the module that holds it, or call "
-            f"unshard() on the unit before (torch: {error})",
+            f"register_fsdp_forward_method, call fully_shard on the module that reads it, or call "
+            f"unshard() on the unit before and reshard() after backward (torch: {error})",
         )
 
 

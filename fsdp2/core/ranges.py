@@ -41,7 +41,7 @@ def record_ranges(groups: Sequence[ParamGroup], enabled: bool) -> None:
 def _ranged(method: Callable[..., Any], group: ParamGroup, label: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(*args: Any) -> Any:
-        name = group.name.strip("()")  # the root's is "(root)"
+        name = group.name.replace("(root)", "root")
         with record_function(f"{label} ({name})"):
             return method(*args)
 

@@ -18,7 +18,7 @@ TESTS = Path(__file__).parents[1]
 MINIMUM = 60
 
 NOT_CATALOGUED = {
-    "AssertionError('one rank has nobody to communicate with')": "no caller gets there: our own bug",
+    "AssertionError('one rank has nobody to communicate with')": "an assertion",
     "failure": "what the user's hook raised, once the other ranks know of it",
 }
 """What is raised besides, and why the catalogue does not have it."""
