@@ -498,7 +498,7 @@ class ParamGroup:
         changed = follow_requires_grad(self.params)
         thawed = self._reduces_frozen and not self._accumulated
         if changed or thawed or (self._rebinds and not self._has_partial_sums):
-            BIND.debug("'%s' binds its reductions: gradients are due to others", self.name)
+            BIND.debug("'%s' binds its reductions: others take gradients now", self.name)
             self.bind_reductions()
 
     # ---- gradients

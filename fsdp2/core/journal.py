@@ -45,16 +45,21 @@ class BindReason:
             if segment.transport is not Transport.EXTENSION
             for slot in segment.slots
         }
-        reasons = []
+        casts: dict[str, list[str]] = {}
         for index, shape in enumerate(self.shapes):
             old = known.get(index)
             if old is not None and old.shard_dtype != shape.shard_dtype:
-                reasons.append(
-                    f"the dtype of '{shape.name}' changed from {old.shard_dtype} to "
-                    f"{shape.shard_dtype}"
-                )
-        reasons += [f"'{name}' was moved or loaded" for name in self.moved]
+                cast = f"from {old.shard_dtype} to {shape.shard_dtype}"
+                casts.setdefault(cast, []).append(shape.name)
+        reasons = [f"{_several(names)} changed {cast}" for cast, names in casts.items()]
+        if self.moved:
+            reasons.append(f"{_several(self.moved)} got other memory")
         return "; ".join(reasons) or "parameters may have changed"
+
+
+def _several(names: Sequence[str]) -> str:
+    more = len(names) - 1
+    return f"'{names[0]}'" + (f" and {more} more" if more else "")
 
 
 def log_layout(root: str, units: Iterable[tuple[str, Sequence[GroupLayout]]]) -> None:

@@ -207,16 +207,17 @@ def test_binds_are_logged_with_their_reason(caplog: pytest.LogCaptureFixture) ->
     model.head.to(torch.float64)
     model.also = lambda model, x: x.double()
     (changed,) = messages(caplog, "fsdp2.bind", lambda: step(model))
-    assert changed.startswith("'head' binds: ")
-    assert "the dtype of 'head.weight' changed from torch.float32 to torch.float64" in changed
-    assert "'head.bias' was moved or loaded" in changed
+    assert changed == (
+        "'head' binds: 'head.weight' and 1 more changed from torch.float32 to torch.float64; "
+        "'head.weight' and 1 more got other memory"
+    )
     model.load_state_dict(model.state_dict())
     assert "'head' binds: parameters may have changed" in messages(
         caplog, "fsdp2.bind", lambda: step(model)
     )
     model.blocks[0].weight.requires_grad_(False)
     assert messages(caplog, "fsdp2.bind", lambda: step(model)) == [
-        "'blocks.0' binds its reductions: gradients are due to others"
+        "'blocks.0' binds its reductions: others take gradients now"
     ]
     model.blocks[0].set_custom_all_gather(Gather())
     assert messages(caplog, "fsdp2.bind", lambda: step(model)) == [
