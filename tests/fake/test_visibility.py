@@ -22,6 +22,7 @@ from benchmarks.null_group import init_null_group, null_mesh
 from fsdp2 import fully_shard
 from fsdp2.core.hooks import hooks_of
 from fsdp2.core.ranges import RANGES
+from fsdp2.core.unit import Phase
 from tests.common.errors import raises
 
 
@@ -357,3 +358,26 @@ def test_a_forward_that_returns_nothing_while_an_exception_is_handled() -> None:
         kept = error.args
     assert kept == ("division by zero",)
     assert hooks_of(model).scheduler.forward_root is None  # type: ignore[union-attr]  # it has ended
+
+
+@pytest.mark.parametrize("where", ["root", "block"])
+def test_a_users_hook_that_raises_before_ours(where: str) -> None:
+    """torch then calls ours with the output; the unit ends as if its forward had."""
+    plain = Model()
+    target = plain if where == "root" else plain.blocks[0]
+    handle = target.register_forward_hook(lambda *_: 1 / 0)
+    model: Any = plain
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            model(TOKENS)
+    handle.remove()
+    step(model)
+    counts = called(lambda: step(model))
+    assert counts["fsdp2.core.group.start_unshard"] == 3 + 2
+    for unit in hooks_of(model).scheduler.units:  # type: ignore[union-attr]  # it ran
+        assert unit.phase is Phase.IDLE
+        assert not unit.is_gathered
+        assert not unit.visits
