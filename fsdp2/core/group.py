@@ -31,21 +31,13 @@ from fsdp2.core.kernels import Kernels
 from fsdp2.core.layout import GroupLayout, ParamShape, Slot, Transport, build_layout
 from fsdp2.core.param import ShardedParam, Swap, compute_dtype, follow_requires_grad
 from fsdp2.core.post_forward import PostForward, SmallerGroup
+from fsdp2.core.progress import CollectiveError, OptimizerSteps, communication_error
 from fsdp2.core.reduction import Job, PendingReduction, ReductionSpec, SegmentReduction
 from fsdp2.core.streams import Lane, Streams
 from fsdp2.core.transport import Route, SegmentTransport, make_transports
 
 Observer = Callable[[str, str], None]
 """Called with (operation, group name); operations are listed in `ParamGroup.observer`."""
-
-
-class OptimizerSteps:
-    """Counts optimizer steps in this process; parameters gathered before one are out of date.
-
-    The count is a fact that ranks share, so that all of them gather again or none does.
-    """
-
-    count = 0
 
 
 class State(Enum):
@@ -399,10 +391,13 @@ class ParamGroup:
                     self._loaded_event = event
             streams.wait(Lane.ALL_GATHER, event, "all-gather after copy-in")
             with streams.on(Lane.ALL_GATHER):
-                for transport in route.gathering:
-                    work = transport.gather()
-                    if work is not None:
-                        self._works.append(work)
+                try:
+                    for transport in route.gathering:
+                        work = transport.gather()
+                        if work is not None:
+                            self._works.append(work)
+                except RuntimeError as error:
+                    raise communication_error("all-gather", self.name, error) from error
             self._gathered_event = streams.record(Lane.ALL_GATHER, "all-gather done")
             if self.observer is not None:
                 self.observer("all_gather", self.name)
@@ -481,9 +476,12 @@ class ParamGroup:
 
     def _await_gather(self) -> None:
         if self._works:
-            for work in self._works:
-                work.wait()
-            self._works.clear()
+            works, self._works = self._works, []
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                raise communication_error("all-gather", self.name, error) from error
         if self._taken.gathering or self._taken.loads:
             self.streams.wait(Lane.COMPUTE, self._gathered_event, "compute after all-gather")
 
@@ -540,20 +538,24 @@ class ParamGroup:
             reduces = [program for program, _, _ in work if program.reduce]
             all_reduces = [program for program, _, _ in work if program.all_reduce]
             if reduces or all_reduces:
-                event = streams.record(Lane.COMPUTE, "gradients staged")
-                streams.wait(Lane.REDUCE, event, "reduction after compute")
-                with streams.on(Lane.REDUCE):
-                    for program, reduction, job in work:
-                        for step in program.reduce:
-                            step(reduction, job)
-                scattered = done = streams.record(Lane.REDUCE, "reduction done")
-                if all_reduces:
-                    streams.wait(Lane.ALL_REDUCE, scattered, "all-reduce after reduce-scatter")
-                    with streams.on(Lane.ALL_REDUCE):
+                try:
+                    event = streams.record(Lane.COMPUTE, "gradients staged")
+                    streams.wait(Lane.REDUCE, event, "reduction after compute")
+                    with streams.on(Lane.REDUCE):
                         for program, reduction, job in work:
-                            for step in program.all_reduce:
+                            for step in program.reduce:
                                 step(reduction, job)
-                    done = streams.record(Lane.ALL_REDUCE, "all-reduce done")
+                    scattered = done = streams.record(Lane.REDUCE, "reduction done")
+                    if all_reduces:
+                        streams.wait(Lane.ALL_REDUCE, scattered, "all-reduce after reduce-scatter")
+                        with streams.on(Lane.ALL_REDUCE):
+                            for program, reduction, job in work:
+                                for step in program.all_reduce:
+                                    step(reduction, job)
+                        done = streams.record(Lane.ALL_REDUCE, "all-reduce done")
+                except CollectiveError as failed:
+                    error = failed.__cause__
+                    raise communication_error(str(failed), self.name, error) from error
                 host = [(step, r, job) for program, r, job in work for step in program.host]
                 pending = PendingReduction(self, jobs, scattered, done, host)
         if self.observer is not None:

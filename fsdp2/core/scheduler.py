@@ -189,6 +189,11 @@ class Scheduler:
                     return True
         return False
 
+    @property
+    def entered_last(self) -> Unit | None:
+        """The unit that the running forward entered last; ``None`` outside. For messages."""
+        return self._running[-1] if self._running else None
+
     def _successor(self) -> Unit | None:
         following = self._cursor + 1
         return self._expected[following] if following < len(self._expected) else None
