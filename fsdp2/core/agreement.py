@@ -250,7 +250,7 @@ class Agreement:
             notes, places = self._places(meeting)
         if len(set(notes.values())) > len({places[rank] for rank in notes}) == 1:
             return self._differences(meeting.step, notes)
-        late = "" if waited is None else f"has not come for {waited:.0f} s and "
+        late = "" if waited is None else f"has not come for {waited:.1f} s and "
         return _describe(
             {
                 rank: late + self._last(meeting, rank) if place is None else place

@@ -31,7 +31,7 @@ from fsdp2.core.kernels import Kernels
 from fsdp2.core.layout import GroupLayout, ParamShape, Slot, Transport, build_layout
 from fsdp2.core.param import ShardedParam, Swap, compute_dtype, follow_requires_grad
 from fsdp2.core.post_forward import PostForward, SmallerGroup
-from fsdp2.core.progress import CollectiveError, OptimizerSteps, communication_error
+from fsdp2.core.progress import OptimizerSteps, communication_error
 from fsdp2.core.reduction import Job, PendingReduction, ReductionSpec, SegmentReduction
 from fsdp2.core.streams import Lane, Streams
 from fsdp2.core.transport import Route, SegmentTransport, make_transports
@@ -538,24 +538,20 @@ class ParamGroup:
             reduces = [program for program, _, _ in work if program.reduce]
             all_reduces = [program for program, _, _ in work if program.all_reduce]
             if reduces or all_reduces:
-                try:
-                    event = streams.record(Lane.COMPUTE, "gradients staged")
-                    streams.wait(Lane.REDUCE, event, "reduction after compute")
-                    with streams.on(Lane.REDUCE):
+                event = streams.record(Lane.COMPUTE, "gradients staged")
+                streams.wait(Lane.REDUCE, event, "reduction after compute")
+                with streams.on(Lane.REDUCE):
+                    for program, reduction, job in work:
+                        for step in program.reduce:
+                            step(reduction, job)
+                scattered = done = streams.record(Lane.REDUCE, "reduction done")
+                if all_reduces:
+                    streams.wait(Lane.ALL_REDUCE, scattered, "all-reduce after reduce-scatter")
+                    with streams.on(Lane.ALL_REDUCE):
                         for program, reduction, job in work:
-                            for step in program.reduce:
+                            for step in program.all_reduce:
                                 step(reduction, job)
-                    scattered = done = streams.record(Lane.REDUCE, "reduction done")
-                    if all_reduces:
-                        streams.wait(Lane.ALL_REDUCE, scattered, "all-reduce after reduce-scatter")
-                        with streams.on(Lane.ALL_REDUCE):
-                            for program, reduction, job in work:
-                                for step in program.all_reduce:
-                                    step(reduction, job)
-                        done = streams.record(Lane.ALL_REDUCE, "all-reduce done")
-                except CollectiveError as failed:
-                    error = failed.__cause__
-                    raise communication_error(str(failed), self.name, error) from error
+                    done = streams.record(Lane.ALL_REDUCE, "all-reduce done")
                 host = [(step, r, job) for program, r, job in work for step in program.host]
                 pending = PendingReduction(self, jobs, scattered, done, host)
         if self.observer is not None:

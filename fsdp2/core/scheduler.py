@@ -22,6 +22,7 @@ from typing import Any
 
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.group import ParamGroup, State
+from fsdp2.core.progress import CollectiveError, communication_error
 from fsdp2.core.reduction import PendingReduction
 from fsdp2.core.streams import SIDE_LANES, Lane, Streams
 from fsdp2.core.unit import Phase, Unit
@@ -317,7 +318,11 @@ class Scheduler:
             if jobs:
                 self._make_room(group, first)
                 first = False
-                pending = group.reduce(jobs, unit.all_reduce)
+                try:
+                    pending = group.reduce(jobs, unit.all_reduce)
+                except CollectiveError as failed:
+                    error = failed.__cause__
+                    raise communication_error(str(failed), group.name, error) from error
                 if pending is not None:
                     self._pending.append(pending)
 
