@@ -82,16 +82,15 @@ class Checks:
     def current(cls) -> Settings:
         """What is checked now; the environment is read at the first call."""
         if cls.settings is None:
-            cls.settings = Settings()
             value = os.environ.get(ENVIRONMENT, "0")
             if value not in ("", "0", "1"):
                 raise ValueError(
                     f"{ENVIRONMENT}={value} is neither 0 nor 1; set {ENVIRONMENT}=1 to let ranks "
                     f"agree on each step, or leave it out"
                 )
+            cls.settings = Settings()
             if value == "1":
                 cls.switch(Settings(check_ranks=True))
-        assert cls.settings is not None
         return cls.settings
 
     @classmethod
