@@ -16,6 +16,7 @@ from torch import nn
 import fsdp2
 from benchmarks.null_group import init_null_group
 from fsdp2.core.checks import ENVIRONMENT, CheckedGroup, Checks, Settings
+from fsdp2.core.collectives import StoreBoard
 from fsdp2.core.group import ParamGroup
 from fsdp2.core.hooks import hooks_below
 
@@ -88,6 +89,23 @@ def test_settings_are_returned_and_put_back() -> None:
         assert fsdp2.debug().check_nan
         assert fsdp2.debug().timeout is None
     assert not fsdp2.debug().check_nan
+
+
+def test_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    layer = nn.Linear(8, 8)
+    weight = layer.weight
+    with fsdp2.debug(check_ranks=True):
+        monkeypatch.setattr(StoreBoard, "write", fail)
+        with pytest.raises(
+            fsdp2.CommunicationError,
+            match="the process group's store could not be reached before fully_shard of Linear, so "
+            "the rank that holds it has probably ended: Connection reset by peer",
+        ):
+            fsdp2.fully_shard(layer)
+    assert layer.weight is weight
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
