@@ -12,13 +12,17 @@ Example::
 from fsdp2.api import fully_shard
 from fsdp2.core.collectives import AllGather, Comm, ReduceScatter
 from fsdp2.core.config import (
+    CommunicationError,
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
+    NonFiniteGradientError,
     OffloadPolicy,
+    RankMismatchError,
     ShardingStateError,
 )
 from fsdp2.core.sharding import FSDPMeshInfo, ShardPlacementResult
+from fsdp2.debugging import DebugSettings, debug
 from fsdp2.module import (
     FSDPModule,
     GradientReductionHandle,
@@ -36,18 +40,23 @@ __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
     "Comm",
+    "CommunicationError",
     "DataParallelMeshDims",
+    "DebugSettings",
     "FSDPMeshInfo",
     "FSDPModule",
     "GradientReductionHandle",
     "GroupReport",
     "MixedPrecisionPolicy",
+    "NonFiniteGradientError",
     "OffloadPolicy",
+    "RankMismatchError",
     "ReduceScatter",
     "ShardPlacementResult",
     "ShardingStateError",
     "UnshardHandle",
     "clip_grad_norm_",
+    "debug",
     "fully_shard",
     "get_total_norm",
     "group_reports",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2.core.checks import check_plans, follow
 from fsdp2.core.collectives import (
     Collectives,
     GroupCollectives,
@@ -35,6 +36,7 @@ def make_groups(
     name: str, plans: list[Plan], options: GroupOptions, arguments: Arguments
 ) -> list[ParamGroup]:
     """A group for each mesh, in the order in which parameters name them."""
+    check_plans(name, plans, options)
     groups = []
     for axes in axes_in(plans):
         streams = streams_for(axes.device)
@@ -63,6 +65,7 @@ def make_groups(
         smaller = arguments.smaller
         if smaller is not None and axes.size != smaller:
             group.set_smaller_group(_smaller_group(axes, smaller, streams))
+        follow(group)
         groups.append(group)
     return groups
 

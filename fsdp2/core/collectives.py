@@ -4,6 +4,7 @@
                 ── reduce_scatter(out, in, op), reduce_scatter_many(outs, ins, op)
                 ── the user's own of both; exchange(numbers)
     Replicas    ── all_reduce(tensor, op)                                   replicate axis
+    Board       ── write, has, read, claim, erase      notes in the process group's store
 
 From torch 2.13 the process group's methods are ``all_gather_single`` and
 ``reduce_scatter_single`` (and ``…_coalesced``); before, ``_allgather_base``,
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
+    PrefixStore,
     ReduceOp,
     ReduceScatterOptions,
     _make_nccl_premul_sum,
@@ -139,6 +141,8 @@ class Collectives(Protocol):
     rank: int
     coalesces: bool
     premultiplies: bool
+    group: Any
+    """The process group; ``None`` where there is one rank."""
 
     def all_gather(self, output: Any, input_: Any) -> Any:
         """``output``: [size * n], ``input_``: [n]."""
@@ -170,6 +174,7 @@ class Replicas(Protocol):
     """The replicate axis; there is one only where parameters have copies."""
 
     size: int
+    group: Any
 
     def all_reduce(self, tensor: Any, kind: ReduceKind) -> Any:
         """Reduce a flat tensor in place; returns what must be waited for, or ``None``."""
@@ -342,3 +347,59 @@ class ReplicaCollectives:
 def sum_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Sum ``tensor`` over the ranks of ``group``, in place; the current stream waits for it."""
     dist.all_reduce(tensor, group=group)
+
+
+class StoreBoard:
+    """Notes that ranks leave for each other, apart from collectives: in the default store.
+
+    Nothing here waits for another rank.
+
+    Args:
+        prefix: in front of every key.
+
+    Attributes:
+        rank: this process's global rank.
+        store: the default process group's store.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.rank = dist.get_rank()
+        self.store = default_store()
+        self._notes = PrefixStore(prefix, self.store)
+
+    def write(self, key: str, text: str) -> None:
+        """Leave a note, in place of one that is there."""
+        self._notes.set(key, text)
+
+    def has(self, keys: list[str]) -> bool:
+        """Whether all of these notes are there."""
+        return bool(self._notes.check(keys))
+
+    def read(self, keys: list[str]) -> list[str]:
+        """Notes that are there."""
+        return [note.decode() for note in self._notes.multi_get(keys)]
+
+    def claim(self, key: str, expected: str, text: str) -> str:
+        """Leave a note if there is ``expected`` ("": none); returns what is there then."""
+        return self._notes.compare_set(key, expected, text).decode()
+
+    def erase(self, key: str) -> None:
+        """Take a note away; no-op where there is none."""
+        self._notes.delete_key(key)
+
+
+def default_store() -> Any:
+    """The default process group's store; another object once it was made anew."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def global_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """The global ranks of a process group, in ascending order."""
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds that a collective of ``group`` waits for other ranks."""
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None) or dist.default_pg_timeout
+    return float(timeout.total_seconds())

@@ -25,6 +25,30 @@ class ShardingStateError(RuntimeError):
     """
 
 
+class RankMismatchError(ShardingStateError):
+    """Ranks are about to run different collectives, which would hang.
+
+    Raised by `fsdp2.debug(check_ranks=True)` on all ranks alike, before anything is launched. The
+    message names the unit and the step that each rank is at.
+    """
+
+
+class CommunicationError(RuntimeError):
+    """A collective of a unit failed, for example because a rank did not come in time.
+
+    The message names the unit, the operation, whether forward or backward ran, and the iteration;
+    ``__cause__`` is what the backend raised.
+    """
+
+
+class NonFiniteGradientError(FloatingPointError):
+    """A unit's gradients hold NaN or infinity.
+
+    Raised by `fsdp2.debug(check_nan=True)` on all ranks of the unit alike, before an optimizer can
+    use them. The message names the parameters.
+    """
+
+
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
     """In which dtypes a unit computes, reduces and returns.

@@ -32,21 +32,13 @@ from fsdp2.core.kernels import Kernels
 from fsdp2.core.layout import GroupLayout, ParamShape, Slot, Transport, build_layout
 from fsdp2.core.param import ShardedParam, Swap, compute_dtype, follow_requires_grad
 from fsdp2.core.post_forward import PostForward, SmallerGroup
+from fsdp2.core.progress import OptimizerSteps, communication_error
 from fsdp2.core.reduction import Job, PendingReduction, ReductionSpec, SegmentReduction
 from fsdp2.core.streams import Lane, Streams
 from fsdp2.core.transport import Route, SegmentTransport, make_transports
 
 Observer = Callable[[str, str], None]
 """Called with (operation, group name); operations are listed in `ParamGroup.observer`."""
-
-
-class OptimizerSteps:
-    """Counts optimizer steps in this process; parameters gathered before one are out of date.
-
-    The count is a fact that ranks share, so that all of them gather again or none does.
-    """
-
-    count = 0
 
 
 class State(Enum):
@@ -405,10 +397,13 @@ class ParamGroup:
                     self._loaded_event = event
             streams.wait(Lane.ALL_GATHER, event, "all-gather after copy-in")
             with streams.on(Lane.ALL_GATHER):
-                for transport in route.gathering:
-                    work = transport.gather()
-                    if work is not None:
-                        self._works.append(work)
+                try:
+                    for transport in route.gathering:
+                        work = transport.gather()
+                        if work is not None:
+                            self._works.append(work)
+                except RuntimeError as error:
+                    raise communication_error("all-gather", self.name, error) from error
             self._gathered_event = streams.record(Lane.ALL_GATHER, "all-gather done")
             if self.observer is not None:
                 self.observer("all_gather", self.name)
@@ -487,9 +482,12 @@ class ParamGroup:
 
     def _await_gather(self) -> None:
         if self._works:
-            for work in self._works:
-                work.wait()
-            self._works.clear()
+            works, self._works = self._works, []
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                raise communication_error("all-gather", self.name, error) from error
         if self._taken.gathering or self._taken.loads:
             self.streams.wait(Lane.COMPUTE, self._gathered_event, "compute after all-gather")
 

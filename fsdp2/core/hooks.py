@@ -28,11 +28,11 @@ from torch.optim.optimizer import (
 )
 
 from fsdp2.core.config import MixedPrecisionPolicy, ShardingStateError
-from fsdp2.core.group import OptimizerSteps
 from fsdp2.core.journal import log_layout
 from fsdp2.core.misuse import explain, failure_of
 from fsdp2.core.nested import grad_tensors, map_tensors
 from fsdp2.core.param import GATHERED, OWNER, REPLACED, ModuleSlot
+from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.registrations import Registrations, check_registered
 from fsdp2.core.scheduler import Scheduler
 from fsdp2.core.streams import Streams
@@ -42,6 +42,14 @@ _in_backward: Callable[[], int] = torch._C._current_graph_task_id
 _OUTSIDE = -1
 _KEY = "_fsdp2_hooks"
 """Where a sharded module keeps its hooks, in its ``__dict__``."""
+
+
+_alive: weakref.WeakSet[UnitHooks] = weakref.WeakSet()
+
+
+def all_hooks() -> list[UnitHooks]:
+    """The hooks of all units in this process, in no particular order."""
+    return list(_alive)
 
 
 def hooks_of(module: nn.Module) -> UnitHooks | None:
@@ -103,6 +111,7 @@ class UnitHooks:
             module.__dict__[_KEY] = self
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.post_forward, always_call=True)
+        _alive.add(self)
 
     # ---- forward
 

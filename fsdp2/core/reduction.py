@@ -36,6 +36,7 @@ import torch
 from fsdp2.core.collectives import Collectives, ReduceKind, ReduceScatter, Replicas
 from fsdp2.core.kernels import Kernels
 from fsdp2.core.layout import COLLECTIVE_ALIGN_BYTES, Slot, contiguous_strides
+from fsdp2.core.progress import CollectiveError
 from fsdp2.core.transport import allocated, shard_blocks
 
 
@@ -336,7 +337,7 @@ class SegmentReduction:
 
     def _allocate(self, job: Job) -> None:
         job.flat = self.kernels.empty(self._width, self.reduce_dtype, "reduce-scatter output")
-        job.outputs = self._views(job.flat)
+        job.outputs = self.views(job.flat)
 
     def _adopt(self, job: Job) -> None:
         self._stage_direct(job)
@@ -404,22 +405,31 @@ class SegmentReduction:
             self.kernels.divide(tensor, factor)
 
     def _reduce_direct(self, job: Job) -> None:
-        work = self.collectives.reduce_scatter_many(job.outputs, job.grads, self._kind)
-        if work is not None:
-            work.wait()
+        try:
+            work = self.collectives.reduce_scatter_many(job.outputs, job.grads, self._kind)
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            raise CollectiveError("reduce-scatter") from error
 
     def _reduce_packed(self, job: Job) -> None:
-        work = self.collectives.reduce_scatter(job.flat, self._input, self._kind)
-        if work is not None:
-            work.wait()
+        try:
+            work = self.collectives.reduce_scatter(job.flat, self._input, self._kind)
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            raise CollectiveError("reduce-scatter") from error
 
     def _reduce_custom(self, job: Job) -> None:
         assert self.spec.comm is not None
-        work = self.collectives.custom_reduce_scatter(
-            self.spec.comm, job.scattered, self._input, self._kind
-        )
-        if work is not None:
-            work.wait()
+        try:
+            work = self.collectives.custom_reduce_scatter(
+                self.spec.comm, job.scattered, self._input, self._kind
+            )
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            raise CollectiveError("reduce-scatter") from error
         self.kernels.copy(job.flat, job.scattered)
 
     def _copy_local(self, job: Job) -> None:
@@ -442,9 +452,12 @@ class SegmentReduction:
 
     def _all_reduce(self, job: Job) -> None:
         assert self.replicas is not None
-        work = self.replicas.all_reduce(job.flat, self._replica_kind)
-        if work is not None:
-            work.wait()
+        try:
+            work = self.replicas.all_reduce(job.flat, self._replica_kind)
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            raise CollectiveError("all-reduce") from error
 
     def _run_hook(self, job: Job) -> None:
         assert self.spec.hook is not None
@@ -453,11 +466,11 @@ class SegmentReduction:
     def _to_host(self, job: Job) -> None:
         """Copy out; the host delivers what arrives."""
         flat = job.flat if job.result is None else job.result
-        job.outputs = self._views(self.kernels.to_host(flat, self.spec.pin))
+        job.outputs = self.views(self.kernels.to_host(flat, self.spec.pin))
 
     def _cast(self, job: Job) -> None:
         self.kernels.copy(job.result, job.flat)
-        job.outputs = self._views(job.result)
+        job.outputs = self.views(job.result)
 
     def _deliver(self, job: Job) -> None:
         """Set ``.grad``, or add to it where there is one; then run the users' hooks."""
@@ -479,7 +492,8 @@ class SegmentReduction:
 
     # ---- running
 
-    def _views(self, flat: Any) -> list[Any]:
+    def views(self, flat: Any) -> list[Any]:
+        """This rank's rows of each member, in a flat tensor of them."""
         view = self.kernels.view
         return [view(flat, shape, strides, offset) for shape, strides, offset in self._rows_of]
 

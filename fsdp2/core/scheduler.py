@@ -26,6 +26,7 @@ from fsdp2.core.config import ShardingStateError
 from fsdp2.core.group import ParamGroup, State
 from fsdp2.core.journal import SCHEDULE
 from fsdp2.core.ranges import record_ranges
+from fsdp2.core.progress import CollectiveError, communication_error
 from fsdp2.core.reduction import PendingReduction
 from fsdp2.core.streams import SIDE_LANES, Lane, Streams
 from fsdp2.core.unit import Phase, Unit
@@ -205,6 +206,11 @@ class Scheduler:
                     return True
         return False
 
+    @property
+    def entered_last(self) -> Unit | None:
+        """The unit that the running forward entered last; ``None`` outside. For messages."""
+        return self._running[-1] if self._running else None
+
     def _successor(self) -> Unit | None:
         following = self._cursor + 1
         return self._expected[following] if following < len(self._expected) else None
@@ -328,7 +334,11 @@ class Scheduler:
             if jobs:
                 self._make_room(group, first)
                 first = False
-                pending = group.reduce(jobs, unit.all_reduce)
+                try:
+                    pending = group.reduce(jobs, unit.all_reduce)
+                except CollectiveError as failed:
+                    error = failed.__cause__
+                    raise communication_error(str(failed), group.name, error) from error
                 if pending is not None:
                     self._pending.append(pending)
 

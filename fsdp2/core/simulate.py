@@ -17,8 +17,9 @@ from typing import cast
 import torch
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPolicy
-from fsdp2.core.group import OptimizerSteps, ParamGroup
+from fsdp2.core.group import ParamGroup
 from fsdp2.core.post_forward import SmallerGroup
+from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.scheduler import Scheduler
 from fsdp2.core.streams import Lane
 from fsdp2.core.unit import Phase, Unit

@@ -418,6 +418,7 @@ class VirtualCollectives:
     """Collectives that move nothing."""
 
     premultiplies = False
+    group = None
 
     def __init__(self, device: VirtualDevice, size: int, coalesces: bool) -> None:
         self._device = device
@@ -451,6 +452,8 @@ class VirtualCollectives:
 
 class VirtualReplicas:
     """All-reduces that move nothing."""
+
+    group = None
 
     def __init__(self, device: VirtualDevice, size: int) -> None:
         self._device = device

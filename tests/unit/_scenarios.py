@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 
 from fsdp2.core.config import CPUOffloadPolicy
-from fsdp2.core.group import OptimizerSteps
+from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.simulate import Node, Simulation
 from fsdp2.core.unit import Unit
 from fsdp2.core.virtual import VirtualDevice

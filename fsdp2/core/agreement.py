@@ -1,0 +1,317 @@
+"""Ranks agree on their next step before they take it, by notes on a board.
+
+    board   <run>.<failures>/ 0,1,2,3 / 17 / 2 ──> "3f2a…|the all-gather of 'a' for its forward"
+            a run of the checks, the ranks that must agree, their 17th step, rank 2's note on it
+            …/ details / 3f2a… ──> {"parameter 'weight'": "torch.float32 [8, 8]", …}
+            …/ waits / 2       ──> which note rank 2 waits for, and from whom
+            …/ left / 2        ──> that rank 2 takes no further steps, and why
+            …/ failure         ──> "-", or the sentence that every rank raises
+
+    rank 0  write its note ── all are there? ── all are equal? ──> take the step
+    rank 1  write its note ── all are there? ── one is not ──> claim the failure, raise it
+
+Each set of ranks counts its steps, whichever process group or unit they belong to. A rank that
+waits looks at the board again and again; it raises what another rank claimed as failure, and claims
+one itself where
+
+- another rank's note on the same step is a different one, or that rank has left;
+- the ranks that it waits for wait, themselves or through others, for it;
+- they do not come in time.
+
+The first claim counts, so that all raise the same sentence. A failure begins a new count of steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol
+
+from fsdp2.core.config import RankMismatchError
+
+SHORTEST_PAUSE = 0.0002  # seconds between looks at the board, at first
+LONGEST_PAUSE = 0.02
+LOOK_INTERVAL = 0.1  # seconds between looks at each rank that has not come
+GRACE = 3.0  # seconds that a rank which found a disagreement gives others to say where they are
+_NONE = "-"
+_FAILURE = "failure"
+_SAME_ORDER = (
+    "run the same units in the same order on every rank, on zeros where a rank has no use for one"
+)
+
+
+class Board(Protocol):
+    """Notes that ranks leave for each other; see `fsdp2.core.collectives.StoreBoard`."""
+
+    rank: int
+
+    def write(self, key: str, text: str) -> None: ...
+
+    def has(self, keys: list[str]) -> bool: ...
+
+    def read(self, keys: list[str]) -> list[str]: ...
+
+    def claim(self, key: str, expected: str, text: str) -> str: ...
+
+    def erase(self, key: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank is about to do.
+
+    Attributes:
+        what: for example ``"the all-gather of 'blocks.1' for its forward, iteration 3"``.
+        details: what must be equal besides, by name.
+        fix: what to do where the details differ.
+    """
+
+    what: str
+    details: Mapping[str, str] = field(default_factory=dict)
+    fix: str = "give every rank the same"
+
+    @property
+    def note(self) -> str:
+        """What goes on the board: equal for equal steps."""
+        return f"{self.digest}|{self.what}"
+
+    @property
+    def digest(self) -> str:
+        """Of the details."""
+        return hashlib.sha256(json.dumps(dict(self.details)).encode()).hexdigest()[:16]
+
+
+@dataclass
+class _Meeting:
+    """One step of a set of ranks."""
+
+    ranks: tuple[int, ...]
+    number: int
+    step: Step
+    name: str
+
+    def key(self, rank: int, back: int = 0) -> str:
+        return f"{self.name}/{self.number - back}/{rank}"
+
+
+class Agreement:
+    """The steps of one rank, and those of the others as far as it must know them.
+
+    Args:
+        board: where notes are left.
+        clock: how many iterations this process has counted.
+    """
+
+    def __init__(self, board: Board, clock: Callable[[], int]) -> None:
+        self.board = board
+        self._clock = clock
+        self._failures = -1
+        self._waits = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Count from the start: at first, and when all ranks have raised."""
+        self._failures += 1
+        self._began = self._clock()
+        self._steps: dict[tuple[int, ...], int] = {}
+        self._published: set[str] = set()
+        self.board.claim(self._key(_FAILURE), "", _NONE)
+
+    @property
+    def iteration(self) -> int:
+        """Iterations since the checks began, the same on all ranks that keep step."""
+        return self._clock() - self._began
+
+    def _key(self, *parts: object) -> str:
+        return "/".join(str(part) for part in (self._failures, *parts))
+
+    # ---- agreeing
+
+    def agree(self, ranks: tuple[int, ...], step: Step, timeout: float) -> None:
+        """Return once all of ``ranks`` are about to take ``step``.
+
+        Args:
+            ranks: global ranks, this one among them.
+            step: what this rank is about to do.
+            timeout: seconds to wait for ranks of which nothing is heard.
+
+        Raises:
+            RankMismatchError: a rank is about to do something else, has left or does not come.
+        """
+        if len(ranks) == 1:
+            return
+        board = self.board
+        number = self._steps.get(ranks, 0)
+        self._steps[ranks] = number + 1
+        meeting = _Meeting(ranks, number, step, self._key(",".join(map(str, ranks))))
+        if step.digest not in self._published:
+            self._published.add(step.digest)
+            board.write(self._key("details", step.digest), json.dumps(dict(step.details)))
+        board.write(meeting.key(board.rank), step.note)
+        keys = [meeting.key(rank) for rank in ranks]
+        if not board.has(keys):
+            self._wait(meeting, keys, timeout)
+        *notes, failure = board.read([*keys, self._key(_FAILURE)])
+        if failure != _NONE:
+            self._raise(failure)
+        if any(note != step.note for note in notes):
+            self._fail(self._sentence(meeting))
+        if number > 1:  # the last note stays, for ranks that ask where this one is
+            board.erase(meeting.key(board.rank, back=2))
+
+    def leave(self, why: str) -> None:
+        """Tell the others that this rank takes no further steps."""
+        self.board.write(self._key("left", self.board.rank), why)
+
+    # ---- waiting
+
+    def _wait(self, meeting: _Meeting, keys: list[str], timeout: float) -> None:
+        start = looked = time.monotonic()
+        pause = SHORTEST_PAUSE
+        own = self._key("waits", self.board.rank)  # of these steps, also when they have failed
+        announced = False
+        try:
+            while not self.board.has(keys):
+                time.sleep(pause)
+                pause = min(1.5 * pause, LONGEST_PAUSE)
+                failure = self.board.read([self._key(_FAILURE)])[0]
+                if failure != _NONE:
+                    self._raise(failure)
+                now = time.monotonic()
+                if now - looked < LOOK_INTERVAL:
+                    continue
+                looked = now
+                missing = [r for r in meeting.ranks if not self.board.has([meeting.key(r)])]
+                if not announced:
+                    announced = True
+                    self._waits += 1
+                    ahead = [(rank, meeting.key(rank)) for rank in missing]
+                    mine = {"turn": self._waits, "for": ahead, "at": meeting.step.what}
+                    self.board.write(own, json.dumps(mine))
+                self._look(meeting, missing, now - start, timeout)
+        finally:
+            if announced:
+                self.board.write(own, "")
+
+    def _look(self, meeting: _Meeting, missing: list[int], waited: float, timeout: float) -> None:
+        """Raise where those who have come, or who have not, cannot be waited for."""
+        came = [meeting.key(rank) for rank in meeting.ranks if rank not in missing]
+        if any(note != meeting.step.note for note in self.board.read(came)):
+            self._fail(self._sentence(meeting))
+        if any(self.board.has([self._key("left", rank)]) for rank in missing):
+            self._fail(self._sentence(meeting))
+        circle = self._circle()
+        if circle and circle == self._circle():
+            self._fail(_describe({rank: f"is at {note['at']}" for rank, note in circle.items()}))
+        if waited > timeout:
+            self._fail(self._sentence(meeting, waited))
+
+    def _circle(self) -> dict[int, Any]:
+        """Notes of the ranks that wait for this one while it waits for them; empty if none do.
+
+        A wait that is there at two looks was there all the time between: where two looks find the
+        same, all of these ranks were waiting at once, and always will be.
+        """
+        found: dict[int, Any] = {}
+        ahead = [self.board.rank]
+        closed = False
+        while ahead:
+            rank = ahead.pop()
+            closed = closed or (rank == self.board.rank and bool(found))
+            text = self._peek("waits", rank) if rank not in found else None
+            if text is not None:
+                found[rank] = json.loads(text)
+                ahead += [r for r, key in found[rank]["for"] if not self.board.has([key])]
+        return found if closed else {}
+
+    def _peek(self, *parts: object) -> str | None:
+        """A note that may not be there, or empty."""
+        key = self._key(*parts)
+        return (self.board.read([key])[0] or None) if self.board.has([key]) else None
+
+    # ---- failing
+
+    def _fail(self, sentence: str) -> NoReturn:
+        self._raise(self.board.claim(self._key(_FAILURE), _NONE, sentence))
+
+    def _raise(self, sentence: str) -> NoReturn:
+        self._begin()
+        raise RankMismatchError(sentence)
+
+    def _sentence(self, meeting: _Meeting, waited: float | None = None) -> str:
+        """Who is where; without ``waited``, ranks that are under way get a moment to say so."""
+        deadline = time.monotonic() + (GRACE if waited is None else 0)
+        notes, places = self._places(meeting)
+        while None in places.values() and time.monotonic() < deadline:
+            time.sleep(LONGEST_PAUSE)
+            notes, places = self._places(meeting)
+        if len(set(notes.values())) > len({places[rank] for rank in notes}) == 1:
+            return self._differences(meeting.step, notes)
+        late = "" if waited is None else f"has not come for {waited:.1f} s and "
+        return _describe(
+            {
+                rank: late + self._last(meeting, rank) if place is None else place
+                for rank, place in places.items()
+            }
+        )
+
+    def _places(self, meeting: _Meeting) -> tuple[dict[int, str], dict[int, str | None]]:
+        """The notes of those who have come; and where each is, ``None`` where that is not known."""
+        notes: dict[int, str] = {}
+        places: dict[int, str | None] = {}
+        for rank in meeting.ranks:
+            places[rank] = None
+            if self.board.has([meeting.key(rank)]):
+                notes[rank] = self.board.read([meeting.key(rank)])[0]
+                places[rank] = f"is at {notes[rank].partition('|')[2]}"
+            elif (why := self._peek("left", rank)) is not None:
+                places[rank] = f"{why} and {self._last(meeting, rank)}"
+            elif (waits := self._peek("waits", rank)) is not None:
+                places[rank] = f"is at {json.loads(waits)['at']}"
+        return notes, places
+
+    def _last(self, meeting: _Meeting, rank: int) -> str:
+        key = meeting.key(rank, back=1)
+        if meeting.number == 0 or not self.board.has([key]):
+            return "has announced no step yet"
+        return f"was last at {self.board.read([key])[0].partition('|')[2]}"
+
+    def _differences(self, step: Step, notes: Mapping[int, str]) -> str:
+        """All that have come are at the same step; what differs in its details."""
+        keys = [self._key("details", note.partition("|")[0]) for note in notes.values()]
+        everyones = [json.loads(text) for text in self.board.read(keys)]
+        differing = []
+        for name in dict.fromkeys(name for details in everyones for name in details):
+            values = [details.get(name, "not there") for details in everyones]
+            if len(set(values)) > 1:
+                by_value = _gather(dict(zip(notes, values, strict=True)))
+                said = ", ".join(f"{value} on {_ranks(of)}" for value, of in by_value.items())
+                differing.append(f"{name} is {said}")
+        more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
+        return f"ranks disagree about {step.what}: {'; '.join(differing[:3])}{more}; {step.fix}"
+
+
+def _describe(places: Mapping[int, str]) -> str:
+    said = ", ".join(
+        f"{_ranks(of)} {place.replace('is at', 'are at', 1) if len(of) > 1 else place}"
+        for place, of in _gather(dict(sorted(places.items()))).items()
+    )
+    return f"ranks disagree on their next step: {said}; {_SAME_ORDER}"
+
+
+def _gather(values: Mapping[int, str]) -> dict[str, list[int]]:
+    """The ranks of each value, in the order of their first."""
+    found: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        found.setdefault(value, []).append(rank)
+    return found
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """``"rank 2"``, ``"ranks 0, 1 and 3"``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -1,0 +1,41 @@
+"""How far this process has come, and what to say where a collective fails there.
+
+Nothing is kept for the message but the count of optimizer steps, which gathers need anyway.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fsdp2.core.config import CommunicationError
+
+
+class OptimizerSteps:
+    """Counts optimizer steps in this process; parameters gathered before one are out of date.
+
+    The count is a fact that ranks share, so that all of them gather again or none does.
+    """
+
+    count = 0
+
+
+class CollectiveError(RuntimeError):
+    """A collective, named by its operation, raised; whoever knows its unit says the rest."""
+
+
+def communication_error(
+    operation: str, unit: str, error: BaseException | None
+) -> CommunicationError:
+    """What to raise where a collective raised ``error``.
+
+    Args:
+        operation: for example ``"all-gather"``.
+        unit: name of the unit.
+        error: what the backend raised.
+    """
+    backward = torch._C._current_graph_task_id() != -1
+    return CommunicationError(
+        f"the {operation} of unit '{unit}' failed in {'backward' if backward else 'forward'}, "
+        f"iteration {OptimizerSteps.count}, most likely as another rank has ended, is too late or "
+        f"is at another step, which fsdp2.debug(check_ranks=True) or FSDP2_DEBUG=1 finds: {error}"
+    )

@@ -1,0 +1,133 @@
+"""`fsdp2.debug`: its switches, its environment variable, and that it costs nothing when off."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp2
+from benchmarks.null_group import init_null_group
+from fsdp2.core.checks import ENVIRONMENT, CheckedGroup, Checks, Settings
+from fsdp2.core.collectives import StoreBoard
+from fsdp2.core.group import ParamGroup
+from fsdp2.core.hooks import hooks_below
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    init_null_group(2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Nobody has asked for the settings yet."""
+    before = Checks.current()
+    Checks.settings = None
+    yield monkeypatch
+    Checks.switch(before)
+
+
+def _model() -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    for layer in model:
+        fsdp2.fully_shard(layer)
+    return fsdp2.fully_shard(model)
+
+
+def _kinds(model: nn.Module) -> set[type]:
+    return {type(group) for hooks in hooks_below(model) for group in hooks.unit.groups}
+
+
+def _calls(model: nn.Module) -> Counter[tuple[str, str]]:
+    """The Python functions that a step calls: (file, name), and how often."""
+    found: Counter[tuple[str, str]] = Counter()
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            found[frame.f_code.co_filename, frame.f_code.co_name] += 1
+
+    x = torch.ones(2, 8)
+    sys.setprofile(count)
+    try:
+        model(x).sum().backward()
+    finally:
+        sys.setprofile(None)
+    model.zero_grad()
+    return found
+
+
+def test_off_it_costs_no_call() -> None:
+    model = _model()
+    for _ in range(3):  # the order is known, buffers are made
+        _calls(model)
+    never = _calls(model)
+    with fsdp2.debug(check_ranks=True, check_nan=True):
+        assert _kinds(model) == {CheckedGroup}
+    assert _kinds(model) == {ParamGroup}
+    assert _calls(model) == never
+    names = {file.rpartition("/")[2] for file, _ in never}
+    assert "group.py" in names
+    assert names.isdisjoint({"checks.py", "agreement.py", "debugging.py", "progress.py"})
+
+
+def test_settings_are_returned_and_put_back() -> None:
+    assert repr(fsdp2.debug()) == "DebugSettings(check_ranks=False, check_nan=False, timeout=None)"
+    with fsdp2.debug(check_nan=True) as inside:
+        assert (inside.check_ranks, inside.check_nan, inside.timeout) == (False, True, None)
+        with fsdp2.debug(check_nan=False, timeout=5):
+            assert repr(fsdp2.debug()).endswith("(check_ranks=False, check_nan=False, timeout=5)")
+        assert fsdp2.debug().check_nan
+        assert fsdp2.debug().timeout is None
+    assert not fsdp2.debug().check_nan
+
+
+def test_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    layer = nn.Linear(8, 8)
+    weight = layer.weight
+    with fsdp2.debug(check_ranks=True):
+        monkeypatch.setattr(StoreBoard, "write", fail)
+        with pytest.raises(
+            fsdp2.CommunicationError,
+            match="the process group's store could not be reached before fully_shard of Linear, so "
+            "the rank that holds it has probably ended: Connection reset by peer",
+        ):
+            fsdp2.fully_shard(layer)
+    assert layer.weight is weight
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
+def test_a_time_out_must_be_positive(timeout: float) -> None:
+    with pytest.raises(ValueError, match=rf"debug\(timeout={timeout!r}\) is not a positive number"):
+        fsdp2.debug(timeout=timeout)
+
+
+@pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False), ("", False)])
+def test_the_environment_switches_it_on(unread: pytest.MonkeyPatch, value: str, on: bool) -> None:
+    unread.setenv(ENVIRONMENT, value)
+    assert Checks.current() == Settings(check_ranks=on)
+    unread.setenv(ENVIRONMENT, "0")  # read once
+    assert fsdp2.debug().check_ranks is on
+
+
+def test_another_value_of_the_environment_is_refused(unread: pytest.MonkeyPatch) -> None:
+    unread.setenv(ENVIRONMENT, "ranks")
+    layer = nn.Linear(8, 8)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="=ranks is neither 0 nor 1; set FSDP2_DEBUG=1 to"):
+            fsdp2.fully_shard(layer)
+    assert type(layer) is nn.Linear
+    unread.delenv(ENVIRONMENT)
+    assert not fsdp2.debug().check_ranks
