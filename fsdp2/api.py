@@ -26,7 +26,7 @@ from fsdp2.core.config import (
     OffloadPolicy,
 )
 from fsdp2.core.hooks import UnitHooks, hooks_of, watch_optimizers
-from fsdp2.core.param import is_extended
+from fsdp2.core.param import ModuleSlots, is_extended
 from fsdp2.core.registrations import watch_registrations
 from fsdp2.core.selection import (
     Arguments,
@@ -148,7 +148,7 @@ def fully_shard(
     move_buffers(modules, axes.device)
     hooks = UnitHooks(unit, modules, policy, axes.device, streams_for(axes.device))
     hooks.arguments = arguments
-    hooks.ignored = slots_of(modules, ignored)
+    hooks.ignored = ModuleSlots(slots_of(modules, ignored))
     announce(modules, hooks)
     watch_optimizers()
     watch_registrations()

@@ -300,13 +300,14 @@ class FSDPModule(CommunicationControls, TorchIdentity):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``nn.Module.zero_grad``; gradients that were accumulated without sync go too,
         and partial sums that wait for an all-reduce."""
-        super().zero_grad(set_to_none)
         hooks = hooks_on(self)
         root = hooks.scheduler if hooks.unit.is_root else None
         units = root.units if root is not None else [h.unit for h in hooks_below(self)]
         unreduced = [group for unit in units for group in unit.groups if group.accumulates]
         if unreduced and hooks.scheduler is not None:
-            hooks.scheduler.wait_for_reductions()  # they may still add to partial sums
+            # They may still add to partial sums, and deliver gradients, which must go as well.
+            hooks.scheduler.wait_for_reductions()
+        super().zero_grad(set_to_none)
         for group in unreduced:
             group.discard_gradients()
         for unit in units:

@@ -47,7 +47,8 @@ def repoint_optimizer(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         params: dict[nn.Parameter, None] = {}
         for old in group["params"]:
-            managed: ShardedParam | None = old.__dict__.get(REPLACED)
+            replaced = old.__dict__.get(REPLACED)
+            managed: ShardedParam | None = None if replaced is None else replaced()
             new = old if managed is None else managed.sharded
             params[new] = None
             if new is not old and old in optimizer.state:

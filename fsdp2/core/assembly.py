@@ -6,6 +6,7 @@ groups ── watch_state_dicts ──> hooks that register the shards before a 
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def make_groups(
         mark_managed(params)
         for plan, managed in zip(members, params, strict=True):
             plan.param.__dict__[OWNER] = managed.attributes[OWNER] = name
-            plan.param.__dict__[REPLACED] = managed
+            plan.param.__dict__[REPLACED] = weakref.ref(managed)
             managed.sharded.__dict__[OWNER] = name
         smaller = arguments.smaller
         if smaller is not None and axes.size != smaller:

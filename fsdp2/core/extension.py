@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -116,7 +117,7 @@ class ExtensionContext:
     options: GroupOptions
     device: Any
     offload: CPUOffloadPolicy | None
-    made: Callable[[ShardedParam], None]
+    made: weakref.WeakMethod[Callable[[ShardedParam], None]]  # its object owns this transport
 
 
 class ExtendedParam:
@@ -157,7 +158,7 @@ class ExtendedParam:
         arguments: tuple[Any, ...] = (self._mesh,)
         if self._takes_all:
             strides = contiguous_strides(param.shape)
-            module, _ = param.slots[0]
+            module, _ = next(iter(param.slots))
             arguments += (torch.Size(param.shape), strides, module, context.options.precision)
         result = getattr(local, PRE_HOOK)(*arguments)
         if not isinstance(result, tuple | list) or len(result) != 2:
@@ -247,7 +248,9 @@ class ExtendedParam:
                 self._storages.append((storage, storage.size()))
         local = made._local_tensor if isinstance(made, DTensor) else made
         self._guarded = (made, local, *self._outputs, *inner)
-        self._context.made(self.param)
+        notify = self._context.made()
+        assert notify is not None
+        notify(self.param)
 
     def _cut(self, gathered: Any) -> torch.Tensor:
         """The parameter's shape and strides, over a tensor that may have padding behind it."""

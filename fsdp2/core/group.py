@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 
@@ -280,7 +281,9 @@ class ParamGroup:
                 self.params,
                 self.collectives,
                 self.kernels,
-                ExtensionContext(self.options, self.device, self.offload, self._bind_swaps),
+                ExtensionContext(
+                    self.options, self.device, self.offload, WeakMethod(self._bind_swaps)
+                ),
             )
         self._transports = make_transports(
             [s for s in self.layout.segments if s.transport is not Transport.EXTENSION],
@@ -374,8 +377,7 @@ class ParamGroup:
             route = self._smaller.route
         else:
             self._gathered_at = OptimizerSteps.count
-        self._move("start_unshard")
-        self._taken = route
+        self.state, self._taken = self._target("start_unshard"), route
         streams = self.streams
         if route.early:
             self._full.acquire()
@@ -410,7 +412,7 @@ class ParamGroup:
 
     def finish_unshard(self) -> None:
         """Make COMPUTE wait for the all-gather and register the gathered parameters."""
-        self._move("finish_unshard")
+        target = self._target("finish_unshard")
         route = self._taken
         self._await_gather()
         if not route.early:
@@ -424,6 +426,7 @@ class ParamGroup:
             self._smaller.release()
         for store, name, param in self._to_unsharded:
             store[name] = param
+        self.state = target
         if self.observer is not None:
             self.observer("finish", self.name)
 
@@ -434,11 +437,12 @@ class ParamGroup:
         if self._smaller is None:
             self.reshard()
             return
-        self._move("shard_smaller")
+        target = self._target("shard_smaller")
         self._smaller.keep()
         for store, name, param in self._smaller.swaps:
             store[name] = param
         self._release_full()
+        self.state = target
         if self.observer is not None:
             self.observer("reshard", self.name)
 
@@ -447,7 +451,7 @@ class ParamGroup:
         state = self.state
         if state is State.SHARDED:
             return
-        self._move("reshard")
+        target = self._target("reshard")
         if state is State.GATHERING:  # a prefetch that nobody used: over before its memory goes
             self._await_gather()
             for transport in self._taken.transports:
@@ -458,8 +462,15 @@ class ParamGroup:
             self._smaller.release()
         if state is not State.RESHARDED:
             self._release_full()
+        self.state = target
         if self.observer is not None:
             self.observer("reshard", self.name)
+
+    def abandon(self) -> None:
+        """Free what an exception left half way; COMPUTE is behind the other lanes."""
+        self.reshard()
+        if self._full is not None:
+            self._release_full()
 
     def settle(self) -> None:
         """Block the host until no copy reads offloaded shards, which it may write then (I8)."""
@@ -481,13 +492,11 @@ class ParamGroup:
             self.reshard()
 
     def _await_gather(self) -> None:
-        if self._works:
-            works, self._works = self._works, []
-            try:
-                for work in works:
-                    work.wait()
-            except RuntimeError as error:
-                raise communication_error("all-gather", self.name, error) from error
+        try:
+            while self._works:  # one that raises is not waited for again
+                self._works.pop().wait()
+        except RuntimeError as error:
+            raise communication_error("all-gather", self.name, error) from error
         if self._taken.gathering or self._taken.loads:
             self.streams.wait(Lane.COMPUTE, self._gathered_event, "compute after all-gather")
 
@@ -577,7 +586,8 @@ class ParamGroup:
 
     # ---- state
 
-    def _move(self, action: str) -> None:
+    def _target(self, action: str) -> State:
+        """The state that ``action`` ends in; set at its end, so that one that raises is undone."""
         target = _MOVES[action].get(self.state)
         if target is None:
             raise ShardingStateError(
@@ -585,7 +595,7 @@ class ParamGroup:
                 f"{self.state.value}; after an exception in forward or backward, call "
                 f"reset_iter_state() on the root module"
             )
-        self.state = target
+        return target
 
     def _require_sharded(self, action: str) -> None:
         if self.state is not State.SHARDED:

@@ -31,7 +31,7 @@ from fsdp2.core.config import MixedPrecisionPolicy, ShardingStateError
 from fsdp2.core.journal import log_layout
 from fsdp2.core.misuse import explain, failure_of
 from fsdp2.core.nested import grad_tensors, map_tensors
-from fsdp2.core.param import GATHERED, OWNER, REPLACED, ModuleSlot
+from fsdp2.core.param import GATHERED, OWNER, REPLACED, ModuleSlot, ModuleSlots
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.registrations import Registrations, check_registered
 from fsdp2.core.scheduler import Scheduler
@@ -97,21 +97,33 @@ class UnitHooks:
         streams: Streams,
     ) -> None:
         self.unit = unit
-        self.modules = tuple(modules)
+        # They own this object. A way back would leave their memory to the garbage collector.
+        self._modules = [weakref.ref(module) for module in modules]
+        self._is_list = len(modules) > 1
         self.precision = precision
         self.device = device
         self.scheduler: Scheduler | None = None
         self.streams = streams
         self.arguments: Any = None  # what fully_shard was called with
-        self.ignored: set[ModuleSlot] = set()
+        self.ignored = ModuleSlots(())
         self._registrations = -1  # as counted when they were checked last
-        self._waiting: set[nn.Module] = set()  # of a list of modules: those still to run
+        self._waiting: set[int] = set()  # ids, of a list of modules, of those still to run
         self._cast_to = precision.param_dtype if precision.cast_forward_inputs else None
-        for module in self.modules:
+        for module in modules:
             module.__dict__[_KEY] = self
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.post_forward, always_call=True)
         _alive.add(self)
+
+    def __del__(self) -> None:
+        # Units that prefetch each other are a cycle.
+        self.unit.forward_prefetch = self.unit.backward_prefetch = []
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules that ``fully_shard`` was called on, as far as they still exist."""
+        found = (reference() for reference in self._modules)
+        return tuple(module for module in found if module is not None)
 
     # ---- forward
 
@@ -129,14 +141,18 @@ class UnitHooks:
             args, kwargs = self._cast_inputs(args, kwargs)
             return (args, kwargs) if recomputes else self._mark_exit(args, kwargs)
         first = True
-        if len(self.modules) > 1:
+        if self._is_list:
             first = unit.phase is not Phase.FORWARD
-            if not self._waiting:
-                self._waiting.update(self.modules)
+            if first:  # an exception may have left some of the last forward's
+                self._waiting.update(map(id, self.modules))
         if first:
-            if scheduler.forward_root is unit or scheduler.in_backward:
-                scheduler.reset()  # an exception ended its last forward or backward half way
-            if scheduler.forward_root is None:
+            around = scheduler.forward_root
+            if (
+                around is unit or scheduler.in_backward or (unit.is_root and around is not None)
+            ):  # an exception ended a forward or backward half way: no unit is around the root
+                scheduler.reset()
+                around = None
+            if around is None:
                 args, kwargs = self._begin(scheduler, args, kwargs)
                 scheduler = self.scheduler or scheduler
             scheduler.enter_forward(unit)
@@ -150,18 +166,24 @@ class UnitHooks:
             return None
         if _in_backward() == _OUTSIDE:
             assert self.scheduler is not None
-            self._waiting.discard(module)
-            if not self._waiting:
+            if not self._is_list:
                 self.scheduler.exit_forward(self.unit)
-            elif self.scheduler.forward_root is self.unit:
-                # One module of a list, called on its own (a head, chunk by chunk): backward is
-                # next, so that the parameters stay.
-                self._waiting.clear()
-                self.scheduler.exit_forward(self.unit, keep=True)
+            else:
+                self._exit_forward_of_list(self.scheduler, module)
         if torch.is_grad_enabled():
             self._mark_entry(output)
         dtype = self.precision.output_dtype
         return output if dtype is None else _cast(output, dtype)
+
+    def _exit_forward_of_list(self, scheduler: Scheduler, module: nn.Module) -> None:
+        self._waiting.discard(id(module))
+        if not self._waiting:
+            scheduler.exit_forward(self.unit)
+        elif scheduler.forward_root is self.unit:
+            # One module of a list, called on its own (a head, chunk by chunk): backward is next,
+            # so that the parameters stay.
+            self._waiting.clear()
+            scheduler.exit_forward(self.unit, keep=True)
 
     def _begin(
         self, scheduler: Scheduler, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -189,7 +211,7 @@ class UnitHooks:
             managed = {}
             ignored: set[ModuleSlot] = set()
             for below in hooks_below(module):
-                ignored |= below.ignored
+                ignored.update(below.ignored)
                 for group in below.unit.groups:
                     managed.update({slot: p for p in group.params for slot in p.slots})
             try:
@@ -388,7 +410,9 @@ def _watch_optimizers() -> None:
         number, count = len(optimizer.param_groups), Registrations.count
         known = seen.get(optimizer)
         if known is None or known[0] != number or known[1] != count:
-            seen[optimizer] = number, count, _holds_managed(optimizer)
+            seen[optimizer] = known = number, count, _holds_managed(optimizer)
+        if known[2]:
+            OptimizerSteps.count += 1  # a step that raises may have changed parameters
 
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer in seen and seen[optimizer][2]:
@@ -410,9 +434,10 @@ def _holds_managed(optimizer: torch.optim.Optimizer) -> bool:
                     f"was gathered; call reshard() on the module, then make the optimizer, or "
                     f"call fsdp2.repoint_optimizer(optimizer)"
                 )
-            if REPLACED in attributes:
+            replaced = attributes[REPLACED]() if REPLACED in attributes else None
+            if replaced is not None:
                 raise ShardingStateError(
-                    f"this {type(optimizer).__name__} holds parameter '{attributes[REPLACED].name}'"
+                    f"this {type(optimizer).__name__} holds parameter '{replaced.name}'"
                     f" as it was before fully_shard or load_state_dict(assign=True) replaced it; "
                     f"call fsdp2.repoint_optimizer(optimizer), or make the optimizer afterwards"
                 )

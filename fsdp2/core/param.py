@@ -17,7 +17,8 @@ subclass too and has memory of its own, outside the flat shard; `fsdp2.core.exte
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -41,7 +42,8 @@ OWNER = "_fsdp2_owner"
 """Attribute of a parameter object that a unit manages, or replaced: the unit's name."""
 
 REPLACED = "_fsdp2_replaced"
-"""Attribute of a parameter object that is not the optimizer's: the `ShardedParam` that is."""
+"""Attribute of a parameter object that is not the optimizer's: a weak reference to the
+`ShardedParam` of the one that is."""
 
 GATHERED = "_fsdp2_gathered"
 """Attribute of a gathered parameter: its full name."""
@@ -56,14 +58,33 @@ Swap = tuple[Any, str, nn.Parameter]
 """A mapping, a key and a parameter: ``mapping[key] = parameter`` registers it."""
 
 
+class ModuleSlots:
+    """Places that modules own: they are not kept alive, and those of deleted modules are gone.
+
+    A model refers to its hooks, and through them to its parameters; were there a way back, only the
+    garbage collector could free its memory.
+    """
+
+    def __init__(self, slots: Iterable[ModuleSlot]) -> None:
+        self._slots = [(weakref.ref(module), name) for module, name in slots]
+
+    def __iter__(self) -> Iterator[ModuleSlot]:
+        for reference, name in self._slots:
+            module = reference()
+            if module is not None:
+                yield module, name
+
+
 class _AttributeStore:
     """For modules that define ``__setattr__`` themselves: a store that calls it."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self._module = weakref.ref(module)
 
     def __setitem__(self, name: str, param: nn.Parameter) -> None:
-        setattr(self._module, name, param)
+        module = self._module()
+        if module is not None:
+            setattr(module, name, param)
 
 
 def _store_of(module: nn.Module) -> Any:
@@ -118,7 +139,7 @@ class ShardedParam:
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         self.name = name
-        self.slots = slots
+        self.slots = ModuleSlots(slots)
         self.dim = dim
         self.axes = axes
         self.compute_dtype = compute_dtype
@@ -246,7 +267,7 @@ class ShardedParam:
                 f"like the parameter"
             )
         if chosen is not before:
-            before.__dict__[REPLACED] = self
+            before.__dict__[REPLACED] = weakref.ref(self)
             chosen.__dict__.pop(REPLACED, None)
         self.sharded = chosen
         self.register(chosen)
@@ -383,7 +404,7 @@ class ShardedParam:
             unsharded = nn.Parameter(gathered, requires_grad=self.sharded.requires_grad)
         unsharded.__dict__.update(self.attributes)
         unsharded.__dict__[GATHERED] = self.name
-        unsharded.__dict__[REPLACED] = self
+        unsharded.__dict__[REPLACED] = weakref.ref(self)
         old = self.unsharded
         if old is not None and old.grad is not None:  # accumulated without sync
             unsharded.grad = old.grad.to(unsharded.dtype)

@@ -25,8 +25,8 @@ from torch.autograd import profiler
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.group import ParamGroup, State
 from fsdp2.core.journal import SCHEDULE
-from fsdp2.core.ranges import record_ranges
 from fsdp2.core.progress import CollectiveError, communication_error
+from fsdp2.core.ranges import record_ranges
 from fsdp2.core.reduction import PendingReduction
 from fsdp2.core.streams import SIDE_LANES, Lane, Streams
 from fsdp2.core.unit import Phase, Unit
@@ -347,7 +347,6 @@ class Scheduler:
         if self._floor is not None:
             self._catch_up(self._floor)
             self._floor = None
-        self.in_backward = False
         self.holds = self.builds_graph
         last = self.is_last_backward and not self.manual
         for unit in self.units:
@@ -368,6 +367,7 @@ class Scheduler:
             self._forget_exits()
         self._entered = 0
         self.builds_graph = False
+        self.in_backward = False
 
     def finalize(self, wait: bool) -> None:
         """End an iteration's backwards: reduce what waits, free as units' flags say, clean up.
@@ -375,6 +375,7 @@ class Scheduler:
         Args:
             wait: whether gradients are there on return; else after `wait_for_reductions`.
         """
+        self.in_backward = True
         for unit in self.units:
             self._finish(unit, unit.reshard_after_backward, over=True)
             unit.phase = Phase.IDLE
@@ -384,6 +385,7 @@ class Scheduler:
         if wait:
             self._drain()
         self.unawaited = not wait
+        self.in_backward = False
 
     def _empty(self) -> None:
         """The iteration is over: units that the next one never calls count as zeros again."""
@@ -460,8 +462,12 @@ class Scheduler:
                     # COMPUTE, too, reads shards: on one rank. The side lanes wait for it anyway.
                     event, self.post_optim_event = self.post_optim_event, None
                     self.streams.wait(Lane.COMPUTE, event, "compute after the optimizer")
-                group.bind()
-                group.start_unshard()
+                try:
+                    group.bind()
+                    group.start_unshard()
+                except BaseException:
+                    self._abandon(group)
+                    raise
 
     def claim(self, unit: Unit) -> None:
         """As `unshard`, for a user: what was a guess until now stays until he reshards it."""
@@ -475,7 +481,22 @@ class Scheduler:
         """Make COMPUTE wait for a unit's all-gathers and register its gathered parameters."""
         for group in unit.groups:
             if group.state is State.GATHERING:
-                group.finish_unshard()
+                try:
+                    group.finish_unshard()
+                except BaseException:
+                    self._abandon(group)
+                    raise
+
+    def _abandon(self, group: ParamGroup) -> None:
+        """Leave nothing of a gather that failed, for want of memory or of a peer."""
+        self._join_lanes()
+        group.abandon()
+
+    def _join_lanes(self) -> None:
+        """Let COMPUTE wait for what was interrupted on other lanes: nobody has its event."""
+        for lane in SIDE_LANES:
+            behind = self.streams.record(lane, "what was interrupted")
+            self.streams.wait(Lane.COMPUTE, behind, "compute after what was interrupted")
 
     def reset(self) -> None:
         """Forget a forward or backward that an exception ended half way.
@@ -487,17 +508,16 @@ class Scheduler:
         SCHEDULE.debug("an iteration was given up, everything is freed: %s", self.units)
         self._drain(deliver=False)
         self.unawaited = False
-        for lane in SIDE_LANES:  # an exception inside a reduction: nobody has its event
-            behind = self.streams.record(lane, "what was interrupted")
-            self.streams.wait(Lane.COMPUTE, behind, "compute after what was interrupted")
+        self._join_lanes()
         self._prefetched = None
         self._requested.clear()
         for unit in self.units:
             unit.phase = Phase.IDLE
             for group in unit.groups:
-                group.reshard()
+                group.abandon()
                 group.discard_gradients()
         self._forget_exits()
+        self._empty()
         self._entered = 0
         self._running = []
         self.forward_root = None

@@ -70,18 +70,21 @@ def managed_modules(
 ) -> Iterator[tuple[nn.Module, str]]:
     """Modules below ``modules`` that no other unit has, parents first, with name prefixes."""
     seen: set[nn.Module] = set()
-
-    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str]]:
-        if module in seen:
-            return
-        seen.add(module)
-        yield module, prefix
-        for name, child in module.named_children():
-            if into_units or hooks_of(child) is None:
-                yield from walk(child, f"{prefix}{name}.")
-
     for module in modules:
-        yield from walk(module, "")
+        yield from _walk(module, "", into_units, seen)
+
+
+def _walk(
+    module: nn.Module, prefix: str, into_units: bool, seen: set[nn.Module]
+) -> Iterator[tuple[nn.Module, str]]:
+    # No function inside another: one that calls itself is a cycle, here around all modules.
+    if module in seen:
+        return
+    seen.add(module)
+    yield module, prefix
+    for name, child in module.named_children():
+        if into_units or hooks_of(child) is None:
+            yield from _walk(child, f"{prefix}{name}.", into_units, seen)
 
 
 @dataclass(frozen=True)

@@ -206,6 +206,7 @@ class Simulation:
         """
         calls = [self.calls.pop() for _ in range(forwards)]
         pending = Counter(node for call in calls for node in call.used_nodes())
+        self.scheduler.in_backward = True
         for call in calls:
             self._backward(call, pending)
         self.scheduler.end_backward()

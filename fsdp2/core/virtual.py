@@ -144,12 +144,15 @@ class VirtualTensor:
 class _Counted:
     """Frees its allocation when nothing refers to it any more."""
 
+    allocation: Allocation | None = None  # until there is memory
+
     def __init__(self, device: VirtualDevice, name: str) -> None:
         self.device = device
         self.allocation = device.allocate(name)
 
     def __del__(self) -> None:
-        self.device.free(self.allocation)
+        if self.allocation is not None:
+            self.device.free(self.allocation)
 
 
 class VirtualTransient:

@@ -78,7 +78,7 @@ def _find(options: Options, text: str) -> tuple[Path, RunState] | None:
     folder = options.checkpoint
     if folder is None:
         return None
-    if options.resume:
+    if options.resume and (folder / _LATEST).exists():
         path, state = _read_latest(folder)
         _check_resumable(path, state, options, text)
         return path, state
@@ -91,6 +91,13 @@ def _find(options: Options, text: str) -> tuple[Path, RunState] | None:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UsageError(f"--checkpoint {folder} cannot be written to")
     return None
+
+
+def agreed(found: tuple[Path, RunState] | None) -> tuple[Path, RunState] | None:
+    """What rank 0 found, on every rank: a shared folder may show others an older state."""
+    chosen = [found]
+    dist.broadcast_object_list(chosen, src=0)
+    return chosen[0]
 
 
 def save(
@@ -127,11 +134,8 @@ def _state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def _read_latest(folder: Path) -> tuple[Path, RunState]:
-    pointer = folder / _LATEST
-    if not pointer.is_file():
-        raise UsageError(f"--resume: {folder} holds no checkpoint")
     try:
-        path = folder / pointer.read_text().strip()
+        path = folder / (folder / _LATEST).read_text().strip()
         state = RunState(**json.loads((path / "run.json").read_text()))
         (path / ".metadata").stat()  # the index of torch.distributed.checkpoint
     except (OSError, ValueError, TypeError) as error:

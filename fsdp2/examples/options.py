@@ -220,7 +220,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_parallelism(parser, count)
     add("--checkpoint", type=Path, metavar="DIR", help="save the run here, the last 2 checkpoints")
     add("--checkpoint-every", type=count, metavar="N", help="steps between checkpoints (50)")
-    add("--resume", action="store_true", help="continue from the latest checkpoint in DIR")
+    add("--resume", action="store_true", help="continue from the latest checkpoint in DIR, if any")
     seed = _number(int, 0, MAX_SEED, f"a whole number between 0 and {MAX_SEED}")
     add("--seed", type=seed, default=0, help="fixes weights and data order")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")

@@ -111,6 +111,8 @@ def _train(
     options: Options, ranks: GivenRanks, corpus: data.Corpus, found: tuple[Path, RunState] | None
 ) -> None:
     run = _set_up(options, ranks, corpus)
+    if options.resume:
+        found = checkpointing.agreed(found)
     if ranks.rank == 0:
         _print_start(run)
     start = 0

@@ -1,0 +1,280 @@
+"""What an exception leaves, and what a deleted model leaves: nothing, without the collector."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp2
+from benchmarks.null_group import null_world
+from fsdp2.core.buffers import FlatBuffer, TransientBuffer
+from fsdp2.core.hooks import hooks_below, hooks_of
+from tests.common.tensors import Bf16Weight, extend
+
+
+class BoomError(Exception):
+    """What the tests below throw."""
+
+
+@pytest.fixture
+def _two_ranks() -> Iterator[None]:
+    with null_world(2):
+        yield
+
+
+@pytest.fixture
+def _no_collector() -> Iterator[None]:
+    with null_world(2):
+        _trained()  # what torch imports at first use keeps the frames that used it in cycles
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def _blocks(number: int = 3) -> Any:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(number)])
+
+
+def _sharded(model: Any = None, **arguments: Any) -> Any:
+    model = _blocks() if model is None else model
+    if "mesh" not in arguments:
+        arguments["mesh"] = init_device_mesh("cpu", (2,))
+    for block in model:
+        fsdp2.fully_shard(block, **arguments)
+    return fsdp2.fully_shard(model, **arguments)
+
+
+def _x() -> Tensor:
+    return torch.ones(2, 8, requires_grad=True)
+
+
+def _train(model: Any) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(_x()).sum().backward()
+        optimizer.step()
+
+
+def _boom(*_: Any) -> None:
+    raise BoomError
+
+
+# -- a deleted model ------------------------------------------------------------------------------
+
+
+def _trained(**arguments: Any) -> Any:
+    model = _sharded(**arguments)
+    _train(model)
+    return model
+
+
+def _prefetching() -> Any:
+    model = _sharded()
+    model[0].set_modules_to_forward_prefetch([model[1], model[2]])
+    model[1].set_modules_to_backward_prefetch([model[0]])
+    _train(model)
+    return model
+
+
+def _list() -> Any:
+    model = _blocks()
+    mesh = init_device_mesh("cpu", (2,))
+    fsdp2.fully_shard([model[0], model[1]], mesh=mesh)
+    fsdp2.fully_shard(model, mesh=mesh)
+    _train(model)
+    return model
+
+
+def _ignoring() -> Any:
+    model = _blocks()
+    fsdp2.fully_shard(model, ignored_params={model[0][0].weight})
+    _train(model)
+    return model
+
+
+def _failed(where: str) -> Any:
+    model = _list() if where == "list" else _trained()
+    if where == "backward":
+        model[1].register_full_backward_hook(_boom)
+    else:
+        model[1].register_forward_hook(_boom)
+    with pytest.raises(BoomError) as caught:
+        model(_x()).sum().backward()
+    del caught
+    return model
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "never run": _sharded,
+    "trained": _trained,
+    "mixed": lambda: _trained(mp_policy=fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+    "prefetch": _prefetching,
+    "a list": _list,
+    "ignored parameters": _ignoring,
+    "after an exception in forward": lambda: _failed("forward"),
+    "after an exception in backward": lambda: _failed("backward"),
+    "after an exception in a list": lambda: _failed("list"),
+}
+
+
+@pytest.mark.usefixtures("_no_collector", "_two_ranks")
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS.keys())
+def test_a_deleted_model_is_gone(build: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules, hooks, units, groups, parameters and both kinds of memory; none waits in a cycle."""
+    _check_gone(build, monkeypatch)
+
+
+@pytest.mark.usefixtures("_no_collector")
+def test_a_deleted_model_with_extended_parameters_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with null_world(1):
+        mesh = init_device_mesh("cpu", (1,))
+        _check_gone(lambda: _trained(model=extend(_blocks(), Bf16Weight), mesh=mesh), monkeypatch)
+
+
+def _check_gone(build: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    storages: list[Any] = []
+
+    def watch(kind: type) -> None:
+        made = kind.__init__
+
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            made(self, *args, **kwargs)
+            storages.append(weakref.ref(self._raw))
+
+        monkeypatch.setattr(kind, "__init__", init)
+
+    watch(FlatBuffer)
+    watch(TransientBuffer)
+    model = build()
+    left: dict[str, Any] = {"model": weakref.ref(model)}
+    for hooks in hooks_below(model):
+        name = hooks.unit.name
+        left[f"hooks of {name}"] = weakref.ref(hooks)
+        left[f"unit {name}"] = weakref.ref(hooks.unit)
+        for group in hooks.unit.groups:
+            left[f"group {group.name}"] = weakref.ref(group)
+            for param in group.params:
+                left[f"{param.name}"] = weakref.ref(param)
+                left[f"{param.name}, sharded"] = weakref.ref(param.sharded)
+    assert len(left) > 6
+    assert storages
+    del model, hooks, group, param
+    assert [name for name, reference in left.items() if reference() is not None] == []
+    assert [reference() for reference in storages if reference() is not None] == []
+
+
+@pytest.mark.usefixtures("_no_collector", "_two_ranks")
+def test_a_model_deleted_between_forward_and_backward_still_trains_its_parameters() -> None:
+    model = _trained()
+    params = list(model.parameters())
+    for param in params:
+        param.grad = None
+    loss = model(_x()).sum()
+    del model
+    loss.backward()
+    assert all(param.grad is not None for param in params)
+
+
+# -- after an exception ---------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_two_ranks")
+def test_a_part_that_was_called_alone_and_raised() -> None:
+    """The forward of the whole model afterwards is not inside the part's."""
+    model = _trained()
+    hook = model[1][0].register_forward_hook(_boom)
+    with pytest.raises(BoomError):
+        model[1](_x())
+    hook.remove()
+    before = hooks_of(model).scheduler.resets  # type: ignore[union-attr]  # it is sharded
+    model(_x()).sum().backward()
+    scheduler = hooks_of(model).scheduler  # type: ignore[union-attr]
+    assert scheduler is not None
+    assert scheduler.resets == before + 1
+    assert scheduler.forward_root is None
+    assert not any(unit.is_gathered for unit in scheduler.units)
+
+
+@pytest.mark.usefixtures("_two_ranks")
+def test_a_list_starts_anew_after_an_exception() -> None:
+    """Of [a, b] a had run. Where b comes first the next time, it is not the last."""
+    model = _list()
+    unit = hooks_of(model[0]).unit  # type: ignore[union-attr]  # it is sharded
+    hook = model[1].register_forward_pre_hook(_boom)
+    with pytest.raises(BoomError):
+        model(_x())
+    hook.remove()
+    gathered: list[bool] = []
+    model[1].register_forward_hook(lambda *_: gathered.append(unit.is_gathered))
+    model[0], model[1] = model[1], model[0]
+    model(_x())
+    assert gathered == [True]
+    assert not unit.is_gathered
+
+
+@pytest.mark.usefixtures("_two_ranks")
+def test_an_optimizer_step_that_raises_outdates_gathered_parameters() -> None:
+    """It may have changed some of them."""
+    model = _trained(reshard_after_forward=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        model(_x())
+    (group,) = hooks_of(model[0]).unit.groups  # type: ignore[union-attr]  # it is sharded
+    assert group.is_unsharded
+
+    def closure() -> float:
+        raise BoomError
+
+    with pytest.raises(BoomError):
+        optimizer.step(closure)
+    gathers: list[str] = []
+    group.observer = lambda operation, _: gathers.append(operation)
+    model(_x())
+    assert gathers[:2] == ["reshard", "all_gather"]
+
+
+@pytest.mark.usefixtures("_two_ranks")
+def test_unshard_that_runs_out_of_memory_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a forward: nothing resets the unit before it is used."""
+    model = _trained()
+    (group,) = hooks_of(model[0]).unit.groups  # type: ignore[union-attr]  # it is sharded
+    acquire = TransientBuffer.acquire
+
+    def fails(self: TransientBuffer) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(TransientBuffer, "acquire", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        model[0].unshard()
+    monkeypatch.setattr(TransientBuffer, "acquire", acquire)
+    assert group.needs_gather
+    model[0].unshard()
+    assert group.is_unsharded
+    model(_x()).sum().backward()
+    assert group.needs_gather
+
+
+@pytest.mark.usefixtures("_two_ranks")
+def test_finalize_that_raises_is_known_to_have_been_interrupted() -> None:
+    model = _trained()
+    model.set_manual_backward_finalization(True)
+    model.set_requires_gradient_sync(False)
+    model(_x()).sum().backward()
+    model.set_requires_gradient_sync(True)
+    hook = model[1][0].weight.register_post_accumulate_grad_hook(_boom)
+    with pytest.raises(BoomError):
+        model.finalize_backward()
+    hook.remove()
+    scheduler = hooks_of(model).scheduler  # type: ignore[union-attr]  # it is sharded
+    assert scheduler is not None
+    before = scheduler.resets
+    model(_x())
+    assert scheduler.resets == before + 1
