@@ -6,6 +6,10 @@
     torch.distributed._composable.fsdp[.fully_shard]   torch's   ours         torch's
     torch.distributed.pipelining.stage, .schedules     torch's   ours         torch's
 
+A parameter that is added to a sharded module, and that no unit manages, is left alone with a
+warning meanwhile, as torch does it in silence: frameworks reduce its gradients themselves. Without
+`install` it is an error.
+
 Two things stay torch's. ``FSDPModule``, the base of our class: ``isinstance`` holds for modules
 that either implementation sharded, and for whoever imported the name, at any time. And the modules
 in which torch's implementation lives, so that what it has sharded already goes on working.
@@ -20,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from fsdp2.api import fully_shard
+from fsdp2.core.registrations import Registrations
 from fsdp2.interop import (
     TORCHS_NAMES,
     CPUOffloadPolicy,
@@ -85,6 +90,7 @@ def install() -> None:
         if found is not OURS[name]:
             _replaced[holder.__name__, name] = found
             setattr(holder, name, OURS[name])
+    Registrations.leave_unmanaged = _leave_unmanaged
     missed = _missed()
     if missed:
         warnings.warn(
@@ -102,6 +108,16 @@ def uninstall() -> None:
             before = _replaced.get((holder.__name__, name), TORCHS_NAMES[name])
             setattr(holder, name, before)
     _replaced.clear()
+    Registrations.leave_unmanaged = None
+
+
+def _leave_unmanaged(name: str) -> None:
+    warnings.warn(
+        f"parameter '{name}' was added after fully_shard, so that no unit shards it or reduces its "
+        f"gradients; unless a framework does, call shard_new_parameters() on the sharded module "
+        f"around it",
+        stacklevel=2,
+    )
 
 
 def _slots() -> Iterator[tuple[ModuleType, str]]:
