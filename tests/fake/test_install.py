@@ -113,21 +113,15 @@ def test_what_somebody_else_put_there_since_is_left(
     assert torchs.fully_shard is theirs
 
 
-def test_holders_imported_meanwhile_are_torchs_again() -> None:
-    source = """if True:
-        import sys, fsdp2
-        assert "torch.distributed.pipelining.stage" not in sys.modules
-        fsdp2.install()
-        import torch.distributed.fsdp as torchs
-        import torch.distributed.pipelining.schedules as schedules
-        import torch.distributed._composable.fsdp as composable
-        assert composable.fully_shard is torchs.fully_shard is fsdp2.fully_shard
-        assert schedules.UnshardHandle is fsdp2.UnshardHandle
-        fsdp2.uninstall()
-        assert composable.fully_shard is torchs.fully_shard is not fsdp2.fully_shard
-        assert schedules.UnshardHandle is torchs.UnshardHandle is not fsdp2.UnshardHandle
-    """
-    subprocess.run([sys.executable, "-c", source], check=True, timeout=120, cwd=ROOT)
+def test_holders_imported_meanwhile_are_torchs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = "torch.distributed.pipelining.schedules"
+    monkeypatch.delitem(sys.modules, path)
+    _install()
+    late: Any = ModuleType(path)
+    late.fully_shard = torchs.fully_shard
+    monkeypatch.setitem(sys.modules, path, late)
+    fsdp2.uninstall()
+    assert late.fully_shard is torchs.fully_shard is TORCHS_NAMES["fully_shard"]
 
 
 def test_modules_that_imported_torchs_before_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +202,25 @@ def test_torchs_takes_our_policies(mesh: DeviceMesh) -> None:
     assert model(torch.ones(2, 4)).dtype == torch.float64
 
 
+# -- parameters that nobody manages ---------------------------------------------------------------
+
+
+def test_added_parameters_are_left_alone_with_a_warning_while_installed(
+    mesh: DeviceMesh, installed: None
+) -> None:
+    model: Any = fsdp2.fully_shard(nn.Linear(4, 4), mesh=mesh)
+    model.extra = nn.Parameter(torch.ones(4))
+    model.register_forward_hook(lambda module, _, output: output * module.extra)
+    with pytest.warns(UserWarning, match=r"'extra' was added after fully_shard.*shard_new_param"):
+        model(torch.ones(2, 4)).sum().backward()
+    assert not isinstance(model.extra.grad, DTensor)
+    assert model.extra.grad is not None
+    fsdp2.uninstall()
+    model.other = nn.Parameter(torch.ones(4))
+    with pytest.raises(fsdp2.ShardingStateError, match=r"'extra' was added after fully_shard"):
+        model(torch.ones(2, 4))
+
+
 # -- python -m fsdp2.run --------------------------------------------------------------------------
 
 SCRIPT = """
@@ -228,28 +241,50 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "fsdp2.run", *arguments],
-        cwd=cwd,
+def _run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Runs `fsdp2.run` as ``python -m`` would, in this process; returns the exit status."""
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+    monkeypatch.setattr(sys, "path", [str(Path.cwd()), *sys.path])
+    monkeypatch.delitem(sys.modules, "neighbour", raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        with pytest.raises(SystemExit) as exit_:
+            main()
+    fsdp2.uninstall()
+    status: int = exit_.value.code
+    return status
+
+
+def test_a_script_runs_as_it_would_without_us(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert _run(monkeypatch, "scripts/script.py", "-m", "--flag") == 3
+    expected = "__main__ fsdp2.api found ['scripts/script.py', '-m', '--flag'] script.py\n"
+    assert capsys.readouterr().out == expected
+
+
+def test_a_module_runs_as_it_would_without_us(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder / "scripts")
+    assert _run(monkeypatch, "-m", "script", "a") == 3
+    path = str(folder / "scripts" / "script.py")
+    assert capsys.readouterr().out == f"__main__ fsdp2.api found ['{path}', 'a'] script.py\n"
+
+
+@pytest.mark.extended
+def test_a_process_of_its_own(folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdp2.run", "scripts/script.py"],
+        cwd=folder,
         env={"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
-
-
-def test_a_script_runs_as_it_would_without_us(folder: Path) -> None:
-    done = _run("scripts/script.py", "-m", "--flag", cwd=folder)
-    expected = "__main__ fsdp2.api found ['scripts/script.py', '-m', '--flag'] script.py\n"
-    assert (done.stdout, done.returncode) == (expected, 3), done.stderr
-
-
-def test_a_module_runs_as_it_would_without_us(folder: Path) -> None:
-    done = _run("-m", "script", "a", cwd=folder / "scripts")
-    path = str(folder / "scripts" / "script.py")
-    expected = f"__main__ fsdp2.api found ['{path}', 'a'] script.py\n"
+    expected = "__main__ fsdp2.api found ['scripts/script.py'] script.py\n"
     assert (done.stdout, done.returncode) == (expected, 3), done.stderr
 
 
