@@ -13,16 +13,19 @@ from fsdp2.api import fully_shard
 from fsdp2.core.collectives import AllGather, Comm, ReduceScatter
 from fsdp2.core.config import (
     CommunicationError,
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
     NonFiniteGradientError,
-    OffloadPolicy,
     RankMismatchError,
     ShardingStateError,
 )
 from fsdp2.core.sharding import FSDPMeshInfo, ShardPlacementResult
 from fsdp2.debugging import DebugSettings, debug
+from fsdp2.install import install, uninstall
+from fsdp2.interop import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from fsdp2.module import (
     FSDPModule,
     GradientReductionHandle,
@@ -60,7 +63,9 @@ __all__ = [
     "fully_shard",
     "get_total_norm",
     "group_reports",
+    "install",
     "register_fsdp_forward_method",
     "repoint_optimizer",
     "share_comm_ctx",
+    "uninstall",
 ]

@@ -17,14 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdp2.core import config
 from fsdp2.core.assembly import make_groups, move_buffers, streams_for, watch_state_dicts
-from fsdp2.core.config import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    GroupOptions,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-)
+from fsdp2.core.config import GroupOptions
 from fsdp2.core.hooks import UnitHooks, hooks_of, watch_optimizers
 from fsdp2.core.param import ModuleSlots, is_extended
 from fsdp2.core.registrations import watch_registrations
@@ -38,7 +33,15 @@ from fsdp2.core.selection import (
 )
 from fsdp2.core.sharding import MeshAxes, default_mesh, resolve_axes
 from fsdp2.core.unit import Unit
-from fsdp2.interop import announce, check_untouched
+from fsdp2.interop import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    announce,
+    check_untouched,
+    state_of,
+)
 from fsdp2.module import FSDPModule
 
 M = TypeVar("M", bound=nn.Module)
@@ -158,6 +161,9 @@ def fully_shard(
     return module
 
 
+setattr(fully_shard, "state", state_of)  # noqa: B010  # where torch's clients look for a state
+
+
 # ---- checks of arguments
 
 
@@ -227,8 +233,8 @@ def _check_callable(choose: Any) -> None:
         )
 
 
-def _checked_policy(policy: Any) -> MixedPrecisionPolicy:
-    if isinstance(policy, MixedPrecisionPolicy):
+def _checked_policy(policy: Any) -> config.MixedPrecisionPolicy:
+    if isinstance(policy, config.MixedPrecisionPolicy):
         return policy
     names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     if type(policy).__name__ != "MixedPrecisionPolicy" or not hasattr(policy, names[-1]):
@@ -242,8 +248,8 @@ def _checked_policy(policy: Any) -> MixedPrecisionPolicy:
     )
 
 
-def _checked_offload(policy: Any) -> CPUOffloadPolicy | None:
-    if isinstance(policy, CPUOffloadPolicy):
+def _checked_offload(policy: Any) -> config.CPUOffloadPolicy | None:
+    if isinstance(policy, config.CPUOffloadPolicy):
         return policy
     kind = type(policy).__name__
     if kind == "CPUOffloadPolicy":  # torch's own

@@ -5,6 +5,8 @@
     m._get_fsdp_state(), fully_shard.state(m)          StateFacade, which calls our scheduler
     m in the registry of composable APIs               entries: torch's fully_shard(), replicate()
                                                        refuse m, and leave it out below a parent
+    isinstance(policy, torch's or our class)           ours are subclasses of torch's, and recognise
+                                                       torch's objects; both functions take both
 
 The only module that imports torch's FSDP, and for identity alone: no method of torch's class is
 left for a module of ours to run. One that a newer torch has and fsdp2 has not, raises.
@@ -20,10 +22,14 @@ import torch.distributed.fsdp as fsdp
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 
+from fsdp2.core import config
 from fsdp2.core.hooks import UnitHooks, hooks_of
 
 TORCHS: Any = fsdp.FSDPModule
 """torch's class: ``super(TORCHS, self)`` is what comes behind it, the original class."""
+
+TORCHS_NAMES: dict[str, Any] = {name: getattr(fsdp, name) for name in fsdp._fully_shard.__all__}
+"""What torch exports of its FSDP2, by name, as it was when fsdp2 was imported."""
 
 _API: Any = getattr(fsdp.fully_shard, "__wrapped__", fsdp.fully_shard)  # the key of its states
 
@@ -95,6 +101,42 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
 for _name, _value in vars(TORCHS).items():
     if callable(_value) and not _name.startswith("__") and _name not in vars(TorchIdentity):
         setattr(TorchIdentity, _name, _refusal(_name))
+
+
+class _TorchsToo(type):
+    """Makes ``isinstance(policy, cls)`` hold for objects of the torch class that ``cls`` is of."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        torchs = tuple(base for base in cls.__bases__ if base in TORCHS_NAMES.values())
+        return super().__instancecheck__(instance) or isinstance(instance, torchs)
+
+
+# Not every torch has every class; object is a base of any.
+_MixedPrecision: Any = TORCHS_NAMES.get("MixedPrecisionPolicy", object)
+_Offload: Any = TORCHS_NAMES.get("OffloadPolicy", object)
+_CPUOffload: Any = TORCHS_NAMES.get("CPUOffloadPolicy", object)
+_MeshDims: Any = TORCHS_NAMES.get("DataParallelMeshDims", object)
+
+
+class MixedPrecisionPolicy(config.MixedPrecisionPolicy, _MixedPrecision, metaclass=_TorchsToo):
+    __doc__ = config.MixedPrecisionPolicy.__doc__
+
+
+class OffloadPolicy(config.OffloadPolicy, _Offload, metaclass=_TorchsToo):
+    __doc__ = config.OffloadPolicy.__doc__
+
+
+class CPUOffloadPolicy(OffloadPolicy, config.CPUOffloadPolicy, _CPUOffload, metaclass=_TorchsToo):
+    __doc__ = config.CPUOffloadPolicy.__doc__
+
+
+class DataParallelMeshDims(config.DataParallelMeshDims, _MeshDims, metaclass=_TorchsToo):
+    __doc__ = config.DataParallelMeshDims.__doc__
+
+
+def state_of(module: nn.Module) -> Any:
+    """What ``fully_shard.state(module)`` returns: `StateFacade`, torch's own state, or ``None``."""
+    return module.__dict__.get(STATE_KEY, {}).get(_API)
 
 
 def announce(modules: Sequence[nn.Module], hooks: UnitHooks) -> None:

@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
 )
 
 from fsdp2.core.config import MixedPrecisionPolicy, ShardingStateError
+from fsdp2.core.group import State
 from fsdp2.core.journal import log_layout
 from fsdp2.core.misuse import explain, failure_of
 from fsdp2.core.nested import grad_tensors, map_tensors
@@ -213,6 +214,8 @@ class UnitHooks:
             for below in hooks_below(module):
                 ignored.update(below.ignored)
                 for group in below.unit.groups:
+                    if group.state is State.SHARDED and any(p.was_replaced() for p in group.params):
+                        group.reregister()
                     managed.update({slot: p for p in group.params for slot in p.slots})
             try:
                 check_registered(module, managed, ignored)

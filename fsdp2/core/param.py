@@ -272,6 +272,17 @@ class ShardedParam:
         self.sharded = chosen
         self.register(chosen)
 
+    def was_replaced(self) -> bool:
+        """Whether, while sharded, a slot was given a DTensor that can take this one's place."""
+        found = [module._parameters.get(name) for module, name in self.slots]
+        return any(
+            param is not None
+            and param is not self.sharded
+            and OWNER not in param.__dict__
+            and self._fits(param)
+            for param in found
+        )
+
     def _fits(self, param: nn.Parameter) -> bool:
         return (
             isinstance(param, DTensor)

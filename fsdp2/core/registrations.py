@@ -5,12 +5,15 @@
 
 A managed parameter's place is filled by its unit at every gather. Whatever a user put there would
 be overwritten, a tie undone, and a new parameter trained by each rank for itself, all in silence.
+
+What is put there while the unit is sharded, and is sharded alike, replaces the managed parameter:
+so loaders that fill a model from the meta device do it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 from torch import nn
@@ -27,9 +30,16 @@ MANAGED = "_fsdp2_managed"
 
 
 class Registrations:
-    """Counts what modules of this process register: parameters and submodules."""
+    """What modules of this process register: parameters and submodules.
+
+    Attributes:
+        count: how many so far.
+        leave_unmanaged: called with the name of a parameter that no unit manages, where that is
+            not an error; ``None`` (default): it is one.
+    """
 
     count = 0
+    leave_unmanaged: Callable[[str], None] | None = None
 
 
 @functools.cache
@@ -95,6 +105,9 @@ def _refuse_unmanaged(name: str, param: nn.Parameter) -> None:
             f"parameter '{name}' is tied to a parameter of another fully_shard model; tie the two "
             f"before fully_shard, in one unit: fully_shard([module_a, module_b])"
         )
+    if Registrations.leave_unmanaged is not None:
+        Registrations.leave_unmanaged(name)
+        return
     raise ShardingStateError(
         f"parameter '{name}' was added after fully_shard, so that no unit shards it or reduces "
         f"its gradients; call shard_new_parameters() on the sharded module around it, or "

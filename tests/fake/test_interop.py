@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -172,6 +173,31 @@ def test_we_refuse_what_torch_has(name: str, below: bool, mesh: DeviceMesh) -> N
     with pytest.raises(ValueError, match=rf"torch's {name}\(\) was already applied to '"):
         fsdp2.fully_shard(model, mesh=mesh)
     assert {key: type(param) for key, param in model.named_parameters()} == before
+
+
+# -- classes of users -----------------------------------------------------------------------------
+
+
+def test_models_with_a_metaclass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl's models are abstract base classes; it gives torch's module such a class for a while."""
+
+    class Abstract(nn.Linear, ABC):
+        @abstractmethod
+        def act(self) -> None: ...
+
+    class Model(Abstract):
+        def act(self) -> None: ...
+
+    class FSDPModuleABC(ABC, torchs.FSDPModule): ...
+
+    monkeypatch.setattr(torchs._fully_shard._fully_shard, "FSDPModule", FSDPModuleABC)
+    model = fsdp2.fully_shard(Model(4, 4))
+    assert isinstance(model, (Abstract, fsdp2.FSDPModule))
+    assert isinstance(model, torchs.FSDPModule)
+    assert [cls.__name__ for cls in type(model).__mro__[:2]] == ["FSDPModel", "FSDPModule"]
+    assert type(model).__bases__ == (fsdp2.FSDPModule, Model)
+    model(torch.ones(2, 4)).sum().backward()
+    assert isinstance(model.weight.grad, DTensor)
 
 
 # -- others ---------------------------------------------------------------------------------------

@@ -102,6 +102,31 @@ def test_meta_construction_and_load_by_assignment() -> None:
 
 
 @ranks(2)
+@pytest.mark.parametrize("after", ["meta", "a step"])
+def test_dtensors_put_in_place_of_parameters(after: str) -> None:
+    """As loaders do that fill a model from a checkpoint, a parameter at a time."""
+    with torch.device("meta" if after == "meta" else "cpu"):
+        model = MLP()
+    shard(OURS, model)
+    if after == "a step":
+        regression_loss(model, part(0)).backward()
+        model.zero_grad()
+    values = {n: p.detach() for n, p in mlp().named_parameters()}
+    put = {}
+    for name, param in list(model.named_parameters()):
+        owner, _, key = name.rpartition(".")
+        new = nn.Parameter(distribute_tensor(values[name], world_mesh(), param.placements))
+        setattr(model.get_submodule(owner), key, new)
+        put[name] = new
+    model(part(0)[0]).sum().backward()
+    model.zero_grad()
+    assert all(param is put[name] for name, param in model.named_parameters())
+    steps = train_sharded(model, adamw, regression_loss, mlp_batches())
+    plain = train_unsharded(mlp(), adamw, regression_loss, mlp_batches(), slices=True)
+    assert_equal(steps, plain, "unsharded")
+
+
+@ranks(2)
 def test_parameters_that_stay_on_meta_are_named() -> None:
     with torch.device("meta"):
         model = MLP()

@@ -143,6 +143,18 @@ def test_public_modules_stand_on_the_core(name: str, others: list[str]) -> None:
     assert all(_below(module, "fsdp2.core") or module in others for module in own)
 
 
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("install", ["core.registrations", "api", "interop", "module"]),
+        ("run", ["install"]),
+    ],
+)
+def test_what_replaces_torchs_names_stands_on_public_modules(name: str, others: list[str]) -> None:
+    own = {m for m in _modules_of(ROOT / f"{name}.py") if _below(m, "fsdp2")}
+    assert own == {f"fsdp2.{other}" for other in others}
+
+
 def test_every_exported_name_exists() -> None:
     exported = set(fsdp2.__all__)
     assert len(exported) == len(fsdp2.__all__)

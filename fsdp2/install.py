@@ -1,0 +1,139 @@
+"""Make the names of torch's FSDP2 resolve to ours, for frameworks that import them themselves.
+
+    holder of names                                    before    installed    after
+    torch.distributed.fsdp                             torch's   ours         torch's
+    torch.distributed.fsdp._fully_shard                torch's   ours         torch's
+    torch.distributed._composable.fsdp[.fully_shard]   torch's   ours         torch's
+    torch.distributed.pipelining.stage, .schedules     torch's   ours         torch's
+
+A parameter that is added to a sharded module, and that no unit manages, is left alone with a
+warning meanwhile, as torch does it in silence: frameworks reduce its gradients themselves. Without
+`install` it is an error.
+
+Two things stay torch's. ``FSDPModule``, the base of our class: ``isinstance`` holds for modules
+that either implementation sharded, and for whoever imported the name, at any time. And the modules
+in which torch's implementation lives, so that what it has sharded already goes on working.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from fsdp2.api import fully_shard
+from fsdp2.core.registrations import Registrations
+from fsdp2.interop import (
+    TORCHS_NAMES,
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+from fsdp2.module import (
+    GradientReductionHandle,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+
+HOLDERS = (
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp._fully_shard",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+    "torch.distributed.pipelining.stage",
+    "torch.distributed.pipelining.schedules",
+)
+"""Modules whose names are replaced. One that is imported later finds ours in the first."""
+
+OURS: dict[str, Any] = {
+    public.__name__: public
+    for public in (
+        fully_shard,
+        register_fsdp_forward_method,
+        share_comm_ctx,
+        UnshardHandle,
+        GradientReductionHandle,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        CPUOffloadPolicy,
+        DataParallelMeshDims,
+    )
+}
+
+_replaced: dict[tuple[str, str], Any] = {}  # (holder, name): what was there
+
+
+def install() -> None:
+    """Let ``torch.distributed.fsdp.fully_shard`` and its companions be fsdp2's, process-wide.
+
+    Frameworks and scripts written for torch's FSDP2 then run on fsdp2 unchanged. Call it on every
+    rank, before they import those names; ``python -m fsdp2.run script.py`` does. Modules that are
+    sharded already stay as they are. Calling it again changes nothing.
+
+    Warns:
+        UserWarning: modules that imported torch's ``fully_shard`` before, and go on calling it. The
+            message names them.
+
+    Example::
+
+        import fsdp2
+
+        fsdp2.install()
+        from torch.distributed.fsdp import fully_shard  # is fsdp2.fully_shard
+    """
+    for holder, name in _slots():
+        found = getattr(holder, name)
+        if found is not OURS[name]:
+            _replaced[holder.__name__, name] = found
+            setattr(holder, name, OURS[name])
+    Registrations.leave_unmanaged = _leave_unmanaged
+    missed = _missed()
+    if missed:
+        warnings.warn(
+            f"torch's fully_shard was imported before fsdp2.install() by {', '.join(missed)}, "
+            f"which will go on using it; call install() before that import, or start the script "
+            f"with python -m fsdp2.run",
+            stacklevel=2,
+        )
+
+
+def uninstall() -> None:
+    """Undo `install`: every name is what it was. Modules sharded meanwhile go on working."""
+    for holder, name in _slots():
+        if getattr(holder, name) is OURS[name]:  # else somebody else has replaced it since
+            before = _replaced.get((holder.__name__, name), TORCHS_NAMES[name])
+            setattr(holder, name, before)
+    _replaced.clear()
+    Registrations.leave_unmanaged = None
+
+
+def _leave_unmanaged(name: str) -> None:
+    warnings.warn(
+        f"parameter '{name}' was added after fully_shard, so that no unit shards it or reduces its "
+        f"gradients; unless a framework does, call shard_new_parameters() on the sharded module "
+        f"around it",
+        stacklevel=2,
+    )
+
+
+def _slots() -> Iterator[tuple[ModuleType, str]]:
+    """Every name of torch's, in every holder that has been imported."""
+    for path in HOLDERS:
+        holder = sys.modules.get(path)
+        if holder is not None:
+            yield from ((holder, name) for name in OURS if name in vars(holder))
+
+
+def _missed() -> list[str]:
+    """Modules outside torch that hold torch's ``fully_shard`` under any name."""
+    torchs = TORCHS_NAMES["fully_shard"]
+    return sorted(
+        name
+        for name, module in list(sys.modules.items())
+        if not name.startswith(("torch.", "fsdp2."))
+        and any(value is torchs for value in list(getattr(module, "__dict__", {}).values()))
+    )

@@ -1,0 +1,136 @@
+"""Runs a client's script twice on two gloo ranks: with torch's own FSDP2, and through `fsdp2.run`.
+
+    run("with_accelerate.py", "plain")
+        python               scripts/with_accelerate.py plain   on ranks 0, 1   ──> Seen of torch
+        python -m fsdp2.run  scripts/with_accelerate.py plain   on ranks 0, 1   ──> Seen of ours
+
+A script knows nothing of fsdp2. On rank 0 it prints, through `scripts/common.py`, the losses of
+each case and the modules of the classes that its sharded model is made of.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = Path(__file__).parent / "scripts"
+TIMEOUT = 300.0  # seconds for one run of one script
+
+
+@dataclass
+class Seen:
+    """What a script reported.
+
+    Attributes:
+        losses: by case, in order, each as ``float.hex()`` wrote it.
+        classes: by case, the module of each class in the model's order of classes.
+    """
+
+    losses: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    classes: dict[str, list[str]] = field(default_factory=dict)
+
+
+def run(script: str, *arguments: str, ranks: int = 2) -> tuple[Seen, Seen]:
+    """(torch's, ours)."""
+    path = str(SCRIPTS / script)
+    return _launch([path, *arguments], ranks), _launch(["-m", "fsdp2.run", path, *arguments], ranks)
+
+
+def check(script: str, *arguments: str, ranks: int = 2) -> None:
+    """Asserts that both runs see the same losses, to the bit, and each its own implementation."""
+    torchs, ours = run(script, *arguments, ranks=ranks)
+    for case in arguments:
+        assert torchs.losses[case], f"{case}: no loss was reported"
+        assert ours.losses[case] == torchs.losses[case], case
+        assert "torch.distributed.fsdp" in torchs.classes[case], case
+        assert "fsdp2.module" in ours.classes[case], case
+        assert "fsdp2.module" not in torchs.classes[case], case
+
+
+def _launch(command: list[str], ranks: int) -> Seen:
+    port = _free_port()
+    with tempfile.TemporaryDirectory(prefix="clients-") as scratch:
+        processes = []
+        try:
+            for rank in range(ranks):
+                with open(Path(scratch, f"rank{rank}"), "wb") as output:
+                    processes.append(
+                        subprocess.Popen(
+                            [sys.executable, *command],
+                            cwd=scratch,
+                            env=_environment(rank, ranks, port, scratch),
+                            stdout=output,
+                            stderr=subprocess.STDOUT,
+                        )
+                    )
+            timed_out = _wait(processes)
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+        outputs = [Path(scratch, f"rank{rank}").read_text("utf-8") for rank in range(ranks)]
+    # No exit code is asked for: gloo and a DeviceMesh may abort an interpreter that has finished.
+    ended = all("finished" in output.splitlines() for output in outputs)
+    how = ", out of time" if timed_out else ""
+    assert ended, "\n".join(
+        f"---- rank {rank}{how}\n{output[-6000:]}" for rank, output in enumerate(outputs)
+    )
+    return _parse(outputs[0])
+
+
+def _wait(processes: list[subprocess.Popen[bytes]]) -> bool:
+    """Waits for all; returns whether one was out of time."""
+    try:
+        for process in processes:
+            process.wait(TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return True
+    return False
+
+
+def _environment(rank: int, ranks: int, port: int, scratch: str) -> dict[str, str]:
+    """What torchrun would set, and what keeps clients on this machine and quiet."""
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "clients",
+        "GLOO_SOCKET_IFNAME": "lo" if "lo" in dict(map(reversed, socket.if_nameindex())) else "lo0",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": scratch,
+        "SCRATCH": scratch,
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+        return port
+
+
+def _parse(output: str) -> Seen:
+    seen = Seen()
+    for line in output.splitlines():
+        match line.split():
+            case ["loss", name, value]:
+                seen.losses[name].append(value)
+            case ["classes", name, *modules]:
+                seen.classes[name] = modules
+    return seen

@@ -1,0 +1,74 @@
+"""Frameworks that call FSDP2 run unchanged on fsdp2, with torch's losses to the bit.
+
+Each test runs one script of `scripts/` twice, on CPU ranks of gloo; `launch` says how. They are not
+in the default run: ``pytest -m clients tests/clients``.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.clients.launch import check
+
+pytestmark = pytest.mark.clients
+
+
+def _needs(*packages: str) -> None:
+    for package in packages:
+        pytest.importorskip(package)
+
+
+def test_accelerate() -> None:
+    """Clipping, accumulation, bf16, a checkpoint, tied weights that rank 0 loads, recomputation."""
+    _needs("accelerate", "transformers")
+    check("with_accelerate.py", "plain", "accumulated", "mixed", "resumed", "tied", "recomputed")
+
+
+def test_accelerate_compiled() -> None:
+    _needs("accelerate", "transformers")
+    check("with_accelerate.py", "compiled")
+
+
+def test_transformers_trainer() -> None:
+    """Full fine-tuning with generation and a gathered save, accumulation, bf16, resumption."""
+    _needs("accelerate", "transformers")
+    check("with_trainer.py", "full", "accumulated", "mixed", "resumed")
+
+
+def test_transformers_trainer_with_lora() -> None:
+    _needs("accelerate", "transformers", "peft")
+    check("with_trainer.py", "lora")
+
+
+def test_transformers_own_sharding() -> None:
+    """Sharded on the meta device, then filled by a loader that replaces parameters."""
+    _needs("transformers")
+    check("with_transformers.py", "plain", "mixed")
+
+
+def test_lora_on_a_model_that_is_sharded_already() -> None:
+    """Adapters stay plain tensors of each rank: both implementations leave them alone."""
+    _needs("transformers", "peft")
+    check("with_transformers.py", "lora")
+
+
+def test_lightning_fabric() -> None:
+    _needs("lightning", "transformers")
+    check("with_lightning.py", "fabric")
+
+
+def test_lightning_trainer() -> None:
+    _needs("lightning", "transformers")
+    check("with_lightning.py", "trainer", "accumulated")
+
+
+def test_pipelining() -> None:
+    """2 stages a rank where the schedule is looped; 2 shards each."""
+    check(
+        "with_pipelining.py",
+        "ScheduleGPipe",
+        "Schedule1F1B",
+        "ScheduleInterleaved1F1B",
+        "ScheduleInterleavedZeroBubble",
+        ranks=4,
+    )
