@@ -28,6 +28,7 @@ from fsdp2.core.comm_memory import (
 from fsdp2.core.config import GroupOptions, MixedPrecisionPolicy
 from fsdp2.core.group import ParamGroup
 from fsdp2.core.hooks import UnitHooks, hooks_below, hooks_of
+from fsdp2.core.uncompiled import uncompiled_methods
 
 
 def hooks_on(module: Any) -> UnitHooks:
@@ -40,6 +41,7 @@ def hooks_on(module: Any) -> UnitHooks:
     return hooks
 
 
+@uncompiled_methods
 class CommunicationControls:
     """The part of `FSDPModule` that is about communication."""
 

@@ -21,10 +21,12 @@ from fsdp2.core.config import GroupOptions, ShardingStateError
 from fsdp2.core.hooks import UnitHooks, forward_method, hooks_below, start
 from fsdp2.core.scheduler import Scheduler
 from fsdp2.core.selection import managed_parameters, plan_parameters
+from fsdp2.core.uncompiled import uncompiled_methods
 from fsdp2.core.unit import Unit
 from fsdp2.interop import TORCHS, TorchIdentity
 
 
+@uncompiled_methods
 class FSDPModule(CommunicationControls, TorchIdentity):
     """What `fully_shard` makes of a module: the methods that control its unit.
 
@@ -331,6 +333,7 @@ class FSDPModule(CommunicationControls, TorchIdentity):
         )
 
 
+@uncompiled_methods
 class UnshardHandle:
     """Returned by ``unshard(async_op=True)``."""
 
@@ -346,6 +349,7 @@ class UnshardHandle:
             self._unit = None
 
 
+@uncompiled_methods
 class GradientReductionHandle:
     """Returned by ``finalize_backward(async_op=True)``."""
 

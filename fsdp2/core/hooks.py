@@ -37,6 +37,7 @@ from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.registrations import Registrations, check_registered
 from fsdp2.core.scheduler import Scheduler
 from fsdp2.core.streams import Streams
+from fsdp2.core.uncompiled import see_through, uncompiled, uncompiled_methods
 from fsdp2.core.unit import Phase, Unit
 
 _in_backward: Callable[[], int] = torch._C._current_graph_task_id
@@ -68,16 +69,19 @@ class _ExitBackward(torch.autograd.Function):
     """Identity whose backward tells the unit that its own backward is over."""
 
     @staticmethod
+    @uncompiled
     def forward(ctx: Any, hooks: UnitHooks, *tensors: torch.Tensor) -> Any:
         ctx.hooks = hooks
         return tensors
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, *grads: Any) -> Any:
         ctx.hooks.exit_backward()
         return (None, *grads)
 
 
+@uncompiled_methods
 class UnitHooks:
     """The hooks of one unit.
 
@@ -389,7 +393,7 @@ def forward_method(hooks: UnitHooks, method: Callable[..., Any]) -> Callable[...
             raise
         return hooks.post_forward(self, args, output)
 
-    return run
+    return see_through(run)
 
 
 def watch_optimizers() -> None:
@@ -409,6 +413,7 @@ def _watch_optimizers() -> None:
     seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, bool]]
     seen = weakref.WeakKeyDictionary()
 
+    @uncompiled
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         number, count = len(optimizer.param_groups), Registrations.count
         known = seen.get(optimizer)
@@ -417,6 +422,7 @@ def _watch_optimizers() -> None:
         if known[2]:
             OptimizerSteps.count += 1  # a step that raises may have changed parameters
 
+    @uncompiled
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer in seen and seen[optimizer][2]:
             OptimizerSteps.count += 1

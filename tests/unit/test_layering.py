@@ -19,6 +19,7 @@ INSIDE = [path for path in FILES if "examples" not in path.relative_to(ROOT).par
 LAYERS = (
     "config",
     "progress",
+    "uncompiled",
     "nested",
     "layout",
     "journal",
