@@ -163,7 +163,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             inner.update(_options(group))
         self._inner.step()
         for run in self._runs:
-            run.flat.grad = None
+            run.drop_gradient()
         return loss
 
     # ---- runs
@@ -216,13 +216,15 @@ class _Run:
 
     def set_gradient(self) -> bool:
         """Set ``flat.grad`` from the parameters' gradients; ``False`` if the run must be cut."""
+        if not isinstance(self.params[0], DTensor):
+            return True  # stepped as it is
         grads: list[torch.Tensor] = []
         for param, rows in zip(self.params, self.rows, strict=True):
-            if (param._local_tensor if isinstance(param, DTensor) else param) is not rows:
+            if param._local_tensor is not rows:
                 return False
             grad = param.grad
             if grad is not None:
-                grads.append(grad._local_tensor if isinstance(grad, DTensor) else grad)
+                grads.append(grad._local_tensor)
         if not grads:
             self.flat.grad = None
             return True
@@ -234,16 +236,25 @@ class _Run:
         self.flat.grad = grad
         return True
 
+    def drop_gradient(self) -> None:
+        """Leave gradients to the parameters, who alone say when they end."""
+        if self.flat is not self.params[0]:
+            self.flat.grad = None
+
     def _side_by_side(self, grads: list[torch.Tensor]) -> torch.Tensor:
         """All gradients as one tensor: a view, if that is how they lie."""
         first = grads[0]
         begin, itemsize = first.data_ptr(), first.itemsize
         together = first.untyped_storage().data_ptr() == grads[-1].untyped_storage().data_ptr()
         for grad, start in zip(grads, self.starts, strict=True):
-            if grad.data_ptr() != begin + start * itemsize or grad.dtype != first.dtype:
+            if (
+                grad.data_ptr() != begin + start * itemsize
+                or grad.dtype != first.dtype
+                or not grad.is_contiguous()
+            ):
                 together = False
                 break
-        if together and all(grad.is_contiguous() for grad in grads):
+        if together:
             return first.as_strided((self.flat.numel(),), (1,))
         return torch.cat([grad.reshape(-1) for grad in grads])
 
