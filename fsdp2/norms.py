@@ -389,7 +389,9 @@ def _by_device_and_dtype(
 ) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
     """Tensors that one kernel can handle; in an order that ranks share."""
     listed: list[Any] = list(tensors)
-    grouped = _group_tensors_by_device_and_dtype([listed]) if listed else {}
+    grouped: dict[Any, Any] = {}
+    if listed:
+        grouped.update(_group_tensors_by_device_and_dtype([listed]))
     ordered = sorted(grouped.items(), key=lambda item: str(item[0]))
     return {key: members for key, ((members, *_), _) in ordered}
 
