@@ -9,6 +9,7 @@ Example::
     fully_shard(model)
 """
 
+from fsdp2 import optim
 from fsdp2.api import fully_shard
 from fsdp2.core.collectives import AllGather, Comm, ReduceScatter
 from fsdp2.core.config import (
@@ -64,6 +65,7 @@ __all__ = [
     "get_total_norm",
     "group_reports",
     "install",
+    "optim",
     "register_fsdp_forward_method",
     "repoint_optimizer",
     "share_comm_ctx",

@@ -19,13 +19,18 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._foreach_utils import _device_has_foreach_support
+from torch.utils._foreach_utils import (
+    _device_has_foreach_support,
+    _group_tensors_by_device_and_dtype,
+)
 
 from fsdp2.core.collectives import sum_over
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.param import GATHERED
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
+
+_DOUBLE = (torch.float64, torch.complex128)
 
 
 @torch.no_grad()
@@ -144,7 +149,7 @@ class _Axis:
     position: int = field(compare=False)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Layout:
     """How tensors on one mesh, with one choice of placements, are spread."""
 
@@ -169,12 +174,18 @@ class _Layouts:
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], _Layout] = {}
+        self._seen: dict[tuple[int, int], _Layout] = {}  # objects: equal ones cost more to hash
 
     def of(self, index: int, tensor: DTensor) -> _Layout:
-        key = (tensor.device_mesh, tensor.placements)
-        layout = self._known.get(key)
+        spec = tensor._spec
+        seen = (id(spec.mesh), id(spec.placements))
+        layout = self._seen.get(seen)
         if layout is None:
-            layout = self._known[key] = self._resolve(index, tensor)
+            key = (spec.mesh, spec.placements)
+            layout = self._known.get(key)
+            if layout is None:
+                layout = self._known[key] = self._resolve(index, tensor)
+            self._seen[seen] = layout
         return layout
 
     @staticmethod
@@ -216,27 +227,28 @@ def _families(members: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> li
     """Group what counts on this rank. The families are the same on all ranks."""
     layouts = _Layouts()
     families: dict[Any, _Family] = {}
+    of_layout: dict[_Layout, _Family] = {}
     for index, (owner, tensor) in enumerate(members):
         if isinstance(owner, DTensor):
             layout = layouts.of(index, owner)
-            key: Any = (layout.axes, layout.mesh.device_type)
-            if key not in families:
+            family = of_layout.get(layout)
+            if family is None:
                 device = torch.device(layout.mesh.device_type)
-                families[key] = _Family(layout.axes, layout.ranks, device)
-            counts = tensor is None or _counts_here(index, tensor, layout, layouts)
+                new = _Family(layout.axes, layout.ranks, device)
+                family = of_layout[layout] = families.setdefault((layout.axes, device.type), new)
+            if tensor is None or not _counts_here(index, tensor, layout, layouts):
+                continue
+            local = tensor._local_tensor  # type: ignore[attr-defined]  # a DTensor, as its owner
         else:
-            key = owner.device
-            families.setdefault(key, _Family((), (), owner.device))
-            counts = True
+            family = families.setdefault(owner.device, _Family((), (), owner.device))
             if isinstance(tensor, DTensor):
                 raise ValueError(
                     f"{_named(index, owner)} is plain, but its gradient is a DTensor; assign "
                     f"grad.full_tensor() to its .grad"
                 )
-        if tensor is not None and counts:
-            local = _local(tensor)
-            if local.numel():
-                families[key].tensors.append(local)
+            local = tensor
+        if local is not None and local.numel():
+            family.tensors.append(local)
     return _with_fewest_axes(list(families.values()))
 
 
@@ -290,7 +302,7 @@ def _total_norm(
         raise ValueError(f"norm_type={norm_type!r} is not a norm; pass a positive number or inf")
     if not members:
         return torch.tensor(0.0)
-    double = any(owner.dtype in (torch.float64, torch.complex128) for owner, _ in members)
+    double = not {owner.dtype for owner, _ in members}.isdisjoint(_DOUBLE)
     dtype = torch.float64 if double else torch.float32
     families = _families(members)
     parts = [_local_power(family, p, dtype, foreach) for family in families]
@@ -363,7 +375,7 @@ def _listed(tensors: Tensors) -> list[torch.Tensor]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _scale(tensors: list[torch.Tensor], factor: torch.Tensor, foreach: bool | None) -> None:
@@ -379,10 +391,13 @@ def _scale(tensors: list[torch.Tensor], factor: torch.Tensor, foreach: bool | No
 def _by_device_and_dtype(
     tensors: Iterable[torch.Tensor],
 ) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return found
+    """Tensors that one kernel can handle; in an order that ranks share."""
+    listed: list[Any] = list(tensors)
+    grouped: dict[Any, Any] = {}
+    if listed:
+        grouped.update(_group_tensors_by_device_and_dtype([listed]))
+    ordered = sorted(grouped.items(), key=lambda item: str(item[0]))
+    return {key: members for key, ((members, *_), _) in ordered}
 
 
 def _in_one_kernel(device: torch.device, foreach: bool | None) -> bool:

@@ -44,6 +44,7 @@ def repoint_optimizer(optimizer: torch.optim.Optimizer) -> None:
         raise TypeError(
             f"repoint_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}"
         )
+    states = optimizer.state
     for group in optimizer.param_groups:
         params: dict[nn.Parameter, None] = {}
         for old in group["params"]:
@@ -51,10 +52,11 @@ def repoint_optimizer(optimizer: torch.optim.Optimizer) -> None:
             managed: ShardedParam | None = None if replaced is None else replaced()
             new = old if managed is None else managed.sharded
             params[new] = None
-            if new is not old and old in optimizer.state:
-                state = optimizer.state.pop(old)
-                optimizer.state[new] = {key: _moved(value, new) for key, value in state.items()}
+            if new is not old and old in states:
+                state = states.pop(old)
+                states[new] = {key: _moved(value, new) for key, value in state.items()}
         group["params"][:] = params
+    optimizer.state = states  # of `FlatOptimizer`, it was a picture
     Registrations.count += 1  # its next step looks at it anew
 
 

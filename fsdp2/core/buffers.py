@@ -48,6 +48,21 @@ def _own_storage(raw: torch.Tensor) -> torch.Tensor:
     return alias
 
 
+def separate(tensor: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """A part of a contiguous tensor, with a storage of its own over that part of the memory.
+
+    See `FlatBuffer.piece` for what that is good for.
+
+    Args:
+        tensor: contiguous.
+        start: the part's first element.
+        shape: of the part.
+    """
+    with torch.inference_mode(False):
+        part = tensor.detach().view(-1).narrow(0, start, math.prod(shape)).view(torch.uint8)
+        return _aliased(_own_storage(part), tensor.dtype, 0, shape, None)
+
+
 class FlatBuffer:
     """A persistent flat buffer, viewed in any dtype at any aligned offset.
 
@@ -83,7 +98,7 @@ class FlatBuffer:
         """
         with torch.inference_mode(False):
             end = byte_offset + math.prod(shape) * dtype.itemsize
-            return _aliased(_own_storage(self._raw[byte_offset:end]), dtype, 0, shape, None)
+            return separate(self._raw[byte_offset:end].view(dtype), 0, shape)
 
     @property
     def storage(self) -> torch.UntypedStorage:

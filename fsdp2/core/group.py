@@ -6,7 +6,7 @@
        │                        start_unshard                shard_smaller
        └────────reshard────────── RESHARDED <───────────────────────┘
 
-    _shard   FlatBuffer       [segment | segment …]   this rank's rows, for good
+    shard    FlatBuffer       [segment | segment …]   this rank's rows, for good
     _mirror  TransientBuffer  the same, on the device, where the shards are offloaded to the CPU
     _full    TransientBuffer  [segment | segment …]   the gathered rows, between acquire and release
     _smaller PostForward      rows of a smaller group, while RESHARDED
@@ -81,6 +81,7 @@ class ParamGroup:
         reducers: collectives of the gradients; ``collectives`` unless they got a process group of
             their own.
         smaller_group: the group to reshard to after forward, if not this one or none.
+        shard: this rank's rows of all parameters but extended ones, as ``layout`` says.
         observer: called with "all_gather", "finish", "reshard" or "reduce" and the group's name.
     """
 
@@ -115,7 +116,7 @@ class ParamGroup:
         self._bound = False
         self._rebinds = False  # some reductions are out of date, but have partial sums
         self._reroute = False  # transports are out of date; parameters and buffers are not
-        self._shard: Any = None
+        self.shard: Any = None
         self._mirror: Any = None
         self._full: Any = None
         self._smaller: PostForward | None = None
@@ -185,7 +186,7 @@ class ParamGroup:
                 start = segment.shard_byte_offset + slot.shard_offset * param.dtype.itemsize
                 param.adopt(slot, shard.piece(param.dtype, start, slot.local_shape(rank)))
         self.layout = layout
-        self._shard = shard
+        self.shard = shard
         self._bound = False
 
     def rebind(self) -> None:
@@ -272,7 +273,7 @@ class ParamGroup:
 
     def _bind_transports(self) -> None:
         assert self.layout is not None
-        source = self._shard if self._mirror is None else self._mirror
+        source = self.shard if self._mirror is None else self._mirror
         if self._mirror is not None:
             self._mirror.acquire()
         if not self._bound:
@@ -333,7 +334,7 @@ class ParamGroup:
         """The device's copy of offloaded shards, there between a gather's start and its end."""
         self._mirror = self.kernels.transient(nbytes, f"shards of {self.name}")
         self._loaded = self._mirror.view(torch.uint8, 0, (nbytes,))
-        self._offloaded = self._shard.view(torch.uint8, 0, (nbytes,))
+        self._offloaded = self.shard.view(torch.uint8, 0, (nbytes,))
 
     def bind_reductions(self) -> None:
         """Build the reduction steps of the parameters that require grad now.

@@ -164,8 +164,8 @@ def test_where_things_are() -> None:
     group = hooks_on(model.layers[0]).unit.groups[0]
     assert group._mirror is not None
     assert not group._mirror.allocated
-    start = group._shard.storage.data_ptr()
-    end = start + group._shard.nbytes
+    start = group.shard.storage.data_ptr()
+    end = start + group.shard.nbytes
     for param in model.layers[0].parameters():
         assert start <= param.to_local().data_ptr() < end
         assert param.grad.to_local().device.type == "cpu"

@@ -1,0 +1,194 @@
+"""Host time of clipping and of an optimizer's step over sharded parameters.
+
+    python benchmarks/optimizer.py                       # 32 blocks of 9 parameters, 8 ranks
+    python benchmarks/optimizer.py --optimizer sgd --blocks 128
+
+The parameters' shards are tiny, so that a step's time is the host's. The variants are
+
+    none    the optimizer of torch.optim over plain tensors of the shards' shapes; torch's clipping
+    torch   the same over the DTensors of torch's FSDP2; torch's clipping
+    fsdp2   the same over the DTensors of fsdp2; `fsdp2.clip_grad_norm_`
+    flat    `fsdp2.optim.FlatOptimizer` of that class; `fsdp2.clip_grad_norm_`
+
+The figure to watch is variant / none, the median over rounds of the ratio in each round. Gradients
+are those of one backward and stay. Collectives are null: they return at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a script
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+from torch import nn
+
+import fsdp2
+from benchmarks import stats, variants, workers
+from benchmarks.models import local, tiny_blocks
+
+WARMUP_STEPS = 5
+VARIANTS = ("none", "torch", "fsdp2", "flat")
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 1e-4, "fused": True}),
+    "adamw-foreach": (torch.optim.AdamW, {"lr": 1e-4, "foreach": True}),
+    "sgd": (torch.optim.SGD, {"lr": 1e-4, "momentum": 0.9, "foreach": True}),
+}
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}  # seconds
+
+
+# ---------------------------------------------------------------------------------------------
+# In a worker
+
+
+def make_model(spec: dict[str, Any]) -> tuple[nn.Module, torch.device]:
+    """A model with gradients: sharded, or with every parameter cut down to one rank's rows."""
+    variant, world_size = spec["variant"], spec["world_size"]
+    device = variants.prepare_process(spec["device"], world_size)
+    with torch.device("meta"):
+        model = tiny_blocks(spec["blocks"], spec["params_per_block"], spec["dim"])
+    runtime = "fsdp2" if variant == "flat" else variant
+    model = variants.place(model, runtime, "fp32", world_size, device)
+    x = torch.randn(4, spec["dim"], device=device, requires_grad=True)
+    model(x).sum().backward()
+    for param in model.parameters():
+        if variant == "none":
+            rows = param.shape[0] // world_size
+            grad = param.grad
+            param.data = param.data[:rows].clone()
+            param.grad = grad[:rows].clone()
+        local(param.grad).uniform_(-1e-4, 1e-4)
+    return model, device
+
+
+def make_worker(spec: dict[str, Any]) -> workers.Handler:
+    model, device = make_model(spec)
+    params = list(model.parameters())
+    optimizer_class, options = OPTIMIZERS[spec["optimizer"]]
+    if spec["variant"] == "flat":
+        optimizer = fsdp2.optim.FlatOptimizer(model, optimizer_class, **options)
+    else:
+        optimizer = optimizer_class(params, **options)
+    ours = spec["variant"] in ("fsdp2", "flat")
+    clip = fsdp2.clip_grad_norm_ if ours else nn.utils.clip_grad_norm_
+    parts = {"clip": lambda: clip(params, 1.0), "step": optimizer.step}
+    for _ in range(WARMUP_STEPS):
+        for part in parts.values():
+            part()
+
+    def handle(request: dict[str, Any]) -> dict[str, Any]:
+        return time_parts(parts, request["steps"], device, CLOCKS[request["clock"]])
+
+    return handle
+
+
+def time_parts(
+    parts: dict[str, Callable[[], Any]],
+    steps: int,
+    device: torch.device,
+    clock: Callable[[], float],
+) -> dict[str, float]:
+    """Median milliseconds until each part returns, and of both together."""
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    found: dict[str, list[float]] = {name: [] for name in (*parts, "both")}
+    gc.collect()
+    for _ in range(steps):
+        total = 0.0
+        for name, part in parts.items():
+            synchronize()
+            start = clock()
+            part()
+            found[name].append((clock() - start) * 1e3)
+            total += found[name][-1]
+        found["both"].append(total)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+# ---------------------------------------------------------------------------------------------
+# In the parent
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    keys = ("blocks", "params_per_block", "dim", "world_size", "device", "optimizer")
+    common = {key: getattr(options, key) for key in keys}
+    specs = {variant: {**common, "variant": variant} for variant in options.variants}
+    with workers.pool("optimizer", specs) as pool:
+        answers = workers.take_turns(pool, options.rounds, steps=options.steps, clock=options.clock)
+    rounds = {
+        variant: {part: [answer[part] for answer in each] for part in ("clip", "step", "both")}
+        for variant, each in answers.items()
+    }
+    return {"optimizer": options.optimizer, "rounds": rounds, "ratios": ratios(rounds)}
+
+
+def ratios(rounds: dict[str, dict[str, list[float]]]) -> dict[str, stats.Summary]:
+    """Each variant over none, clipping and step together."""
+    if "none" not in rounds:
+        return {}
+    return {
+        f"{variant} / none": stats.ratio(parts["both"], rounds["none"]["both"])
+        for variant, parts in rounds.items()
+        if variant != "none"
+    }
+
+
+def report(options: argparse.Namespace, result: dict[str, Any]) -> None:
+    values = f"ms ({options.clock} clock), median [min .. max] of {options.rounds} rounds"
+    print(f"\n{result['optimizer']}: {values}")
+    rows = [
+        (variant, *(stats.summarize(parts[part]) for part in ("clip", "step", "both")))
+        for variant, parts in result["rounds"].items()
+    ]
+    print(stats.table(("variant", "clip", "step", "both"), rows))
+    for label, summary in result["ratios"].items():
+        print(f"{label}: {summary.median:.3f}  [{summary.min:.3f} .. {summary.max:.3f}]")
+
+
+def _variants(text: str) -> list[str]:
+    for part in text.split(","):
+        if part not in VARIANTS:
+            raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(VARIANTS)}")
+    return text.split(",")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Host time of clipping and of an optimizer's step over sharded parameters."
+    )
+    parser.add_argument("--blocks", type=int, default=32)
+    parser.add_argument("--params-per-block", type=int, default=9)
+    parser.add_argument("--dim", type=int, default=16, help="parameters are [dim, dim]")
+    parser.add_argument("--world-size", type=int, default=8)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument("--variants", type=_variants, default=",".join(VARIANTS))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=20, help="in a burst (default 20)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--json", metavar="FILE")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    print(
+        f"{options.blocks} blocks of {options.params_per_block} parameters of "
+        f"[{options.dim}, {options.dim}], world size {options.world_size}, {options.device}\n"
+        f"{stats.describe(stats.environment(options.device))}"
+    )
+    result = measure(options)
+    report(options, result)
+    if options.json:
+        stats.write_json(options.json, options.device, [result])
+
+
+if __name__ == "__main__":
+    main()
