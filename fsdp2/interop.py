@@ -72,7 +72,7 @@ class StateFacade:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"'{self._hooks.unit.name}' is sharded by fsdp2, which has no '{name}' of torch's "
+            f"'{self._hooks.unit.title}' is sharded by fsdp2, which has no '{name}' of torch's "
             f"FSDP state; use the public methods of fsdp2.FSDPModule"
         )
 

@@ -326,16 +326,16 @@ def start(hooks: UnitHooks) -> Scheduler:
         below = hooks_of(module)
         if below is not None:
             found.setdefault(below, []).append(name)
-    for below in found:
+    for below, names in found.items():
         busy = below.scheduler
         if busy is not None and (busy.forward_root is not None or busy.in_backward):
             raise ShardingStateError(
-                f"unit '{below.unit.name}' is in the middle of a forward or backward of its own; "
+                f"unit '{', '.join(names)}' is in the middle of a forward or backward of its own; "
                 f"finish it, or call reset_iter_state() on it, before running its parent"
             )
         if busy is not None and busy.manual and below is not hooks:
             raise ShardingStateError(
-                f"set_manual_backward_finalization was called on '{below.unit.name}', which is "
+                f"set_manual_backward_finalization was called on '{', '.join(names)}', which is "
                 f"below the root; call it on the module whose forward you call"
             )
         if busy is not None:
@@ -350,9 +350,7 @@ def start(hooks: UnitHooks) -> Scheduler:
         below.unit.name = ", ".join(names)
         below.unit.is_root = below is hooks
     _name_parameters(root, found)
-    layouts = [
-        (u.name or "(root)", [g.layout for g in u.groups if g.layout]) for u in scheduler.units
-    ]
+    layouts = [(u.title, [g.layout for g in u.groups if g.layout]) for u in scheduler.units]
     log_layout(type(root).__name__, layouts)
     return scheduler
 
@@ -361,7 +359,7 @@ def _name_parameters(root: nn.Module, found: dict[UnitHooks, list[str]]) -> None
     names = {id(param): name for name, param in root.named_parameters()}
     for below in found:
         for group in below.unit.groups:
-            group.name = below.unit.name or "(root)"
+            group.name = below.unit.title
             for param in group.params:
                 registered = param.sharded if not group.is_unsharded else param.unsharded
                 param.name = names.get(id(registered), param.name)

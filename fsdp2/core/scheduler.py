@@ -114,7 +114,7 @@ class Scheduler:
         """
         if self.unawaited:
             raise ShardingStateError(
-                f"the forward of '{root.name or '(root)'}' was called before the gradients of the "
+                f"the forward of '{root.title}' was called before the gradients of the "
                 f"last finalize_backward(async_op=True) were waited for; call wait() on the "
                 f"handle that it returned"
             )

@@ -64,6 +64,11 @@ class Unit:
         self.filled = False
 
     @property
+    def title(self) -> str:
+        """Its name for messages: "(root)" for the root."""
+        return self.name or "(root)"
+
+    @property
     def frees_after_forward(self) -> bool:
         """Whether parameters are freed when its forward ends."""
         if self.reshard_after_forward is None:
@@ -114,4 +119,4 @@ class Unit:
             group.free_if_outdated()
 
     def __repr__(self) -> str:
-        return f"Unit({self.name or '(root)'!r}, {self.phase.value})"
+        return f"Unit({self.title!r}, {self.phase.value})"

@@ -56,32 +56,48 @@ def misuse(entry: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
     return lambda run: MISUSES.setdefault(entry, run)
 
 
+BEFORE_ANY_COLLECTIVE = {
+    "added-parameter",
+    "list-has-no-root",
+    "manual-below",
+    "moved-away",
+    "moved-though-offloaded",
+    "replaced-parameter",
+    "still-on-meta",
+    "tied-after",
+    "tied-to-another-model",
+}
+"""Misuses that the first forward finds, which must not have sent anything by then."""
+
+
 @pytest.fixture(params=[0, 3], ids="rank{}".format)
-def world(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
-    init_null_group(4, request.param)
-    yield null_mesh(4)
+def sent(request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    """The collectives that were launched."""
+    sent: list[str] = []
+    init_null_group(4, request.param, observer=lambda name, _: sent.append(name))
+    yield sent
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("entry", AT_FULLY_SHARD)
-def test_at_fully_shard(entry: str) -> None:
+def test_at_fully_shard(entry: str, sent: list[str]) -> None:
     target, arguments = AT_FULLY_SHARD[entry]()
     modules = [m for m in (target if isinstance(target, list) else [target]) if _is_module(m)]
     before = [_state(module) for module in modules]
     with raises(entry):
         fully_shard(target, **arguments)
     assert [_state(module) for module in modules] == before
+    assert sent == []
 
 
-@pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("entry", MISUSES)
-def test_misuse(entry: str) -> None:
+def test_misuse(entry: str, sent: list[str]) -> None:
     run = MISUSES[entry]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with raises(entry):
             run()
+    assert sent == [] or entry not in BEFORE_ANY_COLLECTIVE
 
 
 def test_what_is_shown_here_is_said_to_be() -> None:
