@@ -277,14 +277,10 @@ class ParamGroup:
         if self._mirror is not None:
             self._mirror.acquire()
         if not self._bound:
+            made: WeakMethod[Callable[[ShardedParam], None]] = WeakMethod(self._bind_swaps)
+            context = ExtensionContext(self.options, self.device, self.offload, made)
             self._extension = make_extension(
-                self.layout,
-                self.params,
-                self.collectives,
-                self.kernels,
-                ExtensionContext(
-                    self.options, self.device, self.offload, WeakMethod(self._bind_swaps)
-                ),
+                self.layout, self.params, self.collectives, self.kernels, context
             )
         self._transports = make_transports(
             [s for s in self.layout.segments if s.transport is not Transport.EXTENSION],
@@ -472,6 +468,8 @@ class ParamGroup:
         self.reshard()
         if self._full is not None:
             self._release_full()
+        for reduction in self._reductions:
+            reduction.release()
 
     def settle(self) -> None:
         """Block the host until no copy reads offloaded shards, which it may write then (I8)."""

@@ -529,9 +529,8 @@ class SegmentReduction:
         return self.kernels.zeros(member.shape, self.grad_dtype, "absent gradient")
 
     def discard(self) -> None:
-        """Drop partial sums, and what a reduction that was interrupted would have read."""
+        """Drop partial sums."""
         self.partial_sums = None
-        self.release()
 
     def release(self) -> None:
         """Free what the reduce-scatter read, once COMPUTE is behind it."""

@@ -26,7 +26,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from .options import GivenRanks
 
@@ -194,10 +194,12 @@ def run_as_worker(work: Callable[[], int]) -> NoReturn:
 
 def init_process_group(ranks: GivenRanks, backend: str, device: torch.device) -> None:
     """Join the default group: over the parent's store where there is one, else as torchrun says."""
-    store = None
+    store: TCPStore | PrefixStore | None = None
     if _PARENT_STORE in os.environ:
         port = int(os.environ["MASTER_PORT"])
         store = TCPStore(_HOST, port, is_master=False, timeout=_TIMEOUT)
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = _store_of_this_attempt()
     dist.init_process_group(
         backend,
         store=store,
@@ -206,6 +208,21 @@ def init_process_group(ranks: GivenRanks, backend: str, device: torch.device) ->
         timeout=_TIMEOUT,
         device_id=device if backend == "nccl" else None,
     )
+
+
+def _store_of_this_attempt() -> PrefixStore | None:
+    """The elastic agent's store, without what workers of earlier attempts wrote into it.
+
+    torch keeps one store for all attempts, in which a restarted worker may find the address of a
+    peer that is dead, and wait for it until the time-out. Agents of several machines count their
+    attempts for themselves, so there only TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 helps.
+    """
+    env = os.environ
+    if env.get("GROUP_WORLD_SIZE") != "1":
+        return None
+    address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    agents = TCPStore(address, port, is_master=False, timeout=_TIMEOUT)
+    return PrefixStore(f"attempt {env['TORCHELASTIC_RESTART_COUNT']}", agents)
 
 
 def _die_with_parent() -> None:

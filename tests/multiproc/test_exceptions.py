@@ -389,14 +389,24 @@ def test_an_exception_on_all_ranks(setting: str) -> None:
 
 
 @ranks(2, timeout=120)
-@pytest.mark.parametrize("setting", ["plain", "mixed", "offload"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param("plain", marks=pytest.mark.extended),
+        pytest.param("mixed", marks=pytest.mark.extended),
+        "offload",
+    ],
+)
 def test_an_exception_while_gradients_accumulate(setting: str) -> None:
     with _without_collector():
         _try_all(SETTINGS[setting], accumulates=True)
 
 
 @ranks(4, timeout=120)
-@pytest.mark.parametrize("setting", ON_FOUR)
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(s, marks=[] if s == "HSDP" else [pytest.mark.extended]) for s in ON_FOUR],
+)
 def test_an_exception_on_a_mesh(setting: str) -> None:
     with _without_collector():
         _try_all(ON_FOUR[setting], accumulates="HSDP" in setting)

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from fsdp2.examples import checkpointing, data, lora, parallel, reporting
+from fsdp2.examples import checkpointing, data, launch, lora, parallel, reporting
 from fsdp2.examples.model import (
     PRESETS,
     Attention,
@@ -596,3 +597,26 @@ def test_checkpoint_without_numpy_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="--checkpoint needs NumPy"):
         parse(["--checkpoint", "somewhere"], None)
+
+
+# --- restarted by an elastic agent ---------------------------------------------------------------
+
+
+def test_a_restarted_worker_does_not_see_what_dead_ones_wrote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agents = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(agents.port))
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    stores = []
+    for attempt in range(2):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        store = launch._store_of_this_attempt()
+        assert store is not None
+        stores.append(store)
+    stores[0].set("address of rank 0", "of a dead process")
+    assert stores[0].check(["address of rank 0"])
+    assert not stores[1].check(["address of rank 0"])
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")  # agents that count apart
+    assert launch._store_of_this_attempt() is None
