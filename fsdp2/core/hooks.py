@@ -28,10 +28,10 @@ from torch.optim.optimizer import (
 )
 
 from fsdp2.core.config import MixedPrecisionPolicy, ShardingStateError
-from fsdp2.core.group import OptimizerSteps, State
+from fsdp2.core.group import OptimizerSteps
 from fsdp2.core.nested import grad_tensors, map_tensors
 from fsdp2.core.param import GATHERED, OWNER, REPLACED, ModuleSlot
-from fsdp2.core.registrations import Registrations, check_registered
+from fsdp2.core.registrations import Registrations, check_registered, follow_replaced
 from fsdp2.core.scheduler import Scheduler
 from fsdp2.core.streams import Streams
 from fsdp2.core.unit import Phase, Unit
@@ -177,8 +177,7 @@ class UnitHooks:
             for below in hooks_below(module):
                 ignored |= below.ignored
                 for group in below.unit.groups:
-                    if group.state is State.SHARDED and any(p.was_replaced() for p in group.params):
-                        group.reregister()
+                    follow_replaced(group)
                     managed.update({slot: p for p in group.params for slot in p.slots})
             try:
                 check_registered(module, managed, ignored)
