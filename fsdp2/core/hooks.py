@@ -28,13 +28,12 @@ from torch.optim.optimizer import (
 )
 
 from fsdp2.core.config import MixedPrecisionPolicy, ShardingStateError
-from fsdp2.core.group import State
 from fsdp2.core.journal import log_layout
 from fsdp2.core.misuse import explain, failure_of
 from fsdp2.core.nested import grad_tensors, map_tensors
 from fsdp2.core.param import GATHERED, OWNER, REPLACED, ModuleSlot, ModuleSlots
 from fsdp2.core.progress import OptimizerSteps
-from fsdp2.core.registrations import Registrations, check_registered
+from fsdp2.core.registrations import Registrations, check_registered, follow_replaced
 from fsdp2.core.scheduler import Scheduler
 from fsdp2.core.streams import Streams
 from fsdp2.core.uncompiled import see_through, uncompiled, uncompiled_methods
@@ -218,8 +217,7 @@ class UnitHooks:
             for below in hooks_below(module):
                 ignored.update(below.ignored)
                 for group in below.unit.groups:
-                    if group.state is State.SHARDED and any(p.was_replaced() for p in group.params):
-                        group.reregister()
+                    follow_replaced(group)
                     managed.update({slot: p for p in group.params for slot in p.slots})
             try:
                 check_registered(module, managed, ignored)

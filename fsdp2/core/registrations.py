@@ -23,6 +23,7 @@ from torch.nn.modules.module import (
 )
 
 from fsdp2.core.config import ShardingStateError
+from fsdp2.core.group import ParamGroup, State
 from fsdp2.core.param import GATHERED, OWNER, ModuleSlot, ShardedParam
 
 MANAGED = "_fsdp2_managed"
@@ -63,6 +64,17 @@ def mark_managed(params: Iterable[ShardedParam]) -> None:
 def is_managed(module: nn.Module, name: str) -> bool:
     """Whether a unit manages the parameter that ``module`` registers under ``name``."""
     return name in module.__dict__.get(MANAGED, ())
+
+
+def follow_replaced(group: ParamGroup) -> None:
+    """Manage what was put in the places of a group's parameters and is sharded like them."""
+    if group.state is not State.SHARDED:
+        return  # the places are filled with what was gathered
+    replaced = [param for param in group.params if param.was_replaced()]
+    for param in replaced:
+        param.follow_registered()
+    if replaced:
+        group.rebind()
 
 
 def check_registered(

@@ -67,8 +67,7 @@ OPTIONS = {
 
 def main(case):
     accelerator, model, optimizer = prepare(case, **OPTIONS.get(case, {}))
-    unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
-    report_classes(case, unwrapped)
+    report_classes(case, model)
     train(case, accelerator, model, optimizer, range(STEPS + (case == "accumulated")))
     if case == "resumed":
         folder = os.path.join(SCRATCH, "checkpoint")

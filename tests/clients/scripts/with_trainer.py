@@ -72,7 +72,7 @@ def make(case):
 def main(case):
     trainer = make(case)
     trainer.train()
-    report_classes(case, trainer.accelerator.unwrap_model(trainer.model))
+    report_classes(case, trainer.model)
     if case == "resumed":  # from step 2: the same losses again
         trainer = make(case)
         trainer.train(resume_from_checkpoint=os.path.join(SCRATCH, case, "checkpoint-2"))
