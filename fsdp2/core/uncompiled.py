@@ -5,9 +5,8 @@
         ├─ dynamo meets its frame      C looks at the mark and runs it, and all that it calls, as is
         └─ dynamo traces a call of it  finds the attributes and breaks the graph at the call
 
-``torch.compiler.disable`` says the same by a wrapper around the function, which every call pays for,
-compiled or not (`docs/decisions/0010-hooks-are-skipped-by-their-code.md` has the figures), and which
-imports all of dynamo. Here a call is the plain function's: nothing is wrapped.
+``torch.compiler.disable`` says the same by a wrapper around the function, which imports all of
+dynamo and costs every call, compiled or not (figures: docs/decisions/0010). Here nothing is wrapped.
 """
 
 from __future__ import annotations
