@@ -6,7 +6,7 @@
         └─ dynamo traces a call of it  finds the attributes and breaks the graph at the call
 
 ``torch.compiler.disable`` says the same by a wrapper around the function, which imports all of
-dynamo and costs every call, compiled or not (figures: docs/decisions/0010). Here nothing is wrapped.
+dynamo and costs every call, compiled or not (figures in docs/decisions/0010). This wraps nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def uncompiled(function: F) -> F:
         ``torch.compiler.disable``.)
     """
     if not _skip(function, recursive=True):
-        return torch.compiler.disable(function, reason=_REASON)  # type: ignore[no-any-return]
+        return torch.compiler.disable(function, reason=_REASON)
     attributes: Any = function
     attributes._torchdynamo_disable = True
     attributes._torchdynamo_disable_msg = _REASON

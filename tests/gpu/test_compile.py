@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp2
 from tests.common.compiling import DIM, OUT, Stack, fresh_dynamo
 from tests.common.models import seeded
-from tests.common.parity import Tolerance, assert_close, full_grads
+from tests.common.parity import Tolerance, assert_close, full
 from tests.common.workers import ranks
 
 STEPS = 6
@@ -24,7 +24,7 @@ TOLERANCE = Tolerance(rtol=1e-4, atol=1e-4)
 
 
 def _train(mode: str | None, keep: bool = False) -> tuple[list[Any], set[int]]:
-    """Gradients of every step; addresses of the first block's gathered weight from the second on."""
+    """Gradients of every step; addresses of the first block's gathered weight after the first."""
     model: Any = seeded(Stack).cuda()
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     for block in model.blocks:
@@ -47,7 +47,7 @@ def _train(mode: str | None, keep: bool = False) -> tuple[list[Any], set[int]]:
         torch.manual_seed(step)
         x, target = torch.randn(4, DIM, device="cuda"), torch.randn(4, OUT, device="cuda")
         (model(x) - target).square().mean().backward()
-        done.append(full_grads(model))
+        done.append({name: full(param.grad) for name, param in model.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
     return done, addresses
