@@ -5,9 +5,8 @@
         ├─ dynamo meets its frame      C looks at the mark and runs it, and all that it calls, as is
         └─ dynamo traces a call of it  finds the attributes and breaks the graph at the call
 
-``torch.compiler.disable`` says the same by a wrapper around the function, which every call pays for,
-compiled or not (`docs/decisions/0010-hooks-are-skipped-by-their-code.md` has the figures), and which
-imports all of dynamo. Here a call is the plain function's: nothing is wrapped.
+``torch.compiler.disable`` says the same by a wrapper around the function, which imports all of
+dynamo and costs every call, compiled or not (figures in docs/decisions/0010). This wraps nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def uncompiled(function: F) -> F:
         ``torch.compiler.disable``.)
     """
     if not _skip(function, recursive=True):
-        return torch.compiler.disable(function, reason=_REASON)  # type: ignore[no-any-return]
+        return torch.compiler.disable(function, reason=_REASON)
     attributes: Any = function
     attributes._torchdynamo_disable = True
     attributes._torchdynamo_disable_msg = _REASON

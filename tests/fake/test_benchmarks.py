@@ -68,6 +68,7 @@ def test_presets_have_the_parameters_they_are_named_for():
         ["benchmarks/host_cost.py", "--blocks", "2", "--world-size", "8,16"],
         ["-m", "benchmarks.host_cost", "--blocks", "2", "--precision", "mixed", "--c10d"],
         ["benchmarks/step.py", "--preset", "tiny", "--device", "cpu"],
+        ["benchmarks/compile.py", "--layers", "1", "--backend", "aot_eager"],
     ],
 )
 def test_scripts_run(command, tmp_path):

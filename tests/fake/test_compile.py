@@ -88,8 +88,10 @@ def test_a_compiled_root_leaves_its_blocks_whole(way: str) -> None:
     assert compiler.operators == 2 * operators
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
-@pytest.mark.parametrize("checkpoints", [None, IN_FORWARD, OUTSIDE_FSDP, INSIDE_FSDP])
+@pytest.mark.parametrize(
+    ("checkpoints", "mixed"),
+    [(None, True), (IN_FORWARD, False), (OUTSIDE_FSDP, True), (INSIDE_FSDP, False)],
+)
 def test_features_add_no_graph(checkpoints: str | None, mixed: bool) -> None:
     policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16 if mixed else None, torch.float32)
     graphs = _graphs_by_iteration(
@@ -100,7 +102,11 @@ def test_features_add_no_graph(checkpoints: str | None, mixed: bool) -> None:
         mp_policy=policy,
     )
     assert graphs[2] == graphs[0], "compiled again for the same shapes"
-    assert graphs[-1] - graphs[2] <= graphs[0], "more than once for other batch sizes"
+    # Around the unit, forward's input is a view and recomputation's is not: a graph for each, once
+    # sizes are dynamic (as with torch's FSDP2).
+    most = 2 if checkpoints == OUTSIDE_FSDP else 1
+    assert graphs[3] - graphs[2] <= most * graphs[0], "more than once for other batch sizes"
+    assert graphs[3:] == graphs[3:4] * 3, "again, for sizes that the last graph knows"
     assert not graph_breaks()
 
 
@@ -251,6 +257,3 @@ def test_a_unit_makes_as_many_python_calls_as_its_hooks_bodies() -> None:
     assert pre.__func__.__code__ is vars(UnitHooks)["pre_forward"].__code__
     assert post.__func__.__code__ is vars(UnitHooks)["post_forward"].__code__
     assert pre.__self__ is post.__self__ is hooks
-    assert {code.co_filename for code in (pre.__func__.__code__, post.__func__.__code__)} == {
-        __import__("fsdp2.core.hooks", fromlist=["hooks"]).__file__
-    }

@@ -1,0 +1,70 @@
+"""Compiled blocks on a GPU: inductor's kernels, and CUDA graphs over parameters that stay put."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp2
+from tests.common.compiling import DIM, OUT, Stack, fresh_dynamo
+from tests.common.models import seeded
+from tests.common.parity import Tolerance, assert_close, full
+from tests.common.workers import ranks
+
+STEPS = 6
+
+# Matmuls of width 8 in fp32, by cuBLAS in either case; norms and gelu fused by inductor: a few
+# roundings, fed back through six steps of SGD.
+TOLERANCE = Tolerance(rtol=1e-4, atol=1e-4)
+
+
+def _train(mode: str | None, keep: bool = False) -> tuple[list[Any], set[int]]:
+    """Gradients of every step; addresses of the first block's gathered weight after the first."""
+    model: Any = seeded(Stack).cuda()
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    for block in model.blocks:
+        if mode is not None:
+            block.compile(mode=mode, fullgraph=True)
+        fsdp2.fully_shard(block, mesh=mesh)
+    fsdp2.fully_shard(model, mesh=mesh)
+    model.set_keep_unsharded_storage(keep)
+    addresses: set[int] = set()
+
+    def note(module: nn.Module, *_: Any) -> None:
+        if step:
+            addresses.add(module.up.weight.data_ptr())
+
+    model.blocks[0].register_forward_pre_hook(note)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    done = []
+    for step in range(STEPS):
+        torch.compiler.cudagraph_mark_step_begin()
+        torch.manual_seed(step)
+        x, target = torch.randn(4, DIM, device="cuda"), torch.randn(4, OUT, device="cuda")
+        (model(x) - target).square().mean().backward()
+        done.append({name: full(param.grad) for name, param in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    return done, addresses
+
+
+@ranks(2, timeout=300)
+def test_inductor_matches_eager() -> None:
+    with fresh_dynamo():
+        compiled, _ = _train("default")
+    assert_close(compiled, _train(None)[0], TOLERANCE, "eager")
+
+
+@ranks(2, timeout=300)
+@pytest.mark.extended
+def test_cuda_graphs_replay_where_memory_is_kept() -> None:
+    """With `set_keep_unsharded_storage(True)` a graph's parameters are where it was recorded."""
+    with fresh_dynamo():
+        compiled, addresses = _train("reduce-overhead", keep=True)
+    assert len(addresses) == 1
+    assert_close(compiled, _train(None)[0], TOLERANCE, "eager")
