@@ -400,6 +400,10 @@ def global_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
     """Seconds that a collective of ``group`` waits for other ranks."""
-    options = getattr(group._get_backend(device), "options", None)
+    try:
+        backend: Any = group._get_backend(device)
+    except RuntimeError:  # a group of a class of its own, which has no backend
+        backend = None
+    options = getattr(backend, "options", None)
     timeout = getattr(options, "_timeout", None) or dist.default_pg_timeout
     return float(timeout.total_seconds())
