@@ -247,7 +247,7 @@ class CheckedGroup(ParamGroup):
     def _agree_on_reduction(
         self, jobs: list[tuple[SegmentReduction, Job]], all_reduce: bool
     ) -> None:
-        details: dict[str, str] = {"requires_all_reduce": str(all_reduce)}
+        details: dict[str, str] = {"requires_all_reduce": str(bool(all_reduce))}
         found = {id(reduction): job for reduction, job in jobs}
         for reduction in self._reductions:
             job = found.get(id(reduction))
