@@ -35,13 +35,14 @@ from fsdp2.core.config import (
     NonFiniteGradientError,
     RankMismatchError,
 )
-from fsdp2.core.group import ParamGroup, State
+from fsdp2.core.group import ParamGroup
 from fsdp2.core.hooks import UnitHooks, all_hooks
 from fsdp2.core.param import compute_dtype, is_extended
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.reduction import Job, PendingReduction, SegmentReduction
 from fsdp2.core.selection import Plan, axes_in
 from fsdp2.core.sharding import local_of
+from fsdp2.core.states import State
 from fsdp2.core.streams import Lane
 from fsdp2.core.unit import Phase
 
@@ -142,7 +143,7 @@ class Checks:
             cls._agreement = None
         if cls._agreement is None:
             board = StoreBoard(f"fsdp2/debug/{cls.runs}")
-            cls._agreement = Agreement(board, lambda: OptimizerSteps.count)
+            cls._agreement = Agreement(board, lambda: OptimizerSteps.ended)
             _announce_exit()
         return cls._agreement
 

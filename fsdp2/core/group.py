@@ -1,11 +1,6 @@
 """One communication unit: a group of parameters that are gathered and reduced together.
 
-    SHARDED ──start_unshard──> GATHERING ──finish_unshard──> UNSHARDED
-       ^                        │     ^                       │     │
-       └────────reshard─────────┴─────┼────────reshard────────┘     │
-       │                        start_unshard                shard_smaller
-       └────────reshard────────── RESHARDED <───────────────────────┘
-
+    state    State            see `fsdp2.core.states`
     shard    FlatBuffer       [segment | segment …]   this rank's rows, for good
     _mirror  TransientBuffer  the same, on the device, where the shards are offloaded to the CPU
     _full    TransientBuffer  [segment | segment …]   the gathered rows, between acquire and release
@@ -18,7 +13,6 @@ The group owns this state and nothing else does; the scheduler decides when to m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import Any
 from weakref import WeakMethod
 
@@ -35,32 +29,12 @@ from fsdp2.core.param import ShardedParam, Swap, compute_dtype, follow_requires_
 from fsdp2.core.post_forward import PostForward, SmallerGroup
 from fsdp2.core.progress import OptimizerSteps, communication_error
 from fsdp2.core.reduction import Job, PendingReduction, ReductionSpec, SegmentReduction
+from fsdp2.core.states import State
 from fsdp2.core.streams import Lane, Streams
 from fsdp2.core.transport import Route, SegmentTransport, make_transports
 
 Observer = Callable[[str, str], None]
 """Called with (operation, group name); operations are listed in `ParamGroup.observer`."""
-
-
-class State(Enum):
-    """Where a group's parameters are."""
-
-    SHARDED = "sharded"
-    GATHERING = "gathering"
-    UNSHARDED = "unsharded"
-    RESHARDED = "resharded to a smaller group"
-
-
-_MOVES = {
-    "start_unshard": {State.SHARDED: State.GATHERING, State.RESHARDED: State.GATHERING},
-    "finish_unshard": {State.GATHERING: State.UNSHARDED},
-    "shard_smaller": {State.UNSHARDED: State.RESHARDED},
-    "reshard": {
-        State.GATHERING: State.SHARDED,
-        State.UNSHARDED: State.SHARDED,
-        State.RESHARDED: State.SHARDED,
-    },
-}
 
 
 class ParamGroup:
@@ -374,7 +348,7 @@ class ParamGroup:
             route = self._smaller.route
         else:
             self._gathered_at = OptimizerSteps.count
-        self.state, self._taken = self._target("start_unshard"), route
+        self.state, self._taken = self.state.after("start_unshard", self.name), route
         streams = self.streams
         if route.early:
             self._full.acquire()
@@ -409,7 +383,7 @@ class ParamGroup:
 
     def finish_unshard(self) -> None:
         """Make COMPUTE wait for the all-gather and register the gathered parameters."""
-        target = self._target("finish_unshard")
+        target = self.state.after("finish_unshard", self.name)
         route = self._taken
         self._await_gather()
         if not route.early:
@@ -434,7 +408,7 @@ class ParamGroup:
         if self._smaller is None:
             self.reshard()
             return
-        target = self._target("shard_smaller")
+        target = self.state.after("shard_smaller", self.name)
         self._smaller.keep()
         for store, name, param in self._smaller.swaps:
             store[name] = param
@@ -448,7 +422,7 @@ class ParamGroup:
         state = self.state
         if state is State.SHARDED:
             return
-        target = self._target("reshard")
+        target = self.state.after("reshard", self.name)
         if state is State.GATHERING:  # a prefetch that nobody used: over before its memory goes
             self._await_gather()
             for transport in self._taken.transports:
@@ -584,17 +558,6 @@ class ParamGroup:
             self.bind_reductions()
 
     # ---- state
-
-    def _target(self, action: str) -> State:
-        """The state that ``action`` ends in; set at its end, so that one that raises is undone."""
-        target = _MOVES[action].get(self.state)
-        if target is None:
-            raise ShardingStateError(
-                f"cannot {action} the parameters of '{self.name}', which are "
-                f"{self.state.value}; after an exception in forward or backward, call "
-                f"reset_iter_state() on the root module"
-            )
-        return target
 
     def _require_sharded(self, action: str) -> None:
         if self.state is not State.SHARDED:

@@ -422,6 +422,7 @@ def _watch_optimizers() -> None:
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer in seen and seen[optimizer][2]:
             OptimizerSteps.count += 1
+            OptimizerSteps.ended += 1
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)

@@ -13,10 +13,15 @@ from fsdp2.core.config import CommunicationError
 class OptimizerSteps:
     """Counts optimizer steps in this process; parameters gathered before one are out of date.
 
-    The count is a fact that ranks share, so that all of them gather again or none does.
+    The counts are facts that ranks share, so that all of them gather again or none does.
+
+    Attributes:
+        count: how often parameters may have changed: where steps begin, and where they end.
+        ended: steps that have ended.
     """
 
     count = 0
+    ended = 0
 
 
 class CollectiveError(RuntimeError):
@@ -36,6 +41,6 @@ def communication_error(
     backward = torch._C._current_graph_task_id() != -1
     return CommunicationError(
         f"the {operation} of unit '{unit}' failed in {'backward' if backward else 'forward'}, "
-        f"iteration {OptimizerSteps.count}, most likely as another rank has ended, is too late or "
+        f"iteration {OptimizerSteps.ended}, most likely as another rank has ended, is too late or "
         f"is at another step, which fsdp2.debug(check_ranks=True) or FSDP2_DEBUG=1 finds: {error}"
     )

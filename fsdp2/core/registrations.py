@@ -23,8 +23,9 @@ from torch.nn.modules.module import (
 )
 
 from fsdp2.core.config import ShardingStateError
-from fsdp2.core.group import ParamGroup, State
+from fsdp2.core.group import ParamGroup
 from fsdp2.core.param import GATHERED, OWNER, ModuleSlot, ShardedParam
+from fsdp2.core.states import State
 
 MANAGED = "_fsdp2_managed"
 """Attribute of a module: the names of its parameters that a unit manages."""

@@ -23,11 +23,12 @@ from typing import Any
 from torch.autograd import profiler
 
 from fsdp2.core.config import ShardingStateError
-from fsdp2.core.group import ParamGroup, State
+from fsdp2.core.group import ParamGroup
 from fsdp2.core.journal import SCHEDULE
 from fsdp2.core.progress import CollectiveError, communication_error
 from fsdp2.core.ranges import record_ranges
 from fsdp2.core.reduction import PendingReduction
+from fsdp2.core.states import State
 from fsdp2.core.streams import SIDE_LANES, Lane, Streams
 from fsdp2.core.unit import Phase, Unit
 

@@ -35,8 +35,8 @@ from fsdp2 import (
     fully_shard,
 )
 from fsdp2.core.collectives import GroupCollectives
-from fsdp2.core.group import State
 from fsdp2.core.hooks import hooks_of
+from fsdp2.core.states import State
 from tests.common.errors import catalogue, raises
 from tests.common.tensors import Aliased, extend
 

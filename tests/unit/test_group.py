@@ -9,11 +9,12 @@ import torch
 
 from fsdp2 import MixedPrecisionPolicy, ShardingStateError
 from fsdp2.core.config import GroupOptions
-from fsdp2.core.group import ParamGroup, State
+from fsdp2.core.group import ParamGroup
 from fsdp2.core.param import compute_dtype
 from fsdp2.core.post_forward import SmallerGroup
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.simulate import Node, Simulation
+from fsdp2.core.states import State
 from fsdp2.core.streams import Lane
 from fsdp2.core.virtual import VirtualCollectives, VirtualDevice, VirtualTensor
 

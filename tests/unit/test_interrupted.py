@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from fsdp2.core.config import CPUOffloadPolicy, MixedPrecisionPolicy
-from fsdp2.core.group import State
 from fsdp2.core.simulate import Node, Simulation
+from fsdp2.core.states import State
 from fsdp2.core.unit import Phase
 from fsdp2.core.virtual import Allocation, VirtualDevice
 from tests.unit._schedules import chain, groups, leaf, unit_of

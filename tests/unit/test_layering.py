@@ -18,6 +18,7 @@ INSIDE = [path for path in FILES if "examples" not in path.relative_to(ROOT).par
 # Each may import those before it only.
 LAYERS = (
     "config",
+    "states",
     "progress",
     "uncompiled",
     "nested",

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPolicy
-from fsdp2.core.group import ParamGroup, State
+from fsdp2.core.group import ParamGroup
 from fsdp2.core.post_forward import SmallerGroup
 from fsdp2.core.simulate import Node, Simulation
+from fsdp2.core.states import State
 from fsdp2.core.streams import Lane
 from fsdp2.core.virtual import HOST, VirtualCollectives, VirtualDevice
 from tests.unit._random_models import Watch, random_tree
