@@ -80,7 +80,7 @@ def debug(
     """
     before = Checks.current()
     if timeout is not None and not timeout > 0:
-        raise ValueError(f"debug(timeout={timeout!r}) is not a positive number of seconds")
+        raise ValueError(f"debug takes a positive number of seconds as timeout, not {timeout!r}")
     settings = replace(
         before,
         check_ranks=before.check_ranks if check_ranks is None else bool(check_ranks),

@@ -38,9 +38,6 @@ LOOK_INTERVAL = 0.1  # seconds between looks at each rank that has not come
 GRACE = 3.0  # seconds that a rank which found a disagreement gives others to say where they are
 _NONE = "-"
 _FAILURE = "failure"
-_SAME_ORDER = (
-    "run the same units in the same order on every rank, on zeros where a rank has no use for one"
-)
 
 
 class Board(Protocol):
@@ -158,7 +155,7 @@ class Agreement:
         if failure != _NONE:
             self._raise(failure)
         if any(note != step.note for note in notes):
-            self._fail(self._sentence(meeting))
+            self._fail(self._error(meeting))
         if number > 1:  # the last note stays, for ranks that ask where this one is
             board.erase(meeting.key(board.rank, back=2))
 
@@ -200,14 +197,14 @@ class Agreement:
         """Raise where those who have come, or who have not, cannot be waited for."""
         came = [meeting.key(rank) for rank in meeting.ranks if rank not in missing]
         if any(note != meeting.step.note for note in self.board.read(came)):
-            self._fail(self._sentence(meeting))
+            self._fail(self._error(meeting))
         if any(self.board.has([self._key("left", rank)]) for rank in missing):
-            self._fail(self._sentence(meeting))
+            self._fail(self._error(meeting))
         circle = self._circle()
         if circle and circle == self._circle():
             self._fail(_describe({rank: f"is at {note['at']}" for rank, note in circle.items()}))
         if waited > timeout:
-            self._fail(self._sentence(meeting, waited))
+            self._fail(self._error(meeting, waited))
 
     def _circle(self) -> dict[int, Any]:
         """Notes of the ranks that wait for this one while it waits for them; empty if none do.
@@ -234,14 +231,14 @@ class Agreement:
 
     # ---- failing
 
-    def _fail(self, sentence: str) -> NoReturn:
-        self._raise(self.board.claim(self._key(_FAILURE), _NONE, sentence))
+    def _fail(self, error: RankMismatchError) -> NoReturn:
+        self._raise(self.board.claim(self._key(_FAILURE), _NONE, str(error)))
 
     def _raise(self, sentence: str) -> NoReturn:
         self._begin()
         raise RankMismatchError(sentence)
 
-    def _sentence(self, meeting: _Meeting, waited: float | None = None) -> str:
+    def _error(self, meeting: _Meeting, waited: float | None = None) -> RankMismatchError:
         """Who is where; without ``waited``, ranks that are under way get a moment to say so."""
         deadline = time.monotonic() + (GRACE if waited is None else 0)
         notes, places = self._places(meeting)
@@ -279,7 +276,7 @@ class Agreement:
             return "has announced no step yet"
         return f"was last at {self.board.read([key])[0].partition('|')[2]}"
 
-    def _differences(self, step: Step, notes: Mapping[int, str]) -> str:
+    def _differences(self, step: Step, notes: Mapping[int, str]) -> RankMismatchError:
         """All that have come are at the same step; what differs in its details."""
         keys = [self._key("details", note.partition("|")[0]) for note in notes.values()]
         everyones = [json.loads(text) for text in self.board.read(keys)]
@@ -291,15 +288,20 @@ class Agreement:
                 said = ", ".join(f"{value} on {_ranks(of)}" for value, of in by_value.items())
                 differing.append(f"{name} is {said}")
         more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
-        return f"ranks disagree about {step.what}: {'; '.join(differing[:3])}{more}; {step.fix}"
+        return RankMismatchError(
+            f"ranks disagree about {step.what}: {'; '.join(differing[:3])}{more}; {step.fix}"
+        )
 
 
-def _describe(places: Mapping[int, str]) -> str:
+def _describe(places: Mapping[int, str]) -> RankMismatchError:
     said = ", ".join(
         f"{_ranks(of)} {place.replace('is at', 'are at', 1) if len(of) > 1 else place}"
         for place, of in _gather(dict(sorted(places.items()))).items()
     )
-    return f"ranks disagree on their next step: {said}; {_SAME_ORDER}"
+    return RankMismatchError(
+        f"ranks disagree on their next step: {said}; run the same units in the same order on every "
+        f"rank, on zeros where a rank has no use for one"
+    )
 
 
 def _gather(values: Mapping[int, str]) -> dict[str, list[int]]:

@@ -130,7 +130,7 @@ class Checks:
         except RuntimeError as error:
             raise CommunicationError(
                 f"the process group's store could not be reached before {step.what}, so the rank "
-                f"that holds it has probably ended: {error}"
+                f"that holds it has probably ended; start all ranks again: {error}"
             ) from error
 
     @classmethod

@@ -42,5 +42,5 @@ def communication_error(
     return CommunicationError(
         f"the {operation} of unit '{unit}' failed in {'backward' if backward else 'forward'}, "
         f"iteration {OptimizerSteps.ended}, most likely as another rank has ended, is too late or "
-        f"is at another step, which fsdp2.debug(check_ranks=True) or FSDP2_DEBUG=1 finds: {error}"
+        f"is at another step; fsdp2.debug(check_ranks=True) or FSDP2_DEBUG=1 finds out: {error}"
     )

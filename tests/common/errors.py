@@ -69,5 +69,13 @@ def raises(entry_id: str) -> Any:
     """``pytest.raises`` for the exception and the whole message of an entry."""
     entry = catalogue()[entry_id]
     kind = getattr(fsdp2, entry.exception, None) or getattr(builtins, entry.exception)
-    literal = [re.escape(part) for part in PLACEHOLDER.split(entry.message)]
-    return pytest.raises(kind, match="(?s)" + ".*?".join(literal))
+    return pytest.raises(kind, match=_pattern(entry))
+
+
+def assert_said(entry_id: str, text: str) -> None:
+    """That ``text``, which an exception of the entry said, is the whole message of an entry."""
+    assert re.fullmatch(_pattern(catalogue()[entry_id]), text), text
+
+
+def _pattern(entry: Entry) -> str:
+    return "(?s)" + ".*?".join(re.escape(part) for part in PLACEHOLDER.split(entry.message))
