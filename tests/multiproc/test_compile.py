@@ -122,7 +122,9 @@ def _check(way: str, backend: str, *, torch_too: bool = True, **options: Any) ->
     with fresh_dynamo():
         compiler = Compiler(backend, fullgraph)
         ours = _train(OURS, way, compiler, **options)
-        assert compiler.graphs
+        # torch runs a checkpointed function whose trace breaks, as at our hooks, in eager mode.
+        falls_back = way in ROOT_WAYS and options.get("checkpoints") == OUTSIDE_FSDP
+        assert bool(compiler.graphs) != falls_back
         assert not (fullgraph and graph_breaks())
         eager = _train(OURS, way, Compiler("none"), **options)
         if exact:
