@@ -188,7 +188,10 @@ def _free_port() -> int:
 def test_survivors_end_by_themselves(
     undisturbed: Yardstick, tmp_path: Path, phase: str, victim: int
 ) -> None:
-    """Nobody ends them here: the connection that closes does, with an error."""
+    """Nobody ends them here: the connection that closes does, with an error.
+
+    Where they waited for a unit's parameters or gradients, it says which, and when.
+    """
     middle = undisturbed.moments[victim][phase] // 2
     common: dict[str, Any] = {
         "WORLD_SIZE": "2",
@@ -210,3 +213,6 @@ def test_survivors_end_by_themselves(
     code, _, err = ended[1 - victim]
     assert code == 1
     assert re.search(r"^\S*(Error|Exception)\b", err, re.M), err
+    if phase in ("forward", "backward"):
+        where = r"CommunicationError: the [\w-]+ of unit '\S+' failed in \w+, iteration \d+, most "
+        assert re.search(where, err), err
