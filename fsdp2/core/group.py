@@ -375,6 +375,8 @@ class ParamGroup:
                         work = transport.gather()
                         if work is not None:
                             self._works.append(work)
+                except torch.OutOfMemoryError:
+                    raise
                 except RuntimeError as error:
                     raise communication_error("all-gather", self.name, error) from error
             self._gathered_event = streams.record(Lane.ALL_GATHER, "all-gather done")
@@ -468,6 +470,8 @@ class ParamGroup:
         try:
             while self._works:  # one that raises is not waited for again
                 self._works.pop().wait()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise communication_error("all-gather", self.name, error) from error
         if self._taken.gathering or self._taken.loads:

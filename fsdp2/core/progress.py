@@ -31,7 +31,10 @@ class CollectiveError(RuntimeError):
 def communication_error(
     operation: str, unit: str, error: BaseException | None
 ) -> CommunicationError:
-    """What to raise where a collective raised ``error``.
+    """What to raise where a collective raised ``error``: no `torch.OutOfMemoryError`, though.
+
+    That one, a RuntimeError too, is left as it is. And no frame may keep either in a local
+    variable: its traceback refers to the frame, and would keep all that is gathered.
 
     Args:
         operation: for example ``"all-gather"``.

@@ -409,6 +409,8 @@ class SegmentReduction:
             work = self.collectives.reduce_scatter_many(job.outputs, job.grads, self._kind)
             if work is not None:
                 work.wait()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise CollectiveError("reduce-scatter") from error
 
@@ -417,6 +419,8 @@ class SegmentReduction:
             work = self.collectives.reduce_scatter(job.flat, self._input, self._kind)
             if work is not None:
                 work.wait()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise CollectiveError("reduce-scatter") from error
 
@@ -428,6 +432,8 @@ class SegmentReduction:
             )
             if work is not None:
                 work.wait()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise CollectiveError("reduce-scatter") from error
         self.kernels.copy(job.flat, job.scattered)
@@ -456,6 +462,8 @@ class SegmentReduction:
             work = self.replicas.all_reduce(job.flat, self._replica_kind)
             if work is not None:
                 work.wait()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise CollectiveError("all-reduce") from error
 

@@ -338,8 +338,9 @@ class Scheduler:
                 try:
                     pending = group.reduce(jobs, unit.all_reduce)
                 except CollectiveError as failed:
-                    error = failed.__cause__
-                    raise communication_error(str(failed), group.name, error) from error
+                    raise communication_error(
+                        str(failed), group.name, failed.__cause__
+                    ) from failed.__cause__
                 if pending is not None:
                     self._pending.append(pending)
 
