@@ -57,9 +57,17 @@ def place(
     Without sharding (and for DDP, which has no mixed precision of this kind) the model itself is
     in the compute dtype.
     """
+    shard(model, variant, precision, world_size, device)
+    return materialise(model, variant, precision, device)
+
+
+def shard(
+    model: nn.Module, variant: str, precision: str, world_size: int, device: torch.device
+) -> None:
+    """The first half of `place`: what can be done to a model that has no memory yet."""
     mixed = precision == "mixed"
     if variant in ("torch", "fsdp2"):
-        fully_shard, policy = _fsdp2_api(variant)
+        fully_shard, policy = fsdp2_api(variant)
         options: dict[str, Any] = {"mesh": null_mesh(world_size, device.type)}
         if mixed:
             options["mp_policy"] = policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -70,12 +78,16 @@ def place(
         model.to(input_dtype(variant, precision))
     elif variant not in VARIANTS:
         raise ValueError(f"unknown variant {variant!r}: choose among {', '.join(VARIANTS)}")
+
+
+def materialise(model: nn.Module, variant: str, precision: str, device: torch.device) -> nn.Module:
+    """The second half of `place`: memory, values, and the runtimes that have to see those."""
     model.to_empty(device=device)
     model.reset_parameters()
     if variant == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     if variant == "fsdp1":
-        return _fsdp1(model, mixed, device)
+        return _fsdp1(model, precision == "mixed", device)
     return model
 
 
@@ -85,7 +97,8 @@ def input_dtype(variant: str, precision: str) -> torch.dtype:
     return torch.bfloat16 if in_bf16 else torch.float32
 
 
-def _fsdp2_api(variant: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def fsdp2_api(variant: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`fully_shard` and `MixedPrecisionPolicy` of "torch" or "fsdp2"; imports them."""
     if variant == "torch":
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     else:
