@@ -1,18 +1,16 @@
 """Parameter shapes of public models, from the values of their config.json; no weights, no tensors.
 
-    model ──> {"root": (times, shapes), "block": (times, shapes)}
+    model ──> {"root": UnitShapes(1, {name: shape}), "block": UnitShapes(layers, {name: shape})}
 
 A block is one unit, as `fully_shard` is called on each; embedding, head and last norm are the root
 unit. The shapes are those of transformers' modules.
 
-    model          source (Hugging Face)         values
-    Llama-3-8B     meta-llama/Meta-Llama-3-8B    hidden 4096, 32 layers, intermediate 14336, 32 heads
-                                                 and 8 kv heads of 128, vocab 128256
-    Qwen3-4B       Qwen/Qwen3-4B                 hidden 2560, 36 layers, intermediate 9728, 32 heads
-                                                 and 8 kv heads of 128, vocab 151936, tied; q/k norms
-    GPT-OSS-120B   openai/gpt-oss-120b           hidden 2880, 36 layers, 128 experts of intermediate
-                                                 2880, 64 heads and 8 kv heads of 64, vocab 201088,
-                                                 biases, a sink a head
+    Llama-3-8B     config.json of meta-llama/Meta-Llama-3-8B: hidden 4096, 32 layers, intermediate
+                   14336, 32 heads and 8 kv heads of 128, vocab 128256
+    Qwen3-4B       of Qwen/Qwen3-4B: hidden 2560, 36 layers, intermediate 9728, 32 heads and 8 kv
+                   heads of 128, vocab 151936, embedding and head tied; norms of q and k
+    GPT-OSS-120B   of openai/gpt-oss-120b: hidden 2880, 36 layers, 128 experts of intermediate 2880,
+                   64 heads and 8 kv heads of 64, vocab 201088; biases, a sink a head
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class UnitShapes:
-    """The parameters of one communication unit, by name, and how often the model has such a unit."""
+    """One communication unit: its parameters by name, and how often the model has such a unit."""
 
     times: int
     params: dict[str, Shape]

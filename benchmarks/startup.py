@@ -8,8 +8,8 @@ A process starts up once, so each round starts a fresh one for every variant, on
 model is on the meta device and the process group is null (collectives return at once). The parts,
 each with a synchronisation at its end on a GPU:
 
-    first use    all of the following on a throwaway model of one block: what torch imports and makes
-                 when DTensors and autograd are first used, the same for every runtime
+    first use    all of the following on a throwaway model of one block: mostly what torch imports
+                 when DTensors are first used, the same for every runtime
     shard        `fully_shard` on every block and on the root
     materialise  `to_empty` and `reset_parameters`
     first        the first step: forward, backward and `zero_grad(set_to_none=True)`
