@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from benchmarks.null_group import c10d_cost, init_null_group, null_mesh
+from benchmarks.null_group import NullGroup, Observer, c10d_cost, init_null_group, null_mesh
 
 # "none": no sharding, the floor that every runtime adds to. "torch": torch's FSDP2.
 VARIANTS = ("none", "torch", "fsdp2", "fsdp1", "ddp")
@@ -89,6 +90,21 @@ def materialise(model: nn.Module, variant: str, precision: str, device: torch.de
     if variant == "fsdp1":
         return _fsdp1(model, precision == "mixed", device)
     return model
+
+
+def observe(model: nn.Module, observer: Observer | None) -> None:
+    """Let ``observer`` see the collectives of a placed model from now on; ``None``: nobody.
+
+    fsdp2 keeps the methods that it found in its process group, so that it has to look again.
+    """
+    from fsdp2.core.hooks import hooks_below  # not at the top: other variants are without fsdp2
+
+    group = dist.group.WORLD
+    assert isinstance(group, NullGroup)
+    group.observe(observer)
+    found = {id(g.collectives): g.collectives for h in hooks_below(model) for g in h.unit.groups}
+    for collectives in found.values():
+        collectives.__init__(collectives.group, collectives.device, collectives._asynchronous)
 
 
 def input_dtype(variant: str, precision: str) -> torch.dtype:

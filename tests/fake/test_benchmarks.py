@@ -5,9 +5,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from benchmarks import host_cost, kernels, stats, workers
-from benchmarks.models import PRESETS
+from benchmarks import host_cost, kernels, stats, variants, workers
+from benchmarks.models import PRESETS, tiny_blocks
+from benchmarks.null_group import CallLog, null_world
 
 
 def test_ratio_is_taken_round_by_round():
@@ -61,6 +63,21 @@ def test_presets_have_the_parameters_they_are_named_for():
     assert round(PRESETS["2.8b"].parameters / 1e9, 2) == 2.83
 
 
+@pytest.mark.parametrize("variant", ["torch", "fsdp2"])
+def test_collectives_of_a_sharded_model_can_be_observed_and_no_longer(variant):
+    """fsdp2 keeps the methods that it found in the process group when it was sharded."""
+    with null_world(8):
+        model = variants.place(tiny_blocks(1), variant, "fp32", 8, torch.device("cpu"))
+        x = torch.randn(4, 16, requires_grad=True)
+        log = CallLog()
+        variants.observe(model, log)
+        model(x).sum().backward()
+        assert len(log.calls) == 3
+        variants.observe(model, None)
+        model(x).sum().backward()
+        assert len(log.calls) == 3
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize(
     "command",
@@ -69,13 +86,26 @@ def test_presets_have_the_parameters_they_are_named_for():
         ["-m", "benchmarks.host_cost", "--blocks", "2", "--precision", "mixed", "--c10d"],
         ["benchmarks/step.py", "--preset", "tiny", "--device", "cpu"],
         ["benchmarks/compile.py", "--layers", "1", "--backend", "aot_eager"],
+        ["benchmarks/gloo.py", "--preset", "tiny", "--data", "docs"],
     ],
 )
 def test_scripts_run(command, tmp_path):
-    file = tmp_path / "result.json"
-    burst = ["--rounds", "2", "--steps", "2", "--json", str(file)]
+    burst = ["--rounds", "2", "--steps", "2"]
+    _run_and_check([*command, *burst], tmp_path)
+
+
+@pytest.mark.extended
+def test_start_up_runs(tmp_path):
+    _run_and_check(["benchmarks/startup.py", "--blocks", "2", "--rounds", "1"], tmp_path)
+
+
+def _run_and_check(command, folder):
+    file = folder / "result.json"
     done = subprocess.run(
-        [sys.executable, *command, *burst], cwd=workers.ROOT, capture_output=True, text=True
+        [sys.executable, *command, "--json", str(file)],
+        cwd=workers.ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert "fsdp2" in done.stdout
