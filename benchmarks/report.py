@@ -26,7 +26,7 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmarks import budget, compile, padding, stats
+from benchmarks import budget, compile, padding, scaling, stats
 
 Bar = tuple[float, float, float]
 """Median, smallest, largest."""
@@ -70,16 +70,20 @@ def _bar(values: Sequence[float]) -> Bar:
     return (found.median, found.min, found.max)
 
 
+def _ratio_notes(ratios: dict[str, dict[str, float]]) -> list[str]:
+    return [
+        f"{label}: **{ratio['median']:.3f}** [{ratio['min']:.3f} .. {ratio['max']:.3f}]"
+        for label, ratio in ratios.items()
+    ]
+
+
 def _rounds(title: str, result: dict[str, Any], kinds: Sequence[str], primary: str) -> Section:
     """Variants by kinds of figures; bars of the primary one."""
     rounds = result["rounds"]
     rows = [
         (label, *(_summary(values[kind]) for kind in kinds)) for label, values in rounds.items()
     ]
-    notes = [
-        f"{label}: **{ratio['median']:.3f}** [{ratio['min']:.3f} .. {ratio['max']:.3f}]"
-        for label, ratio in result.get("ratios", {}).items()
-    ]
+    notes = _ratio_notes(result.get("ratios", {}))
     bars = {primary: {label: _bar(values[primary]) for label, values in rounds.items()}}
     return Section(title, ("variant", *kinds), rows, notes, bars=bars)
 
@@ -138,6 +142,16 @@ def _compile(results: dict[str, Any], device: str) -> list[Section]:
     return [_rounds(title, {"rounds": rounds, "ratios": ratios}, (primary, "host"), primary)]
 
 
+def _scaling(results: dict[str, Any], device: str) -> list[Section]:
+    header, rows = scaling.table(results)
+    bars: dict[str, dict[str, Bar]] = {}
+    for case, by_variant in results["rounds"].items():
+        for variant, values in by_variant.items():
+            bars.setdefault(variant, {})[case] = _bar(values)
+    title = f"Host time with more blocks and parameters, {results['precision']}"
+    return [Section(title, header, rows, _ratio_notes(results["ratios"]), bars=bars)]
+
+
 def _startup(results: dict[str, Any], device: str) -> list[Section]:
     options = results["options"]
     kinds = list(next(iter(results["rounds"].values())))
@@ -193,6 +207,7 @@ READERS: dict[str, Callable[[Any, str], list[Section]]] = {
     "optimizer": _optimizer,
     "step": _step,
     "compile": _compile,
+    "scaling": _scaling,
     "startup": _startup,
     "gloo": _gloo,
     "collective_cost": _collective_cost,

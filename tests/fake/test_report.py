@@ -78,6 +78,15 @@ FILES: dict[str, tuple[Any, str]] = {
     ),
     "step": (STEP, "- fsdp2 / torch, wall: **1.000** [1.000 .. 1.000]"),
     "compile": (COMPILE, "- fsdp2 compiled / torch compiled: **1.000** [1.000 .. 1.000]"),
+    "scaling": (
+        {
+            "precision": "fp32",
+            "cases": {"2x5": {"blocks": 2, "parameters": 10}},
+            "rounds": {"2x5": {"none": [1.0], "fsdp2": [1.5]}},
+            "ratios": {},
+        },
+        "| 2x5 | fsdp2 | 1.50  [1.50 .. 1.50] | 250.0 | 50.00 |",
+    ),
     "startup": (STARTUP, "### Start-up, 100 blocks of 10 parameters, fp32, ms"),
     "gloo": (GLOO, "| torch | 12.00 [10.00 .. 20.00] |"),
     "collective_cost": (
