@@ -28,11 +28,10 @@ if __package__ in (None, ""):  # run as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
-import torch.distributed as dist
 
 from benchmarks import stats, step, variants, workers
 from benchmarks.models import PRESETS, Llama, LlamaConfig
-from benchmarks.null_group import NullGroup, fill_gathered
+from benchmarks.null_group import fill_gathered
 
 WARMUP_STEPS = 5
 EAGER = "eager"
@@ -53,18 +52,15 @@ def make_worker(spec: dict[str, Any]) -> workers.Handler:
     if spec["backend"] is not None:
         for block in model.blocks:
             block.compile(backend=spec["backend"], fullgraph=True)
-    run = step.make_step(
-        variants.place(model, variant, precision, world_size, device), config, device
-    )
-    group = dist.group.WORLD
-    assert isinstance(group, NullGroup)
-    group.observe(fill_gathered)
+    model = variants.place(model, variant, precision, world_size, device)
+    run = step.make_step(model, config, device)
+    variants.observe(model, fill_gathered)
     start = time.perf_counter()
     run()
     first = time.perf_counter() - start
     for _ in range(WARMUP_STEPS):
         run()
-    group.observe(None)
+    variants.observe(model, None)
     for _ in range(WARMUP_STEPS):
         run()
     graphs = _graphs()

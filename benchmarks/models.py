@@ -7,6 +7,7 @@ device, sharded, given storage with `to_empty` and only then filled: no rank eve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -100,9 +101,15 @@ class BlockStack(nn.Module):
                 fill_normal(layer.weight, fan_in**-0.5)  # outputs about as large as inputs
 
 
-def tiny_blocks(n_blocks: int = 32, params_per_block: int = 9, dim: int = 16) -> BlockStack:
-    """Blocks of [dim, dim] linear layers; dim must be a multiple of 8 for world size 8."""
-    return BlockStack([TinyBlock(params_per_block, dim) for _ in range(n_blocks)], dim)
+def tiny_blocks(
+    n_blocks: int = 32, params_per_block: int | Sequence[int] = 9, dim: int = 16
+) -> BlockStack:
+    """Blocks of [dim, dim] linear layers; dim must be a multiple of 8 for world size 8.
+
+    Of several numbers of parameters the blocks take each in turn.
+    """
+    numbers = [params_per_block] if isinstance(params_per_block, int) else params_per_block
+    return BlockStack([TinyBlock(numbers[i % len(numbers)], dim) for i in range(n_blocks)], dim)
 
 
 def tall_blocks(

@@ -57,6 +57,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
+def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """The same as a table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
 def environment(device_type: str) -> dict[str, Any]:
     """What a figure depends on besides the code: versions, processor, accelerator, command."""
     facts: dict[str, Any] = {

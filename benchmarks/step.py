@@ -33,12 +33,11 @@ if __package__ in (None, ""):  # run as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks import kernels, stats, variants, workers
 from benchmarks.models import PRESETS, Llama, LlamaConfig
-from benchmarks.null_group import NullGroup, fill_gathered
+from benchmarks.null_group import fill_gathered
 
 WARMUP_STEPS = 5
 PROFILED_STEPS = 3
@@ -54,14 +53,13 @@ def make_worker(spec: dict[str, Any]) -> workers.Handler:
     config = LlamaConfig(**spec["config"])
     with torch.device("meta"):
         model = Llama(config)
-    step = make_step(variants.place(model, variant, precision, world_size, device), config, device)
+    model = variants.place(model, variant, precision, world_size, device)
+    step = make_step(model, config, device)
 
-    group = dist.group.WORLD
-    assert isinstance(group, NullGroup)
-    group.observe(fill_gathered)
+    variants.observe(model, fill_gathered)
     for _ in range(WARMUP_STEPS):
         step()
-    group.observe(None)
+    variants.observe(model, None)
     for _ in range(WARMUP_STEPS):
         step()
 

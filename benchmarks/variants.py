@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from benchmarks.null_group import c10d_cost, init_null_group, null_mesh
+from benchmarks.null_group import NullGroup, Observer, c10d_cost, init_null_group, null_mesh
 
 # "none": no sharding, the floor that every runtime adds to. "torch": torch's FSDP2.
 VARIANTS = ("none", "torch", "fsdp2", "fsdp1", "ddp")
@@ -57,9 +58,17 @@ def place(
     Without sharding (and for DDP, which has no mixed precision of this kind) the model itself is
     in the compute dtype.
     """
+    shard(model, variant, precision, world_size, device)
+    return materialise(model, variant, precision, device)
+
+
+def shard(
+    model: nn.Module, variant: str, precision: str, world_size: int, device: torch.device
+) -> None:
+    """The first half of `place`: what can be done to a model that has no memory yet."""
     mixed = precision == "mixed"
     if variant in ("torch", "fsdp2"):
-        fully_shard, policy = _fsdp2_api(variant)
+        fully_shard, policy = fsdp2_api(variant)
         options: dict[str, Any] = {"mesh": null_mesh(world_size, device.type)}
         if mixed:
             options["mp_policy"] = policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -70,13 +79,32 @@ def place(
         model.to(input_dtype(variant, precision))
     elif variant not in VARIANTS:
         raise ValueError(f"unknown variant {variant!r}: choose among {', '.join(VARIANTS)}")
+
+
+def materialise(model: nn.Module, variant: str, precision: str, device: torch.device) -> nn.Module:
+    """The second half of `place`: memory, values, and the runtimes that have to see those."""
     model.to_empty(device=device)
     model.reset_parameters()
     if variant == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     if variant == "fsdp1":
-        return _fsdp1(model, mixed, device)
+        return _fsdp1(model, precision == "mixed", device)
     return model
+
+
+def observe(model: nn.Module, observer: Observer | None) -> None:
+    """Let ``observer`` see the collectives of a placed model from now on; ``None``: nobody.
+
+    fsdp2 keeps the methods that it found in its process group, so that it has to look again.
+    """
+    from fsdp2.core.hooks import hooks_below  # not at the top: other variants are without fsdp2
+
+    group = dist.group.WORLD
+    assert isinstance(group, NullGroup)
+    group.observe(observer)
+    found = {id(g.collectives): g.collectives for h in hooks_below(model) for g in h.unit.groups}
+    for collectives in found.values():
+        collectives.__init__(collectives.group, collectives.device, collectives._asynchronous)
 
 
 def input_dtype(variant: str, precision: str) -> torch.dtype:
@@ -85,7 +113,8 @@ def input_dtype(variant: str, precision: str) -> torch.dtype:
     return torch.bfloat16 if in_bf16 else torch.float32
 
 
-def _fsdp2_api(variant: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def fsdp2_api(variant: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`fully_shard` and `MixedPrecisionPolicy` of "torch" or "fsdp2"; imports them."""
     if variant == "torch":
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     else:

@@ -16,10 +16,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -42,13 +42,17 @@ class Worker:
 
     def wait_until_ready(self) -> dict[str, Any]:
         """Wait for the worker's warm-up; returns what it says about itself."""
-        return self._receive()
+        return self.receive()
 
     def ask(self, **request: Any) -> dict[str, Any]:
+        self.send(**request)
+        return self.receive()
+
+    def send(self, **request: Any) -> None:
+        """The first half of `ask`, for workers that must run together."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        return self._receive()
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -58,7 +62,8 @@ class Worker:
         except subprocess.TimeoutExpired:
             self._process.kill()
 
-    def _receive(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
+        """The second half of `ask`."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -89,8 +94,14 @@ def pool(
             worker.close()
 
 
+class Asked(Protocol):
+    """What takes turns: a worker, or several that run together."""
+
+    def ask(self, **request: Any) -> dict[str, Any]: ...
+
+
 def take_turns(
-    workers: dict[str, Worker], rounds: int, **request: Any
+    workers: Mapping[str, Asked], rounds: int, **request: Any
 ) -> dict[str, list[dict[str, Any]]]:
     """Ask every worker in turn, `rounds` times: answers by label, one a round."""
     answers: dict[str, list[dict[str, Any]]] = {label: [] for label in workers}

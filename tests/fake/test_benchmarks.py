@@ -5,9 +5,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from benchmarks import host_cost, kernels, stats, workers
-from benchmarks.models import PRESETS
+from benchmarks import host_cost, kernels, scaling, startup, stats, variants, workers
+from benchmarks.models import PRESETS, tiny_blocks
+from benchmarks.null_group import CallLog, null_world
 
 
 def test_ratio_is_taken_round_by_round():
@@ -61,6 +63,53 @@ def test_presets_have_the_parameters_they_are_named_for():
     assert round(PRESETS["2.8b"].parameters / 1e9, 2) == 2.83
 
 
+def test_cases_have_the_parameters_they_are_named_for():
+    assert [case.parameters for case in scaling.CASES.values()] == [288, 1152, 3200, 600]
+    case = scaling.CASES["300x1-3"].shrunk(60)
+    assert case.parameters == 1 + 2 + 3 + 1 + 2
+    model = tiny_blocks(case.blocks, case.params)
+    assert len(list(model.parameters())) == case.parameters
+
+
+def test_scaling_compares_what_is_added_a_block():
+    few = {"none": [1.0], "torch": [11.0], "fsdp2": [2.0]}
+    many = {"none": [4.0], "torch": [54.0], "fsdp2": [8.0]}
+    sizes = {"32x9": {"blocks": 32}, "128x9": {"blocks": 128}}
+    found = scaling.ratios({"32x9": few, "128x9": many}, sizes)
+    assert {label: summary.median for label, summary in found.items()} == {
+        "32x9: (fsdp2 - none) / (torch - none)": 0.1,
+        "128x9: (fsdp2 - none) / (torch - none)": 0.08,
+        "torch: added a block, 128x9 / 32x9": 1.25,
+        "fsdp2: added a block, 128x9 / 32x9": 1.0,
+    }
+
+
+def test_start_up_is_sharding_and_the_first_step():
+    rounds = {
+        "torch": {part: [4.0] for part in (*startup.PARTS, startup.TOTAL)},
+        "fsdp2": {part: [1.0] for part in (*startup.PARTS, startup.TOTAL)},
+    }
+    found = startup.ratios(rounds)
+    assert next(iter(found)) == "fsdp2 / torch, shard + first"
+    assert {summary.median for summary in found.values()} == {0.25}
+    assert startup.ratios({"none": rounds["torch"], "fsdp2": rounds["fsdp2"]}) == {}
+
+
+@pytest.mark.parametrize("variant", ["torch", "fsdp2"])
+def test_collectives_of_a_sharded_model_can_be_observed_and_no_longer(variant):
+    """fsdp2 keeps the methods that it found in the process group when it was sharded."""
+    with null_world(8):
+        model = variants.place(tiny_blocks(1), variant, "fp32", 8, torch.device("cpu"))
+        x = torch.randn(4, 16, requires_grad=True)
+        log = CallLog()
+        variants.observe(model, log)
+        model(x).sum().backward()
+        assert len(log.calls) == 3
+        variants.observe(model, None)
+        model(x).sum().backward()
+        assert len(log.calls) == 3
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize(
     "command",
@@ -69,13 +118,27 @@ def test_presets_have_the_parameters_they_are_named_for():
         ["-m", "benchmarks.host_cost", "--blocks", "2", "--precision", "mixed", "--c10d"],
         ["benchmarks/step.py", "--preset", "tiny", "--device", "cpu"],
         ["benchmarks/compile.py", "--layers", "1", "--backend", "aot_eager"],
+        ["benchmarks/scaling.py", "--shrink", "32"],
+        ["benchmarks/gloo.py", "--preset", "tiny", "--data", "docs"],
     ],
 )
 def test_scripts_run(command, tmp_path):
-    file = tmp_path / "result.json"
-    burst = ["--rounds", "2", "--steps", "2", "--json", str(file)]
+    burst = ["--rounds", "2", "--steps", "2"]
+    _run_and_check([*command, *burst], tmp_path)
+
+
+@pytest.mark.extended
+def test_start_up_runs(tmp_path):
+    _run_and_check(["benchmarks/startup.py", "--blocks", "2", "--rounds", "1"], tmp_path)
+
+
+def _run_and_check(command, folder):
+    file = folder / "result.json"
     done = subprocess.run(
-        [sys.executable, *command, *burst], cwd=workers.ROOT, capture_output=True, text=True
+        [sys.executable, *command, "--json", str(file)],
+        cwd=workers.ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert "fsdp2" in done.stdout

@@ -1,0 +1,331 @@
+"""Tables and plots of what the benchmarks wrote with `--json`.
+
+    python benchmarks/host_cost.py --json results/host_cost.json
+    python -m benchmarks.report results/*.json                  # prints Markdown
+    python -m benchmarks.report results/*.json --out report     # report/tables.md, report/*.png
+
+The Markdown is what docs/benchmarks.md is made of: for each file the facts that its figures depend
+on, a table, and ratios. The plots are bars of medians, with lines from the smallest to the largest
+round; they need matplotlib (`pip install -e '.[benchmarks]'`), without which there are only tables.
+The command that made a file says which benchmark it is from:
+
+    file {"environment": {...}, "results": ...} ──> [Section] ──> Markdown, PNG
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a script
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from benchmarks import budget, compile, padding, scaling, stats
+
+Bar = tuple[float, float, float]
+"""Median, smallest, largest."""
+
+
+@dataclass
+class Section:
+    """One table, and the bars of one plot.
+
+    Attributes:
+        title: what was measured.
+        header, rows: the table.
+        notes: lines behind the table.
+        unit: of the bars.
+        bars: a series each: {label on the x axis: bar}; none where nothing is worth a plot.
+    """
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    notes: list[str] = field(default_factory=list)
+    unit: str = "ms"
+    bars: dict[str, dict[str, Bar]] = field(default_factory=dict)
+
+
+class ReportError(Exception):
+    """A file that is not what a benchmark writes; the message says which."""
+
+
+# ---------------------------------------------------------------------------------------------
+# From a benchmark's results to sections
+
+
+def _summary(values: Sequence[float]) -> str:
+    found = stats.summarize(values)
+    return f"{found.median:.2f} [{found.min:.2f} .. {found.max:.2f}]"
+
+
+def _bar(values: Sequence[float]) -> Bar:
+    found = stats.summarize(values)
+    return (found.median, found.min, found.max)
+
+
+def _ratio_notes(ratios: dict[str, dict[str, float]]) -> list[str]:
+    return [
+        f"{label}: **{ratio['median']:.3f}** [{ratio['min']:.3f} .. {ratio['max']:.3f}]"
+        for label, ratio in ratios.items()
+    ]
+
+
+def _rounds(title: str, result: dict[str, Any], kinds: Sequence[str], primary: str) -> Section:
+    """Variants by kinds of figures; bars of the primary one."""
+    rounds = result["rounds"]
+    rows = [
+        (label, *(_summary(values[kind]) for kind in kinds)) for label, values in rounds.items()
+    ]
+    notes = _ratio_notes(result.get("ratios", {}))
+    bars = {primary: {label: _bar(values[primary]) for label, values in rounds.items()}}
+    return Section(title, ("variant", *kinds), rows, notes, bars=bars)
+
+
+def _host_cost(results: list[dict[str, Any]], device: str) -> list[Section]:
+    kinds = ("host", "full") if device == "cuda" else ("host",)
+    return [
+        _rounds(f"Host time a step, {each['precision']}, ms", each, kinds, "host")
+        for each in results
+    ]
+
+
+def _optimizer(results: list[dict[str, Any]], device: str) -> list[Section]:
+    return [
+        _rounds(
+            f"Clipping and optimizer step, {each['optimizer']}, ms",
+            each,
+            ("clip", "step", "both"),
+            "both",
+        )
+        for each in results
+    ]
+
+
+def _step(results: dict[str, Any], device: str) -> list[Section]:
+    rounds = results["rounds"]
+    kinds = list(next(iter(rounds.values())))
+    primary = "device" if "device" in kinds else "wall"
+    ratios = {
+        f"{label} / torch, {kind}": vars(stats.ratio(values[kind], rounds["torch"][kind]))
+        for label, values in rounds.items()
+        if "torch" in rounds and label not in ("none", "torch")
+        for kind in (primary, "host")
+    }
+    title = f"Step of a Llama-like model, {results['options']['preset']}, ms (memory: GB)"
+    return [_rounds(title, {"rounds": rounds, "ratios": ratios}, kinds, primary)]
+
+
+def _compile(results: dict[str, Any], device: str) -> list[Section]:
+    rounds = results["rounds"]
+    primary = "device" if device == "cuda" else "wall"
+    ratios = {}
+    for label, values in rounds.items():
+        variant = label.split()[0]
+        eager = rounds[compile.label(variant, None)]
+        if label.endswith("compiled"):
+            ratios[f"{label} / {variant} eager"] = vars(
+                stats.ratio(values[primary], eager[primary])
+            )
+            torchs = rounds.get("torch compiled")
+            if torchs is not None and variant == "fsdp2":
+                ratios[f"{label} / torch compiled"] = vars(
+                    stats.ratio(values[primary], torchs[primary])
+                )
+    title = f"Compiled blocks, {results['options']['backend']}, ms"
+    return [_rounds(title, {"rounds": rounds, "ratios": ratios}, (primary, "host"), primary)]
+
+
+def _scaling(results: dict[str, Any], device: str) -> list[Section]:
+    header, rows = scaling.table(results)
+    bars: dict[str, dict[str, Bar]] = {}
+    for case, by_variant in results["rounds"].items():
+        for variant, values in by_variant.items():
+            bars.setdefault(variant, {})[case] = _bar(values)
+    title = f"Host time with more blocks and parameters, {results['precision']}"
+    return [Section(title, header, rows, _ratio_notes(results["ratios"]), bars=bars)]
+
+
+def _startup(results: dict[str, Any], device: str) -> list[Section]:
+    options = results["options"]
+    kinds = list(next(iter(results["rounds"].values())))
+    numbers = f"{options['blocks']} blocks of {options['params_per_block']} parameters"
+    title = f"Start-up, {numbers}, {options['precision']}, ms"
+    return [_rounds(title, results, kinds, "shard + first")]
+
+
+def _gloo(results: dict[str, Any], device: str) -> list[Section]:
+    options = results["options"]
+    title = f"Training step on two gloo ranks, {options['preset']}, {options['precision']}, ms"
+    return [_rounds(title, results, ("step",), "step")]
+
+
+def _collective_cost(results: dict[str, dict[str, float]], device: str) -> list[Section]:
+    counts = list(dict.fromkeys(count for by_count in results.values() for count in by_count))
+    rows = [
+        (name, *(f"{by_count[count]:.1f}" if count in by_count else "" for count in counts))
+        for name, by_count in results.items()
+    ]
+    header = ("collective", *(f"{count} tensors" for count in counts))
+    bars = {
+        f"{count} tensors": {
+            name: (by_count[count],) * 3 for name, by_count in results.items() if count in by_count
+        }
+        for count in counts
+    }
+    return [Section("Host time of a real collective, us", header, rows, unit="us", bars=bars)]
+
+
+def _padding(results: list[dict[str, Any]], device: str) -> list[Section]:
+    sections = []
+    for model in dict.fromkeys(each["model"] for each in results):
+        own = [each for each in results if each["model"] == model]
+        header, rows = padding.report(own)
+        bars = {
+            kind: {f"{each['ranks']}": (each[kind] * 100,) * 3 for each in own}
+            for kind in ("ours", "chosen", "torch")
+        }
+        title = f"Padding of {model}, per cent of its bytes"
+        rest = [row[1:] for row in rows]
+        sections.append(Section(title, header[1:], rest, unit="per cent", bars=bars))
+    return sections
+
+
+def _budget(results: dict[str, Any], device: str) -> list[Section]:
+    header, rows = budget.report(results)
+    return [Section("Budget of one unit's step", header, rows)]
+
+
+READERS: dict[str, Callable[[Any, str], list[Section]]] = {
+    "host_cost": _host_cost,
+    "optimizer": _optimizer,
+    "step": _step,
+    "compile": _compile,
+    "scaling": _scaling,
+    "startup": _startup,
+    "gloo": _gloo,
+    "collective_cost": _collective_cost,
+    "padding": _padding,
+    "budget": _budget,
+}
+
+
+def read(path: Path) -> tuple[str, str, list[Section]]:
+    """(benchmark, what its figures depend on in one line, its sections) of one file."""
+    try:
+        content = json.loads(path.read_text())
+        environment, results = content["environment"], content["results"]
+        script, *arguments = shlex.split(environment["command"])
+        reader = READERS[Path(script).stem]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ReportError(
+            f"{path} is not what a benchmark writes with --json ({type(error).__name__}: {error}); "
+            f"known are {', '.join(READERS)}"
+        ) from error
+    if "--json" in arguments:  # where it was written says nothing
+        at = arguments.index("--json")
+        del arguments[at : at + 2]
+    command = shlex.join([Path(script).name, *arguments])
+    device = "cuda" if "gpu" in environment else "cpu"
+    facts = f"{environment['date'][:10]}, {stats.describe(environment)}: `{command}`"
+    return Path(script).stem, facts, reader(results, device)
+
+
+# ---------------------------------------------------------------------------------------------
+# Out
+
+
+def markdown(facts: str, sections: Sequence[Section]) -> str:
+    """The sections of one file."""
+    parts = []
+    for section in sections:
+        lines = [f"### {section.title}", "", facts, ""]
+        lines.append(stats.markdown(section.header, section.rows))
+        lines += ["", *(f"- {note}" for note in section.notes)] if section.notes else []
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def plot(section: Section, path: Path) -> None:
+    """Grouped bars, a group for each label. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no screen
+    from matplotlib import pyplot
+
+    labels = list(dict.fromkeys(label for bars in section.bars.values() for label in bars))
+    figure, axes = pyplot.subplots(figsize=(max(5.0, 1.1 * len(labels)), 3.5))
+    width = 0.8 / len(section.bars)
+    for number, (series, bars) in enumerate(section.bars.items()):
+        at = [labels.index(label) + (number + 0.5) * width - 0.4 for label in bars]
+        medians, smallest, largest = zip(*bars.values(), strict=True)
+        below = [m - low for m, low in zip(medians, smallest, strict=True)]
+        above = [high - m for m, high in zip(medians, largest, strict=True)]
+        axes.bar(at, medians, width, label=series, yerr=[below, above], capsize=2)
+    axes.set_xticks(range(len(labels)), labels, rotation=20, ha="right")
+    axes.set_ylabel(section.unit)
+    axes.set_title(section.title, fontsize=9)
+    if len(section.bars) > 1:
+        axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def can_plot() -> bool:
+    try:
+        import matplotlib  # noqa: F401  # only whether it is there
+    except ImportError:
+        return False
+    return True
+
+
+def write(out: Path, text: str, sections: dict[str, Section]) -> list[Path]:
+    """Write the tables, and a plot of each section that has bars; returns the paths."""
+    out.mkdir(parents=True, exist_ok=True)
+    paths = [out / "tables.md"]
+    paths[0].write_text(text)
+    if can_plot():
+        for name, section in sections.items():
+            if section.bars:
+                paths.append(out / f"{name}.png")
+                plot(section, paths[-1])
+    return paths
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Tables and plots of benchmarks' --json files.")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write tables.md and plots here")
+    options = parser.parse_args(arguments)
+    texts: list[str] = []
+    plots: dict[str, Section] = {}
+    try:
+        for path in options.files:
+            _, facts, sections = read(path)
+            texts.append(markdown(facts, sections))
+            for number, section in enumerate(sections, 1):
+                name = path.stem if len(sections) == 1 else f"{path.stem}-{number}"
+                plots[name] = section
+    except ReportError as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 2
+    text = "\n".join(texts)
+    if options.out is None:
+        print(text, end="")
+        return 0
+    for path in write(options.out, text, plots):
+        print(path)
+    if not can_plot():
+        print("no plots: matplotlib is not installed (pip install -e '.[benchmarks]')")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

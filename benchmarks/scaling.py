@@ -1,0 +1,198 @@
+"""How the host time that a sharding runtime adds grows with blocks and with parameters.
+
+    python benchmarks/scaling.py
+    python benchmarks/scaling.py --cases 300x1-3 --precision mixed
+    python benchmarks/scaling.py --shrink 16 --rounds 1 --steps 2      # only to see it run
+
+Models, process group and step are those of `host_cost.py`. Cases are blocks x parameters a block:
+
+    32x9     what host_cost.py measures
+    128x9    four times the blocks; takes turns with 32x9, to be compared with it
+    32x100   many parameters in a unit
+    300x1-3  many tiny units, of 1, 2, 3, 1, 2, 3 … parameters
+
+The figures to watch: fsdp2 / torch of what is added to "none", for each case (so, too, of what is
+added a parameter); and, for each runtime, what it adds a block in 128x9 / in 32x9, which is 1 where
+its time is linear in blocks. More ranks: `host_cost.py --world-size 8,1024`, and with
+`--rows 16384` up to 16384.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a script
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from benchmarks import host_cost, stats, variants, workers
+
+DIM = 16
+VARIANTS = ("none", "torch", "fsdp2")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model: how many blocks, and the numbers of parameters that they have in turn."""
+
+    blocks: int
+    params: tuple[int, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of all blocks."""
+        return sum(self.params[i % len(self.params)] for i in range(self.blocks))
+
+    def shrunk(self, divisor: int) -> Case:
+        return Case(max(self.blocks // divisor, 1), self.params)
+
+
+CASES = {
+    "32x9": Case(32, (9,)),
+    "128x9": Case(128, (9,)),
+    "32x100": Case(32, (100,)),
+    "300x1-3": Case(300, (1, 2, 3)),
+}
+TOGETHER = (("32x9", "128x9"), ("32x100",), ("300x1-3",))  # take turns within a line
+FEW, MANY = "32x9", "128x9"
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Host ms of every case and variant: {"rounds": {case: {variant: [a round]}}, …}."""
+    cases = {name: CASES[name].shrunk(options.shrink) for name in options.cases}
+    rounds: dict[str, dict[str, list[float]]] = {}
+    for line in TOGETHER:
+        specs = {
+            f"{name} {variant}": make_spec(options, cases[name], variant)
+            for name in line
+            if name in cases
+            for variant in options.variants
+        }
+        if not specs:
+            continue
+        with workers.pool("host_cost", specs) as pool:
+            answers = workers.take_turns(
+                pool, options.rounds, steps=options.steps, clock=options.clock
+            )
+        for label, each in answers.items():
+            name, variant = label.split()
+            rounds.setdefault(name, {})[variant] = [answer["host"] for answer in each]
+    sizes = {name: {"blocks": c.blocks, "parameters": c.parameters} for name, c in cases.items()}
+    return {
+        "precision": options.precision,
+        "cases": sizes,
+        "rounds": rounds,
+        "ratios": ratios(rounds, sizes),
+    }
+
+
+def make_spec(options: argparse.Namespace, case: Case, variant: str) -> dict[str, Any]:
+    """A spec of `host_cost.make_worker`."""
+    return {
+        "blocks": case.blocks,
+        "params_per_block": case.params,
+        "model": "tiny",
+        "dim": DIM,
+        "device": options.device,
+        "c10d": False,
+        "variant": variant,
+        "precision": options.precision,
+        "world_size": options.world_size,
+    }
+
+
+def added(by_variant: dict[str, list[float]], variant: str) -> list[float]:
+    """Round by round, ms that a variant adds to none."""
+    return stats.added(by_variant[variant], by_variant["none"])
+
+
+def ratios(
+    rounds: dict[str, dict[str, list[float]]], sizes: dict[str, dict[str, int]]
+) -> dict[str, stats.Summary]:
+    found = {}
+    for name, by_variant in rounds.items():
+        if set(VARIANTS) <= by_variant.keys():
+            ours, torchs = added(by_variant, "fsdp2"), added(by_variant, "torch")
+            found[f"{name}: (fsdp2 - none) / (torch - none)"] = stats.ratio(ours, torchs)
+    if {FEW, MANY} <= rounds.keys():
+        blocks = sizes[MANY]["blocks"] / sizes[FEW]["blocks"]
+        for variant in ("torch", "fsdp2"):
+            if {variant, "none"} <= rounds[FEW].keys():
+                few, many = (added(rounds[name], variant) for name in (FEW, MANY))
+                label = f"{variant}: added a block, {MANY} / {FEW}"
+                found[label] = stats.ratio(many, [value * blocks for value in few])
+    return found
+
+
+def table(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
+    """Header and rows: host time of each case and variant, and what that adds."""
+    header = ("case", "variant", "ms a step", "added a block, us", "added a parameter, us")
+    rows: list[tuple[object, ...]] = []
+    for name, by_variant in result["rounds"].items():
+        size = result["cases"][name]
+        for variant, values in by_variant.items():
+            more = ("", "")
+            if variant != "none" and "none" in by_variant:
+                us = statistics.median(added(by_variant, variant)) * 1e3
+                more = (f"{us / size['blocks']:.1f}", f"{us / size['parameters']:.2f}")
+            rows.append((name, variant, stats.summarize(values), *more))
+    return header, rows
+
+
+def report(options: argparse.Namespace, result: dict[str, Any]) -> None:
+    values = f"({options.clock} clock), median [min .. max] of {options.rounds} rounds"
+    print(f"\n{result['precision']} {values}")
+    print(stats.table(*table(result)))
+    for label, summary in result["ratios"].items():
+        print(f"{label}: {summary.median:.3f}  [{summary.min:.3f} .. {summary.max:.3f}]")
+
+
+def _of(known: Any, text: str) -> list[str]:
+    for part in text.split(","):
+        if part not in known:
+            raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(known)}")
+    return text.split(",")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="How a runtime's host time grows with blocks and parameters."
+    )
+    parser.add_argument(
+        "--cases",
+        type=lambda text: _of(CASES, text),
+        default=",".join(CASES),
+        help=f"comma list of {', '.join(CASES)}",
+    )
+    parser.add_argument("--shrink", type=int, default=1, help="divide the number of blocks by this")
+    parser.add_argument("--world-size", type=int, default=8)
+    parser.add_argument("--precision", choices=variants.PRECISIONS, default="fp32")
+    parser.add_argument(
+        "--variants",
+        type=lambda text: _of(VARIANTS, text),
+        default=",".join(VARIANTS),
+        help=f"comma list of {', '.join(VARIANTS)}",
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=10, help="in a burst (default 10)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--clock", choices=host_cost.CLOCKS, default="wall")
+    parser.add_argument("--json", metavar="FILE")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    print(stats.describe(stats.environment(options.device)))
+    result = measure(options)
+    report(options, result)
+    if options.json:
+        stats.write_json(options.json, options.device, result)
+
+
+if __name__ == "__main__":
+    main()

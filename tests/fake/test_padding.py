@@ -1,0 +1,96 @@
+"""The arithmetic of benchmarks/padding.py, on cases that can be checked by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import padding
+from benchmarks.public_models import MODELS, UnitShapes, gpt_oss_experts
+
+BLOCK = MODELS["GPT-OSS-120B"]["block"]
+EXPERTS = UnitShapes(1, gpt_oss_experts(128, 2880, 2880))
+
+
+def per_cent(share: float) -> int:
+    return round(share * 100)
+
+
+def test_torchs_rule_a_parameter() -> None:
+    assert padding.padded((4, 3), 0, 2) == 12
+    assert padding.padded((5, 3), 0, 2) == 18  # 3 rows a rank
+    assert padding.padded((5, 3), 1, 2) == 20  # 2 columns a rank
+    assert padding.padded((3,), 0, 8) == 8  # a rank at least one row, also where there is none
+    assert padding.torch_padded([(5, 3), (3,)], 2) == 18 + 4
+
+
+def test_torchs_collective_is_a_multiple_of_16_bytes_by_chance() -> None:
+    assert padding.torch_aligned([(16, 8)], 2)  # 64 elements of bf16 a rank
+    assert not padding.torch_aligned([(16, 8), (2,)], 2)
+
+
+@pytest.mark.parametrize(("ranks", "experts", "block"), [(256, 100, 99), (1024, 700, 694)])
+def test_fused_experts_on_dim_0(ranks: int, experts: int, block: int) -> None:
+    """128 experts on 256 ranks: every rank holds a whole one, so that half of all are padding.
+
+    In a block, whose other parameters pad next to nothing, that is 99 % of its bytes.
+    """
+    assert per_cent(padding.padding([EXPERTS], ranks).torch) == experts
+    assert per_cent(padding.padding([BLOCK], ranks).torch) == block
+    assert per_cent(padding.padding([BLOCK], ranks).ours) == block  # unless told another dim
+
+
+def test_ours_is_exact_for_small_units() -> None:
+    even = padding.padding([UnitShapes(3, {"w": (16, 8)})], 2)
+    assert (even.ours, even.gathered, even.torch, even.packed) == (0.0, 0.0, 0.0, 0.0)
+    # 3 rows of 8 on 2 ranks: 2 a rank, 4 rows in all
+    uneven = padding.padding([UnitShapes(1, {"w": (3, 8)})], 2)
+    assert uneven.ours == uneven.torch == pytest.approx(1 / 3)
+    assert uneven.gathered == pytest.approx(128 / 48 - 1)  # 64 bytes of bf16 in a slot of 128
+    # rows of 2 bytes travel packed, and the segment is padded once: 8 elements of bf16 a rank
+    odd = padding.padding([UnitShapes(1, {"a": (3,), "b": (3,)})], 2)
+    assert odd.ours == pytest.approx(16 / 6 - 1)
+    assert odd.torch == pytest.approx(8 / 6 - 1)
+    assert odd.packed == 1.0
+
+
+def test_units_count_as_often_as_the_model_has_them() -> None:
+    even, uneven = {"w": (16, 8)}, {"w": (3, 8)}
+    both = padding.padding([UnitShapes(2, even), UnitShapes(4, uneven)], 2)
+    assert both.torch == pytest.approx(4 * 8 / (2 * 128 + 4 * 24))
+
+
+def test_chosen_dim() -> None:
+    assert padding.chosen_dim((128, 2880, 5760), 128) == 0
+    assert padding.chosen_dim((128, 2880, 5760), 256) == 2
+    assert padding.chosen_dim((128, 2880, 2880), 256) == 1
+    assert padding.chosen_dim((2880,), 256) == 0  # it has no other
+    assert padding.chosen_dim((100, 3), 33) == 0  # 32 % on dim 0, 1000 % on dim 1
+
+
+@pytest.mark.parametrize("ranks", padding.WORLD_SIZES)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_collective_moves_a_multiple_of_16_bytes_a_rank(model: str, ranks: int) -> None:
+    for unit in MODELS[model].values():
+        nbytes = padding.collective_bytes(unit.params, ranks)
+        assert len(nbytes) >= 2  # gathered and reduced
+        assert [size for size in nbytes if size % 16] == []
+
+
+def test_models_have_the_parameters_they_are_named_for() -> None:
+    def billions(model: str) -> float:
+        units = MODELS[model].values()
+        elements = sum(u.times * padding.torch_padded(u.params.values(), 1) for u in units)
+        return round(elements / 1e9, 1)
+
+    assert [billions(model) for model in MODELS] == [8.0, 4.0, 116.8]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "padding.json"
+    padding.main(["--models", "GPT-OSS-120B", "--world-size", "256", "--json", str(file)])
+    assert "GPT-OSS-120B    256   98.22" in capsys.readouterr().out
+    (result,) = json.loads(file.read_text())["results"]
+    assert (result["model"], result["ranks"], result["aligned"]) == ("GPT-OSS-120B", 256, True)

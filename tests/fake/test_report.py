@@ -1,0 +1,168 @@
+"""benchmarks/report.py: from `--json` files to tables; and what benchmarks/budget.py counts."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import budget, report
+from benchmarks.workers import ROOT
+
+ENVIRONMENT = {"date": "2026-11-20T10:00:00+00:00", "torch": "2.13.0", "python": "3.11.7"}
+MACHINE = {"cpu": "AMD EPYC", "cores": 2}
+
+
+def written(folder: Path, command: str, results: Any, **facts: Any) -> Path:
+    """A file as `stats.write_json` writes it."""
+    path = folder / f"{command.split()[0].removesuffix('.py')}.json"
+    environment = {**ENVIRONMENT, **MACHINE, "command": command, **facts}
+    path.write_text(json.dumps({"environment": environment, "results": results}))
+    return path
+
+
+GLOO = {
+    "options": {"preset": "small", "precision": "fp32"},
+    "rounds": {
+        "torch": {"step": [10.0, 20.0, 12.0], "loss": [1, 1, 1]},
+        "fsdp2": {"step": [5.0, 8.0, 9.0], "loss": [1, 1, 1]},
+    },
+    "ratios": {"fsdp2 / torch": {"median": 0.5, "min": 0.4, "max": 0.75}},
+}
+
+
+def test_a_file_becomes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path, "gloo.py --rounds 3 --json somewhere/gloo.json", GLOO)
+    assert report.main([str(file)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "### Training step on two gloo ranks, small, fp32, ms",
+        "",
+        "2026-11-20, torch 2.13.0, Python 3.11.7, AMD EPYC (2 cores): `gloo.py --rounds 3`",
+        "",
+        "| variant | step |",
+        "| --- | --- |",
+        "| torch | 12.00 [10.00 .. 20.00] |",
+        "| fsdp2 | 8.00 [5.00 .. 9.00] |",
+        "",
+        "- fsdp2 / torch: **0.500** [0.400 .. 0.750]",
+    ]
+
+
+def rounds(*variants: str, **kinds: list[float]) -> dict[str, Any]:
+    return {"rounds": dict.fromkeys(variants, kinds), "options": {}, "ratios": {}}
+
+
+STARTUP = rounds("torch", "fsdp2", **{"first": [1.0], "shard + first": [2.0]})
+STARTUP["options"] = {"blocks": 100, "params_per_block": 10, "precision": "fp32"}
+STEP = rounds("none", "torch", "fsdp2", wall=[2.0], host=[1.0])
+STEP["options"] = {"preset": "tiny"}
+COMPILE = rounds("torch eager", "torch compiled", "fsdp2 eager", "fsdp2 compiled", wall=[2.0])
+COMPILE["options"] = {"backend": "inductor"}
+for values in COMPILE["rounds"].values():
+    values["host"] = [1.0]
+PADDED = dict.fromkeys(("ours", "gathered", "chosen", "torch", "packed"), 0.02)
+COUNTS = dict.fromkeys(budget.OPERATIONS, 2.0)
+TIMES = dict.fromkeys(list(budget.OPERATIONS)[:-1], 0.5)
+
+FILES: dict[str, tuple[Any, str]] = {
+    "host_cost": (
+        [{**rounds("none", "fsdp2@8", host=[4.0], full=[4.0]), "precision": "mixed"}],
+        "| fsdp2@8 | 4.00 [4.00 .. 4.00] |",
+    ),
+    "optimizer": (
+        [{**rounds("none", "flat", clip=[1.0], step=[2.0], both=[3.0]), "optimizer": "sgd"}],
+        "| flat | 1.00 [1.00 .. 1.00] | 2.00 [2.00 .. 2.00] | 3.00 [3.00 .. 3.00] |",
+    ),
+    "step": (STEP, "- fsdp2 / torch, wall: **1.000** [1.000 .. 1.000]"),
+    "compile": (COMPILE, "- fsdp2 compiled / torch compiled: **1.000** [1.000 .. 1.000]"),
+    "scaling": (
+        {
+            "precision": "fp32",
+            "cases": {"2x5": {"blocks": 2, "parameters": 10}},
+            "rounds": {"2x5": {"none": [1.0], "fsdp2": [1.5]}},
+            "ratios": {},
+        },
+        "| 2x5 | fsdp2 | 1.50  [1.50 .. 1.50] | 250.0 | 50.00 |",
+    ),
+    "startup": (STARTUP, "### Start-up, 100 blocks of 10 parameters, fp32, ms"),
+    "gloo": (GLOO, "| torch | 12.00 [10.00 .. 20.00] |"),
+    "collective_cost": (
+        {"all-gather, one tensor": {"1": 30.0, "9": 40.0}},
+        "| all-gather, one tensor | 30.0 | 40.0 |",
+    ),
+    "padding": (
+        [{"model": "M", "ranks": 3, **PADDED, "aligned": True, "torch_aligned": False}],
+        "| 3 | 2.00 | 2.00 | 2.00 | 2.00 | 2.00 | yes | no |",
+    ),
+    "budget": (
+        {"precision": "fp32", "counts": COUNTS, "us": TIMES, "added": 50.0},
+        f"| above the floor |  |  | {50.0 - len(TIMES):.1f} | fsdp2's own Python |",
+    ),
+}
+
+
+@pytest.mark.parametrize("benchmark", FILES)
+def test_every_benchmark(benchmark: str, tmp_path: Path) -> None:
+    results, line = FILES[benchmark]
+    name, facts, sections = report.read(written(tmp_path, f"{benchmark}.py", results))
+    assert name == benchmark
+    assert line in report.markdown(facts, sections).splitlines()
+
+
+def test_every_benchmark_that_writes_json_has_a_reader() -> None:
+    writers = {
+        path.stem
+        for path in (ROOT / "benchmarks").glob("*.py")
+        if 'add_argument("--json"' in path.read_text()
+    }
+    assert writers == set(report.READERS) == set(FILES)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"environment": {}, "results": 1}'])
+def test_another_file_is_named(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    assert report.main([str(path)]) == 2
+    assert f"report: {path} is not what a benchmark writes with --json" in capsys.readouterr().err
+
+
+def test_without_matplotlib_there_are_tables_and_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "can_plot", lambda: False)
+    out = tmp_path / "out"
+    assert report.main([str(written(tmp_path, "gloo.py", GLOO)), "--out", str(out)]) == 0
+    assert [path.name for path in out.iterdir()] == ["tables.md"]
+    assert "no plots: matplotlib is not installed" in capsys.readouterr().out
+
+
+def test_bars_are_medians_with_their_range(tmp_path: Path) -> None:
+    (section,) = report.read(written(tmp_path, "gloo.py", GLOO))[2]
+    assert section.bars == {"step": {"torch": (12.0, 10.0, 20.0), "fsdp2": (8.0, 5.0, 9.0)}}
+
+
+def test_plots(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need the extra `benchmarks`")
+    out = tmp_path / "out"
+    assert report.main([str(written(tmp_path, "gloo.py", GLOO)), "--out", str(out)]) == 0
+    assert (out / "gloo.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---- the budget
+
+
+def documented() -> dict[str, tuple[float, float]]:
+    """Operation -> (fp32, mixed), of the table in docs/performance.md."""
+    text = (ROOT / "docs" / "performance.md").read_text()
+    rows = re.findall(r"^\| ([^|]+) \| (\d+) \| (\d+) \|", text, re.MULTILINE)
+    return {name: (float(fp32), float(mixed)) for name, fp32, mixed in rows}
+
+
+def test_the_documented_budget_is_what_is_counted() -> None:
+    fp32, mixed = budget.count("fp32"), budget.count("mixed")
+    assert documented() == {name: (fp32[name], mixed[name]) for name in budget.OPERATIONS}

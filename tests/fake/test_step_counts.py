@@ -1,0 +1,264 @@
+"""What a step costs, as exact counts: collectives, memory, kernels, Python calls. Nothing is timed.
+
+On a null process group of 8 ranks; units are blocks of 9 even parameters below a root without any.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks import variants
+from benchmarks.models import tall_blocks, tiny_blocks
+from benchmarks.null_group import CallLog, init_null_group
+from fsdp2.core.group import ParamGroup
+from fsdp2.core.hooks import hooks_of
+
+CPU = torch.device("cpu")
+PARAMS = 9
+STEADY = 3  # steps after which buffers are made and the order is known
+# How often a unit is gathered in a step: for forward and again for backward.
+GATHERS = 2
+ROOT = 1  # the root has hooks, but no parameters
+
+RESIZE = "UntypedStorage.resize_"
+COPIES = ("copy", "clone", "cat", "contiguous")  # parts of the names of kernels that copy
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators, by name, and those that a DTensor takes part in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.on_dtensors = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        self.on_dtensors += any(issubclass(kind, DTensor) for kind in types)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def log() -> Iterator[CallLog]:
+    """Every collective of the null group of 8 ranks."""
+    calls = CallLog()
+    init_null_group(8, observer=calls)
+    yield calls
+    dist.destroy_process_group()
+
+
+def operators(run: Callable[[], Any]) -> Counter[str]:
+    with Operators() as found:
+        run()
+    return found.counts
+
+
+def called(run: Callable[[], Any]) -> tuple[Counter[str], Counter[str]]:
+    """What ``run`` calls: Python functions as module.name, and built-in ones by name."""
+    python: Counter[str] = Counter()
+    built_in: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, function: Any) -> None:
+        if event == "call":
+            python[f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}"] += 1
+        elif event == "c_call":
+            built_in[getattr(function, "__qualname__", "?")] += 1
+
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return python, built_in
+
+
+def build(
+    variant: str, precision: str = "fp32", blocks: int = 2, world_size: int = 8, tall: bool = False
+) -> tuple[nn.Module, Callable[[], None]]:
+    """A model, and its step, which has been run until it is steady."""
+    make = tall_blocks if tall else tiny_blocks
+    model = variants.place(make(blocks, PARAMS), variant, precision, world_size, CPU)
+    dtype = variants.input_dtype(variant, precision)
+    x = torch.randn(4, model.width, dtype=dtype, requires_grad=True)
+
+    def step() -> None:
+        model(x).sum().backward()
+        model.zero_grad(set_to_none=True)
+        x.grad = None
+
+    for _ in range(STEADY):
+        step()
+    return model, step
+
+
+def group_of(module: nn.Module) -> ParamGroup:
+    hooks = hooks_of(module)
+    assert hooks is not None
+    (group,) = hooks.unit.groups
+    return group
+
+
+def gather_and_free(group: ParamGroup) -> None:
+    group.start_unshard()
+    group.finish_unshard()
+    group.reshard()
+
+
+# ---- one gather
+
+
+def test_a_gather_is_one_collective_one_allocation_and_one_free(log: CallLog) -> None:
+    group = group_of(build("fsdp2")[0].blocks[0])
+    log.clear()
+    python, built_in = called(lambda: gather_and_free(group))
+    assert [(call.name, call.tensors) for call in log.calls] == [
+        ("all_gather_single_coalesced", 2 * PARAMS)
+    ]
+    assert built_in[RESIZE] == 2
+    assert python["fsdp2.core.buffers.acquire"] == python["fsdp2.core.buffers.release"] == 1
+
+
+def test_a_gather_launches_no_kernel_where_dtypes_agree(log: CallLog) -> None:
+    group = group_of(build("fsdp2")[0].blocks[0])
+    assert operators(lambda: gather_and_free(group)) == {}
+
+
+def test_a_gather_launches_one_cast_where_they_differ(log: CallLog) -> None:
+    group = group_of(build("fsdp2", "mixed")[0].blocks[0])
+    log.clear()
+    assert operators(lambda: gather_and_free(group)) == {"aten.copy_.default": 1}
+    assert log.counts() == {"all_gather_single_coalesced": 1}
+    # gathered parameters, and the cast shards until they are gathered
+    assert called(lambda: gather_and_free(group))[1][RESIZE] == 4
+
+
+# ---- a whole step
+
+
+@pytest.mark.parametrize("precision", variants.PRECISIONS)
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_collectives_of_a_step(log: CallLog, blocks: int, precision: str) -> None:
+    step = build("fsdp2", precision, blocks)[1]
+    log.clear()
+    step()
+    assert log.counts() == {
+        "all_gather_single_coalesced": GATHERS * blocks,
+        "reduce_scatter_single_coalesced": blocks,
+    }
+    assert {call.tensors for call in log.calls} == {2 * PARAMS}
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_memory_of_a_step(log: CallLog, blocks: int) -> None:
+    step = build("fsdp2", blocks=blocks)[1]
+    assert called(step)[1][RESIZE] == 2 * GATHERS * blocks
+    # and the reduced gradients
+    assert operators(step)["aten.empty.memory_format"] == blocks
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_no_kernel_copies_where_dtypes_agree(log: CallLog, blocks: int) -> None:
+    """Beyond the unsharded step there are views and one allocation a unit, nothing else."""
+    step, unsharded = build("fsdp2", blocks=blocks)[1], build("none", blocks=blocks)[1]
+    beyond = operators(step) - operators(unsharded)
+    assert beyond == {
+        "aten.empty.memory_format": blocks,  # reduced gradients
+        "aten.as_strided.default": PARAMS * blocks,  # a view of them for each parameter
+        "aten.view.default": 2 * (blocks + ROOT),  # in front of a unit, and its backward
+    }
+    assert not any(part in name for name in operators(step) for part in COPIES)
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_kernels_that_cast_in_mixed_precision(log: CallLog, blocks: int) -> None:
+    """The shard's cast with each gather, the gradients' with the reduction, the model's input."""
+    step = build("fsdp2", "mixed", blocks)[1]
+    copies = {
+        name: count
+        for name, count in operators(step).items()
+        if any(part in name for part in COPIES)
+    }
+    assert copies == {
+        "aten.copy_.default": GATHERS * blocks,
+        "aten._foreach_copy_.default": blocks,
+        "aten._to_copy.default": 2,  # forward and backward
+    }
+
+
+# ---- what a step does not pay for
+
+UNASKED = (
+    "torch.autograd.profiler",
+    "torch.profiler",
+    "torch.utils._pytree",
+    "torch.utils._cxx_pytree",
+    "torch.distributed.",
+    "torch._dynamo",
+    "torch._ops",
+    "inspect",
+    "contextlib",
+)
+
+
+@pytest.mark.parametrize("precision", variants.PRECISIONS)
+def test_a_step_marks_no_range_walks_no_tree_and_dispatches_no_dtensor(
+    log: CallLog, precision: str
+) -> None:
+    step = build("fsdp2", precision)[1]
+    assert [name for name in called(step)[0] if name.startswith(UNASKED)] == []
+    with Operators() as found:
+        step()
+    assert found.on_dtensors == 0
+    assert [name for name in found.counts if name.startswith("profiler")] == []
+
+
+def test_those_counts_see_what_torchs_step_does(log: CallLog) -> None:
+    step = build("torch")[1]
+    python, _ = called(step)
+    seen = {prefix for prefix in UNASKED for name in python if name.startswith(prefix)}
+    assert {"torch.autograd.profiler", "torch.distributed.", "torch._dynamo"} <= seen
+    assert any(name.startswith("profiler") for name in operators(step))
+
+
+def test_those_counts_see_pytrees_and_dtensors(log: CallLog) -> None:
+    model, _ = build("fsdp2")
+    weight = next(model.parameters())
+    assert any(
+        name.startswith("torch.utils._pytree")
+        for name in called(lambda: torch.utils._pytree.tree_leaves([1]))[0]
+    )
+    with Operators() as found, torch.no_grad():
+        weight * 2
+    assert found.on_dtensors > 0
+
+
+# ---- how it grows
+
+
+def python_calls(**how: Any) -> int:
+    return sum(called(build("fsdp2", **how)[1])[0].values())
+
+
+def test_python_calls_are_linear_in_blocks(log: CallLog) -> None:
+    two, four, eight = (python_calls(blocks=blocks) for blocks in (2, 4, 8))
+    assert eight - four == 2 * (four - two)
+
+
+def test_python_calls_do_not_depend_on_the_world_size() -> None:
+    found = []
+    for world_size in (8, 1024):
+        init_null_group(world_size)
+        found.append(python_calls(world_size=world_size, tall=True))
+        dist.destroy_process_group()
+    assert found[0] == found[1]
