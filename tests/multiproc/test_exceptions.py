@@ -161,6 +161,8 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "extended": lambda: _shard(extend(Model(), Bf16Weight)),  # type: ignore[arg-type]  # itself
 }
 
+DEFAULT = ("plain", "prefetch", "offload", "checkpoints", "coalesced")
+
 ON_FOUR: dict[str, Callable[[], Any]] = {
     "HSDP": lambda: _shard(Model(), mesh=hsdp_mesh(2, 2)),
     "HSDP, mixed, offload": lambda: _offloaded(
@@ -382,7 +384,10 @@ def _without_collector() -> Iterator[None]:
 
 
 @ranks(2, timeout=120)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(s, marks=[] if s in DEFAULT else [pytest.mark.extended]) for s in SETTINGS],
+)
 def test_an_exception_on_all_ranks(setting: str) -> None:
     with _without_collector():
         _try_all(SETTINGS[setting], accumulates=False)

@@ -97,8 +97,15 @@ class _OverRows:
 
 
 @ranks(2)
-@pytest.mark.parametrize("model", [MLP, OddMLP])
-@pytest.mark.parametrize("optimizer_class", ELEMENTWISE, ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    ("optimizer_class", "model"),
+    [
+        *((cls, MLP) for cls in ELEMENTWISE),
+        (torch.optim.AdamW, OddMLP),  # rows between which there is padding
+        (torch.optim.SGD, OddMLP),
+    ],
+    ids=lambda value: value.__name__,
+)
 def test_steps_like_the_plain_optimizer(optimizer_class: Any, model: Any) -> None:
     """Foreach kernels treat each element alike, wherever it lies; so do those of one tensor."""
     options = {"lr": 1e-2, "foreach": True}

@@ -127,17 +127,20 @@ def test_one_rank_prints_the_losses_of_two(two_ranks: str) -> None:
     assert_same_losses(losses_of(train("--nproc", "1")), losses_of(two_ranks))
 
 
+@pytest.mark.extended
 def test_micro_batches_print_the_losses_of_one_batch(two_ranks: str) -> None:
     out = train("--nproc", "2", "--grad-accum", "2", "--activation-checkpointing")
     assert_same_losses(losses_of(out), losses_of(two_ranks))
 
 
+@pytest.mark.extended
 def test_four_ranks_under_torchrun(two_ranks: str) -> None:
     out = train(command=TORCHRUN)
     assert "4 rank(s)" in out
     assert_same_losses(losses_of(out), losses_of(two_ranks))
 
 
+@pytest.mark.extended
 def test_bf16_stays_close(two_ranks: str) -> None:
     out = train("--precision", "bf16", "--reshard-after-forward", "always")
     expected = losses_of(two_ranks)
@@ -164,18 +167,22 @@ def adapters_on_one_rank() -> Losses:
     return losses_of(train("--nproc", "1", *LORA))
 
 
-@pytest.mark.parametrize("layout", [REPLICATE, TP], ids=" ".join)
+@pytest.mark.parametrize(
+    "layout", [REPLICATE, pytest.param(TP, marks=pytest.mark.extended)], ids=" ".join
+)
 def test_a_mesh_of_ranks_prints_the_losses_of_two(two_ranks: str, layout: tuple[str, ...]) -> None:
     out = train(*layout, "--grad-accum", "2", "--steps", str(FEW), timeout=300)
     assert "rank(s) (replicate " in out
     assert_same_losses(losses_of(out), first(losses_of(two_ranks), FEW))
 
 
+@pytest.mark.extended
 def test_offloaded_shards_print_the_losses_of_resident_ones(two_ranks: str) -> None:
     out = train("--nproc", "2", *OFFLOAD)
     assert_same_losses(losses_of(out), losses_of(two_ranks))
 
 
+@pytest.mark.extended
 def test_adapters_learn_and_print_the_losses_of_one_rank(adapters_on_one_rank: Losses) -> None:
     out = train("--nproc", "2", *LORA)
     assert_same_losses(losses_of(out), adapters_on_one_rank)
@@ -248,6 +255,7 @@ def test_killed_and_resumed_it_goes_on_as_if_nothing_had_happened(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-000035", "step-000040"]
 
 
+@pytest.mark.extended
 def test_ended_by_sigterm_and_resumed_on_another_number_of_ranks(
     two_ranks: str, tmp_path: Path
 ) -> None:
@@ -264,6 +272,7 @@ def test_ended_by_sigterm_and_resumed_on_another_number_of_ranks(
     assert_same_losses(losses_of(out), expected)
 
 
+@pytest.mark.extended
 def test_ctrl_c_leaves_no_orphan() -> None:
     with started("--steps", "100000") as process:
         read_until(process, step=20)
@@ -275,6 +284,7 @@ def test_ctrl_c_leaves_no_orphan() -> None:
         wait_until_empty(process.pid)
 
 
+@pytest.mark.extended
 def test_killing_the_parent_alone_ends_the_workers() -> None:
     with started("--steps", "100000") as process:
         read_until(process, step=20)
