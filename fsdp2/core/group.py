@@ -28,7 +28,7 @@ from fsdp2.core.layout import GroupLayout, ParamShape, Slot, Transport, build_la
 from fsdp2.core.param import ShardedParam, Swap, compute_dtype, follow_requires_grad
 from fsdp2.core.post_forward import PostForward, SmallerGroup
 from fsdp2.core.progress import OptimizerSteps, communication_error
-from fsdp2.core.reduction import Job, PendingReduction, ReductionSpec, SegmentReduction
+from fsdp2.core.reduction import Job, PendingReduction, Program, ReductionSpec, SegmentReduction
 from fsdp2.core.states import State
 from fsdp2.core.streams import Lane, Streams
 from fsdp2.core.transport import Route, SegmentTransport, make_transports
@@ -117,12 +117,15 @@ class ParamGroup:
 
     @property
     def _has_partial_sums(self) -> bool:
-        return any(reduction.partial_sums is not None for reduction in self._reductions)
+        for reduction in self._reductions:  # noqa: SIM110  # asked in every zero_grad()
+            if reduction.partial_sums is not None:
+                return True
+        return False
 
     @property
     def needs_gather(self) -> bool:
         """Whether the parameters have to be gathered before use."""
-        return self.state is State.SHARDED or self.state is State.RESHARDED
+        return self.state.needs_gather
 
     # ---- layout and binding
 
@@ -522,14 +525,19 @@ class ParamGroup:
             What is on its way, or ``None`` if nothing is: one rank has nothing to communicate.
         """
         streams = self.streams
-        work = [(r.full if all_reduce else r.partial, r, job) for r, job in jobs]
+        work: list[tuple[Program, SegmentReduction, Job]] = []
+        reduces = all_reduces = delivers = False
+        for reduction, job in jobs:
+            program = reduction.full if all_reduce else reduction.partial
+            work.append((program, reduction, job))
+            reduces = reduces or bool(program.reduce)
+            all_reduces = all_reduces or bool(program.all_reduce)
+            delivers = delivers or bool(program.host)
         pending = None
         with torch.no_grad():
             for program, reduction, job in work:
                 for step in program.compute:
                     step(reduction, job)
-            reduces = [program for program, _, _ in work if program.reduce]
-            all_reduces = [program for program, _, _ in work if program.all_reduce]
             if reduces or all_reduces:
                 event = streams.record(Lane.COMPUTE, "gradients staged")
                 streams.wait(Lane.REDUCE, event, "reduction after compute")
@@ -545,7 +553,7 @@ class ParamGroup:
                             for step in program.all_reduce:
                                 step(reduction, job)
                     done = streams.record(Lane.ALL_REDUCE, "all-reduce done")
-                host = [(step, r, job) for program, r, job in work for step in program.host]
+                host = [(s, r, job) for p, r, job in work for s in p.host] if delivers else []
                 pending = PendingReduction(self, jobs, scattered, done, host)
         if self.observer is not None:
             self.observer("reduce", self.name)

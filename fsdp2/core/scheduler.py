@@ -459,7 +459,7 @@ class Scheduler:
     def unshard(self, unit: Unit) -> None:
         """Issue the all-gathers of a unit; `wait` or its forward finishes them."""
         for group in unit.groups:
-            if group.needs_gather:
+            if group.state.needs_gather:
                 if self.post_optim_event is not None:
                     # COMPUTE, too, reads shards: on one rank. The side lanes wait for it anyway.
                     event, self.post_optim_event = self.post_optim_event, None

@@ -15,12 +15,19 @@ from fsdp2.core.config import ShardingStateError
 
 
 class State(Enum):
-    """Where a group's parameters are."""
+    """Where a group's parameters are.
+
+    Attributes:
+        needs_gather: whether they have to be gathered before use.
+    """
 
     SHARDED = "sharded"
     GATHERING = "gathering"
     UNSHARDED = "unsharded"
     RESHARDED = "resharded to a smaller group"
+
+    def __init__(self, where: str) -> None:
+        self.needs_gather = where in ("sharded", "resharded to a smaller group")
 
     def after(self, action: str, group: str) -> State:
         """The state in which ``action``, a method of `ParamGroup`, ends.

@@ -79,7 +79,7 @@ class Unit:
     def is_sharded(self) -> bool:
         """Whether a group of it has to be gathered before use."""
         for group in self.groups:  # noqa: SIM110  # asked in every prefetch
-            if group.needs_gather:
+            if group.state.needs_gather:
                 return True
         return False
 
