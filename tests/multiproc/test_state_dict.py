@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tests.common.errors import raises
+from tests.common.meshes import TORCH_VERSION
 from tests.common.models import DIM, MLP, seeded
 from tests.common.parallelisms import (
     APIS,
@@ -266,7 +267,8 @@ def test_torch_save_writes_each_tensor_once() -> None:
 
     ours = run(OURS)
     # Names of classes and padding of records are all that may differ.
-    assert abs(ours[1] - run(APIS["torch"])[1]) < 512
+    if TORCH_VERSION >= (2, 13):  # torch's takes no integers before
+        assert abs(ours[1] - run(APIS["torch"])[1]) < 512
 
 
 @ranks(2, 4)
