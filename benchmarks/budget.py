@@ -111,12 +111,7 @@ def _make_step(variant: str, precision: str, blocks: int) -> tuple[nn.Module, Ca
     model = variants.place(tiny_blocks(blocks, PARAMS, DIM), variant, precision, WORLD_SIZE, device)
     dtype = variants.input_dtype(variant, precision)
     x = torch.randn(4, DIM, dtype=dtype, requires_grad=True)
-
-    def step() -> None:
-        model(x).sum().backward()
-        model.zero_grad(set_to_none=True)
-        x.grad = None
-
+    step = variants.step_of(model, x)
     for _ in range(STEADY):
         step()
     return model, step

@@ -162,15 +162,7 @@ def report(result: dict[str, Any]) -> None:
         for variant, values in result["rounds"].items()
     ]
     print(stats.table(("variant", "step", "loss"), rows))
-    for label, summary in result["ratios"].items():
-        print(f"{label}: {summary.median:.3f}  [{summary.min:.3f} .. {summary.max:.3f}]")
-
-
-def _variants(text: str) -> list[str]:
-    for part in text.split(","):
-        if part not in VARIANTS:
-            raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(VARIANTS)}")
-    return text.split(",")
+    stats.print_ratios(result["ratios"])
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -182,7 +174,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", metavar="PATH", help="text (default: Python's own)")
     parser.add_argument(
         "--variants",
-        type=_variants,
+        type=variants.among(VARIANTS),
         default=",".join(VARIANTS),
         help=f"comma list of {', '.join(VARIANTS)}",
     )

@@ -28,7 +28,6 @@ import gc
 import pstats
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,6 @@ from benchmarks.models import tall_blocks, tiny_blocks
 
 WARMUP_STEPS = 5
 BATCH = 4
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}  # seconds
 
 
 # ---------------------------------------------------------------------------------------------
@@ -61,12 +59,7 @@ def make_step(spec: dict[str, Any]) -> tuple[Callable[[], None], torch.device]:
     # Like an embedding's output, the input needs a gradient: so do all blocks' inputs.
     dtype = variants.input_dtype(variant, precision)
     x = torch.randn(BATCH, width, device=device, dtype=dtype, requires_grad=True)
-
-    def step() -> None:
-        model(x).sum().backward()
-        model.zero_grad(set_to_none=True)
-        x.grad = None
-
+    step = variants.step_of(model, x)
     return step, device
 
 
@@ -85,7 +78,7 @@ def make_worker(spec: dict[str, Any]) -> workers.Handler:
         step()
 
     def handle(request: dict[str, Any]) -> dict[str, Any]:
-        host, full = time_steps(step, request["steps"], device, CLOCKS[request["clock"]])
+        host, full = time_steps(step, request["steps"], device, stats.CLOCKS[request["clock"]])
         return {"host": statistics.median(host), "full": statistics.median(full)}
 
     return handle
@@ -194,8 +187,7 @@ def report(options: argparse.Namespace, result: dict[str, Any]) -> None:
         for label, values in result["rounds"].items()
     ]
     print(stats.table(("variant", *kinds), rows))
-    for label, summary in result["ratios"].items():
-        print(f"{label}: {summary.median:.3f}  [{summary.min:.3f} .. {summary.max:.3f}]")
+    stats.print_ratios(result["ratios"])
 
 
 def make_spec(
@@ -232,7 +224,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=20, help="in a burst (default 20)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--clock", choices=stats.CLOCKS, default="wall")
     parser.add_argument(
         "--c10d",
         action="store_true",

@@ -20,7 +20,6 @@ import argparse
 import gc
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,6 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw-foreach": (torch.optim.AdamW, {"lr": 1e-4, "foreach": True}),
     "sgd": (torch.optim.SGD, {"lr": 1e-4, "momentum": 0.9, "foreach": True}),
 }
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}  # seconds
 
 
 # ---------------------------------------------------------------------------------------------
@@ -85,7 +83,7 @@ def make_worker(spec: dict[str, Any]) -> workers.Handler:
             part()
 
     def handle(request: dict[str, Any]) -> dict[str, Any]:
-        return time_parts(parts, request["steps"], device, CLOCKS[request["clock"]])
+        return time_parts(parts, request["steps"], device, stats.CLOCKS[request["clock"]])
 
     return handle
 
@@ -148,15 +146,7 @@ def report(options: argparse.Namespace, result: dict[str, Any]) -> None:
         for variant, parts in result["rounds"].items()
     ]
     print(stats.table(("variant", "clip", "step", "both"), rows))
-    for label, summary in result["ratios"].items():
-        print(f"{label}: {summary.median:.3f}  [{summary.min:.3f} .. {summary.max:.3f}]")
-
-
-def _variants(text: str) -> list[str]:
-    for part in text.split(","):
-        if part not in VARIANTS:
-            raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(VARIANTS)}")
-    return text.split(",")
+    stats.print_ratios(result["ratios"])
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -168,11 +158,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dim", type=int, default=16, help="parameters are [dim, dim]")
     parser.add_argument("--world-size", type=int, default=8)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    parser.add_argument("--variants", type=_variants, default=",".join(VARIANTS))
+    parser.add_argument("--variants", type=variants.among(VARIANTS), default=",".join(VARIANTS))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=20, help="in a burst (default 20)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--clock", choices=stats.CLOCKS, default="wall")
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args(arguments)
 

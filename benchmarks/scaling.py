@@ -29,7 +29,7 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmarks import host_cost, stats, variants, workers
+from benchmarks import stats, variants, workers
 
 DIM = 16
 VARIANTS = ("none", "torch", "fsdp2")
@@ -147,8 +147,7 @@ def report(options: argparse.Namespace, result: dict[str, Any]) -> None:
     values = f"({options.clock} clock), median [min .. max] of {options.rounds} rounds"
     print(f"\n{result['precision']} {values}")
     print(stats.table(*table(result)))
-    for label, summary in result["ratios"].items():
-        print(f"{label}: {summary.median:.3f}  [{summary.min:.3f} .. {summary.max:.3f}]")
+    stats.print_ratios(result["ratios"])
 
 
 def _of(known: Any, text: str) -> list[str]:
@@ -180,7 +179,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=10, help="in a burst (default 10)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--clock", choices=host_cost.CLOCKS, default="wall")
+    parser.add_argument("--clock", choices=stats.CLOCKS, default="wall")
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args(arguments)
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,6 @@ PARTS = ("first use", "shard", "materialise", "first", "second")
 TOTAL = "shard + first"
 VARIANTS = ("none", "torch", "fsdp2")
 BATCH = 4
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}  # seconds
 
 
 # ---------------------------------------------------------------------------------------------
@@ -60,12 +58,7 @@ def make_worker(spec: dict[str, Any]) -> workers.Handler:
         with torch.device("meta"):
             model = tiny_blocks(blocks, spec["params_per_block"], spec["dim"])
         x = torch.randn(BATCH, spec["dim"], device=device, dtype=dtype, requires_grad=True)
-
-        def step() -> None:
-            model(x).sum().backward()
-            model.zero_grad(set_to_none=True)
-            x.grad = None
-
+        step = variants.step_of(model, x)
         return {
             "shard": lambda: variants.shard(model, variant, precision, spec["world_size"], device),
             "materialise": lambda: variants.materialise(model, variant, precision, device),
@@ -82,7 +75,7 @@ def make_worker(spec: dict[str, Any]) -> workers.Handler:
     def handle(request: dict[str, Any]) -> dict[str, float]:
         """Start up: once in this process's life."""
         synchronize = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
-        clock = CLOCKS[request["clock"]]
+        clock = stats.CLOCKS[request["clock"]]
         gc.collect()
         found = {}
         for name in PARTS:
@@ -134,15 +127,7 @@ def report(result: dict[str, Any]) -> None:
         for variant, parts in result["rounds"].items()
     ]
     print(stats.table(("variant", *kinds), rows))
-    for label, summary in result["ratios"].items():
-        print(f"{label}: {summary.median:.3f}  [{summary.min:.3f} .. {summary.max:.3f}]")
-
-
-def _variants(text: str) -> list[str]:
-    for part in text.split(","):
-        if part not in VARIANTS:
-            raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(VARIANTS)}")
-    return text.split(",")
+    stats.print_ratios(result["ratios"])
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -156,13 +141,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=variants.PRECISIONS, default="fp32")
     parser.add_argument(
         "--variants",
-        type=_variants,
+        type=variants.among(VARIANTS),
         default=",".join(VARIANTS),
         help=f"comma list of {', '.join(VARIANTS)}",
     )
     parser.add_argument("--rounds", type=int, default=7, help="processes of each variant")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--clock", choices=stats.CLOCKS, default="wall")
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args(arguments)
 

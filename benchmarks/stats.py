@@ -9,12 +9,15 @@ import platform
 import shlex
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}  # seconds
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,12 @@ def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Summary:
 def added(values: Sequence[float], base: Sequence[float]) -> list[float]:
     """Round by round, what `values` adds to `base`."""
     return [v - b for v, b in zip(values, base, strict=True)]
+
+
+def print_ratios(ratios: Mapping[str, Summary]) -> None:
+    """A line for each: what it says, its median and its range."""
+    for label, summary in ratios.items():
+        print(f"{label}: {summary.median:.3f}  [{summary.min:.3f} .. {summary.max:.3f}]")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -19,22 +19,32 @@ VARIANTS = ("none", "torch", "fsdp2", "fsdp1", "ddp")
 PRECISIONS = ("fp32", "mixed")
 
 
-def names(text: str) -> list[str]:
-    """An argparse type: a comma list of variants."""
-    return _among(VARIANTS, text)
+def among(known: tuple[str, ...]) -> Callable[[str], list[str]]:
+    """An argparse type: a comma list of known words."""
+
+    def parse(text: str) -> list[str]:
+        parts = text.split(",")
+        for part in parts:
+            if part not in known:
+                raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(known)}")
+        return parts
+
+    return parse
 
 
-def precisions(text: str) -> list[str]:
-    """An argparse type: a comma list of precisions."""
-    return _among(PRECISIONS, text)
+names = among(VARIANTS)
+precisions = among(PRECISIONS)
 
 
-def _among(known: tuple[str, ...], text: str) -> list[str]:
-    parts = text.split(",")
-    for part in parts:
-        if part not in known:
-            raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(known)}")
-    return parts
+def step_of(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    """Forward, backward and `zero_grad` of a model and its input, which needs a gradient."""
+
+    def step() -> None:
+        model(x).sum().backward()
+        model.zero_grad(set_to_none=True)
+        x.grad = None
+
+    return step
 
 
 def prepare_process(device_type: str, world_size: int, *, c10d: bool = False) -> torch.device:

@@ -27,6 +27,7 @@ from torch.utils._foreach_utils import (
 from fsdp2.core.collectives import sum_over
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.param import GATHERED
+from fsdp2.core.sharding import local_of
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
 
@@ -90,7 +91,7 @@ def clip_grad_norm_(
             )
     total = _total_norm([(p, p.grad) for p in listed], norm_type, error_if_nonfinite, foreach)
     factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
-    _scale([_local(param.grad) for param in listed if param.grad is not None], factor, foreach)
+    _scale([local_of(param.grad) for param in listed if param.grad is not None], factor, foreach)
     return total
 
 
@@ -307,7 +308,7 @@ def _total_norm(
     families = _families(members)
     parts = [_local_power(family, p, dtype, foreach) for family in families]
     _reduce(families, parts, p)
-    device = _local(members[0][0]).device
+    device = local_of(members[0][0]).device
     total = _root(_join(torch.stack([part.to(device) for part in parts]), p), p)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
@@ -372,10 +373,6 @@ def _reduce(families: Sequence[_Family], parts: list[torch.Tensor], p: float) ->
 
 def _listed(tensors: Tensors) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _scale(tensors: list[torch.Tensor], factor: torch.Tensor, foreach: bool | None) -> None:

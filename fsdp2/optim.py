@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2.core.buffers import FlatBuffer, separate
 from fsdp2.core.hooks import hooks_below
 from fsdp2.core.layout import Transport
-from fsdp2.core.sharding import with_dtype, wrap_local
+from fsdp2.core.sharding import local_of, with_dtype, wrap_local
 
 ELEMENTWISE = (
     torch.optim.ASGD,
@@ -133,10 +133,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, state: Mapping[Any, State]) -> None:
-        self._loaded = {
-            param: {key: _local(value) for key, value in kept.items()}
-            for param, kept in state.items()
-        }
+        self._loaded = {param: _localized(kept) for param, kept in state.items()}
         self._runs = []
         self._stale = True
 
@@ -158,7 +155,8 @@ class FlatOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self._stale or not self._set_gradients():
             self._cut()
-            assert self._set_gradients()
+            fits = self._set_gradients()
+            assert fits
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(_options(group))
         self._inner.step()
@@ -274,7 +272,7 @@ def _places(model: nn.Module) -> dict[Any, tuple[FlatBuffer, int]]:
             for slot in segment.slots:
                 param = group.params[slot.index].sharded
                 start = segment.shard_byte_offset + slot.shard_offset * param.dtype.itemsize
-                rows = _rows(param)
+                rows = local_of(param)
                 # Not of one that was moved since.
                 if rows.numel() and rows.data_ptr() == group.shard.storage.data_ptr() + start:
                     found[param] = group.shard, start
@@ -306,17 +304,17 @@ def _runs_of(
             if not run:
                 begin = start
             run.append(param)
-            end = start + _rows(param).numel() * param.dtype.itemsize
+            end = start + local_of(param).numel() * param.dtype.itemsize
         yield _make_run(run, shard, begin)
     for param in alone:
-        rows = _rows(param)
+        rows = local_of(param)
         yield _Run(
             [param], [rows], nn.Parameter(rows.detach()) if isinstance(param, DTensor) else param
         )
 
 
 def _make_run(params: list[Any], shard: FlatBuffer, begin: int) -> _Run:
-    rows = [_rows(param) for param in params]
+    rows = [local_of(param) for param in params]
     if len(rows) == 1:
         return _Run(params, rows, nn.Parameter(rows[0].detach()))
     total = sum(each.numel() for each in rows)
@@ -345,7 +343,9 @@ def _same(first: Any, second: Any, before: Any, param: Any) -> bool:
 
 
 def _is_elementwise(value: Any, param: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == _rows(param).shape and value.dim() > 0
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return False
+    return value.shape == local_of(param).shape
 
 
 def _joined(run: _Run, states: list[Any]) -> State:
@@ -370,7 +370,7 @@ def _part_of(value: Any, run: _Run, param: Any, start: int) -> Any:
         return value
     if value.shape != run.flat.shape or value.dim() == 0:
         return value.clone()  # a step count: each parameter has its own
-    return _wrapped(separate(value, start, tuple(_rows(param).shape)), param)
+    return _wrapped(separate(value, start, tuple(local_of(param).shape)), param)
 
 
 def _wrapped(value: Any, param: Any) -> Any:
@@ -380,14 +380,4 @@ def _wrapped(value: Any, param: Any) -> Any:
 
 
 def _localized(state: State) -> State:
-    return {key: _local(value) for key, value in state.items()}
-
-
-def _local(value: Any) -> Any:
-    return value._local_tensor if isinstance(value, DTensor) else value
-
-
-def _rows(param: Any) -> torch.Tensor:
-    """This rank's rows of a parameter."""
-    rows: torch.Tensor = param._local_tensor if isinstance(param, DTensor) else param
-    return rows
+    return {key: local_of(value) for key, value in state.items()}

@@ -28,7 +28,15 @@ from fsdp2.core.layout import GroupLayout, ParamShape, Slot, Transport, build_la
 from fsdp2.core.param import ShardedParam, Swap, compute_dtype, follow_requires_grad
 from fsdp2.core.post_forward import PostForward, SmallerGroup
 from fsdp2.core.progress import OptimizerSteps, communication_error
-from fsdp2.core.reduction import Job, PendingReduction, Program, ReductionSpec, SegmentReduction
+from fsdp2.core.reduction import (
+    COLLECTIVES,
+    Job,
+    PendingReduction,
+    Program,
+    ReductionSpec,
+    SegmentReduction,
+    Step,
+)
 from fsdp2.core.states import State
 from fsdp2.core.streams import Lane, Streams
 from fsdp2.core.transport import Route, SegmentTransport, make_transports
@@ -534,6 +542,7 @@ class ParamGroup:
             all_reduces = all_reduces or bool(program.all_reduce)
             delivers = delivers or bool(program.host)
         pending = None
+        step: Step | None = None
         with torch.no_grad():
             for program, reduction, job in work:
                 for step in program.compute:
@@ -541,18 +550,26 @@ class ParamGroup:
             if reduces or all_reduces:
                 event = streams.record(Lane.COMPUTE, "gradients staged")
                 streams.wait(Lane.REDUCE, event, "reduction after compute")
-                with streams.on(Lane.REDUCE):
-                    for program, reduction, job in work:
-                        for step in program.reduce:
-                            step(reduction, job)
-                scattered = done = streams.record(Lane.REDUCE, "reduction done")
-                if all_reduces:
-                    streams.wait(Lane.ALL_REDUCE, scattered, "all-reduce after reduce-scatter")
-                    with streams.on(Lane.ALL_REDUCE):
+                try:
+                    with streams.on(Lane.REDUCE):
                         for program, reduction, job in work:
-                            for step in program.all_reduce:
+                            for step in program.reduce:
                                 step(reduction, job)
-                    done = streams.record(Lane.ALL_REDUCE, "all-reduce done")
+                    step = None
+                    scattered = done = streams.record(Lane.REDUCE, "reduction done")
+                    if all_reduces:
+                        streams.wait(Lane.ALL_REDUCE, scattered, "all-reduce after reduce-scatter")
+                        with streams.on(Lane.ALL_REDUCE):
+                            for program, reduction, job in work:
+                                for step in program.all_reduce:
+                                    step(reduction, job)
+                        step = None
+                        done = streams.record(Lane.ALL_REDUCE, "all-reduce done")
+                except RuntimeError as error:
+                    operation = COLLECTIVES.get(step)
+                    if operation is None or isinstance(error, torch.OutOfMemoryError):
+                        raise
+                    raise communication_error(operation, self.name, error) from error
                 host = [(s, r, job) for p, r, job in work for s in p.host] if delivers else []
                 pending = PendingReduction(self, jobs, scattered, done, host)
         if self.observer is not None:

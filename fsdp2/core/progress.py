@@ -24,13 +24,7 @@ class OptimizerSteps:
     ended = 0
 
 
-class CollectiveError(RuntimeError):
-    """A collective, named by its operation, raised; whoever knows its unit says the rest."""
-
-
-def communication_error(
-    operation: str, unit: str, error: BaseException | None
-) -> CommunicationError:
+def communication_error(operation: str, unit: str, error: RuntimeError) -> CommunicationError:
     """What to raise where a collective raised ``error``: no `torch.OutOfMemoryError`, though.
 
     That one, a RuntimeError too, is left as it is. And no frame may keep either in a local

@@ -36,7 +36,6 @@ import torch
 from fsdp2.core.collectives import Collectives, ReduceKind, ReduceScatter, Replicas
 from fsdp2.core.kernels import Kernels
 from fsdp2.core.layout import COLLECTIVE_ALIGN_BYTES, Slot, contiguous_strides
-from fsdp2.core.progress import CollectiveError
 from fsdp2.core.transport import allocated, shard_blocks
 
 
@@ -296,10 +295,10 @@ class SegmentReduction:
             compute.append(SegmentReduction._stage_packed)
             if before is not None:
                 reduce.append(lambda self, job: self.kernels.divide(self._input, before))
-            own = self.spec.comm is None
-            reduce.append(
-                SegmentReduction._reduce_packed if own else SegmentReduction._reduce_custom
-            )
+            if self.spec.comm is None:
+                reduce.append(SegmentReduction._reduce_packed)
+            else:
+                reduce += [SegmentReduction._reduce_custom, SegmentReduction._copy_custom]
             return
         if self.grad_dtype != self.reduce_dtype:
             self._bind_cast()
@@ -405,37 +404,24 @@ class SegmentReduction:
             self.kernels.divide(tensor, factor)
 
     def _reduce_direct(self, job: Job) -> None:
-        try:
-            work = self.collectives.reduce_scatter_many(job.outputs, job.grads, self._kind)
-            if work is not None:
-                work.wait()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise CollectiveError("reduce-scatter") from error
+        work = self.collectives.reduce_scatter_many(job.outputs, job.grads, self._kind)
+        if work is not None:
+            work.wait()
 
     def _reduce_packed(self, job: Job) -> None:
-        try:
-            work = self.collectives.reduce_scatter(job.flat, self._input, self._kind)
-            if work is not None:
-                work.wait()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise CollectiveError("reduce-scatter") from error
+        work = self.collectives.reduce_scatter(job.flat, self._input, self._kind)
+        if work is not None:
+            work.wait()
 
     def _reduce_custom(self, job: Job) -> None:
         assert self.spec.comm is not None
-        try:
-            work = self.collectives.custom_reduce_scatter(
-                self.spec.comm, job.scattered, self._input, self._kind
-            )
-            if work is not None:
-                work.wait()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise CollectiveError("reduce-scatter") from error
+        work = self.collectives.custom_reduce_scatter(
+            self.spec.comm, job.scattered, self._input, self._kind
+        )
+        if work is not None:
+            work.wait()
+
+    def _copy_custom(self, job: Job) -> None:
         self.kernels.copy(job.flat, job.scattered)
 
     def _copy_local(self, job: Job) -> None:
@@ -458,14 +444,9 @@ class SegmentReduction:
 
     def _all_reduce(self, job: Job) -> None:
         assert self.replicas is not None
-        try:
-            work = self.replicas.all_reduce(job.flat, self._replica_kind)
-            if work is not None:
-                work.wait()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise CollectiveError("all-reduce") from error
+        work = self.replicas.all_reduce(job.flat, self._replica_kind)
+        if work is not None:
+            work.wait()
 
     def _run_hook(self, job: Job) -> None:
         assert self.spec.hook is not None
@@ -546,6 +527,15 @@ class SegmentReduction:
             self._input = self._rows = None
         elif self._staging.allocated:
             self._staging.release()
+
+
+COLLECTIVES: dict[Step | None, str] = {
+    SegmentReduction._reduce_direct: "reduce-scatter",
+    SegmentReduction._reduce_packed: "reduce-scatter",
+    SegmentReduction._reduce_custom: "reduce-scatter",
+    SegmentReduction._all_reduce: "all-reduce",
+}
+"""The steps that communicate, and what they do."""
 
 
 def _divide_flat(factor: float) -> Step:

@@ -25,7 +25,6 @@ from torch.autograd import profiler
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.group import ParamGroup
 from fsdp2.core.journal import SCHEDULE
-from fsdp2.core.progress import CollectiveError, communication_error
 from fsdp2.core.ranges import record_ranges
 from fsdp2.core.reduction import PendingReduction
 from fsdp2.core.states import State
@@ -335,12 +334,7 @@ class Scheduler:
             if jobs:
                 self._make_room(group, first)
                 first = False
-                try:
-                    pending = group.reduce(jobs, unit.all_reduce)
-                except CollectiveError as failed:
-                    raise communication_error(
-                        str(failed), group.name, failed.__cause__
-                    ) from failed.__cause__
+                pending = group.reduce(jobs, unit.all_reduce)
                 if pending is not None:
                     self._pending.append(pending)
 

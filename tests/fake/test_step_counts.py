@@ -91,12 +91,7 @@ def build(
     model = variants.place(make(blocks, PARAMS), variant, precision, world_size, CPU)
     dtype = variants.input_dtype(variant, precision)
     x = torch.randn(4, model.width, dtype=dtype, requires_grad=True)
-
-    def step() -> None:
-        model(x).sum().backward()
-        model.zero_grad(set_to_none=True)
-        x.grad = None
-
+    step = variants.step_of(model, x)
     for _ in range(STEADY):
         step()
     return model, step
