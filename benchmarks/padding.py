@@ -9,10 +9,8 @@ which coalesces); torch's is the rule of its FSDP2, a parameter at a time: every
 ceil(rows / ranks) rows of dim 0, so that `ranks * ceil(rows / ranks) - rows` of them are padding.
 The figures to watch are per cent of the model's bytes:
 
-    ours       shards of all ranks, padding over parameters; parameters sharded on dim 0
+    ours       shards of all ranks, padding over parameters; on the dims that `fully_shard` chooses
     gathered   the same of the gathered buffers, alignment of slots to 128 bytes included
-    chosen     ours, with a `shard_placement_fn` that leaves dim 0 where it pads over 3 %, for the
-               dim that pads least (see `chosen_dim`)
     torch      torch's FSDP2, shards and collectives alike
     packed     of ours: bytes that cannot be gathered straight into their place, so are copied
     16 bytes   whether every collective moves a multiple of 16 bytes a rank: ours (gathers in bf16,
@@ -43,13 +41,13 @@ from fsdp2.core.layout import (
     ParamShape,
     Transport,
     build_layout,
+    default_dim,
 )
 from fsdp2.core.simulate import Node, Simulation
 from fsdp2.core.virtual import VirtualDevice
 
 WORLD_SIZES = (3, 24, 72, 96, 256, 768, 1024)
 SHARD_BYTES, FULL_BYTES = 4, 2  # an element of an fp32 shard, of a bf16 gathered parameter
-MOST_PADDING = 0.03  # of a parameter, before `chosen_dim` looks at other dims
 
 
 # ---------------------------------------------------------------------------------------------
@@ -72,22 +70,14 @@ def torch_aligned(shapes: Iterable[Shape], ranks: int) -> bool:
     return torch_padded(shapes, ranks) // ranks * FULL_BYTES % COLLECTIVE_ALIGN_BYTES == 0
 
 
-def chosen_dim(shape: Shape, ranks: int) -> int:
-    """Dim 0, unless it pads over 3 % of the parameter and a later dim pads less."""
-    sizes = [padded(shape, dim, ranks) for dim in range(len(shape))]
-    if sizes[0] <= (1 + MOST_PADDING) * math.prod(shape):
-        return 0
-    return sizes.index(min(sizes))
-
-
-def layout(params: dict[str, Shape], ranks: int, choose: bool = False) -> GroupLayout:
+def layout(params: dict[str, Shape], ranks: int) -> GroupLayout:
     """fsdp2's layout of one unit."""
     return build_layout(
         [
             ParamShape(
                 name,
                 shape,
-                chosen_dim(shape, ranks) if choose else 0,
+                default_dim(shape, ranks, SHARD_BYTES),
                 torch.float32,
                 SHARD_BYTES,
                 torch.bfloat16,
@@ -133,7 +123,7 @@ class Padding:
     """One model, or one of its units, at one world size; shares of the parameters' own bytes.
 
     Attributes:
-        ours, gathered, chosen, torch: padding, as in the module's docstring (0.01: one per cent).
+        ours, gathered, torch: padding, as in the module's docstring (0.01: one per cent).
         packed: share of the parameters' bytes that travel packed.
         aligned: whether all our collectives move a multiple of 16 bytes a rank.
         torch_aligned: whether torch's all-gathers do.
@@ -141,7 +131,6 @@ class Padding:
 
     ours: float
     gathered: float
-    chosen: float
     torch: float
     packed: float
     aligned: bool
@@ -150,15 +139,14 @@ class Padding:
 
 def padding(units: Iterable[UnitShapes], ranks: int) -> Padding:
     """What ``units`` pad, together."""
-    numel = ours = gathered = chosen = torchs = packed = 0
+    numel = ours = gathered = torchs = packed = 0
     aligned = torchs_aligned = True
     for unit in units:
         times, shapes = unit.times, list(unit.params.values())
-        plan, other = layout(unit.params, ranks), layout(unit.params, ranks, choose=True)
+        plan = layout(unit.params, ranks)
         numel += times * sum(map(math.prod, shapes))
         ours += times * ranks * plan.shard_bytes
         gathered += times * plan.full_bytes
-        chosen += times * ranks * other.shard_bytes
         torchs += times * torch_padded(shapes, ranks)
         packed += times * sum(
             slot.numel
@@ -173,7 +161,6 @@ def padding(units: Iterable[UnitShapes], ranks: int) -> Padding:
     return Padding(
         ours / (numel * SHARD_BYTES) - 1,
         gathered / (numel * FULL_BYTES) - 1,
-        chosen / (numel * SHARD_BYTES) - 1,
         torchs / numel - 1,
         packed / numel,
         aligned,
@@ -196,13 +183,13 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def report(results: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
     """Header and rows of the table."""
-    header = ("model", "ranks", "ours %", "gathered %", "chosen %", "torch %")
+    header = ("model", "ranks", "ours %", "gathered %", "torch %")
     header += ("packed %", "16 bytes ours", "torch")
     rows = [
         (
             each["model"],
             each["ranks"],
-            *(f"{each[kind] * 100:.2f}" for kind in ("ours", "gathered", "chosen", "torch")),
+            *(f"{each[kind] * 100:.2f}" for kind in ("ours", "gathered", "torch")),
             f"{each['packed'] * 100:.2f}",
             *("yes" if each[kind] else "no" for kind in ("aligned", "torch_aligned")),
         )

@@ -109,8 +109,9 @@ def fully_shard(
             a divisor of the shard axis's size, of which the size itself means ``True`` and ``1``
             means ``False``.
         shard_placement_fn: called with each parameter; returns the ``Shard`` to use, ``None`` for
-            ``Shard(0)``, or a `ShardPlacementResult` with a mesh of the parameter's own. Any dim
-            may be uneven.
+            the default, or a `ShardPlacementResult` with a mesh of the parameter's own. Any dim
+            may be uneven. The default is ``Shard(0)``, unless equal pieces of dim 0 pad more than
+            3 % of the parameter and more than 1 MiB over all ranks: then the dim that pads least.
         mp_policy: dtypes of compute, reduction and outputs.
         offload_policy: `CPUOffloadPolicy` keeps shards, gradients and optimizer states in CPU
             memory. The default keeps them on the device.

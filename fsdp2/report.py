@@ -5,6 +5,7 @@ model ──> [GroupReport("(root)", …), GroupReport("blocks.0", …), …]
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -26,6 +27,8 @@ class GroupReport:
         padding_bytes: how many of ``shard_bytes`` hold no parameter, on average over ranks.
         transport: how it is gathered: "coalesced", "packed", "local", "extension" (tensor
             subclasses with all-gather hooks, whose bytes are not counted), or several with "+".
+        dims: shard dims of the parameters that are not sharded on dim 0, by their name in the
+            model; ``shard_placement_fn`` chose them, or dim 0 would have padded too much.
     """
 
     name: str
@@ -35,6 +38,7 @@ class GroupReport:
     unsharded_bytes: int
     padding_bytes: int
     transport: str
+    dims: Mapping[str, int]
 
 
 def group_reports(model: nn.Module) -> list[GroupReport]:
@@ -53,10 +57,11 @@ def group_reports(model: nn.Module) -> list[GroupReport]:
         hooks = hooks_of(module)
         for group in hooks.unit.groups if hooks is not None else ():
             names.setdefault(group, []).append(name or "(root)")
-    return [_report(group, ", ".join(where)) for group, where in names.items()]
+    params = {param: name for name, param in model.named_parameters()}
+    return [_report(group, ", ".join(where), params) for group, where in names.items()]
 
 
-def _report(group: ParamGroup, name: str) -> GroupReport:
+def _report(group: ParamGroup, name: str, params: Mapping[nn.Parameter, str]) -> GroupReport:
     layout = group.layout
     assert layout is not None
     kinds = dict.fromkeys(segment.transport.value for segment in layout.segments)
@@ -68,4 +73,7 @@ def _report(group: ParamGroup, name: str) -> GroupReport:
         unsharded_bytes=layout.full_bytes or layout.shard_bytes,
         padding_bytes=layout.padding_bytes,
         transport="+".join(kinds),
+        dims={
+            params.get(param.sharded, param.name): param.dim for param in group.params if param.dim
+        },
     )

@@ -86,9 +86,10 @@ def log_layout(root: str, units: Iterable[tuple[str, Sequence[GroupLayout]]]) ->
     )
     for (name, layout), nbytes in zip(named, gathered, strict=True):
         LAYOUT.debug(
-            "%s: %d parameters, %d bytes of shards, %d padding, %d gathered, %s",
+            "%s: %d parameters (%d not on dim 0), %d bytes of shards, %d padding, %d gathered, %s",
             name,
             sum(len(segment.slots) for segment in layout.segments),
+            sum(slot.dim != 0 for segment in layout.segments for slot in segment.slots),
             layout.shard_bytes,
             layout.padding_bytes,
             nbytes,

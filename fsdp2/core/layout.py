@@ -31,6 +31,39 @@ SLOT_ALIGN_BYTES = 128
 """Gathered parameters start at such a multiple, so that kernels may load whole cache lines."""
 
 
+SMALL_PADDING = 0.03
+"""Padding of dim 0, as a share of a parameter, up to which no other dim is looked at."""
+
+SMALL_PADDING_BYTES = 1 << 20
+"""The same in bytes, over all ranks."""
+
+
+def default_dim(shape: Sequence[int], ranks: int, itemsize: int) -> int:
+    """The dim to shard where nobody chose one.
+
+    Dim 0, unless equal pieces of it pad more than 3 % of the parameter and more than 1 MiB over all
+    ranks; then the dim that pads least, of several the first.
+
+    Args:
+        shape: shape of the parameter, at least one dim.
+        ranks: how many ranks it is sharded over.
+        itemsize: bytes of an element.
+
+    Example::
+
+        >>> default_dim((128, 5760, 2880), 256, 4)  # on dim 0, half of all ranks would be empty
+        1
+    """
+    numel = math.prod(shape)
+    padding = [
+        math.prod((*shape[:dim], ranks * math.ceil(length / ranks), *shape[dim + 1 :])) - numel
+        for dim, length in enumerate(shape)
+    ]
+    if padding[0] <= SMALL_PADDING * numel or padding[0] * itemsize <= SMALL_PADDING_BYTES:
+        return 0
+    return padding.index(min(padding))
+
+
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Row-major strides, in elements."""
     strides = []

@@ -7,17 +7,19 @@ modules ── managed_modules ──> those that no earlier unit has
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2.core.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.core.extension import check_hooks
 from fsdp2.core.hooks import UnitHooks, hooks_of
+from fsdp2.core.layout import default_dim
 from fsdp2.core.param import OWNER, ModuleSlot, is_extended
 from fsdp2.core.registrations import is_managed
 from fsdp2.core.sharding import (
@@ -147,13 +149,27 @@ def plan_parameters(
                 own = axes
             placement = placement.placement
         check_shardable(name, param, own)
-        dim = check_placement(name, param, placement)
+        if placement is None:
+            dim = _default_dim(param, own)
+        else:
+            dim = check_placement(name, param, placement)
         _check_extension(name, param, own, dim)
         where: list[ModuleSlot] = [(slot[0], slot[1]) for slot in slots]
         plans.append(Plan(name, param, where, own, dim, policy.compute_dtype(name, param)))
     _check_one_device(found)
     _check_memory({slots[0].name: local_of(param) for param, slots in found.items()})
     return plans
+
+
+def _default_dim(param: nn.Parameter, axes: MeshAxes) -> int:
+    local = local_of(param)
+    if is_extended(local):
+        return 0  # its hooks may know no other
+    shape = tuple(local.shape)
+    if isinstance(param, DTensor):  # the largest piece, which all ranks know (I1)
+        pieces = param._spec.num_shards_map
+        shape = tuple(math.ceil(n / p) for n, p in zip(param.shape, pieces, strict=True))
+    return default_dim(shape, axes.size, param.element_size())
 
 
 def axes_in(plans: list[Plan]) -> list[MeshAxes]:

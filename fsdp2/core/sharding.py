@@ -251,10 +251,8 @@ def check_placement(name: str, param: nn.Parameter, placement: object) -> int:
     Args:
         name: the parameter's full name, for messages.
         param: the parameter.
-        placement: what ``shard_placement_fn`` returned; ``None`` means ``Shard(0)``.
+        placement: what ``shard_placement_fn`` returned.
     """
-    if placement is None:
-        return 0
     if type(placement) is not Shard:
         raise ValueError(
             f"shard_placement_fn returned {placement!r} for parameter '{name}'; return a "

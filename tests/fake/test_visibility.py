@@ -256,8 +256,9 @@ def test_groups_are_logged_with_the_layout_at_debug(caplog: pytest.LogCaptureFix
         name, _, rest = line.partition(": ")
         report = reports[name]
         assert rest == (
-            f"{report.num_params} parameters, {report.shard_bytes} bytes of shards, "
-            f"{report.padding_bytes} padding, {report.unsharded_bytes} gathered, {report.transport}"
+            f"{report.num_params} parameters (0 not on dim 0), "
+            f"{report.shard_bytes} bytes of shards, {report.padding_bytes} padding, "
+            f"{report.unsharded_bytes} gathered, {report.transport}"
         )
 
 

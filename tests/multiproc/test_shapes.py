@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp2 import FSDPModule, fully_shard
+from fsdp2 import FSDPModule, fully_shard, group_reports
 from tests.common.models import DIM, MLP, Block, Buffered, OddMLP, Transformer, seeded, units
 from tests.common.parity import (
     OURS,
@@ -218,6 +218,40 @@ def test_convolution_sharded_on_a_middle_dim() -> None:
         torch_too=False,
         shard_placement_fn=placement,
     )
+
+
+class _Experts(nn.Module):
+    """One expert too few for two ranks: on dim 0 it would pad more than 1 MiB.
+
+    It uses hidden units of all its parts, but few: sums of 35,000 would round too differently.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(1, DIM, 35_000) / DIM)
+        self.down = nn.Parameter(torch.randn(1, 35_000, DIM) / DIM)
+        self.scale = nn.Parameter(torch.ones(1, DIM))
+        self.is_unit = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.up[0, :, ::5000]) @ self.down[0, ::5000] * self.scale
+
+
+@ranks(2)
+@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
+def test_a_dim_that_would_pad_too_much_is_not_sharded(mixed: bool) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(DIM, DIM), _Experts(), nn.Linear(DIM, 2))
+
+    model = shard(OURS, seeded(build), mixed=mixed)
+    placements = {name: param.placements for name, param in model.named_parameters()}
+    assert placements["1.up"] == placements["1.down"] == (Shard(1),)
+    assert placements["1.scale"] == placements["0.weight"] == (Shard(0),)
+    (report,) = (report for report in group_reports(model) if report.name == "1")
+    assert report.dims == {"1.up": 1, "1.down": 1}
+    assert report.padding_bytes < 1024
+    assert_equal(full(model[1].down), seeded(build)[1].down.detach(), "in two halves")
+    check_training(partial(seeded, build), regression_batches(DIM, 2, steps=STEPS), mixed=mixed)
 
 
 # -- what is refused, by name ---------------------------------------------------------------------

@@ -19,6 +19,7 @@ from fsdp2.core.layout import (
     Slot,
     Transport,
     build_layout,
+    default_dim,
     pick_transport,
 )
 from fsdp2.core.transport import shard_blocks
@@ -39,6 +40,35 @@ def _slot(shape: tuple[int, ...], dim: int, world_size: int) -> Slot:
 def _only_segment(layout: GroupLayout) -> Segment:
     (segment,) = layout.segments
     return segment
+
+
+# ---- the shard dim
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dim"),
+    [
+        ((128, 2880, 5760), 128, 0),  # no padding
+        ((128, 2880, 5760), 256, 2),  # 100 %, 7 % and 2 %
+        ((128, 2880, 2880), 256, 1),  # two dims pad alike: the first
+        ((2880,), 256, 0),  # no other dim
+        ((33, 400_000), 32, 1),  # 94 %, none
+        ((1025, 4096), 8, 0),  # 0.7 %, 112 KiB
+        ((3, 4), 2, 0),  # 33 %, but 16 bytes
+        ((3, 262_144), 2, 0),  # 33 %: 1 MiB, not more
+        ((3, 262_145), 2, 1),
+        ((0, 4), 2, 0),
+        ((9, 0), 2, 0),
+        ((2, 400_000), 1, 0),
+    ],
+)
+def test_default_dim(shape: tuple[int, ...], ranks: int, dim: int) -> None:
+    assert default_dim(shape, ranks, 4) == dim
+
+
+def test_default_dim_counts_bytes() -> None:
+    assert default_dim((3, 262_145), 2, 2) == 0
+    assert default_dim((3, 262_145), 2, 4) == 1
 
 
 # ---- one parameter
