@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import FSDPModule, fully_shard, group_reports
 from tests.common.models import DIM, MLP, Block, Buffered, OddMLP, Transformer, seeded, units
+from tests.common.parallelisms import APIS
 from tests.common.parity import (
     OURS,
     CountCollectives,
@@ -27,7 +30,7 @@ from tests.common.parity import (
     train_sharded,
     world_mesh,
 )
-from tests.common.workers import ranks
+from tests.common.workers import ranks, run_on_ranks
 
 STEPS = 4
 
@@ -237,12 +240,14 @@ class _Experts(nn.Module):
         return torch.tanh(x @ self.up[0, :, ::5000]) @ self.down[0, ::5000] * self.scale
 
 
+def _with_experts() -> nn.Module:
+    return nn.Sequential(nn.Linear(DIM, DIM), _Experts(), nn.Linear(DIM, 2))
+
+
 @ranks(2)
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
 def test_a_dim_that_would_pad_too_much_is_not_sharded(mixed: bool) -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(DIM, DIM), _Experts(), nn.Linear(DIM, 2))
-
+    build = _with_experts
     model = shard(OURS, seeded(build), mixed=mixed)
     placements = {name: param.placements for name, param in model.named_parameters()}
     assert placements["1.up"] == placements["1.down"] == (Shard(1),)
@@ -252,6 +257,27 @@ def test_a_dim_that_would_pad_too_much_is_not_sharded(mixed: bool) -> None:
     assert report.padding_bytes < 1024
     assert_equal(full(model[1].down), seeded(build)[1].down.detach(), "in two halves")
     check_training(partial(seeded, build), regression_batches(DIM, 2, steps=STEPS), mixed=mixed)
+
+
+def _save_with_experts(api: str, path: Path) -> None:
+    dcp.save(shard(APIS[api], seeded(_with_experts)).state_dict(), checkpoint_id=path)
+
+
+def _load_with_experts(api: str, path: Path) -> None:
+    model = shard(APIS[api], seeded(_with_experts, seed=1))
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=path)
+    model.load_state_dict(state)
+    assert model[1].up.placements == (Shard(1 if api == "ours" else 0),)
+    for name, whole in seeded(_with_experts).state_dict().items():
+        assert_equal(full(model.state_dict()[name]), whole, name)
+
+
+@pytest.mark.parametrize(("writer", "reader"), [("torch", "ours"), ("ours", "torch")])
+def test_checkpoints_move_between_dims(writer: str, reader: str, tmp_path: Path) -> None:
+    """torch's FSDP2 shards on dim 0 what we shard on dim 1."""
+    run_on_ranks(2, _save_with_experts, writer, tmp_path)
+    run_on_ranks(2, _load_with_experts, reader, tmp_path)
 
 
 # -- what is refused, by name ---------------------------------------------------------------------
