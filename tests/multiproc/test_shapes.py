@@ -13,7 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp2 import FSDPModule, fully_shard, group_reports
+from fsdp2 import CPUOffloadPolicy, FSDPModule, fully_shard, group_reports
+from tests.common.meshes import mesh
 from tests.common.models import DIM, MLP, Block, Buffered, OddMLP, Transformer, seeded, units
 from tests.common.parallelisms import APIS
 from tests.common.parity import (
@@ -233,11 +234,13 @@ class _Experts(nn.Module):
         super().__init__()
         self.up = nn.Parameter(torch.randn(1, DIM, 35_000) / DIM)
         self.down = nn.Parameter(torch.randn(1, 35_000, DIM) / DIM)
+        self.shift = nn.Parameter(torch.randn(1, 300_001))  # uneven on dim 1, too
         self.scale = nn.Parameter(torch.ones(1, DIM))
         self.is_unit = True
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x @ self.up[0, :, ::5000]) @ self.down[0, ::5000] * self.scale
+        x = torch.tanh(x @ self.up[0, :, ::5000]) @ self.down[0, ::5000]
+        return x * self.scale + self.shift[0, 3 :: 300_000 // DIM][:DIM]
 
 
 def _with_experts() -> nn.Module:
@@ -245,18 +248,41 @@ def _with_experts() -> nn.Module:
 
 
 @ranks(2)
-@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
-def test_a_dim_that_would_pad_too_much_is_not_sharded(mixed: bool) -> None:
-    build = _with_experts
-    model = shard(OURS, seeded(build), mixed=mixed)
+def test_a_dim_that_would_pad_too_much_is_not_sharded() -> None:
+    model = shard(OURS, seeded(_with_experts))
     placements = {name: param.placements for name, param in model.named_parameters()}
-    assert placements["1.up"] == placements["1.down"] == (Shard(1),)
+    assert placements["1.up"] == placements["1.down"] == placements["1.shift"] == (Shard(1),)
     assert placements["1.scale"] == placements["0.weight"] == (Shard(0),)
     (report,) = (report for report in group_reports(model) if report.name == "1")
-    assert report.dims == {"1.up": 1, "1.down": 1}
+    assert report.dims == {"1.up": 1, "1.down": 1, "1.shift": 1}
     assert report.padding_bytes < 1024
-    assert_equal(full(model[1].down), seeded(build)[1].down.detach(), "in two halves")
-    check_training(partial(seeded, build), regression_batches(DIM, 2, steps=STEPS), mixed=mixed)
+    for name in ("down", "shift"):
+        whole = getattr(seeded(_with_experts)[1], name).detach()
+        assert_equal(full(getattr(model[1], name)), whole, name)
+
+
+def _check_with_experts(**arguments: Any) -> None:
+    batches = regression_batches(DIM, 2, steps=STEPS)
+    check_training(partial(seeded, _with_experts), batches, **arguments)
+
+
+@ranks(2)
+@pytest.mark.parametrize("how", ["fp32", "mixed", "offloaded"])
+def test_training_on_the_dim_that_pads_least(how: str) -> None:
+    offload = CPUOffloadPolicy(pin_memory=False)
+    _check_with_experts(
+        **{"fp32": {}, "mixed": {"mixed": True}, "offloaded": {"offload_policy": offload}}[how]
+    )
+
+
+@ranks(4)
+def test_training_on_the_dim_that_pads_least_with_copies() -> None:
+    _check_with_experts(mesh=mesh("replicate", "shard", shape=(2, 2)))
+
+
+@ranks(4)
+def test_training_on_the_dim_that_pads_least_from_a_smaller_group() -> None:
+    _check_with_experts(reshard_after_forward=2)
 
 
 def _save_with_experts(api: str, path: Path) -> None:
