@@ -26,17 +26,10 @@ from fsdp2.core.journal import BIND, BindReason
 from fsdp2.core.kernels import Kernels
 from fsdp2.core.layout import GroupLayout, ParamShape, Slot, Transport, build_layout
 from fsdp2.core.param import ShardedParam, Swap, compute_dtype, follow_requires_grad
+from fsdp2.core.pending import PendingReduction, launch
 from fsdp2.core.post_forward import PostForward, SmallerGroup
 from fsdp2.core.progress import OptimizerSteps, communication_error
-from fsdp2.core.reduction import (
-    COLLECTIVES,
-    Job,
-    PendingReduction,
-    Program,
-    ReductionSpec,
-    SegmentReduction,
-    Step,
-)
+from fsdp2.core.reduction import Job, ReductionSpec, SegmentReduction
 from fsdp2.core.states import State
 from fsdp2.core.streams import Lane, Streams
 from fsdp2.core.transport import Route, SegmentTransport, make_transports
@@ -366,7 +359,7 @@ class ParamGroup:
         if route.gathering or route.loads:
             if route.loads:
                 self._mirror.acquire()
-            for transport in route.gathering:
+            for transport in route.acquiring:
                 transport.acquire()
             event = streams.record(Lane.COMPUTE, "buffers allocated")
             if route.copies_in:
@@ -401,7 +394,7 @@ class ParamGroup:
         self._await_gather()
         if not route.early:
             self._full.acquire()
-        for transport in route.transports:
+        for transport in route.finishing:
             transport.copy_out()
             transport.release()
         if route.loads and not self._keeps_mirror:
@@ -438,7 +431,7 @@ class ParamGroup:
         target = self.state.after("reshard", self.name)
         if state is State.GATHERING:  # a prefetch that nobody used: over before its memory goes
             self._await_gather()
-            for transport in self._taken.transports:
+            for transport in self._taken.finishing:
                 transport.release()
         for store, name, param in self._to_sharded:
             store[name] = param
@@ -532,46 +525,11 @@ class ParamGroup:
         Returns:
             What is on its way, or ``None`` if nothing is: one rank has nothing to communicate.
         """
-        streams = self.streams
-        work: list[tuple[Program, SegmentReduction, Job]] = []
-        reduces = all_reduces = delivers = False
-        for reduction, job in jobs:
-            program = reduction.full if all_reduce else reduction.partial
-            work.append((program, reduction, job))
-            reduces = reduces or bool(program.reduce)
-            all_reduces = all_reduces or bool(program.all_reduce)
-            delivers = delivers or bool(program.host)
-        pending = None
-        step: Step | None = None
-        with torch.no_grad():
-            for program, reduction, job in work:
-                for step in program.compute:
-                    step(reduction, job)
-            if reduces or all_reduces:
-                event = streams.record(Lane.COMPUTE, "gradients staged")
-                streams.wait(Lane.REDUCE, event, "reduction after compute")
-                try:
-                    with streams.on(Lane.REDUCE):
-                        for program, reduction, job in work:
-                            for step in program.reduce:
-                                step(reduction, job)
-                    step = None
-                    scattered = done = streams.record(Lane.REDUCE, "reduction done")
-                    if all_reduces:
-                        streams.wait(Lane.ALL_REDUCE, scattered, "all-reduce after reduce-scatter")
-                        with streams.on(Lane.ALL_REDUCE):
-                            for program, reduction, job in work:
-                                for step in program.all_reduce:
-                                    step(reduction, job)
-                        step = None
-                        done = streams.record(Lane.ALL_REDUCE, "all-reduce done")
-                except RuntimeError as error:
-                    operation = COLLECTIVES.get(step)
-                    if operation is None or isinstance(error, torch.OutOfMemoryError):
-                        raise
-                    raise communication_error(operation, self.name, error) from error
-                host = [(s, r, job) for p, r, job in work for s in p.host] if delivers else []
-                pending = PendingReduction(self, jobs, scattered, done, host)
+        if torch.is_grad_enabled():  # not in a backward, but for one with create_graph=True
+            with torch.no_grad():
+                pending = launch(self, self.name, self.streams, jobs, all_reduce)
+        else:
+            pending = launch(self, self.name, self.streams, jobs, all_reduce)
         if self.observer is not None:
             self.observer("reduce", self.name)
         return pending

@@ -15,6 +15,9 @@ from fsdp2.core.buffers import FlatBuffer, TransientBuffer
 
 Tensors = tuple[torch.Tensor, ...] | list[torch.Tensor]
 
+Strided = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Of a view in a flat tensor: shape; strides and start, in elements."""
+
 
 class Kernels(Protocol):
     """Memory and copies of one device; tensors are opaque to the callers."""
@@ -40,8 +43,8 @@ class Kernels(Protocol):
     def pieces(self, flat: Any, sizes: Sequence[int]) -> Any:
         """Consecutive flat views of ``flat``."""
 
-    def view(self, flat: Any, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Any:
-        """A view of ``flat``, ``offset`` elements from its start."""
+    def views(self, flat: Any, places: Sequence[Strided]) -> list[Any]:
+        """Views of ``flat``."""
 
     def copy(self, target: Any, source: Any) -> None:
         """Copy, casting where dtypes differ."""
@@ -97,15 +100,9 @@ class TorchKernels:
         """One call for all views: cheaper than a narrow each."""
         return flat.split_with_sizes(sizes)
 
-    def view(
-        self,
-        flat: torch.Tensor,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...],
-        offset: int,
-    ) -> torch.Tensor:
-        """One call."""
-        return flat.as_strided(shape, strides, offset)
+    def views(self, flat: torch.Tensor, places: Sequence[Strided]) -> list[torch.Tensor]:
+        """One call each."""
+        return [flat.as_strided(*place) for place in places]
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """One kernel; from page-locked memory without blocking the host."""

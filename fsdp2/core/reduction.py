@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp2.core.collectives import Collectives, ReduceKind, ReduceScatter, Replicas
-from fsdp2.core.kernels import Kernels
+from fsdp2.core.kernels import Kernels, Strided
 from fsdp2.core.layout import COLLECTIVE_ALIGN_BYTES, Slot, contiguous_strides
 from fsdp2.core.transport import allocated, shard_blocks
 
@@ -197,7 +197,7 @@ class SegmentReduction:
         self.reduce_dtype = spec.reduce_dtype
         self.partial_sums: Any = None
         self._partial_present: list[bool] = []
-        self._rows_of: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []
+        self._rows_of: list[Strided] = []
         width = 0
         for slot in slots:
             shape = slot.local_shape(collectives.rank)
@@ -347,15 +347,18 @@ class SegmentReduction:
 
     def _unify(self, job: Job) -> torch.dtype:
         """Give all gradients one dtype: autograd's, or the reduction's where any differs."""
-        dtype = self.grad_dtype
-        if any(grad.dtype != dtype for grad in job.grads):
-            dtype = self.reduce_dtype
-            job.grads = [grad.to(dtype) for grad in job.grads]
-        return dtype
+        for grad in job.grads:
+            if grad.dtype != self.grad_dtype:
+                job.grads = [grad.to(self.reduce_dtype) for grad in job.grads]
+                return self.reduce_dtype
+        return self.grad_dtype
 
     def _stage_direct(self, job: Job) -> None:
         self._unify(job)
-        job.grads = [g if g.is_contiguous() else g.contiguous() for g in job.grads]
+        for grad in job.grads:
+            if not grad.is_contiguous():
+                job.grads = [grad.contiguous() for grad in job.grads]
+                return
 
     def _stage_cast(self, job: Job) -> None:
         self._staging.acquire()
@@ -483,8 +486,8 @@ class SegmentReduction:
 
     def views(self, flat: Any) -> list[Any]:
         """This rank's rows of each member, in a flat tensor of them."""
-        view = self.kernels.view
-        return [view(flat, shape, strides, offset) for shape, strides, offset in self._rows_of]
+        views: list[Any] = self.kernels.views(flat, self._rows_of)
+        return views
 
     def collect(self, take_missing: bool, all_reduce: bool = True) -> Job | None:
         """Take the members' gradients; ``None`` where there is nothing to reduce.
@@ -494,16 +497,16 @@ class SegmentReduction:
             all_reduce: whether partial sums are reduced, too, so that they alone are enough.
         """
         grads: list[Any] = []
-        missing = False
+        missing = 0
         for member in self.members:
             grad = member.take_gradient()
             grads.append(grad)
             if grad is None:
-                missing = True
+                missing += 1
         if not missing:
             return Job(grads, [True] * len(grads))
         waits = self.partial_sums is not None
-        if not take_missing and not (waits and all_reduce) and all(g is None for g in grads):
+        if missing == len(grads) and not take_missing and not (waits and all_reduce):
             return None
         if not waits:
             waiting = [take_missing] * len(grads)
@@ -529,51 +532,5 @@ class SegmentReduction:
             self._staging.release()
 
 
-COLLECTIVES: dict[Step | None, str] = {
-    SegmentReduction._reduce_direct: "reduce-scatter",
-    SegmentReduction._reduce_packed: "reduce-scatter",
-    SegmentReduction._reduce_custom: "reduce-scatter",
-    SegmentReduction._all_reduce: "all-reduce",
-}
-"""The steps that communicate, and what they do."""
-
-
 def _divide_flat(factor: float) -> Step:
     return lambda self, job: self.kernels.divide(job.flat, factor)
-
-
-@dataclass
-class PendingReduction:
-    """A group's reduction on its way.
-
-    Attributes:
-        group: whose gradients it reduces.
-        jobs: what it works on: alive until COMPUTE is behind it (invariant I7).
-        scattered: event behind the reduce-scatter: what it read may be freed.
-        done: event behind everything; the same one where nothing follows the reduce-scatter.
-        host: the steps by which the host delivers what was copied to it.
-    """
-
-    group: Any
-    jobs: list[tuple[SegmentReduction, Job]]
-    scattered: Any
-    done: Any
-    host: list[tuple[Step, SegmentReduction, Job]]
-
-    def release_inputs(self) -> None:
-        """Free what the reduce-scatters read, once COMPUTE is behind ``scattered``."""
-        for reduction, job in self.jobs:
-            reduction.release()
-            job.grads = []
-
-    def release_rest(self) -> None:
-        """Free what else is not delivered, once COMPUTE is behind ``done``."""
-        for _, job in self.jobs:
-            job.flat = job.scattered = job.result = job.partial = None
-        self.jobs = []
-
-    def deliver(self) -> None:
-        """Deliver what was copied to the host, once the host is behind ``done``."""
-        with torch.no_grad():
-            for step, reduction, job in self.host:
-                step(reduction, job)

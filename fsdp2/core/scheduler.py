@@ -25,8 +25,8 @@ from torch.autograd import profiler
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.group import ParamGroup
 from fsdp2.core.journal import SCHEDULE
+from fsdp2.core.pending import PendingReduction
 from fsdp2.core.ranges import record_ranges
-from fsdp2.core.reduction import PendingReduction
 from fsdp2.core.states import State
 from fsdp2.core.streams import SIDE_LANES, Lane, Streams
 from fsdp2.core.unit import Phase, Unit

@@ -26,6 +26,9 @@ class State(Enum):
     UNSHARDED = "unsharded"
     RESHARDED = "resharded to a smaller group"
 
+    # Enum's own is a function in Python; members are compared by identity anyway.
+    __hash__ = object.__hash__
+
     def __init__(self, where: str) -> None:
         self.needs_gather = where in ("sharded", "resharded to a smaller group")
 

@@ -38,12 +38,14 @@ class SegmentTransport:
         casts: whether copy_in does anything.
         early: whether the gathered buffer must be there before the collective.
         communicates: whether there is a collective.
+        stages: whether acquire, copy_out or release do anything.
         aliases: whether gathered parameters are views of the shard.
     """
 
     casts = False
     early = False
     communicates = True
+    stages = True
     aliases = False
 
     def __init__(
@@ -116,6 +118,7 @@ class CoalescedTransport(SegmentTransport):
     ) -> None:
         super().__init__(segment, shard, full, collectives, kernels)
         self._flat = self._shard_flat()
+        self.stages = self.casts
         if self.casts:
             nbytes = segment.shard_numel * self._itemsize
             self._staging = kernels.transient(nbytes, "all-gather input")
@@ -424,7 +427,9 @@ class Route:
     Attributes:
         transports: all of them.
         gathering: those with a collective.
+        acquiring: those of them that need memory for it.
         casting: those of them that cast first.
+        finishing: those with something to do behind the collectives.
         early: whether the gathered buffer must be there before the collectives.
         loads: whether shards are copied from the host first.
         copies_in: whether anything runs on the copy-in lane.
@@ -433,7 +438,9 @@ class Route:
     def __init__(self, transports: list[SegmentTransport], loads: bool = False) -> None:
         self.transports = transports
         self.gathering = [t for t in transports if t.communicates]
+        self.acquiring = [t for t in self.gathering if t.stages]
         self.casting = [t for t in self.gathering if t.casts]
+        self.finishing = [t for t in transports if t.stages]
         self.early = any(t.early for t in transports)
         self.loads = loads
         self.copies_in = loads or bool(self.casting)

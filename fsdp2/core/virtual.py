@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp2.core.collectives import ReduceKind
+from fsdp2.core.kernels import Strided
 from fsdp2.core.layout import Slot
 from fsdp2.core.streams import Lane
 
@@ -382,10 +383,8 @@ class VirtualDevice:
     def pieces(self, flat: VirtualTensor, sizes: Sequence[int]) -> list[VirtualTensor]:
         return [VirtualTensor(flat.owner, (size,), flat.dtype) for size in sizes]
 
-    def view(
-        self, flat: VirtualTensor, shape: tuple[int, ...], strides: Any, offset: int
-    ) -> VirtualTensor:
-        return VirtualTensor(flat.owner, shape, flat.dtype)
+    def views(self, flat: VirtualTensor, places: Sequence[Strided]) -> list[VirtualTensor]:
+        return [VirtualTensor(flat.owner, shape, flat.dtype) for shape, _, _ in places]
 
     def copy(self, target: VirtualTensor, source: VirtualTensor) -> None:
         loads = source.allocation is not None and source.allocation.lane is HOST

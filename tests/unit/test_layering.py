@@ -36,6 +36,7 @@ LAYERS = (
     "extension",
     "post_forward",
     "reduction",
+    "pending",
     "binding",
     "group",
     "ranges",
