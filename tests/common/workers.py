@@ -54,7 +54,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -77,11 +77,13 @@ class RankError(AssertionError):
     """At least one rank raised, died or did not answer in time. Says what each of them did."""
 
 
-def ranks(*world_sizes: int, timeout: float = DEFAULT_TIMEOUT) -> Callable[[F], F]:
+def ranks(
+    *world_sizes: int, extended: Sequence[int] = (), timeout: float = DEFAULT_TIMEOUT
+) -> Callable[[F], F]:
     """Makes a test function run on every rank of a pool, once for each of `world_sizes`.
 
-    Parametrization and fixtures work as ever, as long as their values are picklable. A body that
-    names a `world_size` argument gets it.
+    The extended run does so for each of `extended`, too. Parametrization and fixtures work as ever,
+    as long as their values are picklable. A body that names a `world_size` argument gets it.
     """
     if not world_sizes:
         raise ValueError("ranks() needs at least one world size, as in @ranks(2)")
@@ -102,7 +104,11 @@ def ranks(*world_sizes: int, timeout: float = DEFAULT_TIMEOUT) -> Callable[[F], 
         world_size = inspect.Parameter("world_size", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         test.__signature__ = signature.replace(parameters=[world_size, *own])  # type: ignore[attr-defined]
         setattr(test, _BODY, body)
-        return pytest.mark.parametrize("world_size", world_sizes, ids="{}ranks".format)(test)
+        sizes = [pytest.param(size, id=f"{size}ranks") for size in world_sizes]
+        more = [
+            pytest.param(size, id=f"{size}ranks", marks=pytest.mark.extended) for size in extended
+        ]
+        return pytest.mark.parametrize("world_size", [*sizes, *more])(test)
 
     return decorate
 

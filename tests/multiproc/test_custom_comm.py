@@ -105,7 +105,7 @@ def _use(model: nn.Module, gather: Any, scatter: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("mixed", MIXED)
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 def test_trains_like_torch(mixed: bool) -> None:
     build = partial(models.seeded, partial(models.OddMLP, ODD))
     expected = _train(shard(OURS, build(), mixed=mixed), ODD[-1])
@@ -187,7 +187,7 @@ class TwoDtypes(nn.Module):
         return self.odd(x.to(self.odd.weight.dtype))
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 def test_one_collective_a_unit_whatever_it_holds() -> None:
     """Segments of two dtypes and two transports: bytes in one collective, into the same slots."""
 
@@ -285,7 +285,7 @@ def _memory_model() -> nn.Module:
     return shard(OURS, models.seeded(partial(models.MLP, depth=2)))
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 def test_memory_of_the_process_group() -> None:
     """gloo has no allocator: plain memory, the same results; off again, the same way as before."""
     expected = _train(_memory_model(), 4)

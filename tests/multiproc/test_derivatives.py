@@ -96,7 +96,7 @@ def _out_of_order(model: nn.Module, rank: int | None = None) -> None:
     second[1].backward()
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 @pytest.mark.parametrize("compute", [_in_turn, _twice, _together, _one_forward_each, _out_of_order])
 def test_several_losses(compute: Compute, reshard_after_forward: bool | None) -> None:
@@ -215,7 +215,7 @@ def _through_two_backwards(model: nn.Module, part: tuple[Tensor, Tensor]) -> Ten
     return grad.square().mean() + second.square().mean()
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 @pytest.mark.parametrize("loss", [_penalised, _penalised_first, _through_two_backwards])
 def test_double_backward(loss: Any, reshard_after_forward: bool | None) -> None:
@@ -348,7 +348,7 @@ def test_checkpoint_wrapper_below_and_above_a_unit(impl: CheckpointImpl) -> None
     assert len(units(seeded(partial(_Layers, None, False, wrap)))) == 4
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize("reshard_after_forward", [None, True])
 def test_forwards_before_one_backward(reshard_after_forward: bool | None) -> None:
     """Four forwards, one of them under no_grad, then one backward."""

@@ -87,14 +87,14 @@ def _same_as_torch(build: Any, outputs: int, **arguments: Any) -> nn.Module:
 
 @pytest.mark.parametrize("mixed", [pytest.param(False, id="fp32"), pytest.param(True, id="mixed")])
 @pytest.mark.parametrize("kind", KINDS)
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 def test_trains_like_torch(kind: type, mixed: bool) -> None:
     """What travels as it is computes in fp32, whatever the policy."""
     mixed = mixed and kind not in (Aliased, Twofold)
     _same_as_torch(partial(_build, kind), EVEN[-1], mixed=mixed)
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 def test_uneven_rows() -> None:
     """torch takes padded inputs of the shard's shape only: not the scales of `Scaled`."""
     _same_as_torch(partial(_build, Bf16Weight, ODD), ODD[-1])
@@ -122,7 +122,7 @@ def test_like_unsharded() -> None:
     assert_equal(ours[0][1], wanted)
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 def test_hooks_are_called_like_torchs() -> None:
     heard = {}
     for api in (OURS, TORCH):
@@ -157,7 +157,7 @@ def test_one_collective_of_bytes_beside_the_plain_ones() -> None:
 # ---- shards
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 def test_shards_are_of_the_subclass() -> None:
     model = shard(OURS, _build(Bf16Weight, ODD))
     whole = dict(models.seeded(partial(models.OddMLP, ODD)).named_parameters())
@@ -336,7 +336,7 @@ class Lora(nn.Module):
 
 
 @pytest.mark.parametrize("mixed", [pytest.param(False, id="fp32"), pytest.param(True, id="mixed")])
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 def test_frozen_quantised_weights_with_lora(mixed: bool) -> None:
     def build() -> nn.Module:
         return models.seeded(lambda: nn.Sequential(Lora(), nn.Tanh(), Lora()))
@@ -457,7 +457,7 @@ def test_mistakes_are_named_before_anything_changes() -> None:
     refused(Aliased, r"need the mesh of the shard axis", mesh=init_device_mesh("cpu", (2, 2)))
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 def test_unpadded_inputs_raise_on_all_ranks() -> None:
     model = shard(OURS, extend(nn.Sequential(nn.Linear(8, 5)), Bf16Weight, pad=False))
     for _ in range(2):

@@ -44,7 +44,7 @@ from tests.common.workers import ranks
 # -- accumulation ---------------------------------------------------------------------------------
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize("keep", [False, True], ids=["free", "keep"])
 @pytest.mark.parametrize("last_only", [False, True], ids=["every-is-last", "last-is-last"])
 def test_accumulation_with_every_flag(last_only: bool, keep: bool) -> None:
@@ -168,7 +168,7 @@ def test_zero_grad_to_zeros() -> None:
 # -- freezing -------------------------------------------------------------------------------------
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 def test_freezing_within_and_across_groups() -> None:
     """Other parameters are frozen in every step: one of a group, a group, all but one."""
     names = [name for name, _ in mlp().named_parameters()]
@@ -298,7 +298,7 @@ _USES: list[list[tuple[tuple[int, ...], tuple[int, ...]]]] = [
 ]
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @pytest.mark.parametrize("use", range(len(_USES)))
 def test_ranks_that_use_different_parameters(use: int, reshard_after_forward: bool) -> None:
@@ -379,7 +379,7 @@ def test_reducing_unused_parameters_is_recursive_and_can_be_turned_off() -> None
 # -- hooks on parameters --------------------------------------------------------------------------
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize("build", [mlp, partial(seeded, Repeated)], ids=["mlp", "repeated"])
 def test_optimizer_in_backward(build: Callable[[], nn.Module]) -> None:
     """A hook that steps as soon as a gradient is there, while other units' backward still runs."""

@@ -127,7 +127,7 @@ def check(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]], **arguments: Any) 
 # -- one mesh -------------------------------------------------------------------------------------
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("whose", ["ours", "torch"])
 def test_a_sharded_model(whose: str, foreach: bool | None) -> None:
@@ -146,7 +146,7 @@ def test_a_sharded_model(whose: str, foreach: bool | None) -> None:
         assert_close(full_grads(model), full_grads(plain), SUMMED, f"gradients, norm {norm_type}")
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 def test_torchs_and_ours_agree() -> None:
     for norm_type in (2.0, 1.0, math.inf):
         ours, torchs = trained(OURS, MLP, 4), trained(OURS, MLP, 4)
@@ -171,7 +171,7 @@ def test_models_of_torchs_fsdp2_too() -> None:
     assert_equal(fsdp2.clip_grad_norm_(trained(TORCH).parameters(), 0.1), ours, "torch's model")
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 def test_one_collective() -> None:
     model = trained(OURS)
     with CountCollectives() as counter:
@@ -399,7 +399,7 @@ def test_no_gradients_at_all() -> None:
 # -- values that are not finite, other dtypes -----------------------------------------------------
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_one_bad_value_on_one_rank(bad: float) -> None:
     """All ranks learn of it, whatever the norm; a maximum must not lose a NaN."""

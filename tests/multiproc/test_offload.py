@@ -108,7 +108,7 @@ def test_training(mixed: bool, reshard_after_forward: bool | None) -> None:
     assert_close(ours, plain, REORDERED_MIXED if mixed else FP32, "unsharded")
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize("reduce", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_reduce_dtypes(reduce: torch.dtype) -> None:
     steps = micro_batches(DIM, 3, steps=2)
@@ -118,7 +118,7 @@ def test_reduce_dtypes(reduce: torch.dtype) -> None:
     assert_equal(ours, kept, "not offloaded")
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize("build", [OddMLP, Repeated], ids=lambda build: build.__name__)
 def test_other_models(build: Any) -> None:
     steps = micro_batches(DIM, 1 if build is OddMLP else 2, steps=2)
@@ -126,7 +126,7 @@ def test_other_models(build: Any) -> None:
     assert_close(ours, train_plain(seeded(build), steps), FP32, "unsharded")
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize("sync", ["at the end", "every time"])
 def test_accumulation(sync: str) -> None:
     """Added up on the device without sync, or in CPU memory by each backward."""
@@ -137,7 +137,7 @@ def test_accumulation(sync: str) -> None:
     assert_close(ours, train_plain(seeded(MLP), steps), FP32, "unsharded")
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize("shape", ["both", "copies only"])
 def test_hsdp(shape: str) -> None:
     size = dist.get_world_size()

@@ -40,7 +40,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_training_goes_on_with_a_repointed_optimizer(name: str, steps_before: int) -> None:

@@ -207,7 +207,7 @@ class _SavesViews(nn.Module):
         return torch.tanh(x @ left.t()) * (x @ right) + x * self.weight[0].detach()
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 def test_views_of_parameters_saved_for_backward() -> None:
     def build() -> nn.Module:
         return nn.Sequential(_SavesViews(), _SavesViews(), nn.Linear(DIM, 4))
@@ -232,7 +232,7 @@ def test_user_hooks_around_ours() -> None:
 # -- how often a unit runs ------------------------------------------------------------------------
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 def test_unit_called_several_times_in_a_forward(reshard_after_forward: bool | None) -> None:
     build = partial(seeded, Repeated)
@@ -246,7 +246,7 @@ def test_unit_called_several_times_mixed() -> None:
     check_training(partial(seeded, Repeated), batches, mixed=True, reshard_after_forward=True)
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 def test_two_forwards_before_one_backward(reshard_after_forward: bool | None) -> None:
     """Each group is reduced once, when both contributions are there."""
@@ -328,7 +328,7 @@ def test_no_grad_evaluation_between_training_steps(reshard_after_forward: bool |
     assert_close(outputs[0], mlp()(my_part(mlp_batches()[0])[0]).detach(), FP32, "evaluation")
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 def test_inference_mode_then_training(reshard_after_forward: bool | None) -> None:
     """The very first gather happens in inference mode, and no inference tensor may survive it.
@@ -480,7 +480,7 @@ def test_freezing_and_thawing_between_steps() -> None:
         assert_close(grads, want, FP32, f"frozen={frozen}")
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_unused_units_and_parameters(reshard_after_forward: bool) -> None:
     """Another choice of units runs in every step; what did not run has no gradient."""
@@ -533,7 +533,7 @@ def _shard_grouped(api: Any, model: Any, **arguments: Any) -> Any:
     return api.fully_shard(model, mesh=mesh)
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_list_of_modules_is_one_group(reshard_after_forward: bool) -> None:
     def run(api: Any) -> Any:
@@ -613,7 +613,7 @@ def test_list_member_that_runs_after_the_root() -> None:
 MICROBATCHES = 3
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize("reshard_after_forward", [None, False])
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
 @pytest.mark.parametrize("sync_every", [False, True], ids=["sync-last", "sync-every"])
@@ -684,7 +684,7 @@ def test_gradient_sync_of_one_unit_only() -> None:
     assert_close(second, doubled, FP32, "unsharded")
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize("sync", [False, True])
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
 def test_set_reshard_after_backward(mixed: bool, sync: bool) -> None:
@@ -759,7 +759,7 @@ def test_set_is_last_backward(sync_every: bool) -> None:
     assert_close(first, unsharded_grads(mlp(), compute), FP32, "unsharded")
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
 @pytest.mark.parametrize("factor", [1.0, 3.0, "world size"])
 def test_set_gradient_divide_factor(factor: float | str, mixed: bool) -> None:
@@ -802,7 +802,7 @@ def test_gradient_divide_factor_is_not_recursive() -> None:
 # -- resharding after forward ---------------------------------------------------------------------
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize(
     ("argument", "children", "root"),
     [
@@ -840,7 +840,7 @@ def test_registered_parameters_after_forward(
     assert whole.shape == (4, DIM)
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 def test_set_reshard_after_forward() -> None:
     def run(api: Any) -> Any:
         model = shard(api, mlp())
@@ -950,7 +950,7 @@ def test_prefetch_lists_hold_sharded_modules_only() -> None:
 # -- unshard and reshard by hand ------------------------------------------------------------------
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize("async_op", [True, False])
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
 def test_unshard_and_reshard(mixed: bool, async_op: bool) -> None:
@@ -1296,7 +1296,7 @@ def test_load_state_dict_between_steps() -> None:
     assert_equal(full_params(source), full_params(plain), "the source")
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 def test_post_accumulate_grad_hooks() -> None:
     """Once per parameter and backward, when its reduced gradient is there; never without sync."""
 
@@ -1468,7 +1468,7 @@ def test_mixed_precision_casts(cast_forward_inputs: bool, output_dtype: torch.dt
     assert dtypes == [out, out, torch.int64]
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize(
     ("param_dtype", "reduce_dtype"),
     [

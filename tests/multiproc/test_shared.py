@@ -53,7 +53,7 @@ def _shard_pair(api: Any, model: Any, **arguments: Any) -> Any:
 # -- one unit -------------------------------------------------------------------------------------
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_embedding_and_head_in_one_unit(vocab: int, reshard_after_forward: bool) -> None:

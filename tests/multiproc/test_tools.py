@@ -60,7 +60,7 @@ def _scaled_steps(model: nn.Module, parts: list[list[Any]], overflow_at: int, wh
     return results
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize("who", [0, 1])
 def test_grad_scaler(who: int) -> None:
     """A gradient that overflows on one rank skips the step, and halves the scale, on all."""
@@ -211,7 +211,7 @@ def test_dropout(recompute: bool) -> None:
     assert_equal(after, torch.rand(1), "the generator's state afterwards")
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 def test_random_initialisation_of_dtensors() -> None:
     """From one seed the same values as torch's FSDP2; no collective that could go wrong."""
 
@@ -334,7 +334,7 @@ class Muon(torch.optim.Optimizer):
                 param.add_(update, alpha=-group["lr"])
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize("reshard_after_forward", [None, True])
 def test_optimizer_that_gathers_whole_matrices(reshard_after_forward: bool | None) -> None:
     """Its update depends on whole matrices: a rank's rows alone would give another one."""
