@@ -63,7 +63,7 @@ def _order_matters(kind: str, mixed: bool = False) -> Tolerance | None:
 # -- training -------------------------------------------------------------------------------------
 
 
-@ranks(2, 4)
+@ranks(4, extended=(2,))
 @pytest.mark.parametrize("kind", SHAPES)
 def test_training(kind: str) -> None:
     build = partial(seeded, partial(Transformer, blocks=1))
@@ -89,7 +89,7 @@ def test_training_mixed(kind: str) -> None:
     assert_close(ours, train_plain(build(), steps, mixed=True), REORDERED_MIXED, "unsharded")
 
 
-@ranks(2, 4)
+@ranks(4, extended=(2,))
 def test_odd_rows() -> None:
     build = partial(seeded, OddMLP)
     steps = micro_batches(DIM, 1)
@@ -100,7 +100,7 @@ def test_odd_rows() -> None:
     assert_close(ours, train_plain(build(), steps), FP32, "unsharded")
 
 
-@ranks(2, 4)
+@ranks(4, extended=(2,))
 @pytest.mark.parametrize("kind", SHAPES)
 def test_placements(kind: str) -> None:
     """Copies first, then rows; on the mesh that was given, dims of size 1 included."""
@@ -147,7 +147,7 @@ TURNS = {
 }
 
 
-@ranks(2, 4)
+@ranks(4, extended=(2,))
 @pytest.mark.parametrize("turns", TURNS)
 def test_accumulation(turns: str) -> None:
     """Whatever each micro-batch communicates, the sum over them is the same."""
@@ -219,7 +219,7 @@ def _check_units_used(used: str, turns: str) -> None:
     assert_close(ours, train_plain(build(), steps, before=choose), FP32, "unsharded")
 
 
-@ranks(2, 4)
+@ranks(4, extended=(2,))
 @pytest.mark.parametrize("zeros", [False, True], ids=["absent", "zeros"])
 def test_parameters_used_in_some_micro_batches(zeros: bool) -> None:
     """Within a unit that always runs: one half in the first micro-batch, the other in the last."""
@@ -268,7 +268,7 @@ def test_recovery_drops_partial_sums() -> None:
     assert_equal(full_grads(model), full_grads(fresh), "without the first micro-batch")
 
 
-@ranks(2, 4)
+@ranks(4, extended=(2,))
 def test_what_changes_while_partial_sums_wait_counts_afterwards() -> None:
     """A divide factor set meanwhile is not forgotten."""
     model = shard(OURS, seeded(MLP), mesh=_mesh("both"))
@@ -292,7 +292,7 @@ def test_what_changes_while_partial_sums_wait_counts_afterwards() -> None:
 # -- divisions ------------------------------------------------------------------------------------
 
 
-@ranks(2, 4)
+@ranks(4, extended=(2,))
 @pytest.mark.parametrize("force_sum", [False, True])
 @pytest.mark.parametrize("kind", ["both", "copies only"])
 def test_divide_factors(kind: str, force_sum: bool) -> None:
@@ -311,7 +311,7 @@ def test_divide_factors(kind: str, force_sum: bool) -> None:
         assert_close(ours, expected, FP32, f"divided by {factor}")
 
 
-@ranks(2, 4)
+@ranks(4, extended=(2,))
 def test_divide_factor_of_the_shard_size_as_torch() -> None:
     """The one factor that torch can do on gloo: an average over shards, a sum over copies."""
     build = partial(seeded, MLP)
@@ -337,7 +337,7 @@ COARSE = {
 }
 
 
-@ranks(2, 4)
+@ranks(4, extended=(2,))
 @pytest.mark.parametrize("dtype", list(COARSE), ids=str)
 def test_reduce_dtypes(dtype: torch.dtype) -> None:
     build = partial(seeded, MLP)
@@ -362,7 +362,7 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
 # -- hooks ----------------------------------------------------------------------------------------
 
 
-@ranks(2, 4)
+@ranks(4, extended=(2,))
 @pytest.mark.parametrize("copies", [True, False], ids=["copies", "no copies"])
 def test_all_reduce_hook(copies: bool) -> None:
     """It sees what the last collective made, and what it does to it reaches `.grad`."""
@@ -413,7 +413,7 @@ def test_all_reduce_hook_runs_where_copies_are_summed() -> None:
         model.set_all_reduce_hook(print, stream=object())
 
 
-@ranks(2, 4)
+@ranks(4, extended=(2,))
 def test_post_accumulate_hooks_fire_once_the_copies_agree() -> None:
     model: Any = shard(OURS, seeded(MLP), mesh=_mesh("both"))
     fired: dict[str, int] = {}
@@ -432,7 +432,7 @@ def test_post_accumulate_hooks_fire_once_the_copies_agree() -> None:
     assert fired == dict.fromkeys(dict(model.named_parameters()), 1)
 
 
-@ranks(2, 4)
+@ranks(4, extended=(2,))
 def test_optimizer_in_backward() -> None:
     build = partial(seeded, MLP)
     steps = micro_batches(DIM, 4, micro=2)

@@ -77,7 +77,7 @@ def test_local_shards_are_laid_out_as_torchs() -> None:
     same_as_torch(locals_of)
 
 
-@ranks(2, 4)
+@ranks(4, extended=(2,))
 @pytest.mark.parametrize("rows", [1, 3, 5, 7])
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_training_with_odd_rows(rows: int, reshard_after_forward: bool) -> None:
@@ -114,7 +114,7 @@ class _WithNothing(nn.Module):
         return self.head(x)
 
 
-@ranks(2, 4)
+@ranks(4, extended=(2,))
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_zero_element_parameters_train(reshard_after_forward: bool) -> None:
     """torch's FSDP2 breaks in backward here, so the unsharded model is the only judge."""
@@ -155,7 +155,7 @@ def _matrices_on_last_dim(param: nn.Parameter) -> Shard | None:
     return Shard(-1) if param.ndim > 1 else None
 
 
-@ranks(2, 4)
+@ranks(4, extended=(2,))
 @pytest.mark.parametrize("placement", [_matrices_on_dim_1, _matrices_on_last_dim])
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
 def test_shard_dim_1_even(placement: Any, mixed: bool) -> None:
@@ -168,7 +168,7 @@ def test_shard_dim_1_even(placement: Any, mixed: bool) -> None:
     check_training(partial(seeded, MLP), regression_batches(DIM, 4, steps=STEPS), **arguments)
 
 
-@ranks(2, 4)
+@ranks(4, extended=(2,))
 @pytest.mark.parametrize("columns", [1, 3, 5, 7])
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_shard_dim_1_uneven(columns: int, reshard_after_forward: bool) -> None:

@@ -169,7 +169,10 @@ def _read(api: str, name: str, path: Path) -> Any:
 
 
 def _moves() -> list[Any]:
-    """(writer, parallelism, reader, parallelism), at least one of the two ours."""
+    """(writer, parallelism, reader, parallelism), at least one of the two ours.
+
+    By default each parallelism is written and read, by ours and for or from torch's.
+    """
     ours = [
         ("flat4", "flat2"),
         ("flat4", "plain"),
@@ -199,8 +202,28 @@ def _moves() -> list[Any]:
         ("ours", "tp", "torch", "tp"),
         ("torch", "tp", "ours", "tp"),
     ]
+    default = {
+        ("ours", "flat2", "ours", "flat4"),
+        ("ours", "flat4", "ours", "hsdp"),
+        ("ours", "hsdp", "ours", "tp"),
+        ("ours", "tp", "ours", "plain"),
+        ("ours", "plain", "ours", "tp"),
+        ("ours", "flat4", "torch", "flat2"),
+        ("ours", "hsdp", "torch", "flat4"),
+        ("ours", "tp", "torch", "tp"),
+        ("torch", "flat2", "ours", "flat4"),
+        ("torch", "flat4", "ours", "hsdp"),
+        ("torch", "hsdp", "ours", "flat2"),
+        ("torch", "tp", "ours", "tp"),
+    }
     moves = [("ours", a, "ours", b) for a, b in ours] + mixed
-    return [pytest.param(*move, id="-".join(move)) for move in moves]
+    assert default <= set(moves)
+    return [
+        pytest.param(
+            *move, id="-".join(move), marks=[] if move in default else [pytest.mark.extended]
+        )
+        for move in moves
+    ]
 
 
 @pytest.mark.parametrize(("writer", "first", "reader", "second"), _moves())

@@ -229,6 +229,7 @@ def test_resumed_on_another_mesh(
 # --- interrupted ---------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 def test_killed_and_resumed_it_goes_on_as_if_nothing_had_happened(
     two_ranks: str, tmp_path: Path
 ) -> None:

@@ -104,9 +104,19 @@ def _transformer_cases() -> list[Any]:
     ]
 
 
-@ranks(2, 4)
+@ranks(4)
+@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
+def test_transformer_on_four_ranks(mixed: bool) -> None:
+    _check_transformer("adamw_foreach", mixed, None)
+
+
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize(("optimizer", "mixed", "reshard_after_forward"), _transformer_cases())
 def test_transformer(optimizer: str, mixed: bool, reshard_after_forward: bool | None) -> None:
+    _check_transformer(optimizer, mixed, reshard_after_forward)
+
+
+def _check_transformer(optimizer: str, mixed: bool, reshard_after_forward: bool | None) -> None:
     arguments = {"mixed": mixed, "reshard_after_forward": reshard_after_forward}
     ours = _train(OURS, "transformer", optimizer, **arguments)
     assert len(ours) == 10
@@ -114,7 +124,7 @@ def test_transformer(optimizer: str, mixed: bool, reshard_after_forward: bool | 
     _check_against_unsharded(ours, "transformer", optimizer, mixed=mixed)
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
 @pytest.mark.parametrize("problem", ["nested", "odd", "tied"])
 def test_other_models(problem: str, mixed: bool) -> None:
@@ -124,7 +134,9 @@ def test_other_models(problem: str, mixed: bool) -> None:
 
 
 @ranks(4)
-@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
+@pytest.mark.parametrize(
+    "mixed", [False, pytest.param(True, marks=pytest.mark.extended)], ids=["fp32", "mixed"]
+)
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_same_bits_as_torch_on_four_ranks(optimizer: str, mixed: bool) -> None:
     """Where every rank's share of a message is whole gloo blocks, sums have one order in both."""
