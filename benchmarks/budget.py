@@ -22,10 +22,8 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 if __package__ in (None, ""):  # run as a script
@@ -34,9 +32,8 @@ if __package__ in (None, ""):  # run as a script
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import host_cost, stats, variants
+from benchmarks import counting, host_cost, stats, variants
 from benchmarks.models import tiny_blocks
 from benchmarks.null_group import CallLog, NullGroup, init_null_group
 from fsdp2 import MixedPrecisionPolicy
@@ -52,7 +49,6 @@ PARAMS = 9
 DIM = 16
 WORLD_SIZE = 8
 FEW, MANY = 2, 4  # units; a unit is half of the difference
-STEADY = 3  # steps until buffers are made and the order is known
 REPEATS, LOOPS = 9, 2000
 
 # Python functions that the engine or nn.Module enters fsdp2 by
@@ -81,59 +77,19 @@ OPERATIONS = {
 # Counting
 
 
-class _Operators(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _profiled(python: Counter[tuple[str, str]], built_in: Counter[str]) -> Iterator[None]:
-    def count(frame: FrameType, event: str, function: Any) -> None:
-        if event == "call":
-            python[frame.f_globals.get("__name__", ""), frame.f_code.co_name] += 1
-        elif event == "c_call":
-            built_in[getattr(function, "__qualname__", "?")] += 1
-
-    sys.setprofile(count)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
-
-
-def _make_step(variant: str, precision: str, blocks: int) -> tuple[nn.Module, Callable[[], None]]:
-    device = torch.device("cpu")
-    model = variants.place(tiny_blocks(blocks, PARAMS, DIM), variant, precision, WORLD_SIZE, device)
-    dtype = variants.input_dtype(variant, precision)
-    x = torch.randn(4, DIM, dtype=dtype, requires_grad=True)
-    step = variants.step_of(model, x)
-    for _ in range(STEADY):
-        step()
-    return model, step
-
-
 def _count_step(precision: str, blocks: int) -> Counter[str]:
     """The operations of a whole step of a model of ``blocks`` units and a root without any."""
     log = CallLog()
     init_null_group(WORLD_SIZE, observer=log)
     try:
-        model, step = _make_step("fsdp2", precision, blocks)
+        made = tiny_blocks(blocks, PARAMS, DIM)
+        model, step = counting.steady_step(made, "fsdp2", precision, WORLD_SIZE)
         log.clear()
-        python: Counter[tuple[str, str]] = Counter()
-        built_in: Counter[str] = Counter()
-        with _profiled(python, built_in):
-            step()
+        python, built_in = counting.called(step)
         collectives = log.counts()
-        with _Operators() as sharded:
-            step()
-        _, step = _make_step("none", precision, blocks)
-        with _Operators() as unsharded:
-            step()
+        sharded = counting.operators(step)
+        made = tiny_blocks(blocks, PARAMS, DIM)
+        unsharded = counting.operators(counting.steady_step(made, "none", precision, WORLD_SIZE)[1])
         stores = 0
         for block in model.blocks:
             for group in hooks_of(block).unit.groups:  # type: ignore[union-attr]  # it is sharded
@@ -141,11 +97,11 @@ def _count_step(precision: str, blocks: int) -> Counter[str]:
                 stores += 2 * (len(group._to_unsharded) + len(group._to_sharded))
     finally:
         dist.destroy_process_group()
-    beyond = sharded.counts - unsharded.counts
+    beyond = sharded - unsharded
     resizes = built_in["UntypedStorage.resize_"]
     return Counter(
         {
-            "hook entered": sum(python["fsdp2.core.hooks", entry] for entry in ENTRIES),
+            "hook entered": sum(python[f"fsdp2.core.hooks.{entry}"] for entry in ENTRIES),
             "all-gather": _like(collectives, "all_gather"),
             "reduce-scatter": _like(collectives, "reduce_scatter"),
             "storage allocated": resizes // 2,
@@ -156,7 +112,7 @@ def _count_step(precision: str, blocks: int) -> Counter[str]:
             "DTensor made": built_in["TensorBase._dtensor__new__"],
             "copy or cast": _like(beyond, "aten.copy_", "aten._foreach_copy_", "aten._to_copy"),
             "Python function called": sum(
-                count for (module, _), count in python.items() if module.startswith("fsdp2.")
+                count for name, count in python.items() if name.startswith("fsdp2.")
             ),
         }
     )
@@ -186,7 +142,7 @@ def _count_streams(precision: str, blocks: int) -> Counter[str]:
     children = [Node(f"block {i}", shapes=shapes) for i in range(blocks)]
     root = Node("root", children, list(range(blocks)), shapes=())
     simulation = Simulation(root, device, world_size=WORLD_SIZE, precision=policy)
-    for _ in range(STEADY):
+    for _ in range(counting.STEADY):
         simulation.iteration()
     start, switches = len(device.trace), device.switches
     simulation.forward()
@@ -359,8 +315,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     result = measure(options)
     print(stats.table(*report(result)))
-    if options.json:
-        stats.write_json(options.json, options.device, result)
+    stats.write_json(options.json, options.device, result)
 
 
 if __name__ == "__main__":

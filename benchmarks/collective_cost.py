@@ -99,8 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
         for name, by_count in results.items()
     ]
     print(stats.table(("host us a call", *(f"{count} tensors" for count in counts)), rows))
-    if options.json:
-        stats.write_json(options.json, device.type, results)
+    stats.write_json(options.json, device.type, results)
     dist.destroy_process_group()
 
 

@@ -29,6 +29,7 @@ if __package__ in (None, ""):  # run as a script
 
 import torch
 
+from benchmarks import options as common
 from benchmarks import stats, step, variants, workers
 from benchmarks.models import PRESETS, Llama, LlamaConfig
 from benchmarks.null_group import fill_gathered
@@ -162,14 +163,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=variants.PRECISIONS, default="fp32")
     parser.add_argument(
         "--variants",
-        type=variants.names,
+        type=common.among(variants.VARIANTS),
         default="none,torch,fsdp2",
         help="comma list of none, torch, fsdp2",
     )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=20, help="in a burst (default 20)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--json", metavar="FILE")
+    common.add_timing(parser, 20, rounds=5, clock=False)
     options = parser.parse_args(arguments)
     unknown = set(options.variants) - {"none", "torch", "fsdp2"}
     if unknown:
@@ -181,8 +179,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     result = measure(options)
     report(result)
-    if options.json:
-        stats.write_json(options.json, options.device, result)
+    stats.write_json(options.json, options.device, result)
 
 
 if __name__ == "__main__":

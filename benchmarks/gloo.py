@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks import options as common
 from benchmarks import stats, variants, workers
 from fsdp2.examples import data
 from fsdp2.examples import options as example
@@ -172,15 +173,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--preset", choices=PRESETS, default="small")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--data", metavar="PATH", help="text (default: Python's own)")
-    parser.add_argument(
-        "--variants",
-        type=variants.among(VARIANTS),
-        default=",".join(VARIANTS),
-        help=f"comma list of {', '.join(VARIANTS)}",
-    )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=10, help="in a burst (default 10)")
-    parser.add_argument("--json", metavar="FILE")
+    common.add_variants(parser, VARIANTS)
+    common.add_timing(parser, 10, device=None, clock=False)
     return parser.parse_args(arguments)
 
 
@@ -194,8 +188,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     result = measure(options)
     report(result)
-    if options.json:
-        stats.write_json(options.json, "cpu", result)
+    stats.write_json(options.json, "cpu", result)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ if __package__ in (None, ""):  # run as a script
 import torch
 from torch import nn
 
+from benchmarks import options as common
 from benchmarks import stats, variants, workers
 from benchmarks.models import tall_blocks, tiny_blocks
 
@@ -213,24 +214,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--dim", type=int, default=16, help="of tiny parameters (default 16)")
     parser.add_argument("--rows", type=int, default=1024, help="of tall parameters (default 1024)")
-    parser.add_argument("--world-size", type=_integers, dest="world_sizes", default=[8])
-    parser.add_argument("--precision", type=variants.precisions, default="fp32,mixed")
-    parser.add_argument(
-        "--variants",
-        type=variants.names,
-        default="none,torch,fsdp2",
-        help=f"comma list of {', '.join(variants.VARIANTS)}",
-    )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=20, help="in a burst (default 20)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--clock", choices=stats.CLOCKS, default="wall")
+    parser.add_argument("--world-size", type=common.integers, dest="world_sizes", default=[8])
+    parser.add_argument("--precision", type=common.among(variants.PRECISIONS), default="fp32,mixed")
+    common.add_variants(parser, variants.VARIANTS, ("none", "torch", "fsdp2"))
+    common.add_timing(parser, 20)
     parser.add_argument(
         "--c10d",
         action="store_true",
         help="let every collective pay c10d's binding and dispatcher as well",
     )
-    parser.add_argument("--json", metavar="FILE")
     parser.add_argument(
         "--profile",
         nargs="?",
@@ -243,10 +235,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         even = all(options.dim % size == 0 for size in options.world_sizes)
         options.model = "tiny" if even else "tall"
     return options
-
-
-def _integers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -266,8 +254,7 @@ def main(arguments: list[str] | None = None) -> None:
     for precision in options.precision:
         results.append(measure(options, precision))
         report(options, results[-1])
-    if options.json:
-        stats.write_json(options.json, options.device, results)
+    stats.write_json(options.json, options.device, results)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 import fsdp2
+from benchmarks import options as common
 from benchmarks import stats, variants, workers
 from benchmarks.models import local, tiny_blocks
 
@@ -153,31 +154,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Host time of clipping and of an optimizer's step over sharded parameters."
     )
-    parser.add_argument("--blocks", type=int, default=32)
-    parser.add_argument("--params-per-block", type=int, default=9)
-    parser.add_argument("--dim", type=int, default=16, help="parameters are [dim, dim]")
-    parser.add_argument("--world-size", type=int, default=8)
+    common.add_tiny(parser, 32, 9)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    parser.add_argument("--variants", type=variants.among(VARIANTS), default=",".join(VARIANTS))
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=20, help="in a burst (default 20)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--clock", choices=stats.CLOCKS, default="wall")
-    parser.add_argument("--json", metavar="FILE")
+    common.add_variants(parser, VARIANTS)
+    common.add_timing(parser, 20)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
-    print(
-        f"{options.blocks} blocks of {options.params_per_block} parameters of "
-        f"[{options.dim}, {options.dim}], world size {options.world_size}, {options.device}\n"
-        f"{stats.describe(stats.environment(options.device))}"
-    )
+    common.print_tiny(options)
     result = measure(options)
     report(options, result)
-    if options.json:
-        stats.write_json(options.json, options.device, [result])
+    stats.write_json(options.json, options.device, [result])
 
 
 if __name__ == "__main__":

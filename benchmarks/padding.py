@@ -32,6 +32,7 @@ if __package__ in (None, ""):  # run as a script
 
 import torch
 
+from benchmarks import options as common
 from benchmarks import stats
 from benchmarks.public_models import MODELS, Shape, UnitShapes
 from fsdp2 import MixedPrecisionPolicy
@@ -42,6 +43,7 @@ from fsdp2.core.layout import (
     Transport,
     build_layout,
     default_dim,
+    padded,
 )
 from fsdp2.core.simulate import Node, Simulation
 from fsdp2.core.virtual import VirtualDevice
@@ -52,12 +54,6 @@ SHARD_BYTES, FULL_BYTES = 4, 2  # an element of an fp32 shard, of a bf16 gathere
 
 # ---------------------------------------------------------------------------------------------
 # The rules
-
-
-def padded(shape: Shape, dim: int, ranks: int) -> int:
-    """Elements of all ranks' equal pieces of a parameter sharded on ``dim``."""
-    rest = math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
-    return ranks * math.ceil(shape[dim] / ranks) * rest
 
 
 def torch_padded(shapes: Iterable[Shape], ranks: int) -> int:
@@ -198,23 +194,14 @@ def report(results: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[A
     return header, rows
 
 
-def _models(text: str) -> list[str]:
-    for part in text.split(","):
-        if part not in MODELS:
-            raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(MODELS)}")
-    return text.split(",")
-
-
-def _integers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Bytes that sharding pads.")
-    parser.add_argument("--models", type=_models, default=",".join(MODELS), help="comma list")
+    parser.add_argument(
+        "--models", type=common.among(MODELS), default=",".join(MODELS), help="comma list"
+    )
     parser.add_argument(
         "--world-size",
-        type=_integers,
+        type=common.integers,
         dest="world_sizes",
         default=",".join(map(str, WORLD_SIZES)),
         help="comma list",
@@ -228,8 +215,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     results = measure(options)
     print(stats.table(*report(results)))
-    if options.json:
-        stats.write_json(options.json, "cpu", results)
+    stats.write_json(options.json, "cpu", results)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from benchmarks import options as common
 from benchmarks import stats, variants, workers
 
 DIM = 16
@@ -150,37 +151,21 @@ def report(options: argparse.Namespace, result: dict[str, Any]) -> None:
     stats.print_ratios(result["ratios"])
 
 
-def _of(known: Any, text: str) -> list[str]:
-    for part in text.split(","):
-        if part not in known:
-            raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(known)}")
-    return text.split(",")
-
-
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="How a runtime's host time grows with blocks and parameters."
     )
     parser.add_argument(
         "--cases",
-        type=lambda text: _of(CASES, text),
+        type=common.among(CASES),
         default=",".join(CASES),
         help=f"comma list of {', '.join(CASES)}",
     )
     parser.add_argument("--shrink", type=int, default=1, help="divide the number of blocks by this")
     parser.add_argument("--world-size", type=int, default=8)
     parser.add_argument("--precision", choices=variants.PRECISIONS, default="fp32")
-    parser.add_argument(
-        "--variants",
-        type=lambda text: _of(VARIANTS, text),
-        default=",".join(VARIANTS),
-        help=f"comma list of {', '.join(VARIANTS)}",
-    )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=10, help="in a burst (default 10)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--clock", choices=stats.CLOCKS, default="wall")
-    parser.add_argument("--json", metavar="FILE")
+    common.add_variants(parser, VARIANTS)
+    common.add_timing(parser, 10)
     return parser.parse_args(arguments)
 
 
@@ -189,8 +174,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(stats.describe(stats.environment(options.device)))
     result = measure(options)
     report(options, result)
-    if options.json:
-        stats.write_json(options.json, options.device, result)
+    stats.write_json(options.json, options.device, result)
 
 
 if __name__ == "__main__":

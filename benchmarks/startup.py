@@ -34,6 +34,7 @@ if __package__ in (None, ""):  # run as a script
 
 import torch
 
+from benchmarks import options as common
 from benchmarks import stats, variants, workers
 from benchmarks.models import tiny_blocks
 
@@ -134,35 +135,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Time from a model without memory to its first step."
     )
-    parser.add_argument("--blocks", type=int, default=100)
-    parser.add_argument("--params-per-block", type=int, default=10)
-    parser.add_argument("--dim", type=int, default=16, help="parameters are [dim, dim]")
-    parser.add_argument("--world-size", type=int, default=8)
+    common.add_tiny(parser, 100, 10)
     parser.add_argument("--precision", choices=variants.PRECISIONS, default="fp32")
-    parser.add_argument(
-        "--variants",
-        type=variants.among(VARIANTS),
-        default=",".join(VARIANTS),
-        help=f"comma list of {', '.join(VARIANTS)}",
-    )
-    parser.add_argument("--rounds", type=int, default=7, help="processes of each variant")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--clock", choices=stats.CLOCKS, default="wall")
-    parser.add_argument("--json", metavar="FILE")
+    common.add_variants(parser, VARIANTS)
+    common.add_timing(parser)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
-    print(
-        f"{options.blocks} blocks of {options.params_per_block} parameters of "
-        f"[{options.dim}, {options.dim}], world size {options.world_size}, {options.device}\n"
-        f"{stats.describe(stats.environment(options.device))}"
-    )
+    common.print_tiny(options)
     result = measure(options)
     report(result)
-    if options.json:
-        stats.write_json(options.json, options.device, result)
+    stats.write_json(options.json, options.device, result)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,10 @@ def describe(facts: dict[str, Any]) -> str:
     return f"torch {facts['torch']}, Python {facts['python']}, {on}"
 
 
-def write_json(path: str | Path, device_type: str, results: object) -> None:
+def write_json(path: str | Path | None, device_type: str, results: object) -> None:
+    """Keep results and what they depend on in a file, if one was asked for."""
+    if path is None:
+        return
     content = {"environment": environment(device_type), "results": results}
     Path(path).write_text(json.dumps(content, indent=2, default=vars) + "\n")
 

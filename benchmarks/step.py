@@ -36,6 +36,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import kernels, stats, variants, workers
+from benchmarks import options as common
 from benchmarks.models import PRESETS, Llama, LlamaConfig
 from benchmarks.null_group import fill_gathered
 
@@ -185,19 +186,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seq", type=int, help="instead of the preset's sequence length")
     parser.add_argument("--world-size", type=int, default=8)
     parser.add_argument("--precision", choices=variants.PRECISIONS, default="mixed")
-    parser.add_argument(
-        "--variants",
-        type=variants.names,
-        default="none,torch,fsdp2",
-        help=f"comma list of {', '.join(variants.VARIANTS)}",
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=8, help="in a burst (default 8)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    common.add_variants(parser, variants.VARIANTS, ("none", "torch", "fsdp2"))
+    common.add_timing(parser, 8, rounds=5, device="cuda", clock=False)
     parser.add_argument(
         "--kernels", action="store_true", help="count and time kernels by kind (GPU only)"
     )
-    parser.add_argument("--json", metavar="FILE")
     return parser.parse_args(arguments)
 
 
@@ -205,8 +198,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     result = measure(options)
     report(result)
-    if options.json:
-        stats.write_json(options.json, options.device, result)
+    stats.write_json(options.json, options.device, result)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -17,23 +16,6 @@ VARIANTS = ("none", "torch", "fsdp2", "fsdp1", "ddp")
 
 # "mixed": parameters gathered and used in bf16, gradients reduced in fp32
 PRECISIONS = ("fp32", "mixed")
-
-
-def among(known: tuple[str, ...]) -> Callable[[str], list[str]]:
-    """An argparse type: a comma list of known words."""
-
-    def parse(text: str) -> list[str]:
-        parts = text.split(",")
-        for part in parts:
-            if part not in known:
-                raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(known)}")
-        return parts
-
-    return parse
-
-
-names = among(VARIANTS)
-precisions = among(PRECISIONS)
 
 
 def step_of(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:

@@ -64,15 +64,14 @@ def group_reports(model: nn.Module) -> list[GroupReport]:
 def _report(group: ParamGroup, name: str, params: Mapping[nn.Parameter, str]) -> GroupReport:
     layout = group.layout
     assert layout is not None
-    kinds = dict.fromkeys(segment.transport.value for segment in layout.segments)
     return GroupReport(
         name=name,
         num_params=len(group.params),
-        numel=sum(slot.numel for segment in layout.segments for slot in segment.slots),
+        numel=sum(slot.numel for slot in layout.slots),
         shard_bytes=layout.shard_bytes,
-        unsharded_bytes=layout.full_bytes or layout.shard_bytes,
+        unsharded_bytes=layout.gathered_bytes,
         padding_bytes=layout.padding_bytes,
-        transport="+".join(kinds),
+        transport=layout.transports,
         dims={
             params.get(param.sharded, param.name): param.dim for param in group.params if param.dim
         },

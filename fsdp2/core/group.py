@@ -527,9 +527,9 @@ class ParamGroup:
         """
         if torch.is_grad_enabled():  # not in a backward, but for one with create_graph=True
             with torch.no_grad():
-                pending = launch(self, self.name, self.streams, jobs, all_reduce)
+                pending = launch(self, jobs, all_reduce)
         else:
-            pending = launch(self, self.name, self.streams, jobs, all_reduce)
+            pending = launch(self, jobs, all_reduce)
         if self.observer is not None:
             self.observer("reduce", self.name)
         return pending

@@ -71,14 +71,14 @@ def log_layout(root: str, units: Iterable[tuple[str, Sequence[GroupLayout]]]) ->
     """
     named = [(name, layout) for name, layouts in units for layout in layouts]
     layouts = [layout for _, layout in named]
-    gathered = [layout.full_bytes or layout.shard_bytes for layout in layouts]
+    gathered = [layout.gathered_bytes for layout in layouts]
     LAYOUT.info(
         "%s: %d units with %d groups of %d parameters; a rank holds %d bytes of shards, %d of "
         "them padding; all groups gathered are %d bytes, the largest is %d",
         root,
         len({name for name, _ in named}),
         len(layouts),
-        sum(len(segment.slots) for layout in layouts for segment in layout.segments),
+        sum(len(layout.slots) for layout in layouts),
         sum(layout.shard_bytes for layout in layouts),
         sum(layout.padding_bytes for layout in layouts),
         sum(gathered),
@@ -88,10 +88,10 @@ def log_layout(root: str, units: Iterable[tuple[str, Sequence[GroupLayout]]]) ->
         LAYOUT.debug(
             "%s: %d parameters (%d not on dim 0), %d bytes of shards, %d padding, %d gathered, %s",
             name,
-            sum(len(segment.slots) for segment in layout.segments),
-            sum(slot.dim != 0 for segment in layout.segments for slot in segment.slots),
+            len(layout.slots),
+            sum(slot.dim != 0 for slot in layout.slots),
             layout.shard_bytes,
             layout.padding_bytes,
             nbytes,
-            "+".join(dict.fromkeys(segment.transport.value for segment in layout.segments)),
+            layout.transports,
         )

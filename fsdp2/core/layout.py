@@ -38,6 +38,11 @@ SMALL_PADDING_BYTES = 1 << 20
 """The same in bytes, over all ranks."""
 
 
+def padded(shape: Sequence[int], dim: int, ranks: int) -> int:
+    """Elements of all ranks' equal pieces of a tensor of ``shape``, cut on ``dim``."""
+    return math.prod((*shape[:dim], ranks * math.ceil(shape[dim] / ranks), *shape[dim + 1 :]))
+
+
 def default_dim(shape: Sequence[int], ranks: int, itemsize: int) -> int:
     """The dim to shard where nobody chose one.
 
@@ -55,10 +60,7 @@ def default_dim(shape: Sequence[int], ranks: int, itemsize: int) -> int:
         1
     """
     numel = math.prod(shape)
-    padding = [
-        math.prod((*shape[:dim], ranks * math.ceil(length / ranks), *shape[dim + 1 :])) - numel
-        for dim, length in enumerate(shape)
-    ]
+    padding = [padded(shape, dim, ranks) - numel for dim in range(len(shape))]
     if padding[0] <= SMALL_PADDING * numel or padding[0] * itemsize <= SMALL_PADDING_BYTES:
         return 0
     return padding.index(min(padding))
@@ -226,6 +228,21 @@ class GroupLayout:
     shard_bytes: int
     full_bytes: int
     payload_bytes: int
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The slots of all segments."""
+        return tuple(slot for segment in self.segments for slot in segment.slots)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes while it is gathered: of the shard itself, where that is the gathered form."""
+        return self.full_bytes or self.shard_bytes
+
+    @property
+    def transports(self) -> str:
+        """How it is gathered, for people: "coalesced", "coalesced+packed" …"""
+        return "+".join(dict.fromkeys(segment.transport.value for segment in self.segments))
 
     @property
     def padding_bytes(self) -> int:

@@ -14,16 +14,8 @@ from typing import Any
 import torch
 
 from fsdp2.core.progress import communication_error
-from fsdp2.core.reduction import Job, Program, SegmentReduction, Step
-from fsdp2.core.streams import Lane, Streams
-
-COLLECTIVES: dict[Step | None, str] = {
-    SegmentReduction._reduce_direct: "reduce-scatter",
-    SegmentReduction._reduce_packed: "reduce-scatter",
-    SegmentReduction._reduce_custom: "reduce-scatter",
-    SegmentReduction._all_reduce: "all-reduce",
-}
-"""The steps that communicate, and what they do."""
+from fsdp2.core.reduction import COLLECTIVES, Job, Program, SegmentReduction, Step
+from fsdp2.core.streams import Lane
 
 
 @dataclass
@@ -64,24 +56,19 @@ class PendingReduction:
 
 
 def launch(
-    group: Any,
-    name: str,
-    streams: Streams,
-    jobs: list[tuple[SegmentReduction, Job]],
-    all_reduce: bool,
+    group: Any, jobs: list[tuple[SegmentReduction, Job]], all_reduce: bool
 ) -> PendingReduction | None:
     """Run the jobs' programs, each step on its lane.
 
     Args:
-        group: whose gradients they reduce.
-        name: its name, for messages.
-        streams: the lanes.
+        group: whose gradients they reduce, on its lanes.
         jobs: what `SegmentReduction.collect` took.
         all_reduce: whether copies are summed too, not kept as partial sums for later.
 
     Returns:
         What is on its way, or ``None`` if nothing is: one rank has nothing to communicate.
     """
+    streams = group.streams
     work: list[tuple[Program, SegmentReduction, Job]] = []
     reduces = all_reduces = delivers = False
     for reduction, job in jobs:
@@ -114,6 +101,6 @@ def launch(
         operation = COLLECTIVES.get(running)
         if operation is None or isinstance(error, torch.OutOfMemoryError):
             raise
-        raise communication_error(operation, name, error) from error
+        raise communication_error(operation, group.name, error) from error
     host = [(s, r, job) for p, r, job in work for s in p.host] if delivers else []
     return PendingReduction(group, jobs, scattered, done, host)

@@ -532,5 +532,14 @@ class SegmentReduction:
             self._staging.release()
 
 
+COLLECTIVES: dict[Step | None, str] = {
+    SegmentReduction._reduce_direct: "reduce-scatter",
+    SegmentReduction._reduce_packed: "reduce-scatter",
+    SegmentReduction._reduce_custom: "reduce-scatter",
+    SegmentReduction._all_reduce: "all-reduce",
+}
+"""The steps that communicate, and what they do."""
+
+
 def _divide_flat(factor: float) -> Step:
     return lambda self, job: self.kernels.divide(job.flat, factor)

@@ -29,8 +29,7 @@ class State(Enum):
     # Enum's own is a function in Python; members are compared by identity anyway.
     __hash__ = object.__hash__
 
-    def __init__(self, where: str) -> None:
-        self.needs_gather = where in ("sharded", "resharded to a smaller group")
+    needs_gather: bool
 
     def after(self, action: str, group: str) -> State:
         """The state in which ``action``, a method of `ParamGroup`, ends.
@@ -60,3 +59,6 @@ _MOVES = {
         State.RESHARDED: State.SHARDED,
     },
 }
+
+for _state in State:
+    _state.needs_gather = _state in _MOVES["start_unshard"]

@@ -5,48 +5,28 @@ On a null process group of 8 ranks; units are blocks of 9 even parameters below 
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import variants
+from benchmarks.counting import Operators, called, operators, steady_step
 from benchmarks.models import tall_blocks, tiny_blocks
 from benchmarks.null_group import CallLog, init_null_group
 from fsdp2.core.group import ParamGroup
 from fsdp2.core.hooks import hooks_of
 
-CPU = torch.device("cpu")
 PARAMS = 9
-STEADY = 3  # steps after which buffers are made and the order is known
 # How often a unit is gathered in a step: for forward and again for backward.
 GATHERS = 2
 ROOT = 1  # the root has hooks, but no parameters
 
 RESIZE = "UntypedStorage.resize_"
 COPIES = ("copy", "clone", "cat", "contiguous")  # parts of the names of kernels that copy
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators, by name, and those that a DTensor takes part in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-        self.on_dtensors = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] += 1
-        self.on_dtensors += any(issubclass(kind, DTensor) for kind in types)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
@@ -58,43 +38,12 @@ def log() -> Iterator[CallLog]:
     dist.destroy_process_group()
 
 
-def operators(run: Callable[[], Any]) -> Counter[str]:
-    with Operators() as found:
-        run()
-    return found.counts
-
-
-def called(run: Callable[[], Any]) -> tuple[Counter[str], Counter[str]]:
-    """What ``run`` calls: Python functions as module.name, and built-in ones by name."""
-    python: Counter[str] = Counter()
-    built_in: Counter[str] = Counter()
-
-    def count(frame: FrameType, event: str, function: Any) -> None:
-        if event == "call":
-            python[f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}"] += 1
-        elif event == "c_call":
-            built_in[getattr(function, "__qualname__", "?")] += 1
-
-    sys.setprofile(count)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return python, built_in
-
-
 def build(
     variant: str, precision: str = "fp32", blocks: int = 2, world_size: int = 8, tall: bool = False
 ) -> tuple[nn.Module, Callable[[], None]]:
     """A model, and its step, which has been run until it is steady."""
     make = tall_blocks if tall else tiny_blocks
-    model = variants.place(make(blocks, PARAMS), variant, precision, world_size, CPU)
-    dtype = variants.input_dtype(variant, precision)
-    x = torch.randn(4, model.width, dtype=dtype, requires_grad=True)
-    step = variants.step_of(model, x)
-    for _ in range(STEADY):
-        step()
-    return model, step
+    return steady_step(make(blocks, PARAMS), variant, precision, world_size)
 
 
 def group_of(module: nn.Module) -> ParamGroup:
