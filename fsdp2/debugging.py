@@ -69,7 +69,7 @@ def debug(
         ValueError: ``timeout`` is not positive, or ``FSDP2_DEBUG`` is neither 0 nor 1.
 
     While checks are on, a step may raise `RankMismatchError` or `NonFiniteGradientError`, on all
-    ranks that take part in it. With ``check_ranks`` each step costs about four requests to the
+    ranks that take part in it. With ``check_ranks`` each step costs about five requests to the
     store, some tenths of a millisecond, and the host waits for the slowest rank; with
     ``check_nan`` each reduction costs a small all-gather for which the host waits.
 

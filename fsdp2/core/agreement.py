@@ -2,12 +2,13 @@
 
     board   <run>.<failures>/ 0,1,2,3 / 17 / 2 ──> "3f2a…|the all-gather of 'a' for its forward"
             a run of the checks, the ranks that must agree, their 17th step, rank 2's note on it
+            …/ 17 / outcome    ──> whether they take it, or give it up
             …/ details / 3f2a… ──> {"parameter 'weight'": "torch.float32 [8, 8]", …}
             …/ waits / 2       ──> which note rank 2 waits for, and from whom
             …/ left / 2        ──> that rank 2 takes no further steps, and why
             …/ failure         ──> "-", or the sentence that every rank raises
 
-    rank 0  write its note ── all are there? ── all are equal? ──> take the step
+    rank 0  write its note ── all are there? ── all are equal? ──> settle that it is taken, take it
     rank 1  write its note ── all are there? ── one is not ──> claim the failure, raise it
 
 Each set of ranks counts its steps, whichever process group or unit they belong to. A rank that
@@ -19,6 +20,10 @@ one itself where
 - they do not come in time.
 
 The first claim counts, so that all raise the same sentence. A failure begins a new count of steps.
+
+Ranks may read of a failure elsewhere at different steps, but each step is taken by all of its ranks
+or by none, or else one would wait in a collective for ever: the first of them that goes on, or
+gives up, settles the outcome for all. Those that went on raise at their next step.
 """
 
 from __future__ import annotations
@@ -37,6 +42,7 @@ LONGEST_PAUSE = 0.02
 LOOK_INTERVAL = 0.1  # seconds between looks at each rank that has not come
 GRACE = 3.0  # seconds that a rank which found a disagreement gives others to say where they are
 _NONE = "-"
+_TAKEN, _GIVEN_UP = "taken", "given up"
 _FAILURE = "failure"
 
 
@@ -92,6 +98,9 @@ class _Meeting:
 
     def key(self, rank: int, back: int = 0) -> str:
         return f"{self.name}/{self.number - back}/{rank}"
+
+    def outcome(self, back: int = 0) -> str:
+        return f"{self.name}/{self.number - back}/outcome"
 
 
 class Agreement:
@@ -153,11 +162,15 @@ class Agreement:
             self._wait(meeting, keys, timeout)
         *notes, failure = board.read([*keys, self._key(_FAILURE)])
         if failure != _NONE:
-            self._raise(failure)
-        if any(note != step.note for note in notes):
-            self._fail(self._error(meeting))
+            self._give_up(meeting, failure)
+        elif any(note != step.note for note in notes):
+            self._fail(meeting, self._error(meeting))
+        elif board.claim(meeting.outcome(), "", _TAKEN) != _TAKEN:
+            self._raise(board.read([self._key(_FAILURE)])[0])
         if number > 1:  # the last note stays, for ranks that ask where this one is
             board.erase(meeting.key(board.rank, back=2))
+            if board.rank == ranks[0]:
+                board.erase(meeting.outcome(back=2))
 
     def leave(self, why: str) -> None:
         """Tell the others that this rank takes no further steps."""
@@ -176,7 +189,8 @@ class Agreement:
                 pause = min(1.5 * pause, LONGEST_PAUSE)
                 failure = self.board.read([self._key(_FAILURE)])[0]
                 if failure != _NONE:
-                    self._raise(failure)
+                    self._give_up(meeting, failure)
+                    continue  # they have all come
                 now = time.monotonic()
                 if now - looked < LOOK_INTERVAL:
                     continue
@@ -188,23 +202,26 @@ class Agreement:
                     ahead = [(rank, meeting.key(rank)) for rank in missing]
                     mine = {"turn": self._waits, "for": ahead, "at": meeting.step.what}
                     self.board.write(own, json.dumps(mine))
-                self._look(meeting, missing, now - start, timeout)
+                error = self._trouble(meeting, missing, now - start, timeout)
+                if error is not None:
+                    self._fail(meeting, error)
         finally:
             if announced:
                 self.board.write(own, "")
 
-    def _look(self, meeting: _Meeting, missing: list[int], waited: float, timeout: float) -> None:
-        """Raise where those who have come, or who have not, cannot be waited for."""
+    def _trouble(
+        self, meeting: _Meeting, missing: list[int], waited: float, timeout: float
+    ) -> RankMismatchError | None:
+        """Why those who have come, or who have not, cannot be waited for."""
         came = [meeting.key(rank) for rank in meeting.ranks if rank not in missing]
         if any(note != meeting.step.note for note in self.board.read(came)):
-            self._fail(self._error(meeting))
+            return self._error(meeting)
         if any(self.board.has([self._key("left", rank)]) for rank in missing):
-            self._fail(self._error(meeting))
+            return self._error(meeting)
         circle = self._circle()
         if circle and circle == self._circle():
-            self._fail(_describe({rank: f"is at {note['at']}" for rank, note in circle.items()}))
-        if waited > timeout:
-            self._fail(self._error(meeting, waited))
+            return _describe({rank: f"is at {note['at']}" for rank, note in circle.items()})
+        return self._error(meeting, waited) if waited > timeout else None
 
     def _circle(self) -> dict[int, Any]:
         """Notes of the ranks that wait for this one while it waits for them; empty if none do.
@@ -231,8 +248,14 @@ class Agreement:
 
     # ---- failing
 
-    def _fail(self, error: RankMismatchError) -> NoReturn:
-        self._raise(self.board.claim(self._key(_FAILURE), _NONE, str(error)))
+    def _fail(self, meeting: _Meeting, error: RankMismatchError) -> None:
+        """Claim the failure, and raise the first claim; see `_give_up`."""
+        self._give_up(meeting, self.board.claim(self._key(_FAILURE), _NONE, str(error)))
+
+    def _give_up(self, meeting: _Meeting, sentence: str) -> None:
+        """Raise the failure; returns if another rank went on with the step, and so must this."""
+        if self.board.claim(meeting.outcome(), "", _GIVEN_UP) != _TAKEN:
+            self._raise(sentence)
 
     def _raise(self, sentence: str) -> NoReturn:
         self._begin()

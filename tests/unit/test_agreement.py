@@ -78,7 +78,7 @@ def test_equal_steps_pass_and_leave_few_notes() -> None:
         return "done"
 
     assert _run(3, body, notes) == ["done"] * 3
-    assert len([key for key in notes.notes if "0,1,2" in key]) == 2 * 3
+    assert len([key for key in notes.notes if "0,1,2" in key]) == 2 * (3 + 1)
 
 
 def test_a_rank_at_another_step_is_named_with_it() -> None:
@@ -242,3 +242,65 @@ def test_iterations_count_from_the_last_failure() -> None:
         return [*found, counted.iteration]
 
     assert _run(2, body) == [[1, 0]] * 2
+
+
+class _HeldBack(MemoryBoard):
+    """A board that its rank reads late: not before ``until``."""
+
+    until: threading.Event
+
+    def read(self, keys: list[str]) -> list[str]:
+        assert self.until.wait(LONG)
+        return super().read(keys)
+
+
+def test_a_failure_elsewhere_does_not_stop_a_step_that_another_rank_has_taken() -> None:
+    """Rank 1 is in the collective when ranks 0 and 2 disagree: rank 3 must join it."""
+    notes, taken, failed = Notes(), threading.Event(), threading.Event()
+    passed: list[int] = []
+
+    def body(agreement: Agreement) -> None:
+        rank = agreement.board.rank
+        if rank % 2:
+            agreement.agree((1, 3), Step("a"), LONG)
+            passed.append(rank)
+            taken.set()
+            assert failed.wait(LONG)
+            agreement.agree((1, 3), Step("b"), LONG)
+        else:
+            assert taken.wait(LONG)
+            try:
+                agreement.agree((0, 2), Step(f"step {rank}"), LONG)
+            finally:
+                failed.set()
+
+    def slow(agreement: Agreement) -> None:
+        if agreement.board.rank == 3:
+            board = _HeldBack(notes, 3)
+            board.until = failed
+            agreement.board = board
+        body(agreement)
+
+    assert "rank 0 is at step 0, rank 2 is at step 2" in _sentence(_run(4, slow, notes))
+    assert sorted(passed) == [1, 3]
+
+
+def test_no_rank_takes_a_step_that_another_gave_up() -> None:
+    """Rank 3 stops waiting for rank 1 because ranks 0 and 2 disagree: rank 1 must not go on."""
+    given_up = threading.Event()
+    passed: list[int] = []
+
+    def body(agreement: Agreement) -> None:
+        rank = agreement.board.rank
+        if rank % 2 == 0:
+            agreement.agree((0, 2), Step(f"step {rank}"), LONG)
+        if rank == 1:
+            assert given_up.wait(LONG)
+        try:
+            agreement.agree((1, 3), Step("a"), LONG)
+            passed.append(rank)
+        finally:
+            given_up.set()
+
+    assert "rank 0 is at step 0, rank 2 is at step 2" in _sentence(_run(4, body))
+    assert passed == []
