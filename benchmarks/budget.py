@@ -64,6 +64,7 @@ OPERATIONS = {
     "tensor allocated": "reduced gradients, one flat tensor",
     "module slot stored": "gathered and sharded parameters, twice",
     "tensor view": "of the input, and its backward; of the reduced gradients",
+    "views by a split": "of the reduced gradients that are alike but for dim 0",
     "DTensor made": ".grad of each parameter",
     "copy or cast": "shards before each gather, gradients before the reduction",
     "event recorded": "behind allocations, casts, collectives",
@@ -109,6 +110,7 @@ def _count_step(precision: str, blocks: int) -> Counter[str]:
             "tensor allocated": _like(beyond, "aten.empty"),
             "module slot stored": stores,
             "tensor view": _like(beyond, "aten.view", "aten.as_strided"),
+            "views by a split": _like(beyond, "aten.split_with_sizes"),
             "DTensor made": built_in["TensorBase._dtensor__new__"],
             "copy or cast": _like(beyond, "aten.copy_", "aten._foreach_copy_", "aten._to_copy"),
             "Python function called": sum(
@@ -231,6 +233,7 @@ def _time_operations(device: torch.device, precision: str) -> dict[str, float]:
         with streams.on(Lane.ALL_GATHER):
             pass
 
+    flat = torch.empty(2 * PARAMS, DIM, device=device)
     hook = (_microseconds(_hooked(True)) - _microseconds(_hooked(False))) / 2
     found = {
         "hook entered": max(hook, 0.0),
@@ -239,6 +242,7 @@ def _time_operations(device: torch.device, precision: str) -> dict[str, float]:
         "tensor allocated": _microseconds(lambda: torch.empty(PARAMS * numel, device=device)),
         "module slot stored": _microseconds(store_all, PARAMS),
         "tensor view": _microseconds(lambda: shard.as_strided((2, DIM), (DIM, 1), 0)),
+        "views by a split": _microseconds(lambda: flat.split_with_sizes([2] * PARAMS)),
         "DTensor made": _microseconds(lambda: wrap_local(rows, spec)),
         "copy or cast": _microseconds(lambda: half.copy_(shard)) if mixed else 0.0,
         "event recorded": _microseconds(lambda: streams.record(Lane.COMPUTE, "")),

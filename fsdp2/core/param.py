@@ -129,6 +129,29 @@ class ShardedParam:
         accumulated: gradients summed over backwards without sync, in the reduce dtype.
     """
 
+    # A model has thousands, and a step looks at each several times: slots are the least memory.
+    __slots__ = (
+        "__weakref__",
+        "_between",
+        "_grad_dtype",
+        "_grad_spec",
+        "_parallel",
+        "_spec",
+        "_target",
+        "_whole",
+        "accumulated",
+        "attributes",
+        "axes",
+        "compute_dtype",
+        "dim",
+        "name",
+        "requires_grad",
+        "shape",
+        "sharded",
+        "slots",
+        "unsharded",
+    )
+
     def __init__(
         self,
         name: str,
@@ -317,21 +340,29 @@ class ShardedParam:
                 f"{device}; move the model back with model.to('{device.type}')"
             )
 
-    def deliver(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """Take this rank's rows of the reduced gradient as ``.grad``, and run the users' hooks.
+    @staticmethod
+    def deliver(
+        params: Iterable[ShardedParam], rows: Iterable[torch.Tensor]
+    ) -> list[tuple[ShardedParam, torch.Tensor, torch.Tensor]]:
+        """Give each parameter its rows of the reduced gradient as ``.grad``; run users' hooks.
+
+        One call for all of them: a call each costs as much as its work.
 
         Returns:
-            The rows of the ``.grad`` that is there already, for the caller to add to and to run
-            the hooks after; ``None`` where there was none.
+            For each that has a ``.grad`` already: itself, the rows of that, and those to add to
+            them, which is the caller's, as is running the hooks after it.
         """
-        sharded = self.sharded
-        grad = sharded.grad
-        if grad is not None:
-            return grad._local_tensor  # type: ignore[attr-defined]  # a DTensor
-        sharded.grad = wrap_local(rows, self._grad_spec)
-        if sharded._post_accumulate_grad_hooks:
-            self.run_hooks()
-        return None
+        make, waiting = DTensor.__new__, []
+        for param, new in zip(params, rows, strict=True):
+            sharded = param.sharded
+            grad = sharded.grad
+            if grad is None:
+                sharded.grad = make(DTensor, new, param._grad_spec, requires_grad=False)
+                if sharded._post_accumulate_grad_hooks:
+                    param.run_hooks()
+            else:
+                waiting.append((param, grad._local_tensor, new))  # type: ignore[attr-defined]  # a DTensor
+        return waiting
 
     @property
     def has_grad_hooks(self) -> bool:
@@ -354,20 +385,26 @@ class ShardedParam:
 
     # ---- the unsharded form
 
-    def take_gradient(self) -> torch.Tensor | None:
-        """The full gradient since the last reduction, which the parameter then no longer has."""
-        unsharded = self.unsharded
-        if unsharded is None:
-            return None
-        grad = unsharded.grad
-        if grad is not None:
-            unsharded.grad = None
-        if self.accumulated is not None:
-            total, self.accumulated = self.accumulated, None
-            if grad is not None:
-                total += grad
-            grad = total
-        return grad if self._parallel is None or grad is None else self._localize(grad)
+    @staticmethod
+    def take_gradients(params: Iterable[ShardedParam]) -> list[torch.Tensor | None]:
+        """The full gradients since the last reduction, which the parameters then no longer have."""
+        grads: list[torch.Tensor | None] = []
+        for param in params:
+            unsharded = param.unsharded
+            grad = None
+            if unsharded is not None:
+                grad = unsharded.grad
+                if grad is not None:
+                    unsharded.grad = None
+            if param.accumulated is not None:
+                total, param.accumulated = param.accumulated, None
+                if grad is not None:
+                    total += grad
+                grad = total
+            if param._parallel is not None and grad is not None:
+                grad = param._localize(grad)
+            grads.append(grad)
+        return grads
 
     def drop_gradient(self) -> None:
         """Forget the full gradient; no rank waits for another, whatever they have."""

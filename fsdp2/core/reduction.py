@@ -34,8 +34,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp2.core.collectives import Collectives, ReduceKind, ReduceScatter, Replicas
-from fsdp2.core.kernels import Kernels, Strided
-from fsdp2.core.layout import COLLECTIVE_ALIGN_BYTES, Slot, contiguous_strides
+from fsdp2.core.kernels import Kernels, runs
+from fsdp2.core.layout import COLLECTIVE_ALIGN_BYTES, Slot
 from fsdp2.core.transport import allocated, shard_blocks
 
 
@@ -188,6 +188,7 @@ class SegmentReduction:
         kernels: Kernels,
     ) -> None:
         self.members = members
+        self._param_class: Any = type(members[0])  # what is done for all members in one call
         self.slots = slots
         self.spec = spec
         self.kernels = kernels
@@ -197,12 +198,11 @@ class SegmentReduction:
         self.reduce_dtype = spec.reduce_dtype
         self.partial_sums: Any = None
         self._partial_present: list[bool] = []
-        self._rows_of: list[Strided] = []
-        width = 0
+        width, starts = 0, []
         for slot in slots:
-            shape = slot.local_shape(collectives.rank)
-            self._rows_of.append((shape, contiguous_strides(shape), width))
+            starts.append(width)
             width += slot.shard_numel
+        self._rows_of = runs([slot.local_shape(collectives.rank) for slot in slots], starts)
         self._payload = width
         if not width:
             self.replicas = None  # nothing but empty parameters
@@ -354,9 +354,10 @@ class SegmentReduction:
         return self.grad_dtype
 
     def _stage_direct(self, job: Job) -> None:
-        self._unify(job)
+        dtype = self.grad_dtype
         for grad in job.grads:
-            if not grad.is_contiguous():
+            if grad.dtype is not dtype or not grad.is_contiguous():
+                self._unify(job)
                 job.grads = [grad.contiguous() for grad in job.grads]
                 return
 
@@ -466,18 +467,14 @@ class SegmentReduction:
 
     def _deliver(self, job: Job) -> None:
         """Set ``.grad``, or add to it where there is one; then run the users' hooks."""
-        sums = job.sums
-        addends: list[Any] = []
-        added: list[Any] = []
-        for member, present, rows in zip(self.members, job.present, job.outputs, strict=True):
-            if not present:
-                continue
-            existing = member.deliver(rows)
-            if existing is not None:
-                sums.append(existing)
-                addends.append(rows)
-                added.append(member)
-        if sums:
+        members, outputs = self.members, job.outputs
+        if False in job.present:
+            members = [m for m, present in zip(members, job.present, strict=True) if present]
+            outputs = [r for r, present in zip(outputs, job.present, strict=True) if present]
+        waiting = self._param_class.deliver(members, outputs)
+        if waiting:
+            added, sums, addends = zip(*waiting, strict=True)
+            job.sums += sums
             self.kernels.add_many(sums, addends)
             for member in added:
                 member.run_hooks()
@@ -496,11 +493,9 @@ class SegmentReduction:
             take_missing: reduce (as zeros, delivered too) members without a gradient.
             all_reduce: whether partial sums are reduced, too, so that they alone are enough.
         """
-        grads: list[Any] = []
+        grads: list[Any] = self._param_class.take_gradients(self.members)
         missing = 0
-        for member in self.members:
-            grad = member.take_gradient()
-            grads.append(grad)
+        for grad in grads:
             if grad is None:
                 missing += 1
         if not missing:

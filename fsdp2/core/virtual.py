@@ -29,7 +29,7 @@ Dropping a wait (`drop_wait`) shows that the checker notices.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp2.core.collectives import ReduceKind
-from fsdp2.core.kernels import Strided
+from fsdp2.core.kernels import Run
 from fsdp2.core.layout import Slot
 from fsdp2.core.streams import Lane
 
@@ -383,8 +383,9 @@ class VirtualDevice:
     def pieces(self, flat: VirtualTensor, sizes: Sequence[int]) -> list[VirtualTensor]:
         return [VirtualTensor(flat.owner, (size,), flat.dtype) for size in sizes]
 
-    def views(self, flat: VirtualTensor, places: Sequence[Strided]) -> list[VirtualTensor]:
-        return [VirtualTensor(flat.owner, shape, flat.dtype) for shape, _, _ in places]
+    def views(self, flat: VirtualTensor, planned: Sequence[Run]) -> list[VirtualTensor]:
+        shapes = [shape for run in planned for shape in run.shapes]
+        return [VirtualTensor(flat.owner, shape, flat.dtype) for shape in shapes]
 
     def copy(self, target: VirtualTensor, source: VirtualTensor) -> None:
         loads = source.allocation is not None and source.allocation.lane is HOST
@@ -546,10 +547,14 @@ class VirtualParam:
         """Whether there is a hook."""
         return self.hook is not None
 
-    def take_gradient(self) -> VirtualTensor | None:
-        """The full gradient, which the parameter then no longer has."""
-        grad, self.full_grad = self.full_grad, None
-        return grad
+    @staticmethod
+    def take_gradients(params: Iterable[VirtualParam]) -> list[VirtualTensor | None]:
+        """The full gradients, which the parameters then no longer have."""
+        grads = []
+        for param in params:
+            grads.append(param.full_grad)
+            param.full_grad = None
+        return grads
 
     def drop_gradient(self) -> None:
         """Forget the full gradient."""
@@ -563,13 +568,19 @@ class VirtualParam:
             self._device.run("copy", [self.full_grad], [total])
             self.full_grad = total
 
-    def deliver(self, rows: VirtualTensor) -> VirtualTensor | None:
-        """Keep the reduced gradient, or return the one to add it to."""
-        if self.gradient is None:
-            self.gradient = rows
-            self.run_hooks()
-            return None
-        return self.gradient
+    @staticmethod
+    def deliver(
+        params: Iterable[VirtualParam], rows: Iterable[VirtualTensor]
+    ) -> list[tuple[VirtualParam, VirtualTensor, VirtualTensor]]:
+        """Keep the reduced gradients; return those to add to one that is there."""
+        waiting = []
+        for param, new in zip(params, rows, strict=True):
+            if param.gradient is None:
+                param.gradient = new
+                param.run_hooks()
+            else:
+                waiting.append((param, param.gradient, new))
+        return waiting
 
     def run_hooks(self) -> None:
         """Run the hook, if there is one."""

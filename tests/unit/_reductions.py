@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,16 +30,26 @@ class Member:
         self.gradient: torch.Tensor | None = None
         self.hooks_run = 0
 
-    def take_gradient(self) -> torch.Tensor | None:
-        grad, self.full_grad = self.full_grad, None
-        return grad
+    @staticmethod
+    def take_gradients(members: Iterable[Member]) -> list[torch.Tensor | None]:
+        grads = []
+        for member in members:
+            grads.append(member.full_grad)
+            member.full_grad = None
+        return grads
 
-    def deliver(self, rows: torch.Tensor) -> torch.Tensor | None:
-        if self.gradient is not None:
-            return self.gradient
-        self.gradient = rows
-        self.run_hooks()
-        return None
+    @staticmethod
+    def deliver(
+        members: Iterable[Member], rows: Iterable[torch.Tensor]
+    ) -> list[tuple[Member, torch.Tensor, torch.Tensor]]:
+        waiting = []
+        for member, new in zip(members, rows, strict=True):
+            if member.gradient is None:
+                member.gradient = new
+                member.run_hooks()
+            else:
+                waiting.append((member, member.gradient, new))
+        return waiting
 
     def run_hooks(self) -> None:
         self.hooks_run += 1

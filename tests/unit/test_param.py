@@ -238,17 +238,16 @@ def _leave(param: ShardedParam, value: float) -> None:
 
 def test_no_gradient_to_take(axis: MeshAxes) -> None:
     param, _, _ = _adopted(_linear(), axis)
-    assert param.take_gradient() is None
-    assert _with_unsharded(axis).take_gradient() is None
+    assert ShardedParam.take_gradients([param, _with_unsharded(axis)]) == [None, None]
 
 
 def test_a_gradient_is_taken_once(axis: MeshAxes) -> None:
     param = _with_unsharded(axis)
     _leave(param, 2.0)
-    grad = param.take_gradient()
+    (grad,) = ShardedParam.take_gradients([param])
     assert grad is not None
     assert grad.eq(2).all()
-    assert param.take_gradient() is None
+    assert ShardedParam.take_gradients([param]) == [None]
 
 
 def test_without_a_cast_autograd_accumulates(axis: MeshAxes) -> None:
@@ -257,7 +256,7 @@ def test_without_a_cast_autograd_accumulates(axis: MeshAxes) -> None:
         _leave(param, 2.0)
         param.accumulate(torch.float32)
         assert param.accumulated is None
-    grad = param.take_gradient()
+    (grad,) = ShardedParam.take_gradients([param])
     assert grad is not None
     assert grad.eq(6).all()
 
@@ -272,7 +271,7 @@ def test_low_precision_gradients_are_summed_in_the_reduce_dtype(axis: MeshAxes) 
         assert param.unsharded is not None
         assert param.unsharded.grad is None
     _leave(param, 1 / 256)
-    grad = param.take_gradient()
+    (grad,) = ShardedParam.take_gradients([param])
     assert grad is not None
     assert grad.dtype is torch.float32
     assert grad.eq(3 + 4 / 256).all()
@@ -284,7 +283,7 @@ def test_new_unsharded_parameter_takes_over_what_has_accumulated(axis: MeshAxes)
     _leave(param, 2.0)
     param.accumulate(torch.float32)
     param.materialize(torch.zeros(7, 3))
-    grad = param.take_gradient()
+    (grad,) = ShardedParam.take_gradients([param])
     assert grad is not None
     assert grad.eq(2).all()
 
@@ -296,13 +295,17 @@ def test_delivered_rows_become_grad_and_later_ones_are_added_by_the_caller(
     seen: list[Any] = []
     param.sharded.register_post_accumulate_grad_hook(seen.append)
     rows = torch.ones(7, 3)
-    assert param.deliver(rows) is None
+    assert ShardedParam.deliver([param], [rows]) == []
     grad = param.sharded.grad
     assert isinstance(grad, DTensor)
     assert grad.placements == (Shard(0),)
     assert grad._local_tensor is rows
     assert len(seen) == 1
-    assert param.deliver(torch.ones(7, 3)) is rows
+    more = torch.ones(7, 3)
+    ((waiting, there, addend),) = ShardedParam.deliver([param], [more])
+    assert waiting is param
+    assert there is rows
+    assert addend is more
     assert len(seen) == 1  # the caller adds first, then runs the hooks
     param.run_hooks()
     assert [id(seen_param) for seen_param in seen] == [id(param.sharded)] * 2
