@@ -62,7 +62,9 @@ def make_worker(spec: dict[str, Any]) -> workers.Handler:
         step = variants.step_of(model, x)
         return {
             "shard": lambda: variants.shard(model, variant, precision, spec["world_size"], device),
-            "materialise": lambda: variants.materialise(model, variant, precision, device),
+            "materialise": lambda: variants.materialise(
+                model, variant, precision, spec["world_size"], device
+            ),
             "first": step,
             "second": step,
         }

@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks import megatron
 from benchmarks.null_group import NullGroup, Observer, c10d_cost, init_null_group, null_mesh
 
 # "none": no sharding, the floor that every runtime adds to. "torch": torch's FSDP2.
-VARIANTS = ("none", "torch", "fsdp2", "fsdp1", "ddp")
+VARIANTS = ("none", "torch", "fsdp2", "fsdp1", "ddp", "megatron")
+IN_COMPUTE_DTYPE = ("none", "ddp", "megatron")  # the model itself, not only what it gathers
 
 # "mixed": parameters gathered and used in bf16, gradients reduced in fp32
 PRECISIONS = ("fp32", "mixed")
@@ -47,11 +49,11 @@ def place(
 ) -> nn.Module:
     """Shard each block of a model on the meta device, then its root, and fill it on `device`.
 
-    Without sharding (and for DDP, which has no mixed precision of this kind) the model itself is
-    in the compute dtype.
+    Without sharding (and for DDP, which has no mixed precision of this kind, and megatron-fsdp,
+    which takes the model's dtype for computation) the model itself is in the compute dtype.
     """
     shard(model, variant, precision, world_size, device)
-    return materialise(model, variant, precision, device)
+    return materialise(model, variant, precision, world_size, device)
 
 
 def shard(
@@ -67,13 +69,15 @@ def shard(
         for block in model.blocks:
             fully_shard(block, **options)
         fully_shard(model, **options)
-    elif variant in ("none", "ddp"):
+    elif variant in IN_COMPUTE_DTYPE:
         model.to(input_dtype(variant, precision))
     elif variant not in VARIANTS:
         raise ValueError(f"unknown variant {variant!r}: choose among {', '.join(VARIANTS)}")
 
 
-def materialise(model: nn.Module, variant: str, precision: str, device: torch.device) -> nn.Module:
+def materialise(
+    model: nn.Module, variant: str, precision: str, world_size: int, device: torch.device
+) -> nn.Module:
     """The second half of `place`: memory, values, and the runtimes that have to see those."""
     model.to_empty(device=device)
     model.reset_parameters()
@@ -81,6 +85,8 @@ def materialise(model: nn.Module, variant: str, precision: str, device: torch.de
         return nn.parallel.DistributedDataParallel(model)
     if variant == "fsdp1":
         return _fsdp1(model, precision == "mixed", device)
+    if variant == "megatron":
+        return megatron.wrap(model, precision == "mixed", world_size, device)
     return model
 
 
@@ -101,7 +107,7 @@ def observe(model: nn.Module, observer: Observer | None) -> None:
 
 def input_dtype(variant: str, precision: str) -> torch.dtype:
     """The dtype of a model's floating-point inputs: sharding runtimes cast them themselves."""
-    in_bf16 = precision == "mixed" and variant in ("none", "ddp")
+    in_bf16 = precision == "mixed" and variant in IN_COMPUTE_DTYPE
     return torch.bfloat16 if in_bf16 else torch.float32
 
 

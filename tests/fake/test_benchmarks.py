@@ -7,9 +7,13 @@ import sys
 import pytest
 import torch
 
-from benchmarks import host_cost, kernels, scaling, startup, stats, variants, workers
+from benchmarks import host_cost, kernels, megatron, scaling, startup, stats, variants, workers
 from benchmarks.models import PRESETS, tiny_blocks
 from benchmarks.null_group import CallLog, null_world
+
+needs_megatron = pytest.mark.skipif(
+    not megatron.is_installed(), reason="megatron-fsdp is not installed"
+)
 
 
 def test_ratio_is_taken_round_by_round():
@@ -110,10 +114,47 @@ def test_collectives_of_a_sharded_model_can_be_observed_and_no_longer(variant):
         assert len(log.calls) == 3
 
 
+def test_a_peer_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setattr(megatron, "is_installed", lambda: False)
+    with null_world(8), pytest.raises(ModuleNotFoundError, match="pip install megatron-fsdp"):
+        variants.place(tiny_blocks(1), "megatron", "fp32", 8, torch.device("cpu"))
+
+
+@needs_megatron
+@pytest.mark.filterwarnings("ignore")  # its own
+@pytest.mark.parametrize("precision", variants.PRECISIONS)
+def test_megatron_gathers_and_reduces_each_block(monkeypatch, precision):
+    for name in ("Stream", "Event", "stream", "current_stream", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))  # to be restored
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))
+    monkeypatch.setattr(torch.Tensor, "record_stream", torch.Tensor.record_stream)
+    log = CallLog()
+    with null_world(8, observer=log):
+        model = variants.place(tiny_blocks(3), "megatron", precision, 8, torch.device("cpu"))
+        dtype = variants.input_dtype("megatron", precision)
+        x = torch.randn(4, 16, requires_grad=True, dtype=dtype)
+        for _ in range(3):
+            log.clear()
+            model(x).sum().backward()
+            # All that rank 0 holds of a block lies in the first two of nine parameters.
+            with_grad = [name for name, p in model.named_parameters() if p.grad is not None]
+            assert len(with_grad) == 2 * 3
+            counts = log.counts()
+            assert sum(n for name, n in counts.items() if name.startswith("all_gather")) == 6
+            assert sum(n for name, n in counts.items() if name.startswith("reduce_scatter")) == 3
+            model.zero_grad()
+            assert not any(param.grad is not None for param in model.parameters())
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize(
     "command",
     [
+        pytest.param(
+            ["benchmarks/host_cost.py", "--blocks", "2", "--variants", "none,fsdp2,megatron"],
+            marks=needs_megatron,
+        ),
         ["benchmarks/host_cost.py", "--blocks", "2", "--world-size", "8,16"],
         ["-m", "benchmarks.host_cost", "--blocks", "2", "--precision", "mixed", "--c10d"],
         ["benchmarks/step.py", "--preset", "tiny", "--device", "cpu"],
