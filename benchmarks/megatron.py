@@ -3,7 +3,7 @@
     model, on the device ── wrap ──> MegatronFSDP(model), parameters DTensors over (shard, tp of 1)
 
 It takes the whole model at once and is told which classes are units. It knows CUDA alone: on a CPU
-its streams and events are stand-ins that do nothing (`_without_cuda`), which costs less than
+its streams and events are stand-ins that do nothing (`STAND_INS`), which costs less than
 real ones do, so that its host time there is, if anything, too low. fsdp2 and torch's FSDP2 call
 nothing but methods that do nothing there, too.
 
@@ -116,12 +116,20 @@ class _Idle:
 _IDLE = _Idle()
 
 
+STAND_INS: dict[tuple[Any, str], Any] = {
+    (torch.cuda, "Stream"): _Idle,
+    (torch.cuda, "Event"): _Idle,
+    (torch.cuda, "stream"): lambda stream: _IDLE,
+    (torch.cuda, "current_stream"): lambda: _IDLE,
+    (torch.cuda, "current_device"): lambda: 0,
+    (torch.cuda, "synchronize"): lambda: None,
+    (torch.cuda, "empty_cache"): lambda: None,
+    (torch.Tensor, "record_stream"): lambda self, stream: None,
+}
+"""What the package calls of CUDA: whose attribute, its name, and what does nothing in its place."""
+
+
 def _without_cuda() -> None:
-    """Replace, in this process for good, what the package calls of CUDA: a worker does no more."""
-    cuda: Any = torch.cuda
-    cuda.Stream = cuda.Event = _Idle
-    cuda.stream = cuda.current_stream = lambda stream=None: _IDLE
-    cuda.current_device = lambda: 0
-    cuda.synchronize = cuda.empty_cache = lambda *args: None
-    tensor: Any = torch.Tensor
-    tensor.record_stream = lambda self, stream: None
+    """Replace it, in this process for good: a worker does no more."""
+    for (owner, name), stand_in in STAND_INS.items():
+        setattr(owner, name, stand_in)

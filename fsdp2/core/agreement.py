@@ -43,7 +43,7 @@ LOOK_INTERVAL = 0.1  # seconds between looks at each rank that has not come
 GRACE = 3.0  # seconds that a rank which found a disagreement gives others to say where they are
 _NONE = "-"
 _TAKEN, _GIVEN_UP = "taken", "given up"
-_FAILURE = "failure"
+_FAILURE, _OUTCOME = "failure", "outcome"
 
 
 class Board(Protocol):
@@ -96,11 +96,9 @@ class _Meeting:
     step: Step
     name: str
 
-    def key(self, rank: int, back: int = 0) -> str:
-        return f"{self.name}/{self.number - back}/{rank}"
-
-    def outcome(self, back: int = 0) -> str:
-        return f"{self.name}/{self.number - back}/outcome"
+    def key(self, part: int | str, back: int = 0) -> str:
+        """Of a rank's note, or of the `_OUTCOME`; of this step or of one ``back`` from it."""
+        return f"{self.name}/{self.number - back}/{part}"
 
 
 class Agreement:
@@ -165,12 +163,12 @@ class Agreement:
             self._give_up(meeting, failure)
         elif any(note != step.note for note in notes):
             self._fail(meeting, self._error(meeting))
-        elif board.claim(meeting.outcome(), "", _TAKEN) != _TAKEN:
+        elif board.claim(meeting.key(_OUTCOME), "", _TAKEN) != _TAKEN:
             self._raise(board.read([self._key(_FAILURE)])[0])
         if number > 1:  # the last note stays, for ranks that ask where this one is
             board.erase(meeting.key(board.rank, back=2))
             if board.rank == ranks[0]:
-                board.erase(meeting.outcome(back=2))
+                board.erase(meeting.key(_OUTCOME, back=2))
 
     def leave(self, why: str) -> None:
         """Tell the others that this rank takes no further steps."""
@@ -254,7 +252,7 @@ class Agreement:
 
     def _give_up(self, meeting: _Meeting, sentence: str) -> None:
         """Raise the failure; returns if another rank went on with the step, and so must this."""
-        if self.board.claim(meeting.outcome(), "", _GIVEN_UP) != _TAKEN:
+        if self.board.claim(meeting.key(_OUTCOME), "", _GIVEN_UP) != _TAKEN:
             self._raise(sentence)
 
     def _raise(self, sentence: str) -> NoReturn:

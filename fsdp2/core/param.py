@@ -352,7 +352,7 @@ class ShardedParam:
             For each that has a ``.grad`` already: itself, the rows of that, and those to add to
             them, which is the caller's, as is running the hooks after it.
         """
-        make, waiting = DTensor.__new__, []
+        make, waiting = DTensor.__new__, []  # `wrap_local`, without its call for each
         for param, new in zip(params, rows, strict=True):
             sharded = param.sharded
             grad = sharded.grad

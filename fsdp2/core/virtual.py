@@ -473,13 +473,45 @@ class VirtualUnsharded:
         self.requires_grad = requires_grad
 
 
-class VirtualParam:
+class StandIn:
+    """The gradients of what stands where a `ShardedParam` does; tensors of any kind.
+
+    Attributes:
+        full_grad: what autograd left on the unsharded parameter.
+        gradient: what was reduced.
+    """
+
+    full_grad: Any = None
+    gradient: Any = None
+
+    @staticmethod
+    def take_gradients(params: Iterable[Any]) -> list[Any]:
+        """The full gradients, which the parameters then no longer have."""
+        grads = []
+        for param in params:
+            grads.append(param.full_grad)
+            param.full_grad = None
+        return grads
+
+    @staticmethod
+    def deliver(params: Iterable[Any], rows: Iterable[Any]) -> list[tuple[Any, Any, Any]]:
+        """Keep the reduced gradients; return those to add to one that is there."""
+        waiting = []
+        for param, new in zip(params, rows, strict=True):
+            if param.gradient is None:
+                param.gradient = new
+                param.run_hooks()
+            else:
+                waiting.append((param, param.gradient, new))
+        return waiting
+
+
+class VirtualParam(StandIn):
     """Stands where a `ShardedParam` does.
 
     Attributes:
         rows: its view of the flat shard.
         gathered: its view of the gathered buffer.
-        full_grad: what autograd left on the unsharded parameter.
         hook: the user's post-accumulate-grad hook.
     """
 
@@ -503,8 +535,6 @@ class VirtualParam:
         self.requires_grad = True
         self.sharded = SimpleNamespace(requires_grad=True)
         self.unsharded: VirtualUnsharded | None = None
-        self.gradient: VirtualTensor | None = None
-        self.full_grad: VirtualTensor | None = None
         self.rows: VirtualTensor | None = None
         self.gathered: VirtualTensor | None = None
         self.hook: Callable[[VirtualParam], None] | None = None
@@ -547,15 +577,6 @@ class VirtualParam:
         """Whether there is a hook."""
         return self.hook is not None
 
-    @staticmethod
-    def take_gradients(params: Iterable[VirtualParam]) -> list[VirtualTensor | None]:
-        """The full gradients, which the parameters then no longer have."""
-        grads = []
-        for param in params:
-            grads.append(param.full_grad)
-            param.full_grad = None
-        return grads
-
     def drop_gradient(self) -> None:
         """Forget the full gradient."""
         self.full_grad = None
@@ -567,20 +588,6 @@ class VirtualParam:
             total = VirtualTensor(owner, self.shape, dtype)
             self._device.run("copy", [self.full_grad], [total])
             self.full_grad = total
-
-    @staticmethod
-    def deliver(
-        params: Iterable[VirtualParam], rows: Iterable[VirtualTensor]
-    ) -> list[tuple[VirtualParam, VirtualTensor, VirtualTensor]]:
-        """Keep the reduced gradients; return those to add to one that is there."""
-        waiting = []
-        for param, new in zip(params, rows, strict=True):
-            if param.gradient is None:
-                param.gradient = new
-                param.run_hooks()
-            else:
-                waiting.append((param, param.gradient, new))
-        return waiting
 
     def run_hooks(self) -> None:
         """Run the hook, if there is one."""

@@ -124,11 +124,8 @@ def test_a_peer_that_is_not_installed_is_named(monkeypatch):
 @pytest.mark.filterwarnings("ignore")  # its own
 @pytest.mark.parametrize("precision", variants.PRECISIONS)
 def test_megatron_gathers_and_reduces_each_block(monkeypatch, precision):
-    for name in ("Stream", "Event", "stream", "current_stream", "current_device"):
-        monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))  # to be restored
-    for name in ("synchronize", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))
-    monkeypatch.setattr(torch.Tensor, "record_stream", torch.Tensor.record_stream)
+    for owner, name in megatron.STAND_INS:
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # to be restored
     log = CallLog()
     with null_world(8, observer=log):
         model = variants.place(tiny_blocks(3), "megatron", precision, 8, torch.device("cpu"))

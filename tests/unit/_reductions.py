@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from fsdp2.core.kernels import TorchKernels
 from fsdp2.core.layout import ParamShape, Slot, build_layout
 from fsdp2.core.reduction import ReductionSpec, SegmentReduction
+from fsdp2.core.virtual import StandIn
 
 KERNELS = TorchKernels(torch.device("cpu"))
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -19,37 +20,14 @@ EMPTY = (((0, 4), 0), ((3, 0), 1), ((0,), 0))
 ODD = (((7, 3), 0), ((3, 5), 1), ((1,), 0), ((2, 3, 6), 2), ((0, 4), 0), ((4, 2), 1))
 
 
-class Member:
+class Member(StandIn):
     """Stands where a `ShardedParam` does: a full gradient goes in, a sharded one comes out."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, dim: int = 0) -> None:
         self.shape = shape
         self.dtype = dtype
         self.dim = dim
-        self.full_grad: torch.Tensor | None = None
-        self.gradient: torch.Tensor | None = None
         self.hooks_run = 0
-
-    @staticmethod
-    def take_gradients(members: Iterable[Member]) -> list[torch.Tensor | None]:
-        grads = []
-        for member in members:
-            grads.append(member.full_grad)
-            member.full_grad = None
-        return grads
-
-    @staticmethod
-    def deliver(
-        members: Iterable[Member], rows: Iterable[torch.Tensor]
-    ) -> list[tuple[Member, torch.Tensor, torch.Tensor]]:
-        waiting = []
-        for member, new in zip(members, rows, strict=True):
-            if member.gradient is None:
-                member.gradient = new
-                member.run_hooks()
-            else:
-                waiting.append((member, member.gradient, new))
-        return waiting
 
     def run_hooks(self) -> None:
         self.hooks_run += 1

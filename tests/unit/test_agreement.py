@@ -247,10 +247,12 @@ def test_iterations_count_from_the_last_failure() -> None:
 class _HeldBack(MemoryBoard):
     """A board that its rank reads late: not before ``until``."""
 
-    until: threading.Event
+    def __init__(self, notes: Notes, rank: int, until: threading.Event) -> None:
+        super().__init__(notes, rank)
+        self._until = until
 
     def read(self, keys: list[str]) -> list[str]:
-        assert self.until.wait(LONG)
+        assert self._until.wait(LONG)
         return super().read(keys)
 
 
@@ -276,9 +278,7 @@ def test_a_failure_elsewhere_does_not_stop_a_step_that_another_rank_has_taken() 
 
     def slow(agreement: Agreement) -> None:
         if agreement.board.rank == 3:
-            board = _HeldBack(notes, 3)
-            board.until = failed
-            agreement.board = board
+            agreement.board = _HeldBack(notes, 3, failed)
         body(agreement)
 
     assert "rank 0 is at step 0, rank 2 is at step 2" in _sentence(_run(4, slow, notes))
