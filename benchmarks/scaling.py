@@ -33,7 +33,7 @@ from benchmarks import options as common
 from benchmarks import stats, variants, workers
 
 DIM = 16
-VARIANTS = ("none", "torch", "fsdp2")
+VARIANTS = ("none", "torch", "fsdp2", "kept")
 
 
 @dataclass(frozen=True)
@@ -116,13 +116,17 @@ def ratios(
 ) -> dict[str, stats.Summary]:
     found = {}
     for name, by_variant in rounds.items():
-        if set(VARIANTS) <= by_variant.keys():
-            ours, torchs = added(by_variant, "fsdp2"), added(by_variant, "torch")
-            found[f"{name}: (fsdp2 - none) / (torch - none)"] = stats.ratio(ours, torchs)
+        if not {"none", "torch"} <= by_variant.keys():
+            continue
+        torchs = added(by_variant, "torch")
+        for variant in by_variant:
+            if variant not in ("none", "torch"):
+                label = f"{name}: ({variant} - none) / (torch - none)"
+                found[label] = stats.ratio(added(by_variant, variant), torchs)
     if {FEW, MANY} <= rounds.keys():
         blocks = sizes[MANY]["blocks"] / sizes[FEW]["blocks"]
-        for variant in ("torch", "fsdp2"):
-            if {variant, "none"} <= rounds[FEW].keys():
+        for variant in rounds[FEW]:
+            if variant != "none" and "none" in rounds[FEW]:
                 few, many = (added(rounds[name], variant) for name in (FEW, MANY))
                 label = f"{variant}: added a block, {MANY} / {FEW}"
                 found[label] = stats.ratio(many, [value * blocks for value in few])

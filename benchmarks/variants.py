@@ -12,8 +12,9 @@ from torch import nn
 from benchmarks import megatron
 from benchmarks.null_group import NullGroup, Observer, c10d_cost, init_null_group, null_mesh
 
-# "none": no sharding, the floor that every runtime adds to. "torch": torch's FSDP2.
-VARIANTS = ("none", "torch", "fsdp2", "fsdp1", "ddp", "megatron")
+# "none": no sharding, the floor that every runtime adds to. "torch": torch's FSDP2. "kept": fsdp2
+# with set_keep_gradient_storage(True).
+VARIANTS = ("none", "torch", "fsdp2", "kept", "fsdp1", "ddp", "megatron")
 IN_COMPUTE_DTYPE = ("none", "ddp", "megatron")  # the model itself, not only what it gathers
 
 # "mixed": parameters gathered and used in bf16, gradients reduced in fp32
@@ -61,7 +62,7 @@ def shard(
 ) -> None:
     """The first half of `place`: what can be done to a model that has no memory yet."""
     mixed = precision == "mixed"
-    if variant in ("torch", "fsdp2"):
+    if variant in ("torch", "fsdp2", "kept"):
         fully_shard, policy = fsdp2_api(variant)
         options: dict[str, Any] = {"mesh": null_mesh(world_size, device.type)}
         if mixed:
@@ -69,6 +70,8 @@ def shard(
         for block in model.blocks:
             fully_shard(block, **options)
         fully_shard(model, **options)
+        if variant == "kept":
+            model.set_keep_gradient_storage(True)
     elif variant in IN_COMPUTE_DTYPE:
         model.to(input_dtype(variant, precision))
     elif variant not in VARIANTS:
@@ -112,7 +115,7 @@ def input_dtype(variant: str, precision: str) -> torch.dtype:
 
 
 def fsdp2_api(variant: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`fully_shard` and `MixedPrecisionPolicy` of "torch" or "fsdp2"; imports them."""
+    """`fully_shard` and `MixedPrecisionPolicy` of torch, or else of fsdp2; imports them."""
     if variant == "torch":
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     else:

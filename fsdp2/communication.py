@@ -255,6 +255,27 @@ class CommunicationControls:
         """
         self._change(recurse=recurse, keep_storage=bool(keep))
 
+    def set_keep_gradient_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Choose whether sharded gradients keep their memory and their ``.grad`` objects.
+
+        They are then made once: a step allocates nothing for them and takes less host time, and
+        their addresses stay. In exchange ``zero_grad()`` does not free them, so that a shard's size
+        of memory is taken from the first backward on, and an old ``.grad`` that somebody holds
+        shows the next backward's gradient: clone what should last. Results are the same.
+        Gradients that are there when a backward ends are added to, as always.
+
+        On a mesh of one rank gradients are autograd's own, and nothing is kept.
+
+        Args:
+            keep: default behaviour is ``False``.
+            recurse: whether units below follow. Default ``True``.
+
+        Example::
+
+            model.set_keep_gradient_storage(True)
+        """
+        self._change(recurse=recurse, keep_gradients=bool(keep))
+
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Take collectives' buffers from the process group's own allocator; not recursive.
 

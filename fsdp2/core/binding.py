@@ -98,6 +98,7 @@ def reduction_spec(
         pin=offload is not None and offload.pin_memory,
         comm=comm,
         device=device,
+        keep=options.keep_gradients,
     )
 
 

@@ -220,6 +220,7 @@ class GroupOptions:
         sum_only: whether collectives only sum, and divisions are kernels of their own.
         reduce_unused: whether parameters without a gradient are reduced as zeros, and get them.
         keep_storage: whether freeing leaves the gathered memory allocated.
+        keep_gradients: whether the memory of reduced gradients stays allocated between steps.
         all_gather: the user's all-gather, or ``None``.
         reduce_scatter: the user's reduce-scatter, or ``None``.
         all_reduce_hook: called with each reduced flat gradient before it is delivered.
@@ -231,6 +232,7 @@ class GroupOptions:
     sum_only: bool = False
     reduce_unused: bool = False
     keep_storage: bool = False
+    keep_gradients: bool = False
     all_gather: Any = None
     reduce_scatter: Any = None
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None

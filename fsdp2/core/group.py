@@ -494,7 +494,7 @@ class ParamGroup:
         if self._full is not None:
             self._release_full()
         for reduction in self._reductions:
-            reduction.release()
+            reduction.abandon()
 
     def settle(self) -> None:
         """Block the host until no copy reads offloaded shards, which it may write then (I8)."""

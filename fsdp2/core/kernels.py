@@ -84,8 +84,11 @@ class Kernels(Protocol):
     def host_flat(self, nbytes: int, on_meta: bool, pin: bool) -> Any:
         """A persistent buffer in CPU memory, page-locked if ``pin``."""
 
-    def to_host(self, source: Any, pin: bool) -> Any:
-        """A copy in CPU memory, which is there once the lane is behind this call."""
+    def host_empty(self, numel: int, dtype: Any, pin: bool) -> Any:
+        """A new flat tensor in CPU memory, page-locked if ``pin``."""
+
+    def to_host(self, target: Any, source: Any) -> None:
+        """Copy to CPU memory, where it is once the lane is behind this call."""
 
     def empty(self, numel: int, dtype: Any, name: str) -> Any:
         """A new flat tensor, freed when its last reference goes."""
@@ -136,10 +139,13 @@ class TorchKernels:
         """A persistent buffer of zeros in CPU memory, or without memory on meta."""
         return FlatBuffer(nbytes, torch.device("meta" if on_meta else "cpu"), pin)
 
-    def to_host(self, source: torch.Tensor, pin: bool) -> torch.Tensor:
+    def host_empty(self, numel: int, dtype: torch.dtype, pin: bool) -> torch.Tensor:
+        """An uninitialised flat tensor in CPU memory."""
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pin)
+
+    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """One asynchronous copy."""
-        target = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pin)
-        return target.copy_(source, non_blocking=True)
+        target.copy_(source, non_blocking=True)
 
     def empty(self, numel: int, dtype: torch.dtype, name: str) -> torch.Tensor:
         """An uninitialised flat tensor."""

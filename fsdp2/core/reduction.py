@@ -14,7 +14,8 @@
 
 The last lane is ALL_REDUCE where anything runs there, else REDUCE; what was copied to the host is
 delivered by the host, once the copy has arrived. A step that a configuration does not need is not
-in the program. Three ways to stage:
+in the program. Where gradients' memory is kept (`fsdp2.core.kept`) the result is written there, if
+it is free. Three ways to stage:
 
     direct    autograd's gradients are the collective's inputs as they are: no copy
     cast      one fused copy casts them into a parameter-major buffer
@@ -26,69 +27,18 @@ rank's rows leaves its output at once, so that it may use the same buffers for t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from fsdp2.core.collectives import Collectives, ReduceKind, ReduceScatter, Replicas
+from fsdp2.core.collectives import Collectives, ReduceScatter, Replicas
+from fsdp2.core.division import plan_division
+from fsdp2.core.kept import KeptGradients
 from fsdp2.core.kernels import Kernels, runs
 from fsdp2.core.layout import COLLECTIVE_ALIGN_BYTES, Slot
 from fsdp2.core.transport import allocated, shard_blocks
-
-
-@dataclass(frozen=True)
-class Division:
-    """Where a reduction divides: before the collectives, inside them, after them."""
-
-    before: float | None
-    kind: ReduceKind
-    replicas: ReduceKind
-    after: float | None
-
-
-_AVERAGE = (torch.float32, torch.bfloat16)
-_SUM = ReduceKind(average=False)
-
-
-def plan_division(
-    dtype: torch.dtype,
-    size: int,
-    factor: float | None,
-    premultiplies: bool,
-    copies: int = 1,
-    sum_only: bool = False,
-) -> Division:
-    """Choose where to divide.
-
-    fp32 and bf16 have range to spare and divide inside the collective where the backend can.
-    Others (fp16) split the factor about evenly before and after the sum, so that neither the sum
-    overflows nor the addends vanish.
-
-    Args:
-        dtype: the reduction's dtype.
-        size: ranks of the shard axis.
-        factor: the user's divide factor; ``None`` averages over both axes.
-        premultiplies: whether the backend has a premultiplied sum (NCCL has).
-        copies: ranks of the replicate axis.
-        sum_only: whether the collectives must only sum.
-    """
-    whole = float(size * copies) if factor is None else factor
-    if dtype in _AVERAGE:
-        if sum_only:
-            return Division(None, _SUM, _SUM, whole if whole != 1 else None)
-        if factor is None:
-            return Division(None, ReduceKind(average=True), ReduceKind(average=True), None)
-        if factor == size:
-            return Division(None, ReduceKind(average=True), _SUM, None)
-        if premultiplies and size > 1:
-            return Division(None, ReduceKind(average=False, factor=factor), _SUM, None)
-        return Division(None, _SUM, _SUM, factor)
-    before = 2.0 ** math.ceil(math.log2(whole) / 2) if whole > 1 else 1.0
-    after = whole / before
-    return Division(before if before != 1.0 else None, _SUM, _SUM, after if after != 1.0 else None)
 
 
 @dataclass(frozen=True)
@@ -107,6 +57,7 @@ class ReductionSpec:
         pin: whether that memory is page-locked.
         comm: the user's reduce-scatter.
         device: where its buffers are.
+        keep: whether gradients' memory is kept for the next step.
     """
 
     direct: bool
@@ -120,6 +71,7 @@ class ReductionSpec:
     pin: bool = False
     comm: ReduceScatter | None = field(default=None, hash=False)  # it need not be hashable
     device: torch.device | None = None
+    keep: bool = False
 
 
 @dataclass
@@ -134,6 +86,7 @@ class Job:
         scattered: what a user's reduce-scatter writes; ``flat`` gets a copy.
         result: the same in the gradient's dtype.
         partial: partial sums that were added, alive until the reduction is over.
+        kept: the memory that the result is in, if that is kept.
         sums: gradients that the outputs were added to; a hook may have dropped them meanwhile.
     """
 
@@ -143,6 +96,7 @@ class Job:
     scattered: Any = None
     result: Any = None
     partial: Any = None
+    kept: KeptGradients | None = None
     outputs: list[Any] = field(default_factory=list)
     sums: list[Any] = field(default_factory=list)
 
@@ -212,6 +166,7 @@ class SegmentReduction:
         self._input: Any = None
         self._targets: list[Any] = []
         self._pads: dict[torch.dtype, list[Any]] = {}
+        self._kept = KeptGradients(members)
         self.full, self.partial = self._bind()
 
     # ---- binding
@@ -236,7 +191,6 @@ class SegmentReduction:
             spec.sum_only,
         )
         self._kind, self._replica_kind = division.kind, division.replicas
-        compute.append(SegmentReduction._allocate)
         if size == 1:
             compute.append(SegmentReduction._copy_local)
             if division.before is not None:
@@ -255,25 +209,32 @@ class SegmentReduction:
         if spec.hook is not None:
             middle.append(SegmentReduction._run_hook)
         finish: list[Step] = [] if after is None else [_divide_flat(after)]
-        allocate: list[Step] = []
-        if self.reduce_dtype != spec.result_dtype:
-            allocate.append(SegmentReduction._allocate_result)
+        casts = self.reduce_dtype != spec.result_dtype
+        keep = spec.keep and not spec.to_host  # that is, on the device
+        started = [SegmentReduction._allocate, *compute]
+        if keep and not casts:
+            started[0] = SegmentReduction._allocate_kept
+        if casts:
+            allocate = SegmentReduction._allocate_kept_result
+            started.append(allocate if keep else SegmentReduction._allocate_result)
             finish.append(SegmentReduction._cast)
         host: tuple[Step, ...] = ()
         if spec.to_host:
-            finish.append(SegmentReduction._to_host)
+            finish.append(
+                SegmentReduction._to_kept_host if spec.keep else SegmentReduction._to_host
+            )
             host = (SegmentReduction._deliver,)
         else:
             finish.append(SegmentReduction._deliver)
-        started = (*compute, *allocate)
         if middle:
-            full = Program(started, tuple(reduce), (*middle, *finish), host)
+            full = Program(tuple(started), tuple(reduce), (*middle, *finish), host)
         else:
-            full = Program(started, (*reduce, *finish), (), host)
+            full = Program(tuple(started), (*reduce, *finish), (), host)
         if self.replicas is None:
             return full, full
-        kept = Program(tuple(compute), (*reduce, SegmentReduction._keep_partial), (), ())
-        return full, kept
+        compute.insert(0, SegmentReduction._allocate)
+        partial = Program(tuple(compute), (*reduce, SegmentReduction._keep_partial), (), ())
+        return full, partial
 
     def _bind_local(self, compute: list[Step]) -> None:
         """One rank: a gradient of the result's dtype becomes ``.grad`` as it is."""
@@ -338,12 +299,39 @@ class SegmentReduction:
         job.flat = self.kernels.empty(self._width, self.reduce_dtype, "reduce-scatter output")
         job.outputs = self.views(job.flat)
 
+    def _allocate_kept(self, job: Job) -> None:
+        if self._take_kept(job):
+            job.flat, job.outputs = self._kept.flat, self._kept.rows
+        else:
+            self._allocate(job)
+
     def _adopt(self, job: Job) -> None:
         self._stage_direct(job)
         job.outputs = job.grads
 
     def _allocate_result(self, job: Job) -> None:
         job.result = self.kernels.empty(self._width, self.spec.result_dtype, "sharded gradient")
+
+    def _allocate_kept_result(self, job: Job) -> None:
+        if self._take_kept(job):
+            job.result = self._kept.flat
+        else:
+            self._allocate_result(job)
+
+    def _take_kept(self, job: Job) -> bool:
+        """Let the result go to the memory that is kept, unless that still is a gradient."""
+        kept, spec = self._kept, self.spec
+        if not kept.is_free():
+            return False
+        if kept.flat is None:
+            if spec.to_host:
+                flat = self.kernels.host_empty(self._width, spec.result_dtype, spec.pin)
+            else:
+                flat = self.kernels.empty(self._width, spec.result_dtype, "kept gradient")
+            kept.allocate(flat, self.views(flat))
+        kept.taken = True
+        job.kept = kept
+        return True
 
     def _unify(self, job: Job) -> torch.dtype:
         """Give all gradients one dtype: autograd's, or the reduction's where any differs."""
@@ -458,15 +446,27 @@ class SegmentReduction:
 
     def _to_host(self, job: Job) -> None:
         """Copy out; the host delivers what arrives."""
-        flat = job.flat if job.result is None else job.result
-        job.outputs = self.views(self.kernels.to_host(flat, self.spec.pin))
+        source = job.flat if job.result is None else job.result
+        target = self.kernels.host_empty(self._width, source.dtype, self.spec.pin)
+        self.kernels.to_host(target, source)
+        job.outputs = self.views(target)
+
+    def _to_kept_host(self, job: Job) -> None:
+        if self._take_kept(job):
+            source = job.flat if job.result is None else job.result
+            self.kernels.to_host(self._kept.flat, source)
+        else:
+            self._to_host(job)
 
     def _cast(self, job: Job) -> None:
         self.kernels.copy(job.result, job.flat)
-        job.outputs = self.views(job.result)
+        job.outputs = self.views(job.result) if job.kept is None else job.kept.rows
 
     def _deliver(self, job: Job) -> None:
         """Set ``.grad``, or add to it where there is one; then run the users' hooks."""
+        if job.kept is not None:
+            job.kept.hand_out(job.present)
+            return
         members, outputs = self.members, job.outputs
         if False in job.present:
             members = [m for m, present in zip(members, job.present, strict=True) if present]
@@ -518,6 +518,11 @@ class SegmentReduction:
     def discard(self) -> None:
         """Drop partial sums."""
         self.partial_sums = None
+
+    def abandon(self) -> None:
+        """Let go of everything that an exception left half way."""
+        self.release()
+        self._kept.taken = False
 
     def release(self) -> None:
         """Free what the reduce-scatter read, once COMPUTE is behind it."""

@@ -21,13 +21,13 @@ from fsdp2.core.group import ParamGroup
 from fsdp2.core.post_forward import SmallerGroup
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.scheduler import Scheduler
+from fsdp2.core.stand_ins import VirtualParam
 from fsdp2.core.streams import Lane
 from fsdp2.core.unit import Phase, Unit
 from fsdp2.core.virtual import (
     USER,
     VirtualCollectives,
     VirtualDevice,
-    VirtualParam,
     VirtualReplicas,
     VirtualTensor,
     _Counted,

@@ -29,18 +29,16 @@ Dropping a wait (`drop_wait`) shows that the checker notices.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
 from fsdp2.core.collectives import ReduceKind
 from fsdp2.core.kernels import Run
-from fsdp2.core.layout import Slot
 from fsdp2.core.streams import Lane
 
 
@@ -146,6 +144,7 @@ class _Counted:
     """Frees its allocation when nothing refers to it any more."""
 
     allocation: Allocation | None = None  # until there is memory
+    pinned = False
 
     def __init__(self, device: VirtualDevice, name: str) -> None:
         self.device = device
@@ -360,13 +359,16 @@ class VirtualDevice:
         buffer.pinned = pin
         return buffer
 
-    def to_host(self, source: VirtualTensor, pin: bool) -> VirtualTensor:
+    def host_empty(self, numel: int, dtype: torch.dtype, pin: bool) -> VirtualTensor:
         with self.on(HOST):
-            target = VirtualTensor(_Counted(self, "host gradient"), source.shape, source.dtype)
+            owner = _Counted(self, "host gradient")
+        owner.pinned = pin
+        return VirtualTensor(owner, (numel,), dtype)
+
+    def to_host(self, target: VirtualTensor, source: VirtualTensor) -> None:
         self.run("to_host", [source], [target])
-        if not pin:
+        if not target.owner.pinned:
             self._come_back()
-        return target
 
     def _come_back(self) -> None:
         """A copy with CPU memory that is not page-locked: its call returns when it is over."""
@@ -464,132 +466,3 @@ class VirtualReplicas:
 
     def all_reduce(self, tensor: Any, kind: ReduceKind) -> None:
         self._device.run("all_reduce", [tensor], [tensor])
-
-
-class VirtualUnsharded:
-    """Stands where a gathered ``nn.Parameter`` does."""
-
-    def __init__(self, requires_grad: bool) -> None:
-        self.requires_grad = requires_grad
-
-
-class StandIn:
-    """The gradients of what stands where a `ShardedParam` does; tensors of any kind.
-
-    Attributes:
-        full_grad: what autograd left on the unsharded parameter.
-        gradient: what was reduced.
-    """
-
-    full_grad: Any = None
-    gradient: Any = None
-
-    @staticmethod
-    def take_gradients(params: Iterable[Any]) -> list[Any]:
-        """The full gradients, which the parameters then no longer have."""
-        grads = []
-        for param in params:
-            grads.append(param.full_grad)
-            param.full_grad = None
-        return grads
-
-    @staticmethod
-    def deliver(params: Iterable[Any], rows: Iterable[Any]) -> list[tuple[Any, Any, Any]]:
-        """Keep the reduced gradients; return those to add to one that is there."""
-        waiting = []
-        for param, new in zip(params, rows, strict=True):
-            if param.gradient is None:
-                param.gradient = new
-                param.run_hooks()
-            else:
-                waiting.append((param, param.gradient, new))
-        return waiting
-
-
-class VirtualParam(StandIn):
-    """Stands where a `ShardedParam` does.
-
-    Attributes:
-        rows: its view of the flat shard.
-        gathered: its view of the gathered buffer.
-        hook: the user's post-accumulate-grad hook.
-    """
-
-    is_meta = False
-    is_extended = False
-    compute_dtype = None
-
-    def __init__(
-        self,
-        device: VirtualDevice,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        dim: int = 0,
-    ) -> None:
-        self._device = device
-        self.name = name
-        self.shape = shape
-        self.dim = dim
-        self.dtype = dtype
-        self.requires_grad = True
-        self.sharded = SimpleNamespace(requires_grad=True)
-        self.unsharded: VirtualUnsharded | None = None
-        self.rows: VirtualTensor | None = None
-        self.gathered: VirtualTensor | None = None
-        self.hook: Callable[[VirtualParam], None] | None = None
-
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        """As its own."""
-        return self.dtype
-
-    def adopt(self, slot: Slot, target: VirtualTensor) -> None:
-        """Move the rows into the flat shard."""
-        self.rows = target
-        self._device.run(f"adopt {self.name}", [], [target])
-
-    @property
-    def is_in_place(self) -> bool:
-        """Nothing moves virtual parameters."""
-        return True
-
-    def check_usable(self, device: Any, offloaded: bool = False) -> None:
-        """They are."""
-
-    def materialize(self, gathered: VirtualTensor) -> None:
-        """Remember the gathered view."""
-        self.gathered = gathered
-        self.unsharded = VirtualUnsharded(self.sharded.requires_grad)
-
-    def between(self, rows: VirtualTensor, mesh: Any) -> None:
-        """There is no parameter to register."""
-
-    def swaps(self, param: Any) -> list[Any]:
-        """There is no module."""
-        return []
-
-    def forbid_reading(self) -> None:
-        """Nobody compares versions."""
-
-    @property
-    def has_grad_hooks(self) -> bool:
-        """Whether there is a hook."""
-        return self.hook is not None
-
-    def drop_gradient(self) -> None:
-        """Forget the full gradient."""
-        self.full_grad = None
-
-    def accumulate(self, dtype: torch.dtype) -> None:
-        """Keep the full gradient, in ``dtype``."""
-        if self.full_grad is not None and self.full_grad.dtype != dtype:
-            owner = _Counted(self._device, f"accumulated {self.name}")
-            total = VirtualTensor(owner, self.shape, dtype)
-            self._device.run("copy", [self.full_grad], [total])
-            self.full_grad = total
-
-    def run_hooks(self) -> None:
-        """Run the hook, if there is one."""
-        if self.hook is not None:
-            self.hook(self)

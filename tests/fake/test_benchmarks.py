@@ -76,8 +76,8 @@ def test_cases_have_the_parameters_they_are_named_for():
 
 
 def test_scaling_compares_what_is_added_a_block():
-    few = {"none": [1.0], "torch": [11.0], "fsdp2": [2.0]}
-    many = {"none": [4.0], "torch": [54.0], "fsdp2": [8.0]}
+    few = {"none": [1.0], "torch": [11.0], "fsdp2": [2.0], "kept": [1.5]}
+    many = {"none": [4.0], "torch": [54.0], "fsdp2": [8.0], "kept": [6.0]}
     sizes = {"32x9": {"blocks": 32}, "128x9": {"blocks": 128}}
     found = scaling.ratios({"32x9": few, "128x9": many}, sizes)
     assert {label: summary.median for label, summary in found.items()} == {
@@ -85,6 +85,9 @@ def test_scaling_compares_what_is_added_a_block():
         "128x9: (fsdp2 - none) / (torch - none)": 0.08,
         "torch: added a block, 128x9 / 32x9": 1.25,
         "fsdp2: added a block, 128x9 / 32x9": 1.0,
+        "32x9: (kept - none) / (torch - none)": 0.05,
+        "128x9: (kept - none) / (torch - none)": 0.04,
+        "kept: added a block, 128x9 / 32x9": 1.0,
     }
 
 

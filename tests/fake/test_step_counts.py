@@ -141,6 +141,20 @@ def test_kernels_that_cast_in_mixed_precision(log: CallLog, blocks: int) -> None
     }
 
 
+@pytest.mark.parametrize(("precision", "casts"), [("fp32", 0), ("mixed", 3)])
+def test_kept_gradients_cost_neither_memory_nor_views_nor_dtensors(
+    log: CallLog, precision: str, casts: int
+) -> None:
+    step = build("kept", precision)[1]
+    beyond = operators(step) - operators(build("none", precision)[1])
+    names = ("aten.copy_.default", "aten._foreach_copy_.default", "aten.view.default")
+    blocks, model = 2, 2  # and the casts of the model's input, and of its gradient
+    assert sum(beyond.pop(name, 0) for name in names) == casts * blocks + 2 * (blocks + ROOT)
+    assert beyond == ({"aten._to_copy.default": model} if casts else {})
+    assert called(step)[1]["TensorBase._dtensor__new__"] == 0
+    assert called(build("fsdp2", precision)[1])[1]["TensorBase._dtensor__new__"] == blocks * PARAMS
+
+
 # ---- what a step does not pay for
 
 UNASKED = (

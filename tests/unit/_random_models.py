@@ -54,6 +54,7 @@ def random_settings(
         sum_only=rng.random() < 0.2,
         reduce_unused=rng.random() < 0.15,
         keep_storage=rng.random() < 0.15,
+        keep_gradients=rng.random() < 0.2,
         all_reduce_hook=hook if rng.random() < 0.2 else None,  # type: ignore[arg-type]  # simulated
     )
     return {
@@ -217,6 +218,7 @@ class Watch:
         self._kept_for_good = self.live()
         self._fills = any(g.options.reduce_unused for u in units for g in u.groups)
         self._keeps_storage = any(g.options.keep_storage for u in units for g in u.groups)
+        self._keeps_gradients = any(g.options.keep_gradients for u in units for g in u.groups)
 
     # ---- while it runs
 
@@ -382,7 +384,8 @@ class Watch:
     def check_live(self, padding: bool = True) -> None:
         """After an iteration in which nothing is kept: no allocation came or went.
 
-        Gathered memory may stay where ``keep_storage`` says so.
+        Gathered memory may stay where ``keep_storage`` says so, that of gradients where
+        ``keep_gradients`` does.
 
         Args:
             padding: ``False`` where frozen parameters changed the reductions, which own it.
@@ -390,6 +393,8 @@ class Watch:
         live, wanted = self.live(), Counter(self._kept_for_good)
         for name in list(live):
             if name.startswith("gathered") and self._keeps_storage:
+                del live[name]
+            if name in ("kept gradient", "host gradient") and self._keeps_gradients:
                 del live[name]
         if not padding:
             live.pop("padding", None)

@@ -11,7 +11,7 @@ import torch
 from fsdp2.core.kernels import TorchKernels
 from fsdp2.core.layout import ParamShape, Slot, build_layout
 from fsdp2.core.reduction import ReductionSpec, SegmentReduction
-from fsdp2.core.virtual import StandIn
+from fsdp2.core.stand_ins import StandIn
 
 KERNELS = TorchKernels(torch.device("cpu"))
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -48,6 +48,7 @@ class Setup:
     sum_only: bool = False
     hook: Callable[[torch.Tensor], None] | None = None
     to_host: bool = False
+    keep: bool = False
 
     def slots(self, size: int) -> list[Slot]:
         """The members' slots."""
@@ -72,6 +73,7 @@ class Setup:
             self.sum_only,
             self.hook,
             self.to_host,
+            keep=self.keep,
         )
         return SegmentReduction(members, slots, spec, collectives, replicas, KERNELS)
 

@@ -13,9 +13,9 @@ from fsdp2.core import extension
 from fsdp2.core.extension import check_hooks
 from fsdp2.core.layout import ParamShape, Transport, build_layout
 from fsdp2.core.simulate import Node, Simulation
+from fsdp2.core.stand_ins import VirtualParam
 from fsdp2.core.virtual import (
     VirtualDevice,
-    VirtualParam,
     VirtualTensor,
     VirtualTransient,
     _Counted,

@@ -35,6 +35,8 @@ LAYERS = (
     "transport",
     "extension",
     "post_forward",
+    "division",
+    "kept",
     "reduction",
     "pending",
     "binding",
@@ -49,6 +51,7 @@ LAYERS = (
     "checks",
     "assembly",
     "virtual",
+    "stand_ins",
     "simulate",
 )
 

@@ -11,8 +11,8 @@ import torch
 from torch.distributed import ReduceOp
 
 from fsdp2.core.collectives import ReduceKind
+from fsdp2.core.division import plan_division
 from fsdp2.core.layout import Slot
-from fsdp2.core.reduction import plan_division
 from tests.unit._ranks import ThreadCollectives, run_ranks
 from tests.unit._reductions import BF16, EMPTY, F16, F32, F64, ODD, Setup, step_names
 from tests.unit._reductions import run as _run

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fsdp2.core.reduction import plan_division
+from fsdp2.core.division import plan_division
 from tests.unit._ranks import ThreadCollectives, ThreadReplicas, run_mesh, run_ranks
 from tests.unit._reductions import BF16, EMPTY, F16, F32, F64, ODD, Setup, run, step_names
 
@@ -248,7 +248,7 @@ SETUPS = [
 
 
 @pytest.mark.parametrize(("copies", "size"), [(2, 1), (2, 2), (4, 2), (1, 2)])
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("setup", [*SETUPS, *(replace(s, keep=True) for s in SETUPS)])
 def test_every_rank_of_every_copy_gets_its_rows(setup: Setup, copies: int, size: int) -> None:
     def body(collectives: ThreadCollectives, replicas: ThreadReplicas) -> None:
         reduction = setup.bind(collectives, replicas)

@@ -1,0 +1,163 @@
+"""Parameters that exist only on paper, for a group, its transports and its reductions to run on.
+
+    StandIn       gradients: what autograd left, and what was reduced
+    VirtualParam  a `StandIn` on a `VirtualDevice`: rows, gathered view, the user's hook
+
+What a runtime asks of a `ShardedParam` in a step they answer, without a module or autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from fsdp2.core.layout import Slot
+from fsdp2.core.virtual import VirtualDevice, VirtualTensor, _Counted
+
+
+class VirtualUnsharded:
+    """Stands where a gathered ``nn.Parameter`` does."""
+
+    def __init__(self, requires_grad: bool) -> None:
+        self.requires_grad = requires_grad
+
+
+class StandIn:
+    """The gradients of what stands where a `ShardedParam` does; tensors of any kind.
+
+    Attributes:
+        full_grad: what autograd left on the unsharded parameter.
+        gradient: what was reduced.
+    """
+
+    full_grad: Any = None
+    gradient: Any = None
+
+    @staticmethod
+    def take_gradients(params: Iterable[Any]) -> list[Any]:
+        """The full gradients, which the parameters then no longer have."""
+        grads = []
+        for param in params:
+            grads.append(param.full_grad)
+            param.full_grad = None
+        return grads
+
+    @staticmethod
+    def deliver(params: Iterable[Any], rows: Iterable[Any]) -> list[tuple[Any, Any, Any]]:
+        """Keep the reduced gradients; return those to add to one that is there."""
+        waiting = []
+        for param, new in zip(params, rows, strict=True):
+            if param.gradient is None:
+                param.gradient = new
+                param.run_hooks()
+            else:
+                waiting.append((param, param.gradient, new))
+        return waiting
+
+    def gradient_over(self, rows: Any) -> Any:
+        """What can become the gradient, over ``rows``: the rows themselves."""
+        return rows
+
+    @staticmethod
+    def without_gradient(params: Iterable[Any]) -> bool:
+        """Whether none has a gradient."""
+        return all(param.gradient is None for param in params)
+
+    @staticmethod
+    def place(params: Iterable[Any], gradients: Iterable[Any]) -> None:
+        """Give each its gradient; it has none."""
+        for param, gradient in zip(params, gradients, strict=True):
+            param.gradient = gradient
+            param.run_hooks()
+
+
+class VirtualParam(StandIn):
+    """Stands where a `ShardedParam` does.
+
+    Attributes:
+        rows: its view of the flat shard.
+        gathered: its view of the gathered buffer.
+        hook: the user's post-accumulate-grad hook.
+    """
+
+    is_meta = False
+    is_extended = False
+    compute_dtype = None
+
+    def __init__(
+        self,
+        device: VirtualDevice,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        dim: int = 0,
+    ) -> None:
+        self._device = device
+        self.name = name
+        self.shape = shape
+        self.dim = dim
+        self.dtype = dtype
+        self.requires_grad = True
+        self.sharded = SimpleNamespace(requires_grad=True)
+        self.unsharded: VirtualUnsharded | None = None
+        self.rows: VirtualTensor | None = None
+        self.gathered: VirtualTensor | None = None
+        self.hook: Callable[[VirtualParam], None] | None = None
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """As its own."""
+        return self.dtype
+
+    def adopt(self, slot: Slot, target: VirtualTensor) -> None:
+        """Move the rows into the flat shard."""
+        self.rows = target
+        self._device.run(f"adopt {self.name}", [], [target])
+
+    @property
+    def is_in_place(self) -> bool:
+        """Nothing moves virtual parameters."""
+        return True
+
+    def check_usable(self, device: Any, offloaded: bool = False) -> None:
+        """They are."""
+
+    def materialize(self, gathered: VirtualTensor) -> None:
+        """Remember the gathered view."""
+        self.gathered = gathered
+        self.unsharded = VirtualUnsharded(self.sharded.requires_grad)
+
+    def between(self, rows: VirtualTensor, mesh: Any) -> None:
+        """There is no parameter to register."""
+
+    def swaps(self, param: Any) -> list[Any]:
+        """There is no module."""
+        return []
+
+    def forbid_reading(self) -> None:
+        """Nobody compares versions."""
+
+    @property
+    def has_grad_hooks(self) -> bool:
+        """Whether there is a hook."""
+        return self.hook is not None
+
+    def drop_gradient(self) -> None:
+        """Forget the full gradient."""
+        self.full_grad = None
+
+    def accumulate(self, dtype: torch.dtype) -> None:
+        """Keep the full gradient, in ``dtype``."""
+        if self.full_grad is not None and self.full_grad.dtype != dtype:
+            owner = _Counted(self._device, f"accumulated {self.name}")
+            total = VirtualTensor(owner, self.shape, dtype)
+            self._device.run("copy", [self.full_grad], [total])
+            self.full_grad = total
+
+    def run_hooks(self) -> None:
+        """Run the hook, if there is one."""
+        if self.hook is not None:
+            self.hook(self)
