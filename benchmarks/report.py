@@ -26,7 +26,7 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmarks import budget, compile, padding, scaling, stats
+from benchmarks import budget, compile, instructions, padding, scaling, stats
 
 Bar = tuple[float, float, float]
 """Median, smallest, largest."""
@@ -152,6 +152,17 @@ def _scaling(results: dict[str, Any], device: str) -> list[Section]:
     return [Section(title, header, rows, _ratio_notes(results["ratios"]), bars=bars)]
 
 
+def _instructions(results: dict[str, Any], device: str) -> list[Section]:
+    header, rows = instructions.table(results)
+    bars: dict[str, dict[str, Bar]] = {}
+    for case, by_variant in results["counts"].items():
+        for variant, value in by_variant.items():
+            bars.setdefault(variant, {})[case] = (value / 1e6,) * 3
+    notes = [f"{label}: **{value:.3f}**" for label, value in results["ratios"].items()]
+    title = f"Instructions of a step, {results['precision']}, thousands"
+    return [Section(title, header, rows, notes, unit="millions", bars=bars)]
+
+
 def _startup(results: dict[str, Any], device: str) -> list[Section]:
     options = results["options"]
     kinds = list(next(iter(results["rounds"].values())))
@@ -208,6 +219,7 @@ READERS: dict[str, Callable[[Any, str], list[Section]]] = {
     "step": _step,
     "compile": _compile,
     "scaling": _scaling,
+    "instructions": _instructions,
     "startup": _startup,
     "gloo": _gloo,
     "collective_cost": _collective_cost,

@@ -1,13 +1,24 @@
 """The benchmarks' own arithmetic, and that they run. No timing is asserted here."""
 
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from benchmarks import host_cost, kernels, megatron, scaling, startup, stats, variants, workers
+from benchmarks import (
+    host_cost,
+    instructions,
+    kernels,
+    megatron,
+    scaling,
+    startup,
+    stats,
+    variants,
+    workers,
+)
 from benchmarks.models import PRESETS, tiny_blocks
 from benchmarks.null_group import CallLog, null_world
 
@@ -102,6 +113,18 @@ def test_start_up_is_sharding_and_the_first_step():
     assert startup.ratios({"none": rounds["torch"], "fsdp2": rounds["fsdp2"]}) == {}
 
 
+def test_instructions_belong_to_the_child_that_ran_them():
+    printed = [
+        '{"pid": 12, "label": "32x9 none", "steps": 0}',
+        "something else",
+        '{"pid": 13, "label": "32x9 none", "steps": 4}',
+    ]
+    # valgrind 3.19, and the format since 3.22; the parent comes last
+    counted = ["==12== I   refs:      1,000", "==13== I refs:        3,000", "==1== I refs: 9,999"]
+    found = instructions.parsed("\n".join(printed), "\n".join(counted))
+    assert found == {("32x9 none", 0): 1000, ("32x9 none", 4): 3000}
+
+
 @pytest.mark.parametrize("variant", ["torch", "fsdp2"])
 def test_collectives_of_a_sharded_model_can_be_observed_and_no_longer(variant):
     """fsdp2 keeps the methods that it found in the process group when it was sharded."""
@@ -171,6 +194,13 @@ def test_scripts_run(command, tmp_path):
 @pytest.mark.extended
 def test_start_up_runs(tmp_path):
     _run_and_check(["benchmarks/startup.py", "--blocks", "2", "--rounds", "1"], tmp_path)
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(shutil.which("valgrind") is None, reason="valgrind is not installed")
+def test_instructions_are_counted(tmp_path):
+    command = ["benchmarks/instructions.py", "--cases", "32x9", "--shrink", "16", "--steps", "1"]
+    _run_and_check(command, tmp_path)
 
 
 def _run_and_check(command, folder):

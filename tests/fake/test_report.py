@@ -87,6 +87,15 @@ FILES: dict[str, tuple[Any, str]] = {
         },
         "| 2x5 | fsdp2 | 1.50  [1.50 .. 1.50] | 250.0 | 50.00 |",
     ),
+    "instructions": (
+        {
+            "precision": "fp32",
+            "cases": {"2x5": {"blocks": 2, "parameters": 10}},
+            "counts": {"2x5": {"none": 1e6, "fsdp2": 1.5e6}},
+            "ratios": {"2x5: (fsdp2 - none) / (torch - none)": 0.1},
+        },
+        "| 2x5 | fsdp2 | 1500 | 250.0 | 50.00 |",
+    ),
     "startup": (STARTUP, "### Start-up, 100 blocks of 10 parameters, fp32, ms"),
     "gloo": (GLOO, "| torch | 12.00 [10.00 .. 20.00] |"),
     "collective_cost": (
