@@ -1,12 +1,13 @@
 """Instructions that a sharding runtime adds to a step: the same in a quiet hour and a busy one.
 
-    python benchmarks/instructions.py                          # four models, three runtimes
+    python benchmarks/instructions.py --shrink 4               # four models, three runtimes
     python benchmarks/instructions.py --cases 32x9 --variants none,torch,fsdp2,kept
 
 The models and steps of `benchmarks/scaling.py`, under valgrind's cachegrind, which counts the
 instructions that the processor executes. What they cost in time depends on caches and on who else
 uses the machine; how many there are does not, so that one run is enough and a change of a per cent
-shows. valgrind (https://valgrind.org) is not a Python package: install it with the system's.
+shows. The garbage collector sees what the steps make and nothing older. valgrind
+(https://valgrind.org) is not a Python package: install it with the system's.
 
 One process imports everything and forks two for each model and runtime, which differ in the number
 of steps alone:
@@ -35,7 +36,7 @@ if __package__ in (None, ""):  # run as a script
 from benchmarks import options as common
 from benchmarks import scaling, stats, variants
 
-STEPS = 4
+WARMUP_STEPS, STEPS = 3, 2
 CACHEGRIND = ("--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null")
 INSIDE = "--inside"  # what the counted process is told: the specs of its children
 COUNTED = re.compile(r"==(\d+)== I\s+refs:\s+([\d,]+)")
@@ -73,9 +74,10 @@ def run_child(spec: dict[str, Any]) -> None:
     status = 1
     try:
         step, _ = host_cost.make_step(spec)
-        for _ in range(host_cost.WARMUP_STEPS):
+        for _ in range(WARMUP_STEPS):
             step()
         gc.collect()
+        gc.freeze()
         for _ in range(spec["steps"]):
             step()
         status = 0

@@ -129,13 +129,13 @@ class TransientBuffer:
         strides: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
         """A tensor over the buffer, which must be allocated; ``strides`` in elements."""
-        assert self._storage.size() == self.nbytes, f"{self.name} is not allocated"
+        assert self._storage.nbytes() == self.nbytes, f"{self.name} is not allocated"
         with torch.inference_mode(False):
             return _aliased(self._raw, dtype, byte_offset, shape, strides)
 
     def acquire(self) -> None:
         """Allocate on the current stream, if the memory is not there; contents are undefined."""
-        if self._storage.size() != self.nbytes:  # to resize would move memory that is there
+        if self._storage.nbytes() != self.nbytes:  # to resize would move memory that is there
             self._storage.resize_(self.nbytes)
 
     def release(self) -> None:
@@ -145,4 +145,4 @@ class TransientBuffer:
     @property
     def allocated(self) -> bool:
         """Whether the memory is there (always, for an empty buffer)."""
-        return self._storage.size() == self.nbytes
+        return self._storage.nbytes() == self.nbytes

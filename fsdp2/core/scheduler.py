@@ -533,7 +533,8 @@ class Scheduler:
     def _prefetch(self, unit: Unit | None) -> None:
         """Gather ``unit`` ahead; a guess that is still unused makes room for it (invariant I6)."""
         if unit is not None and unit.is_sharded:
-            self._drop_guess()
+            if self._prefetched is not None:
+                self._drop_guess()
             self.unshard(unit)
             self._prefetched = unit
 

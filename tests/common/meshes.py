@@ -10,7 +10,6 @@ the bit, whatever the number of axes.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -53,9 +52,8 @@ Part = tuple[int, int]  # this rank's position among those that see different da
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
-@functools.cache
 def mesh(*names: str, shape: tuple[int, ...]) -> DeviceMesh:
-    """A mesh of all ranks, made once: its process groups serve all tests of this process."""
+    """A mesh of all ranks."""
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
