@@ -52,9 +52,20 @@ Part = tuple[int, int]  # this rank's position among those that see different da
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
+_made: dict[tuple[tuple[str, ...], tuple[int, ...]], DeviceMesh] = {}
+
+
 def mesh(*names: str, shape: tuple[int, ...]) -> DeviceMesh:
-    """A mesh of all ranks."""
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    """A mesh of all ranks, the same object for all of a test's body, after which its groups end."""
+    found = _made.get((names, shape))
+    if found is not None:
+        try:
+            found.get_all_groups()
+        except RuntimeError:
+            found = None
+    if found is None:
+        found = _made[names, shape] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return found
 
 
 def hsdp_mesh(replicate: int, shard: int) -> DeviceMesh:

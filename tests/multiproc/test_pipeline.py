@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.pipelining as pipelining
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2.communication import hooks_on
+from tests.common import meshes
 from tests.common.meshes import TORCH_VERSION
 from tests.common.models import DIM, seeded, units
 from tests.common.parity import (
@@ -84,8 +85,8 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 def _mesh(copies: bool) -> DeviceMesh:
     if copies:
-        return init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "copy", "dp"))
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        return meshes.mesh("pp", "copy", "dp", shape=(2, 2, 1))
+    return meshes.mesh("pp", "dp", shape=(2, 2))
 
 
 def _batch(step: int, shard: int) -> tuple[Tensor, Tensor]:
