@@ -10,6 +10,7 @@ the bit, whatever the number of axes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -52,20 +53,10 @@ Part = tuple[int, int]  # this rank's position among those that see different da
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
-_made: dict[tuple[tuple[str, ...], tuple[int, ...]], DeviceMesh] = {}
-
-
+@functools.cache
 def mesh(*names: str, shape: tuple[int, ...]) -> DeviceMesh:
-    """A mesh of all ranks, the same object for all of a test's body, after which its groups end."""
-    found = _made.get((names, shape))
-    if found is not None:
-        try:
-            found.get_all_groups()
-        except RuntimeError:
-            found = None
-    if found is None:
-        found = _made[names, shape] = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    return found
+    """A mesh of all ranks, made once: its process groups serve all tests of this process."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def hsdp_mesh(replicate: int, shard: int) -> DeviceMesh:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.optim import Optimizer
 
+from tests.common import meshes
 from tests.common.models import DIM, seeded, units
 from tests.common.parity import OURS, TORCH, full_all, regression_loss
 
@@ -54,7 +55,7 @@ class Parallelism:
 
     def mesh(self) -> DeviceMesh:
         names, sizes = zip(*self.dims, strict=True)
-        return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        return meshes.mesh(*names, shape=sizes)
 
     def shard(self, api: ModuleType, model: nn.Module) -> nn.Module:
         """Spreads a `Ladder` (or what has its submodules) with `api.fully_shard`."""

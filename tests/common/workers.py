@@ -20,7 +20,7 @@ Life of a pool:
    processes stay for later tests and so does their default process group.
 2. *call*: every rank starts from the same state (seed, grad mode, default dtype, one thread). The
    barrier behind the body makes a test that left the ranks out of step fail itself, and not the
-   next one. Process groups that the body made are ended.
+   next one.
 3. *failure or time-out*: ranks that do not report are asked for their stacks, then the pool is torn
    down, and the next test gets a new one: a rank that raised may have left others in a collective.
 4. *end*: ranks destroy their process group and leave by `os._exit`, because torch can abort in an
@@ -340,32 +340,9 @@ def _answer(target: tuple[str, str], args: tuple[Any, ...], kwargs: dict[str, An
         value = getattr(function, _BODY, function)(*args, **kwargs)
         report = pickle.dumps(("returned", value))
         dist.barrier()  # a body that left the ranks out of step fails here, and not in the next one
-        _drop_groups()
     except BaseException:
         return pickle.dumps(("raised", traceback.format_exc()))
     return report
-
-
-def _drop_groups() -> None:
-    """End the process groups that the body made for its meshes.
-
-    Each has three threads, of which one wakes a hundred times a second: hundreds of groups would
-    keep the machine busy. DTensor's caches refer to meshes, and would give them to the next body.
-
-    Numbers name those that all ranks made together. Others are named after their ranks; one of the
-    same name that is made again would read the addresses of the first in the store, and hang.
-    """
-    import torch.distributed as dist
-    from torch.distributed.tensor import debug
-
-    names = dist.distributed_c10d._world.pg_names
-    made = [
-        group for group, name in names.items() if group is not dist.group.WORLD and name.isdecimal()
-    ]
-    for group in made:
-        dist.destroy_process_group(group)
-    if made:
-        debug._clear_sharding_prop_cache()
 
 
 def _clean_state() -> None:

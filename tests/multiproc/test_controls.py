@@ -23,6 +23,7 @@ import fsdp2
 from fsdp2 import FSDPMeshInfo, MixedPrecisionPolicy, ShardPlacementResult, share_comm_ctx
 from fsdp2.communication import hooks_on
 from fsdp2.core.collectives import GroupCollectives
+from tests.common import meshes
 from tests.common.models import DIM, MLP, Transformer, seeded
 from tests.common.parity import (
     OURS,
@@ -187,7 +188,7 @@ class TwoMeshes(nn.Module):
 
 @ranks(4)
 def test_prefetch_of_units_with_several_groups() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    mesh = meshes.mesh("a", "b", shape=(2, 2))
     wide = init_device_mesh("cpu", (4,))
 
     def train(ahead: int) -> Any:
@@ -337,7 +338,7 @@ def test_separate_group_is_one_for_all_units_and_can_be_left() -> None:
 
 
 def _copies() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return meshes.mesh("replicate", "shard", shape=(2, 2))
 
 
 @ranks(4)

@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import fsdp2
 from fsdp2.core.hooks import hooks_of
-from tests.common import models
+from tests.common import meshes, models
 from tests.common.looped import coalescing
 from tests.common.parity import (
     OURS,
@@ -225,7 +224,7 @@ def test_coalesced_gradients_travel_packed() -> None:
 @ranks(4)
 def test_replicas_and_smaller_groups() -> None:
     build = partial(models.seeded, partial(models.MLP, depth=2, out=8))
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    mesh = meshes.mesh("outer", "inner", shape=(2, 2))
     for arguments in ({"mesh": mesh}, {"reshard_after_forward": 2}):
         expected = _train(shard(OURS, build(), **arguments), 8)
         gather, scatter = Gather(), Scatter()
@@ -238,7 +237,7 @@ def test_replicas_and_smaller_groups() -> None:
 @ranks(2)
 def test_one_rank_calls_nothing() -> None:
     gather, scatter = Gather(), Scatter()
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
+    mesh = meshes.mesh("outer", "inner", shape=(2, 1))
     build = partial(models.seeded, partial(models.MLP, depth=1))
     model = _use(shard(OURS, build(), mesh=mesh), gather, scatter)
     assert_equal(_train(model, 4), _train(shard(OURS, build(), mesh=mesh), 4))
@@ -339,7 +338,7 @@ def test_symmetric_memory_needs_nccl() -> None:
 
 @ranks(2)
 def test_not_on_several_meshes() -> None:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+    mesh = meshes.mesh("a", "b", shape=(1, 2))
     info = fsdp2.FSDPMeshInfo(mesh["a"], shard_mesh_dim=0)
 
     def choose(param: nn.Parameter) -> Any:

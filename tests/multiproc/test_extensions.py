@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fsdp2
 from fsdp2.core import assembly
 from fsdp2.core.hooks import hooks_of
-from tests.common import models, tensors
+from tests.common import meshes, models, tensors
 from tests.common.errors import raises
 from tests.common.parity import (
     OURS,
@@ -365,7 +365,7 @@ def test_frozen_quantised_weights_with_lora(mixed: bool) -> None:
 
 @ranks(4)
 def test_hsdp_and_tensor_parallel() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    mesh = meshes.mesh("outer", "inner", shape=(2, 2))
     _same_as_torch(partial(_build, Bf16Weight), EVEN[-1], mesh=mesh)
 
     def build() -> nn.Module:
@@ -396,7 +396,7 @@ class RowsOfTp(nn.Module):
 @ranks(2)
 def test_one_rank_of_two() -> None:
     """A shard axis of one: the hooks run, nothing is gathered."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shard"))
+    mesh = meshes.mesh("copies", "shard", shape=(2, 1))
     alone = _steps(shard(OURS, _build(Scaled), mesh=mesh), EVEN[-1])
     both = _steps(shard(OURS, _build(Scaled)), EVEN[-1])
     assert_close([step[0] for step in alone], [step[0] for step in both], REORDERED_FP32)

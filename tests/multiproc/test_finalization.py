@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import GradientReductionHandle, ShardingStateError
+from tests.common import meshes
 from tests.common.models import DIM, MLP, seeded
 from tests.common.parity import (
     OURS,
@@ -51,7 +52,7 @@ def _one() -> tuple[Tensor, Tensor]:
 
 
 def _copies() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    return meshes.mesh("replicate", "shard", shape=(2, 1))
 
 
 def _manual(**arguments: Any) -> Any:
@@ -71,11 +72,7 @@ def _train(
     mixed: bool = False,
 ) -> list[Any]:
     """Three micro-batches a step, with or without gradient sync, ended by hand."""
-    mesh = (
-        {"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))}
-        if copies
-        else {}
-    )
+    mesh = {"mesh": meshes.mesh("replicate", "shard", shape=(2, 1))} if copies else {}
     model: Any = shard(api, mlp(), mixed=mixed, **mesh)
     optimizer = adamw(model.parameters())
     steps: list[Any] = []

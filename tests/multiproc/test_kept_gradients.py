@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy
+from tests.common import meshes
 from tests.common.models import DIM, MLP, Choosy, seeded
 from tests.common.parity import (
     OURS,
@@ -128,13 +128,13 @@ def test_results_are_the_same(run: Loop, case: str) -> None:
 @pytest.mark.parametrize("run", LOOPS)
 @ranks(4)
 def test_results_are_the_same_with_copies(run: Loop) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = meshes.mesh("replicate", "shard", shape=(2, 2))
     assert_equal(_trained(run, True, mesh=mesh), _trained(run, False, mesh=mesh))
 
 
 @ranks(4)
 def test_partial_sums_and_kept_gradients() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = meshes.mesh("replicate", "shard", shape=(2, 2))
 
     def run(model: Any) -> Any:
         seen = []

@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fsdp2
+from tests.common import meshes
 from tests.common.models import DIM, MLP, OddMLP, seeded
 from tests.common.parallelisms import PARALLELISMS, ladder, ladder_batches
 from tests.common.parity import (
@@ -182,7 +183,7 @@ def test_one_collective() -> None:
 @ranks(4)
 def test_replicas_count_once() -> None:
     """HSDP's placements: reduced over the shard dim alone, equal to the bit on all replicas."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = meshes.mesh("replicate", "shard", shape=(2, 2))
     for norm_type in NORMS:
         pairs = [parameter(i, (5, 3), mesh, Replicate(), Shard(i % 2)) for i in range(4)]
         with CountCollectives() as counter:
@@ -220,8 +221,8 @@ def test_a_model_on_any_mesh(name: str) -> None:
 @pytest.mark.parametrize("foreach", [None, True, False])
 def test_experts_on_another_mesh(foreach: bool | None) -> None:
     """Torch's refuses to mix the meshes; ours reduces both over ("dp",) at once."""
-    dense = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-    sparse = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "efsdp"))
+    dense = meshes.mesh("dp", shape=(4,))
+    sparse = meshes.mesh("ep", "efsdp", shape=(2, 2))
 
     def build() -> list[tuple[nn.Parameter, nn.Parameter]]:
         return [
@@ -244,7 +245,7 @@ def test_experts_on_another_mesh(foreach: bool | None) -> None:
 @ranks(4)
 def test_experts_without_a_dense_mesh() -> None:
     """A 2-D mesh alone: one collective a dim."""
-    sparse = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "efsdp"))
+    sparse = meshes.mesh("ep", "efsdp", shape=(2, 2))
     for norm_type in NORMS:
         pairs = [
             parameter(0, (4, 6, 3), sparse, Shard(0), Shard(1)),
@@ -259,7 +260,7 @@ def test_experts_without_a_dense_mesh() -> None:
 @ranks(4)
 def test_sub_meshes_of_one_mesh() -> None:
     """Tensor parallel and not, some on both dims, some on one; equal groups are joined."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    mesh = meshes.mesh("shard", "tp", shape=(2, 2))
 
     def build() -> list[tuple[nn.Parameter, nn.Parameter]]:
         return [
@@ -294,7 +295,7 @@ class Mixed(nn.Module):
 @ranks(4)
 def test_tensor_parallel_and_fully_sharded() -> None:
     """_StridedShard (both dims cut the same rows) beside parameters on the 1-D mesh."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    mesh = meshes.mesh("shard", "tp", shape=(2, 2))
     (batch,) = regression_batches(DIM, DIM, steps=1)
     for norm_type in (2.0, 1.0, math.inf):
         plain, model = seeded(Mixed), seeded(Mixed)
@@ -314,7 +315,7 @@ def test_tensor_parallel_and_fully_sharded() -> None:
 @ranks(4)
 def test_tensor_parallel_gradients_spread_unlike_their_parameters() -> None:
     """A row-wise embedding's gradient is whole where the parameter is sharded: counted once."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    mesh = meshes.mesh("shard", "tp", shape=(2, 2))
     for norm_type in NORMS:
         sharded, plain = parameter(0, (6, 4), mesh, Replicate(), Shard(0))
         sharded.grad = part(plain.grad, mesh, [Replicate(), Replicate()])
@@ -338,7 +339,7 @@ def test_tensor_parallel_gradients_spread_unlike_their_parameters() -> None:
 
 @ranks(4)
 def test_gradients_that_are_not_summed_are_refused() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    mesh = meshes.mesh("shard", "tp", shape=(2, 2))
     sharded, _ = parameter(0, (6, 4), mesh, Shard(0), Replicate())
     before = sharded.grad.to_local().clone()
     sharded.grad = DTensor.from_local(before.clone(), mesh, [Shard(0), Partial()])
@@ -356,8 +357,8 @@ def test_gradients_that_are_not_summed_are_refused() -> None:
 @ranks(4)
 def test_gradients_may_be_missing_on_some_ranks() -> None:
     """Every rank runs the same collectives, of the same sizes: the ranks would hang otherwise."""
-    dense = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    dense = meshes.mesh("dp", shape=(4,))
+    mesh = meshes.mesh("shard", "tp", shape=(2, 2))
     pairs = [
         parameter(0, (6, 4), mesh, Shard(1), Shard(0)),
         parameter(1, (8, 4), dense, Shard(0)),

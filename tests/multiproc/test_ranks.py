@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import CommunicationError, MixedPrecisionPolicy, RankMismatchError, fully_shard
-from tests.common import models
+from tests.common import meshes, models
 from tests.common.errors import assert_said, raises
 from tests.common.parity import assert_equal, full_grads, world_mesh
 from tests.common.workers import ranks
@@ -65,7 +65,7 @@ def _step(model: nn.Module, *args: tuple[int, ...]) -> None:
 
 
 def _hsdp() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return meshes.mesh("replicate", "shard", shape=(2, 2))
 
 
 def _said(function: Callable[[], object]) -> str:
@@ -323,7 +323,7 @@ def test_gradients_that_one_rank_has_not() -> None:
 @ranks(4)
 def test_the_data_parallel_ranks_of_a_tensor_parallel_mesh() -> None:
     """Ranks 0 and 2 shard together, ranks 1 and 3 do; in both sets one skips a unit."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    mesh = meshes.mesh("shard", "tp", shape=(2, 2))
 
     def train() -> None:
         model = _shard(mesh["shard"])

@@ -6,10 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import fully_shard
-from tests.common import models
+from tests.common import meshes, models
 from tests.common.parity import FP32, assert_close, assert_equal, full_grads, world_mesh
 from tests.common.workers import ranks
 
@@ -103,7 +102,7 @@ def test_units_inside_units_that_are_skipped(used: list[int], forwards: int) -> 
 
 @ranks(2)
 def test_options_changed_while_partial_sums_wait_count_from_the_next_reduction() -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    mesh = meshes.mesh("replicate", "shard", shape=(2, 1))
     model = fully_shard(models.seeded(lambda: nn.Linear(DIM, DIM)), mesh=mesh)
     x = torch.ones(2, DIM)
     model.set_requires_all_reduce(False)
