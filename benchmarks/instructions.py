@@ -33,8 +33,7 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmarks import options as common
-from benchmarks import scaling, stats, variants
+from benchmarks import host_cost, scaling, stats
 
 WARMUP_STEPS, STEPS = 3, 2
 CACHEGRIND = ("--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null")
@@ -54,7 +53,6 @@ def run_children(specs: list[dict[str, Any]]) -> None:
     import torch.distributed.fsdp  # noqa: F401  # once for all children
 
     import fsdp2  # noqa: F401
-    from benchmarks import host_cost  # noqa: F401
 
     for spec in specs:
         sys.stdout.flush()
@@ -69,8 +67,6 @@ def run_children(specs: list[dict[str, Any]]) -> None:
 
 def run_child(spec: dict[str, Any]) -> None:
     """Build, warm up, run the steps, and leave without any clean-up."""
-    from benchmarks import host_cost
-
     status = 1
     try:
         step, _ = host_cost.make_step(spec)
@@ -108,7 +104,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for variant in options.variants:
             first, second = (counted[f"{name} {variant}", steps] for steps in (0, options.steps))
             found.setdefault(name, {})[variant] = (second - first) / options.steps
-    sizes = {name: {"blocks": c.blocks, "parameters": c.parameters} for name, c in cases.items()}
+    sizes = scaling.sizes_of(cases)
     rounds = {
         name: {variant: [value] for variant, value in by_variant.items()}
         for name, by_variant in found.items()
@@ -163,18 +159,9 @@ def table(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[object, .
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Instructions that a runtime adds to a step.")
-    parser.add_argument(
-        "--cases",
-        type=common.among(scaling.CASES),
-        default=",".join(scaling.CASES),
-        help=f"comma list of {', '.join(scaling.CASES)}",
-    )
-    parser.add_argument("--shrink", type=int, default=1, help="divide the number of blocks by this")
-    parser.add_argument("--world-size", type=int, default=8)
-    parser.add_argument("--precision", choices=variants.PRECISIONS, default="fp32")
+    scaling.add_models(parser)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--json", metavar="FILE", help="write results there as well")
-    common.add_variants(parser, scaling.VARIANTS)
     options = parser.parse_args(arguments)
     options.device = "cpu"
     return options

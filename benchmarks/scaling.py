@@ -82,13 +82,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for label, each in answers.items():
             name, variant = label.split()
             rounds.setdefault(name, {})[variant] = [answer["host"] for answer in each]
-    sizes = {name: {"blocks": c.blocks, "parameters": c.parameters} for name, c in cases.items()}
+    sizes = sizes_of(cases)
     return {
         "precision": options.precision,
         "cases": sizes,
         "rounds": rounds,
         "ratios": ratios(rounds, sizes),
     }
+
+
+def sizes_of(cases: dict[str, Case]) -> dict[str, dict[str, int]]:
+    """Blocks and parameters of each case."""
+    return {name: {"blocks": c.blocks, "parameters": c.parameters} for name, c in cases.items()}
 
 
 def make_spec(options: argparse.Namespace, case: Case, variant: str) -> dict[str, Any]:
@@ -159,6 +164,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="How a runtime's host time grows with blocks and parameters."
     )
+    add_models(parser)
+    common.add_timing(parser, 10)
+    return parser.parse_args(arguments)
+
+
+def add_models(parser: argparse.ArgumentParser) -> None:
+    """Options of which models to take, and the runtimes."""
     parser.add_argument(
         "--cases",
         type=common.among(CASES),
@@ -169,8 +181,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--world-size", type=int, default=8)
     parser.add_argument("--precision", choices=variants.PRECISIONS, default="fp32")
     common.add_variants(parser, VARIANTS)
-    common.add_timing(parser, 10)
-    return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:

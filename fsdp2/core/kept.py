@@ -2,7 +2,7 @@
 
     flat     [ rows of A | rows of B | pad ]   where the reduction leaves its result
     rows       └ view      └ view
-    _objects   └ DTensor   └ DTensor           what becomes ``.grad`` of A, of B
+    objects    └ DTensor   └ DTensor           what becomes ``.grad`` of A, of B
 
 All are made once. They are filled again only while no member has a ``.grad`` (invariant I13), so
 ``zero_grad()`` decides, as always, between a new gradient and a sum; it just does not free memory.
@@ -23,17 +23,18 @@ class KeptGradients:
     Attributes:
         flat: the rows of all of them, in the gradients' dtype; ``None`` until they are needed.
         rows: views of it, one a member.
+        objects: what becomes ``.grad``, over the rows.
         taken: whether a reduction is on its way that will hand them out.
     """
 
-    __slots__ = ("_members", "_objects", "_param_class", "flat", "rows", "taken")
+    __slots__ = ("_members", "_param_class", "flat", "objects", "rows", "taken")
 
     def __init__(self, members: Sequence[Any]) -> None:
         self._members = members
         self._param_class: Any = type(members[0])
-        self._objects: list[Any] = []
         self.flat: Any = None
         self.rows: list[Any] = []
+        self.objects: list[Any] = []
         self.taken = False
 
     def is_free(self) -> bool:
@@ -43,13 +44,4 @@ class KeptGradients:
     def allocate(self, flat: Any, rows: list[Any]) -> None:
         """Take the memory that is to be kept."""
         self.flat, self.rows = flat, rows
-        self._objects = [m.gradient_over(r) for m, r in zip(self._members, rows, strict=True)]
-
-    def hand_out(self, present: Sequence[bool]) -> None:
-        """Make them the ``.grad`` of the members that are ``present``; run the users' hooks."""
-        self.taken = False
-        members, objects = self._members, self._objects
-        if False in present:
-            members = [m for m, wanted in zip(members, present, strict=True) if wanted]
-            objects = [o for o, wanted in zip(objects, present, strict=True) if wanted]
-        self._param_class.place(members, objects)
+        self.objects = [m.gradient_over(r) for m, r in zip(self._members, rows, strict=True)]

@@ -464,13 +464,15 @@ class SegmentReduction:
 
     def _deliver(self, job: Job) -> None:
         """Set ``.grad``, or add to it where there is one; then run the users' hooks."""
-        if job.kept is not None:
-            job.kept.hand_out(job.present)
-            return
-        members, outputs = self.members, job.outputs
+        members, kept = self.members, job.kept
+        outputs = job.outputs if kept is None else kept.objects
         if False in job.present:
             members = [m for m, present in zip(members, job.present, strict=True) if present]
             outputs = [r for r, present in zip(outputs, job.present, strict=True) if present]
+        if kept is not None:
+            kept.taken = False
+            self._param_class.place(members, outputs)
+            return
         waiting = self._param_class.deliver(members, outputs)
         if waiting:
             added, sums, addends = zip(*waiting, strict=True)

@@ -338,7 +338,7 @@ def test_separate_group_is_one_for_all_units_and_can_be_left() -> None:
 
 
 def _copies() -> DeviceMesh:
-    return meshes.mesh("replicate", "shard", shape=(2, 2))
+    return meshes.hsdp_mesh(2, 2)
 
 
 @ranks(4)

@@ -52,7 +52,7 @@ def _one() -> tuple[Tensor, Tensor]:
 
 
 def _copies() -> DeviceMesh:
-    return meshes.mesh("replicate", "shard", shape=(2, 1))
+    return meshes.hsdp_mesh(2, 1)
 
 
 def _manual(**arguments: Any) -> Any:
@@ -72,7 +72,7 @@ def _train(
     mixed: bool = False,
 ) -> list[Any]:
     """Three micro-batches a step, with or without gradient sync, ended by hand."""
-    mesh = {"mesh": meshes.mesh("replicate", "shard", shape=(2, 1))} if copies else {}
+    mesh = {"mesh": meshes.hsdp_mesh(2, 1)} if copies else {}
     model: Any = shard(api, mlp(), mixed=mixed, **mesh)
     optimizer = adamw(model.parameters())
     steps: list[Any] = []

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import fsdp2
 from fsdp2 import CPUOffloadPolicy
 from tests.common import meshes
-from tests.common.models import DIM, MLP, Choosy, seeded
+from tests.common.gradients import mlp, mlp_batches
+from tests.common.models import DIM, Choosy, seeded
 from tests.common.parity import (
     OURS,
     adamw,
@@ -31,9 +32,6 @@ from tests.common.parity import (
 from tests.common.workers import ranks
 
 STEPS = 4
-
-mlp = partial(seeded, MLP)
-mlp_batches = partial(regression_batches, DIM, 4)
 
 Loop = Callable[[nn.Module], Any]
 
@@ -128,13 +126,13 @@ def test_results_are_the_same(run: Loop, case: str) -> None:
 @pytest.mark.parametrize("run", LOOPS)
 @ranks(4)
 def test_results_are_the_same_with_copies(run: Loop) -> None:
-    mesh = meshes.mesh("replicate", "shard", shape=(2, 2))
+    mesh = meshes.hsdp_mesh(2, 2)
     assert_equal(_trained(run, True, mesh=mesh), _trained(run, False, mesh=mesh))
 
 
 @ranks(4)
 def test_partial_sums_and_kept_gradients() -> None:
-    mesh = meshes.mesh("replicate", "shard", shape=(2, 2))
+    mesh = meshes.hsdp_mesh(2, 2)
 
     def run(model: Any) -> Any:
         seen = []

@@ -183,7 +183,7 @@ def test_one_collective() -> None:
 @ranks(4)
 def test_replicas_count_once() -> None:
     """HSDP's placements: reduced over the shard dim alone, equal to the bit on all replicas."""
-    mesh = meshes.mesh("replicate", "shard", shape=(2, 2))
+    mesh = meshes.hsdp_mesh(2, 2)
     for norm_type in NORMS:
         pairs = [parameter(i, (5, 3), mesh, Replicate(), Shard(i % 2)) for i in range(4)]
         with CountCollectives() as counter:

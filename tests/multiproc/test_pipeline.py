@@ -9,7 +9,6 @@ the same schedule, to the bit, and with the whole model in one process.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections import Counter
 from dataclasses import dataclass, field
@@ -84,7 +83,6 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
     return (output.float() - target).square().mean()
 
 
-@functools.cache
 def _mesh(copies: bool) -> DeviceMesh:
     if copies:
         return meshes.mesh("pp", "copy", "dp", shape=(2, 2, 1))

@@ -65,7 +65,7 @@ def _step(model: nn.Module, *args: tuple[int, ...]) -> None:
 
 
 def _hsdp() -> DeviceMesh:
-    return meshes.mesh("replicate", "shard", shape=(2, 2))
+    return meshes.hsdp_mesh(2, 2)
 
 
 def _said(function: Callable[[], object]) -> str:

@@ -102,7 +102,7 @@ def test_units_inside_units_that_are_skipped(used: list[int], forwards: int) -> 
 
 @ranks(2)
 def test_options_changed_while_partial_sums_wait_count_from_the_next_reduction() -> None:
-    mesh = meshes.mesh("replicate", "shard", shape=(2, 1))
+    mesh = meshes.hsdp_mesh(2, 1)
     model = fully_shard(models.seeded(lambda: nn.Linear(DIM, DIM)), mesh=mesh)
     x = torch.ones(2, DIM)
     model.set_requires_all_reduce(False)
