@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -40,7 +41,10 @@ def operators(run: Callable[[], Any]) -> Counter[str]:
 
 
 def called(run: Callable[[], Any]) -> tuple[Counter[str], Counter[str]]:
-    """What ``run`` calls: Python functions as module.name, and built-in ones by name."""
+    """What ``run`` calls: Python functions as module.name, and built-in ones by name.
+
+    The garbage collector would call what objects of before call at their end.
+    """
     python: Counter[str] = Counter()
     built_in: Counter[str] = Counter()
 
@@ -50,11 +54,16 @@ def called(run: Callable[[], Any]) -> tuple[Counter[str], Counter[str]]:
         elif event == "c_call":
             built_in[getattr(function, "__qualname__", "?")] += 1
 
+    gc.collect()
+    collects = gc.isenabled()
+    gc.disable()
     sys.setprofile(count)
     try:
         run()
     finally:
         sys.setprofile(None)
+        if collects:
+            gc.enable()
     return python, built_in
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass
 
 from fsdp2.communication import CommunicationControls, hooks_on
 from fsdp2.core.assembly import make_groups, move_buffers, watch_state_dicts
@@ -21,6 +22,7 @@ from fsdp2.core.config import GroupOptions, ShardingStateError
 from fsdp2.core.hooks import UnitHooks, forward_method, hooks_below, start
 from fsdp2.core.scheduler import Scheduler
 from fsdp2.core.selection import managed_parameters, plan_parameters
+from fsdp2.core.states import UNSHARDED
 from fsdp2.core.uncompiled import uncompiled_methods
 from fsdp2.core.unit import Unit
 from fsdp2.interop import TORCHS, TorchIdentity
@@ -305,18 +307,23 @@ class FSDPModule(CommunicationControls, TorchIdentity):
         hooks = hooks_on(self)
         root = hooks.scheduler if hooks.unit.is_root else None
         units = root.units if root is not None else [h.unit for h in hooks_below(self)]
-        unreduced = [group for unit in units for group in unit.groups if group.accumulates]
+        groups = [group for unit in units for group in unit.groups]
+        unreduced = [group for group in groups if group.accumulates]
         if unreduced and hooks.scheduler is not None:
             # They may still add to partial sums, and deliver gradients, which must go as well.
             hooks.scheduler.wait_for_reductions()
-        super().zero_grad(set_to_none)
+        original: Any = self._fsdp2_original
+        if set_to_none and original.zero_grad is nn.Module.zero_grad:
+            with DisableTorchFunctionSubclass():  # for DTensors' sake (see `fsdp2.core.param`)
+                super().zero_grad(True)
+        else:
+            super().zero_grad(set_to_none)
         for group in unreduced:
             group.discard_gradients()
-        for unit in units:
-            for group in unit.groups:
-                if group.is_unsharded:  # the shards, whose gradients count, are not registered
-                    for param in group.params:
-                        param.clear_gradient(set_to_none)
+        for group in groups:
+            if group.state is UNSHARDED:  # the shards, whose gradients count, are not registered
+                for param in group.params:
+                    param.clear_gradient(set_to_none)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """`.to()`, `.cuda()`, `.to_empty()` …: on the sharded parameters."""

@@ -331,7 +331,7 @@ class ExtensionTransport(SegmentTransport):
                 self._learn()
         numel = self.collectives.size * self._width
         if self.comm is None:
-            self._packed = self.kernels.empty(numel, torch.uint8, "all-gather output")
+            self._packed = self.kernels.empty((numel,), torch.uint8, "all-gather output")
         else:
             self._packed = allocated(self.comm, numel, torch.uint8, self._context.device)
 

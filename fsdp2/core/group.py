@@ -22,17 +22,18 @@ from fsdp2.core.binding import make_extension, make_reductions, reduction_spec
 from fsdp2.core.collectives import Collectives, Replicas
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, ShardingStateError
 from fsdp2.core.extension import ExtensionContext, ExtensionTransport
+from fsdp2.core.issue import issue_inline, issue_on_lanes
 from fsdp2.core.journal import BIND, BindReason
 from fsdp2.core.kernels import Kernels
 from fsdp2.core.layout import GroupLayout, ParamShape, Slot, Transport, build_layout
 from fsdp2.core.param import ShardedParam, Swap, compute_dtype, follow_requires_grad
-from fsdp2.core.pending import PendingReduction, launch
+from fsdp2.core.pending import PendingReduction, launch_inline, launch_on_lanes
 from fsdp2.core.post_forward import PostForward, SmallerGroup
 from fsdp2.core.progress import OptimizerSteps, communication_error
 from fsdp2.core.reduction import Job, ReductionSpec, SegmentReduction
-from fsdp2.core.states import State
-from fsdp2.core.streams import Lane, Streams
-from fsdp2.core.transport import Route, SegmentTransport, make_transports
+from fsdp2.core.states import GATHERING, RESHARDED, SHARDED, UNSHARDED, refused
+from fsdp2.core.streams import COMPUTE, Streams
+from fsdp2.core.transport import Load, Route, SegmentTransport, make_transports
 
 Observer = Callable[[str, str], None]
 """Called with (operation, group name); operations are listed in `ParamGroup.observer`."""
@@ -71,12 +72,13 @@ class ParamGroup:
         "_full",
         "_gathered_at",
         "_gathered_event",
+        "_issue",
         "_keeps_mirror",
-        "_loaded",
+        "_launch",
+        "_load",
         "_loaded_event",
         "_locals",
         "_mirror",
-        "_offloaded",
         "_rebinds",
         "_reduces_frozen",
         "_reductions",
@@ -128,7 +130,7 @@ class ParamGroup:
         self.kernels = kernels
         self.options = options
         self.device = device
-        self.state = State.SHARDED
+        self.state = SHARDED
         self.observer: Observer | None = None
         self.layout: GroupLayout | None = None
         self._accumulated = False
@@ -138,12 +140,15 @@ class ParamGroup:
         self._reroute = False  # transports are out of date; parameters and buffers are not
         self.shard: Any = None
         self._mirror: Any = None
+        self._load: Load | None = None
         self._full: Any = None
         self._smaller: PostForward | None = None
         self._extension: ExtensionTransport | None = None
         self._transports: list[SegmentTransport] = []
         self._reductions: list[SegmentReduction] = []
         self._reduces_frozen = False
+        self._issue = issue_on_lanes if streams.asynchronous else issue_inline
+        self._launch = launch_on_lanes if streams.asynchronous else launch_inline
         self._gathered_event: Any = None
         self._loaded_event: Any = None
         self._works: list[Any] = []
@@ -154,19 +159,19 @@ class ParamGroup:
     @property
     def is_unsharded(self) -> bool:
         """Whether the gathered parameters are registered."""
-        return self.state is State.UNSHARDED
+        return self.state is UNSHARDED
 
     @property
     def accumulates(self) -> bool:
         """Whether gradients of backwards without sync, or partial sums, are waiting."""
-        return self._accumulated or self._has_partial_sums
+        for reduction in self._reductions:  # not by a call: asked of all in every zero_grad()
+            if reduction.partial_sums is not None:
+                return True
+        return self._accumulated
 
     @property
     def _has_partial_sums(self) -> bool:
-        for reduction in self._reductions:  # noqa: SIM110  # asked in every zero_grad()
-            if reduction.partial_sums is not None:
-                return True
-        return False
+        return any(reduction.partial_sums is not None for reduction in self._reductions)
 
     @property
     def needs_gather(self) -> bool:
@@ -246,9 +251,12 @@ class ParamGroup:
         Where only the way to gather changed, the gathered parameters stay the objects they are:
         autograd may hold them for a backward to come.
         """
-        if self.state is State.RESHARDED:
+        if self.state is RESHARDED:
             return
-        self._bound = self._bound and self._is_backed()
+        for sharded, local in self._locals:  # still backed as they were (`swap_tensors` …)?
+            if sharded._local_tensor is not local:
+                self._bound = False
+                break
         if self._bound and not self._reroute:
             return
         self._require_sharded("bind")
@@ -287,13 +295,6 @@ class ParamGroup:
         if self.offload is not None:
             self._bind_mirror(layout.shard_bytes)
 
-    def _is_backed(self) -> bool:
-        """Whether parameters still hold the rows that they were given (`swap_tensors` …)."""
-        for sharded, local in self._locals:  # noqa: SIM110  # four times faster than all()
-            if sharded._local_tensor is not local:
-                return False
-        return True
-
     def _bind_transports(self) -> None:
         assert self.layout is not None
         source = self.shard if self._mirror is None else self._mirror
@@ -317,7 +318,7 @@ class ParamGroup:
         if self._extension is not None:
             self._extension.comm = self.options.all_gather
             self._transports.append(self._extension)
-        self._route = Route(self._transports, self._mirror is not None and self._mirror.nbytes > 0)
+        self._route = Route(self._transports, self._load)
         self._keeps_mirror = any(transport.aliases for transport in self._transports)
 
     def _bind_params(self) -> None:
@@ -352,8 +353,7 @@ class ParamGroup:
     def _bind_mirror(self, nbytes: int) -> None:
         """The device's copy of offloaded shards, there between a gather's start and its end."""
         self._mirror = self.kernels.transient(nbytes, f"shards of {self.name}")
-        self._loaded = self._mirror.view(torch.uint8, 0, (nbytes,))
-        self._offloaded = self.shard.view(torch.uint8, 0, (nbytes,))
+        self._load = Load(self._mirror, self.shard, nbytes, self.kernels) if nbytes else None
 
     def bind_reductions(self) -> None:
         """Build the reduction steps of the parameters that require grad now.
@@ -391,50 +391,31 @@ class ParamGroup:
         The side lanes wait for COMPUTE as it is now: whatever used the memory that the gathered
         buffer is given was issued there before (invariant I2).
         """
+        if not self.state.needs_gather:
+            raise refused("start_unshard", self.name, self.state)
         route = self._route
-        if self.state is State.RESHARDED:
+        if self.state is RESHARDED:
             assert self._smaller is not None
             route = self._smaller.route
         else:
             self._gathered_at = OptimizerSteps.count
-        self.state, self._taken = self.state.after("start_unshard", self.name), route
-        streams = self.streams
+        self.state, self._taken = GATHERING, route
         if route.early:
             self._full.acquire()
-        if route.gathering or route.loads:
-            if route.loads:
-                self._mirror.acquire()
+        if route.issues:
             for transport in route.acquiring:
                 transport.acquire()
-            event = streams.record(Lane.COMPUTE, "buffers allocated")
-            if route.copies_in:
-                streams.wait(Lane.COPY_IN, event, "copy-in after compute")
-                with streams.on(Lane.COPY_IN):
-                    if route.loads:
-                        self.kernels.copy(self._loaded, self._offloaded)
-                    for transport in route.casting:
-                        transport.copy_in()
-                event = streams.record(Lane.COPY_IN, "copy-in done")
-                if route.loads:
-                    self._loaded_event = event
-            streams.wait(Lane.ALL_GATHER, event, "all-gather after copy-in")
-            with streams.on(Lane.ALL_GATHER):
-                try:
-                    for transport in route.gathering:
-                        work = transport.gather()
-                        if work is not None:
-                            self._works.append(work)
-                except torch.OutOfMemoryError:
-                    raise
-                except RuntimeError as error:
-                    raise communication_error("all-gather", self.name, error) from error
-            self._gathered_event = streams.record(Lane.ALL_GATHER, "all-gather done")
+            issued = self._issue(self.streams, route, self.name, self._works)
+            if route.loads:
+                self._loaded_event = issued.copied
+            self._gathered_event = issued.gathered
             if self.observer is not None:
                 self.observer("all_gather", self.name)
 
     def finish_unshard(self) -> None:
         """Make COMPUTE wait for the all-gather and register the gathered parameters."""
-        target = self.state.after("finish_unshard", self.name)
+        if self.state is not GATHERING:
+            raise refused("finish_unshard", self.name, self.state)
         route = self._taken
         self._await_gather()
         if not route.early:
@@ -448,33 +429,31 @@ class ParamGroup:
             self._smaller.release()
         for store, name, param in self._to_unsharded:
             store[name] = param
-        self.state = target
+        self.state = UNSHARDED
         if self.observer is not None:
             self.observer("finish", self.name)
 
     def shard_smaller(self) -> None:
         """After forward: keep a smaller group's rows, free the rest; no-op if not gathered."""
-        if self.state is not State.UNSHARDED:
+        if self.state is not UNSHARDED:
             return
         if self._smaller is None:
             self.reshard()
             return
-        target = self.state.after("shard_smaller", self.name)
         self._smaller.keep()
         for store, name, param in self._smaller.swaps:
             store[name] = param
         self._release_full()
-        self.state = target
+        self.state = RESHARDED
         if self.observer is not None:
             self.observer("reshard", self.name)
 
     def reshard(self) -> None:
         """Free the gathered parameters and register the sharded ones; no-op if sharded."""
         state = self.state
-        if state is State.SHARDED:
+        if state is SHARDED:
             return
-        target = self.state.after("reshard", self.name)
-        if state is State.GATHERING:  # a prefetch that nobody used: over before its memory goes
+        if state is GATHERING:  # a prefetch that nobody used: over before its memory goes
             self._await_gather()
             for transport in self._taken.finishing:
                 transport.release()
@@ -482,9 +461,9 @@ class ParamGroup:
             store[name] = param
         if self._smaller is not None:
             self._smaller.release()
-        if state is not State.RESHARDED:
+        if state is not RESHARDED:
             self._release_full()
-        self.state = target
+        self.state = SHARDED
         if self.observer is not None:
             self.observer("reshard", self.name)
 
@@ -512,7 +491,7 @@ class ParamGroup:
 
     def free_if_outdated(self) -> None:
         """Free parameters that were gathered before an optimizer step: they have changed since."""
-        if self.state is not State.SHARDED and self._gathered_at != OptimizerSteps.count:
+        if self.state is not SHARDED and self._gathered_at != OptimizerSteps.count:
             self.reshard()
 
     def _await_gather(self) -> None:
@@ -523,8 +502,8 @@ class ParamGroup:
             raise
         except RuntimeError as error:
             raise communication_error("all-gather", self.name, error) from error
-        if self._taken.gathering or self._taken.loads:
-            self.streams.wait(Lane.COMPUTE, self._gathered_event, "compute after all-gather")
+        if self._taken.issues and self._gathered_event is not None:
+            self.streams.wait(COMPUTE, self._gathered_event, "compute after all-gather")
 
     def refresh_requires_grad(self) -> None:
         """Carry ``requires_grad`` from one form of a parameter to the other, if it changed."""
@@ -543,16 +522,21 @@ class ParamGroup:
             for member in reduction.members:
                 member.accumulate(reduction.reduce_dtype)
 
-    def collect(self, all_reduce: bool, fill: bool) -> list[tuple[SegmentReduction, Job]]:
+    def collect(
+        self, all_reduce: bool, fill: bool, again: bool = False
+    ) -> list[tuple[SegmentReduction, Job]]:
         """Take the gradients that are there; empty where there is nothing to reduce.
 
         Args:
             all_reduce: whether the reduction takes partial sums, too.
             fill: whether absent gradients are taken as zeros, if the user asked for that.
+            again: whether it is the second time in a backward: hardly anything is there.
         """
         self._accumulated = False
         jobs = []
         for reduction in self._reductions:
+            if again and not fill and not reduction.has_work:
+                continue
             job = reduction.collect(fill and self.options.reduce_unused, all_reduce)
             if job is not None:
                 jobs.append((reduction, job))
@@ -572,9 +556,9 @@ class ParamGroup:
         """
         if torch.is_grad_enabled():  # not in a backward, but for one with create_graph=True
             with torch.no_grad():
-                pending = launch(self, jobs, all_reduce)
+                pending = self._launch(self, jobs, all_reduce)
         else:
-            pending = launch(self, jobs, all_reduce)
+            pending = self._launch(self, jobs, all_reduce)
         if self.observer is not None:
             self.observer("reduce", self.name)
         return pending
@@ -592,7 +576,7 @@ class ParamGroup:
     # ---- state
 
     def _require_sharded(self, action: str) -> None:
-        if self.state is not State.SHARDED:
+        if self.state is not SHARDED:
             raise ShardingStateError(
                 f"cannot {action} '{self.name}' while its parameters are {self.state.value}; "
                 f"call reshard() on it first"

@@ -5,10 +5,10 @@ A unit's hooks sit at four places, and each makes one call of the scheduler:
     forward pre-hook     enter_forward    first of all pre-hooks: users' see full parameters
     forward hook         exit_forward     last of all: users' hooks registered before see them too
     grad of an output    enter_backward   first gradient that comes back to the unit
-    grads of the inputs  exit_backward    an identity node in front of the unit; when its backward
-                                          runs, every node that was made behind it has run
+    grads of the inputs  exit_backward    a view or identity node in front of the unit; when its
+                                          gradient is there, every node made behind it has run
 
-Where no input requires grad there is no identity node; the end of the whole backward, a callback
+Where no input requires grad there is no such node; the end of the whole backward, a callback
 that the first `enter_backward` queues, finishes such units.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,10 +38,12 @@ from fsdp2.core.registrations import Registrations, check_registered, follow_rep
 from fsdp2.core.scheduler import Scheduler
 from fsdp2.core.streams import Streams
 from fsdp2.core.uncompiled import see_through, uncompiled, uncompiled_methods
-from fsdp2.core.unit import Phase, Unit
+from fsdp2.core.unit import BACKWARD, FORWARD, REDUCED, Unit
 
 _in_backward: Callable[[], int] = torch._C._current_graph_task_id
 _OUTSIDE = -1
+_EXIT = "_fsdp2_exit"
+"""Key of the hook on the gradient of a unit's input."""
 _KEY = "_fsdp2_hooks"
 """Where a sharded module keeps its hooks, in its ``__dict__``."""
 
@@ -138,7 +141,7 @@ class UnitHooks:
         scheduler = self.scheduler or start(self)
         unit = self.unit
         if _in_backward() != _OUTSIDE:  # recomputation of a checkpointed forward
-            recomputes = unit.phase is Phase.BACKWARD
+            recomputes = unit.phase is BACKWARD
             if not recomputes:
                 self._enter_backward(recomputes=True)
             scheduler.enter_recomputation(unit)
@@ -146,7 +149,7 @@ class UnitHooks:
             return (args, kwargs) if recomputes else self._mark_exit(args, kwargs)
         first = True
         if self._is_list:
-            first = unit.phase is not Phase.FORWARD
+            first = unit.phase is not FORWARD
             if first:  # an exception may have left some of the last forward's
                 self._waiting.update(map(id, self.modules))
         if first:
@@ -160,7 +163,8 @@ class UnitHooks:
                 args, kwargs = self._begin(scheduler, args, kwargs)
                 scheduler = self.scheduler or scheduler
             scheduler.enter_forward(unit)
-        args, kwargs = self._cast_inputs(args, kwargs)
+        if self._cast_to is not None:
+            args, kwargs = self._cast_inputs(args, kwargs)
         return self._mark_exit(args, kwargs) if first else (args, kwargs)
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -250,7 +254,7 @@ class UnitHooks:
         if len(found) == 1 and type(found[0]) is torch.Tensor:
             # A view costs half of a custom function, and a user may modify it in place.
             alias = found[0].view_as(found[0])
-            alias.grad_fn.register_prehook(self._on_input_grad)  # type: ignore[union-attr]  # set
+            _on_gradient(alias, self._on_input_grad, _EXIT)
             if len(args) == 1 and args[0] is found[0]:
                 return (alias,), kwargs
             marked = iter((alias,))
@@ -263,7 +267,7 @@ class UnitHooks:
         found: list[torch.Tensor] = []
         grad_tensors(output, found)
         for tensor in found:
-            tensor.register_hook(self._on_output_grad)
+            _on_gradient(tensor, self._on_output_grad, self)
             base = tensor._base
             if base is not None and base.grad_fn is not None:
                 # An in-place operation on a view routes its gradient around the view's own
@@ -271,18 +275,19 @@ class UnitHooks:
                 base.grad_fn.register_prehook(self._on_base_grad)
 
     def _on_output_grad(self, grad: torch.Tensor) -> None:
-        if self.unit.phase is not Phase.BACKWARD:
+        if self.unit.phase is not BACKWARD:
             self._enter_backward()
 
     def _on_base_grad(self, grads: Any) -> None:
         unit = self.unit
-        if unit.phase is Phase.REDUCED and not unit.visits:
+        if unit.phase is REDUCED and not unit.visits:
             return  # it returned a view of its input: its backward is over
-        if unit.phase is not Phase.BACKWARD:
+        if unit.phase is not BACKWARD:
             self._enter_backward()
 
-    def _on_input_grad(self, grads: Any) -> None:
-        self.exit_backward()
+    def _on_input_grad(self, grad: torch.Tensor | None) -> None:
+        if self.unit.phase is not FORWARD:  # else a derivative by its input, inside of it
+            self.exit_backward()
 
     def _enter_backward(self, recomputes: bool = False) -> None:
         scheduler = self.scheduler
@@ -306,6 +311,28 @@ class UnitHooks:
         scheduler = self.scheduler
         assert scheduler is not None
         scheduler.end_backward()
+
+
+def _on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None], key: object) -> None:
+    """As ``tensor.register_hook(hook)``, for good: a third of the work, as there is no handle.
+
+    Args:
+        tensor: requires grad.
+        hook: called with its gradient.
+        key: of one hook of the tensor; handles have integers.
+    """
+    if type(tensor) is not torch.Tensor:
+        tensor.register_hook(hook)
+        return
+    node = tensor.grad_fn  # asked first, it is the node of a view that was changed in place
+    hooks: Any = tensor._backward_hooks
+    if hooks is None:
+        tensor._backward_hooks = hooks = OrderedDict()  # a handle refers to it weakly
+        if node is not None:
+            node._register_hook_dict(tensor)  # as torch's method does
+    hooks[key] = hook
+    if len(hooks) > 1 and _EXIT in hooks:  # the unit returns its input: it is entered, then left
+        hooks[_EXIT] = hooks.pop(_EXIT)
 
 
 def start(hooks: UnitHooks) -> Scheduler:

@@ -25,17 +25,19 @@ class Run(NamedTuple):
     """Views that lie one behind the other in a flat tensor and differ in dim 0 alone.
 
     Attributes:
-        place: of all of them together.
+        shape: of all of them together.
+        place: the same, in a flat tensor of more; ``None`` where the tensor is made in ``shape``.
         sizes: of each in dim 0, or ``None`` where the run is a single view.
     """
 
-    place: Strided
+    shape: tuple[int, ...]
+    place: Strided | None
     sizes: tuple[int, ...] | None
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """The shape of each view."""
-        first, *inner = self.place[0]
+        first, *inner = self.shape
         return [(size, *inner) for size in self.sizes or (first,)]
 
 
@@ -68,8 +70,23 @@ def runs(shapes: Sequence[tuple[int, ...]], starts: Sequence[int]) -> list[Run]:
             sizes = tuple(shapes[index][0] for index in indices)
             shape = (sum(sizes), *shapes[indices[0]][1:])
             place = (shape, contiguous_strides(shape), starts[indices[0]])
-            planned.append(Run(place, sizes if len(sizes) > 1 else None))
+            planned.append(Run(shape, place, sizes if len(sizes) > 1 else None))
     return planned
+
+
+def whole_run(shapes: Sequence[tuple[int, ...]]) -> Run | None:
+    """The run of views that are all of a tensor; ``None`` where they differ beyond dim 0.
+
+    Args:
+        shapes: of each view, one dim at least.
+
+    Example: (2, 4), (6, 4) and (2, 4) are the parts, of sizes (2, 6, 2), of a tensor of (10, 4).
+    """
+    inner = shapes[0][1:]
+    if any(shape[1:] != inner for shape in shapes):
+        return None
+    sizes = tuple(shape[0] for shape in shapes)
+    return Run((sum(sizes), *inner), None, sizes if len(sizes) > 1 else None)
 
 
 class Kernels(Protocol):
@@ -84,14 +101,14 @@ class Kernels(Protocol):
     def host_flat(self, nbytes: int, on_meta: bool, pin: bool) -> Any:
         """A persistent buffer in CPU memory, page-locked if ``pin``."""
 
-    def host_empty(self, numel: int, dtype: Any, pin: bool) -> Any:
-        """A new flat tensor in CPU memory, page-locked if ``pin``."""
+    def host_empty(self, shape: tuple[int, ...], dtype: Any, pin: bool) -> Any:
+        """A new tensor in CPU memory, page-locked if ``pin``."""
 
     def to_host(self, target: Any, source: Any) -> None:
         """Copy to CPU memory, where it is once the lane is behind this call."""
 
-    def empty(self, numel: int, dtype: Any, name: str) -> Any:
-        """A new flat tensor, freed when its last reference goes."""
+    def empty(self, shape: tuple[int, ...], dtype: Any, name: str) -> Any:
+        """A new tensor, freed when its last reference goes."""
 
     def zeros(self, shape: tuple[int, ...], dtype: Any, name: str) -> Any:
         """A new tensor of zeros."""
@@ -139,17 +156,18 @@ class TorchKernels:
         """A persistent buffer of zeros in CPU memory, or without memory on meta."""
         return FlatBuffer(nbytes, torch.device("meta" if on_meta else "cpu"), pin)
 
-    def host_empty(self, numel: int, dtype: torch.dtype, pin: bool) -> torch.Tensor:
-        """An uninitialised flat tensor in CPU memory."""
-        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pin)
+    def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> torch.Tensor:
+        """An uninitialised tensor in CPU memory."""
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pin)
 
     def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """One asynchronous copy."""
         target.copy_(source, non_blocking=True)
 
-    def empty(self, numel: int, dtype: torch.dtype, name: str) -> torch.Tensor:
-        """An uninitialised flat tensor."""
-        return torch.empty(numel, dtype=dtype, device=self._device)
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
+        """An uninitialised tensor."""
+        # One by one: torch looks at a tuple for symbolic sizes, which takes half as long again.
+        return torch.empty(*shape, dtype=dtype, device=self._device)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
         """A tensor of zeros."""
@@ -160,10 +178,10 @@ class TorchKernels:
         return flat.split_with_sizes(sizes)
 
     def views(self, flat: torch.Tensor, planned: Sequence[Run]) -> list[torch.Tensor]:
-        """Two calls for a run, one for a single view."""
+        """Two calls for a run, one for a single view; one less where it is all of ``flat``."""
         views: list[torch.Tensor] = []
-        for place, sizes in planned:
-            view = flat.as_strided(*place)
+        for _, place, sizes in planned:
+            view = flat if place is None else flat.as_strided(*place)
             if sizes is None:
                 views.append(view)
             else:

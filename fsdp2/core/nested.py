@@ -25,7 +25,10 @@ def grad_tensors(value: Any, found: list[torch.Tensor]) -> None:
             found.append(value)
     elif isinstance(value, (tuple, list, set, frozenset)):
         for item in value:
-            grad_tensors(item, found)
+            if type(item) is not torch.Tensor:
+                grad_tensors(item, found)
+            elif item.requires_grad:  # most are tensors: a call each costs more than the look
+                found.append(item)
     elif isinstance(value, dict):
         for item in value.values():
             grad_tensors(item, found)

@@ -18,11 +18,12 @@ subclass too and has memory of its own, outside the flat shard; `fsdp2.core.exte
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -37,6 +38,7 @@ from fsdp2.core.sharding import (
     with_dtype,
     wrap_local,
 )
+from fsdp2.core.spares import Spares
 
 OWNER = "_fsdp2_owner"
 """Attribute of a parameter object that a unit manages, or replaced: the unit's name."""
@@ -50,6 +52,9 @@ GATHERED = "_fsdp2_gathered"
 
 PRE_HOOK, POST_HOOK = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 """Methods of tensor subclasses that say what travels, and what becomes of it."""
+
+# Inside `DisableTorchFunctionSubclass` a look at a DTensor (`.grad`, `.requires_grad`) takes half
+# the time: otherwise torch first asks whether its class wants to answer instead, which it does not.
 
 ModuleSlot = tuple[nn.Module, str]
 """A module and the name under which it holds the parameter."""
@@ -101,15 +106,16 @@ def follow_requires_grad(params: Iterable[Any]) -> bool:
         Whether any changed.
     """
     changed = False
-    for param in params:
-        known, unsharded = param.requires_grad, param.unsharded
-        if param.sharded.requires_grad is not known or (
-            unsharded is not None and unsharded.requires_grad is not known
-        ):
-            changed = True
-            param.requires_grad = param.sharded.requires_grad = not known
-            if unsharded is not None:
-                unsharded.requires_grad = not known
+    with DisableTorchFunctionSubclass():
+        for param in params:
+            known, unsharded = param.requires_grad, param.unsharded
+            if param.sharded.requires_grad is not known or (
+                unsharded is not None and unsharded.requires_grad is not known
+            ):
+                changed = True
+                param.requires_grad = param.sharded.requires_grad = not known
+                if unsharded is not None:
+                    unsharded.requires_grad = not known
     return changed
 
 
@@ -342,26 +348,43 @@ class ShardedParam:
 
     @staticmethod
     def deliver(
-        params: Iterable[ShardedParam], rows: Iterable[torch.Tensor]
+        params: Sequence[ShardedParam], rows: Sequence[torch.Tensor], spares: Spares | None
     ) -> list[tuple[ShardedParam, torch.Tensor, torch.Tensor]]:
         """Give each parameter its rows of the reduced gradient as ``.grad``; run users' hooks.
 
-        One call for all of them: a call each costs as much as its work.
+        Args:
+            params: the parameters: in one call, as a call each costs as much as its work.
+            rows: of each.
+            spares: DTensors to use again, if these are all parameters that share them.
 
         Returns:
             For each that has a ``.grad`` already: itself, the rows of that, and those to add to
             them, which is the caller's, as is running the hooks after it.
         """
-        make, waiting = DTensor.__new__, []  # `wrap_local`, without its call for each
-        for param, new in zip(params, rows, strict=True):
-            sharded = param.sharded
-            grad = sharded.grad
-            if grad is None:
-                sharded.grad = make(DTensor, new, param._grad_spec, requires_grad=False)
+        objects = [None] * len(params) if spares is None else spares.take(len(params))
+        make = DTensor.__new__  # `wrap_local`, without its call for each
+        waiting, given, hooked = [], [], []
+        with DisableTorchFunctionSubclass():  # which every look at a DTensor would ask for
+            for param, new, gradient in zip(params, rows, objects, strict=True):
+                sharded = param.sharded
+                before = sharded.grad
+                if before is not None:
+                    waiting.append((param, before._local_tensor, new))  # type: ignore[attr-defined]  # a DTensor
+                    continue
+                if gradient is None:
+                    gradient = make(DTensor, new, param._grad_spec, requires_grad=False)
+                else:
+                    gradient._local_tensor = new
+                sharded.grad = gradient
+                given.append(gradient)
                 if sharded._post_accumulate_grad_hooks:
-                    param.run_hooks()
-            else:
-                waiting.append((param, grad._local_tensor, new))  # type: ignore[attr-defined]  # a DTensor
+                    hooked.append(param)
+        if spares is not None and not waiting:
+            spares.lend(given)
+        if hooked:
+            del objects, gradient  # a hook may drop gradients
+            for param in hooked:
+                param.run_hooks()
         return waiting
 
     def gradient_over(self, rows: torch.Tensor) -> DTensor:
@@ -371,19 +394,24 @@ class ShardedParam:
     @staticmethod
     def without_gradient(params: Iterable[ShardedParam]) -> bool:
         """Whether none has a ``.grad``."""
-        for param in params:  # noqa: SIM110  # three times faster than all()
-            if param.sharded.grad is not None:
-                return False
+        with DisableTorchFunctionSubclass():
+            for param in params:
+                if param.sharded.grad is not None:
+                    return False
         return True
 
     @staticmethod
     def place(params: Iterable[ShardedParam], gradients: Iterable[DTensor]) -> None:
         """Give each its ``.grad``, where there is none; run users' hooks."""
-        for param, gradient in zip(params, gradients, strict=True):
-            sharded = param.sharded
-            sharded.grad = gradient
-            if sharded._post_accumulate_grad_hooks:
-                param.run_hooks()
+        hooked = []
+        with DisableTorchFunctionSubclass():
+            for param, gradient in zip(params, gradients, strict=True):
+                sharded = param.sharded
+                sharded.grad = gradient
+                if sharded._post_accumulate_grad_hooks:
+                    hooked.append(param)
+        for param in hooked:
+            param.run_hooks()
 
     @property
     def has_grad_hooks(self) -> bool:
@@ -426,6 +454,17 @@ class ShardedParam:
                 grad = param._localize(grad)
             grads.append(grad)
         return grads
+
+    @staticmethod
+    def have_gradients(params: Iterable[ShardedParam]) -> bool:
+        """Whether any has a full gradient."""
+        for param in params:
+            unsharded = param.unsharded
+            if param.accumulated is not None or (
+                unsharded is not None and unsharded.grad is not None
+            ):
+                return True
+        return False
 
     def drop_gradient(self) -> None:
         """Forget the full gradient; no rank waits for another, whatever they have."""

@@ -8,6 +8,7 @@ jobs ── launch ──> COMPUTE     allocate, stage
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,10 @@ import torch
 
 from fsdp2.core.progress import communication_error
 from fsdp2.core.reduction import COLLECTIVES, Job, Program, SegmentReduction, Step
-from fsdp2.core.streams import Lane
+from fsdp2.core.streams import ALL_REDUCE, COMPUTE, REDUCE
 
 
-@dataclass
+@dataclass(slots=True)
 class PendingReduction:
     """A group's reduction on its way.
 
@@ -55,7 +56,7 @@ class PendingReduction:
                 step(reduction, job)
 
 
-def launch(
+def launch_on_lanes(
     group: Any, jobs: list[tuple[SegmentReduction, Job]], all_reduce: bool
 ) -> PendingReduction | None:
     """Run the jobs' programs, each step on its lane.
@@ -70,37 +71,60 @@ def launch(
     """
     streams = group.streams
     work: list[tuple[Program, SegmentReduction, Job]] = []
-    reduces = all_reduces = delivers = False
+    reduces = all_reduces = False
     for reduction, job in jobs:
         program = reduction.full if all_reduce else reduction.partial
         work.append((program, reduction, job))
         reduces = reduces or bool(program.reduce)
         all_reduces = all_reduces or bool(program.all_reduce)
-        delivers = delivers or bool(program.host)
         for step in program.compute:
             step(reduction, job)
     if not (reduces or all_reduces):
         return None
-    event = streams.record(Lane.COMPUTE, "gradients staged")
-    streams.wait(Lane.REDUCE, event, "reduction after compute")
+    event = streams.record(COMPUTE, "gradients staged")
+    streams.wait(REDUCE, event, "reduction after compute")
+    with streams.on(REDUCE):
+        for program, reduction, job in work:
+            _run(program.reduce, reduction, job, group.name)
+    scattered = done = streams.record(REDUCE, "reduction done")
+    if all_reduces:
+        streams.wait(ALL_REDUCE, scattered, "all-reduce after reduce-scatter")
+        with streams.on(ALL_REDUCE):
+            for program, reduction, job in work:
+                _run(program.all_reduce, reduction, job, group.name)
+        done = streams.record(ALL_REDUCE, "all-reduce done")
+    return PendingReduction(group, jobs, scattered, done, _host_steps(work))
+
+
+def launch_inline(group: Any, jobs: list[tuple[SegmentReduction, Job]], all_reduce: bool) -> None:
+    """As `launch_on_lanes` where all lanes are one, as on a CPU: on return, all is delivered."""
+    work = [(r.full if all_reduce else r.partial, r, job) for r, job in jobs]
+    for program, reduction, job in work:
+        for step in program.compute:
+            step(reduction, job)
+    for program, reduction, job in work:
+        _run(program.reduce, reduction, job, group.name)
+        if program.all_reduce:
+            _run(program.all_reduce, reduction, job, group.name)
+        for step in program.host:
+            step(reduction, job)
+        reduction.release()
+
+
+def _run(steps: Sequence[Step], reduction: SegmentReduction, job: Job, name: str) -> None:
+    """Run a lane's steps; an exception of a collective names the group."""
     running: Step | None = None
     try:
-        with streams.on(Lane.REDUCE):
-            for program, reduction, job in work:
-                for running in program.reduce:
-                    running(reduction, job)
-        scattered = done = streams.record(Lane.REDUCE, "reduction done")
-        if all_reduces:
-            streams.wait(Lane.ALL_REDUCE, scattered, "all-reduce after reduce-scatter")
-            with streams.on(Lane.ALL_REDUCE):
-                for program, reduction, job in work:
-                    for running in program.all_reduce:
-                        running(reduction, job)
-            done = streams.record(Lane.ALL_REDUCE, "all-reduce done")
+        for running in steps:
+            running(reduction, job)
     except RuntimeError as error:
         operation = COLLECTIVES.get(running)
         if operation is None or isinstance(error, torch.OutOfMemoryError):
             raise
-        raise communication_error(operation, group.name, error) from error
-    host = [(s, r, job) for p, r, job in work for s in p.host] if delivers else []
-    return PendingReduction(group, jobs, scattered, done, host)
+        raise communication_error(operation, name, error) from error
+
+
+def _host_steps(
+    work: list[tuple[Program, SegmentReduction, Job]],
+) -> list[tuple[Step, SegmentReduction, Job]]:
+    return [(step, reduction, job) for program, reduction, job in work for step in program.host]

@@ -36,8 +36,9 @@ import torch
 from fsdp2.core.collectives import Collectives, ReduceScatter, Replicas
 from fsdp2.core.division import plan_division
 from fsdp2.core.kept import KeptGradients
-from fsdp2.core.kernels import Kernels, runs
+from fsdp2.core.kernels import Kernels, runs, whole_run
 from fsdp2.core.layout import COLLECTIVE_ALIGN_BYTES, Slot
+from fsdp2.core.spares import FEWEST, Spares
 from fsdp2.core.transport import allocated, shard_blocks
 
 
@@ -74,7 +75,7 @@ class ReductionSpec:
     keep: bool = False
 
 
-@dataclass
+@dataclass(slots=True)
 class Job:
     """One reduction on its way: what each step leaves for the next.
 
@@ -156,17 +157,23 @@ class SegmentReduction:
         for slot in slots:
             starts.append(width)
             width += slot.shard_numel
-        self._rows_of = runs([slot.local_shape(collectives.rank) for slot in slots], starts)
+        shapes = [slot.local_shape(collectives.rank) for slot in slots]
+        self._rows_of = runs(shapes, starts)
         self._payload = width
         if not width:
             self.replicas = None  # nothing but empty parameters
         multiple = max(COLLECTIVE_ALIGN_BYTES // self.reduce_dtype.itemsize, 1)
         self._width = width if collectives.size == 1 else -(-width // multiple) * multiple
+        self._shape: tuple[int, ...] = (self._width,)  # of the result
+        together = whole_run(shapes) if spec.direct and spec.hook is None else None
+        if together is not None and width == self._width:  # nobody needs it flat
+            self._shape, self._rows_of = together.shape, [together]
         self._staging: Any = None
         self._input: Any = None
         self._targets: list[Any] = []
         self._pads: dict[torch.dtype, list[Any]] = {}
         self._kept = KeptGradients(members)
+        self._spares = Spares() if len(members) >= FEWEST else None
         self.full, self.partial = self._bind()
 
     # ---- binding
@@ -238,6 +245,7 @@ class SegmentReduction:
 
     def _bind_local(self, compute: list[Step]) -> None:
         """One rank: a gradient of the result's dtype becomes ``.grad`` as it is."""
+        self._spares = None  # of memory of its own, which must not wait for others to go
         factor = self.spec.factor
         self.reduce_dtype = self.spec.result_dtype
         if self.grad_dtype == self.reduce_dtype:
@@ -296,7 +304,7 @@ class SegmentReduction:
     # ---- steps on the COMPUTE lane
 
     def _allocate(self, job: Job) -> None:
-        job.flat = self.kernels.empty(self._width, self.reduce_dtype, "reduce-scatter output")
+        job.flat = self.kernels.empty(self._shape, self.reduce_dtype, "reduce-scatter output")
         job.outputs = self.views(job.flat)
 
     def _allocate_kept(self, job: Job) -> None:
@@ -310,7 +318,7 @@ class SegmentReduction:
         job.outputs = job.grads
 
     def _allocate_result(self, job: Job) -> None:
-        job.result = self.kernels.empty(self._width, self.spec.result_dtype, "sharded gradient")
+        job.result = self.kernels.empty(self._shape, self.spec.result_dtype, "sharded gradient")
 
     def _allocate_kept_result(self, job: Job) -> None:
         if self._take_kept(job):
@@ -325,9 +333,9 @@ class SegmentReduction:
             return False
         if kept.flat is None:
             if spec.to_host:
-                flat = self.kernels.host_empty(self._width, spec.result_dtype, spec.pin)
+                flat = self.kernels.host_empty(self._shape, spec.result_dtype, spec.pin)
             else:
-                flat = self.kernels.empty(self._width, spec.result_dtype, "kept gradient")
+                flat = self.kernels.empty(self._shape, spec.result_dtype, "kept gradient")
             kept.allocate(flat, self.views(flat))
         kept.taken = True
         job.kept = kept
@@ -447,7 +455,7 @@ class SegmentReduction:
     def _to_host(self, job: Job) -> None:
         """Copy out; the host delivers what arrives."""
         source = job.flat if job.result is None else job.result
-        target = self.kernels.host_empty(self._width, source.dtype, self.spec.pin)
+        target = self.kernels.host_empty(self._shape, source.dtype, self.spec.pin)
         self.kernels.to_host(target, source)
         job.outputs = self.views(target)
 
@@ -473,7 +481,8 @@ class SegmentReduction:
             kept.taken = False
             self._param_class.place(members, outputs)
             return
-        waiting = self._param_class.deliver(members, outputs)
+        spares = self._spares if members is self.members else None
+        waiting = self._param_class.deliver(members, outputs, spares)
         if waiting:
             added, sums, addends = zip(*waiting, strict=True)
             job.sums += sums
@@ -487,6 +496,11 @@ class SegmentReduction:
         """This rank's rows of each member, in a flat tensor of them."""
         views: list[Any] = self.kernels.views(flat, self._rows_of)
         return views
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything to collect."""
+        return self.partial_sums is not None or self._param_class.have_gradients(self.members)
 
     def collect(self, take_missing: bool, all_reduce: bool = True) -> Job | None:
         """Take the members' gradients; ``None`` where there is nothing to reduce.

@@ -26,10 +26,11 @@ from fsdp2.core.config import ShardingStateError
 from fsdp2.core.group import ParamGroup
 from fsdp2.core.journal import SCHEDULE
 from fsdp2.core.pending import PendingReduction
+from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.ranges import record_ranges
-from fsdp2.core.states import State
-from fsdp2.core.streams import SIDE_LANES, Lane, Streams
-from fsdp2.core.unit import Phase, Unit
+from fsdp2.core.states import GATHERING, SHARDED
+from fsdp2.core.streams import COMPUTE, SIDE_LANES, Streams
+from fsdp2.core.unit import BACKWARD, FORWARD, IDLE, REDUCED, Unit
 
 
 class Scheduler:
@@ -62,6 +63,7 @@ class Scheduler:
         self.units = list(units)
         self.streams = streams
         self.forward_root: Unit | None = None
+        self._steps = -1  # of optimizers, when a forward began last
         self.in_backward = False
         self.is_last_backward = True
         self.builds_graph = False
@@ -121,6 +123,11 @@ class Scheduler:
         if profiler._is_profiler_enabled is not self.ranges:
             self.follow_profiler()
         self.forward_root = root
+        if self._steps != OptimizerSteps.count:
+            self._steps = OptimizerSteps.count
+            for unit in self.units:
+                if unit.phase is IDLE:
+                    unit.reshard_if_outdated()
         self._expected = self._orders.get(root) or self._registration_order(root)
         self._cursor = -1
         self._running = []
@@ -139,41 +146,38 @@ class Scheduler:
         """
         for pending in (*self._summing, *self._pending):
             if any(param.has_grad_hooks for param in pending.group.params):
-                self.streams.wait(Lane.COMPUTE, pending.done, "compute after hooks on gradients")
+                self.streams.wait(COMPUTE, pending.done, "compute after hooks on gradients")
 
     def _registration_order(self, root: Unit) -> list[Unit]:
         return [unit for unit in self.units if unit.groups] if root.is_root else []
 
     def enter_forward(self, unit: Unit) -> None:
         """Gather ``unit`` and start on the one that should be next."""
-        unit.phase = Phase.FORWARD
+        unit.phase = FORWARD
         if not unit.groups:
             return
         self._running.append(unit)
         if self._records_exits:
             unit.inside.append(len(self._finished))
         known = self._advance(unit)
-        unit.reshard_if_outdated()
         self._gather(unit)
         for group in unit.groups:
             group.refresh_requires_grad()
         if unit.forward_prefetch:
             self._request(unit.forward_prefetch)
         elif known:
-            successor = self._successor()
-            if successor is not None and successor.phase is Phase.IDLE:
-                successor.reshard_if_outdated()
-            self._prefetch(successor)
+            self._prefetch(self._successor())
 
     def exit_forward(self, unit: Unit, keep: bool = False) -> None:
         """Free ``unit`` unless it is kept, or is itself the next one."""
-        unit.phase = Phase.IDLE
+        unit.phase = IDLE
         if unit.groups:
             if unit.frees_after_forward and not keep and not self.holds:
                 if self._successor() is unit and self._prefetched is None:
                     self._prefetched = unit
                 elif self._records_exits:
-                    unit.free_after_forward()
+                    for group in unit.groups:
+                        group.shard_smaller()
                 else:
                     unit.reshard()
             if self._records_exits:
@@ -184,7 +188,7 @@ class Scheduler:
 
     def _end_forward(self, root: Unit) -> None:
         for unit in self.units:  # a list of modules of which some did not run
-            if unit.phase is Phase.FORWARD:
+            if unit.phase is FORWARD:
                 self.exit_forward(unit)
         self._orders[root] = self._running
         self._running = []
@@ -219,16 +223,16 @@ class Scheduler:
 
     def enter_backward(self, unit: Unit) -> None:
         """Gather ``unit`` for its backward and start on the one that should be next."""
-        if unit.phase is Phase.BACKWARD:
+        if unit.phase is BACKWARD:
             return
         if self._misses_none and unit.visits:
             self._go_to(unit.visits[-1])
         self._enter_backward(unit)
 
     def _enter_backward(self, unit: Unit) -> None:
-        if unit.phase is Phase.IDLE:
+        if unit.phase is IDLE:
             unit.filled = False
-        unit.phase = Phase.BACKWARD
+        unit.phase = BACKWARD
         if not unit.groups:
             return
         position = 0
@@ -276,7 +280,7 @@ class Scheduler:
             skipped = self._finished[self._reached - 1]
             if (
                 skipped is None
-                or skipped.phase is Phase.BACKWARD
+                or skipped.phase is BACKWARD
                 or skipped.visits[-1:] != [self._reached - 1]
             ):
                 self._reached -= 1
@@ -294,7 +298,7 @@ class Scheduler:
             return
         if self._misses_none and unit.groups:
             self._catch_up(unit.began)
-        unit.phase = Phase.REDUCED
+        unit.phase = REDUCED
         called_in_a_row = (
             unit.reshard_after_backward
             and bool(unit.visits)
@@ -318,7 +322,7 @@ class Scheduler:
         fill = (over or not unit.visits) and unit.sync and not unit.filled
         if fill:
             unit.filled = True
-        first = True
+        first, again = True, over and unit.phase is REDUCED
         for group in unit.groups:
             if not unit.sync:
                 group.accumulate()
@@ -328,8 +332,8 @@ class Scheduler:
             # Where absent gradients count, ranks differ in which they have: one reduction takes
             # them all, when none is to come any more (invariant I11).
             waits = group.options.reduce_unused and not (fill or over)
-            jobs = [] if waits else group.collect(unit.all_reduce, fill)
-            if reshard:
+            jobs = [] if waits else group.collect(unit.all_reduce, fill, again)
+            if reshard and group.state is not SHARDED:
                 group.reshard()
             if jobs:
                 self._make_room(group, first)
@@ -346,15 +350,15 @@ class Scheduler:
         self.holds = self.builds_graph
         last = self.is_last_backward and not self.manual
         for unit in self.units:
-            if unit.phase is Phase.FORWARD and self.forward_root is not None:
+            if unit.phase is FORWARD and self.forward_root is not None:
                 continue  # a backward inside a forward: its parameters are in use
-            if unit.phase is Phase.IDLE and not last:
+            if unit.phase is IDLE and not last:
                 continue  # its backward is to come; it may be gathered for that
             ahead = unit is self._prefetched or unit in self._requested
             keep = (ahead and not last) or self.holds
             reshard = unit.reshard_after_backward and not keep
             self._finish(unit, reshard, over=True)
-            unit.phase = Phase.IDLE
+            unit.phase = IDLE
         if last:
             self._drop_unused()
             self._drain()
@@ -374,7 +378,7 @@ class Scheduler:
         self.in_backward = True
         for unit in self.units:
             self._finish(unit, unit.reshard_after_backward, over=True)
-            unit.phase = Phase.IDLE
+            unit.phase = IDLE
         self._drop_unused()
         self._forget_exits()
         self._empty()
@@ -416,7 +420,7 @@ class Scheduler:
         """Let COMPUTE wait for the oldest reduce-scatters until ``keep`` hold their inputs."""
         while len(self._pending) > keep:
             pending = self._pending.pop(0)
-            self.streams.wait(Lane.COMPUTE, pending.scattered, "compute after reduction")
+            self.streams.wait(COMPUTE, pending.scattered, "compute after reduction")
             pending.release_inputs()
             if pending.host:
                 self._arriving.append(pending)
@@ -430,7 +434,7 @@ class Scheduler:
         """Let COMPUTE wait for the all-reduces under way; what they read may be freed then."""
         while self._summing:
             pending = self._summing.pop(0)
-            self.streams.wait(Lane.COMPUTE, pending.done, "compute after all-reduce")
+            self.streams.wait(COMPUTE, pending.done, "compute after all-reduce")
             pending.release_rest()
 
     def _settle(self) -> None:
@@ -457,7 +461,7 @@ class Scheduler:
                 if self.post_optim_event is not None:
                     # COMPUTE, too, reads shards: on one rank. The side lanes wait for it anyway.
                     event, self.post_optim_event = self.post_optim_event, None
-                    self.streams.wait(Lane.COMPUTE, event, "compute after the optimizer")
+                    self.streams.wait(COMPUTE, event, "compute after the optimizer")
                 try:
                     group.bind()
                     group.start_unshard()
@@ -476,7 +480,7 @@ class Scheduler:
     def wait(self, unit: Unit) -> None:
         """Make COMPUTE wait for a unit's all-gathers and register its gathered parameters."""
         for group in unit.groups:
-            if group.state is State.GATHERING:
+            if group.state is GATHERING:
                 try:
                     group.finish_unshard()
                 except BaseException:
@@ -492,7 +496,7 @@ class Scheduler:
         """Let COMPUTE wait for what was interrupted on other lanes: nobody has its event."""
         for lane in SIDE_LANES:
             behind = self.streams.record(lane, "what was interrupted")
-            self.streams.wait(Lane.COMPUTE, behind, "compute after what was interrupted")
+            self.streams.wait(COMPUTE, behind, "compute after what was interrupted")
 
     def reset(self) -> None:
         """Forget a forward or backward that an exception ended half way.
@@ -508,7 +512,7 @@ class Scheduler:
         self._prefetched = None
         self._requested.clear()
         for unit in self.units:
-            unit.phase = Phase.IDLE
+            unit.phase = IDLE
             for group in unit.groups:
                 group.abandon()
                 group.discard_gradients()
@@ -527,16 +531,23 @@ class Scheduler:
             self._prefetched = None
         if self._requested and unit in self._requested:
             self._requested.remove(unit)
-        self.unshard(unit)
+        for group in unit.groups:
+            if group.state.needs_gather:
+                self.unshard(unit)
+                break
         self.wait(unit)
 
     def _prefetch(self, unit: Unit | None) -> None:
         """Gather ``unit`` ahead; a guess that is still unused makes room for it (invariant I6)."""
-        if unit is not None and unit.is_sharded:
-            if self._prefetched is not None:
-                self._drop_guess()
-            self.unshard(unit)
-            self._prefetched = unit
+        if unit is None:
+            return
+        for group in unit.groups:
+            if group.state.needs_gather:
+                if self._prefetched is not None:
+                    self._drop_guess()
+                self.unshard(unit)
+                self._prefetched = unit
+                return
 
     def _request(self, units: Sequence[Unit]) -> None:
         if self._prefetched not in units:
@@ -549,7 +560,7 @@ class Scheduler:
     def _drop_guess(self) -> None:
         """Free the unit that was gathered ahead, unless it has come into use since."""
         guess, self._prefetched = self._prefetched, None
-        if guess is not None and guess.phase in (Phase.IDLE, Phase.REDUCED):
+        if guess is not None and guess.phase in (IDLE, REDUCED):
             if not guess.is_sharded:
                 SCHEDULE.debug("gathered ahead and not used, so it is freed: %s", guess)
             guess.reshard()
@@ -557,6 +568,6 @@ class Scheduler:
     def _drop_unused(self) -> None:
         self._drop_guess()
         for unit in self._requested:
-            if any(group.state is State.GATHERING for group in unit.groups):
+            if any(group.state is GATHERING for group in unit.groups):
                 unit.reshard()
         self._requested.clear()

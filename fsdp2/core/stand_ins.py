@@ -46,7 +46,14 @@ class StandIn:
         return grads
 
     @staticmethod
-    def deliver(params: Iterable[Any], rows: Iterable[Any]) -> list[tuple[Any, Any, Any]]:
+    def have_gradients(params: Iterable[Any]) -> bool:
+        """Whether any has a full gradient."""
+        return any(param.full_grad is not None for param in params)
+
+    @staticmethod
+    def deliver(
+        params: Iterable[Any], rows: Iterable[Any], spares: Any
+    ) -> list[tuple[Any, Any, Any]]:
         """Keep the reduced gradients; return those to add to one that is there."""
         waiting = []
         for param, new in zip(params, rows, strict=True):

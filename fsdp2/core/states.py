@@ -5,6 +5,9 @@ SHARDED ──start_unshard──> GATHERING ──finish_unshard──> UNSHARD
    └────────reshard─────────┴─────┼────────reshard────────┘     │
    │                        start_unshard                shard_smaller
    └────────reshard────────── RESHARDED <───────────────────────┘
+
+An action sets the state at its end, so that one that raises is undone; `start_unshard` alone sets
+it first (invariant I12).
 """
 
 from __future__ import annotations
@@ -26,39 +29,25 @@ class State(Enum):
     UNSHARDED = "unsharded"
     RESHARDED = "resharded to a smaller group"
 
-    # Enum's own is a function in Python; members are compared by identity anyway.
-    __hash__ = object.__hash__
-
     needs_gather: bool
 
-    def after(self, action: str, group: str) -> State:
-        """The state in which ``action``, a method of `ParamGroup`, ends.
 
-        It is set at the action's end, so that one that raises is undone.
-
-        Args:
-            action: its name.
-            group: the group's name, for the message.
-        """
-        target = _MOVES[action].get(self)
-        if target is None:
-            raise ShardingStateError(
-                f"cannot {action} the parameters of '{group}', which are {self.value}; after an "
-                f"exception in forward or backward, call reset_iter_state() on the root module"
-            )
-        return target
-
-
-_MOVES = {
-    "start_unshard": {State.SHARDED: State.GATHERING, State.RESHARDED: State.GATHERING},
-    "finish_unshard": {State.GATHERING: State.UNSHARDED},
-    "shard_smaller": {State.UNSHARDED: State.RESHARDED},
-    "reshard": {
-        State.GATHERING: State.SHARDED,
-        State.UNSHARDED: State.SHARDED,
-        State.RESHARDED: State.SHARDED,
-    },
-}
+SHARDED, GATHERING, UNSHARDED, RESHARDED = State
+"""For the hot path, as in `fsdp2.core.streams`."""
 
 for _state in State:
-    _state.needs_gather = _state in _MOVES["start_unshard"]
+    _state.needs_gather = _state in (SHARDED, RESHARDED)
+
+
+def refused(action: str, group: str, state: State) -> ShardingStateError:
+    """The error of an action that ``state`` does not allow.
+
+    Args:
+        action: its name, of a method of `ParamGroup`.
+        group: the group's name.
+        state: where the group's parameters are.
+    """
+    return ShardingStateError(
+        f"cannot {action} the parameters of '{group}', which are {state.value}; after an "
+        f"exception in forward or backward, call reset_iter_state() on the root module"
+    )

@@ -421,26 +421,54 @@ def make_transports(
     return found
 
 
+class Load:
+    """The copy of offloaded shards to the device, in front of a gather.
+
+    Args:
+        mirror: where they are gathered from, a buffer that comes and goes; allocated.
+        shard: where they live, in CPU memory.
+        nbytes: of either.
+        kernels: memory and copies.
+    """
+
+    def __init__(self, mirror: Any, shard: Any, nbytes: int, kernels: Kernels) -> None:
+        self._mirror = mirror
+        self._kernels = kernels
+        self._target = mirror.view(torch.uint8, 0, (nbytes,))
+        self._source = shard.view(torch.uint8, 0, (nbytes,))
+
+    def acquire(self) -> None:
+        """Allocate the mirror."""
+        self._mirror.acquire()
+
+    def copy_in(self) -> None:
+        """Copy."""
+        self._kernels.copy(self._target, self._source)
+
+
 class Route:
     """The transports of one kind of gather, sorted by what they need.
 
-    Attributes:
+    Args:
         transports: all of them.
+        load: what copies shards from the host first, if they live there.
+
+    Attributes:
         gathering: those with a collective.
-        acquiring: those of them that need memory for it.
-        casting: those of them that cast first.
+        acquiring: what needs memory in front of the collectives.
+        copying: what copies in front of them.
         finishing: those with something to do behind the collectives.
         early: whether the gathered buffer must be there before the collectives.
         loads: whether shards are copied from the host first.
-        copies_in: whether anything runs on the copy-in lane.
+        issues: whether there is anything to issue.
     """
 
-    def __init__(self, transports: list[SegmentTransport], loads: bool = False) -> None:
-        self.transports = transports
+    def __init__(self, transports: Sequence[SegmentTransport], load: Load | None = None) -> None:
         self.gathering = [t for t in transports if t.communicates]
-        self.acquiring = [t for t in self.gathering if t.stages]
-        self.casting = [t for t in self.gathering if t.casts]
+        self.loads = load is not None
+        loads: list[Any] = [] if load is None else [load]
+        self.acquiring = [*loads, *(t for t in self.gathering if t.stages)]
+        self.copying = [*loads, *(t for t in self.gathering if t.casts)]
         self.finishing = [t for t in transports if t.stages]
         self.early = any(t.early for t in transports)
-        self.loads = loads
-        self.copies_in = loads or bool(self.casting)
+        self.issues = bool(self.gathering) or self.loads

@@ -20,6 +20,10 @@ class Phase(Enum):
     REDUCED = "reduced"
 
 
+IDLE, FORWARD, BACKWARD, REDUCED = Phase
+"""For the hot path, as in `fsdp2.core.streams`."""
+
+
 class Unit:
     """What one call of ``fully_shard`` made: groups that are used together, and their flags.
 
@@ -56,7 +60,7 @@ class Unit:
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
         self.is_root = False
-        self.phase = Phase.IDLE
+        self.phase = IDLE
         self.sees_exit = False
         self.visits: list[int] = []
         self.inside: list[int] = []
@@ -97,11 +101,6 @@ class Unit:
         """Block the host until it may write offloaded shards."""
         for group in self.groups:
             group.settle()
-
-    def free_after_forward(self) -> None:
-        """Free its gathered parameters, but keep a smaller group's rows where it has one."""
-        for group in self.groups:
-            group.shard_smaller()
 
     def forbid_reading(self) -> None:
         """Let a backward raise that reads parameters which are not gathered.

@@ -359,11 +359,11 @@ class VirtualDevice:
         buffer.pinned = pin
         return buffer
 
-    def host_empty(self, numel: int, dtype: torch.dtype, pin: bool) -> VirtualTensor:
+    def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> VirtualTensor:
         with self.on(HOST):
             owner = _Counted(self, "host gradient")
         owner.pinned = pin
-        return VirtualTensor(owner, (numel,), dtype)
+        return VirtualTensor(owner, shape, dtype)
 
     def to_host(self, target: VirtualTensor, source: VirtualTensor) -> None:
         self.run("to_host", [source], [target])
@@ -374,8 +374,8 @@ class VirtualDevice:
         """A copy with CPU memory that is not page-locked: its call returns when it is over."""
         self._synchronize(self.record(self._lane, ""), "")
 
-    def empty(self, numel: int, dtype: torch.dtype, name: str) -> VirtualTensor:
-        return VirtualTensor(_Counted(self, name), (numel,), dtype)
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> VirtualTensor:
+        return VirtualTensor(_Counted(self, name), shape, dtype)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> VirtualTensor:
         tensor = VirtualTensor(_Counted(self, name), shape, dtype)

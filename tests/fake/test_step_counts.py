@@ -113,13 +113,15 @@ def test_memory_of_a_step(log: CallLog, blocks: int) -> None:
 
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_no_kernel_copies_where_dtypes_agree(log: CallLog, blocks: int) -> None:
-    """Beyond the unsharded step there are views and one allocation a unit, nothing else."""
+    """Beyond the unsharded step there are views and one allocation a unit, nothing else.
+
+    The parameters of a unit are alike, so that no view is made of them together.
+    """
     step, unsharded = build("fsdp2", blocks=blocks)[1], build("none", blocks=blocks)[1]
     beyond = operators(step) - operators(unsharded)
     assert beyond == {
         "aten.empty.memory_format": blocks,  # reduced gradients
-        "aten.as_strided.default": blocks,  # as rows, which are alike in all of them
-        "aten.split_with_sizes.default": blocks,  # into those of each parameter
+        "aten.split_with_sizes.default": blocks,  # into the rows of each parameter
         "aten.view.default": 2 * (blocks + ROOT),  # in front of a unit, and its backward
     }
     assert not any(part in name for name in operators(step) for part in COPIES)
@@ -152,7 +154,8 @@ def test_kept_gradients_cost_neither_memory_nor_views_nor_dtensors(
     assert sum(beyond.pop(name, 0) for name in names) == casts * blocks + 2 * (blocks + ROOT)
     assert beyond == ({"aten._to_copy.default": model} if casts else {})
     assert called(step)[1]["TensorBase._dtensor__new__"] == 0
-    assert called(build("fsdp2", precision)[1])[1]["TensorBase._dtensor__new__"] == blocks * PARAMS
+    # of those of a unit, the others are used again
+    assert called(build("fsdp2", precision)[1])[1]["TensorBase._dtensor__new__"] == blocks
 
 
 # ---- what a step does not pay for

@@ -102,7 +102,7 @@ def uninterrupted(api: ModuleType = OURS) -> list[Step]:
     return train(model, adamw(model.parameters()), batches())
 
 
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 @pytest.mark.parametrize(
     ("writer", "reader"), [("ours", "ours"), ("ours", "torch"), ("torch", "ours")]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,6 +18,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+import fsdp2
+from fsdp2.core.hooks import hooks_of
+from fsdp2.core.states import State
 from tests.common.gradients import (
     Compute,
     assert_like_unsharded,
@@ -164,6 +168,90 @@ def test_autograd_grad_of_activations() -> None:
     assert_like_unsharded(
         grads, mlp(), lambda m, rank: regression_loss(m, part(0, rank)).backward()
     )
+
+
+class _Forces(nn.Module):
+    """An energy, and its derivative by the module's own input, taken in forward.
+
+    The scale is used after that.
+    """
+
+    def __init__(self, create_graph: bool) -> None:
+        super().__init__()
+        self.net = MLP(3)
+        self.scale = nn.Parameter(torch.full((DIM,), 0.5))
+        self.create_graph = create_graph
+
+    def forward(self, x: Tensor) -> Tensor:
+        energy = self.net(x)
+        (forces,) = torch.autograd.grad(
+            energy.sin().sum(), x, retain_graph=True, create_graph=self.create_graph
+        )
+        return energy + (forces * self.scale)[:, :4]
+
+
+def _fit_forces(model: nn.Module, rank: int | None = None) -> None:
+    x, y = part(0, rank)
+    (model(x.requires_grad_()) - y).square().mean().backward()
+
+
+@ranks(2)
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_derivative_by_its_own_input_in_forward(create_graph: bool) -> None:
+    """The gradient of a unit's input is there while the unit runs: that does not end its use."""
+    make = partial(seeded, partial(_Forces, create_graph))
+    model = shard(OURS, make())
+    for _ in range(2):
+        model.zero_grad()
+        _fit_forces(model)
+    assert_like_unsharded(full_grads(model), make(), _fit_forces)
+
+
+class _InPlace(nn.Module):
+    """Its output is its input: as it is, or changed in place; its weight is used now and then."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((DIM,), 0.5))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "as it is":
+            return x
+        if self.how == "a view":
+            return x[:, :]
+        return x.mul_(self.weight)
+
+
+def _around_in_place(how: str) -> nn.Module:
+    return nn.Sequential(nn.Linear(DIM, DIM), _InPlace(how), nn.Linear(DIM, DIM), nn.Linear(DIM, 2))
+
+
+def _through(model: nn.Module, rank: int | None = None) -> None:
+    model(part(0, rank)[0].requires_grad_()).sin().mean().backward()
+
+
+@ranks(2)
+@pytest.mark.parametrize("how", ["as it is", "a view", "in place"])
+def test_units_that_return_their_input(how: str) -> None:
+    """Their backward begins before it ends, though one tensor's gradient tells both."""
+    torch.manual_seed(0)
+    plain = _around_in_place(how)
+    model: Any = copy.deepcopy(plain)
+    for module in (*model, model):
+        fsdp2.fully_shard(module, mesh=world_mesh())
+    hooks: Any = hooks_of(model[1])
+    states = []
+    model[0].weight.register_post_accumulate_grad_hook(
+        lambda _: states.append(hooks.unit.groups[0].state)
+    )
+    for _ in range(2):
+        model.zero_grad()
+        _through(model)
+    # Autograd has no node for a view that was changed in place: the end of backward finishes it.
+    state = State.UNSHARDED if how == "in place" else State.SHARDED
+    assert states == [state] * 2  # free when the backward of the one before has run
+    assert_like_unsharded(full_grads(model), plain, _through)
 
 
 @ranks(2)

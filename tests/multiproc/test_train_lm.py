@@ -167,9 +167,8 @@ def adapters_on_one_rank() -> Losses:
     return losses_of(train("--nproc", "1", *LORA))
 
 
-@pytest.mark.parametrize(
-    "layout", [REPLICATE, pytest.param(TP, marks=pytest.mark.extended)], ids=" ".join
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("layout", [REPLICATE, TP], ids=" ".join)
 def test_a_mesh_of_ranks_prints_the_losses_of_two(two_ranks: str, layout: tuple[str, ...]) -> None:
     out = train(*layout, "--grad-accum", "2", "--steps", str(FEW), timeout=300)
     assert "rank(s) (replicate " in out

@@ -13,7 +13,7 @@ from tests.unit._oracle import unordered_conflicts
 
 
 def _buffer(device: VirtualDevice, name: str = "x") -> VirtualTensor:
-    return device.empty(1, torch.float32, name)
+    return device.empty((1,), torch.float32, name)
 
 
 def _run(

@@ -159,7 +159,7 @@ class VirtualComm:
         key = (*size, dtype)
         if key in self._kept:
             return self._kept[key]
-        buffer = self._device.empty(size[0], dtype, "the user's buffer")
+        buffer = self._device.empty(size, dtype, "the user's buffer")
         if self._keeps:
             self._kept[key] = buffer
         return buffer

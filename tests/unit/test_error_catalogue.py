@@ -21,7 +21,7 @@ NOT_CATALOGUED = {
     "AssertionError('one rank has nobody to communicate with')": "an assertion",
     "failure": "what the user's hook raised, once the other ranks know of it",
     "RankMismatchError(sentence)": "what a rank has claimed: one of `core.agreement`'s messages",
-    "communication_error(operation, group.name, error)": "`core.progress` has it",
+    "communication_error(operation, name, error)": "`core.progress` has it",
 }
 """What is raised besides, and why the catalogue does not have it."""
 

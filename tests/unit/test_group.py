@@ -152,7 +152,7 @@ def test_integers_are_gathered_as_they_are() -> None:
 
 def _leave_gradients(group: ParamGroup, device: VirtualDevice, dtype: torch.dtype) -> None:
     for param in group.params:
-        owner = device.empty(1, dtype, f"gradient {param.name}").owner
+        owner = device.empty((1,), dtype, f"gradient {param.name}").owner
         param.full_grad = VirtualTensor(owner, param.shape, dtype)
         device.run("gradient", [], [param.full_grad])
 

@@ -295,14 +295,14 @@ def test_delivered_rows_become_grad_and_later_ones_are_added_by_the_caller(
     seen: list[Any] = []
     param.sharded.register_post_accumulate_grad_hook(seen.append)
     rows = torch.ones(7, 3)
-    assert ShardedParam.deliver([param], [rows]) == []
+    assert ShardedParam.deliver([param], [rows], None) == []
     grad = param.sharded.grad
     assert isinstance(grad, DTensor)
     assert grad.placements == (Shard(0),)
     assert grad._local_tensor is rows
     assert len(seen) == 1
     more = torch.ones(7, 3)
-    ((waiting, there, addend),) = ShardedParam.deliver([param], [more])
+    ((waiting, there, addend),) = ShardedParam.deliver([param], [more], None)
     assert waiting is param
     assert there is rows
     assert addend is more

@@ -107,11 +107,11 @@ def _gather(route: Route, full: Any) -> None:
     full.acquire()
     for transport in route.gathering:
         transport.acquire()
-    for transport in route.casting:
+    for transport in route.copying:
         transport.copy_in()
     for transport in route.gathering:
         transport.gather()
-    for transport in route.transports:
+    for transport in {*route.gathering, *route.finishing}:
         transport.copy_out()
         transport.release()
 

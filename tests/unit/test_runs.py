@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from fsdp2.core.kernels import Run, TorchKernels, runs
+from fsdp2.core.kernels import Run, TorchKernels, runs, whole_run
 from fsdp2.core.layout import contiguous_strides
 
 KERNELS = TorchKernels(torch.device("cpu"))
@@ -43,8 +43,8 @@ def _check(shapes: list[tuple[int, ...]], gaps: list[int]) -> list[Run]:
 def test_equal_trailing_dims_are_split_in_one_call() -> None:
     shapes = [(2, 4), (6, 4), (2, 4), (5,)]
     assert _check(shapes, [0] * 4) == [
-        Run(((10, 4), (4, 1), 0), (2, 6, 2)),
-        Run(((5,), (1,), 40), None),
+        Run((10, 4), ((10, 4), (4, 1), 0), (2, 6, 2)),
+        Run((5,), ((5,), (1,), 40), None),
     ]
 
 
@@ -61,6 +61,22 @@ def test_padding_ends_a_run() -> None:
 
 def test_ranks_without_rows_have_empty_views() -> None:
     _check([(0, 4), (2, 4), (0, 4), (0,), (0,), (0,), (2, 0), (1, 0), (3, 0)], [0] * 9)
+
+
+@pytest.mark.parametrize("shapes", [[(2, 4)], [(2, 4), (2, 4)], [(0, 3), (2, 3), (1, 3)], [(5,)]])
+def test_views_of_all_of_a_tensor(shapes: list[tuple[int, ...]]) -> None:
+    run = whole_run(shapes)
+    assert run is not None
+    flat = torch.arange(float(math.prod(run.shape))).view(run.shape)
+    found = KERNELS.views(flat, [run])
+    assert [view.shape for view in found] == [torch.Size(shape) for shape in shapes] == run.shapes
+    assert torch.equal(torch.cat([view.reshape(-1) for view in found]), flat.reshape(-1))
+    assert all(view.untyped_storage()._cdata == flat.untyped_storage()._cdata for view in found)
+
+
+def test_parts_that_differ_beyond_dim_0_are_not_one_tensor() -> None:
+    assert whole_run([(2, 4), (2, 3)]) is None
+    assert whole_run([(2, 4), (8,)]) is None
 
 
 def test_nothing_needs_nothing() -> None:

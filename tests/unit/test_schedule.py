@@ -528,12 +528,12 @@ def test_kept_parameters_are_gathered_again_after_a_step() -> None:
         _emitted(sim, sim.forward),
         """\
 compute:
-  forward root
   free a
+  free b
+  forward root
   alloc a
-  free b                      after all_gather a
   alloc b
-  forward a
+  forward a                   after all_gather a
   free a
   forward root
   forward b                   after all_gather b
