@@ -347,7 +347,7 @@ def _not_page_locked(device: VirtualDevice) -> None:
     _run(device, Lane.COMPUTE, writes=[shard])
     with device.on(Lane.COPY_IN):
         device.copy(mirror, shard)
-        gradient = device.host_empty(8, torch.float32, pin=False)
+        gradient = device.host_empty((8,), torch.float32, pin=False)
         device.to_host(gradient, mirror)
     _run(device, Lane.COMPUTE, reads=[gradient], writes=[shard])
 
