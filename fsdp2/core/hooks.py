@@ -172,12 +172,13 @@ class UnitHooks:
         if output is None and (failure := failure_of(module)) is not None:
             explain(failure, self.scheduler.units if self.scheduler is not None else ())
             return None
-        if _in_backward() == _OUTSIDE:
-            assert self.scheduler is not None
+        scheduler = self.scheduler
+        assert scheduler is not None
+        if not scheduler.in_backward or _in_backward() == _OUTSIDE:
             if not self._is_list:
-                self.scheduler.exit_forward(self.unit)
+                scheduler.exit_forward(self.unit)
             else:
-                self._exit_forward_of_list(self.scheduler, module)
+                self._exit_forward_of_list(scheduler, module)
         if torch.is_grad_enabled():
             self._mark_entry(output)
         dtype = self.precision.output_dtype

@@ -336,7 +336,8 @@ class Scheduler:
             if reshard and group.state is not SHARDED:
                 group.reshard()
             if jobs:
-                self._make_room(group, first)
+                if self._pending:
+                    self._make_room(group, first)
                 first = False
                 pending = group.reduce(jobs, unit.all_reduce)
                 if pending is not None:
