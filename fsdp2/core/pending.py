@@ -4,6 +4,8 @@ jobs ── launch ──> COMPUTE     allocate, stage
                    REDUCE      divide, reduce-scatter, cast, deliver          ──> scattered
                    ALL_REDUCE  all-reduce, hook, cast, deliver (with copies)  ──> done
                    PendingReduction: the jobs, and both events
+
+Where all lanes are one, as on a CPU, all is over when the launch returns: nothing is pending.
 """
 
 from __future__ import annotations
