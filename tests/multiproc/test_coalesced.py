@@ -60,7 +60,7 @@ def _train(api: object, mixed: bool, **arguments: object) -> list[Step]:
 
 
 @pytest.mark.parametrize("mixed", MIXED)
-@ranks(2, 4)
+@ranks(2, extended=(4,))
 def test_trains_like_torch(mixed: bool) -> None:
     """A rank sums its rows in another ring position here: on 4 ranks the order may differ."""
     ours, torchs = _train(OURS, mixed), _train(TORCH, mixed)

@@ -280,6 +280,7 @@ def test_training_on_the_dim_that_pads_least_with_copies() -> None:
     _check_with_experts(mesh=mesh("replicate", "shard", shape=(2, 2)))
 
 
+@pytest.mark.extended
 @ranks(4)
 def test_training_on_the_dim_that_pads_least_from_a_smaller_group() -> None:
     _check_with_experts(reshard_after_forward=2)

@@ -41,7 +41,7 @@ from tests.common.workers import ranks, run_on_ranks
 # (in torch's own runs too); meshes of two dims take the most, and stay out of the default run.
 SHARDED = [
     "flat2",
-    "flat4",
+    pytest.param("flat4", marks=pytest.mark.extended),
     pytest.param("hsdp", marks=pytest.mark.extended),
     pytest.param("tp", marks=pytest.mark.extended),
 ]

@@ -105,7 +105,9 @@ def _transformer_cases() -> list[Any]:
 
 
 @ranks(4)
-@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
+@pytest.mark.parametrize(
+    "mixed", [False, pytest.param(True, marks=pytest.mark.extended)], ids=["fp32", "mixed"]
+)
 def test_transformer_on_four_ranks(mixed: bool) -> None:
     _check_transformer("adamw_foreach", mixed, None)
 
