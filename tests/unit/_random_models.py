@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPolicy
+from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.simulate import Node, Simulation
 from fsdp2.core.streams import Lane
 from fsdp2.core.unit import Phase, Unit
@@ -196,7 +197,6 @@ class Watch:
         self._seen = 0
         self._arriving: set[str] = set()
         self._waiting: list[Unit] = []  # gathered at the last step, for what is to come
-        self._silent = {node.name for node in root.walk() if not communicates(node)}
         self._hollow = {
             f"{node.name}/{number}" if number else node.name
             for node in root.walk()
@@ -211,10 +211,14 @@ class Watch:
             **(random_settings(rng, self.device, ranks) | wanted),
         )
         units = self.sim.scheduler.units
+        self._groups = {group.name: group for unit in units for group in unit.groups}
         for unit in units:
             for group in unit.groups:
                 group.observer = self._observe
                 group.bind()  # what it keeps for good is allocated now
+        groups = self._groups.items()
+        self._silent = {name for name, group in groups if not group._route.gathering}
+        self._silent |= {node.name for node in root.walk() if not communicates(node)}
         self._kept_for_good = self.live()
         self._fills = any(g.options.reduce_unused for u in units for g in u.groups)
         self._keeps_storage = any(g.options.keep_storage for u in units for g in u.groups)
@@ -224,13 +228,15 @@ class Watch:
 
     def _observe(self, operation: str, name: str) -> None:
         self._follow_gradients()
+        if operation == "reshard" and self._groups[name]._gathered_at != OptimizerSteps.count:
+            operation = "free what is outdated"
         self.log.append((operation, name))
         if operation == "all_gather":
             self.gathers[name] += 1
             self._arriving.add(name)
         elif operation == "finish":
             self._arriving.discard(name)
-        elif operation == "reshard" and name in self._arriving:
+        elif operation in ("reshard", "free what is outdated") and name in self._arriving:
             self._arriving.discard(name)
             self.wasted += 1
         elif operation == "reduce":
@@ -340,23 +346,22 @@ class Watch:
     def _check_guesses(self) -> None:
         """What was gathered on a guess and is freed unused made room for the next guess.
 
-        Besides, it goes at the loss, after the last backward and in a reset; and it is gathered
-        again itself where an optimizer step changed it. A guess with nothing to gather is not in
-        the log.
+        Besides, it goes at the loss, after the last backward and in a reset, and when a forward
+        begins after an optimizer step. A guess with nothing to gather is not in the log.
         """
         log = self._unit_log()
         arriving: set[str] = set()
         for position, (kind, name) in enumerate(log):
             if kind == "all_gather":
                 arriving.add(name)
-            elif kind == "finish":
+            elif kind in ("finish", "free what is outdated"):
                 arriving.discard(name)
             elif kind == "reshard" and name in arriving:
                 arriving.discard(name)
                 what, other = log[position + 1]
                 guess = what == "all_gather" and log[position + 2] != ("finish", other)
                 guess = guess or bool(self._silent)
-                if not guess and other != name and not self._is_end(log, position):
+                if not guess and not self._is_end(log, position):
                     self._say(f"{name} was gathered ahead, and freed for {what} {other}")
 
     def _unit_log(self) -> list[tuple[str, str]]:
