@@ -246,6 +246,8 @@ class FSDPModule(CommunicationControls, TorchIdentity):
 
         All-gathers always wait for the current stream, whose memory they take; this adds an event
         of another one. It is used once: pass a new one each iteration. Call it on the root.
+        Gradients that the step reads may go when the next forward is through: the current stream
+        is behind the event by then, even where that forward gathered nothing.
 
         Args:
             event: recorded behind the optimizer's step.

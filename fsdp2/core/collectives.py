@@ -260,39 +260,34 @@ class GroupCollectives:
 
     def all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> Any:
         """Gather one flat tensor; ``output``: [size * n], ``input_``: [n]."""
-        work = self._gather(output, input_, self._gather_options)
-        return self._behind(work) if self._asynchronous else work
+        return self._deliver(self._gather(output, input_, self._gather_options))
 
     def all_gather_many(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Any:
         """Gather many flat tensors in one launch."""
-        work = self._gather_many(outputs, inputs, self._gather_options)
-        return self._behind(work) if self._asynchronous else work
+        return self._deliver(self._gather_many(outputs, inputs, self._gather_options))
 
     def reduce_scatter(self, output: torch.Tensor, input_: torch.Tensor, kind: ReduceKind) -> Any:
         """Reduce and scatter one flat tensor; ``output``: [n], ``input_``: [size * n]."""
-        work = self._scatter(output, input_, kind.options)
-        return self._behind(work) if self._asynchronous else work
+        return self._deliver(self._scatter(output, input_, kind.options))
 
     def reduce_scatter_many(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], kind: ReduceKind
     ) -> Any:
         """Reduce and scatter many tensors in one launch."""
-        work = self._scatter_many(outputs, inputs, kind.options)
-        return self._behind(work) if self._asynchronous else work
+        return self._deliver(self._scatter_many(outputs, inputs, kind.options))
 
     def custom_all_gather(self, comm: AllGather, output: torch.Tensor, input_: torch.Tensor) -> Any:
         """Let ``comm`` gather one flat tensor."""
-        work = comm(output_tensor=output, input_tensor=input_, group=self.group)
-        return self._behind(work) if self._asynchronous else work
+        return self._deliver(comm(output_tensor=output, input_tensor=input_, group=self.group))
 
     def custom_reduce_scatter(
         self, comm: ReduceScatter, output: torch.Tensor, input_: torch.Tensor, kind: ReduceKind
     ) -> Any:
         """Let ``comm`` reduce and scatter one flat tensor."""
         work = comm(output_tensor=output, input_tensor=input_, group=self.group, op=kind.op)
-        return self._behind(work) if self._asynchronous else work
+        return self._deliver(work)
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """One small all-gather, waited for."""
@@ -304,10 +299,11 @@ class GroupCollectives:
         found: list[list[int]] = everyones.view(self.size, len(numbers)).tolist()
         return found
 
-    def _behind(self, work: Any) -> None:
-        """Let the current stream wait."""
-        if work is not None:
+    def _deliver(self, work: Any) -> Any:
+        if work is not None and self._asynchronous:
             work.wait()
+            return None
+        return work
 
 
 class SoloCollectives:

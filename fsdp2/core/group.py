@@ -164,14 +164,14 @@ class ParamGroup:
     @property
     def accumulates(self) -> bool:
         """Whether gradients of backwards without sync, or partial sums, are waiting."""
-        for reduction in self._reductions:  # not by a call: asked of all in every zero_grad()
-            if reduction.partial_sums is not None:
-                return True
-        return self._accumulated
+        return self._accumulated or self._has_partial_sums
 
     @property
     def _has_partial_sums(self) -> bool:
-        return any(reduction.partial_sums is not None for reduction in self._reductions)
+        for reduction in self._reductions:  # noqa: SIM110  # asked in every zero_grad()
+            if reduction.partial_sums is not None:
+                return True
+        return False
 
     @property
     def needs_gather(self) -> bool:

@@ -304,7 +304,7 @@ class UnitHooks:
         scheduler.enter_backward(self.unit)
 
     def exit_backward(self) -> None:
-        """The identity node in front of the unit ran."""
+        """The gradient of the unit's input is there."""
         assert self.scheduler is not None
         self.scheduler.exit_backward(self.unit)
 

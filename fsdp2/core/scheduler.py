@@ -49,7 +49,7 @@ class Scheduler:
             `wait_for_reductions`.
         resets: how often an iteration was given up.
         post_optim_event: recorded behind the optimizer's step by a user who runs it on a stream of
-            his own; the next gather waits for it.
+            his own; the next gather waits for it, or else the end of the next forward.
         builds_graph: whether the running backward records a graph of its own (``create_graph``).
         holds: whether such a graph may still be used: parameters stay gathered for it until a
             backward that records none is over, as no hook sees which of them it reads.
@@ -148,6 +148,14 @@ class Scheduler:
             if any(param.has_grad_hooks for param in pending.group.params):
                 self.streams.wait(COMPUTE, pending.done, "compute after hooks on gradients")
 
+    def _order_after_optimizer(self) -> None:
+        """Let gathers wait for the optimizer on a stream of the user's, who drops gradients next.
+
+        COMPUTE waits, which reads shards itself on one rank; the side lanes wait for it anyway.
+        """
+        event, self.post_optim_event = self.post_optim_event, None
+        self.streams.wait(COMPUTE, event, "compute after the optimizer")
+
     def _registration_order(self, root: Unit) -> list[Unit]:
         return [unit for unit in self.units if unit.groups] if root.is_root else []
 
@@ -194,6 +202,8 @@ class Scheduler:
         self._running = []
         self._drop_unused()  # at the loss, only what is kept on request is gathered
         self._settle()
+        if self.post_optim_event is not None:  # nothing was gathered
+            self._order_after_optimizer()
         self.forward_root = None
 
     def _advance(self, unit: Unit) -> bool:
@@ -460,9 +470,7 @@ class Scheduler:
         for group in unit.groups:
             if group.state.needs_gather:
                 if self.post_optim_event is not None:
-                    # COMPUTE, too, reads shards: on one rank. The side lanes wait for it anyway.
-                    event, self.post_optim_event = self.post_optim_event, None
-                    self.streams.wait(COMPUTE, event, "compute after the optimizer")
+                    self._order_after_optimizer()
                 try:
                     group.bind()
                     group.start_unshard()
@@ -532,23 +540,16 @@ class Scheduler:
             self._prefetched = None
         if self._requested and unit in self._requested:
             self._requested.remove(unit)
-        for group in unit.groups:
-            if group.state.needs_gather:
-                self.unshard(unit)
-                break
+        self.unshard(unit)
         self.wait(unit)
 
     def _prefetch(self, unit: Unit | None) -> None:
         """Gather ``unit`` ahead; a guess that is still unused makes room for it (invariant I6)."""
-        if unit is None:
-            return
-        for group in unit.groups:
-            if group.state.needs_gather:
-                if self._prefetched is not None:
-                    self._drop_guess()
-                self.unshard(unit)
-                self._prefetched = unit
-                return
+        if unit is not None and unit.is_sharded:
+            if self._prefetched is not None:
+                self._drop_guess()
+            self.unshard(unit)
+            self._prefetched = unit
 
     def _request(self, units: Sequence[Unit]) -> None:
         if self._prefetched not in units:

@@ -12,11 +12,11 @@ from expecttest import assert_expected_inline
 
 from fsdp2.core.config import CPUOffloadPolicy, ShardingStateError
 from fsdp2.core.scheduler import Scheduler
-from fsdp2.core.simulate import Simulation
+from fsdp2.core.simulate import Node, Simulation
 from fsdp2.core.streams import Lane
 from fsdp2.core.unit import Phase
 from fsdp2.core.virtual import VirtualDevice
-from tests.unit._schedules import chain, emitted, groups, unit_of, warm
+from tests.unit._schedules import chain, emitted, groups, leaf, unit_of, warm
 
 OFFLOAD = CPUOffloadPolicy(pin_memory=False)
 
@@ -433,3 +433,16 @@ def test_event_of_the_optimizer_is_waited_for_once() -> None:
         waits = [op for op in sim.device.trace[start:] if op.label == "compute after the optimizer"]
         assert len(waits) == expected
     assert sim.scheduler.post_optim_event is None
+
+
+def test_gradients_may_go_after_a_forward_that_gathers_nothing() -> None:
+    root = Node("root", [leaf("a"), Node("bare", shapes=())], calls=[0], shapes=())
+    sim = Simulation(root, VirtualDevice())
+    sim.iteration(step=False)
+    sim.step_elsewhere()
+    root.calls = [1]
+    sim.forward()
+    sim.drop_gradients()
+    sim.backward()
+    assert sim.device.races == []
+    assert sim.device.waits[-1] == "compute after the optimizer"
