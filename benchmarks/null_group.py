@@ -284,15 +284,21 @@ def _create(store: dist.Store, rank: int, size: int, timeout: object) -> NullGro
 
 
 def init_null_group(
-    world_size: int, rank: int = 0, *, observer: Observer | None = None
+    world_size: int,
+    rank: int = 0,
+    *,
+    observer: Observer | None = None,
+    device_type: str = "cpu",
 ) -> NullGroup:
     """Make a null group the default process group, and return it.
 
-    `observer` is given to this group and to every null group made after it, such as a mesh's.
+    It serves the CPU, CUDA and ``device_type``. `observer` is given to this group and to every null
+    group made after it, such as a mesh's.
     """
     global _observer_of_new_groups
     if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, _create, devices=["cpu", "cuda"])
+        devices = list(dict.fromkeys(("cpu", "cuda", device_type)))
+        dist.Backend.register_backend(BACKEND, _create, devices=devices)
     _observer_of_new_groups = observer
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=world_size)
     group = dist.group.WORLD

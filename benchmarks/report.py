@@ -26,7 +26,7 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmarks import budget, compile, instructions, padding, scaling, stats
+from benchmarks import budget, compile, instructions, memory, padding, scaling, stats
 
 Bar = tuple[float, float, float]
 """Median, smallest, largest."""
@@ -208,6 +208,11 @@ def _padding(results: list[dict[str, Any]], device: str) -> list[Section]:
     return sections
 
 
+def _memory(results: list[dict[str, Any]], device: str) -> list[Section]:
+    header, rows = memory.report(results)
+    return [Section("Memory of a step, GB", header, rows)]
+
+
 def _budget(results: dict[str, Any], device: str) -> list[Section]:
     header, rows = budget.report(results)
     return [Section("Budget of one unit's step", header, rows)]
@@ -224,6 +229,7 @@ READERS: dict[str, Callable[[Any, str], list[Section]]] = {
     "gloo": _gloo,
     "collective_cost": _collective_cost,
     "padding": _padding,
+    "memory": _memory,
     "budget": _budget,
 }
 

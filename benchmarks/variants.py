@@ -11,6 +11,7 @@ from torch import nn
 
 from benchmarks import megatron
 from benchmarks.null_group import NullGroup, Observer, c10d_cost, init_null_group, null_mesh
+from benchmarks.stand_in import device as stand_in
 
 # "none": no sharding, the floor that every runtime adds to. "torch": torch's FSDP2. "kept": fsdp2
 # with set_keep_gradient_storage(True).
@@ -37,34 +38,49 @@ def prepare_process(device_type: str, world_size: int, *, c10d: bool = False) ->
     torch.manual_seed(0)
     # Gathered memory holds anything, and arithmetic on denormal numbers is slow on a CPU.
     torch.set_flush_denormal(True)
-    if device_type == "cpu":
-        torch.set_num_threads(1)
-    else:
+    if device_type == stand_in.NAME:
+        device = stand_in.load()
+    elif device_type == "cuda":
         torch.cuda.set_device(0)
-    init_null_group(world_size, observer=c10d_cost() if c10d else None)
-    return torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
+        device = torch.device("cuda", 0)
+    else:
+        torch.set_num_threads(1)
+        device = torch.device("cpu")
+    init_null_group(world_size, observer=c10d_cost() if c10d else None, device_type=device_type)
+    return device
 
 
 def place(
-    model: nn.Module, variant: str, precision: str, world_size: int, device: torch.device
+    model: nn.Module,
+    variant: str,
+    precision: str,
+    world_size: int,
+    device: torch.device,
+    **arguments: Any,
 ) -> nn.Module:
     """Shard each block of a model on the meta device, then its root, and fill it on `device`.
 
     Without sharding (and for DDP, which has no mixed precision of this kind, and megatron-fsdp,
     which takes the model's dtype for computation) the model itself is in the compute dtype.
+    ``arguments`` are passed on to `fully_shard`.
     """
-    shard(model, variant, precision, world_size, device)
+    shard(model, variant, precision, world_size, device, **arguments)
     return materialise(model, variant, precision, world_size, device)
 
 
 def shard(
-    model: nn.Module, variant: str, precision: str, world_size: int, device: torch.device
+    model: nn.Module,
+    variant: str,
+    precision: str,
+    world_size: int,
+    device: torch.device,
+    **arguments: Any,
 ) -> None:
     """The first half of `place`: what can be done to a model that has no memory yet."""
     mixed = precision == "mixed"
     if variant in ("torch", "fsdp2", "kept"):
         fully_shard, policy = fsdp2_api(variant)
-        options: dict[str, Any] = {"mesh": null_mesh(world_size, device.type)}
+        options: dict[str, Any] = {"mesh": null_mesh(world_size, device.type), **arguments}
         if mixed:
             options["mp_policy"] = policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in model.blocks:

@@ -1,7 +1,7 @@
 """How a segment's shards become gathered parameters.
 
-    Coalesced   shard ─(cast)─> staging ══ one launch, one all-gather a parameter ══> slots
-                no copy afterwards; no staging where shard and compute dtype agree
+    Coalesced   shard ─(cast)─> own piece of its slot ══ one launch, an all-gather each ══> slots
+                no copy afterwards; none before where shard and compute dtype agree
     Packed      shard ─(cast)─> own row of [ranks, n] ══ one all-gather ══> rows ── copy ──> slots
     Custom      as packed, all segments in one collective of the user's
     Local       shard is the parameter; or ── cast ──> slots
@@ -109,45 +109,33 @@ class SegmentTransport:
 
 
 class CoalescedTransport(SegmentTransport):
-    """Every parameter is gathered straight into its slot."""
+    """Every parameter is gathered straight into its slot; what is cast, from its place there."""
 
     early = True
+    stages = False
 
     def __init__(
         self, segment: Segment, shard: Any, full: Any, collectives: Collectives, kernels: Kernels
     ) -> None:
         super().__init__(segment, shard, full, collectives, kernels)
-        self._flat = self._shard_flat()
-        self.stages = self.casts
-        if self.casts:
-            nbytes = segment.shard_numel * self._itemsize
-            self._staging = kernels.transient(nbytes, "all-gather input")
-            self._target = self._staging.view(segment.full_dtype, 0, (segment.shard_numel,))
-            source = self._target
-        else:
-            self._staging = None
-            source = self._flat
-        sizes = [slot.shard_numel for slot in segment.slots]
+        slots = segment.slots
+        sizes = [slot.shard_numel for slot in slots]
         if segment.tail:
             sizes.append(segment.tail)
-        self._inputs = list(kernels.pieces(source, sizes))[: len(segment.slots)]
-        self._outputs = [self._slot_view(s, (s.full_numel,)) for s in segment.slots]
-        if self._staging is not None:
-            self._staging.release()
-
-    def acquire(self) -> None:
-        if self._staging is not None:
-            self._staging.acquire()
+        self._shards = list(kernels.pieces(self._shard_flat(), sizes))[: len(slots)]
+        self._outputs = [self._slot_view(slot, (slot.full_numel,)) for slot in slots]
+        self._inputs = [self._own_piece(slot) for slot in slots] if self.casts else self._shards
 
     def copy_in(self) -> None:
-        self.kernels.copy(self._target, self._flat)
+        self.kernels.copy_many(self._inputs, self._shards)
 
     def gather(self) -> Any:
         return self.collectives.all_gather_many(self._outputs, self._inputs)
 
-    def release(self) -> None:
-        if self._staging is not None:
-            self._staging.release()
+    def _own_piece(self, slot: Slot) -> Any:
+        return self._slot_view(
+            slot, (slot.shard_numel,), offset=self.collectives.rank * slot.shard_numel
+        )
 
 
 class PackedTransport(SegmentTransport):

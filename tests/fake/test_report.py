@@ -76,6 +76,19 @@ FILES: dict[str, tuple[Any, str]] = {
         [{**rounds("none", "flat", clip=[1.0], step=[2.0], both=[3.0]), "optimizer": "sgd"}],
         "| flat | 1.00 [1.00 .. 1.00] | 2.00 [2.00 .. 2.00] | 3.00 [3.00 .. 3.00] |",
     ),
+    "memory": (
+        [
+            {
+                "preset": "1.1b",
+                "variant": "fsdp2",
+                "reshard": "always",
+                "checkpoints": True,
+                "bytes": {"forward": 4e9, "backward": 5e9, "eval": 1e9, "loss": 2e9},
+                "holders": {},
+            }
+        ],
+        "| 1.1b | yes | always | fsdp2 | 4.000 | 5.000 | 1.000 | 2.000 |",
+    ),
     "step": (STEP, "- fsdp2 / torch, wall: **1.000** [1.000 .. 1.000]"),
     "compile": (COMPILE, "- fsdp2 compiled / torch compiled: **1.000** [1.000 .. 1.000]"),
     "scaling": (

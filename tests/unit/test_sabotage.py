@@ -14,7 +14,7 @@ from fsdp2.core.pending import PendingReduction
 from fsdp2.core.reduction import Job, SegmentReduction
 from fsdp2.core.scheduler import Scheduler
 from fsdp2.core.streams import Lane
-from fsdp2.core.transport import CoalescedTransport
+from fsdp2.core.transport import PackedTransport
 from fsdp2.core.unit import Phase, Unit
 from fsdp2.core.virtual import Allocation, VirtualDevice
 from tests.unit._scenarios import SCENARIOS
@@ -49,13 +49,13 @@ def _release_before_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _release_staging_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    gather = CoalescedTransport.gather
+    gather = PackedTransport.gather
 
-    def hasty(self: CoalescedTransport) -> None:
+    def hasty(self: PackedTransport) -> None:
         gather(self)
         self.release()
 
-    monkeypatch.setattr(CoalescedTransport, "gather", hasty)
+    monkeypatch.setattr(PackedTransport, "gather", hasty)
 
 
 def _forget_sums(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,346 @@
+"""fsdp2 on a device with streams, without a GPU: the same bits as on the CPU, all of it in order.
+
+The stand-in computes with the CPU's kernels, so lanes, events and autograd's own thread must not
+change a bit of what ranks train; and it reports each access that no event orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import fsdp2
+from benchmarks.stand_in import device, group
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp2.core.streams import DeviceStreams
+from tests.common.looped import coalescing
+from tests.common.workers import close_pools, ranks
+
+pytestmark = [
+    pytest.mark.skipif(device.missing_tool() is not None, reason="needs c++ and ninja"),
+    pytest.mark.usefixtures("own_ranks"),
+]
+
+DIM, HIDDEN, STEPS = 16, 32, 4
+
+Change = Callable[[nn.Module, Any], None]
+
+
+@pytest.fixture(scope="module")
+def own_ranks() -> Iterator[None]:
+    """Ranks that know the device serve no other tests."""
+    device.build()  # once, and not on two ranks at a time
+    close_pools()
+    yield
+    close_pools()
+
+
+class Block(nn.Module):
+    """Even and uneven parameters; recomputed in backward, if asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.up = nn.Linear(DIM, HIDDEN)
+        self.down = nn.Linear(HIDDEN, DIM, bias=False)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.checkpoints = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpoints:
+            return checkpoint(self.run, x, use_reentrant=False)
+        return self.run(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(4, DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.outlet = nn.Linear(DIM, 3)  # uneven on two ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.outlet(x)
+
+
+def _mesh(kind: str, backend: str, shape: tuple[int, ...]) -> DeviceMesh:
+    names = ("replicate", "shard")[-len(shape) :]
+    device.load()  # before the first backward, at which autograd starts a thread for each device
+    group.register()
+    if kind == "cpu":
+        return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    override = dict.fromkeys(names, backend)
+    return init_device_mesh(kind, shape, mesh_dim_names=names, backend_override=override)
+
+
+# ---- what is changed about a model before it is trained
+
+
+def _prefetch(model: nn.Module, _: Any) -> None:
+    for before, after in zip(model.blocks, model.blocks[1:], strict=False):
+        before.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([before])
+
+
+def _checkpoint(model: nn.Module, _: Any) -> None:
+    for block in model.blocks:
+        block.checkpoints = True
+
+
+def _keep_gradients(model: nn.Module, _: Any) -> None:
+    model.set_keep_gradient_storage(True)
+
+
+def _hook(model: nn.Module, stream: Any) -> None:
+    for module in (*model.blocks, model):
+        module.set_all_reduce_hook(lambda gradient: gradient.mul_(0.5), stream=stream)
+
+
+CASES: dict[str, tuple[dict[str, Any], Change | None]] = {
+    "usual": ({}, None),
+    "mixed": ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, None),
+    "kept": ({"reshard_after_forward": False}, None),
+    "offloaded": ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, None),
+    "pinned": ({"offload_policy": CPUOffloadPolicy()}, None),
+    "prefetched": ({}, _prefetch),
+    "recomputed": ({}, _checkpoint),
+    "kept gradients": ({}, _keep_gradients),
+    "hooked": ({}, _hook),
+}
+
+
+def _build(mesh: DeviceMesh, case: str) -> nn.Module:
+    arguments, change = CASES[case]
+    torch.manual_seed(0)
+    model = Model().to(mesh.device_type)
+    for block in model.blocks:
+        fsdp2.fully_shard(block, mesh=mesh, **arguments)
+    fsdp2.fully_shard(model, mesh=mesh, **arguments)
+    if change is not None:
+        on_device = mesh.device_type != "cpu"
+        change(model, torch.Stream(device.load()) if on_device else None)
+    return model
+
+
+def _batch(step: int, mesh: DeviceMesh) -> Tensor:
+    generator = torch.Generator().manual_seed(step * 10 + dist.get_rank())
+    return torch.randn(8, 4, generator=generator).to(mesh.device_type)
+
+
+def _train(model: nn.Module, mesh: DeviceMesh, accumulate: int = 1) -> list[list[Tensor]]:
+    # One tensor at a time: the CPU and other devices choose different defaults.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    seen = []
+    for step in range(STEPS):
+        for micro in range(accumulate):
+            model.set_requires_gradient_sync(micro == accumulate - 1)
+            loss = model(_batch(step * accumulate + micro, mesh)).float().square().mean()
+            loss.backward()
+        seen.append([_local(param.grad) for param in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append([loss.detach().cpu(), *map(_local, model.parameters())])
+    return seen
+
+
+def _local(tensor: Any) -> Tensor:
+    rows: Tensor = tensor.to_local().detach().cpu().clone()
+    return rows
+
+
+def _assert_ordered() -> None:
+    found = device.races()
+    assert not found, "\n".join(sorted(set(found)))
+
+
+def _compare(case: str, backend: str, shape: tuple[int, ...], accumulate: int = 1) -> None:
+    """Train on the CPU, then on the device; nothing may be out of order, and all bits are equal."""
+    with coalescing():
+        plain = _mesh("cpu", backend, shape)
+        expected = _train(_build(plain, case), plain, accumulate)
+    mesh = _mesh(device.NAME, backend, shape)
+    model = _build(mesh, case)
+    before = device.count_of("record_stream"), device.count_of("wait")
+    device.races()
+    seen = _train(model, mesh, accumulate)
+    _assert_ordered()
+    assert device.count_of("record_stream") == before[0]
+    assert device.count_of("wait") > before[1]
+    for step, (mine, other) in enumerate(zip(seen, expected, strict=True)):
+        for number, (a, b) in enumerate(zip(mine, other, strict=True)):
+            assert torch.equal(a, b), f"step {step}, tensor {number}: {(a - b).abs().max()}"
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "backend",
+    [group.COALESCING, pytest.param(group.PACKING, marks=pytest.mark.extended)],
+)
+@ranks(2)
+def test_same_bits_as_on_the_cpu(case: str, backend: str) -> None:
+    _compare(case, backend, (2,))
+
+
+@pytest.mark.parametrize("case", ["usual", "mixed", "kept"])
+@ranks(4)
+def test_replicated(case: str) -> None:
+    """Two sums of two ranks: one order only."""
+    _compare(case, group.COALESCING, (2, 2))
+
+
+@pytest.mark.parametrize("case", ["usual", "mixed", "offloaded", "kept gradients"])
+@ranks(2)
+def test_accumulating(case: str) -> None:
+    _compare(case, group.COALESCING, (2,), accumulate=3)
+
+
+@ranks(2)
+def test_collectives_on_a_stream_of_their_own() -> None:
+    """As NCCL's before torch 2.8: what the call returns makes the current stream wait."""
+    group.StandInGroup.own_stream = True
+    try:
+        _compare("mixed", group.COALESCING, (2,))
+    finally:
+        group.StandInGroup.own_stream = False
+
+
+@ranks(2)
+def test_optimizer_on_a_stream_of_the_users() -> None:
+    mesh = _mesh(device.NAME, group.COALESCING, (2,))
+    model: Any = _build(mesh, "usual")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, foreach=False)
+    stream = torch.Stream(mesh.device_type)
+    device.races()
+    for step in range(STEPS):
+        loss = model(_batch(step, mesh)).square().mean()
+        optimizer.zero_grad()  # the last step has read them: the forward is behind it
+        loss.backward()
+        current = torch.accelerator.current_stream(0)
+        stream.wait_stream(current)
+        torch.accelerator.set_stream(stream)
+        optimizer.step()
+        torch.accelerator.set_stream(current)
+        model.set_post_optim_event(stream.record_event())
+    stream.synchronize()  # it reads gradients that go with the model
+    _assert_ordered()
+
+
+@ranks(2)
+def test_norms_and_flat_optimizer() -> None:
+    mesh = _mesh(device.NAME, group.COALESCING, (2,))
+    model = _build(mesh, "usual")
+    optimizer = fsdp2.optim.FlatOptimizer(model, torch.optim.AdamW, lr=1e-2)
+    device.races()
+    norms = []
+    for step in range(STEPS):
+        model(_batch(step, mesh)).square().mean().backward()
+        norms.append(fsdp2.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    _assert_ordered()
+    assert all(norm > 0 for norm in norms)
+
+
+# ---- calls and memory
+
+
+def _calls_a_block(mesh: DeviceMesh, api: Any, mixed: bool) -> dict[str, float]:
+    """What one more block of 9 even parameters adds to a step."""
+
+    def count(blocks: int) -> list[int]:
+        model = nn.Sequential(*[NineWeights() for _ in range(blocks)]).to(mesh.device_type)
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else None
+        for unit in (*model, model) if api is not None else ():
+            api.fully_shard(unit, mesh=mesh, **({"mp_policy": policy} if policy else {}))
+        x = torch.ones(2, DIM, device=mesh.device_type, requires_grad=True)
+        for _ in range(3):
+            model(x).float().sum().backward()
+            model.zero_grad()
+        before = [device.count_of(what) for what in CALLS]
+        model(x).float().sum().backward()
+        return [device.count_of(what) - was for what, was in zip(CALLS, before, strict=True)]
+
+    few, many = count(4), count(8)
+    return {what: (b - a) / 4 for what, a, b in zip(CALLS, few, many, strict=True)}
+
+
+CALLS = ("record", "wait", "set stream")
+
+
+class NineWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(DIM)) for _ in range(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = x * weight
+        return x
+
+
+@ranks(2)
+def test_events_and_streams_of_a_units_step() -> None:
+    """The numbers of the table in docs/performance.md; a switch goes there and back.
+
+    Autograd switches for each node: for one more than without sharding, an alias of the input.
+    """
+    mesh = _mesh(device.NAME, group.COALESCING, (2,))
+    own = _calls_a_block(mesh, None, False)["set stream"]
+    for mixed, events, switches in ((False, 6, 3), (True, 8, 5)):
+        found = _calls_a_block(mesh, fsdp2, mixed)
+        assert (found["record"], found["wait"]) == (events, events), found
+        assert found["set stream"] == own + 2 * (switches + 1), (found, own)
+
+
+@ranks(2)
+def test_at_most_two_units_are_gathered() -> None:
+    """In forward: one that computes and the next, besides shards and activations."""
+    mesh = _mesh(device.NAME, group.COALESCING, (2,))
+    dim, layers = 64, 6
+    unit = dim * dim * 4
+    model = nn.Sequential(*[nn.Linear(dim, dim, bias=False) for _ in range(layers)])
+    model.to(mesh.device_type)
+    for layer in model:
+        fsdp2.fully_shard(layer, mesh=mesh)
+    fsdp2.fully_shard(model, mesh=mesh)
+    x = torch.ones(1, dim, device=mesh.device_type)
+    with torch.no_grad():
+        model(x)
+        before = device.live_bytes()
+        device.peak_bytes()
+        model(x)
+        assert device.live_bytes() == before
+        assert device.peak_bytes() - before <= 2 * unit + 4 * x.nbytes
+
+
+# ---- the device itself
+
+
+@ranks(2)
+def test_the_device_notices_what_is_not_waited_for() -> None:
+    mesh = _mesh(device.NAME, group.COALESCING, (2,))
+    model = _build(mesh, "usual")
+    device.races()
+    wait = DeviceStreams.wait
+    DeviceStreams.wait = lambda *_: None  # type: ignore[method-assign]
+    try:
+        _train(model, mesh)
+    finally:
+        DeviceStreams.wait = wait  # type: ignore[method-assign]
+    found = device.races()
+    assert any("all-gather" in race and "writes" in race for race in found)
+    assert any("reduce-scatter" in race for race in found)
+    assert any("whose memory" in race for race in found)
