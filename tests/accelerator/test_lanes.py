@@ -254,6 +254,21 @@ def test_norms_and_flat_optimizer() -> None:
     assert all(norm > 0 for norm in norms)
 
 
+@ranks(2)
+def test_compiled_blocks() -> None:
+    mesh = _mesh(device.NAME, group.COALESCING, (2,))
+    expected = _train(_build(mesh, "mixed"), mesh)
+    model: Any = _build(mesh, "mixed")
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    device.races()
+    seen = _train(model, mesh)
+    _assert_ordered()
+    torch._dynamo.reset()
+    for mine, other in zip(seen, expected, strict=True):
+        assert all(map(torch.equal, mine, other))
+
+
 # ---- calls and memory
 
 
