@@ -156,7 +156,8 @@ class FSDPModule(CommunicationControls, TorchIdentity):
 
         Args:
             is_last_backward: ``False`` leaves reductions in flight and a prefetched unit gathered
-                for the backward to come. Default behaviour is ``True``.
+                for the backward to come: on a device with streams ``.grad``, and what hooks on it
+                write, are not to be read before the last. Default behaviour is ``True``.
         """
         _scheduler(self).is_last_backward = is_last_backward
 
