@@ -62,34 +62,22 @@ class NullWork(dist.Work):
 _DONE = NullWork()
 
 
-class NullGroup(dist.ProcessGroup):
-    """Rank `rank` of `size`; every collective is a no-op.
+class PythonGroup(dist.ProcessGroup):
+    """What c10d asks of any process group that is written in Python: names.
 
-    Until torch 2.12 the single-tensor collectives are called `_allgather_base` and so on, from 2.13
-    `all_gather_single` and so on; both names are there, and observers are told the newer one.
+    Attributes:
+        backend: the name that it is registered under.
     """
 
-    def __init__(self, rank: int, size: int, observer: Observer | None = None) -> None:
+    backend = ""
+
+    def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self._name = self._desc = ""
-        self._bytes_come_next = False  # an object's size was gathered, its pickle comes next
-        self.observe(observer)
-
-    def observe(self, observer: Observer | None) -> None:
-        """Call `observer(name, tensors)` at each collective from now on.
-
-        With None the class's own methods are called again, so that an observer costs nothing when
-        there is none.
-        """
-        for name in _ALIASES:
-            self.__dict__.pop(name, None)
-        if observer is not None:
-            for name, told in _ALIASES.items():
-                setattr(self, name, _observed(told, getattr(self, name), observer))
 
     # c10d calls these, from C++ too.
     def getBackendName(self) -> str:  # noqa: N802
-        return BACKEND
+        return self.backend
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         self._name = name
@@ -105,6 +93,33 @@ class NullGroup(dist.ProcessGroup):
 
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
     group_name, group_desc = property(getGroupName), property(getGroupDesc)
+
+
+class NullGroup(PythonGroup):
+    """Rank `rank` of `size`; every collective is a no-op.
+
+    Until torch 2.12 the single-tensor collectives are called `_allgather_base` and so on, from 2.13
+    `all_gather_single` and so on; both names are there, and observers are told the newer one.
+    """
+
+    backend = BACKEND
+
+    def __init__(self, rank: int, size: int, observer: Observer | None = None) -> None:
+        super().__init__(rank, size)
+        self._bytes_come_next = False  # an object's size was gathered, its pickle comes next
+        self.observe(observer)
+
+    def observe(self, observer: Observer | None) -> None:
+        """Call `observer(name, tensors)` at each collective from now on.
+
+        With None the class's own methods are called again, so that an observer costs nothing when
+        there is none.
+        """
+        for name in _ALIASES:
+            self.__dict__.pop(name, None)
+        if observer is not None:
+            for name, told in _ALIASES.items():
+                setattr(self, name, _observed(told, getattr(self, name), observer))
 
     def _nothing(self, *_args: object, **_kwargs: object) -> NullWork:
         return _DONE

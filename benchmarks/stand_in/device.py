@@ -1,6 +1,6 @@
 """A stand-in for an accelerator: computes like the CPU, has streams and events, checks their order.
 
-    stand_in.cpp ──compiler──> a device "standin", registered as torch's PrivateUse1
+    stand_in.cpp, order.h ──compiler──> a device "standin", registered as torch's PrivateUse1
     load()                     in each process that uses it; `races()` is what was out of order
 
 On it fsdp2 takes the paths that it takes on a GPU: lanes on streams, events between them,
@@ -27,7 +27,7 @@ import torch
 from torch.utils import cpp_extension
 
 NAME = "standin"
-SOURCE = Path(__file__).with_name("stand_in.cpp")
+SOURCES = [Path(__file__).with_name(name) for name in ("stand_in.cpp", "order.h")]
 
 
 def missing_tool() -> str | None:
@@ -38,7 +38,8 @@ def missing_tool() -> str | None:
 def library() -> Path:
     """Where the library for this torch and this source belongs."""
     version = f"{torch.__version__} {sys.version_info[:2]}".encode()
-    label = hashlib.sha256(SOURCE.read_bytes() + version).hexdigest()[:16]
+    sources = b"".join(source.read_bytes() for source in SOURCES)
+    label = hashlib.sha256(sources + version).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"fsdp2-stand-in-{os.getuid()}" / f"{label}.so"
 
 
@@ -57,7 +58,7 @@ def _compile() -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         cpp_extension.load(
             "stand_in",
-            [str(SOURCE)],
+            [str(SOURCES[0])],
             extra_cflags=["-O1"],
             build_directory=scratch,
             is_python_module=False,

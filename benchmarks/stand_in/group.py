@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.null_group import PythonGroup
 from benchmarks.stand_in import device
 
 COALESCING = "standin_ring"
@@ -44,39 +45,20 @@ class StreamWork(dist.Work):
         return True
 
 
-class StandInGroup(dist.ProcessGroup):
+class StandInGroup(PythonGroup):
     """Collectives on tensors of the device and of the CPU.
 
     Attributes:
         own_stream: whether those that are not asynchronous, too, run on a stream of their own.
     """
 
+    backend = COALESCING
     own_stream = False
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._stream = torch.Stream(device.load())
-        self._name = self._desc = ""
-
-    # c10d calls these, from C++ too.
-    def getBackendName(self) -> str:  # noqa: N802
-        return COALESCING
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        self._name = name
-
-    def getGroupName(self) -> str:  # noqa: N802
-        return self._name
-
-    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        self._desc = desc
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        return self._desc
-
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
-    group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
     def _run(
         self,
