@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -109,30 +110,32 @@ def measure_step(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     stand_in.build()
-    results = []
-    for preset in options.presets:
-        config = shrunk(PRESETS[preset], options.shrink)
-        for checkpoints in (False, True):
-            for reshard in RESHARD:
-                for variant in options.variants:
-                    spec = {
-                        "variant": variant,
-                        "reshard": reshard,
-                        "checkpoints": checkpoints,
-                        "config": dataclasses.asdict(config),
-                    }
-                    if variant == "none" and reshard != "default":
-                        continue
-                    with workers.pool("memory", {variant: spec}) as pool:
-                        found = pool[variant].ask()
-                    scale = options.shrink**2
-                    holders = {
-                        phase: {what: nbytes * scale for what, nbytes in each.items()}
-                        for phase, each in found.pop("holders").items()
-                    }
-                    sizes = {kind: nbytes * scale for kind, nbytes in found.items()}
-                    results.append({**spec, "preset": preset, "bytes": sizes, "holders": holders})
-    return results
+    settings = itertools.product(options.presets, (False, True), RESHARD, options.variants)
+    return [
+        measure_one(preset, checkpoints, reshard, variant, options.shrink)
+        for preset, checkpoints, reshard, variant in settings
+        if variant != "none" or reshard == "default"  # it has nothing to reshard
+    ]
+
+
+def measure_one(
+    preset: str, checkpoints: bool, reshard: str, variant: str, shrink: int
+) -> dict[str, Any]:
+    """Bytes of one variant and setting at full scale, and who holds them."""
+    spec = {
+        "variant": variant,
+        "reshard": reshard,
+        "checkpoints": checkpoints,
+        "config": dataclasses.asdict(shrunk(PRESETS[preset], shrink)),
+    }
+    with workers.pool("memory", {variant: spec}) as pool:
+        found = pool[variant].ask()
+    holders = {phase: _scaled(each, shrink) for phase, each in found.pop("holders").items()}
+    return {**spec, "preset": preset, "bytes": _scaled(found, shrink), "holders": holders}
+
+
+def _scaled(sizes: dict[str, int], shrink: int) -> dict[str, int]:
+    return {name: nbytes * shrink**2 for name, nbytes in sizes.items()}
 
 
 def shrunk(config: LlamaConfig, by: int) -> LlamaConfig:
@@ -159,8 +162,8 @@ def report(results: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[A
 def print_holders(results: list[dict[str, Any]]) -> None:
     """For each peak, the operators whose results take most of it."""
     for each in results:
-        print(f"\n{each['preset']}, {each['variant']}, recomputes {each['checkpoints']}, "
-              f"reshard {each['reshard']}")  # fmt: skip
+        setting = f"recomputes {each['checkpoints']}, reshard {each['reshard']}"
+        print(f"\n{each['preset']}, {each['variant']}, {setting}")
         for phase, holders in each["holders"].items():
             largest = sorted(holders.items(), key=lambda item: -item[1])[:SHOWN]
             parts = ", ".join(f"{what} {nbytes / 1e9:.2f}" for what, nbytes in largest)

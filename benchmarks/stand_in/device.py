@@ -16,15 +16,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils import cpp_extension
 
 NAME = "standin"
 SOURCES = [Path(__file__).with_name(name) for name in ("stand_in.cpp", "order.h")]
@@ -53,6 +51,8 @@ def build() -> None:
 
 
 def _compile() -> None:
+    from torch.utils import cpp_extension  # here, as it brings setuptools along
+
     path = library()
     path.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
@@ -89,20 +89,10 @@ def _module() -> ModuleType:
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     module.Stream = torch.Stream
     module.Event = torch.Event
-    module.stream = _on_stream
+    module.stream = lambda stream: stream or nullcontext()  # a stream is its own context
     module.current_stream = lambda device=None: torch.accelerator.current_stream(0)
     found: ModuleType = module
     return found
-
-
-@contextmanager
-def _on_stream(stream: torch.Stream | None) -> Iterator[None]:
-    outer = torch.accelerator.current_stream(0)
-    torch.accelerator.set_stream(stream or outer)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(outer)
 
 
 def races() -> list[str]:
@@ -133,7 +123,7 @@ def at_peak() -> dict[str, int]:
     """Bytes that were alive at that peak, by the operator that had written them last.
 
     What no operator had written yet is "new": in front of collectives that move nothing, what they
-    gather. Known from the first call of `peak_bytes` on.
+    gather.
     """
     lines: list[str] = torch.ops.stand_in.at_peak()
     return {what: int(nbytes) for nbytes, what in (line.split(" ", 1) for line in lines)}

@@ -71,16 +71,13 @@ class StandInGroup(PythonGroup):
         on_host = [[_host_view(t) for t in tensors] for tensors in (outputs, inputs)]
         on_device = any(t.device.type == device.NAME for t in (*outputs, *inputs))
         done = None
-        if on_device:
-            if self.own_stream or getattr(opts, "asyncOp", True):
-                current = torch.accelerator.current_stream(0)
-                self._stream.wait_stream(current)
-                torch.accelerator.set_stream(self._stream)
+        if on_device and (self.own_stream or getattr(opts, "asyncOp", True)):
+            self._stream.wait_stream(torch.accelerator.current_stream(0))
+            with self._stream:
                 torch.ops.stand_in.accessed(what, list(inputs), list(outputs))
-                done = self._stream.record_event()
-                torch.accelerator.set_stream(current)
-            else:
-                torch.ops.stand_in.accessed(what, list(inputs), list(outputs))
+            done = self._stream.record_event()
+        elif on_device:
+            torch.ops.stand_in.accessed(what, list(inputs), list(outputs))
         move(*on_host)
         return StreamWork(done, () if done is None else (*outputs, *inputs))
 

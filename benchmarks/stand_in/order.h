@@ -59,8 +59,7 @@ struct Device {
   std::map<std::string, int64_t> counts;
   int64_t streams = 1;
   int64_t live = 0, peak = 0;                  // bytes
-  bool snapshots = false;                      // whether to remember what is alive at the peak
-  std::map<std::string, int64_t> at_peak;      // bytes by what wrote them last
+  std::map<std::string, int64_t> at_peak;      // bytes alive there, by what wrote them last
 };
 
 Device& device() {
@@ -70,8 +69,11 @@ Device& device() {
 
 thread_local int64_t current_stream = 0;
 
-std::string at_stream(int64_t stream) {
-  return stream == kHost ? "host" : "stream " + std::to_string(stream);
+std::string at_stream(int64_t stream) { return "stream " + std::to_string(stream); }
+
+void count(const std::string& what) {
+  std::lock_guard<std::mutex> lock(device().mutex);
+  ++device().counts[what];
 }
 
 void report(const std::string& what) { device().races.push_back(what); }

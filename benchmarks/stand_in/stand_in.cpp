@@ -10,7 +10,6 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/DispatchStub.h>
-#include <ATen/native/Resize.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -68,7 +67,7 @@ struct DeviceAllocator final : c10::Allocator {
     device().live += static_cast<int64_t>(nbytes);
     if (device().live > device().peak) {
       device().peak = device().live;
-      if (device().snapshots) take_snapshot();
+      take_snapshot();
     }
     return {address, address, &free_block, kOnly};
   }
@@ -173,10 +172,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     std::lock_guard<std::mutex> lock(device().mutex);
     return stream(device().streams++);
   }
-  static void count(const char* what) {
-    std::lock_guard<std::mutex> lock(device().mutex);
-    ++device().counts[what];
-  }
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
@@ -229,12 +224,18 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
   return alias;
 }
 
+at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef strides,
+                         std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                         std::optional<at::Device>, std::optional<bool>) {
+  return at::detail::empty_strided_generic(size, strides, &allocator,
+                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                           c10::dtype_or_default(dtype));
+}
+
 // A new tensor on the device with what the CPU computed.
 at::Tensor on_device(const at::Tensor& tensor) {
   if (!tensor.defined()) return tensor;
-  at::Tensor found = at::detail::empty_strided_generic(tensor.sizes(), tensor.strides(), &allocator,
-                                                 c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-                                                 tensor.scalar_type());
+  auto found = empty_strided(tensor.sizes(), tensor.strides(), tensor.scalar_type(), {}, {}, {});
   if (tensor.numel()) on_cpu(found).copy_(tensor);
   return found;
 }
@@ -349,14 +350,6 @@ at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype,
                                    c10::dtype_or_default(dtype), format);
 }
 
-at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef strides,
-                         std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-                         std::optional<at::Device>, std::optional<bool>) {
-  return at::detail::empty_strided_generic(size, strides, &allocator,
-                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-                                           c10::dtype_or_default(dtype));
-}
-
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_blocking) {
   on_cpu(target).copy_(on_cpu(self));
   ran("aten::copy_", {self}, {target});
@@ -391,10 +384,7 @@ at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
                      source.strides());
 }
 
-void record_stream(at::Tensor&, at::Stream) {
-  std::lock_guard<std::mutex> lock(device().mutex);
-  ++device().counts["record_stream"];
-}
+void record_stream(at::Tensor&, at::Stream) { count("record_stream"); }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>());
@@ -500,7 +490,6 @@ int64_t live_bytes() {
 // The most since the last call.
 int64_t peak_bytes() {
   std::lock_guard<std::mutex> lock(device().mutex);
-  device().snapshots = true;
   return std::exchange(device().peak, device().live);
 }
 

@@ -21,6 +21,7 @@ from benchmarks.stand_in import device, group
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.core.streams import DeviceStreams
 from tests.common.looped import coalescing
+from tests.common.parity import OURS, shard
 from tests.common.workers import close_pools, ranks
 
 pytestmark = [
@@ -44,6 +45,8 @@ def own_ranks() -> Iterator[None]:
 
 class Block(nn.Module):
     """Even and uneven parameters; recomputed in backward, if asked for."""
+
+    is_unit = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,9 +129,7 @@ def _build(mesh: DeviceMesh, case: str) -> nn.Module:
     arguments, change = CASES[case]
     torch.manual_seed(0)
     model = Model().to(mesh.device_type)
-    for block in model.blocks:
-        fsdp2.fully_shard(block, mesh=mesh, **arguments)
-    fsdp2.fully_shard(model, mesh=mesh, **arguments)
+    shard(OURS, model, mesh=mesh, **arguments)
     if change is not None:
         on_device = mesh.device_type != "cpu"
         change(model, torch.Stream(device.load()) if on_device else None)
@@ -173,6 +174,8 @@ def _compare(case: str, backend: str, shape: tuple[int, ...], accumulate: int = 
         expected = _train(_build(plain, case), plain, accumulate)
     mesh = _mesh(device.NAME, backend, shape)
     model = _build(mesh, case)
+    kinds = {kind for r in fsdp2.group_reports(model) for kind in r.transport.split("+")}
+    assert ("coalesced" in kinds) is (backend == group.COALESCING)
     before = device.count_of("record_stream"), device.count_of("wait")
     device.races()
     seen = _train(model, mesh, accumulate)
@@ -228,11 +231,9 @@ def test_optimizer_on_a_stream_of_the_users() -> None:
         loss = model(_batch(step, mesh)).square().mean()
         optimizer.zero_grad()  # the last step has read them: the forward is behind it
         loss.backward()
-        current = torch.accelerator.current_stream(0)
-        stream.wait_stream(current)
-        torch.accelerator.set_stream(stream)
-        optimizer.step()
-        torch.accelerator.set_stream(current)
+        stream.wait_stream(torch.accelerator.current_stream(0))
+        with stream:
+            optimizer.step()
         model.set_post_optim_event(stream.record_event())
     stream.synchronize()  # it reads gradients that go with the model
     _assert_ordered()
