@@ -11,10 +11,11 @@ The figures to watch are per cent of the model's bytes:
 
     ours       shards of all ranks, padding over parameters; on the dims that `fully_shard` chooses
     gathered   the same of the gathered buffers, alignment of slots to 128 bytes included
-    torch      torch's FSDP2, shards and collectives alike
     packed     of ours: bytes that cannot be gathered straight into their place, so are copied
-    16 bytes   whether every collective moves a multiple of 16 bytes a rank: ours (gathers in bf16,
-               reductions in fp32, observed on simulated streams) and torch's (gathers in bf16)
+    two dims   ours and packed, where `shard_placement_fn` returns (Shard(0), Shard(1))
+    torch      torch's FSDP2, shards and collectives alike
+    16 bytes   whether every collective moves a multiple of 16 bytes a rank: all of ours (gathers in
+               bf16, reductions in fp32, observed on simulated streams), torch's (gathers in bf16)
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,13 @@ from benchmarks.public_models import MODELS, Shape, UnitShapes
 from fsdp2 import MixedPrecisionPolicy
 from fsdp2.core.layout import (
     COLLECTIVE_ALIGN_BYTES,
+    ROWS,
+    Cut,
     GroupLayout,
     ParamShape,
     Transport,
     build_layout,
-    default_dim,
-    padded,
+    default_cut,
 )
 from fsdp2.core.simulate import Node, Simulation
 from fsdp2.core.virtual import VirtualDevice
@@ -58,7 +60,7 @@ SHARD_BYTES, FULL_BYTES = 4, 2  # an element of an fp32 shard, of a bf16 gathere
 
 def torch_padded(shapes: Iterable[Shape], ranks: int) -> int:
     """Elements that torch's FSDP2 holds, over all ranks."""
-    return sum(padded(shape, 0, ranks) for shape in shapes)
+    return sum(ROWS.padded(shape, ranks) for shape in shapes)
 
 
 def torch_aligned(shapes: Iterable[Shape], ranks: int) -> bool:
@@ -66,14 +68,27 @@ def torch_aligned(shapes: Iterable[Shape], ranks: int) -> bool:
     return torch_padded(shapes, ranks) // ranks * FULL_BYTES % COLLECTIVE_ALIGN_BYTES == 0
 
 
-def layout(params: dict[str, Shape], ranks: int) -> GroupLayout:
+CutFn = Callable[[Shape, int], Cut]
+
+
+def one_dim(shape: Shape, ranks: int) -> Cut:
+    """What `fully_shard` chooses."""
+    return default_cut(shape, ranks, SHARD_BYTES)
+
+
+def two_dims(shape: Shape, ranks: int) -> Cut:
+    """What it chooses where it may cut a parameter on its first two dims."""
+    return default_cut(shape, ranks, SHARD_BYTES, tuple(range(len(shape)))[:2])
+
+
+def layout(params: dict[str, Shape], ranks: int, cut: CutFn) -> GroupLayout:
     """fsdp2's layout of one unit."""
     return build_layout(
         [
             ParamShape(
                 name,
                 shape,
-                default_dim(shape, ranks, SHARD_BYTES),
+                cut(shape, ranks),
                 torch.float32,
                 SHARD_BYTES,
                 torch.bfloat16,
@@ -100,11 +115,11 @@ class _Sizes(VirtualDevice):
         super().run(kind, reads, writes)
 
 
-def collective_bytes(params: dict[str, Shape], ranks: int) -> list[int]:
+def collective_bytes(params: dict[str, Shape], ranks: int, cut: CutFn) -> list[int]:
     """Bytes a rank of every tensor in a collective of one unit's step, on simulated streams."""
     device = _Sizes()
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    node = Node("unit", shapes=tuple(params.values()))
+    node = Node("unit", shapes=tuple(params.values()), cut=cut)
     Simulation(node, device, world_size=ranks, precision=precision).iteration()
     assert device.races == []
     return device.nbytes
@@ -119,49 +134,60 @@ class Padding:
     """One model, or one of its units, at one world size; shares of the parameters' own bytes.
 
     Attributes:
-        ours, gathered, torch: padding, as in the module's docstring (0.01: one per cent).
+        ours, gathered: padding, as in the module's docstring (0.01: one per cent).
         packed: share of the parameters' bytes that travel packed.
+        two_dims, two_dims_packed: padding and packed, where it may cut on two dims.
+        torch: padding.
         aligned: whether all our collectives move a multiple of 16 bytes a rank.
         torch_aligned: whether torch's all-gathers do.
     """
 
     ours: float
     gathered: float
-    torch: float
     packed: float
+    two_dims: float
+    two_dims_packed: float
+    torch: float
     aligned: bool
     torch_aligned: bool
 
 
-def padding(units: Iterable[UnitShapes], ranks: int) -> Padding:
+def padding(units: Sequence[UnitShapes], ranks: int) -> Padding:
     """What ``units`` pad, together."""
-    numel = ours = gathered = torchs = packed = 0
-    aligned = torchs_aligned = True
+    shapes = [(unit.times, list(unit.params.values())) for unit in units]
+    numel = sum(times * sum(map(math.prod, own)) for times, own in shapes)
+    torchs = sum(times * torch_padded(own, ranks) for times, own in shapes)
+    ours, gathered, packed, aligned = _ours(units, ranks, one_dim)
+    both, _, both_packed, both_aligned = _ours(units, ranks, two_dims)
+    return Padding(
+        ours / numel - 1,
+        gathered / numel - 1,
+        packed / numel,
+        both / numel - 1,
+        both_packed / numel,
+        torchs / numel - 1,
+        aligned and both_aligned,
+        all(torch_aligned(own, ranks) for _, own in shapes),
+    )
+
+
+def _ours(units: Sequence[UnitShapes], ranks: int, cut: CutFn) -> tuple[float, float, int, bool]:
+    """Elements of all shards, of the gathered buffers, and packed; whether all is aligned."""
+    shards = gathered = 0.0
+    packed, aligned = 0, True
     for unit in units:
-        times, shapes = unit.times, list(unit.params.values())
-        plan = layout(unit.params, ranks)
-        numel += times * sum(map(math.prod, shapes))
-        ours += times * ranks * plan.shard_bytes
-        gathered += times * plan.full_bytes
-        torchs += times * torch_padded(shapes, ranks)
-        packed += times * sum(
+        plan = layout(unit.params, ranks, cut)
+        shards += unit.times * ranks * plan.shard_bytes / SHARD_BYTES
+        gathered += unit.times * plan.full_bytes / FULL_BYTES
+        packed += unit.times * sum(
             slot.numel
             for segment in plan.segments
             if segment.transport is Transport.PACKED
             for slot in segment.slots
         )
-        aligned = aligned and not any(
-            nbytes % COLLECTIVE_ALIGN_BYTES for nbytes in collective_bytes(unit.params, ranks)
-        )
-        torchs_aligned = torchs_aligned and torch_aligned(shapes, ranks)
-    return Padding(
-        ours / (numel * SHARD_BYTES) - 1,
-        gathered / (numel * FULL_BYTES) - 1,
-        torchs / numel - 1,
-        packed / numel,
-        aligned,
-        torchs_aligned,
-    )
+        moved = collective_bytes(unit.params, ranks, cut)
+        aligned = aligned and not any(nbytes % COLLECTIVE_ALIGN_BYTES for nbytes in moved)
+    return shards, gathered, packed, aligned
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -179,14 +205,14 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def report(results: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
     """Header and rows of the table."""
-    header = ("model", "ranks", "ours %", "gathered %", "torch %")
-    header += ("packed %", "16 bytes ours", "torch")
+    shares = ("ours", "gathered", "packed", "two_dims", "two_dims_packed", "torch")
+    header = ("model", "ranks", "ours %", "gathered %", "packed %", "two dims %", "packed %")
+    header += ("torch %", "16 bytes ours", "torch")
     rows = [
         (
             each["model"],
             each["ranks"],
-            *(f"{each[kind] * 100:.2f}" for kind in ("ours", "gathered", "torch")),
-            f"{each['packed'] * 100:.2f}",
+            *(f"{each[kind] * 100:.2f}" for kind in shares),
             *("yes" if each[kind] else "no" for kind in ("aligned", "torch_aligned")),
         )
         for each in results

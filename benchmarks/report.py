@@ -200,7 +200,7 @@ def _padding(results: list[dict[str, Any]], device: str) -> list[Section]:
         header, rows = padding.report(own)
         bars = {
             kind: {f"{each['ranks']}": (each[kind] * 100,) * 3 for each in own}
-            for kind in ("ours", "torch")
+            for kind in ("ours", "two_dims", "torch")
         }
         title = f"Padding of {model}, per cent of its bytes"
         rest = [row[1:] for row in rows]

@@ -112,6 +112,10 @@ def fully_shard(
             the default, or a `ShardPlacementResult` with a mesh of the parameter's own. Any dim
             may be uneven. The default is ``Shard(0)``, unless equal pieces of dim 0 pad more than
             3 % of the parameter and more than 1 MiB over all ranks: then the dim that pads least.
+            A tuple names several: the first is taken by the same rule; failing that one of them,
+            or ``(Shard(0), Shard(d))`` on a mesh of two shard dims if that pads less or spares
+            copies. Such a parameter is on another mesh than the rest, which
+            ``torch.nn.utils.clip_grad_norm_`` refuses and `fsdp2.clip_grad_norm_` takes.
         mp_policy: dtypes of compute, reduction and outputs.
         offload_policy: `CPUOffloadPolicy` keeps shards, gradients and optimizer states in CPU
             memory. The default keeps them on the device.

@@ -27,7 +27,7 @@ class GroupReport:
         padding_bytes: how many of ``shard_bytes`` hold no parameter, on average over ranks.
         transport: how it is gathered: "coalesced", "packed", "local", "extension" (tensor
             subclasses with all-gather hooks, whose bytes are not counted), or several with "+".
-        dims: shard dims of the parameters that are not sharded on dim 0, by their name in the
+        dims: shard dims of the parameters that are not sharded on dim 0 alone, by their name in the
             model; ``shard_placement_fn`` chose them, or dim 0 would have padded too much.
     """
 
@@ -38,7 +38,7 @@ class GroupReport:
     unsharded_bytes: int
     padding_bytes: int
     transport: str
-    dims: Mapping[str, int]
+    dims: Mapping[str, tuple[int, ...]]
 
 
 def group_reports(model: nn.Module) -> list[GroupReport]:
@@ -73,6 +73,8 @@ def _report(group: ParamGroup, name: str, params: Mapping[nn.Parameter, str]) ->
         padding_bytes=layout.padding_bytes,
         transport=layout.transports,
         dims={
-            params.get(param.sharded, param.name): param.dim for param in group.params if param.dim
+            params.get(param.sharded, param.name): param.cut.dims
+            for param in group.params
+            if param.cut.dims != (0,)
         },
     )

@@ -43,7 +43,7 @@ def make_groups(
         streams = streams_for(axes.device)
         members = [plan for plan in plans if plan.axes is axes]
         params = [
-            ShardedParam(plan.name, plan.param, plan.slots, plan.dim, axes, plan.compute_dtype)
+            ShardedParam(plan.name, plan.param, plan.slots, plan.cut, axes, plan.compute_dtype)
             for plan in members
         ]
         group = ParamGroup(

@@ -103,4 +103,5 @@ def reduction_spec(
 
 
 def _is_direct(slot: Slot, itemsize: int) -> bool:
-    return slot.dim == 0 and slot.even and slot.shard_numel * itemsize % COLLECTIVE_ALIGN_BYTES == 0
+    aligned = slot.shard_numel * itemsize % COLLECTIVE_ALIGN_BYTES == 0
+    return slot.in_order and slot.even and aligned

@@ -336,7 +336,7 @@ def check_plans(name: str, plans: list[Plan], options: GroupOptions) -> None:
         for plan in plans:
             if plan.axes is axes:
                 local = local_of(plan.param.detach())
-                details[f"parameter '{plan.name}'"] = f"{_shape(local)} on dim {plan.dim}"
+                details[f"parameter '{plan.name}'"] = f"{_shape(local)} on {plan.cut}"
                 if not is_extended(local):
                     details[f"the weights of '{plan.name}'"] = _checksum(local)
         what = f"fully_shard of {name}"

@@ -187,7 +187,7 @@ class ParamGroup:
             shard, full = param.dtype, compute_dtype(self.options, param)
             dtypes = (shard, shard.itemsize, full, full.itemsize)
             shapes.append(
-                ParamShape(param.name, param.shape, param.dim, *dtypes, param.is_extended)
+                ParamShape(param.name, param.shape, param.cut, *dtypes, param.is_extended)
             )
         return shapes
 

@@ -23,6 +23,7 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 COLLECTIVE_ALIGN_BYTES = 16
 """NCCL moves chunks of a multiple of 16 bytes with vector loads, others element by element."""
@@ -38,32 +39,98 @@ SMALL_PADDING_BYTES = 1 << 20
 """The same in bytes, over all ranks."""
 
 
-def padded(shape: Sequence[int], dim: int, ranks: int) -> int:
-    """Elements of all ranks' equal pieces of a tensor of ``shape``, cut on ``dim``."""
-    return math.prod((*shape[:dim], ranks * math.ceil(shape[dim] / ranks), *shape[dim + 1 :]))
+@dataclass(frozen=True)
+class Cut:
+    """How a parameter is cut into equal pieces, one a rank; the last ones may be short or empty.
+
+        Cut(0), 2 ranks        rows of [4, 6] in pieces of 2:               0-1 | 2-3
+        Cut(1), 2 ranks        columns in pieces of 3:                      0-2 | 3-5
+        Cut(1, 2), 4 ranks     of [2, 6]: 2 bands of a row, each of them    0, 0-2 | 0, 3-5
+                               in pieces of 3 columns                       1, 0-2 | 1, 3-5
+
+    Attributes:
+        dim: the dim that is cut into pieces of ``ceil(length / ranks)``.
+        bands: into how many equal bands dim 0 is cut before, of as many ranks each; they divide
+            the ranks and dim 0's length, and ``dim`` is another dim if there is more than one.
+    """
+
+    dim: int = 0
+    bands: int = 1
+
+    def __str__(self) -> str:
+        return f"dim {self.dim}" if self.bands == 1 else f"dims 0 (in {self.bands}) and {self.dim}"
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The dims that are cut."""
+        return (self.dim,) if self.bands == 1 else (0, self.dim)
+
+    def piece(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
+        """Shape of a whole piece of a parameter of ``shape``."""
+        lengths = list(shape)
+        lengths[0] //= self.bands
+        lengths[self.dim] = math.ceil(shape[self.dim] / (ranks // self.bands))
+        return tuple(lengths)
+
+    def padded(self, shape: Sequence[int], ranks: int) -> int:
+        """Elements of all ranks' pieces."""
+        return ranks * math.prod(self.piece(shape, ranks))
+
+    def in_order(self, shape: Sequence[int], ranks: int) -> bool:
+        """Whether the pieces, one behind the other, are the parameter and nothing between."""
+        if self.dim == 0:
+            return True
+        before = math.prod(self.piece(shape, ranks)[: self.dim])
+        return before == 1 and self.padded(shape, ranks) == math.prod(shape)
 
 
-def default_dim(shape: Sequence[int], ranks: int, itemsize: int) -> int:
-    """The dim to shard where nobody chose one.
+ROWS = Cut()
+"""What torch's FSDP2 does."""
 
-    Dim 0, unless equal pieces of it pad more than 3 % of the parameter and more than 1 MiB over all
-    ranks; then the dim that pads least, of several the first.
+
+def default_cut(
+    shape: Sequence[int],
+    ranks: int,
+    itemsize: int,
+    dims: Sequence[int] | None = None,
+    in_bands: bool = True,
+) -> Cut:
+    """The cut that is taken where several will do.
+
+    On the first dim, unless equal pieces of it pad more than 3 % of the parameter and more than
+    1 MiB over all ranks. Then, of all dims and, where dim 0 and others were named, of dim 0 in as
+    many bands as can be with another: one that pads no more than 3 %, rather one that needs no
+    copies, rather on one dim, rather one that pads less; if there is none, the one that pads least.
 
     Args:
         shape: shape of the parameter, at least one dim.
         ranks: how many ranks it is sharded over.
         itemsize: bytes of an element.
+        dims: those that it may be cut on; ``None`` (default) for any one.
+        in_bands: whether it may be cut on two of them.
 
     Example::
 
-        >>> default_dim((128, 5760, 2880), 256, 4)  # on dim 0, half of all ranks would be empty
-        1
+        >>> default_cut((128, 5760, 2880), 256, 4)  # on dim 0, half of all ranks would be empty
+        Cut(dim=1, bands=1)
+        >>> default_cut((128, 5760, 2880), 256, 4, dims=(0, 1))
+        Cut(dim=1, bands=128)
     """
     numel = math.prod(shape)
-    padding = [padded(shape, dim, ranks) - numel for dim in range(len(shape))]
-    if padding[0] <= SMALL_PADDING * numel or padding[0] * itemsize <= SMALL_PADDING_BYTES:
-        return 0
-    return padding.index(min(padding))
+    cuts = [Cut(dim) for dim in (range(len(shape)) if dims is None else dims)]
+    small = SMALL_PADDING * numel
+    padding = cuts[0].padded(shape, ranks) - numel
+    if padding <= small or padding * itemsize <= SMALL_PADDING_BYTES:
+        return cuts[0]
+    bands = math.gcd(shape[0], ranks)
+    if in_bands and dims is not None and 0 in dims and 1 < bands < ranks:
+        cuts += [Cut(dim, bands) for dim in dims if dim]
+
+    def cost(cut: Cut) -> tuple[float, bool, int, int]:
+        padding = cut.padded(shape, ranks) - numel
+        return max(padding - small, 0), not cut.in_order(shape, ranks), cut.bands, padding
+
+    return min(cuts, key=cost)
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -92,7 +159,7 @@ class ParamShape:
     Attributes:
         name: full name, for messages.
         shape: global shape.
-        dim: the dim that is sharded, in ``[0, len(shape))``.
+        cut: how it is sharded.
         shard_dtype: dtype of the shard, as any hashable value.
         shard_itemsize: bytes of one element of the shard.
         full_dtype: dtype of the gathered parameter.
@@ -102,7 +169,7 @@ class ParamShape:
 
     name: str
     shape: tuple[int, ...]
-    dim: int
+    cut: Cut
     shard_dtype: Hashable
     shard_itemsize: int
     full_dtype: Hashable
@@ -117,20 +184,38 @@ class Slot:
     Attributes:
         index: the parameter's position in the group.
         shape: global shape.
-        dim: sharded dim.
+        cut: how it is sharded.
         world_size: ranks that it is sharded over.
-        chunk: length of a whole rank's piece of ``dim``: ceil(shape[dim] / world_size).
         shard_offset: start in the segment's part of the flat shard.
         full_offset: start in the segment's part of the gathered buffer.
     """
 
     index: int
     shape: tuple[int, ...]
-    dim: int
+    cut: Cut
     world_size: int
-    chunk: int
     shard_offset: int
     full_offset: int
+
+    @property
+    def dim(self) -> int:
+        """The dim that is cut into pieces; besides, dim 0 may be cut into bands."""
+        return self.cut.dim
+
+    @property
+    def per_band(self) -> int:
+        """Ranks that share a band; all, if there is one."""
+        return self.world_size // self.cut.bands
+
+    @property
+    def piece(self) -> tuple[int, ...]:
+        """Shape of a whole piece."""
+        return self.cut.piece(self.shape, self.world_size)
+
+    @property
+    def chunk(self) -> int:
+        """Length of a whole piece in the sharded dim."""
+        return self.piece[self.dim]
 
     @property
     def inner(self) -> int:
@@ -139,20 +224,20 @@ class Slot:
 
     @property
     def outer(self) -> int:
-        """The product of the dims before the sharded one (1 for dim 0)."""
-        return math.prod(self.shape[: self.dim])
+        """The product of a band's dims before the sharded one (1 for dim 0)."""
+        return math.prod(self.piece[: self.dim])
 
     @property
     def shard_numel(self) -> int:
         """Elements of one rank's piece, padding included; the same on every rank."""
-        return self.outer * self.chunk * self.inner
+        return math.prod(self.piece)
 
     @property
     def full_numel(self) -> int:
         """Elements of the gathered slot: whole pieces for dim 0, else the parameter itself."""
         if self.dim == 0:
             return self.world_size * self.shard_numel
-        return math.prod(self.shape)
+        return self.numel
 
     @property
     def numel(self) -> int:
@@ -162,18 +247,31 @@ class Slot:
     @property
     def even(self) -> bool:
         """Whether every rank holds a whole piece."""
-        return self.chunk * self.world_size == self.shape[self.dim]
+        return self.chunk * self.per_band == self.shape[self.dim]
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the ranks' pieces lie in the parameter one behind the other."""
+        return self.cut.in_order(self.shape, self.world_size)
 
     def rows(self, rank: int) -> int:
         """Length of ``rank``'s piece of the sharded dim (0 for a rank beyond the end)."""
-        return max(0, min(self.chunk, self.shape[self.dim] - rank * self.chunk))
+        return max(0, min(self.chunk, self.shape[self.dim] - rank % self.per_band * self.chunk))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of ``rank``'s shard, without padding."""
-        return (*self.shape[: self.dim], self.rows(rank), *self.shape[self.dim + 1 :])
+        return (*self.piece[: self.dim], self.rows(rank), *self.shape[self.dim + 1 :])
+
+    def part(self, whole: Any, rank: int) -> Any:
+        """``rank``'s shard, without padding: a view of the whole parameter, a tensor."""
+        if self.cut.bands > 1:
+            height = self.piece[0]
+            whole = whole.narrow(0, rank // self.per_band * height, height)
+        start = min(rank % self.per_band * self.chunk, self.shape[self.dim])
+        return whole.narrow(self.dim, start, self.rows(rank))
 
     def whole_ranks(self) -> int:
-        """How many ranks hold a whole piece; at most one further rank holds a part of one."""
+        """How many ranks of a band hold a whole piece; at most one further holds a part of one."""
         return self.shape[self.dim] // self.chunk if self.chunk else 0
 
 
@@ -188,7 +286,7 @@ class Segment:
         transport: how it is gathered.
         shard_dtype: dtype of the shards.
         full_dtype: dtype of the gathered parameters; a cast happens where it differs.
-        slots: the parameters, in the order of both buffers.
+        slots: the parameters, in the order of both buffers; those whose pieces are in order first.
         shard_numel: elements of one rank's part, padded to 16 bytes in either dtype.
         full_numel: elements of the gathered part, alignment included.
         shard_byte_offset: start in the group's flat shard, in bytes.
@@ -266,11 +364,10 @@ def pick_transport(param: ParamShape, world_size: int, coalesces: bool) -> Trans
         return Transport.EXTENSION
     if world_size == 1:
         return Transport.LOCAL
-    chunk = math.ceil(param.shape[param.dim] / world_size)
-    shard_numel = chunk * math.prod(param.shape[1:]) if param.dim == 0 else 0
-    itemsize = min(param.shard_itemsize, param.full_itemsize)
-    aligned = shard_numel > 0 and shard_numel * itemsize % COLLECTIVE_ALIGN_BYTES == 0
-    return Transport.COALESCED if coalesces and aligned else Transport.PACKED
+    fits = math.prod(param.shape) > 0 and param.cut.in_order(param.shape, world_size)
+    if coalesces and fits and not _misaligned(param, world_size):
+        return Transport.COALESCED
+    return Transport.PACKED
 
 
 def _build_segment(
@@ -286,10 +383,7 @@ def _build_segment(
             transport,
             first.shard_dtype,
             first.full_dtype,
-            tuple(
-                Slot(i, p.shape, p.dim, world_size, math.ceil(p.shape[p.dim] / world_size), 0, 0)
-                for i, p in members
-            ),
+            tuple(Slot(i, p.shape, p.cut, world_size, 0, 0) for i, p in members),
             0,
             0,
             shard_byte_offset,
@@ -299,10 +393,9 @@ def _build_segment(
     slots: list[Slot] = []
     shard_offset = full_offset = 0
     for index, param in members:
-        chunk = math.ceil(param.shape[param.dim] / world_size)
         # The local transport casts or aliases the flat shard as a whole: same offsets in both.
         start = shard_offset if transport is Transport.LOCAL else full_offset
-        slot = Slot(index, param.shape, param.dim, world_size, chunk, shard_offset, start)
+        slot = Slot(index, param.shape, param.cut, world_size, shard_offset, start)
         slots.append(slot)
         shard_offset += slot.shard_numel
         if transport is Transport.LOCAL:
@@ -334,7 +427,7 @@ def build_layout(params: Sequence[ParamShape], world_size: int, coalesces: bool)
 
     Example::
 
-        >>> weight = ParamShape("w", (4, 8), 0, "f32", 4, "f32", 4)
+        >>> weight = ParamShape("w", (4, 8), ROWS, "f32", 4, "f32", 4)
         >>> build_layout([weight], world_size=2, coalesces=True).shard_bytes
         64
     """
@@ -350,9 +443,15 @@ def build_layout(params: Sequence[ParamShape], world_size: int, coalesces: bool)
     shard_bytes = full_bytes = payload = 0
     for (transport, _, _), members in families.items():
         if transport is Transport.PACKED:
-            # Dim 0 first, so that one fused kernel copies all of those out; aligned shards before
-            # the others, whose padding then comes once, at the end.
-            members = sorted(members, key=lambda m: (m[1].dim, _misaligned(m[1], world_size)))
+            # Pieces in order first, so that one fused kernel copies all of those out; aligned
+            # shards before the others, whose padding then comes once, at the end.
+            members = sorted(
+                members,
+                key=lambda m: (
+                    not m[1].cut.in_order(m[1].shape, world_size),
+                    _misaligned(m[1], world_size),
+                ),
+            )
         segment = _build_segment(transport, members, world_size, shard_bytes, full_bytes)
         segments.append(segment)
         first = members[0][1]
@@ -370,6 +469,5 @@ def build_layout(params: Sequence[ParamShape], world_size: int, coalesces: bool)
 
 
 def _misaligned(param: ParamShape, world_size: int) -> bool:
-    chunk = math.ceil(param.shape[param.dim] / world_size)
-    numel = math.prod(param.shape[: param.dim]) * chunk * math.prod(param.shape[param.dim + 1 :])
+    numel = math.prod(param.cut.piece(param.shape, world_size))
     return numel * min(param.shard_itemsize, param.full_itemsize) % COLLECTIVE_ALIGN_BYTES != 0

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, ShardingStateError
-from fsdp2.core.layout import Slot
+from fsdp2.core.layout import Cut, Slot
 from fsdp2.core.sharding import (
     MeshAxes,
     gradient_placements,
@@ -125,7 +125,7 @@ class ShardedParam:
     Attributes:
         name: full name, from the root module once that is known.
         slots: where it is registered.
-        dim: sharded dim.
+        cut: how it is sharded.
         shape: shape of what is laid out: of the parameter, or of its local tensor if it was a
             DTensor before.
         compute_dtype: the dtype that it is gathered in, if the user made an exception for it.
@@ -149,7 +149,7 @@ class ShardedParam:
         "attributes",
         "axes",
         "compute_dtype",
-        "dim",
+        "cut",
         "name",
         "requires_grad",
         "shape",
@@ -163,18 +163,18 @@ class ShardedParam:
         name: str,
         param: nn.Parameter,
         slots: list[ModuleSlot],
-        dim: int,
+        cut: Cut,
         axes: MeshAxes,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         self.name = name
         self.slots = ModuleSlots(slots)
-        self.dim = dim
+        self.cut = cut
         self.axes = axes
         self.compute_dtype = compute_dtype
         self.attributes = _users_attributes(param)
         self.requires_grad = param.requires_grad
-        self._spec: DTensorSpec = sharded_spec(axes, param, dim)
+        self._spec: DTensorSpec = sharded_spec(axes, param, cut)
         self._parallel = param._spec if isinstance(param, DTensor) else None
         self._whole: torch.Tensor | None = local_of(param.detach())  # until the shard has its rows
         self.shape = tuple(self._whole.shape)
@@ -222,13 +222,11 @@ class ShardedParam:
             target: ``slot.local_shape(rank)``.
         """
         whole = self._whole
-        rank = self.axes.rank
         with torch.no_grad():
             if whole is None:
                 target.copy_(self.local)
             else:
-                start = min(rank * slot.chunk, self.shape[self.dim])
-                target.copy_(whole.narrow(self.dim, start, slot.rows(rank)))
+                target.copy_(slot.part(whole, self.axes.rank))
         self._wrap(target)
 
     def adopt_extended(self, slot: Slot, offload: CPUOffloadPolicy | None) -> None:
@@ -536,7 +534,7 @@ class ShardedParam:
         meta = self._spec.tensor_meta
         assert meta is not None
         meta = TensorMeta(meta.shape, meta.stride, rows.dtype)
-        spec = DTensorSpec(mesh, (Replicate(), Shard(self.dim)), tensor_meta=meta)
+        spec = DTensorSpec(mesh, (Replicate(), Shard(self.cut.dim)), tensor_meta=meta)
         param = nn.Parameter(wrap_local(rows, spec), requires_grad=self.sharded.requires_grad)
         param.__dict__.update(self.attributes)
         param.__dict__[GATHERED] = self.name
@@ -586,7 +584,7 @@ def _shard_of(whole: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
     new_zeros, slice and copy_.
     """
     dim = slot.dim
-    padded = whole.new_zeros((*slot.shape[:dim], slot.chunk, *slot.shape[dim + 1 :]))
+    padded = whole.new_zeros(slot.piece)
     length = slot.rows(rank)
     rows = padded.narrow(dim, 0, length)
     if length:

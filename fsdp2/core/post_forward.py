@@ -14,7 +14,6 @@ the slots of the larger one: its padding is never longer.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp2.core.collectives import AllGather, Collectives
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.kernels import Kernels
-from fsdp2.core.layout import COLLECTIVE_ALIGN_BYTES, GroupLayout, Segment, Slot, Transport
+from fsdp2.core.layout import COLLECTIVE_ALIGN_BYTES, Cut, GroupLayout, Segment, Slot, Transport
 from fsdp2.core.param import ShardedParam, Swap
 from fsdp2.core.transport import Route, make_transports
 
@@ -49,13 +48,13 @@ def smaller_segment(
     itemsize: int = segment.full_dtype.itemsize  # type: ignore[attr-defined]  # a dtype
     slots: list[Slot] = []
     offset = 0
-    for slot in segment.slots:
-        chunk = math.ceil(slot.shape[slot.dim] / world_size)
-        smaller = replace(slot, world_size=world_size, chunk=chunk, shard_offset=offset)
+    cut = [replace(slot, cut=Cut(slot.dim), world_size=world_size) for slot in segment.slots]
+    for slot in sorted(cut, key=lambda slot: not slot.in_order):  # as in a packed segment
+        smaller = replace(slot, shard_offset=offset)
         slots.append(smaller)
         offset += smaller.shard_numel
     aligned = all(
-        slot.dim == 0
+        slot.in_order
         and slot.shard_numel
         and slot.shard_numel * itemsize % COLLECTIVE_ALIGN_BYTES == 0
         for slot in slots
@@ -134,9 +133,8 @@ class PostForward:
         dtype: Any = segment.full_dtype
         start = segment.shard_byte_offset + slot.shard_offset * dtype.itemsize
         rows = self._rows.view(dtype, start, slot.local_shape(rank))
-        first = min(rank * slot.chunk, slot.shape[slot.dim])
         self._targets.append(rows)
-        self._sources.append(gathered.narrow(slot.dim, first, slot.rows(rank)))
+        self._sources.append(slot.part(gathered, rank))
         self.swaps += param.swaps(param.between(rows, self._group.mesh))
 
     def keep(self) -> None:

@@ -274,6 +274,8 @@ class SegmentReduction:
             compute.append(SegmentReduction._stage_cast)
         else:
             compute.append(SegmentReduction._stage_direct)
+        if any(slot.dim for slot in self.slots):
+            compute.append(SegmentReduction._as_pieces)
         if before is not None:
             reduce.append(lambda self, job: self._divide_each(job.grads, before))
         reduce.append(SegmentReduction._reduce_direct)
@@ -362,6 +364,14 @@ class SegmentReduction:
         self.kernels.copy_many(self._targets, job.grads)
         job.grads = self._targets
 
+    def _as_pieces(self, job: Job) -> None:
+        """Gradients that are not cut into rows alone, as their pieces: some backends count rows."""
+        size = self.collectives.size
+        job.grads = [
+            grad if slot.dim == 0 else grad.view((size * slot.piece[0], *slot.piece[1:]))
+            for slot, grad in zip(self.slots, job.grads, strict=True)
+        ]
+
     def _stage_packed(self, job: Job) -> None:
         dtype = self._unify(job)
         if self._staging is not None:
@@ -387,14 +397,16 @@ class SegmentReduction:
 
     def _rank_major(self, slot: Slot, grad: Any) -> Any:
         """A gradient sharded on a later dim, as rows of one rank's piece each: [ranks, n]."""
-        rows = self.kernels.zeros(
-            (self.collectives.size, slot.shard_numel), grad.dtype, "rank-major gradient"
-        )
+        size, bands, outer, inner = self.collectives.size, slot.cut.bands, slot.outer, slot.inner
+        if slot.in_order:
+            return grad.reshape(size, slot.shard_numel)
+        rows = self.kernels.zeros((size, slot.shard_numel), grad.dtype, "rank-major gradient")
+        pieces = rows.view(bands, slot.per_band, slot.shard_numel)
         for ranks, first, length in shard_blocks(slot):
             source = grad.narrow(slot.dim, first * slot.chunk, ranks * length)
-            source = source.reshape(slot.outer, ranks, length, slot.inner).transpose(0, 1)
-            part = rows.narrow(0, first, ranks).narrow(1, 0, slot.outer * length * slot.inner)
-            self.kernels.copy(part.view(ranks, slot.outer, length, slot.inner), source)
+            source = source.reshape(bands, outer, ranks, length, inner).transpose(1, 2)
+            part = pieces.narrow(1, first, ranks).narrow(2, 0, outer * length * inner)
+            self.kernels.copy(part.view(bands, ranks, outer, length, inner), source)
         return rows
 
     # ---- steps on the REDUCE lane

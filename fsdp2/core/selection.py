@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp2.core.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.core.extension import check_hooks
 from fsdp2.core.hooks import UnitHooks, hooks_of
-from fsdp2.core.layout import default_dim
+from fsdp2.core.layout import Cut, default_cut
 from fsdp2.core.param import OWNER, ModuleSlot, is_extended
 from fsdp2.core.registrations import is_managed
 from fsdp2.core.sharding import (
@@ -31,7 +31,7 @@ from fsdp2.core.sharding import (
     local_of,
 )
 
-PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
+PlacementFn = Callable[[nn.Parameter], Shard | tuple[Shard, ...] | ShardPlacementResult | None]
 """What ``shard_placement_fn`` is."""
 
 
@@ -115,7 +115,7 @@ class Plan:
         param: the parameter.
         slots: where it is registered.
         axes: the data-parallel axes that it is sharded over.
-        dim: the dim that is sharded.
+        cut: how it is sharded.
         compute_dtype: the dtype to gather it in, if the policy makes an exception for it.
     """
 
@@ -123,7 +123,7 @@ class Plan:
     param: nn.Parameter
     slots: list[ModuleSlot]
     axes: MeshAxes
-    dim: int
+    cut: Cut
     compute_dtype: torch.dtype | None
 
 
@@ -149,27 +149,29 @@ def plan_parameters(
                 own = axes
             placement = placement.placement
         check_shardable(name, param, own)
-        if placement is None:
-            dim = _default_dim(param, own)
-        else:
-            dim = check_placement(name, param, placement)
-        _check_extension(name, param, own, dim)
+        dims = None if placement is None else check_placement(name, param, placement)
+        cut = _cut(param, own, dims)
+        _check_extension(name, param, own, cut.dim)
         where: list[ModuleSlot] = [(slot[0], slot[1]) for slot in slots]
-        plans.append(Plan(name, param, where, own, dim, policy.compute_dtype(name, param)))
+        plans.append(Plan(name, param, where, own, cut, policy.compute_dtype(name, param)))
     _check_one_device(found)
     _check_memory({slots[0].name: local_of(param) for param, slots in found.items()})
     return plans
 
 
-def _default_dim(param: nn.Parameter, axes: MeshAxes) -> int:
+def _cut(param: nn.Parameter, axes: MeshAxes, dims: tuple[int, ...] | None) -> Cut:
+    """The cut of a parameter, on the dims that its owner named."""
     local = local_of(param)
+    if dims is not None and len(dims) == 1:
+        return Cut(dims[0])
     if is_extended(local):
-        return 0  # its hooks may know no other
+        return Cut(0 if dims is None else dims[0])  # its hooks may know no other
     shape = tuple(local.shape)
     if isinstance(param, DTensor):  # the largest piece, which all ranks know (I1)
         pieces = param._spec.num_shards_map
         shape = tuple(math.ceil(n / p) for n, p in zip(param.shape, pieces, strict=True))
-    return default_dim(shape, axes.size, param.element_size())
+    bands = not isinstance(param, DTensor)  # whose mesh has no dim to split
+    return default_cut(shape, axes.size, param.element_size(), dims, bands)
 
 
 def axes_in(plans: list[Plan]) -> list[MeshAxes]:

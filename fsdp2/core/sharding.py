@@ -31,6 +31,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parameter import UninitializedParameter
 
 from fsdp2.core.config import DataParallelMeshDims
+from fsdp2.core.layout import Cut
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,11 @@ class ShardPlacementResult:
     """What ``shard_placement_fn`` returns for a parameter with a mesh of its own.
 
     Args:
-        placement: the shard dim; ``None`` for ``Shard(0)``.
+        placement: the shard dim, or those that it may be cut on; ``None`` for ``Shard(0)``.
         mesh_info: the mesh, for example of the expert-parallel ranks.
     """
 
-    placement: Shard | None
+    placement: Shard | tuple[Shard, ...] | None
     mesh_info: FSDPMeshInfo
 
 
@@ -91,10 +92,21 @@ class MeshAxes:
     full: DeviceMesh | None = None
     dims: DataParallelMeshDims | None = None
 
-    def placements(self, dim: int) -> tuple[Placement, ...]:
-        """Placements on ``mesh`` of a parameter that is sharded on ``dim``."""
+    def placements(self, cut: Cut) -> tuple[Placement, ...]:
+        """Placements on ``mesh``, or on that of a cut in bands, of a parameter that is so cut."""
         copies: tuple[Placement, ...] = (Replicate(),) if self.replicas is not None else ()
-        return (*copies, Shard(dim)) if self.group is not None else copies
+        if self.group is None:
+            return copies
+        bands = (Shard(0),) if cut.bands > 1 else ()
+        return (*copies, *bands, Shard(cut.dim))
+
+    def mesh_of(self, cut: Cut) -> DeviceMesh:
+        """The mesh that a parameter which is so cut lies on: with two shard dims for bands.
+
+        Makes process groups the first time, for this rank alone; all ranks of the mesh must take
+        part.
+        """
+        return self.mesh if cut.bands == 1 else _banded(self, cut.bands, dist.group.WORLD)
 
     @functools.cached_property
     def shard_mesh(self) -> DeviceMesh:
@@ -234,37 +246,68 @@ def smaller_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
 def _smaller_mesh(mesh: DeviceMesh, size: int, world: Any) -> DeviceMesh:
     # Equal meshes of different worlds (destroyed and started again) have different groups.
     ranks = mesh.mesh.view(-1, size)
-    mine = (ranks == dist.get_rank()).nonzero()[0].tolist()
-    shard = dist.new_group(ranks[mine[0]].tolist(), use_local_synchronization=True)
-    copies = dist.new_group(ranks[:, mine[1]].tolist(), use_local_synchronization=True)
+    groups = _grid_groups(ranks)
     return DeviceMesh.from_group(
-        [copies, shard], mesh.device_type, mesh=ranks, mesh_dim_names=("replicate", "shard")
+        groups, mesh.device_type, mesh=ranks, mesh_dim_names=("replicate", "shard")
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _banded(axes: MeshAxes, bands: int, world: Any) -> DeviceMesh:
+    """The mesh with its shard dim as (bands, ranks of a band)."""
+    mesh = axes.mesh
+    assert axes.group is not None
+    ranks = mesh.mesh.view(-1, bands, axes.size // bands)
+    mine = int((ranks == dist.get_rank()).nonzero()[0][0])
+    groups, names = _grid_groups(ranks[mine]), ("bands", "shard")
+    if axes.replicas is None:
+        return DeviceMesh.from_group(
+            groups, mesh.device_type, mesh=ranks[mine], mesh_dim_names=names
+        )
+    groups.insert(0, axes.replicas)
+    return DeviceMesh.from_group(
+        groups, mesh.device_type, mesh=ranks, mesh_dim_names=("replicate", *names)
+    )
+
+
+def _grid_groups(ranks: torch.Tensor) -> list[dist.ProcessGroup]:
+    """Process groups of this rank's column and of its row in a grid of ranks."""
+    row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    lines = (ranks[:, column], ranks[row])
+    return [dist.new_group(line.tolist(), use_local_synchronization=True) for line in lines]
 
 
 # ---- checks
 
 
-def check_placement(name: str, param: nn.Parameter, placement: object) -> int:
-    """The shard dim that ``shard_placement_fn`` chose for a parameter, made non-negative.
+def check_placement(name: str, param: nn.Parameter, placement: object) -> tuple[int, ...]:
+    """The dims that ``shard_placement_fn`` chose for a parameter, made non-negative.
 
     Args:
         name: the parameter's full name, for messages.
         param: the parameter.
         placement: what ``shard_placement_fn`` returned.
     """
-    if type(placement) is not Shard:
+    dims = []
+    for shard in placement if isinstance(placement, tuple) else (placement,):
+        if type(shard) is not Shard:
+            raise ValueError(
+                f"shard_placement_fn returned {placement!r} for parameter '{name}'; return a "
+                f"torch.distributed.tensor.Shard, a tuple of them, a ShardPlacementResult or None"
+            )
+        dim = shard.dim + param.ndim if shard.dim < 0 else shard.dim
+        if not 0 <= dim < param.ndim:
+            raise ValueError(
+                f"shard_placement_fn returned Shard({shard.dim}) for parameter '{name}' of shape "
+                f"{tuple(param.shape)}; choose a dim below {param.ndim}"
+            )
+        dims.append(dim)
+    if not dims:
         raise ValueError(
-            f"shard_placement_fn returned {placement!r} for parameter '{name}'; return a "
-            f"torch.distributed.tensor.Shard, a ShardPlacementResult or None"
+            f"shard_placement_fn returned () for parameter '{name}'; name at least one dim, for "
+            f"example (Shard(0), Shard(1)), or return None"
         )
-    dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
-    if not 0 <= dim < param.ndim:
-        raise ValueError(
-            f"shard_placement_fn returned Shard({placement.dim}) for parameter '{name}' of shape "
-            f"{tuple(param.shape)}; choose a dim below {param.ndim}"
-        )
-    return dim
+    return tuple(dims)
 
 
 def check_shardable(name: str, param: nn.Parameter, axes: MeshAxes) -> None:
@@ -358,14 +401,15 @@ def _joined(outer: DeviceMesh, inner: DeviceMesh, world: Any) -> DeviceMesh:
     return DeviceMesh._concatenate([outer, inner])
 
 
-def sharded_spec(axes: MeshAxes, param: torch.Tensor, dim: int) -> DTensorSpec:
-    """The spec of a parameter of this global shape and dtype, sharded on ``dim``."""
+def sharded_spec(axes: MeshAxes, param: torch.Tensor, cut: Cut) -> DTensorSpec:
+    """The spec of a parameter of this global shape and dtype; a DTensor is not cut in bands."""
     meta = TensorMeta(param.size(), param.stride(), param.dtype)
+    placements = axes.placements(cut)
     if not isinstance(param, DTensor):
-        return DTensorSpec(axes.mesh, axes.placements(dim), tensor_meta=meta)
+        return DTensorSpec(axes.mesh_of(cut), placements, tensor_meta=meta)
+    dim = cut.dim
     if axes.full is not None:
         return _full_spec(axes, param._spec, dim, meta)
-    placements = axes.placements(dim)
     pieces = param._spec.num_shards_map[dim]
     if pieces > 1 and axes.group is not None:
         placements = (*placements[:-1], _StridedShard(dim, split_factor=pieces))

@@ -18,6 +18,7 @@ import torch
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPolicy
 from fsdp2.core.group import ParamGroup
+from fsdp2.core.layout import ROWS, Cut
 from fsdp2.core.post_forward import SmallerGroup
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.scheduler import Scheduler
@@ -47,7 +48,7 @@ class Node:
         calls: positions in ``children``, in the order its forward calls them.
         shapes: shapes of its own parameters; none gives a unit without groups.
         more: shapes of parameters on meshes of their own, of half as many ranks: a group each.
-        dim: the dim that those parameters are sharded on that have it, the others on dim 0.
+        cut: how a parameter of a shape is sharded over so many ranks.
         reshard_after_forward: as for `fully_shard`.
         grad_to_input: whether its inputs require grad, so that it sees its backward's end.
         used: whether its output gets a gradient.
@@ -60,7 +61,7 @@ class Node:
     calls: list[int] = field(default_factory=list)
     shapes: Shapes = ((8, 8), (8,))
     more: Sequence[Shapes] = ()
-    dim: int = 0
+    cut: Callable[[tuple[int, ...], int], Cut] = lambda shape, ranks: ROWS
     reshard_after_forward: bool | None = None
     grad_to_input: bool = True
     used: bool = True
@@ -156,7 +157,7 @@ class Simulation:
                 f"{name}.{i}",
                 shape,
                 torch.float32,
-                node.dim if node.dim < len(shape) else 0,
+                node.cut(shape, world_size),
             )
             for i, shape in enumerate(shapes)
         ]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fsdp2.core.layout import Slot
+from fsdp2.core.layout import ROWS, Cut, Slot
 from fsdp2.core.virtual import VirtualDevice, VirtualTensor, _Counted
 
 
@@ -100,12 +100,12 @@ class VirtualParam(StandIn):
         name: str,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        dim: int = 0,
+        cut: Cut = ROWS,
     ) -> None:
         self._device = device
         self.name = name
         self.shape = shape
-        self.dim = dim
+        self.cut = cut
         self.dtype = dtype
         self.requires_grad = True
         self.sharded = SimpleNamespace(requires_grad=True)

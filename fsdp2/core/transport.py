@@ -101,11 +101,12 @@ class SegmentTransport:
         return self._full.view(self._wire, start, shape, strides)
 
     def _block(self, slot: Slot, ranks: int, first: int, length: int) -> Any:
-        """Where ``length`` indices of the sharded dim, from each of ``ranks`` ranks, belong."""
+        """Where ``length`` indices of the sharded dim, from ``ranks`` ranks of a band, belong."""
         inner = slot.inner
-        shape = (ranks, slot.outer, length, inner)
-        strides = (slot.chunk * inner, slot.shape[slot.dim] * inner, inner, 1)
-        return self._slot_view(slot, shape, strides, first * slot.chunk * inner)
+        piece, row = slot.chunk * inner, slot.shape[slot.dim] * inner
+        shape = (slot.cut.bands, ranks, slot.outer, length, inner)
+        strides = (slot.outer * row, piece, row, inner, 1)
+        return self._slot_view(slot, shape, strides, first * piece)
 
 
 class CoalescedTransport(SegmentTransport):
@@ -165,14 +166,14 @@ class PackedTransport(SegmentTransport):
             self._input = self._packed.view(segment.full_dtype, start, (width,))
         else:
             self._input = self._flat
-        rows = [slot for slot in segment.slots if slot.dim == 0 and slot.shard_numel]
+        rows = [slot for slot in segment.slots if slot.in_order and slot.shard_numel]
         self._sizes = [slot.shard_numel for slot in rows]
         self._columns = self._packed.view(self._wire, 0, (ranks, sum(self._sizes)), (width, 1))
         self._rows = [self._slot_view(slot, (ranks, slot.shard_numel)) for slot in rows]
         self._targets: list[Any] = []
         self._sources: list[Any] = []
         for slot in segment.slots:
-            if slot.dim != 0:
+            if not slot.in_order:
                 self._add_moves(slot)
         self._packed.release()
 
@@ -198,14 +199,15 @@ class PackedTransport(SegmentTransport):
         """Two strided copies at most: the ranks with a whole piece, and the one with a part."""
         for ranks, first, length in shard_blocks(slot):
             self._targets.append(self._block(slot, ranks, first, length))
-            start = (first * self.segment.shard_numel + slot.shard_offset) * self._itemsize
-            shape = (ranks, slot.outer, length, slot.inner)
-            strides = (self.segment.shard_numel, length * slot.inner, slot.inner, 1)
+            width = self.segment.shard_numel
+            start = (first * width + slot.shard_offset) * self._itemsize
+            shape = (slot.cut.bands, ranks, slot.outer, length, slot.inner)
+            strides = (slot.per_band * width, width, length * slot.inner, slot.inner, 1)
             self._sources.append(self._packed.view(self._wire, start, shape, strides))
 
 
 def shard_blocks(slot: Slot) -> list[tuple[int, int, int]]:
-    """(number of ranks, first rank, rows) of the ranks that hold equally much, none left out.
+    """(number of ranks, first rank, rows) of a band's ranks that hold equally much, none left out.
 
     Example: dim of 5 on 4 ranks, pieces 2 2 1 0: [(2, 0, 2), (1, 2, 1)].
     """
@@ -264,13 +266,13 @@ class _CustomPart(SegmentTransport):
         self._start = start
         self.nbytes = segment.shard_numel * self._itemsize
         self._flat = self._shard_flat()
-        rows = [slot for slot in segment.slots if slot.dim == 0 and slot.shard_numel]
+        rows = [slot for slot in segment.slots if slot.in_order and slot.shard_numel]
         self._sizes = [slot.shard_numel for slot in rows]
         self._rows = [self._slot_view(slot, (collectives.size, slot.shard_numel)) for slot in rows]
         self._blocks = [
             (slot, block, self._block(slot, *block))
             for slot in segment.slots
-            if slot.dim != 0
+            if not slot.in_order
             for block in shard_blocks(slot)
         ]
 
@@ -287,9 +289,10 @@ class _CustomPart(SegmentTransport):
             self.kernels.split_copy(columns, self._sizes, self._rows)
         sources = []
         for slot, (ranks, first, length), _ in self._blocks:
-            shape = (ranks, slot.outer, length, slot.inner)
-            piece = rows.narrow(0, first, ranks).narrow(1, slot.shard_offset, prod(shape[1:]))
-            sources.append(piece.view(shape))
+            shape = (slot.cut.bands, ranks, slot.outer, length, slot.inner)
+            pieces = rows.view(slot.cut.bands, slot.per_band, rows.shape[1])
+            pieces = pieces.narrow(1, first, ranks)
+            sources.append(pieces.narrow(2, slot.shard_offset, prod(shape[2:])).view(shape))
         if sources:
             self.kernels.copy_many([target for _, _, target in self._blocks], sources)
 

@@ -299,6 +299,11 @@ def _() -> Any:
     return linear(), {"shard_placement_fn": lambda _: Replicate()}
 
 
+@at_fully_shard("placement-empty")
+def _() -> Any:
+    return linear(), {"shard_placement_fn": lambda _: ()}
+
+
 @at_fully_shard("placement-dim")
 def _() -> Any:
     return linear(), {"shard_placement_fn": lambda _: Shard(2)}

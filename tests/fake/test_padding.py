@@ -19,10 +19,9 @@ def per_cent(share: float) -> int:
 
 
 def test_torchs_rule_a_parameter() -> None:
-    assert padding.padded((4, 3), 0, 2) == 12
-    assert padding.padded((5, 3), 0, 2) == 18  # 3 rows a rank
-    assert padding.padded((5, 3), 1, 2) == 20  # 2 columns a rank
-    assert padding.padded((3,), 0, 8) == 8  # a rank at least one row, also where there is none
+    assert padding.torch_padded([(4, 3)], 2) == 12
+    assert padding.torch_padded([(5, 3)], 2) == 18  # 3 rows a rank
+    assert padding.torch_padded([(3,)], 8) == 8  # a rank at least one row, also where there is none
     assert padding.torch_padded([(5, 3), (3,)], 2) == 18 + 4
 
 
@@ -36,11 +35,20 @@ def test_fused_experts_on_dim_0(ranks: int, experts: int, block: int) -> None:
     """128 experts on 256 ranks: every rank holds a whole one, so that half of all are padding.
 
     In a block, whose other parameters pad next to nothing, that is 99 % of its bytes. We shard them
-    on another dim.
+    on another dim, or if that is allowed on two.
     """
     assert per_cent(padding.padding([EXPERTS], ranks).torch) == experts
     assert per_cent(padding.padding([BLOCK], ranks).torch) == block
     assert per_cent(padding.padding([BLOCK], ranks).ours) == {256: 4, 1024: 7}[ranks]
+    both = padding.padding([EXPERTS], ranks)
+    assert both.two_dims < 0.001
+    assert both.two_dims_packed < 0.001  # a band has one row: gathered straight into its place
+
+
+@pytest.mark.parametrize("ranks", padding.WORLD_SIZES)
+@pytest.mark.parametrize("model", MODELS)
+def test_on_two_dims_no_model_pads_more_than_three_per_cent(model: str, ranks: int) -> None:
+    assert padding.padding(list(MODELS[model].values()), ranks).two_dims < 0.03
 
 
 def test_ours_is_exact_for_small_units() -> None:
@@ -67,9 +75,10 @@ def test_units_count_as_often_as_the_model_has_them() -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_every_collective_moves_a_multiple_of_16_bytes_a_rank(model: str, ranks: int) -> None:
     for unit in MODELS[model].values():
-        nbytes = padding.collective_bytes(unit.params, ranks)
-        assert len(nbytes) >= 2  # gathered and reduced
-        assert [size for size in nbytes if size % 16] == []
+        for cut in (padding.one_dim, padding.two_dims):
+            nbytes = padding.collective_bytes(unit.params, ranks, cut)
+            assert len(nbytes) >= 2  # gathered and reduced
+            assert [size for size in nbytes if size % 16] == []
 
 
 def test_models_have_the_parameters_they_are_named_for() -> None:

@@ -26,7 +26,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import fsdp2
 from benchmarks.null_group import null_world
 from fsdp2 import DataParallelMeshDims
+from fsdp2.core.layout import ROWS, Cut
 from fsdp2.core.sharding import axes_of_info, gradient_placements, resolve_axes, smaller_mesh
+from tests.common.tensors import Bf16Weight
 
 SHAPES = [(8,), (3,), (16, 4), (7, 6), (64, 8), (2, 5), (4, 12, 6)]
 
@@ -280,16 +282,16 @@ def test_axes_of_meshes() -> None:
     with null_world(8, 5):
         flat = resolve_axes(init_device_mesh("cpu", (8,)))
         assert (flat.size, flat.rank, flat.copies, flat.replicas) == (8, 5, 1, None)
-        assert flat.placements(1) == (Shard(1),)
+        assert flat.placements(Cut(1)) == (Shard(1),)
         assert flat.shard_mesh is flat.mesh
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
         both = resolve_axes(mesh)
         assert (both.size, both.rank, both.copies) == (4, 1, 2)
-        assert both.placements(0) == (Replicate(), Shard(0))
+        assert both.placements(ROWS) == (Replicate(), Shard(0))
         assert both.shard_mesh == mesh["shard"]
         copies = resolve_axes(mesh, DataParallelMeshDims(replicate="replicate"))
         assert (copies.group, copies.size, copies.rank, copies.copies) == (None, 1, 0, 2)
-        assert copies.placements(0) == (Replicate(),)
+        assert copies.placements(ROWS) == (Replicate(),)
         joined = resolve_axes(mesh, DataParallelMeshDims(shard=("replicate", "shard")))
         assert (joined.size, joined.rank, joined.copies) == (8, 5, 1)
         info = fsdp2.FSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
@@ -386,3 +388,44 @@ def test_meshes_of_a_new_world_have_its_process_groups() -> None:
             assert smaller is smaller_mesh(init_device_mesh("cpu", (4,)), 2)
             groups.append(smaller.get_group("shard"))
     assert groups[0] is not groups[1]
+
+
+# ---- two shard dims
+
+
+@pytest.mark.parametrize(("shape", "rank"), [((8,), 5), ((2, 4), 6)])
+def test_bands(shape: tuple[int, ...], rank: int) -> None:
+    """A piece is what DTensor makes of the two placements on the mesh with a dim for the bands."""
+    whole = torch.arange(2 * 12 * 30_000, dtype=torch.float32).view(2, 12, 30_000)
+    with null_world(8, rank):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        model = nn.Module()
+        model.experts = nn.Parameter(whole.clone())
+        fsdp2.fully_shard(model, mesh=mesh, shard_placement_fn=lambda _: (Shard(0), Shard(1)))
+        copies = [Replicate()] * (len(shape) - 1)
+        assert list(model.experts.placements) == [*copies, Shard(0), Shard(1)]
+        own = model.experts.device_mesh
+        assert tuple(own.mesh.shape) == (*shape[:-1], 2, shape[-1] // 2)
+        assert own.mesh_dim_names == ("replicate", "bands", "shard")[-own.ndim :]
+        assert torch.equal(own.mesh.flatten(), torch.arange(8))
+        wanted = distribute_tensor(whole, own, model.experts.placements, src_data_rank=None)
+        assert torch.equal(model.experts.to_local(), wanted.to_local())
+
+
+@pytest.mark.parametrize("kind", ["tensor parallel", "extended"])
+def test_no_bands(kind: str) -> None:
+    """What knows one shard dim only is cut on one of those that are named."""
+    with null_world(8):
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("shard", "tp"))
+        values = torch.zeros(2, 34, 30_000)
+        if kind == "extended":
+            values = Bf16Weight(values)
+        else:
+            values = distribute_tensor(values, mesh["tp"], [Replicate()], src_data_rank=None)
+        model = nn.Module()
+        model.experts = nn.Parameter(values)
+        fsdp2.fully_shard(
+            model, mesh=mesh["shard"], shard_placement_fn=lambda _: (Shard(0), Shard(2))
+        )
+        dim = 0 if kind == "extended" else 2
+        assert model.experts.placements[0] == Shard(dim)

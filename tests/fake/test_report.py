@@ -63,7 +63,7 @@ COMPILE = rounds("torch eager", "torch compiled", "fsdp2 eager", "fsdp2 compiled
 COMPILE["options"] = {"backend": "inductor"}
 for values in COMPILE["rounds"].values():
     values["host"] = [1.0]
-PADDED = dict.fromkeys(("ours", "gathered", "torch", "packed"), 0.02)
+PADDED = dict.fromkeys(("ours", "gathered", "packed", "two_dims", "two_dims_packed", "torch"), 0.02)
 COUNTS = dict.fromkeys(budget.OPERATIONS, 2.0)
 TIMES = dict.fromkeys(list(budget.OPERATIONS)[:-1], 0.5)
 
@@ -117,7 +117,7 @@ FILES: dict[str, tuple[Any, str]] = {
     ),
     "padding": (
         [{"model": "M", "ranks": 3, **PADDED, "aligned": True, "torch_aligned": False}],
-        "| 3 | 2.00 | 2.00 | 2.00 | 2.00 | yes | no |",
+        "| 3 | 2.00 | 2.00 | 2.00 | 2.00 | 2.00 | 2.00 | yes | no |",
     ),
     "budget": (
         {"precision": "fp32", "counts": COUNTS, "us": TIMES, "added": 50.0},

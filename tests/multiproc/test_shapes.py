@@ -254,7 +254,7 @@ def test_a_dim_that_would_pad_too_much_is_not_sharded() -> None:
     assert placements["1.up"] == placements["1.down"] == placements["1.shift"] == (Shard(1),)
     assert placements["1.scale"] == placements["0.weight"] == (Shard(0),)
     (report,) = (report for report in group_reports(model) if report.name == "1")
-    assert report.dims == {"1.up": 1, "1.down": 1, "1.shift": 1}
+    assert report.dims == {"1.up": (1,), "1.down": (1,), "1.shift": (1,)}
     assert report.padding_bytes < 1024
     for name in ("down", "shift"):
         whole = getattr(seeded(_with_experts)[1], name).detach()

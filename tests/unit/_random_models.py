@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPolicy
+from fsdp2.core.layout import ROWS, Cut
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.simulate import Node, Simulation
 from fsdp2.core.streams import Lane
@@ -77,6 +78,16 @@ def random_flags(rng: random.Random, sim: Simulation) -> None:
     sim.scheduler.refresh()
 
 
+def by_rows(shape: tuple[int, ...], ranks: int) -> Cut:
+    """As torch's FSDP2 cuts."""
+    return ROWS
+
+
+def by_columns(shape: tuple[int, ...], ranks: int) -> Cut:
+    """On dim 1, where there is one."""
+    return Cut(1) if len(shape) > 1 else ROWS
+
+
 def random_tree(rng: random.Random, plain: bool = False) -> Node:
     """A root with up to `MAX_NODES` nodes below; ``plain`` leaves all outputs and inputs in use."""
     budget = rng.randint(2, MAX_NODES)
@@ -88,7 +99,7 @@ def random_tree(rng: random.Random, plain: bool = False) -> Node:
         node = Node(
             f"n{number}",
             shapes=rng.choice(shapes),
-            dim=rng.choice((0, 0, 0, 1)),
+            cut=rng.choice((by_rows, by_rows, by_rows, by_columns)),
             reshard_after_forward=rng.choice((None, None, None, True, False)),
         )
         if not plain:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fsdp2.core.kernels import TorchKernels
-from fsdp2.core.layout import ParamShape, Slot, build_layout
+from fsdp2.core.layout import Cut, ParamShape, Slot, build_layout
 from fsdp2.core.reduction import ReductionSpec, SegmentReduction
 from fsdp2.core.stand_ins import StandIn
 
@@ -17,16 +17,17 @@ KERNELS = TorchKernels(torch.device("cpu"))
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 EMPTY = (((0, 4), 0), ((3, 0), 1), ((0,), 0))
+BANDS = (((2, 8, 4), Cut(1, 2)), ((8, 8), 0), ((4, 16), Cut(0)), ((1, 16), 1))
+ODD_BANDS = (((2, 5, 3), Cut(1, 2)), ((4, 3, 5), Cut(2, 2)), ((2, 4), Cut(1, 2)), ((3, 5), 1))
 ODD = (((7, 3), 0), ((3, 5), 1), ((1,), 0), ((2, 3, 6), 2), ((0, 4), 0), ((4, 2), 1))
 
 
 class Member(StandIn):
     """Stands where a `ShardedParam` does: a full gradient goes in, a sharded one comes out."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, dim: int = 0) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.shape = shape
         self.dtype = dtype
-        self.dim = dim
         self.hooks_run = 0
 
     def run_hooks(self) -> None:
@@ -43,7 +44,7 @@ class Setup:
     shard: torch.dtype = F32
     factor: float | None = None
     premultiplies: bool = False
-    shapes: Sequence[tuple[tuple[int, ...], int]] = (((8, 4), 0), ((16,), 0))
+    shapes: Sequence[tuple[tuple[int, ...], int | Cut]] = (((8, 4), 0), ((16,), 0))
     result: torch.dtype | None = None
     sum_only: bool = False
     hook: Callable[[torch.Tensor], None] | None = None
@@ -54,8 +55,16 @@ class Setup:
         """The members' slots."""
         itemsize = self.shard.itemsize
         params = [
-            ParamShape("p", shape, dim, self.shard, itemsize, self.grad, self.grad.itemsize)
-            for shape, dim in self.shapes
+            ParamShape(
+                "p",
+                shape,
+                Cut(cut) if isinstance(cut, int) else cut,
+                self.shard,
+                itemsize,
+                self.grad,
+                self.grad.itemsize,
+            )
+            for shape, cut in self.shapes
         ]
         layout = build_layout(params, size, coalesces=self.direct)
         return [slot for segment in layout.segments for slot in segment.slots]
@@ -63,7 +72,7 @@ class Setup:
     def bind(self, collectives: Any, replicas: Any = None) -> SegmentReduction:
         """The reduction, with new members."""
         slots = self.slots(collectives.size)
-        members = [Member(slot.shape, self.shard, slot.dim) for slot in slots]
+        members = [Member(slot.shape, self.shard) for slot in slots]
         spec = ReductionSpec(
             self.direct,
             self.grad,

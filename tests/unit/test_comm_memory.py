@@ -24,7 +24,7 @@ from fsdp2.core.comm_memory import (
     conflicting,
 )
 from fsdp2.core.config import GroupOptions
-from fsdp2.core.layout import Slot, Transport
+from fsdp2.core.layout import Cut, Slot, Transport
 from fsdp2.core.simulate import Node, Simulation
 from fsdp2.core.streams import OnStream
 from fsdp2.core.virtual import VirtualDevice, VirtualTensor
@@ -127,7 +127,7 @@ def test_what_conflicts(heard: list[Any]) -> None:
 
 def test_a_hooks_stream_and_the_users_collective_are_in_the_spec() -> None:
     param = SimpleNamespace(dtype=torch.float32, compute_dtype=None, grad_dtype=torch.float32)
-    slot = Slot(0, (8, 8), 0, 2, 4, 0, 0)
+    slot = Slot(0, (8, 8), Cut(0), 2, 0, 0)
     hook, stream, comm = print, object(), object()
 
     def spec(**options: Any) -> Any:

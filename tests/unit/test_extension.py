@@ -11,7 +11,7 @@ import torch
 
 from fsdp2.core import extension
 from fsdp2.core.extension import check_hooks
-from fsdp2.core.layout import ParamShape, Transport, build_layout
+from fsdp2.core.layout import Cut, ParamShape, Transport, build_layout
 from fsdp2.core.simulate import Node, Simulation
 from fsdp2.core.stand_ins import VirtualParam
 from fsdp2.core.virtual import (
@@ -29,10 +29,13 @@ F32, BF16, I8 = torch.float32, torch.bfloat16, torch.int8
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("coalesces", [False, True])
 def test_extended_parameters_are_in_a_segment_without_memory(size: int, coalesces: bool) -> None:
-    plain = [ParamShape("a", (8, 8), 0, F32, 4, F32, 4), ParamShape("b", (8,), 0, F32, 4, BF16, 2)]
+    plain = [
+        ParamShape("a", (8, 8), Cut(0), F32, 4, F32, 4),
+        ParamShape("b", (8,), Cut(0), F32, 4, BF16, 2),
+    ]
     extended = [
-        ParamShape("c", (7, 3), 0, F32, 4, BF16, 2, extended=True),
-        ParamShape("d", (3, 8), 1, I8, 1, I8, 1, extended=True),
+        ParamShape("c", (7, 3), Cut(0), F32, 4, BF16, 2, extended=True),
+        ParamShape("d", (3, 8), Cut(1), I8, 1, I8, 1, extended=True),
     ]
     params = [plain[0], extended[0], plain[1], extended[1]]
     layout = build_layout(params, size, coalesces)

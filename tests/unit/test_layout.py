@@ -12,29 +12,35 @@ import torch
 
 from fsdp2.core.layout import (
     COLLECTIVE_ALIGN_BYTES,
+    ROWS,
     SLOT_ALIGN_BYTES,
+    Cut,
     GroupLayout,
     ParamShape,
     Segment,
     Slot,
     Transport,
     build_layout,
-    default_dim,
+    default_cut,
     pick_transport,
 )
 from fsdp2.core.transport import shard_blocks
+from tests.unit._cuts import random_cut
 
 ITEMSIZE: dict[Hashable, int] = {"f64": 8, "f32": 4, "bf16": 2, "u8": 1}
 RANDOM_GROUPS = 400
 
 
-def _param(shape: tuple[int, ...], dim: int = 0, shard: str = "f32", full: str = "") -> ParamShape:
+def _param(
+    shape: tuple[int, ...], cut: int | Cut = 0, shard: str = "f32", full: str = ""
+) -> ParamShape:
     full = full or shard
-    return ParamShape(f"p{shape}", shape, dim, shard, ITEMSIZE[shard], full, ITEMSIZE[full])
+    cut = Cut(cut) if isinstance(cut, int) else cut
+    return ParamShape(f"p{shape}", shape, cut, shard, ITEMSIZE[shard], full, ITEMSIZE[full])
 
 
-def _slot(shape: tuple[int, ...], dim: int, world_size: int) -> Slot:
-    return Slot(0, shape, dim, world_size, math.ceil(shape[dim] / world_size), 0, 0)
+def _slot(shape: tuple[int, ...], cut: int | Cut, world_size: int) -> Slot:
+    return Slot(0, shape, Cut(cut) if isinstance(cut, int) else cut, world_size, 0, 0)
 
 
 def _only_segment(layout: GroupLayout) -> Segment:
@@ -62,13 +68,78 @@ def _only_segment(layout: GroupLayout) -> Segment:
         ((2, 400_000), 1, 0),
     ],
 )
-def test_default_dim(shape: tuple[int, ...], ranks: int, dim: int) -> None:
-    assert default_dim(shape, ranks, 4) == dim
+def test_default_cut(shape: tuple[int, ...], ranks: int, dim: int) -> None:
+    assert default_cut(shape, ranks, 4) == Cut(dim)
 
 
-def test_default_dim_counts_bytes() -> None:
-    assert default_dim((3, 262_145), 2, 2) == 0
-    assert default_dim((3, 262_145), 2, 4) == 1
+def test_default_cut_counts_bytes() -> None:
+    assert default_cut((3, 262_145), 2, 2) == Cut(0)
+    assert default_cut((3, 262_145), 2, 4) == Cut(1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dims", "cut"),
+    [
+        ((128, 5760, 2880), 128, (0, 1), Cut(0)),  # no padding
+        ((128, 5760, 2880), 96, (0, 1), Cut(1)),  # 50 %, none
+        ((128, 5760, 2880), 256, (0, 1), Cut(1, 128)),  # 100 %, 2.2 %; none and no copies
+        ((256, 5760, 2880), 768, (0, 1), Cut(1, 256)),
+        ((384, 5760, 2880), 256, (0, 1), Cut(1)),  # 33 %, 2.2 %; none, but copies too
+        ((128, 5760, 2880), 1024, (0, 1), Cut(1, 128)),  # 700 %, 7 %; none
+        ((128, 2880, 2880), 1024, (0, 2), Cut(2, 128)),
+        ((128, 2880, 2880), 1024, (1, 2), Cut(1)),  # 7 % either: dim 0 is not named
+        ((128, 2880, 2880), 1024, (2,), Cut(2)),
+        ((128, 5761, 1), 1024, (0, 1), Cut(1, 128)),  # 720 of 8 pieces and one more: 0.1 %
+        ((128, 3, 2880), 1024, (0, 1), Cut(1, 128)),  # 700 %, 34,033 %; 167 %
+        ((128, 3, 2880), 1024, (0, 1, 2), Cut(2, 128)),
+        ((3, 1_000_000), 1024, (0, 1), Cut(1)),  # 3 and 1024 share no divisor
+        ((2, 1024), 1024, (0, 1), Cut(0)),  # 51,100 %, but 1 MiB and no more
+        ((4, 262_144), 2, (1, 0), Cut(1)),
+    ],
+)
+def test_named_dims(shape: tuple[int, ...], ranks: int, dims: tuple[int, ...], cut: Cut) -> None:
+    assert default_cut(shape, ranks, 1, dims) == cut
+
+
+def test_one_dim_where_bands_are_not_wanted() -> None:
+    assert default_cut((128, 5760, 2880), 1024, 4, (0, 1), in_bands=False) == Cut(1)
+
+
+def test_bands_are_cut_like_parameters_of_their_own() -> None:
+    """What each rank of a band holds is what it would hold of the band alone."""
+    whole = torch.arange(4 * 5 * 3).view(4, 5, 3)
+    slot = _slot((4, 5, 3), Cut(1, 2), 6)
+    alone = _slot((2, 5, 3), 1, 3)
+    for rank in range(6):
+        band = whole.narrow(0, rank // 3 * 2, 2)
+        part = slot.part(whole, rank)
+        assert torch.equal(part, alone.part(band, rank % 3))
+        assert tuple(part.shape) == slot.local_shape(rank) == alone.local_shape(rank % 3)
+    assert slot.shard_numel == alone.shard_numel
+    assert not slot.even
+
+
+@pytest.mark.parametrize(
+    ("shape", "cut", "ranks", "in_order"),
+    [
+        ((7, 3), ROWS, 4, True),  # padding at the end alone
+        ((7, 4), Cut(1), 4, False),
+        ((1, 8), Cut(1), 4, True),
+        ((1, 7), Cut(1), 4, False),  # a piece is short
+        ((2, 8, 3), Cut(1, 2), 4, True),
+        ((2, 7, 3), Cut(1, 2), 4, False),
+        ((4, 8, 3), Cut(1, 2), 4, False),  # two rows a band
+        ((2, 8, 4), Cut(2, 2), 4, False),
+        ((2, 1, 4), Cut(2, 2), 4, True),
+    ],
+)
+def test_in_order(shape: tuple[int, ...], cut: Cut, ranks: int, in_order: bool) -> None:
+    assert _slot(shape, cut, ranks).in_order is in_order
+    whole = torch.arange(1, math.prod(shape) + 1).view(shape)
+    pieces = [_slot(shape, cut, ranks).part(whole, rank).flatten() for rank in range(ranks)]
+    joined = torch.cat(pieces)
+    if cut.dim == 0 or in_order:
+        assert torch.equal(joined, whole.flatten())
 
 
 # ---- one parameter
@@ -156,6 +227,10 @@ def test_no_shard_blocks_without_elements(shape: tuple[int, int], dim: int) -> N
         (_param((16,)), 4, Transport.COALESCED),  # 16 bytes a rank
         (_param((20,)), 4, Transport.PACKED),  # 20 bytes a rank
         (_param((8, 8), 1), 4, Transport.PACKED),  # not dim 0
+        (_param((1, 16), 1), 4, Transport.COALESCED),  # but its pieces follow one another
+        (_param((2, 8), Cut(1, 2)), 4, Transport.COALESCED),
+        (_param((2, 4), Cut(1, 2)), 4, Transport.PACKED),  # 8 bytes a rank
+        (_param((4, 8), Cut(1, 2)), 4, Transport.PACKED),  # two rows a band
         (_param((0, 8)), 4, Transport.PACKED),
         (_param((8, 0)), 4, Transport.PACKED),
     ],
@@ -289,9 +364,9 @@ def _random_group(rng: random.Random) -> tuple[list[ParamShape], int, bool]:
     for _ in range(rng.randint(1, 6)):
         lengths = (0, 1, 2, 3, 4, 5, 7, 8, 16)
         shape = tuple(rng.choice(lengths[rng.random() < 0.9 :]) for _ in range(rng.randint(1, 3)))
-        dim = rng.randrange(len(shape)) if rng.random() < 0.4 else 0
+        cut = random_cut(rng, shape, world_size)
         shard, full = rng.choice((("f32", "f32"), ("f32", "f32"), ("f32", "bf16"), ("u8", "u8")))
-        params.append(_param(shape, dim, shard, full))
+        params.append(_param(shape, cut, shard, full))
     return params, world_size, rng.random() < 0.5
 
 
@@ -311,8 +386,7 @@ def _shard(segment: Segment, wholes: list[torch.Tensor], rank: int) -> torch.Ten
     flat = torch.zeros(segment.shard_numel, dtype=torch.long)
     for slot in segment.slots:
         whole = wholes[slot.index]
-        start = min(rank * slot.chunk, slot.shape[slot.dim])
-        piece = whole.narrow(slot.dim, start, slot.rows(rank))
+        piece = slot.part(whole, rank)
         assert tuple(piece.shape) == slot.local_shape(rank)
         flat[slot.shard_offset : slot.shard_offset + piece.numel()] = piece.flatten()
     return flat
@@ -324,16 +398,18 @@ def _gather(segment: Segment, shards: list[torch.Tensor]) -> torch.Tensor:
     for slot in segment.slots:
         start, width = slot.full_offset, slot.shard_numel
         pieces = [shard[slot.shard_offset : slot.shard_offset + width] for shard in shards]
-        if slot.dim == 0:
+        if slot.in_order:
             for rank, piece in enumerate(pieces):
                 full[start + rank * width : start + (rank + 1) * width] = piece
             continue
         whole = full[start : start + slot.numel].view(slot.shape)
         for ranks, first, length in shard_blocks(slot):
-            for rank in range(first, first + ranks):
-                rows = pieces[rank][: slot.outer * length * slot.inner]
-                target = whole.narrow(slot.dim, rank * slot.chunk, length)
-                target.copy_(rows.view(target.shape))
+            for band in range(slot.cut.bands):
+                for rank in range(first, first + ranks):
+                    rank += band * slot.per_band
+                    rows = pieces[rank][: slot.outer * length * slot.inner]
+                    target = slot.part(whole, rank)
+                    target.copy_(rows.view(target.shape))
     return full
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2 import MixedPrecisionPolicy, ShardingStateError, fully_shard
 from fsdp2.core.buffers import FlatBuffer
-from fsdp2.core.layout import Slot
+from fsdp2.core.layout import Cut, Slot
 from fsdp2.core.param import ModuleSlot, ShardedParam
 from fsdp2.core.sharding import MeshAxes, resolve_axes
 
@@ -67,9 +66,9 @@ def _adopted(
     axis = replace(axis, rank=rank, size=world_size)
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
-    param = ShardedParam("block.weight", weight, slots or [(module, "weight")], dim, axis)
+    param = ShardedParam("block.weight", weight, slots or [(module, "weight")], Cut(dim), axis)
     shape = tuple(weight.shape)
-    slot = Slot(0, shape, dim, world_size, math.ceil(shape[dim] / world_size), 0, 0)
+    slot = Slot(0, shape, Cut(dim), world_size, 0, 0)
     buffer = FlatBuffer(slot.shard_numel * 4, CPU)
     param.adopt(slot, buffer.view(weight.dtype, 0, slot.local_shape(rank)))
     return param, buffer, slot
@@ -201,9 +200,9 @@ def test_unusable_on_meta_until_it_has_memory(axis: MeshAxes) -> None:
         linear = nn.Linear(3, 7, bias=False)
     weight = linear.weight
     assert isinstance(weight, nn.Parameter)
-    param = ShardedParam("block.weight", weight, [(linear, "weight")], 0, axis)
+    param = ShardedParam("block.weight", weight, [(linear, "weight")], Cut(0), axis)
     assert param.is_meta
-    slot = Slot(0, (7, 3), 0, 1, 7, 0, 0)
+    slot = Slot(0, (7, 3), Cut(0), 1, 0, 0)
     param.adopt(slot, FlatBuffer(84, torch.device("meta")).view(torch.float32, 0, (7, 3)))
     with pytest.raises(ShardingStateError, match=r"'block.weight' is still on the meta device; "):
         param.check_usable(CPU)

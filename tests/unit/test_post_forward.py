@@ -12,6 +12,7 @@ import torch
 from fsdp2.core.kernels import TorchKernels
 from fsdp2.core.layout import (
     COLLECTIVE_ALIGN_BYTES,
+    Cut,
     GroupLayout,
     ParamShape,
     Segment,
@@ -21,6 +22,7 @@ from fsdp2.core.layout import (
 )
 from fsdp2.core.post_forward import PostForward, SmallerGroup, smaller_segment
 from fsdp2.core.transport import TRANSPORTS, Route
+from tests.unit._cuts import random_cut
 from tests.unit._ranks import ThreadCollectives, ThreadReplicas, _Meeting, run_mesh
 
 KERNELS = TorchKernels(torch.device("cpu"))
@@ -31,14 +33,14 @@ def _divisors(size: int) -> list[int]:
     return [divisor for divisor in range(2, size) if size % divisor == 0]
 
 
-def _random_params(rng: random.Random) -> list[ParamShape]:
+def _random_params(rng: random.Random, world_size: int) -> list[ParamShape]:
     params = []
     for i in range(rng.randint(1, 6)):
         shape = tuple(rng.choice((0, 1, 2, 3, 5, 8, 16, 33, 64)) for _ in range(rng.randint(1, 3)))
         shard = rng.choice((F32, F32, BF16))
         full = rng.choice((shard, shard, BF16, F64))
-        dim = rng.choice((0, 0, 0, rng.randrange(len(shape))))
-        params.append(ParamShape(f"p{i}", shape, dim, shard, shard.itemsize, full, full.itemsize))
+        cut = random_cut(rng, shape, world_size)
+        params.append(ParamShape(f"p{i}", shape, cut, shard, shard.itemsize, full, full.itemsize))
     return params
 
 
@@ -55,9 +57,14 @@ def _check_segment(segment: Segment, smaller: Segment, size: int, coalesces: boo
     assert smaller.full_numel == segment.full_numel
     assert smaller.shard_numel * itemsize % COLLECTIVE_ALIGN_BYTES == 0
     assert 0 <= smaller.tail < COLLECTIVE_ALIGN_BYTES
+    assert {slot.index for slot in smaller.slots} == {slot.index for slot in segment.slots}
+    in_order = [piece.in_order for piece in smaller.slots]
+    assert in_order == sorted(in_order, reverse=True)  # copied out in one call, from the start on
+    places = {slot.index: slot for slot in segment.slots}
     end = 0
-    for slot, piece in zip(segment.slots, smaller.slots, strict=True):
-        assert (piece.index, piece.shape, piece.dim) == (slot.index, slot.shape, slot.dim)
+    for piece in smaller.slots:
+        slot = places[piece.index]
+        assert (piece.shape, piece.dim) == (slot.shape, slot.dim)
         assert piece.full_offset == slot.full_offset
         assert piece.full_numel <= _room(segment, slot)
         assert piece.shard_offset == end  # one behind the other: one collective, or none
@@ -67,7 +74,7 @@ def _check_segment(segment: Segment, smaller: Segment, size: int, coalesces: boo
         assert rows == sorted(rows, reverse=True)
         if smaller.transport is Transport.COALESCED:
             assert coalesces
-            assert piece.dim == 0
+            assert piece.in_order
             assert piece.shard_numel * itemsize % COLLECTIVE_ALIGN_BYTES == 0 < piece.shard_numel
 
 
@@ -78,7 +85,7 @@ def test_smaller_groups_gather_into_the_same_slots() -> None:
         world_size = rng.choice((4, 6, 8, 12, 16, 64))
         size = rng.choice(_divisors(world_size))
         coalesces = rng.random() < 0.7
-        layout = build_layout(_random_params(rng), world_size, coalesces)
+        layout = build_layout(_random_params(rng, world_size), world_size, coalesces)
         for segment in layout.segments:
             smaller = smaller_segment(segment, size, coalesces, 256)
             assert smaller.shard_byte_offset == 256
@@ -130,9 +137,7 @@ def _fill(shard: Any, layout: GroupLayout, values: list[torch.Tensor], rank: int
         for slot in segment.slots:
             whole = values[slot.index]
             start = segment.shard_byte_offset + slot.shard_offset * whole.dtype.itemsize
-            first = min(rank * slot.chunk, slot.shape[slot.dim])
-            rows = whole.narrow(slot.dim, first, slot.rows(rank))
-            shard.view(whole.dtype, start, slot.local_shape(rank)).copy_(rows)
+            shard.view(whole.dtype, start, slot.local_shape(rank)).copy_(slot.part(whole, rank))
 
 
 @dataclass
@@ -196,9 +201,15 @@ def _round_trip(params: list[ParamShape], copies: int, size: int, coalesces: boo
 
 
 def _param(
-    shape: tuple[int, ...], dim: int = 0, shard: torch.dtype = F32, full: torch.dtype = F32
+    shape: tuple[int, ...],
+    dim: int = 0,
+    shard: torch.dtype = F32,
+    full: torch.dtype = F32,
+    bands: int = 1,
 ) -> ParamShape:
-    return ParamShape(f"{shape}", shape, dim, shard, shard.itemsize, full, full.itemsize)
+    return ParamShape(
+        f"{shape}", shape, Cut(dim, bands), shard, shard.itemsize, full, full.itemsize
+    )
 
 
 @pytest.mark.parametrize("coalesces", [True, False])
@@ -211,6 +222,7 @@ def _param(
         [_param((7, 3)), _param((1,)), _param((3, 5), 1), _param((2, 3, 6), 2), _param((0, 4))],
         [_param((9, 8)), _param((16,), full=BF16), _param((5, 2), 1, BF16, BF16)],
         [_param((0, 4)), _param((3, 0), 1)],
+        [_param((8, 4)), _param((2, 16), 1, bands=2), _param((4, 7), 1, F32, BF16, bands=2)],
     ],
 )
 def test_backward_gathers_the_same_bits(
@@ -223,7 +235,8 @@ def test_random_groups_make_the_round_trip() -> None:
     for seed in range(25):
         rng = random.Random(f"post forward {seed}")
         copies, size = rng.choice(((2, 2), (2, 3), (4, 2), (2, 4)))
-        _round_trip(_random_params(rng), copies, size, coalesces=rng.random() < 0.7)
+        params = _random_params(rng, copies * size)
+        _round_trip(params, copies, size, coalesces=rng.random() < 0.7)
 
 
 def test_rows_that_are_kept_are_those_of_the_smaller_group() -> None:

@@ -14,7 +14,18 @@ from fsdp2.core.collectives import ReduceKind
 from fsdp2.core.division import plan_division
 from fsdp2.core.layout import Slot
 from tests.unit._ranks import ThreadCollectives, run_ranks
-from tests.unit._reductions import BF16, EMPTY, F16, F32, F64, ODD, Setup, step_names
+from tests.unit._reductions import (
+    BANDS,
+    BF16,
+    EMPTY,
+    F16,
+    F32,
+    F64,
+    ODD,
+    ODD_BANDS,
+    Setup,
+    step_names,
+)
 from tests.unit._reductions import run as _run
 
 # ---- where to divide
@@ -202,8 +213,8 @@ def _wanted(setup: Setup, slot: Slot, position: int, size: int, rank: int) -> to
     total = sum(_gradients(setup, slots, other)[position].double() for other in range(size))
     assert isinstance(total, torch.Tensor)
     total = total / (size if setup.factor is None else setup.factor)
-    start = min(rank * slot.chunk, slot.shape[slot.dim])
-    return total.narrow(slot.dim, start, slot.rows(rank))
+    part: torch.Tensor = slot.part(total, rank)
+    return part
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -233,6 +244,10 @@ def _wanted(setup: Setup, slot: Slot, position: int, size: int, rank: int) -> to
     ],
 )
 def test_every_rank_gets_its_rows(setup: Setup, size: int) -> None:
+    _check_rows(setup, size)
+
+
+def _check_rows(setup: Setup, size: int) -> None:
     def body(collectives: ThreadCollectives) -> None:
         reduction = setup.bind(collectives)
         grads = _gradients(setup, reduction.slots, collectives.rank)
@@ -251,6 +266,21 @@ def test_every_rank_gets_its_rows(setup: Setup, size: int) -> None:
                 assert member.hooks_run == repetition
 
     run_ranks(size, body, premultiplies=setup.premultiplies)
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(direct=True, shapes=BANDS),
+        Setup(direct=True, shapes=BANDS, grad=BF16),
+        Setup(shapes=BANDS),
+        Setup(shapes=ODD_BANDS),
+        Setup(shapes=ODD_BANDS, grad=BF16),
+        Setup(shapes=ODD_BANDS, factor=8.0),
+    ],
+)
+def test_every_rank_gets_its_part_of_a_band(setup: Setup) -> None:
+    _check_rows(setup, 4)
 
 
 @pytest.mark.parametrize("direct", [True, False])

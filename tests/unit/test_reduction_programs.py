@@ -221,8 +221,7 @@ def _wanted(
         for batch in batches:
             for position in ranks:
                 total += _gradients(setup, position, size, batch)[i].double()
-        start = min(rank * slot.chunk, slot.shape[slot.dim])
-        rows.append(total.narrow(slot.dim, start, slot.rows(rank)) / factor)
+        rows.append(slot.part(total, rank) / factor)
     return rows
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fsdp2.core.kernels import TorchKernels
-from fsdp2.core.layout import GroupLayout, ParamShape, Transport, build_layout
+from fsdp2.core.layout import Cut, GroupLayout, ParamShape, Transport, build_layout
 from fsdp2.core.transport import TRANSPORTS, SegmentTransport
+from tests.unit._cuts import random_cut
 from tests.unit._ranks import ThreadCollectives, run_ranks
 
 KERNELS = TorchKernels(torch.device("cpu"))
@@ -18,9 +19,10 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 
 def _param(
-    shape: tuple[int, ...], dim: int = 0, shard: torch.dtype = F32, full: torch.dtype = F32
+    shape: tuple[int, ...], cut: int | Cut = 0, shard: torch.dtype = F32, full: torch.dtype = F32
 ) -> ParamShape:
-    return ParamShape("p", shape, dim, shard, shard.itemsize, full, full.itemsize)
+    cut = Cut(cut) if isinstance(cut, int) else cut
+    return ParamShape("p", shape, cut, shard, shard.itemsize, full, full.itemsize)
 
 
 def _wholes(params: list[ParamShape]) -> list[torch.Tensor]:
@@ -43,9 +45,8 @@ def _bind(
         for slot in segment.slots:
             whole = wholes[slot.index]
             start = segment.shard_byte_offset + slot.shard_offset * whole.dtype.itemsize
-            first = min(rank * slot.chunk, slot.shape[slot.dim])
             target = shard.view(whole.dtype, start, slot.local_shape(rank))
-            target.copy_(whole.narrow(slot.dim, first, slot.rows(rank)))
+            target.copy_(slot.part(whole, rank))
         transports.append(TRANSPORTS[segment.transport](segment, shard, full, collectives, KERNELS))
     return transports, full
 
@@ -113,6 +114,19 @@ def test_packed(size: int, full: torch.dtype) -> None:
     assert _check(params, size, coalesces=False) == ["all_gather"] * 2
 
 
+@pytest.mark.parametrize("full", [F32, BF16])
+def test_bands_of_one_row_are_gathered_into_their_places(full: torch.dtype) -> None:
+    params = [_param((2, 16, 8), Cut(1, 2), full=full), _param((8, 8), full=full)]
+    assert _check(params, 4, coalesces=True) == ["all_gather_many"] * 2
+
+
+@pytest.mark.parametrize("full", [F32, BF16])
+def test_bands_that_travel_packed(full: torch.dtype) -> None:
+    shapes = [((2, 5, 3), Cut(1, 2)), ((4, 3, 5), Cut(2, 2)), ((7, 3), 0), ((6, 8), Cut(1, 2))]
+    params = [_param(shape, cut, full=full) for shape, cut in shapes]
+    assert _check(params, 4, coalesces=True) == ["all_gather", "all_gather"]
+
+
 @pytest.mark.parametrize("coalesces", [True, False])
 @pytest.mark.parametrize("full", [F32, BF16])
 def test_empty_parameters_communicate_nothing(full: torch.dtype, coalesces: bool) -> None:
@@ -155,9 +169,9 @@ def test_segments_of_several_dtypes_and_transports() -> None:
 def test_random_groups(block: int) -> None:
     for seed in range(block * 20, block * 20 + 20):
         rng = random.Random(seed)
-        params = []
+        size, params = rng.choice((1, 2, 3, 4, 4)), []
         for _ in range(rng.randint(1, 5)):
             shape = tuple(rng.choice((0, 1, 2, 3, 5, 8)) for _ in range(rng.randint(1, 3)))
-            dim = rng.randrange(len(shape)) if rng.random() < 0.5 else 0
-            params.append(_param(shape, dim, full=rng.choice((F32, F32, BF16))))
-        _check(params, rng.choice((1, 2, 3, 4)), rng.random() < 0.5, seed)
+            cut = random_cut(rng, shape, size)
+            params.append(_param(shape, cut, full=rng.choice((F32, F32, BF16))))
+        _check(params, size, rng.random() < 0.5, seed)
