@@ -1,6 +1,8 @@
 """Host time that a sharding runtime adds to a step.
 
-    python benchmarks/host_cost.py                       # 32 blocks of 9 parameters, 8 ranks
+    python benchmarks/host_cost.py                       # 32 blocks of 9 parameters, 8 ranks;
+                                                         # then the larger ones of scaling.py
+    python benchmarks/host_cost.py --no-scaling          # without those
     python benchmarks/host_cost.py --world-size 8,1024   # ours at 1024 over ours at 8
     python benchmarks/host_cost.py --blocks 128 --params-per-block 100
     python benchmarks/host_cost.py --profile             # where our own time goes
@@ -39,7 +41,7 @@ import torch
 from torch import nn
 
 from benchmarks import options as common
-from benchmarks import stats, variants, workers
+from benchmarks import scaling, stats, variants, workers
 from benchmarks.models import tall_blocks, tiny_blocks
 
 WARMUP_STEPS = 5
@@ -203,8 +205,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Host time that a sharding runtime adds to a step."
     )
-    parser.add_argument("--blocks", type=int, default=32)
-    parser.add_argument("--params-per-block", type=int, default=9)
+    parser.add_argument("--blocks", type=int, help="default 32")
+    parser.add_argument("--params-per-block", type=int, help="default 9")
     parser.add_argument(
         "--model",
         choices=("auto", "tiny", "tall"),
@@ -214,7 +216,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--dim", type=int, default=16, help="of tiny parameters (default 16)")
     parser.add_argument("--rows", type=int, default=1024, help="of tall parameters (default 1024)")
-    parser.add_argument("--world-size", type=common.integers, dest="world_sizes", default=[8])
+    parser.add_argument(
+        "--world-size", type=common.integers, dest="world_sizes", help="comma list (default 8)"
+    )
+    parser.add_argument(
+        "--scaling",
+        action=argparse.BooleanOptionalAction,
+        help="measure the cases of scaling.py as well, in fp32 (default: where no blocks, "
+        "parameters or world size are given)",
+    )
     parser.add_argument("--precision", type=common.among(variants.PRECISIONS), default="fp32,mixed")
     common.add_variants(parser, variants.VARIANTS, ("none", "torch", "fsdp2"))
     common.add_timing(parser, 20)
@@ -231,6 +241,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="cProfile one variant (fsdp2 unless told) instead of measuring",
     )
     options = parser.parse_args(arguments)
+    if options.scaling is None:
+        given = (options.blocks, options.params_per_block, options.world_sizes)
+        options.scaling = given == (None, None, None)
+    options.blocks = options.blocks or 32
+    options.params_per_block = options.params_per_block or 9
+    options.world_sizes = options.world_sizes or [8]
     if options.model == "auto":
         even = all(options.dim % size == 0 for size in options.world_sizes)
         options.model = "tiny" if even else "tall"
@@ -254,7 +270,17 @@ def main(arguments: list[str] | None = None) -> None:
     for precision in options.precision:
         results.append(measure(options, precision))
         report(options, results[-1])
+    if options.scaling:
+        results.append(scaling.measure_and_report(like(options)))
     stats.write_json(options.json, options.device, results)
+
+
+def like(options: argparse.Namespace) -> argparse.Namespace:
+    """Options of scaling.py that measure as these do."""
+    known = [variant for variant in options.variants if variant in scaling.VARIANTS]
+    clock, device, rounds = options.clock, options.device, str(options.rounds)
+    arguments = ["--clock", clock, "--device", device, "--rounds", rounds]
+    return scaling.parse([*arguments, "--variants", ",".join(known)])
 
 
 if __name__ == "__main__":

@@ -90,10 +90,14 @@ def _rounds(title: str, result: dict[str, Any], kinds: Sequence[str], primary: s
 
 def _host_cost(results: list[dict[str, Any]], device: str) -> list[Section]:
     kinds = ("host", "full") if device == "cuda" else ("host",)
-    return [
-        _rounds(f"Host time a step, {each['precision']}, ms", each, kinds, "host")
-        for each in results
-    ]
+    sections = []
+    for each in results:
+        if "cases" in each:
+            sections += _scaling(each, device)
+        else:
+            title = f"Host time a step, {each['precision']}, ms"
+            sections.append(_rounds(title, each, kinds, "host"))
+    return sections
 
 
 def _optimizer(results: list[dict[str, Any]], device: str) -> list[Section]:

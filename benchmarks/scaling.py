@@ -4,7 +4,8 @@
     python benchmarks/scaling.py --cases 300x1-3 --precision mixed
     python benchmarks/scaling.py --shrink 16 --rounds 1 --steps 2      # only to see it run
 
-Models, process group and step are those of `host_cost.py`. Cases are blocks x parameters a block:
+Models, process group and step are those of `host_cost.py`, which measures these cases too. They are
+blocks x parameters a block:
 
     32x9     what host_cost.py measures
     128x9    four times the blocks; takes turns with 32x9, to be compared with it
@@ -186,9 +187,14 @@ def add_models(parser: argparse.ArgumentParser) -> None:
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     print(stats.describe(stats.environment(options.device)))
+    stats.write_json(options.json, options.device, measure_and_report(options))
+
+
+def measure_and_report(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure, print, and return what was measured."""
     result = measure(options)
     report(options, result)
-    stats.write_json(options.json, options.device, result)
+    return result
 
 
 if __name__ == "__main__":

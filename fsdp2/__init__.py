@@ -34,7 +34,7 @@ from fsdp2.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from fsdp2.norms import clip_grad_norm_, get_total_norm
+from fsdp2.norms import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from fsdp2.optimizers import repoint_optimizer
 from fsdp2.report import GroupReport, group_reports
 
@@ -60,6 +60,7 @@ __all__ = [
     "ShardingStateError",
     "UnshardHandle",
     "clip_grad_norm_",
+    "clip_grads_with_norm_",
     "debug",
     "fully_shard",
     "get_total_norm",

@@ -114,8 +114,8 @@ def fully_shard(
             3 % of the parameter and more than 1 MiB over all ranks: then the dim that pads least.
             A tuple names several: the first is taken by the same rule; failing that one of them,
             or ``(Shard(0), Shard(d))`` on a mesh of two shard dims if that pads less or spares
-            copies. Such a parameter is on another mesh than the rest, which
-            ``torch.nn.utils.clip_grad_norm_`` refuses and `fsdp2.clip_grad_norm_` takes.
+            copies. Such a parameter is on another mesh than the rest, which torch's clipping
+            refuses and `fsdp2.clip_grad_norm_` takes.
         mp_policy: dtypes of compute, reduction and outputs.
         offload_policy: `CPUOffloadPolicy` keeps shards, gradients and optimizer states in CPU
             memory. The default keeps them on the device.

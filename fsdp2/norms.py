@@ -81,6 +81,51 @@ def clip_grad_norm_(
         norm = fsdp2.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
     """
+    listed = _sharded(parameters)
+    total = _total_norm([(p, p.grad) for p in listed], norm_type, error_if_nonfinite, foreach)
+    _clip(listed, max_norm, total, foreach)
+    return total
+
+
+@torch.no_grad()
+def clip_grads_with_norm_(
+    parameters: Tensors,
+    max_norm: float,
+    total_norm: torch.Tensor,
+    foreach: bool | None = None,
+) -> None:
+    """Scale gradients in place by a norm that is known, so that it would be at most ``max_norm``.
+
+    As ``torch.nn.utils.clip_grads_with_norm_``, for any mix of parameters, as `clip_grad_norm_`.
+    It communicates nothing.
+
+    Args:
+        parameters: those with gradients, or one; others are left out.
+        max_norm: all gradients are multiplied by ``min(1, max_norm / (total_norm + 1e-6))``.
+        total_norm: the norm, a plain tensor of shape ``()``: the same on all ranks.
+        foreach: as for `clip_grad_norm_`.
+
+    Raises:
+        ShardingStateError: as for `clip_grad_norm_`.
+        RuntimeError: ``foreach=True`` on a device that cannot.
+
+    Example::
+
+        power = fsdp2.get_total_norm(grads) ** 2  # of this pipeline stage
+        dist.all_reduce(power, group=stages)
+        fsdp2.clip_grads_with_norm_(model.parameters(), 1.0, power.sqrt())
+    """
+    _clip(_sharded(parameters), max_norm, total_norm, foreach)
+
+
+def _clip(
+    params: list[torch.Tensor], max_norm: float, total: torch.Tensor, foreach: bool | None
+) -> None:
+    factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+    _scale([local_of(param.grad) for param in params if param.grad is not None], factor, foreach)
+
+
+def _sharded(parameters: Tensors) -> list[torch.Tensor]:
     listed = _listed(parameters)
     for param in listed:
         if GATHERED in param.__dict__:
@@ -89,10 +134,7 @@ def clip_grad_norm_(
                 f"gradient; call reshard() on its module, or pass the parameters that the "
                 f"optimizer holds"
             )
-    total = _total_norm([(p, p.grad) for p in listed], norm_type, error_if_nonfinite, foreach)
-    factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
-    _scale([local_of(param.grad) for param in listed if param.grad is not None], factor, foreach)
-    return total
+    return listed
 
 
 @torch.no_grad()
@@ -108,7 +150,7 @@ def get_total_norm(
     meshes. All ranks must call it, with tensors of the same layouts in the same order.
 
     With pipeline stages, each rank has the norm of its own stage: combine them, then clip with
-    ``torch.nn.utils.clip_grads_with_norm_``.
+    `clip_grads_with_norm_`.
 
     Args:
         tensors: tensors of any shapes and floating dtypes, or one. A DTensor counts once, however

@@ -38,6 +38,8 @@ def make_groups(
 ) -> list[ParamGroup]:
     """A group for each mesh, in the order in which parameters name them."""
     check_plans(name, plans, options)
+    for plan in plans:
+        plan.axes.mesh_of(plan.cut)  # may make process groups, or raise: before anything changes
     groups = []
     for axes in axes_in(plans):
         streams = streams_for(axes.device)

@@ -254,8 +254,7 @@ class GroupCollectives:
     def separate(self) -> GroupCollectives:
         """The same over a new process group of the same ranks, all of which must call this."""
         ranks = dist.get_process_group_ranks(self.group)
-        group = dist.new_group(ranks, use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
+        (group,) = new_groups([self.group], self.device, [ranks])
         return GroupCollectives(group, self.device, self._asynchronous)
 
     def all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> Any:
@@ -292,7 +291,7 @@ class GroupCollectives:
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """One small all-gather, waited for."""
         own = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        everyones = own.new_empty(self.size * len(numbers))
+        everyones = own.repeat(self.size)  # for groups that only look like many ranks
         work = self._gather(everyones, own, self._gather_options)
         if work is not None:
             work.wait()
@@ -304,6 +303,38 @@ class GroupCollectives:
             work.wait()
             return None
         return work
+
+
+def new_groups(
+    around: Sequence[dist.ProcessGroup], device: torch.device, lines: Sequence[Sequence[int]]
+) -> list[dist.ProcessGroup]:
+    """Process groups that this rank is in, made without the ranks that are in none like them.
+
+    torch names such a group by its ranks and by how many groups the process is in (2.11 to 2.15):
+    ranks in more groups than others would wait for them under another name. Where the default
+    group was started with a ``device_id``, torch splits its communicator, which takes all ranks
+    that it has.
+
+    Args:
+        around: groups that together reach all ranks which make such groups now, an axis each.
+        device: of their collectives.
+        lines: ranks of each new group.
+
+    Raises:
+        ValueError: ranks are in different numbers of groups; on all of them.
+    """
+    least = most = len(dist.distributed_c10d._world.pg_names)
+    for group in around:
+        found = GroupCollectives(group, device, asynchronous=False).exchange([least, most])
+        least, most = min(each[0] for each in found), max(each[1] for each in found)
+    if least != most:
+        raise ValueError(
+            f"process groups of some ranks are to be made, but some ranks are in {least} groups by "
+            f"now and others in {most}, so that torch would give one group two names; let all "
+            f"ranks make equally many groups before, for example with init_device_mesh"
+        )
+    made = [dist.new_group(list(line), use_local_synchronization=True) for line in lines]
+    return [group for group in made if isinstance(group, dist.ProcessGroup)]
 
 
 class SoloCollectives:

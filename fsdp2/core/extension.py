@@ -40,6 +40,7 @@ from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, ShardingStateError
 from fsdp2.core.kernels import Kernels
 from fsdp2.core.layout import (
     COLLECTIVE_ALIGN_BYTES,
+    Cut,
     Segment,
     Slot,
     contiguous_strides,
@@ -70,13 +71,13 @@ class Input(NamedTuple):
         return self.numel * self.dtype.itemsize
 
 
-def check_hooks(name: str, local: torch.Tensor, dim: int, even: bool) -> None:
+def check_hooks(name: str, local: torch.Tensor, cut: Cut, even: bool) -> None:
     """Raise, naming the parameter, if its subclass cannot be gathered through its hooks.
 
     Args:
         name: the parameter's full name.
         local: its local tensor, before or after sharding.
-        dim: the sharded dim.
+        cut: how it is sharded.
         even: whether all ranks hold equally much of it.
     """
     kind = type(local).__name__
@@ -96,9 +97,14 @@ def check_hooks(name: str, local: torch.Tensor, dim: int, even: bool) -> None:
             f"{len(signature.parameters)} arguments; it must take (mesh) or (mesh, outer_size, "
             f"outer_stride, module, mp_policy)"
         )
-    if dim != 0 and not even:
+    if cut.bands > 1:
         raise ValueError(
-            f"parameter '{name}' has all-gather hooks and is sharded on dim {dim}, which its "
+            f"parameter '{name}' has all-gather hooks, which know one shard dim, but is sharded on "
+            f"{cut}; let shard_placement_fn return one Shard for it"
+        )
+    if cut.dim != 0 and not even:
+        raise ValueError(
+            f"parameter '{name}' has all-gather hooks and is sharded on dim {cut.dim}, which its "
             f"ranks do not divide; shard it on dim 0, or make that dim even"
         )
 
@@ -134,7 +140,7 @@ class ExtendedParam:
         self.inputs: tuple[Input, ...] | None = None
         self._slot = slot
         self._context = context
-        check_hooks(param.name, param.local, slot.dim, slot.even)
+        check_hooks(param.name, param.local, slot.cut, slot.even)
         release = getattr(param.local, RELEASE_HOOK, None)
         self._releases = False if release is None else self._checked_release(release())
         self._takes_all = len(inspect.signature(getattr(param.local, PRE_HOOK)).parameters) == 5

@@ -33,7 +33,7 @@ SLOT_ALIGN_BYTES = 128
 
 
 SMALL_PADDING = 0.03
-"""Padding of dim 0, as a share of a parameter, up to which no other dim is looked at."""
+"""Padding of the first dim, as a share of a parameter, up to which no other is looked at."""
 
 SMALL_PADDING_BYTES = 1 << 20
 """The same in bytes, over all ranks."""
@@ -286,7 +286,8 @@ class Segment:
         transport: how it is gathered.
         shard_dtype: dtype of the shards.
         full_dtype: dtype of the gathered parameters; a cast happens where it differs.
-        slots: the parameters, in the order of both buffers; those whose pieces are in order first.
+        slots: the parameters, in the order of both buffers; where they travel packed, those whose
+            pieces are in order first.
         shard_numel: elements of one rank's part, padded to 16 bytes in either dtype.
         full_numel: elements of the gathered part, alignment included.
         shard_byte_offset: start in the group's flat shard, in bytes.

@@ -47,7 +47,8 @@ class ReductionSpec:
     """What sets a reduction's steps.
 
     Attributes:
-        direct: whether gradients may be reduced one by one in one launch: dim 0, even, aligned.
+        direct: whether gradients may be reduced one by one in one launch: pieces in order, even,
+            aligned.
         grad_dtype: dtype of autograd's gradients.
         reduce_dtype: dtype of the collectives.
         result_dtype: dtype of the sharded ``.grad``.

@@ -2,7 +2,7 @@
 
 modules ── managed_modules ──> those that no earlier unit has
         ── managed_parameters ──> parameter -> the places that register it
-        ── plan_parameters ──> a Plan each: axes, shard dim, dtype; or an error that names it
+        ── plan_parameters ──> a Plan each: axes, cut, dtype; or an error that names it
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def plan_parameters(
         check_shardable(name, param, own)
         dims = None if placement is None else check_placement(name, param, placement)
         cut = _cut(param, own, dims)
-        _check_extension(name, param, own, cut.dim)
+        _check_extension(name, param, own, cut)
         where: list[ModuleSlot] = [(slot[0], slot[1]) for slot in slots]
         plans.append(Plan(name, param, where, own, cut, policy.compute_dtype(name, param)))
     _check_one_device(found)
@@ -165,7 +165,9 @@ def _cut(param: nn.Parameter, axes: MeshAxes, dims: tuple[int, ...] | None) -> C
     if dims is not None and len(dims) == 1:
         return Cut(dims[0])
     if is_extended(local):
-        return Cut(0 if dims is None else dims[0])  # its hooks may know no other
+        named = (0,) if dims is None else dims  # its hooks may know no other
+        even = (dim for dim in named if dim == 0 or local.shape[dim] % axes.size == 0)
+        return Cut(next(even, named[0]))
     shape = tuple(local.shape)
     if isinstance(param, DTensor):  # the largest piece, which all ranks know (I1)
         pieces = param._spec.num_shards_map
@@ -179,9 +181,9 @@ def axes_in(plans: list[Plan]) -> list[MeshAxes]:
     return list({id(plan.axes): plan.axes for plan in plans}.values())
 
 
-def _check_extension(name: str, param: nn.Parameter, axes: MeshAxes, dim: int) -> None:
+def _check_extension(name: str, param: nn.Parameter, axes: MeshAxes, cut: Cut) -> None:
     local = local_of(param)
-    check_hooks(name, local, dim, local.shape[dim] % axes.size == 0)
+    check_hooks(name, local, cut, local.shape[cut.dim] % axes.size == 0)
     if is_extended(local):
         _ = axes.shard_mesh  # its hooks get this mesh, which must have a name
 

@@ -1,9 +1,12 @@
-"""From a mesh and a shard dim to DTensor placements: one rule, used for every parameter.
+"""From a mesh and a cut to DTensor placements: one rule, used for every parameter.
 
     DeviceMesh                     MeshAxes                        a plain parameter's placements
       (shard,)                ──>  shard                           (Shard(d),)
       (replicate, shard)      ──>  shard and replicate: HSDP       (Replicate(), Shard(d))
       any, DataParallelMeshDims ─> the dims it names               those of the full mesh
+
+    cut in bands (`Cut`): on the mesh (bands, shard)               (Shard(0), Shard(d))
+                          or (replicate, bands, shard)             (Replicate(), Shard(0), Shard(d))
 
 A parameter that is a DTensor already (tensor or expert parallel) keeps its placements behind the
 data-parallel ones, on the two meshes joined. What is laid out and moved is its local tensor. Where
@@ -30,6 +33,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parameter import UninitializedParameter
 
+from fsdp2.core.collectives import new_groups
 from fsdp2.core.config import DataParallelMeshDims
 from fsdp2.core.layout import Cut
 
@@ -103,8 +107,11 @@ class MeshAxes:
     def mesh_of(self, cut: Cut) -> DeviceMesh:
         """The mesh that a parameter which is so cut lies on: with two shard dims for bands.
 
-        Makes process groups the first time, for this rank alone; all ranks of the mesh must take
-        part.
+        Makes process groups the first time (`new_groups`), which all ranks of the shard axis must
+        do together.
+
+        Raises:
+            ValueError: as `new_groups`.
         """
         return self.mesh if cut.bands == 1 else _banded(self, cut.bands, dist.group.WORLD)
 
@@ -191,9 +198,7 @@ def axes_of_info(name: str, info: Any) -> MeshAxes:
 
 
 def _axes(mesh: DeviceMesh, shard: int | None, replicate: int | None) -> MeshAxes:
-    device = torch.device(mesh.device_type)
-    if device.type != "cpu":
-        device = torch.device(device.type, torch.accelerator.current_device_index())
+    device = _device_of(mesh)
     group = None if shard is None else mesh.get_group(shard)
     replicas = None if replicate is None else mesh.get_group(replicate)
     return MeshAxes(
@@ -205,6 +210,14 @@ def _axes(mesh: DeviceMesh, shard: int | None, replicate: int | None) -> MeshAxe
         replicas,
         1 if replicas is None else replicas.size(),
     )
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    """This process's."""
+    device = torch.device(mesh.device_type)
+    if device.type == "cpu":
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshAxes:
@@ -246,7 +259,7 @@ def smaller_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
 def _smaller_mesh(mesh: DeviceMesh, size: int, world: Any) -> DeviceMesh:
     # Equal meshes of different worlds (destroyed and started again) have different groups.
     ranks = mesh.mesh.view(-1, size)
-    groups = _grid_groups(ranks)
+    groups = _grid_groups(ranks, mesh.get_all_groups()[::-1], _device_of(mesh))
     return DeviceMesh.from_group(
         groups, mesh.device_type, mesh=ranks, mesh_dim_names=("replicate", "shard")
     )
@@ -259,7 +272,7 @@ def _banded(axes: MeshAxes, bands: int, world: Any) -> DeviceMesh:
     assert axes.group is not None
     ranks = mesh.mesh.view(-1, bands, axes.size // bands)
     mine = int((ranks == dist.get_rank()).nonzero()[0][0])
-    groups, names = _grid_groups(ranks[mine]), ("bands", "shard")
+    groups, names = _grid_groups(ranks[mine], [axes.group], axes.device), ("bands", "shard")
     if axes.replicas is None:
         return DeviceMesh.from_group(
             groups, mesh.device_type, mesh=ranks[mine], mesh_dim_names=names
@@ -270,11 +283,12 @@ def _banded(axes: MeshAxes, bands: int, world: Any) -> DeviceMesh:
     )
 
 
-def _grid_groups(ranks: torch.Tensor) -> list[dist.ProcessGroup]:
-    """Process groups of this rank's column and of its row in a grid of ranks."""
+def _grid_groups(
+    ranks: torch.Tensor, around: list[dist.ProcessGroup], device: torch.device
+) -> list[dist.ProcessGroup]:
+    """Process groups of this rank's column and row in a grid whose ranks ``around`` join."""
     row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()
-    lines = (ranks[:, column], ranks[row])
-    return [dist.new_group(line.tolist(), use_local_synchronization=True) for line in lines]
+    return new_groups(around, device, [ranks[:, column].tolist(), ranks[row].tolist()])
 
 
 # ---- checks

@@ -73,6 +73,16 @@ def test_one_model_serves_all_world_sizes():
     assert host_cost.parse(["--world-size", "8,1024"]).model == "tall"
 
 
+def test_host_cost_measures_larger_models_unless_one_is_given():
+    assert host_cost.parse([]).scaling
+    assert host_cost.parse(["--rounds", "3"]).scaling
+    assert not host_cost.parse(["--blocks", "2"]).scaling
+    assert not host_cost.parse(["--no-scaling"]).scaling
+    options = host_cost.parse(["--rounds", "3", "--clock", "cpu", "--variants", "none,fsdp2,fsdp1"])
+    like = host_cost.like(options)
+    assert (like.rounds, like.clock, like.variants) == (3, "cpu", ["none", "fsdp2"])
+
+
 def test_presets_have_the_parameters_they_are_named_for():
     assert round(PRESETS["1.1b"].parameters / 1e9, 2) == 1.10
     assert round(PRESETS["2.8b"].parameters / 1e9, 2) == 2.83

@@ -386,8 +386,11 @@ def test_meshes_of_a_new_world_have_its_process_groups() -> None:
             assert model.p0.device_mesh.get_group("tp") is mesh.get_group("tp")
             smaller = smaller_mesh(init_device_mesh("cpu", (4,)), 2)
             assert smaller is smaller_mesh(init_device_mesh("cpu", (4,)), 2)
-            groups.append(smaller.get_group("shard"))
-    assert groups[0] is not groups[1]
+            banded = resolve_axes(init_device_mesh("cpu", (4,))).mesh_of(Cut(1, 2))
+            assert banded is resolve_axes(init_device_mesh("cpu", (4,))).mesh_of(Cut(1, 2))
+            groups.append((smaller.get_group("shard"), banded.get_group("bands")))
+    assert groups[0][0] is not groups[1][0]
+    assert groups[0][1] is not groups[1][1]
 
 
 # ---- two shard dims
@@ -412,6 +415,28 @@ def test_bands(shape: tuple[int, ...], rank: int) -> None:
         assert torch.equal(model.experts.to_local(), wanted.to_local())
 
 
+def test_bands_on_a_mesh_of_the_parameters_own() -> None:
+    """Experts on ranks that do not follow one another: columns of a larger mesh."""
+    whole = torch.arange(2 * 12 * 30_000, dtype=torch.float32).view(2, 12, 30_000)
+    with null_world(8, 5):
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("shard", "ep"))
+        info = fsdp2.FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0)
+        dims = (Shard(0), Shard(1))
+        model = nn.Module()
+        model.experts = nn.Parameter(whole.clone())
+        model.plain = nn.Parameter(torch.ones(8))
+        fsdp2.fully_shard(
+            model,
+            mesh=mesh._flatten("all"),
+            shard_placement_fn=lambda p: (
+                fsdp2.ShardPlacementResult(dims, info) if p.ndim == 3 else None
+            ),
+        )
+        assert model.experts.device_mesh.mesh.tolist() == [[1, 3], [5, 7]]
+        assert torch.equal(model.experts.to_local(), whole[1:, :6])
+        assert model.plain.device_mesh.size() == 8
+
+
 @pytest.mark.parametrize("kind", ["tensor parallel", "extended"])
 def test_no_bands(kind: str) -> None:
     """What knows one shard dim only is cut on one of those that are named."""
@@ -425,7 +450,16 @@ def test_no_bands(kind: str) -> None:
         model = nn.Module()
         model.experts = nn.Parameter(values)
         fsdp2.fully_shard(
-            model, mesh=mesh["shard"], shard_placement_fn=lambda _: (Shard(0), Shard(2))
+            model, mesh=mesh["shard"], shard_placement_fn=lambda _: (Shard(0), Shard(1))
         )
-        dim = 0 if kind == "extended" else 2
-        assert model.experts.placements[0] == Shard(dim)
+        dim = 0 if kind == "extended" else 1
+        assert model.experts.placements == (Shard(dim), *[Replicate()] * (kind != "extended"))
+
+
+def test_an_extended_parameter_is_cut_on_the_first_dim_that_its_hooks_can() -> None:
+    with null_world(4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+        model = nn.Module()
+        model.weight = nn.Parameter(Bf16Weight(torch.zeros(8, 6)))
+        fsdp2.fully_shard(model, mesh=mesh, shard_placement_fn=lambda _: (Shard(1), Shard(0)))
+        assert model.weight.placements == (Shard(0),)

@@ -64,12 +64,21 @@ COMPILE["options"] = {"backend": "inductor"}
 for values in COMPILE["rounds"].values():
     values["host"] = [1.0]
 PADDED = dict.fromkeys(("ours", "gathered", "packed", "two_dims", "two_dims_packed", "torch"), 0.02)
+SCALING = {
+    "precision": "fp32",
+    "cases": {"2x5": {"blocks": 2, "parameters": 10}},
+    "rounds": {"2x5": {"none": [1.0], "fsdp2": [1.5]}},
+    "ratios": {},
+}
 COUNTS = dict.fromkeys(budget.OPERATIONS, 2.0)
 TIMES = dict.fromkeys(list(budget.OPERATIONS)[:-1], 0.5)
 
 FILES: dict[str, tuple[Any, str]] = {
     "host_cost": (
-        [{**rounds("none", "fsdp2@8", host=[4.0], full=[4.0]), "precision": "mixed"}],
+        [
+            {**rounds("none", "fsdp2@8", host=[4.0], full=[4.0]), "precision": "mixed"},
+            SCALING,
+        ],
         "| fsdp2@8 | 4.00 [4.00 .. 4.00] |",
     ),
     "optimizer": (
@@ -92,12 +101,7 @@ FILES: dict[str, tuple[Any, str]] = {
     "step": (STEP, "- fsdp2 / torch, wall: **1.000** [1.000 .. 1.000]"),
     "compile": (COMPILE, "- fsdp2 compiled / torch compiled: **1.000** [1.000 .. 1.000]"),
     "scaling": (
-        {
-            "precision": "fp32",
-            "cases": {"2x5": {"blocks": 2, "parameters": 10}},
-            "rounds": {"2x5": {"none": [1.0], "fsdp2": [1.5]}},
-            "ratios": {},
-        },
+        SCALING,
         "| 2x5 | fsdp2 | 1.50  [1.50 .. 1.50] | 250.0 | 50.00 |",
     ),
     "instructions": (
@@ -124,6 +128,11 @@ FILES: dict[str, tuple[Any, str]] = {
         f"| above the floor |  |  | {50.0 - len(TIMES):.1f} | fsdp2's own Python |",
     ),
 }
+
+
+def test_host_cost_has_the_cases_of_scaling_too(tmp_path: Path) -> None:
+    _, facts, sections = report.read(written(tmp_path, "host_cost.py", FILES["host_cost"][0]))
+    assert FILES["scaling"][1] in report.markdown(facts, sections).splitlines()
 
 
 @pytest.mark.parametrize("benchmark", FILES)

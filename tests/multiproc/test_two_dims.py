@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,12 +22,15 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, group_reports
+from fsdp2.core import assembly
 from fsdp2.core.hooks import hooks_of
 from fsdp2.core.layout import Transport
+from tests.common.errors import raises
 from tests.common.looped import coalescing
 from tests.common.meshes import mesh
 from tests.common.models import DIM, seeded
@@ -34,6 +38,7 @@ from tests.common.parallelisms import APIS
 from tests.common.parity import (
     OURS,
     REORDERED_FP32,
+    CountCollectives,
     adamw,
     assert_close,
     assert_equal,
@@ -48,6 +53,7 @@ from tests.common.parity import (
     train_unsharded,
     world_mesh,
 )
+from tests.common.tensors import Bf16Weight
 from tests.common.workers import ranks, run_on_ranks
 
 STEPS = 3
@@ -115,11 +121,13 @@ def test_where_the_parts_are() -> None:
         pytest.param({"reshard_after_forward": False}, id="kept"),
         pytest.param({"reshard_after_forward": 2}, id="smaller group"),
         pytest.param({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, id="offloaded"),
+        pytest.param({"offload_policy": CPUOffloadPolicy(pin_memory=False), "mixed": True}),
     ],
 )
 @pytest.mark.parametrize("coalesced", [False, True])
 def test_training(coalesced: bool, arguments: dict[str, Any]) -> None:
-    with coalescing() if coalesced else nullcontext():
+    forced = mock.patch.object(assembly, "_effective_offload", lambda offload, device: offload)
+    with coalescing() if coalesced else nullcontext(), forced:
         check_training(
             partial(seeded, _with_experts),
             regression_batches(DIM, 2, steps=STEPS),
@@ -168,7 +176,9 @@ def test_clipping_and_flat_optimizer() -> None:
             (regression_loss(plain, my_part(batch, rank, 4)) / 4).backward()
         regression_loss(ours, my_part(batch)).backward()
         expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        norm = fsdp2.clip_grad_norm_(ours.parameters(), 0.1)
+        with CountCollectives() as counter:
+            norm = fsdp2.clip_grad_norm_(ours.parameters(), 0.1)
+        assert counter.counts == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 1}
         assert_close(norm, expected, REORDERED_FP32, "norm")
         grads = {name: param.grad for name, param in plain.named_parameters()}
         assert_close(full_grads(ours), grads, REORDERED_FP32, "clipped")
@@ -182,6 +192,88 @@ def test_clipping_and_flat_optimizer() -> None:
     moments = [entry["exp_avg"] for entry in state.values()]
     assert all(isinstance(moment, DTensor) for moment in moments)
     assert {moment.placements for moment in moments} == {(Shard(0),), (Shard(0), Shard(1))}
+
+
+@ranks(4)
+def test_clipping_by_a_norm_that_is_known() -> None:
+    """As with pipeline stages; torch's function refuses gradients on two meshes."""
+    model = _shard()
+    (batch,) = regression_batches(DIM, 2, steps=1)
+    regression_loss(model, my_part(batch)).backward()
+    before = full_grads(model)
+    norm = fsdp2.get_total_norm([param.grad for param in model.parameters()])
+    assert norm > 0.1
+    with pytest.raises(RuntimeError, match="mesh"):
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)
+    with CountCollectives() as counter:
+        fsdp2.clip_grads_with_norm_(model.parameters(), 0.1, norm)
+    assert counter.total == 0
+    factor = 0.1 / (norm + 1e-6)
+    assert_equal(full_grads(model), {name: grad * factor for name, grad in before.items()})
+
+
+@ranks(4)
+def test_with_a_collective_of_the_users() -> None:
+    """All segments in one buffer, in which a piece of a band is where any piece is."""
+    model = _shard()
+    for module in (model, model[1]):
+        module.set_custom_all_gather(_Gather())
+    batches = regression_batches(DIM, 2, steps=STEPS)
+    steps = train_sharded(model, adamw, regression_loss, batches)
+    assert_equal(steps, train_sharded(_shard(), adamw, regression_loss, batches))
+
+
+class _Gather:
+    """What a user writes: an all-gather in memory of its own."""
+
+    asynchronous = False
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any) -> None:
+        dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+
+
+@ranks(4)
+def test_subclasses_that_come_later_are_refused() -> None:
+    """All-gather hooks know one shard dim; the parameter had none when it was cut."""
+    model = _shard()
+    up = model[1].up
+    local = Bf16Weight(up.to_local().detach())
+    other = DTensor.from_local(
+        local, up.device_mesh, up.placements, shape=up.shape, stride=up.stride()
+    )
+    model[1].up = nn.Parameter(other)
+    with raises("hooks-two-dims"):
+        model(torch.ones(2, DIM))
+
+
+@ranks(4)
+def test_ranks_in_different_numbers_of_groups() -> None:
+    """torch would name one group twice: all ranks are told, and nothing has changed."""
+    extra = None
+    if dist.get_rank() < 2:
+        extra = dist.new_group([0, 1], use_local_synchronization=True)
+    # A mesh that no other test has: meshes are made once.
+    data = DeviceMesh.from_group(_world_again(), "cpu", mesh_dim_names=("lonely",))
+    model = seeded(_with_experts)
+    try:
+        with raises("group-counts"):
+            fsdp2.fully_shard(model[1], mesh=data, shard_placement_fn=_two_dims)
+    finally:
+        if extra is not None:
+            dist.destroy_process_group(extra)
+    assert type(model[1].up) is nn.Parameter
+    fsdp2.fully_shard(model[1], mesh=data, shard_placement_fn=_two_dims)
+    assert model[1].up.placements == (Shard(0), Shard(1))
+
+
+def _world_again() -> dist.ProcessGroup:
+    """The default process group."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 @ranks(4)

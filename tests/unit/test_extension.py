@@ -78,8 +78,8 @@ class OnlyRelease:
 
 @pytest.mark.parametrize("local", [Good(), Five(), object()])
 def test_hooks_that_fit(local: Any) -> None:
-    check_hooks("w", local, 0, even=False)
-    check_hooks("w", local, 1, even=True)
+    check_hooks("w", local, Cut(0), even=False)
+    check_hooks("w", local, Cut(1), even=True)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_hooks_that_fit(local: Any) -> None:
 )
 def test_hooks_that_do_not(local: Any, dim: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_hooks("w", local, dim, even=False)
+        check_hooks("w", local, Cut(dim), even=False)
 
 
 # ---- on paper
