@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
     _make_nccl_premul_sum,
 )
+from torch.distributed.distributed_c10d import _hash_ranks_to_str
 
 _GATHER = ("all_gather_single", "_allgather_base")
 _GATHER_MANY = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
@@ -310,10 +311,10 @@ def new_groups(
 ) -> list[dist.ProcessGroup]:
     """Process groups that this rank is in, made without the ranks that are in none like them.
 
-    torch names such a group by its ranks and by how many groups the process is in (2.11 to 2.15):
-    ranks in more groups than others would wait for them under another name. Where the default
-    group was started with a ``device_id``, torch splits its communicator, which takes all ranks
-    that it has.
+    torch names such a group by its ranks and by how many groups the process is in (2.11 to 2.13)
+    or has made (2.15): ranks with more groups than others would wait for them under another name.
+    Where the default group was started with a ``device_id``, torch splits its communicator, which
+    takes all ranks that it has.
 
     Args:
         around: groups that together reach all ranks which make such groups now, an axis each.
@@ -321,17 +322,17 @@ def new_groups(
         lines: ranks of each new group.
 
     Raises:
-        ValueError: ranks are in different numbers of groups; on all of them.
+        ValueError: ranks would give a group different names; on all of them.
     """
-    least = most = len(dist.distributed_c10d._world.pg_names)
+    least = most = int(_hash_ranks_to_str([0])[:15], 16)  # of the number in the name, and no more
     for group in around:
         found = GroupCollectives(group, device, asynchronous=False).exchange([least, most])
         least, most = min(each[0] for each in found), max(each[1] for each in found)
     if least != most:
         raise ValueError(
-            f"process groups of some ranks are to be made, but some ranks are in {least} groups by "
-            f"now and others in {most}, so that torch would give one group two names; let all "
-            f"ranks make equally many groups before, for example with init_device_mesh"
+            "process groups of some ranks are to be made, but some ranks have made more process "
+            "groups than others, so that torch would give one of them two names; let all ranks "
+            "make equally many before, for example with init_device_mesh"
         )
     made = [dist.new_group(list(line), use_local_synchronization=True) for line in lines]
     return [group for group in made if isinstance(group, dist.ProcessGroup)]

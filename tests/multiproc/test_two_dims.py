@@ -252,9 +252,9 @@ def test_subclasses_that_come_later_are_refused() -> None:
 @ranks(4)
 def test_ranks_in_different_numbers_of_groups() -> None:
     """torch would name one group twice: all ranks are told, and nothing has changed."""
-    extra = None
-    if dist.get_rank() < 2:
-        extra = dist.new_group([0, 1], use_local_synchronization=True)
+    mine = [0, 1] if dist.get_rank() < 2 else [2, 3]
+    if mine[0] == 0:
+        extra = dist.new_group(mine, use_local_synchronization=True)
     # A mesh that no other test has: meshes are made once.
     data = DeviceMesh.from_group(_world_again(), "cpu", mesh_dim_names=("lonely",))
     model = seeded(_with_experts)
@@ -262,11 +262,12 @@ def test_ranks_in_different_numbers_of_groups() -> None:
         with raises("group-counts"):
             fsdp2.fully_shard(model[1], mesh=data, shard_placement_fn=_two_dims)
     finally:
-        if extra is not None:
-            dist.destroy_process_group(extra)
+        if mine[0] != 0:  # now they have made equally many again
+            extra = dist.new_group(mine, use_local_synchronization=True)
     assert type(model[1].up) is nn.Parameter
     fsdp2.fully_shard(model[1], mesh=data, shard_placement_fn=_two_dims)
     assert model[1].up.placements == (Shard(0), Shard(1))
+    dist.destroy_process_group(extra)
 
 
 def _world_again() -> dist.ProcessGroup:
