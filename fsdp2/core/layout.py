@@ -19,6 +19,7 @@ on the rank, so that every rank decides alike (invariant I1 in docs/invariants.m
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -207,7 +208,7 @@ class Slot:
         """Ranks that share a band; all, if there is one."""
         return self.world_size // self.cut.bands
 
-    @property
+    @functools.cached_property
     def piece(self) -> tuple[int, ...]:
         """Shape of a whole piece."""
         return self.cut.piece(self.shape, self.world_size)

@@ -276,6 +276,8 @@ class SegmentReduction:
         else:
             compute.append(SegmentReduction._stage_direct)
         if any(slot.dim for slot in self.slots):
+            size = self.collectives.size
+            self._pieces = [(size * slot.piece[0], *slot.piece[1:]) for slot in self.slots]
             compute.append(SegmentReduction._as_pieces)
         if before is not None:
             reduce.append(lambda self, job: self._divide_each(job.grads, before))
@@ -366,12 +368,8 @@ class SegmentReduction:
         job.grads = self._targets
 
     def _as_pieces(self, job: Job) -> None:
-        """Gradients that are not cut into rows alone, as their pieces: some backends count rows."""
-        size = self.collectives.size
-        job.grads = [
-            grad if slot.dim == 0 else grad.view((size * slot.piece[0], *slot.piece[1:]))
-            for slot, grad in zip(self.slots, job.grads, strict=True)
-        ]
+        """Gradients as one piece behind the other, as some backends compare numbers of rows."""
+        job.grads = [grad.view(shape) for shape, grad in zip(self._pieces, job.grads, strict=True)]
 
     def _stage_packed(self, job: Job) -> None:
         dtype = self._unify(job)
