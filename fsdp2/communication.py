@@ -101,7 +101,9 @@ class CommunicationControls:
         Ranks on which different parameters of a unit are used run the same collectives in any
         case. This is for units whose outputs some ranks do not use at all: their backward is taken
         through the collectives of one that uses them, in the same order. All ranks must run the
-        same forwards.
+        same forwards. Where an iteration has several backwards, call `set_is_last_backward(False)`
+        before all but the last. Ranks must not differ in which units of a checkpointed region
+        they use: where one recomputes them, another would go through their backwards.
 
         Args:
             reduce_scatter_unused_params: default behaviour is ``False``.

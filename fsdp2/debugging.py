@@ -56,8 +56,8 @@ def debug(
             ranks that take part agree on it by notes in the process group's store: unit,
             operation, iteration, shapes, dtypes, flags, which gradients are there. ``None``
             (default) leaves it as it is.
-        check_nan: before and after each reduction, the ranks that take part ask each other whether gradients
-            are finite. ``None`` (default) leaves it as it is.
+        check_nan: before and after each reduction, the ranks that take part ask each other whether
+            gradients are finite. ``None`` (default) leaves it as it is.
         timeout: with ``check_ranks``, seconds that a rank waits for others of which nothing is
             heard. ``None`` (default): as it is, at first the process group's own time-out. Ranks
             that are known to be elsewhere are not waited for.

@@ -19,10 +19,10 @@ from torch._C import DisableTorchFunctionSubclass
 from fsdp2.communication import CommunicationControls, hooks_on
 from fsdp2.core.assembly import make_groups, move_buffers, watch_state_dicts
 from fsdp2.core.config import GroupOptions, ShardingStateError
-from fsdp2.core.hooks import UnitHooks, forward_method, hooks_below, start
+from fsdp2.core.hooks import UnitHooks, forward_method, hooks_below, start, watch_optimizers
 from fsdp2.core.scheduler import Scheduler
 from fsdp2.core.selection import managed_parameters, plan_parameters
-from fsdp2.core.states import UNSHARDED
+from fsdp2.core.states import SHARDED
 from fsdp2.core.uncompiled import uncompiled_methods
 from fsdp2.core.unit import Unit
 from fsdp2.interop import TORCHS, TorchIdentity
@@ -118,6 +118,7 @@ class FSDPModule(CommunicationControls, TorchIdentity):
         if hooks.scheduler is not None:
             hooks.scheduler.refresh()
         watch_state_dicts(groups)
+        watch_optimizers()  # what they hold may have been replaced
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -324,7 +325,7 @@ class FSDPModule(CommunicationControls, TorchIdentity):
         for group in unreduced:
             group.discard_gradients()
         for group in groups:
-            if group.state is UNSHARDED:  # the shards, whose gradients count, are not registered
+            if group.state is not SHARDED:  # shards are not registered, but their gradients count
                 for param in group.params:
                     param.clear_gradient(set_to_none)
 

@@ -38,8 +38,11 @@ def make_groups(
 ) -> list[ParamGroup]:
     """A group for each mesh, in the order in which parameters name them."""
     check_plans(name, plans, options)
-    for plan in plans:
-        plan.axes.mesh_of(plan.cut)  # may make process groups, or raise: before anything changes
+    smaller = arguments.smaller
+    for plan in plans:  # what may make process groups, or raise: before anything changes
+        plan.axes.mesh_of(plan.cut)
+        if smaller is not None and plan.axes.size != smaller:
+            smaller_mesh(plan.axes.mesh, smaller)
     groups = []
     for axes in axes_in(plans):
         streams = streams_for(axes.device)
@@ -65,7 +68,6 @@ def make_groups(
             plan.param.__dict__[OWNER] = managed.attributes[OWNER] = name
             plan.param.__dict__[REPLACED] = weakref.ref(managed)
             managed.sharded.__dict__[OWNER] = name
-        smaller = arguments.smaller
         if smaller is not None and axes.size != smaller:
             group.set_smaller_group(_smaller_group(axes, smaller, streams))
         follow(group)

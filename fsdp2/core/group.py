@@ -397,6 +397,7 @@ class ParamGroup:
         if self.state is RESHARDED:
             assert self._smaller is not None
             route = self._smaller.route
+            self._follow_between()
         else:
             self._gathered_at = OptimizerSteps.count
         self.state, self._taken = GATHERING, route
@@ -463,9 +464,15 @@ class ParamGroup:
             self._smaller.release()
         if state is not RESHARDED:
             self._release_full()
+        else:
+            self._follow_between()
         self.state = SHARDED
         if self.observer is not None:
             self.observer("reshard", self.name)
+
+    def _follow_between(self) -> None:
+        for param in self.params:
+            param.follow_between()
 
     def abandon(self) -> None:
         """Free what an exception left half way; COMPUTE is behind the other lanes."""

@@ -30,7 +30,7 @@ from torch.optim.optimizer import (
 
 from fsdp2.core.config import MixedPrecisionPolicy, ShardingStateError
 from fsdp2.core.journal import log_layout
-from fsdp2.core.misuse import explain, failure_of
+from fsdp2.core.misuse import calls_of, explain, failure_of
 from fsdp2.core.nested import grad_tensors, map_tensors
 from fsdp2.core.param import GATHERED, OWNER, REPLACED, ModuleSlot, ModuleSlots
 from fsdp2.core.progress import OptimizerSteps
@@ -79,7 +79,7 @@ class _ExitBackward(torch.autograd.Function):
     @staticmethod
     @uncompiled
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.hooks.exit_backward()
+        ctx.hooks._on_input_grad(None)
         return (None, *grads)
 
 
@@ -115,6 +115,7 @@ class UnitHooks:
         self.ignored = ModuleSlots(())
         self._registrations = -1  # as counted when they were checked last
         self._waiting: set[int] = set()  # ids, of a list of modules, of those still to run
+        self._nested = 0  # calls of the unit that began the forward, inside of it
         self._cast_to = precision.param_dtype if precision.cast_forward_inputs else None
         for module in modules:
             module.__dict__[_KEY] = self
@@ -152,14 +153,21 @@ class UnitHooks:
             first = unit.phase is not FORWARD
             if first:  # an exception may have left some of the last forward's
                 self._waiting.update(map(id, self.modules))
+        elif scheduler.forward_root is unit and calls_of(module, self) > 1:
+            self._nested += 1  # it calls itself: the forward around this one gathers and frees
+            return self._cast_inputs(args, kwargs)
         if first:
             around = scheduler.forward_root
             if (
-                around is unit or scheduler.in_backward or (unit.is_root and around is not None)
+                around is unit
+                or scheduler.failed
+                or scheduler.in_backward
+                or (unit.is_root and around is not None)
             ):  # an exception ended a forward or backward half way: no unit is around the root
                 scheduler.reset()
                 around = None
             if around is None:
+                self._nested = 0
                 args, kwargs = self._begin(scheduler, args, kwargs)
                 scheduler = self.scheduler or scheduler
             scheduler.enter_forward(unit)
@@ -169,12 +177,15 @@ class UnitHooks:
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Free; mark where backward enters the unit; cast outputs. Or explain an exception."""
-        if output is None and (failure := failure_of(module)) is not None:
-            explain(failure, self.scheduler.units if self.scheduler is not None else ())
-            return None
         scheduler = self.scheduler
+        if output is None and (failure := failure_of(module)) is not None:
+            if scheduler is not None:
+                self._fail(scheduler, failure)
+            return None
         assert scheduler is not None
-        if not scheduler.in_backward or _in_backward() == _OUTSIDE:
+        if self._nested and scheduler.forward_root is self.unit:
+            self._nested -= 1
+        elif not scheduler.in_backward or _in_backward() == _OUTSIDE:
             if not self._is_list:
                 scheduler.exit_forward(self.unit)
             else:
@@ -183,6 +194,15 @@ class UnitHooks:
             self._mark_entry(output)
         dtype = self.precision.output_dtype
         return output if dtype is None else _cast(output, dtype)
+
+    def _fail(self, scheduler: Scheduler, failure: BaseException) -> None:
+        """A forward raised: if a caller catches it, the forward around it may go on."""
+        explain(failure, scheduler.units)
+        if scheduler.forward_root is self.unit:
+            if self._nested:
+                self._nested -= 1
+            else:
+                scheduler.failed = True
 
     def _exit_forward_of_list(self, scheduler: Scheduler, module: nn.Module) -> None:
         self._waiting.discard(id(module))
@@ -370,7 +390,7 @@ def start(hooks: UnitHooks) -> Scheduler:
     scheduler = Scheduler([below.unit for below in found], hooks.streams)
     if old is not None:  # units were added
         scheduler.is_last_backward, scheduler.holds = old.is_last_backward, old.holds
-        scheduler.manual = old.manual
+        scheduler.manual, scheduler.post_optim_event = old.manual, old.post_optim_event
     for below, names in found.items():
         below.scheduler = scheduler
         below.unit.name = ", ".join(names)
@@ -408,16 +428,17 @@ def forward_method(hooks: UnitHooks, method: Callable[..., Any]) -> Callable[...
     """``method``, a bound method, run between the unit's forward hooks."""
 
     @functools.wraps(method)
-    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def run_between_hooks(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = hooks.pre_forward(self, args, kwargs)
         try:
             output = method(*args, **kwargs)
-        except RuntimeError as error:
-            explain(error, hooks.scheduler.units if hooks.scheduler is not None else ())
+        except Exception as error:
+            if hooks.scheduler is not None:
+                hooks._fail(hooks.scheduler, error)
             raise
         return hooks.post_forward(self, args, output)
 
-    return see_through(run)
+    return see_through(run_between_hooks)
 
 
 def watch_optimizers() -> None:

@@ -57,6 +57,23 @@ def failure_of(module: nn.Module) -> BaseException | None:
     return None
 
 
+def calls_of(module: nn.Module, hooks: object) -> int:
+    """How many calls of ``module`` are running, this one included, and of methods with its hooks.
+
+    For one that an exception has ended there is no frame any more.
+    """
+    count = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code is nn.Module._wrapped_call_impl.__code__:
+            count += frame.f_locals["self"] is module
+        elif code.co_name == "run_between_hooks":
+            count += frame.f_locals["hooks"] is hooks
+        frame = frame.f_back
+    return count
+
+
 def explain(error: BaseException, units: Iterable[Unit]) -> None:
     """Put torch's words on a sharded parameter among plain tensors into a sentence, in place.
 

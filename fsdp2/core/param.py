@@ -221,12 +221,9 @@ class ShardedParam:
             slot: the parameter's place in the layout.
             target: ``slot.local_shape(rank)``.
         """
-        whole = self._whole
         with torch.no_grad():
-            if whole is None:
-                target.copy_(self.local)
-            else:
-                target.copy_(slot.part(whole, self.axes.rank))
+            rows = self.local if self._whole is None else slot.part(self._whole, self.axes.rank)
+            target.copy_(rows)
         self._wrap(target)
 
     def adopt_extended(self, slot: Slot, offload: CPUOffloadPolicy | None) -> None:
@@ -508,19 +505,17 @@ class ShardedParam:
             if self._parallel is not None:
                 gathered = wrap_local(gathered, with_dtype(self._parallel, gathered.dtype))
             unsharded = nn.Parameter(gathered, requires_grad=self.sharded.requires_grad)
-        unsharded.__dict__.update(self.attributes)
-        unsharded.__dict__[GATHERED] = self.name
-        unsharded.__dict__[REPLACED] = weakref.ref(self)
+        unsharded.__dict__.update({**self.attributes, **self._marks()})
         old = self.unsharded
         if old is not None and old.grad is not None:  # accumulated without sync
             unsharded.grad = old.grad.to(unsharded.dtype)
         self.unsharded = unsharded
 
-    def forbid_reading(self) -> None:
-        """Let a backward raise that reads the unsharded parameter as forward saved it.
+    def _marks(self) -> dict[str, Any]:
+        return {GATHERED: self.name, REPLACED: weakref.ref(self)}
 
-        Autograd compares the version that was saved with the present one.
-        """
+    def forbid_reading(self) -> None:
+        """Let a backward raise that reads the unsharded parameter: autograd compares versions."""
         if self.unsharded is not None:
             torch.autograd.graph.increment_version(self.unsharded)
 
@@ -536,10 +531,15 @@ class ShardedParam:
         meta = TensorMeta(meta.shape, meta.stride, rows.dtype)
         spec = DTensorSpec(mesh, (Replicate(), Shard(self.cut.dim)), tensor_meta=meta)
         param = nn.Parameter(wrap_local(rows, spec), requires_grad=self.sharded.requires_grad)
-        param.__dict__.update(self.attributes)
-        param.__dict__[GATHERED] = self.name
+        param.__dict__.update({**self.attributes, **self._marks()})
         self._between = param
         return param
+
+    def follow_between(self) -> None:
+        """Take over ``requires_grad`` from the form that is registered between the passes."""
+        between = self._between
+        if between is not None and between.requires_grad is not self.requires_grad:
+            self.sharded.requires_grad = between.requires_grad
 
     def forms(self) -> list[nn.Parameter]:
         """The objects that may be registered for it: sharded, gathered, in between."""

@@ -530,10 +530,12 @@ class SegmentReduction:
         waits = self.partial_sums is not None
         if missing == len(grads) and not take_missing and not (waits and all_reduce):
             return None
-        if not waits:
-            waiting = [take_missing] * len(grads)
-        else:  # members with sums of earlier backwards are delivered, whatever this one brings
-            waiting = [take_missing or before for before in self._partial_present]
+        # Zeros are for members that are trained; those with sums of earlier backwards are
+        # delivered, whatever this one brings.
+        waiting = [take_missing and member.requires_grad for member in self.members]
+        if waits:
+            both = zip(waiting, self._partial_present, strict=True)
+            waiting = [wanted or before for wanted, before in both]
         present = [wanted or grad is not None for wanted, grad in zip(waiting, grads, strict=True)]
         return Job([self._zeros(m, g) for m, g in zip(self.members, grads, strict=True)], present)
 

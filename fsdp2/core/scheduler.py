@@ -43,6 +43,7 @@ class Scheduler:
     Attributes:
         forward_root: the unit whose forward encloses the running one; ``None`` outside.
         in_backward: whether a backward has begun whose end was not seen.
+        failed: whether the forward of ``forward_root`` raised.
         is_last_backward: whether the end of this backward waits for reductions and cleans up.
         manual: whether it leaves both to `finalize`, whatever ``is_last_backward`` says.
         unawaited: whether a `finalize` that did not wait is still to be followed by
@@ -65,6 +66,7 @@ class Scheduler:
         self.forward_root: Unit | None = None
         self._steps = -1  # of optimizers, when a forward began last
         self.in_backward = False
+        self.failed = False
         self.is_last_backward = True
         self.builds_graph = False
         self.holds = False
@@ -299,7 +301,7 @@ class Scheduler:
             self._reached -= 1
             self._enter_backward(skipped)
             self._catch_up(max(first, position))
-            if skipped.sees_exit:
+            if skipped.sees_exit and first >= position:  # else it is around what runs now
                 self.exit_backward(skipped)
 
     def exit_backward(self, unit: Unit) -> None:
@@ -374,7 +376,9 @@ class Scheduler:
             self._drop_unused()
             self._drain()
             self._empty()
-        if last or (self.forward_root is None and not any(unit.visits for unit in self.units)):
+        # A forward around this backward goes on, and its own backward is to come.
+        over = last or not any(unit.visits for unit in self.units)
+        if over and self.forward_root is None:
             self._forget_exits()
         self._entered = 0
         self.builds_graph = False
@@ -530,7 +534,7 @@ class Scheduler:
         self._entered = 0
         self._running = []
         self.forward_root = None
-        self.in_backward = False
+        self.in_backward = self.failed = False
         self.builds_graph = self.holds = False
 
     # ---- gathering and freeing

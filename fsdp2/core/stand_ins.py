@@ -31,8 +31,10 @@ class StandIn:
     Attributes:
         full_grad: what autograd left on the unsharded parameter.
         gradient: what was reduced.
+        requires_grad: whether it is trained.
     """
 
+    requires_grad = True
     full_grad: Any = None
     gradient: Any = None
 
@@ -139,6 +141,9 @@ class VirtualParam(StandIn):
 
     def between(self, rows: VirtualTensor, mesh: Any) -> None:
         """There is no parameter to register."""
+
+    def follow_between(self) -> None:
+        """Nobody freezes them."""
 
     def swaps(self, param: Any) -> list[Any]:
         """There is no module."""

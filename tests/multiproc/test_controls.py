@@ -503,6 +503,22 @@ def test_post_optim_event() -> None:
 
 
 @ranks(2)
+def test_post_optim_event_is_kept_where_units_are_added() -> None:
+    model: Any = shard(OURS, mlp())
+    model(_one()[0])
+    event = object()
+    model.set_post_optim_event(event)
+    model.added = nn.Linear(4, 4)
+    fsdp2.fully_shard(model.added, mesh=meshes.mesh("shard", shape=(2,)))
+    old = hooks_on(model).scheduler
+    assert old is not None
+    with mock.patch.object(old.streams, "wait", wraps=old.streams.wait) as wait:
+        model(_one()[0])
+    assert hooks_on(model).scheduler is not old
+    assert sum(call.args[1] is event for call in wait.call_args_list) == 1
+
+
+@ranks(2)
 def test_share_comm_ctx() -> None:
     """Two roots that are trained in turn, as the stages of a pipeline on one rank."""
 

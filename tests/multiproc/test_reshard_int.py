@@ -9,9 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
+import fsdp2
+from tests.common.errors import raises
 from tests.common.meshes import hsdp_mesh, like_torch, micro_batches, train_micro, train_plain
 from tests.common.models import DIM, MLP, OddMLP, Repeated, Transformer, seeded
 from tests.common.parity import (
@@ -22,6 +25,7 @@ from tests.common.parity import (
     CountCollectives,
     assert_close,
     assert_equal,
+    full,
     full_all,
     full_grads,
     full_params,
@@ -383,3 +387,81 @@ def test_other_types_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="neither a bool nor an int"):
         OURS.fully_shard(layer, reshard_after_forward=value)
     assert type(layer) is nn.Linear
+
+
+# ---- between forward and backward
+
+
+def _two_linears() -> Any:
+    model: Any = seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)))
+    for unit in (*model, model):
+        fsdp2.fully_shard(unit, mesh=world_mesh(), reshard_after_forward=2)
+    return model
+
+
+@ranks(4)
+def test_gradients_are_dropped_between_forward_and_backward() -> None:
+    model = _two_linears()
+    sharded = dict(model.named_parameters())
+    model(torch.ones(2, DIM)).sum().backward()
+    wanted = full_grads(model)
+    loss = model(torch.ones(2, DIM)).sum()
+    model.zero_grad()
+    assert all(param.grad is None for param in sharded.values())
+    loss.backward()
+    assert_equal(full_grads(model), wanted)
+
+
+@ranks(4)
+def test_a_parameter_frozen_between_forward_and_backward() -> None:
+    """The object that is registered then is neither the shard nor the gathered parameter."""
+    model = _two_linears()
+    sharded = dict(model.named_parameters())
+    loss = model(torch.ones(2, DIM)).sum()
+    model[0].requires_grad_(False)
+    loss.backward()
+    model.zero_grad()
+    model(torch.ones(2, DIM)).sum().backward()
+    trained = {
+        name: (param.requires_grad, param.grad is not None) for name, param in sharded.items()
+    }
+    assert trained == {
+        "0.weight": (False, False),
+        "0.bias": (False, False),
+        "1.weight": (True, True),
+        "1.bias": (True, True),
+    }
+
+
+@ranks(4)
+def test_an_optimizer_made_between_forward_and_backward_is_repointed() -> None:
+    model = _two_linears()
+    loss = model(torch.ones(2, DIM)).sum()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss.backward()
+    before = [full(param) for param in model.parameters()]
+    fsdp2.repoint_optimizer(optimizer)
+    optimizer.step()
+    after = [full(param) for param in model.parameters()]
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@ranks(4)
+def test_nothing_has_changed_where_the_smaller_groups_cannot_be_made() -> None:
+    mine = [0, 1] if dist.get_rank() < 2 else [2, 3]
+    if mine[0] == 0:
+        extra = dist.new_group(mine, use_local_synchronization=True)
+    world = dist.group.WORLD
+    assert world is not None
+    data = DeviceMesh.from_group(world, "cpu", mesh_dim_names=("unequal",))
+    linear = nn.Linear(DIM, DIM)
+    try:
+        with raises("group-counts"):
+            fsdp2.fully_shard(linear, mesh=data, reshard_after_forward=2)
+    finally:
+        if mine[0] != 0:
+            extra = dist.new_group(mine, use_local_synchronization=True)
+    assert type(linear.weight) is nn.Parameter
+    fsdp2.fully_shard(linear, mesh=data, reshard_after_forward=2)
+    linear(torch.ones(2, DIM)).sum().backward()
+    dist.destroy_process_group(extra)
