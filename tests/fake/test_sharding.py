@@ -133,3 +133,43 @@ def test_process_groups_that_were_destroyed_are_not_used_again() -> None:
             ]
             assert all(dist.get_world_size(group) > 1 for group in groups[-2:])
     assert len({id(group) for group in groups}) == 4
+
+
+# ---- zero_grad
+
+
+class _Shared(nn.Module):
+    """A module in two places, a tied parameter, one that is None and one that is left alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.again = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8, bias=False)
+        self.second.weight = self.first.weight
+        self.absent: nn.Module | None = None
+        self.own = nn.Parameter(torch.ones(8))
+        self.alone = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.again(self.first(x))) * self.own * self.alone
+
+
+class _Hides(_Shared):
+    """Its own idea of what its parameters are."""
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return (param for param in super().parameters(recurse) if param is not self.own)
+
+
+@pytest.mark.parametrize("kind", [_Shared, _Hides])
+def test_zero_grad_drops_what_torchs_does(kind: type[nn.Module]) -> None:
+    with null_world(2):
+        model = kind()
+        fsdp2.fully_shard(model, mesh=null_mesh(2), ignored_params={model.alone})
+        model(torch.ones(2, 8)).sum().backward()
+        model.reshard()
+        params = dict(model.named_parameters())
+        assert all(param.grad is not None for param in params.values())
+        model.zero_grad()
+        kept = {name for name, param in params.items() if param.grad is not None}
+        assert kept == ({"own"} if kind is _Hides else set())
