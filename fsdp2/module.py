@@ -32,7 +32,7 @@ _WALKS = ("zero_grad", "parameters", "named_parameters", "named_modules")
 
 
 def _drop_gradients(module: nn.Module) -> None:
-    """As ``nn.Module.zero_grad()``, without names: a quarter of its instructions a parameter."""
+    """As ``nn.Module.zero_grad()``, without names: thousands of instructions less a parameter."""
     seen: set[int] = set()
     found = [module]
     with DisableTorchFunctionSubclass():  # for DTensors' sake (see `fsdp2.core.param`)
