@@ -43,7 +43,9 @@ def _drop_gradients(module: nn.Module) -> None:
             for param in member._parameters.values():
                 if param is not None:
                     param.grad = None
-            found += [child for child in member._modules.values() if child is not None]
+            for child in member._modules.values():
+                if child is not None:
+                    found.append(child)
 
 
 @uncompiled_methods
