@@ -52,7 +52,7 @@ FEW, MANY = 2, 4  # units; a unit is half of the difference
 REPEATS, LOOPS = 9, 2000
 
 # Python functions that the engine or nn.Module enters fsdp2 by
-ENTRIES = ("pre_forward", "post_forward", "_on_output_grad", "_on_input_grad")
+ENTRIES = ("pre_forward", "post_forward", "_on_output_grad", "exit_backward")
 
 # What is counted, in the order of the table. The second column says when it happens.
 OPERATIONS = {

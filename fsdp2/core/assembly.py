@@ -38,13 +38,13 @@ def make_groups(
 ) -> list[ParamGroup]:
     """A group for each mesh, in the order in which parameters name them."""
     check_plans(name, plans, options)
-    smaller = arguments.smaller
-    for plan in plans:  # what may make process groups, or raise: before anything changes
+    meshes = axes_in(plans)
+    # What makes process groups, and may raise: before anything changes.
+    for plan in plans:
         plan.axes.mesh_of(plan.cut)
-        if smaller is not None and plan.axes.size != smaller:
-            smaller_mesh(plan.axes.mesh, smaller)
+    smaller_groups = [_smaller_group(axes, arguments.smaller) for axes in meshes]
     groups = []
-    for axes in axes_in(plans):
+    for axes, smaller in zip(meshes, smaller_groups, strict=True):
         streams = streams_for(axes.device)
         members = [plan for plan in plans if plan.axes is axes]
         params = [
@@ -68,8 +68,7 @@ def make_groups(
             plan.param.__dict__[OWNER] = managed.attributes[OWNER] = name
             plan.param.__dict__[REPLACED] = weakref.ref(managed)
             managed.sharded.__dict__[OWNER] = name
-        if smaller is not None and axes.size != smaller:
-            group.set_smaller_group(_smaller_group(axes, smaller, streams))
+        group.set_smaller_group(smaller)
         follow(group)
         groups.append(group)
     return groups
@@ -93,10 +92,13 @@ def _effective_offload(
     return None if device.type == "cpu" else offload
 
 
-def _smaller_group(axes: MeshAxes, size: int, streams: Streams) -> SmallerGroup:
+def _smaller_group(axes: MeshAxes, size: int | None) -> SmallerGroup | None:
+    """``None`` where backward gathers from all ranks, or not at all."""
+    if size is None or axes.size == size:
+        return None
     mesh = smaller_mesh(axes.mesh, size)
-    group = mesh.get_group("shard")
-    return SmallerGroup(GroupCollectives(group, axes.device, streams.asynchronous), mesh)
+    group, asynchronous = mesh.get_group("shard"), streams_for(axes.device).asynchronous
+    return SmallerGroup(GroupCollectives(group, axes.device, asynchronous), mesh)
 
 
 def move_buffers(modules: tuple[nn.Module, ...], device: torch.device) -> None:

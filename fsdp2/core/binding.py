@@ -13,7 +13,7 @@ from fsdp2.core.collectives import Collectives, Replicas
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
 from fsdp2.core.extension import ExtensionContext, ExtensionTransport
 from fsdp2.core.kernels import Kernels
-from fsdp2.core.layout import COLLECTIVE_ALIGN_BYTES, GroupLayout, Slot, Transport
+from fsdp2.core.layout import GroupLayout, Slot, Transport
 from fsdp2.core.param import ShardedParam, compute_dtype
 from fsdp2.core.reduction import ReductionSpec, SegmentReduction
 from fsdp2.core.streams import OnStream
@@ -103,5 +103,4 @@ def reduction_spec(
 
 
 def _is_direct(slot: Slot, itemsize: int) -> bool:
-    aligned = slot.shard_numel * itemsize % COLLECTIVE_ALIGN_BYTES == 0
-    return slot.in_order and slot.even and aligned
+    return slot.in_order and slot.even and slot.aligned(itemsize)

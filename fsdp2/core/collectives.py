@@ -334,8 +334,12 @@ def new_groups(
             "groups than others, so that torch would give one of them two names; let all ranks "
             "make equally many before, for example with init_device_mesh"
         )
-    made = [dist.new_group(list(line), use_local_synchronization=True) for line in lines]
-    return [group for group in made if isinstance(group, dist.ProcessGroup)]
+    made = []
+    for line in lines:
+        group = dist.new_group(list(line), use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        made.append(group)
+    return made
 
 
 class SoloCollectives:

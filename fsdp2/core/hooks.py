@@ -79,7 +79,7 @@ class _ExitBackward(torch.autograd.Function):
     @staticmethod
     @uncompiled
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.hooks._on_input_grad(None)
+        ctx.hooks.exit_backward()
         return (None, *grads)
 
 
@@ -275,7 +275,7 @@ class UnitHooks:
         if len(found) == 1 and type(found[0]) is torch.Tensor:
             # A view costs half of a custom function, and a user may modify it in place.
             alias = found[0].view_as(found[0])
-            _on_gradient(alias, self._on_input_grad, _EXIT)
+            _on_gradient(alias, self.exit_backward, _EXIT)
             if len(args) == 1 and args[0] is found[0]:
                 return (alias,), kwargs
             marked = iter((alias,))
@@ -306,9 +306,12 @@ class UnitHooks:
         if unit.phase is not BACKWARD:
             self._enter_backward()
 
-    def _on_input_grad(self, grad: torch.Tensor | None) -> None:
-        if self.unit.phase is not FORWARD:  # else a derivative by its input, inside of it
-            self.exit_backward()
+    def exit_backward(self, grad: torch.Tensor | None = None) -> None:
+        """The gradients of the unit's inputs are there."""
+        if self.unit.phase is FORWARD:
+            return  # a derivative by its inputs, inside of it
+        assert self.scheduler is not None
+        self.scheduler.exit_backward(self.unit)
 
     def _enter_backward(self, recomputes: bool = False) -> None:
         scheduler = self.scheduler
@@ -322,11 +325,6 @@ class UnitHooks:
                 scheduler.builds_graph = scheduler.holds = True
             Variable._execution_engine.queue_callback(self._end_backward)
         scheduler.enter_backward(self.unit)
-
-    def exit_backward(self) -> None:
-        """The gradient of the unit's input is there."""
-        assert self.scheduler is not None
-        self.scheduler.exit_backward(self.unit)
 
     def _end_backward(self) -> None:
         scheduler = self.scheduler

@@ -255,6 +255,10 @@ class Slot:
         """Whether the ranks' pieces lie in the parameter one behind the other."""
         return self.cut.in_order(self.shape, self.world_size)
 
+    def aligned(self, itemsize: int) -> bool:
+        """Whether every rank's piece is a multiple of 16 bytes, in elements of ``itemsize``."""
+        return self.shard_numel * itemsize % COLLECTIVE_ALIGN_BYTES == 0
+
     def rows(self, rank: int) -> int:
         """Length of ``rank``'s piece of the sharded dim (0 for a rank beyond the end)."""
         return max(0, min(self.chunk, self.shape[self.dim] - rank % self.per_band * self.chunk))

@@ -53,12 +53,7 @@ def smaller_segment(
         smaller = replace(slot, shard_offset=offset)
         slots.append(smaller)
         offset += smaller.shard_numel
-    aligned = all(
-        slot.in_order
-        and slot.shard_numel
-        and slot.shard_numel * itemsize % COLLECTIVE_ALIGN_BYTES == 0
-        for slot in slots
-    )
+    aligned = all(s.in_order and s.shard_numel and s.aligned(itemsize) for s in slots)
     multiple = max(COLLECTIVE_ALIGN_BYTES // itemsize, 1)
     return replace(
         segment,

@@ -162,8 +162,6 @@ def plan_parameters(
 def _cut(param: nn.Parameter, axes: MeshAxes, dims: tuple[int, ...] | None) -> Cut:
     """The cut of a parameter, on the dims that its owner named."""
     local = local_of(param)
-    if dims is not None and len(dims) == 1:
-        return Cut(dims[0])
     if is_extended(local):
         named = (0,) if dims is None else dims  # its hooks may know no other
         even = (dim for dim in named if dim == 0 or local.shape[dim] % axes.size == 0)

@@ -11,7 +11,8 @@ the bit, whatever the number of axes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -57,6 +58,29 @@ TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 def mesh(*names: str, shape: tuple[int, ...]) -> DeviceMesh:
     """A mesh of all ranks, made once: its process groups serve all tests of this process."""
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def unshared_mesh(name: str) -> DeviceMesh:
+    """All ranks in one dim, a mesh of one test alone: other meshes' groups were not made for it."""
+    world = dist.group.WORLD
+    assert world is not None
+    return DeviceMesh.from_group(world, "cpu", mesh_dim_names=(name,))
+
+
+@contextmanager
+def more_groups_on_some() -> Iterator[None]:
+    """While this is active, the first half of the ranks have made one process group more."""
+    everyone = list(range(dist.get_world_size()))
+    first, second = everyone[: len(everyone) // 2], everyone[len(everyone) // 2 :]
+    early = dist.get_rank() in first
+    if early:
+        extra = dist.new_group(first, use_local_synchronization=True)
+    try:
+        yield
+    finally:
+        if not early:
+            extra = dist.new_group(second, use_local_synchronization=True)
+        dist.destroy_process_group(extra)
 
 
 def hsdp_mesh(replicate: int, shard: int) -> DeviceMesh:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import partial
 from itertools import pairwise
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import CPUOffloadPolicy, group_reports
-from fsdp2.core import assembly
 from tests.common.looped import coalescing
 from tests.common.meshes import (
     Flags,
@@ -32,6 +30,7 @@ from tests.common.meshes import (
     train_plain,
 )
 from tests.common.models import DIM, seeded
+from tests.common.offloading import forced_offload
 from tests.common.parity import (
     FP32,
     OURS,
@@ -80,8 +79,7 @@ def _sharded(mixed: bool, copies: int = 1, **arguments: Any) -> Any:
     size = dist.get_world_size()
     where = hsdp_mesh(copies, size // copies)
     arguments["mesh"] = where if copies > 1 else where["shard"]
-    forced = mock.patch.object(assembly, "_effective_offload", lambda offload, device: offload)
-    with coalescing(), forced:
+    with coalescing(), forced_offload():
         model = shard(OURS, BUILD(), mixed=mixed, **arguments)
     if copies < size:
         kinds = {kind for r in group_reports(model) for kind in r.transport.split("+")}

@@ -24,13 +24,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CPUOffloadPolicy
-from fsdp2.core import assembly, kernels
+from fsdp2.core import kernels
 from fsdp2.core.buffers import TransientBuffer
 from fsdp2.core.collectives import GroupCollectives
 from fsdp2.core.hooks import hooks_below
 from tests.common.looped import coalescing
 from tests.common.meshes import hsdp_mesh
 from tests.common.models import DIM, seeded
+from tests.common.offloading import forced_offload
 from tests.common.parity import (
     OURS,
     adamw,
@@ -133,7 +134,7 @@ def _prefetching(model: Any) -> Any:
 
 def _offloaded(model: Model, **arguments: Any) -> Any:
     """Also on a CPU mesh."""
-    with mock.patch.object(assembly, "_effective_offload", lambda offload, device: offload):
+    with forced_offload():
         return _shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False), **arguments)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
-from fsdp2.core import assembly
 from fsdp2.core.hooks import hooks_of
 from tests.common import meshes, models, tensors
 from tests.common.errors import raises
+from tests.common.offloading import forced_offload
 from tests.common.parity import (
     OURS,
     REORDERED_FP32,
@@ -410,7 +409,7 @@ def test_one_rank_of_two() -> None:
 def test_offloaded_shards_are_copied_before_the_hook() -> None:
     """On a CPU mesh there is nothing to offload; here it is made to believe that there is."""
     expected = _steps(shard(OURS, _build(Scaled)), EVEN[-1])
-    with mock.patch.object(assembly, "_effective_offload", lambda policy, device: policy):
+    with forced_offload():
         policy = fsdp2.CPUOffloadPolicy(pin_memory=False)
         model = shard(OURS, _build(Scaled), offload_policy=policy)
     assert_equal(_steps(model, EVEN[-1]), expected)

@@ -4,8 +4,6 @@ shards and gradients in memory of their own, copied to and from the "device", wh
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -18,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import CPUOffloadPolicy
 from fsdp2.communication import hooks_on
-from fsdp2.core import assembly
 from tests.common.meshes import (
     Flags,
     flags_in_turn,
@@ -28,6 +25,7 @@ from tests.common.meshes import (
     train_plain,
 )
 from tests.common.models import DIM, MLP, Nested, OddMLP, Repeated, Transformer, seeded
+from tests.common.offloading import forced_offload
 from tests.common.parity import (
     FP32,
     OURS,
@@ -52,15 +50,8 @@ from tests.common.workers import ranks
 POLICY = CPUOffloadPolicy(pin_memory=False)  # no accelerator to lock pages for
 
 
-@contextlib.contextmanager
-def _forced() -> Iterator[None]:
-    """While this is active, `fully_shard` takes the policy at its word on a CPU mesh too."""
-    with mock.patch.object(assembly, "_effective_offload", lambda offload, device: offload):
-        yield
-
-
 def _offloaded(model: nn.Module, **arguments: Any) -> Any:
-    with _forced():
+    with forced_offload():
         shard(OURS, model, offload_policy=POLICY, **arguments)
     return model
 

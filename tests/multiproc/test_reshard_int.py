@@ -9,13 +9,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from tests.common.errors import raises
-from tests.common.meshes import hsdp_mesh, like_torch, micro_batches, train_micro, train_plain
+from tests.common.meshes import (
+    hsdp_mesh,
+    like_torch,
+    micro_batches,
+    more_groups_on_some,
+    train_micro,
+    train_plain,
+    unshared_mesh,
+)
 from tests.common.models import DIM, MLP, OddMLP, Repeated, Transformer, seeded
 from tests.common.parity import (
     FP32,
@@ -448,20 +455,10 @@ def test_an_optimizer_made_between_forward_and_backward_is_repointed() -> None:
 
 @ranks(4)
 def test_nothing_has_changed_where_the_smaller_groups_cannot_be_made() -> None:
-    mine = [0, 1] if dist.get_rank() < 2 else [2, 3]
-    if mine[0] == 0:
-        extra = dist.new_group(mine, use_local_synchronization=True)
-    world = dist.group.WORLD
-    assert world is not None
-    data = DeviceMesh.from_group(world, "cpu", mesh_dim_names=("unequal",))
+    data = unshared_mesh("smaller groups")
     linear = nn.Linear(DIM, DIM)
-    try:
-        with raises("group-counts"):
-            fsdp2.fully_shard(linear, mesh=data, reshard_after_forward=2)
-    finally:
-        if mine[0] != 0:
-            extra = dist.new_group(mine, use_local_synchronization=True)
+    with more_groups_on_some(), raises("group-counts"):
+        fsdp2.fully_shard(linear, mesh=data, reshard_after_forward=2)
     assert type(linear.weight) is nn.Parameter
     fsdp2.fully_shard(linear, mesh=data, reshard_after_forward=2)
     linear(torch.ones(2, DIM)).sum().backward()
-    dist.destroy_process_group(extra)

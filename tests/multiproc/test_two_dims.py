@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -22,18 +21,17 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, group_reports
-from fsdp2.core import assembly
 from fsdp2.core.hooks import hooks_of
 from fsdp2.core.layout import Transport
 from tests.common.errors import raises
 from tests.common.looped import coalescing
-from tests.common.meshes import mesh
+from tests.common.meshes import mesh, more_groups_on_some, unshared_mesh
 from tests.common.models import DIM, seeded
+from tests.common.offloading import forced_offload
 from tests.common.parallelisms import APIS
 from tests.common.parity import (
     OURS,
@@ -121,13 +119,15 @@ def test_where_the_parts_are() -> None:
         pytest.param({"reshard_after_forward": False}, id="kept"),
         pytest.param({"reshard_after_forward": 2}, id="smaller group"),
         pytest.param({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, id="offloaded"),
-        pytest.param({"offload_policy": CPUOffloadPolicy(pin_memory=False), "mixed": True}),
+        pytest.param(
+            {"offload_policy": CPUOffloadPolicy(pin_memory=False), "mixed": True},
+            id="offloaded, mixed",
+        ),
     ],
 )
 @pytest.mark.parametrize("coalesced", [False, True])
 def test_training(coalesced: bool, arguments: dict[str, Any]) -> None:
-    forced = mock.patch.object(assembly, "_effective_offload", lambda offload, device: offload)
-    with coalescing() if coalesced else nullcontext(), forced:
+    with coalescing() if coalesced else nullcontext(), forced_offload():
         check_training(
             partial(seeded, _with_experts),
             regression_batches(DIM, 2, steps=STEPS),
@@ -252,29 +252,13 @@ def test_subclasses_that_come_later_are_refused() -> None:
 @ranks(4)
 def test_ranks_in_different_numbers_of_groups() -> None:
     """torch would name one group twice: all ranks are told, and nothing has changed."""
-    mine = [0, 1] if dist.get_rank() < 2 else [2, 3]
-    if mine[0] == 0:
-        extra = dist.new_group(mine, use_local_synchronization=True)
-    # A mesh that no other test has: meshes are made once.
-    data = DeviceMesh.from_group(_world_again(), "cpu", mesh_dim_names=("lonely",))
+    data = unshared_mesh("banded")
     model = seeded(_with_experts)
-    try:
-        with raises("group-counts"):
-            fsdp2.fully_shard(model[1], mesh=data, shard_placement_fn=_two_dims)
-    finally:
-        if mine[0] != 0:  # now they have made equally many again
-            extra = dist.new_group(mine, use_local_synchronization=True)
+    with more_groups_on_some(), raises("group-counts"):
+        fsdp2.fully_shard(model[1], mesh=data, shard_placement_fn=_two_dims)
     assert type(model[1].up) is nn.Parameter
     fsdp2.fully_shard(model[1], mesh=data, shard_placement_fn=_two_dims)
     assert model[1].up.placements == (Shard(0), Shard(1))
-    dist.destroy_process_group(extra)
-
-
-def _world_again() -> dist.ProcessGroup:
-    """The default process group."""
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 @ranks(4)

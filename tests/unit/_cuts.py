@@ -1,4 +1,4 @@
-"""Cuts of random parameters."""
+"""Cuts of parameters: given for short, or random."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import random
 from collections.abc import Sequence
 
 from fsdp2.core.layout import ROWS, Cut
+
+
+def as_cut(cut: int | Cut) -> Cut:
+    """A dim alone, or what it is."""
+    return Cut(cut) if isinstance(cut, int) else cut
 
 
 def random_cut(rng: random.Random, shape: Sequence[int], ranks: int) -> Cut:

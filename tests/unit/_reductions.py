@@ -12,6 +12,7 @@ from fsdp2.core.kernels import TorchKernels
 from fsdp2.core.layout import Cut, ParamShape, Slot, build_layout
 from fsdp2.core.reduction import ReductionSpec, SegmentReduction
 from fsdp2.core.stand_ins import StandIn
+from tests.unit._cuts import as_cut
 
 KERNELS = TorchKernels(torch.device("cpu"))
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -58,7 +59,7 @@ class Setup:
             ParamShape(
                 "p",
                 shape,
-                Cut(cut) if isinstance(cut, int) else cut,
+                as_cut(cut),
                 self.shard,
                 itemsize,
                 self.grad,

@@ -25,7 +25,7 @@ from fsdp2.core.layout import (
     pick_transport,
 )
 from fsdp2.core.transport import shard_blocks
-from tests.unit._cuts import random_cut
+from tests.unit._cuts import as_cut, random_cut
 
 ITEMSIZE: dict[Hashable, int] = {"f64": 8, "f32": 4, "bf16": 2, "u8": 1}
 RANDOM_GROUPS = 400
@@ -35,12 +35,11 @@ def _param(
     shape: tuple[int, ...], cut: int | Cut = 0, shard: str = "f32", full: str = ""
 ) -> ParamShape:
     full = full or shard
-    cut = Cut(cut) if isinstance(cut, int) else cut
-    return ParamShape(f"p{shape}", shape, cut, shard, ITEMSIZE[shard], full, ITEMSIZE[full])
+    return ParamShape(f"p{shape}", shape, as_cut(cut), shard, ITEMSIZE[shard], full, ITEMSIZE[full])
 
 
 def _slot(shape: tuple[int, ...], cut: int | Cut, world_size: int) -> Slot:
-    return Slot(0, shape, Cut(cut) if isinstance(cut, int) else cut, world_size, 0, 0)
+    return Slot(0, shape, as_cut(cut), world_size, 0, 0)
 
 
 def _only_segment(layout: GroupLayout) -> Segment:

@@ -11,7 +11,7 @@ import torch
 from fsdp2.core.kernels import TorchKernels
 from fsdp2.core.layout import Cut, GroupLayout, ParamShape, Transport, build_layout
 from fsdp2.core.transport import TRANSPORTS, SegmentTransport
-from tests.unit._cuts import random_cut
+from tests.unit._cuts import as_cut, random_cut
 from tests.unit._ranks import ThreadCollectives, run_ranks
 
 KERNELS = TorchKernels(torch.device("cpu"))
@@ -21,8 +21,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 def _param(
     shape: tuple[int, ...], cut: int | Cut = 0, shard: torch.dtype = F32, full: torch.dtype = F32
 ) -> ParamShape:
-    cut = Cut(cut) if isinstance(cut, int) else cut
-    return ParamShape("p", shape, cut, shard, shard.itemsize, full, full.itemsize)
+    return ParamShape("p", shape, as_cut(cut), shard, shard.itemsize, full, full.itemsize)
 
 
 def _wholes(params: list[ParamShape]) -> list[torch.Tensor]:
