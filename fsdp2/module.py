@@ -34,18 +34,18 @@ _WALKS = ("zero_grad", "parameters", "named_parameters", "named_modules")
 def _drop_gradients(module: nn.Module) -> None:
     """As ``nn.Module.zero_grad()``, without names: thousands of instructions less a parameter."""
     seen: set[int] = set()
-    found = [module]
+    found: list[nn.Module | None] = [module]
     with DisableTorchFunctionSubclass():  # for DTensors' sake (see `fsdp2.core.param`)
         for member in found:  # which grows
-            if id(member) in seen:
+            if member is None:
                 continue
-            seen.add(id(member))
             for param in member._parameters.values():
                 if param is not None:
                     param.grad = None
-            for child in member._modules.values():
-                if child is not None:
-                    found.append(child)
+            children = member._modules
+            if children and id(member) not in seen:  # a leaf may come twice
+                seen.add(id(member))
+                found += children.values()
 
 
 @uncompiled_methods

@@ -266,7 +266,8 @@ class GroupCollectives:
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Any:
         """Gather many flat tensors in one launch."""
-        return self._deliver(self._gather_many(outputs, inputs, self._gather_options))
+        work = self._gather_many(outputs, inputs, self._gather_options)
+        return self._deliver(work) if self._asynchronous else work
 
     def reduce_scatter(self, output: torch.Tensor, input_: torch.Tensor, kind: ReduceKind) -> Any:
         """Reduce and scatter one flat tensor; ``output``: [n], ``input_``: [size * n]."""
@@ -276,7 +277,8 @@ class GroupCollectives:
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], kind: ReduceKind
     ) -> Any:
         """Reduce and scatter many tensors in one launch."""
-        return self._deliver(self._scatter_many(outputs, inputs, kind.options))
+        work = self._scatter_many(outputs, inputs, kind.options)
+        return self._deliver(work) if self._asynchronous else work
 
     def custom_all_gather(self, comm: AllGather, output: torch.Tensor, input_: torch.Tensor) -> Any:
         """Let ``comm`` gather one flat tensor."""

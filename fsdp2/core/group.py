@@ -67,7 +67,6 @@ class ParamGroup:
         "__dict__",
         "__weakref__",
         "_accumulated",
-        "_bound",
         "_extension",
         "_full",
         "_gathered_at",
@@ -90,6 +89,7 @@ class ParamGroup:
         "_to_unsharded",
         "_transports",
         "_works",
+        "bound",
         "collectives",
         "device",
         "kernels",
@@ -135,7 +135,7 @@ class ParamGroup:
         self.layout: GroupLayout | None = None
         self._accumulated = False
         self._gathered_at = -1
-        self._bound = False
+        self.bound = False
         self._rebinds = False  # some reductions are out of date, but have partial sums
         self._reroute = False  # transports are out of date; parameters and buffers are not
         self.shard: Any = None
@@ -174,9 +174,14 @@ class ParamGroup:
         return False
 
     @property
-    def needs_gather(self) -> bool:
-        """Whether the parameters have to be gathered before use."""
-        return self.state.needs_gather
+    def is_over(self) -> bool:
+        """Whether it is sharded, and nothing is there to reduce."""
+        if self.state is not SHARDED:
+            return False
+        for reduction in self._reductions:  # noqa: SIM110  # asked at the end of every backward
+            if reduction.has_work:
+                return False
+        return True
 
     # ---- layout and binding
 
@@ -215,23 +220,23 @@ class ParamGroup:
                 param.adopt(slot, shard.piece(param.dtype, start, slot.local_shape(rank)))
         self.layout = layout
         self.shard = shard
-        self._bound = False
+        self.bound = False
 
     def rebind(self) -> None:
         """Notice changed parameters at the next gather."""
-        self._bound = False
+        self.bound = False
 
     def set_options(self, options: GroupOptions) -> None:
         """Take new options: reductions follow now, transports at the next gather."""
         self._reroute = self._reroute or options.all_gather is not self.options.all_gather
         self.options = options
-        if self._bound:
+        if self.bound:
             self.bind_reductions()
 
     def set_reducers(self, reducers: Collectives) -> None:
         """Reduce gradients over another process group of the same ranks."""
         self.reducers = reducers
-        if self._bound:
+        if self.bound:
             self.bind_reductions()
 
     def set_smaller_group(self, smaller: SmallerGroup | None) -> None:
@@ -255,18 +260,18 @@ class ParamGroup:
             return
         for sharded, local in self._locals:  # still backed as they were (`swap_tensors` …)?
             if sharded._local_tensor is not local:
-                self._bound = False
+                self.bound = False
                 break
-        if self._bound and not self._reroute:
+        if self.bound and not self._reroute:
             return
         self._require_sharded("bind")
-        if self._bound:
+        if self.bound:
             BIND.debug("'%s' binds: another way to gather was chosen", self.name)
             self._full.acquire()
         else:
             self._bind_buffers()
         self._bind_transports()
-        if not self._bound:
+        if not self.bound:
             self._bind_params()
             self.bind_reductions()
             self._locals = [
@@ -275,9 +280,9 @@ class ParamGroup:
         self._bind_smaller()
         if self._mirror is not None:
             self._mirror.release()
-        if not (self._bound and self.options.keep_storage):  # memory that is kept stays in place
+        if not (self.bound and self.options.keep_storage):  # memory that is kept stays in place
             self._full.release()
-        self._bound, self._reroute = True, False
+        self.bound, self._reroute = True, False
 
     def _bind_buffers(self) -> None:
         home = self.device if self.offload is None else torch.device("cpu")
@@ -300,7 +305,7 @@ class ParamGroup:
         source = self.shard if self._mirror is None else self._mirror
         if self._mirror is not None:
             self._mirror.acquire()
-        if not self._bound:
+        if not self.bound:
             made: WeakMethod[Callable[[ShardedParam], None]] = WeakMethod(self._bind_swaps)
             context = ExtensionContext(self.options, self.device, self.offload, made)
             self._extension = make_extension(
@@ -419,13 +424,8 @@ class ParamGroup:
             raise refused("finish_unshard", self.name, self.state)
         route = self._taken
         self._await_gather()
-        if not route.early:
-            self._full.acquire()
-        for transport in route.finishing:
-            transport.copy_out()
-            transport.release()
-        if route.loads and not self._keeps_mirror:
-            self._mirror.release()
+        if route.finishes:
+            self._finish_copies(route)
         if self._smaller is not None:
             self._smaller.release()
         for store, name, param in self._to_unsharded:
@@ -433,6 +433,15 @@ class ParamGroup:
         self.state = UNSHARDED
         if self.observer is not None:
             self.observer("finish", self.name)
+
+    def _finish_copies(self, route: Route) -> None:
+        if not route.early:
+            self._full.acquire()
+        for transport in route.finishing:
+            transport.copy_out()
+            transport.release()
+        if route.loads and not self._keeps_mirror:
+            self._mirror.release()
 
     def shard_smaller(self) -> None:
         """After forward: keep a smaller group's rows, free the rest; no-op if not gathered."""

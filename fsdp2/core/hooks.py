@@ -265,6 +265,10 @@ class UnitHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not torch.is_grad_enabled():
             return args, kwargs
+        if len(args) == 1 and type(args[0]) is torch.Tensor and not kwargs:  # as in most calls
+            tensor = args[0]
+            self.unit.sees_exit = tensor.requires_grad
+            return ((self._marked(tensor),) if tensor.requires_grad else args), kwargs
         found: list[torch.Tensor] = []
         grad_tensors(args, found)
         if kwargs:
@@ -273,20 +277,26 @@ class UnitHooks:
         if not found:
             return args, kwargs
         if len(found) == 1 and type(found[0]) is torch.Tensor:
-            # A view costs half of a custom function, and a user may modify it in place.
-            alias = found[0].view_as(found[0])
-            _on_gradient(alias, self.exit_backward, _EXIT)
-            if len(args) == 1 and args[0] is found[0]:
-                return (alias,), kwargs
-            marked = iter((alias,))
+            marked = iter((self._marked(found[0]),))
         else:
             marked = iter(_ExitBackward.apply(self, *found))
         args = _replace(args, marked)
         return args, (_replace(kwargs, marked) if kwargs else kwargs)
 
+    def _marked(self, tensor: torch.Tensor) -> torch.Tensor:
+        # A view costs half of a custom function, and a user may modify it in place.
+        alias = tensor.view_as(tensor)
+        alias._backward_hooks = hooks = OrderedDict()  # as in `_on_gradient`, where none can be
+        alias.grad_fn._register_hook_dict(alias)  # type: ignore[union-attr]  # a view has one
+        hooks[_EXIT] = self.exit_backward
+        return alias
+
     def _mark_entry(self, output: Any) -> None:
         found: list[torch.Tensor] = []
-        grad_tensors(output, found)
+        if type(output) is not torch.Tensor:
+            grad_tensors(output, found)
+        elif output.requires_grad:
+            found.append(output)
         for tensor in found:
             _on_gradient(tensor, self._on_output_grad, self)
             base = tensor._base

@@ -100,16 +100,9 @@ def launch_on_lanes(
 
 def launch_inline(group: Any, jobs: list[tuple[SegmentReduction, Job]], all_reduce: bool) -> None:
     """As `launch_on_lanes` where all lanes are one, as on a CPU: on return, all is delivered."""
-    work = [(r.full if all_reduce else r.partial, r, job) for r, job in jobs]
-    for program, reduction, job in work:
-        for step in program.compute:
-            step(reduction, job)
-    for program, reduction, job in work:
-        _run(program.reduce, reduction, job, group.name)
-        if program.all_reduce:
-            _run(program.all_reduce, reduction, job, group.name)
-        for step in program.host:
-            step(reduction, job)
+    for reduction, job in jobs:
+        program = reduction.full if all_reduce else reduction.partial
+        _run(program.inline, reduction, job, group.name)
         reduction.release()
 
 

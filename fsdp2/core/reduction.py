@@ -27,9 +27,9 @@ rank's rows leaves its output at once, so that it may use the same buffers for t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -76,9 +76,12 @@ class ReductionSpec:
     keep: bool = False
 
 
-@dataclass(slots=True)
 class Job:
     """One reduction on its way: what each step leaves for the next.
+
+    Args:
+        grads: see below.
+        present: see below.
 
     Attributes:
         grads: full gradients, a tensor for every member.
@@ -92,28 +95,45 @@ class Job:
         sums: gradients that the outputs were added to; a hook may have dropped them meanwhile.
     """
 
-    grads: list[Any]
-    present: list[bool]
+    # Of the class until a step sets them, which most do not.
     flat: Any = None
     scattered: Any = None
     result: Any = None
     partial: Any = None
     kept: KeptGradients | None = None
-    outputs: list[Any] = field(default_factory=list)
-    sums: list[Any] = field(default_factory=list)
+    outputs: Sequence[Any] = ()
+    sums: tuple[Any, ...] = ()
+
+    def __init__(self, grads: list[Any], present: list[bool]) -> None:
+        self.grads = grads
+        self.present = present
 
 
 Step = Callable[["SegmentReduction", Job], None]
 """A function of the reduction, not bound to it: a reduction that is replaced is freed at once."""
 
 
-class Program(NamedTuple):
-    """Steps by where they run; ``host`` steps run when everything else has."""
+class Program:
+    """Steps by where they run; ``host`` steps run when everything else has.
 
-    compute: tuple[Step, ...]
-    reduce: tuple[Step, ...]
-    all_reduce: tuple[Step, ...]
-    host: tuple[Step, ...]
+    Attributes:
+        inline: all of them, for where all lanes are one.
+    """
+
+    __slots__ = ("all_reduce", "compute", "host", "inline", "reduce")
+
+    def __init__(
+        self,
+        compute: Iterable[Step],
+        reduce: Iterable[Step] = (),
+        all_reduce: Iterable[Step] = (),
+        host: Iterable[Step] = (),
+    ) -> None:
+        self.compute = tuple(compute)
+        self.reduce = tuple(reduce)
+        self.all_reduce = tuple(all_reduce)
+        self.host = tuple(host)
+        self.inline = self.compute + self.reduce + self.all_reduce + self.host
 
 
 class SegmentReduction:
@@ -186,7 +206,7 @@ class SegmentReduction:
         communicates = self.replicas is not None or spec.hook is not None
         if self.collectives.size == 1 and not communicates and not spec.to_host:
             self._bind_local(compute)
-            program = Program(tuple(compute), (), (), ())
+            program = Program(compute)
             return program, program
         copies = 1 if self.replicas is None else self.replicas.size
         size = self.collectives.size
@@ -235,13 +255,13 @@ class SegmentReduction:
         else:
             finish.append(SegmentReduction._deliver)
         if middle:
-            full = Program(tuple(started), tuple(reduce), (*middle, *finish), host)
+            full = Program(started, reduce, (*middle, *finish), host)
         else:
-            full = Program(tuple(started), (*reduce, *finish), (), host)
+            full = Program(started, (*reduce, *finish), host=host)
         if self.replicas is None:
             return full, full
         compute.insert(0, SegmentReduction._allocate)
-        partial = Program(tuple(compute), (*reduce, SegmentReduction._keep_partial), (), ())
+        partial = Program(compute, (*reduce, SegmentReduction._keep_partial))
         return full, partial
 
     def _bind_local(self, compute: list[Step]) -> None:
@@ -410,7 +430,7 @@ class SegmentReduction:
 
     # ---- steps on the REDUCE lane
 
-    def _divide_each(self, tensors: list[Any], factor: float) -> None:
+    def _divide_each(self, tensors: Sequence[Any], factor: float) -> None:
         for tensor in tensors:
             self.kernels.divide(tensor, factor)
 

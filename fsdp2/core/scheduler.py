@@ -183,7 +183,7 @@ class Scheduler:
         unit.phase = IDLE
         if unit.groups:
             if unit.frees_after_forward and not keep and not self.holds:
-                if self._successor() is unit and self._prefetched is None:
+                if self._prefetched is None and self._successor() is unit:
                     self._prefetched = unit
                 elif self._records_exits:
                     for group in unit.groups:
@@ -367,6 +367,9 @@ class Scheduler:
                 continue  # a backward inside a forward: its parameters are in use
             if unit.phase is IDLE and not last:
                 continue  # its backward is to come; it may be gathered for that
+            if unit.phase is REDUCED and unit.filled and unit.is_over():  # as most are
+                unit.phase = IDLE
+                continue
             ahead = unit is self._prefetched or unit in self._requested
             keep = (ahead and not last) or self.holds
             reshard = unit.reshard_after_backward and not keep
@@ -469,18 +472,26 @@ class Scheduler:
 
     # ---- on request
 
-    def unshard(self, unit: Unit) -> None:
-        """Issue the all-gathers of a unit; `wait` or its forward finishes them."""
+    def unshard(self, unit: Unit) -> bool:
+        """Issue the all-gathers of a unit; `wait` or its forward finishes them.
+
+        Returns:
+            Whether there were any.
+        """
+        issued = False
         for group in unit.groups:
             if group.state.needs_gather:
                 if self.post_optim_event is not None:
                     self._order_after_optimizer()
                 try:
-                    group.bind()
+                    if not (self.in_backward and group.bound):
+                        group.bind()
                     group.start_unshard()
                 except BaseException:
                     self._abandon(group)
                     raise
+                issued = True
+        return issued
 
     def claim(self, unit: Unit) -> None:
         """As `unshard`, for a user: what was a guess until now stays until he reshards it."""
@@ -544,15 +555,19 @@ class Scheduler:
             self._prefetched = None
         if self._requested and unit in self._requested:
             self._requested.remove(unit)
-        self.unshard(unit)
+        for group in unit.groups:
+            if group.state.needs_gather:
+                self.unshard(unit)
+                break
         self.wait(unit)
 
     def _prefetch(self, unit: Unit | None) -> None:
         """Gather ``unit`` ahead; a guess that is still unused makes room for it (invariant I6)."""
-        if unit is not None and unit.is_sharded:
-            if self._prefetched is not None:
-                self._drop_guess()
-            self.unshard(unit)
+        if unit is None:
+            return
+        if self._prefetched is not None and unit.is_sharded:
+            self._drop_guess()
+        if self.unshard(unit):
             self._prefetched = unit
 
     def _request(self, units: Sequence[Unit]) -> None:

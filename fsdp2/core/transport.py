@@ -452,6 +452,7 @@ class Route:
         early: whether the gathered buffer must be there before the collectives.
         loads: whether shards are copied from the host first.
         issues: whether there is anything to issue.
+        finishes: whether anything is to do behind what was issued.
     """
 
     def __init__(self, transports: Sequence[SegmentTransport], load: Load | None = None) -> None:
@@ -463,3 +464,4 @@ class Route:
         self.finishing = [t for t in transports if t.stages]
         self.early = any(t.early for t in transports)
         self.issues = bool(self.gathering) or self.loads
+        self.finishes = bool(self.finishing) or self.loads or not self.early

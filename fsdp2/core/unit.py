@@ -90,12 +90,19 @@ class Unit:
     @property
     def is_gathered(self) -> bool:
         """Whether a group of it is gathered, or on its way."""
-        return any(not group.needs_gather for group in self.groups)
+        return any(not group.state.needs_gather for group in self.groups)
 
     def reshard(self) -> None:
         """Free its gathered parameters; no-op where they are sharded."""
         for group in self.groups:
             group.reshard()
+
+    def is_over(self) -> bool:
+        """Whether it is sharded, and nothing is there to reduce."""
+        for group in self.groups:  # noqa: SIM110  # asked for every unit at the end of backward
+            if not group.is_over:
+                return False
+        return True
 
     def settle(self) -> None:
         """Block the host until it may write offloaded shards."""
@@ -108,7 +115,7 @@ class Unit:
         They have no memory then; the backward of an embedding and the like does not read it.
         """
         for group in self.groups:
-            if group.needs_gather:
+            if group.state.needs_gather:
                 for param in group.params:
                     param.forbid_reading()
 

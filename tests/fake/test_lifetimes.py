@@ -255,11 +255,11 @@ def test_unshard_that_runs_out_of_memory_can_be_repeated(monkeypatch: pytest.Mon
     with pytest.raises(torch.OutOfMemoryError):
         model[0].unshard()
     monkeypatch.setattr(TransientBuffer, "acquire", acquire)
-    assert group.needs_gather
+    assert group.state.needs_gather
     model[0].unshard()
     assert group.is_unsharded
     model(_x()).sum().backward()
-    assert group.needs_gather
+    assert group.state.needs_gather
 
 
 @pytest.mark.usefixtures("_two_ranks")

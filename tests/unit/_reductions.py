@@ -92,15 +92,15 @@ def run(reduction: SegmentReduction, take_missing: bool = False, all_reduce: boo
     """All steps of a reduction of the members' gradients."""
     job = reduction.collect(take_missing, all_reduce)
     assert job is not None
-    for steps in reduction.full if all_reduce else reduction.partial:
-        for step in steps:
-            step(reduction, job)
+    for step in (reduction.full if all_reduce else reduction.partial).inline:
+        step(reduction, job)
     reduction.release()
 
 
 def step_names(reduction: SegmentReduction, all_reduce: bool = True) -> tuple[str, ...]:
     """What a program does on each lane and on the host."""
+    program = reduction.full if all_reduce else reduction.partial
     return tuple(
         " ".join(step.__name__.replace("<lambda>", "divide").lstrip("_") for step in steps)
-        for steps in (reduction.full if all_reduce else reduction.partial)
+        for steps in (program.compute, program.reduce, program.all_reduce, program.host)
     )
