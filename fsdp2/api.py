@@ -40,6 +40,7 @@ from fsdp2.interop import (
     OffloadPolicy,
     announce,
     check_untouched,
+    replicated_parameters,
     state_of,
 )
 from fsdp2.module import FSDPModule
@@ -142,7 +143,7 @@ def fully_shard(
     modules = _checked_modules(module)
     policy = _checked_policy(mp_policy)
     offload = _checked_offload(offload_policy)
-    ignored = _checked_ignored(ignored_params)
+    ignored = _checked_ignored(ignored_params).union(*map(replicated_parameters, modules))
     _check_callable(shard_placement_fn)
     axes = resolve_axes(default_mesh() if mesh is None else mesh, dp_mesh_dims)
     found = managed_parameters(modules, ignored)
@@ -180,11 +181,15 @@ def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
     modules = (module,) if isinstance(module, nn.Module) else tuple(module)
     if not modules:
         raise ValueError("fully_shard got an empty list; pass at least one module")
-    for member in modules:
+    for position, member in enumerate(modules):
         if not isinstance(member, nn.Module):
             raise TypeError(
                 f"fully_shard takes a list of modules, but one in it is a {type(member).__name__}; "
                 f"leave it out"
+            )
+        if any(member is other for other in modules[:position]):
+            raise ValueError(
+                f"fully_shard got the same {type(member).__name__} twice in one list; list it once"
             )
         if hooks_of(member) is not None:
             raise ValueError(

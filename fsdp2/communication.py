@@ -63,12 +63,16 @@ class CommunicationControls:
 
     # ---- dividing and summing
 
-    def set_gradient_divide_factor(self, factor: float) -> None:
+    def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Divide gradients by ``factor`` instead of averaging over the ranks; not recursive.
 
         Args:
-            factor: a positive number; ``1.0`` sums over all data-parallel ranks.
+            factor: a positive number; ``1.0`` sums over all data-parallel ranks. ``None`` averages
+                over them again.
         """
+        if factor is None:
+            self._change(divide_factor=None)
+            return
         if not isinstance(factor, int | float) or not 0 < factor < math.inf:
             raise ValueError(
                 f"set_gradient_divide_factor takes a positive number, not {factor!r}; pass for "
@@ -76,7 +80,7 @@ class CommunicationControls:
             )
         self._change(divide_factor=float(factor))
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+    def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
         """The older name of `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
@@ -116,7 +120,7 @@ class CommunicationControls:
 
     def set_all_reduce_hook(
         self,
-        hook: Callable[[torch.Tensor], None],
+        hook: Callable[[torch.Tensor], None] | None,
         *,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
@@ -125,7 +129,7 @@ class CommunicationControls:
         Args:
             hook: called with a 1-D tensor in the reduce dtype, to change in place: the
                 reduce-scatter's output, or with replicas the all-reduce's. A unit whose parameters
-                reduce in several dtypes calls it once for each.
+                reduce in several dtypes calls it once for each. ``None`` takes a hook away again.
             stream: stream to run it on, between what is before and behind it on the all-reduce
                 stream; ``None`` (default) for that stream itself. Only without a replicate axis.
 
@@ -133,10 +137,10 @@ class CommunicationControls:
             TypeError: ``hook`` cannot be called.
             ValueError: the unit has parameters on several meshes, or replicas and a stream.
         """
-        if not callable(hook):
+        if hook is not None and not callable(hook):
             raise TypeError(
-                f"set_all_reduce_hook takes a function of a tensor, not {hook!r}; to change "
-                f"nothing, pass one that returns None"
+                f"set_all_reduce_hook takes a function of a tensor, not {hook!r}; pass None to "
+                f"take a hook away"
             )
         group = self._one_group("set_all_reduce_hook")
         if group is None:

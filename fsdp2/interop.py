@@ -150,7 +150,7 @@ def announce(modules: Sequence[nn.Module], hooks: UnitHooks) -> None:
 
 
 def check_untouched(module: nn.Module) -> None:
-    """Raise if torch's ``fully_shard`` or ``replicate`` was applied to or below ``module``.
+    """Raise if torch's ``fully_shard`` was applied to or below ``module``, or ``replicate`` to it.
 
     Raises:
         ValueError: it was; the message names the module and the function.
@@ -159,9 +159,20 @@ def check_untouched(module: nn.Module) -> None:
         registry = below.__dict__.get(REGISTRY_KEY)
         if not registry or hooks_of(below) is not None:
             continue
-        found = [api for api in ("fully_shard", "replicate") if api in registry]
+        refused = ("fully_shard", "replicate") if below is module else ("fully_shard",)
+        found = [api for api in refused if api in registry]
         if found:
             raise ValueError(
                 f"torch's {found[0]}() was already applied to '{name or type(below).__name__}'; "
                 f"use one implementation for the whole model"
             )
+
+
+def replicated_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """Parameters that torch's ``replicate`` sees to, below ``module``: it reduces them itself."""
+    return {
+        param
+        for below in module.modules()
+        if "replicate" in below.__dict__.get(REGISTRY_KEY, ()) and hooks_of(below) is None
+        for param in below.parameters()
+    }

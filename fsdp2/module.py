@@ -62,7 +62,7 @@ class FSDPModule(CommunicationControls, TorchIdentity):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an instance of the original class: a sliced ``nn.Sequential`` is a plain one."""
         original: Any = cls._fsdp2_original
-        instance = original.__new__(original)
+        instance = original.__new__(original, *args, **kwargs)
         instance.__init__(*args, **kwargs)
         return instance
 

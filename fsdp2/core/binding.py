@@ -79,7 +79,9 @@ def reduction_spec(
         device: where gradients are reduced.
     """
     grad = compute_dtype(options, param)
-    reduce = options.precision.reduce_dtype or param.grad_dtype
+    reduce = param.grad_dtype
+    if reduce.is_floating_point:  # a complex gradient cast to a real dtype would lose half of it
+        reduce = options.precision.reduce_dtype or reduce
     comm = options.reduce_scatter
     hook = options.all_reduce_hook
     if hook is not None and options.all_reduce_hook_stream is not None:

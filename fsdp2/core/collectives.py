@@ -43,7 +43,7 @@ class ReduceKind:
     Attributes:
         average: sum divided by the number of ranks, inside the collective.
         factor: where not ``None``, the collective divides by it (NCCL's premultiplied sum).
-        op: what c10d calls it.
+        op: what c10d calls it: a member of the enum where it has one.
     """
 
     __slots__ = ("all_reduce_options", "average", "factor", "op", "options")
@@ -51,15 +51,17 @@ class ReduceKind:
     def __init__(self, average: bool, factor: float | None = None) -> None:
         self.average = average
         self.factor = factor
+        self.op: Any
         if factor is not None:
-            self.op = _make_nccl_premul_sum(1.0 / factor)
+            self.op = made = _make_nccl_premul_sum(1.0 / factor)
         else:
-            self.op = ReduceOp(ReduceOp.AVG if average else ReduceOp.SUM)
+            self.op = ReduceOp.AVG if average else ReduceOp.SUM
+            made = ReduceOp(self.op)
         self.options = ReduceScatterOptions()
-        self.options.reduceOp = self.op
+        self.options.reduceOp = made
         self.options.asyncOp = False
         self.all_reduce_options = AllreduceOptions()
-        self.all_reduce_options.reduceOp = self.op
+        self.all_reduce_options.reduceOp = made
         self.all_reduce_options.asyncOp = False
 
 
@@ -358,6 +360,69 @@ class SoloCollectives:
 
     all_gather = all_gather_many = reduce_scatter = reduce_scatter_many = _refuse
     custom_all_gather = custom_reduce_scatter = exchange = _refuse
+
+
+class ComplexCollectives:
+    """Collectives of complex tensors, as the pairs of real numbers that backends know.
+
+    Args:
+        collectives: what runs them.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._real = collectives
+        self.size, self.rank, self.group = collectives.size, collectives.rank, collectives.group
+        self.coalesces, self.premultiplies = collectives.coalesces, collectives.premultiplies
+        self.custom_all_gather = collectives.custom_all_gather
+        self.custom_reduce_scatter = collectives.custom_reduce_scatter
+        self.exchange = collectives.exchange
+
+    def all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> Any:
+        """As `Collectives.all_gather`."""
+        return self._real.all_gather(*_as_real((output, input_)))
+
+    def all_gather_many(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> Any:
+        """As `Collectives.all_gather_many`."""
+        return self._real.all_gather_many(_as_real(outputs), _as_real(inputs))
+
+    def reduce_scatter(self, output: torch.Tensor, input_: torch.Tensor, kind: ReduceKind) -> Any:
+        """As `Collectives.reduce_scatter`."""
+        output, input_ = _as_real((output, input_))
+        return self._real.reduce_scatter(output, input_, kind)
+
+    def reduce_scatter_many(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], kind: ReduceKind
+    ) -> Any:
+        """As `Collectives.reduce_scatter_many`."""
+        return self._real.reduce_scatter_many(_as_real(outputs), _as_real(inputs), kind)
+
+
+class ComplexReplicas:
+    """The same for the replicate axis."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._real = replicas
+        self.size, self.group = replicas.size, replicas.group
+
+    def all_reduce(self, tensor: torch.Tensor, kind: ReduceKind) -> Any:
+        """As `Replicas.all_reduce`."""
+        return self._real.all_reduce(torch.view_as_real(tensor), kind)
+
+
+def collectives_of(dtype: torch.dtype, collectives: Collectives) -> Collectives:
+    """``collectives``, for tensors of this dtype."""
+    return ComplexCollectives(collectives) if dtype.is_complex else collectives
+
+
+def replicas_of(dtype: torch.dtype, replicas: Replicas) -> Replicas:
+    """``replicas``, for tensors of this dtype."""
+    return ComplexReplicas(replicas) if dtype.is_complex else replicas
+
+
+def _as_real(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.view_as_real(tensor) for tensor in tensors]
 
 
 class ReplicaCollectives:

@@ -34,6 +34,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2.core.collectives import AllGather, Collectives
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, ShardingStateError
@@ -74,6 +75,9 @@ class Input(NamedTuple):
 def check_hooks(name: str, local: torch.Tensor, cut: Cut, even: bool) -> None:
     """Raise, naming the parameter, if its subclass cannot be gathered through its hooks.
 
+    One that wraps other tensors must have them: gathered as it is, it would become one plain
+    tensor. On the meta device it may get them later.
+
     Args:
         name: the parameter's full name.
         local: its local tensor, before or after sharding.
@@ -82,7 +86,10 @@ def check_hooks(name: str, local: torch.Tensor, cut: Cut, even: bool) -> None:
     """
     kind = type(local).__name__
     has = [hasattr(local, hook) for hook in (PRE_HOOK, POST_HOOK)]
-    if has[0] != has[1] or (hasattr(local, RELEASE_HOOK) and not has[0]):
+    needs = hasattr(local, RELEASE_HOOK) or (
+        is_traceable_wrapper_subclass(local) and not local.is_meta
+    )
+    if has[0] != has[1] or (needs and not has[0]):
         missing = PRE_HOOK if not has[0] else POST_HOOK
         raise ValueError(
             f"parameter '{name}' is a {kind}, which has no {missing}; all-gather extensions need "

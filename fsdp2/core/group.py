@@ -36,7 +36,6 @@ from fsdp2.core.streams import COMPUTE, Streams
 from fsdp2.core.transport import Load, Route, SegmentTransport, make_transports
 
 Observer = Callable[[str, str], None]
-"""Called with (operation, group name); operations are listed in `ParamGroup.observer`."""
 
 
 class ParamGroup:
@@ -191,9 +190,8 @@ class ParamGroup:
         for param in self.params:
             shard, full = param.dtype, compute_dtype(self.options, param)
             dtypes = (shard, shard.itemsize, full, full.itemsize)
-            shapes.append(
-                ParamShape(param.name, param.shape, param.cut, *dtypes, param.is_extended)
-            )
+            shape = ParamShape(param.name, param.shape, param.cut, *dtypes, param.is_extended)
+            shapes.append(shape)
         return shapes
 
     def adopt(self) -> None:
@@ -209,7 +207,6 @@ class ParamGroup:
             shard = self.kernels.flat(layout.shard_bytes, on_meta)
         else:
             shard = self.kernels.host_flat(layout.shard_bytes, on_meta, self.offload.pin_memory)
-        rank = self.collectives.rank
         for segment in layout.segments:
             for slot in segment.slots:
                 param = self.params[slot.index]
@@ -217,7 +214,8 @@ class ParamGroup:
                     param.adopt_extended(slot, self.offload)
                     continue
                 start = segment.shard_byte_offset + slot.shard_offset * param.dtype.itemsize
-                param.adopt(slot, shard.piece(param.dtype, start, slot.local_shape(rank)))
+                shape = slot.local_shape(self.collectives.rank)
+                param.adopt(slot, shard.piece(param.dtype, start, shape))
         self.layout = layout
         self.shard = shard
         self.bound = False
@@ -274,9 +272,8 @@ class ParamGroup:
         if not self.bound:
             self._bind_params()
             self.bind_reductions()
-            self._locals = [
-                (p.sharded, p.local) for p in self.params if hasattr(p.sharded, "_local_tensor")
-            ]
+        backed = [p for p in self.params if hasattr(p.sharded, "_local_tensor")]
+        self._locals = [(p.sharded, p.local) for p in backed]
         self._bind_smaller()
         if self._mirror is not None:
             self._mirror.release()

@@ -42,6 +42,8 @@ from fsdp2.core.unit import BACKWARD, FORWARD, REDUCED, Unit
 
 _in_backward: Callable[[], int] = torch._C._current_graph_task_id
 _OUTSIDE = -1
+_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+"""That of torch.func which runs, or ``None``; gathers are none of its business."""
 _EXIT = "_fsdp2_exit"
 """Key of the hook on the gradient of a unit's input."""
 _KEY = "_fsdp2_hooks"
@@ -170,7 +172,11 @@ class UnitHooks:
                 self._nested = 0
                 args, kwargs = self._begin(scheduler, args, kwargs)
                 scheduler = self.scheduler or scheduler
-            scheduler.enter_forward(unit)
+            if _transform() is None:
+                scheduler.enter_forward(unit)
+            else:
+                with torch._C._DisableFuncTorch():
+                    scheduler.enter_forward(unit)
         if self._cast_to is not None:
             args, kwargs = self._cast_inputs(args, kwargs)
         return self._mark_exit(args, kwargs) if first else (args, kwargs)
@@ -186,8 +192,11 @@ class UnitHooks:
         if self._nested and scheduler.forward_root is self.unit:
             self._nested -= 1
         elif not scheduler.in_backward or _in_backward() == _OUTSIDE:
-            if not self._is_list:
+            if not self._is_list and _transform() is None:
                 scheduler.exit_forward(self.unit)
+            elif not self._is_list:
+                with torch._C._DisableFuncTorch():
+                    scheduler.exit_forward(self.unit)
             else:
                 self._exit_forward_of_list(scheduler, module)
         if torch.is_grad_enabled():

@@ -27,6 +27,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, ShardingStateError
 from fsdp2.core.layout import Cut, Slot
@@ -233,11 +234,9 @@ class ShardedParam:
             slot: the parameter's place in the layout.
             offload: where the rows belong into CPU memory apart from the device.
         """
-        rows = self.local if self._whole is None else None
+        whole = self._whole
         with torch.no_grad():
-            if self._whole is not None:
-                rows = _shard_of(self._whole, slot, self.axes.rank)
-            assert rows is not None
+            rows = self.local if whole is None else _shard_of(whole, slot, self.axes.rank)
             if offload is not None and not rows.is_meta:
                 rows = rows.cpu() if rows.device.type != "cpu" else rows
                 rows = rows.pin_memory() if offload.pin_memory and not rows.is_pinned() else rows
@@ -253,9 +252,8 @@ class ShardedParam:
             self._spec = self.sharded._spec  # type: ignore[attr-defined]  # a DTensor
         else:
             self._whole = None
-            self.sharded = nn.Parameter(
-                wrap_local(rows, self._spec), requires_grad=self.requires_grad
-            )
+            sharded = wrap_local(rows, self._spec)
+            self.sharded = nn.Parameter(sharded, requires_grad=self.requires_grad)
             self.sharded.__dict__.update(self.attributes)
             self.register(self.sharded)
         self._grad_spec = with_dtype(self._spec, self.grad_dtype)
@@ -266,10 +264,8 @@ class ShardedParam:
     def is_in_place(self) -> bool:
         """Whether its rows still are where `adopt` put them."""
         target = self._target
-        if target is None:
-            return False
-        if self.is_extended or is_extended(target):  # with memory that only its class knows
-            return self.local is target
+        if target is None or self.is_extended or is_extended(target):  # memory of its own
+            return target is not None and self.local is target
         return bool(self.local.untyped_storage()._cdata == target.untyped_storage()._cdata)
 
     def follow_registered(self) -> None:
@@ -362,6 +358,8 @@ class ShardedParam:
         with DisableTorchFunctionSubclass():  # which every look at a DTensor would ask for
             for param, new, gradient in zip(params, rows, objects, strict=True):
                 sharded = param.sharded
+                if not sharded.requires_grad:
+                    continue  # it was frozen since forward
                 before = sharded.grad
                 if before is not None:
                     waiting.append((param, before._local_tensor, new))  # type: ignore[attr-defined]  # a DTensor
@@ -374,7 +372,7 @@ class ShardedParam:
                 given.append(gradient)
                 if sharded._post_accumulate_grad_hooks:
                     hooked.append(param)
-        if spares is not None and not waiting:
+        if spares is not None and len(given) == len(params):
             spares.lend(given)
         if hooked:
             del objects, gradient  # a hook may drop gradients
@@ -402,6 +400,8 @@ class ShardedParam:
         with DisableTorchFunctionSubclass():
             for param, gradient in zip(params, gradients, strict=True):
                 sharded = param.sharded
+                if not sharded.requires_grad:
+                    continue  # as in `deliver`
                 sharded.grad = gradient
                 if sharded._post_accumulate_grad_hooks:
                     hooked.append(param)
@@ -564,8 +564,9 @@ def compute_dtype(options: GroupOptions, param: Any) -> torch.dtype:
 
 
 def is_extended(local: torch.Tensor) -> bool:
-    """Whether a local tensor's class has all-gather hooks."""
-    return hasattr(local, PRE_HOOK)
+    """Whether a local tensor has all-gather hooks, or cannot do without: it wraps others."""
+    hooked = hasattr(local, PRE_HOOK) or hasattr(local, POST_HOOK)
+    return hooked or is_traceable_wrapper_subclass(local)
 
 
 def _users_attributes(param: nn.Parameter) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from fsdp2.core.collectives import Collectives, ReduceScatter, Replicas
+from fsdp2.core.collectives import Collectives, ReduceScatter, Replicas, collectives_of, replicas_of
 from fsdp2.core.division import plan_division
 from fsdp2.core.kept import KeptGradients
 from fsdp2.core.kernels import Kernels, runs, whole_run
@@ -78,10 +78,6 @@ class ReductionSpec:
 
 class Job:
     """One reduction on its way: what each step leaves for the next.
-
-    Args:
-        grads: see below.
-        present: see below.
 
     Attributes:
         grads: full gradients, a tensor for every member.
@@ -168,8 +164,10 @@ class SegmentReduction:
         self.slots = slots
         self.spec = spec
         self.kernels = kernels
-        self.collectives = collectives
-        self.replicas = replicas if replicas is not None and replicas.size > 1 else None
+        self.collectives = collectives_of(spec.reduce_dtype, collectives)
+        self.replicas = None
+        if replicas is not None and replicas.size > 1:
+            self.replicas = replicas_of(spec.reduce_dtype, replicas)
         self.grad_dtype = spec.grad_dtype
         self.reduce_dtype = spec.reduce_dtype
         self.partial_sums: Any = None

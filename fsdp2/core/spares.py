@@ -7,8 +7,10 @@
 
 To make a DTensor, and to free it, takes longer than all else that a parameter adds to a step. That
 gradients are dropped tells nobody, but that an object dies does: the last DTensor that a reduction
-delivers is new each time, and when it goes, the others are looked at (invariant I14). What somebody
-holds then, a ``.grad`` of its parameter, a variable, or an autograd graph, is his for good.
+delivers is new each time, and when its rows go, the others are looked at (invariant I14). What
+somebody holds then, a ``.grad`` of its parameter, a variable, or an autograd graph, is his for
+good. The rows are watched, not the DTensor: `.to()` swaps gradients with converted ones, which
+torch refuses for tensors that are weakly referred to.
 """
 
 from __future__ import annotations
@@ -55,13 +57,13 @@ class Spares:
         Args:
             gradients: a list that nobody else needs.
         """
-        watch = _Watch(gradients.pop(), _look)
+        watch = _Watch(gradients.pop()._local_tensor, _look)
         watch.lent, watch.spare = gradients, self._spare
         self._watch = watch
 
 
 class _Watch(weakref.ref[Any]):
-    """Of the last gradient; it knows the others.
+    """Of the last gradient's rows; it knows the others.
 
     Attributes:
         lent: the others.
@@ -75,7 +77,7 @@ class _Watch(weakref.ref[Any]):
 
 
 def _look(watch: _Watch) -> None:
-    """The last gradient was dropped: keep the others if all of them are nobody's, else none."""
+    """The last gradient's rows are gone: keep the others if all are nobody's, else none."""
     lent, watch.lent = watch.lent, []
     if set(map(_refcount, lent)) != {_ALONE}:
         return

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from fsdp2.core.collectives import AllGather, Collectives, Comm
+from fsdp2.core.collectives import AllGather, Collectives, Comm, collectives_of
 from fsdp2.core.kernels import Kernels
 from fsdp2.core.layout import Segment, Slot, Transport
 
@@ -51,12 +51,13 @@ class SegmentTransport:
     def __init__(
         self, segment: Segment, shard: Any, full: Any, collectives: Collectives, kernels: Kernels
     ) -> None:
+        dtype: torch.dtype = segment.full_dtype  # type: ignore[assignment]  # a dtype
         self.segment = segment
-        self.collectives = collectives
+        self.collectives = collectives_of(dtype, collectives)
         self.kernels = kernels
         self._shard = shard
         self._full = full
-        self._itemsize: int = segment.full_dtype.itemsize  # type: ignore[attr-defined]  # a dtype
+        self._itemsize = dtype.itemsize
         self.casts = segment.shard_dtype != segment.full_dtype
         self._wire: Any = segment.full_dtype  # what copies and collectives see
 

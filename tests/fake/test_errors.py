@@ -38,7 +38,7 @@ from fsdp2.core.collectives import GroupCollectives
 from fsdp2.core.hooks import hooks_of
 from fsdp2.core.states import State
 from tests.common.errors import catalogue, raises
-from tests.common.tensors import Aliased, extend
+from tests.common.tensors import Aliased, Wrapped, extend
 
 Refused = Callable[[], tuple[Any, dict[str, Any]]]
 
@@ -98,6 +98,17 @@ def test_misuse(entry: str, sent: list[str]) -> None:
         with raises(entry):
             run()
     assert sent == [] or entry not in BEFORE_ANY_COLLECTIVE
+
+
+def test_subclasses_that_wrap_others_need_hooks(sent: list[str]) -> None:
+    """Without, of all that they wrap one plain tensor would be left."""
+    layer = linear()
+    layer.weight = nn.Parameter(Wrapped(layer.weight.detach()))
+    with raises("hooks-missing"):
+        fully_shard(layer)
+    assert type(layer) is nn.Linear
+    assert isinstance(layer.weight, Wrapped)
+    assert sent == []
 
 
 def test_what_is_shown_here_is_said_to_be() -> None:
@@ -176,6 +187,12 @@ def _() -> Any:
 @at_fully_shard("applied-twice")
 def _() -> Any:
     return sharded(), {}
+
+
+@at_fully_shard("listed-twice")
+def _() -> Any:
+    layer = linear()
+    return [layer, nn.ReLU(), layer], {}
 
 
 @at_fully_shard("container")

@@ -160,8 +160,9 @@ def test_torch_leaves_out_a_sharded_child(apply: Callable[..., Any], mesh: Devic
     assert all(isinstance(param.grad, DTensor) for param in model.parameters())
 
 
-@pytest.mark.parametrize("below", [False, True])
-@pytest.mark.parametrize("name", ["fully_shard", "replicate"])
+@pytest.mark.parametrize(
+    ("name", "below"), [("fully_shard", False), ("fully_shard", True), ("replicate", False)]
+)
 def test_we_refuse_what_torch_has(name: str, below: bool, mesh: DeviceMesh) -> None:
     model = _pair()
     target = model[0] if below else model
@@ -173,6 +174,21 @@ def test_we_refuse_what_torch_has(name: str, below: bool, mesh: DeviceMesh) -> N
     with pytest.raises(ValueError, match=rf"torch's {name}\(\) was already applied to '"):
         fsdp2.fully_shard(model, mesh=mesh)
     assert {key: type(param) for key, param in model.named_parameters()} == before
+
+
+@pytest.mark.parametrize("apply", [replicate, replicate_with_fsdp])
+def test_we_leave_out_a_replicated_child(apply: Callable[..., Any], mesh: DeviceMesh) -> None:
+    """As torch's fully_shard does; its own hooks reduce its gradients."""
+    model = _pair()
+    apply(model[0], mesh=mesh) if apply is not replicate else apply(model[0])
+    theirs = list(model[0].parameters())
+    fsdp2.fully_shard(model, mesh=mesh)
+    assert [id(param) for param in model[0].parameters()] == [id(param) for param in theirs]
+    assert all(isinstance(param, DTensor) for param in model[1].parameters())
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        assert all(param.grad is not None for param in model.parameters())
+        model.zero_grad()
 
 
 # -- classes of users -----------------------------------------------------------------------------

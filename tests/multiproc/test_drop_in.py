@@ -1,0 +1,323 @@
+"""What torch's FSDP2 does and few programs ask for: the same here, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.func import grad, jacfwd, jacrev, jvp, vjp
+
+import fsdp2
+from tests.common.errors import raises
+from tests.common.meshes import hsdp_mesh
+from tests.common.models import DIM, MLP, seeded
+from tests.common.parity import (
+    FP32,
+    OURS,
+    adamw,
+    assert_close,
+    assert_equal,
+    full_all,
+    full_grads,
+    full_params,
+    same_as_torch,
+    shard,
+    world_mesh,
+)
+from tests.common.tensors import Wrapped
+from tests.common.workers import ranks
+
+X = torch.linspace(-1, 1, 4 * DIM).view(4, DIM)
+
+
+def _inputs(dtype: torch.dtype = torch.float32) -> Tensor:
+    """Other ones on each rank."""
+    return (X + dist.get_rank()).to(dtype)
+
+
+def _three_layers() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(DIM, DIM) for _ in range(3)])
+
+
+# -- conversions of a model that has gradients ----------------------------------------------------
+
+CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
+    "cpu": lambda model: model.cpu(),
+    "double": lambda model: model.double(),
+    "bfloat16": lambda model: model.to(torch.bfloat16),
+    "there and back": lambda model: model.double().float(),
+    "a submodule": lambda model: model[1].double(),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("conversion", CONVERSIONS)
+def test_conversions_take_gradients_along(conversion: str, stepped: bool) -> None:
+    """Units of three and more parameters, whose old gradients are used again (spares)."""
+
+    def convert(model: nn.Module) -> list[Any]:
+        optimizer = adamw(model.parameters())
+        for _ in range(2):
+            model.zero_grad()
+            model(_inputs()).square().sum().backward()
+        if stepped:
+            optimizer.step()
+        CONVERSIONS[conversion](model)
+        return [(param.dtype, param.grad.dtype) for param in model.parameters()]
+
+    def scenario(api: ModuleType) -> Any:
+        model = shard(api, seeded(_three_layers))
+        dtypes = convert(model)
+        return dtypes, full_grads(model), full_params(model)
+
+    same_as_torch(scenario)
+    if conversion == "a submodule":
+        return
+    model = shard(OURS, seeded(_three_layers))
+    dtypes = convert(model)
+    before, params = full_grads(model), full_params(model)
+    model(_inputs(dtypes[0][0])).square().sum().backward()  # torch refuses to
+    plain = seeded(_three_layers).to(dtypes[0][0])
+    plain.load_state_dict(params)
+    total = {}
+    for rank in range(2):
+        plain.zero_grad()
+        plain((X + rank).to(dtypes[0][0])).square().sum().backward()
+        for name, param in plain.named_parameters():
+            total[name] = param.grad / 2 + total[name] if rank else param.grad / 2
+    assert_equal(full_grads(model), {name: before[name] + total[name] for name in total})
+
+
+# -- transforms of torch.func as a unit's first forward -------------------------------------------
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "jvp": lambda f, x: jvp(f, (x,), (torch.ones_like(x),)),
+    "vjp": lambda f, x: vjp(f, x)[0],
+    "grad": lambda f, x: grad(lambda y: f(y).sum())(x),
+    "jacrev": lambda f, x: jacrev(f)(x),
+    "jacfwd": lambda f, x: jacfwd(f)(x),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("reshard", [False, 1])
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_first_forward_inside_a_transform(transform: str, mixed: bool, reshard: Any) -> None:
+    def scenario(api: ModuleType) -> Any:
+        model = shard(api, seeded(MLP), mixed=mixed, reshard_after_forward=reshard)
+        found = TRANSFORMS[transform](model, _inputs())
+        model(_inputs()).square().sum().backward()
+        return found, full_grads(model)
+
+    same_as_torch(scenario)
+
+
+# -- parameters of other kinds --------------------------------------------------------------------
+
+
+class _Spectral(nn.Module):
+    """Multiplies in the frequency domain, as Fourier neural operators do."""
+
+    def __init__(self, dtype: torch.dtype = torch.complex64) -> None:
+        super().__init__()
+        self.odd = nn.Parameter(torch.randn(5, DIM, dtype=dtype))
+        self.even = nn.Parameter(torch.randn(8, DIM, dtype=dtype))
+        self.scale = nn.Parameter(torch.randn(DIM, dtype=torch.zeros((), dtype=dtype).real.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.fft(x.to(self.scale.dtype) * self.scale)
+        return torch.cat([spectrum @ self.odd.T, spectrum @ self.even.T], -1).abs()
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_parameters(dtype: torch.dtype, copies: int) -> None:
+    """Backends know no complex numbers; `reduce_dtype` is for real ones."""
+    size = dist.get_world_size()
+    plain, model = seeded(lambda: _Spectral(dtype)), seeded(lambda: _Spectral(dtype))
+    mesh = hsdp_mesh(copies, size // copies) if copies > 1 else world_mesh()
+    policy = fsdp2.MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    fsdp2.fully_shard(model, mesh=mesh, mp_policy=policy)
+    for rank in range(size):
+        (plain(X + rank).sum() / size).backward()
+    model(_inputs()).sum().backward()
+    expected = {name: param.grad for name, param in plain.named_parameters()}
+    assert {name: grad.dtype for name, grad in full_grads(model).items() if grad is not None} == {
+        name: param.dtype for name, param in plain.named_parameters()
+    }
+    found = {name: torch.view_as_real(g) for name, g in full_grads(model).items() if g.is_complex()}
+    wanted = {name: torch.view_as_real(g) for name, g in expected.items() if g.is_complex()}
+    assert_close(found, wanted, FP32)
+    assert_close(full_grads(model)["scale"], expected["scale"], FP32)
+
+
+class _Pair(Wrapped):
+    """Wraps another tensor and has no all-gather hooks, until somebody gives an object some."""
+
+
+def _layer_of(kind: type[Wrapped], device: str = "cpu") -> nn.Linear:
+    layer = nn.Linear(DIM, DIM, bias=False, device=device)
+    layer.weight = nn.Parameter(kind(layer.weight.detach()))
+    return layer
+
+
+@ranks(2)
+def test_hooks_that_are_given_after_meta_init() -> None:
+    """What wraps other tensors stays what it is until its hooks are there."""
+    model = fsdp2.fully_shard(_layer_of(_Pair, "meta"), mesh=world_mesh())
+    assert type(model.weight.to_local()) is _Pair
+    model.to_empty(device="cpu")
+    local = model.weight._local_tensor
+    assert type(local) is _Pair
+    torch.nn.init.constant_(local._data, dist.get_rank() + 1)
+    with raises("hooks-missing"):
+        model(_inputs())
+    pre, post = _travel(local)
+    for name, hook in (("fsdp_pre_all_gather", pre), ("fsdp_post_all_gather", post)):
+        setattr(local, name, hook)
+        with raises("hooks-missing"):  # one of two
+            model(_inputs())
+        delattr(local, name)
+    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = pre, post
+    expected = torch.cat([torch.full((DIM // 2, DIM), 1.0), torch.full((DIM // 2, DIM), 2.0)])
+    assert_equal(model(_inputs()).detach(), _inputs() @ expected.T)
+
+
+def _travel(local: Any) -> tuple[Any, Any]:
+    def pre(mesh: Any) -> Any:
+        return (local._data,), None
+
+    def post(outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        return None if out is not None else (outputs[0], outputs)
+
+    return pre, post
+
+
+# -- what changes between forward and backward ----------------------------------------------------
+
+
+@ranks(2)
+@pytest.mark.parametrize("reshard", [None, True])
+def test_parameters_frozen_between_forward_and_backward(reshard: bool | None) -> None:
+    def scenario(api: ModuleType) -> Any:
+        model = seeded(_three_layers)
+        for layer in model:
+            shard(api, layer)
+        shard(api, model, reshard_after_forward=reshard)
+        optimizer = adamw(model.parameters())
+        found = []
+        for _ in range(3):
+            loss = model(_inputs()).square().sum()
+            model[1].requires_grad_(False)
+            loss.backward()
+            found.append({name: p.grad is None for name, p in model.named_parameters()})
+            optimizer.step()
+            optimizer.zero_grad()
+            model[1].requires_grad_(True)
+        return found, full_params(model)
+
+    same_as_torch(scenario)
+
+
+@ranks(2)
+@pytest.mark.parametrize("kept", [False, True])
+def test_some_of_a_unit_frozen_between_forward_and_backward(kept: bool) -> None:
+    """Old gradients that are used again, or kept, are given to those that train."""
+    model = seeded(_three_layers)
+    model = fsdp2.fully_shard(model, mesh=world_mesh(), reshard_after_forward=True)
+    model.set_keep_gradient_storage(kept)
+    names = [name for name, _ in model.named_parameters()]
+    model(_inputs()).square().sum().backward()
+    wanted = full_grads(model)
+    for frozen in (names[-1], names[0], None, names[2]):
+        model.zero_grad()
+        loss = model(_inputs()).square().sum()
+        if frozen is not None:
+            model.get_parameter(frozen).requires_grad_(False)
+        loss.backward()
+        assert_equal(full_grads(model), {**wanted, **({frozen: None} if frozen else {})})
+        model.requires_grad_(True)
+
+
+# -- small things ---------------------------------------------------------------------------------
+
+
+class _Sized(nn.Sequential):
+    """Needs arguments before it exists."""
+
+    def __new__(cls, *layers: nn.Module) -> Any:
+        made = super().__new__(cls)
+        made.__dict__["made_with"] = len(layers)
+        return made
+
+
+@ranks(2)
+def test_slices_of_containers_whose_new_takes_arguments() -> None:
+    def scenario(api: ModuleType) -> Any:
+        model = shard(api, _Sized(*[nn.Linear(DIM, DIM) for _ in range(3)]))
+        return type(model[:2]).__name__, model[:2].made_with
+
+    assert same_as_torch(scenario) == ("_Sized", 1)  # torch passes one dict
+
+
+class _Recorded(fsdp2.ReduceScatter):
+    def __init__(self) -> None:
+        self.ops: list[Any] = []
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: Any = 0
+    ) -> None:
+        self.ops.append(op)
+        dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group)
+
+
+@ranks(2)
+def test_the_op_of_a_custom_reduce_scatter() -> None:
+    """A member of the enum, which compares, hashes and has a name."""
+    model, ours = shard(OURS, seeded(MLP)), _Recorded()
+    model.set_custom_reduce_scatter(ours)
+    for factor in (None, 3.0, None):
+        model.set_gradient_divide_factor(factor)
+        model(_inputs()).sum().backward()
+    known = {dist.ReduceOp.SUM: "SUM", dist.ReduceOp.AVG: "AVG"}
+    assert len(ours.ops) == 3
+    assert all(op is getattr(dist.ReduceOp, known[op]) for op in ours.ops)
+    assert ours.ops[0] is ours.ops[2]
+
+
+@ranks(2)
+def test_hooks_and_factors_that_are_taken_away() -> None:
+    def scenario(api: ModuleType) -> Any:
+        model = shard(api, seeded(lambda: nn.Linear(DIM, DIM)))
+        found = []
+        for hook in (None, lambda gradient: gradient.zero_(), None):
+            model.zero_grad()
+            model.set_all_reduce_hook(hook)
+            model(_inputs()).sum().backward()
+            found.append(full_all([param.grad for param in model.parameters()]))
+        return found
+
+    found = same_as_torch(scenario)
+    assert_equal(found[0], found[2])
+    assert not torch.equal(found[0][0], found[1][0])
+    model = shard(OURS, seeded(lambda: nn.Linear(DIM, DIM)))
+    for factor in (None, 1.0, None):
+        model.zero_grad()
+        model.set_gradient_divide_factor(factor)
+        model(_inputs()).sum().backward()
+        assert all(isinstance(param.grad, DTensor) for param in model.parameters())
+        grads = full_all([param.grad for param in model.parameters()])
+        expected = found[0] if factor is None else [2 * tensor for tensor in found[0]]
+        assert_equal(grads, expected)
