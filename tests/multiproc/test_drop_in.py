@@ -23,6 +23,7 @@ from tests.common.parity import (
     adamw,
     assert_close,
     assert_equal,
+    full,
     full_all,
     full_grads,
     full_params,
@@ -246,6 +247,24 @@ def test_some_of_a_unit_frozen_between_forward_and_backward(kept: bool) -> None:
         loss.backward()
         assert_equal(full_grads(model), {**wanted, **({frozen: None} if frozen else {})})
         model.requires_grad_(True)
+
+
+@ranks(1, 2)
+def test_writes_to_gathered_parameters() -> None:
+    """Only shards are for good; on one rank the gathered parameter is the shard."""
+    size = dist.get_world_size()
+
+    def scenario(api: ModuleType) -> Any:
+        model = shard(api, seeded(lambda: nn.Linear(DIM, DIM)))
+        before = full(model.weight)
+        model.unshard()
+        with torch.no_grad():
+            model.weight.fill_(7)
+        model.reshard()
+        return before, full(model.weight)
+
+    before, after = same_as_torch(scenario) if size > 1 else scenario(OURS)
+    assert_equal(after, before if size > 1 else torch.full_like(before, 7))
 
 
 # -- small things ---------------------------------------------------------------------------------
