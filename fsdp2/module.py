@@ -20,12 +20,13 @@ from fsdp2.communication import CommunicationControls, hooks_on
 from fsdp2.core.assembly import make_groups, move_buffers, watch_state_dicts
 from fsdp2.core.config import GroupOptions, ShardingStateError
 from fsdp2.core.hooks import UnitHooks, forward_method, hooks_below, start, watch_optimizers
+from fsdp2.core.param import ModuleSlots
 from fsdp2.core.scheduler import Scheduler
-from fsdp2.core.selection import managed_parameters, plan_parameters
+from fsdp2.core.selection import managed_parameters, plan_parameters, slots_of
 from fsdp2.core.states import SHARDED
 from fsdp2.core.uncompiled import uncompiled_methods
 from fsdp2.core.unit import Unit
-from fsdp2.interop import TORCHS, TorchIdentity
+from fsdp2.interop import TORCHS, TorchIdentity, replicated_parameters
 
 _WALKS = ("zero_grad", "parameters", "named_parameters", "named_modules")
 """What a class must leave as it is, for `_drop_gradients` to find what ``zero_grad`` would."""
@@ -129,12 +130,14 @@ class FSDPModule(CommunicationControls, TorchIdentity):
         if hooks.scheduler is not None:
             _require_outside(hooks.scheduler, "shard_new_parameters")
         unit, arguments = hooks.unit, hooks.arguments
-        found = managed_parameters(hooks.modules, set(), new_to=hooks)
+        left_out = {p for module in hooks.modules for p in replicated_parameters(module)}
+        found = managed_parameters(hooks.modules, left_out, new_to=hooks)
         plans = plan_parameters(found, arguments.axes, arguments.choose, hooks.precision)
         options = unit.groups[0].options if unit.groups else GroupOptions(hooks.precision)
         groups = make_groups(f"{unit.name or '(root)'} (new)", plans, options, arguments)
         move_buffers(hooks.modules, arguments.axes.device)
         unit.groups += groups
+        hooks.ignored = ModuleSlots({*hooks.ignored, *slots_of(hooks.modules, left_out)})
         if hooks.scheduler is not None:
             hooks.scheduler.refresh()
         watch_state_dicts(groups)

@@ -422,7 +422,7 @@ def replicas_of(dtype: torch.dtype, replicas: Replicas) -> Replicas:
 
 
 def _as_real(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [torch.view_as_real(tensor) for tensor in tensors]
+    return [torch.view_as_real(tensor.resolve_conj()) for tensor in tensors]
 
 
 class ReplicaCollectives:

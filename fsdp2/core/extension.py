@@ -323,6 +323,7 @@ class ExtensionTransport(SegmentTransport):
         context: ExtensionContext,
     ) -> None:
         super().__init__(segment, None, None, collectives, kernels)
+        self.collectives = collectives  # for bytes, whatever they mean
         self.casts = True
         self.communicates = collectives.size > 1
         self.comm: AllGather | None = None

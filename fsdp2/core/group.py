@@ -80,7 +80,6 @@ class ParamGroup:
         "_rebinds",
         "_reduces_frozen",
         "_reductions",
-        "_reroute",
         "_route",
         "_smaller",
         "_taken",
@@ -100,6 +99,7 @@ class ParamGroup:
         "params",
         "reducers",
         "replicas",
+        "reroute",
         "shard",
         "smaller_group",
         "state",
@@ -136,7 +136,7 @@ class ParamGroup:
         self._gathered_at = -1
         self.bound = False
         self._rebinds = False  # some reductions are out of date, but have partial sums
-        self._reroute = False  # transports are out of date; parameters and buffers are not
+        self.reroute = False  # transports are out of date; parameters and buffers are not
         self.shard: Any = None
         self._mirror: Any = None
         self._load: Load | None = None
@@ -226,7 +226,7 @@ class ParamGroup:
 
     def set_options(self, options: GroupOptions) -> None:
         """Take new options: reductions follow now, transports at the next gather."""
-        self._reroute = self._reroute or options.all_gather is not self.options.all_gather
+        self.reroute = self.reroute or options.all_gather is not self.options.all_gather
         self.options = options
         if self.bound:
             self.bind_reductions()
@@ -239,7 +239,7 @@ class ParamGroup:
 
     def set_smaller_group(self, smaller: SmallerGroup | None) -> None:
         """Choose the ranks to reshard to after forward; ``None`` for all or none."""
-        self._reroute = self._reroute or smaller is not self.smaller_group
+        self.reroute = self.reroute or smaller is not self.smaller_group
         self.smaller_group = smaller
 
     def reregister(self) -> None:
@@ -260,7 +260,7 @@ class ParamGroup:
             if sharded._local_tensor is not local:
                 self.bound = False
                 break
-        if self.bound and not self._reroute:
+        if self.bound and not self.reroute:
             return
         self._require_sharded("bind")
         if self.bound:
@@ -279,7 +279,7 @@ class ParamGroup:
             self._mirror.release()
         if not (self.bound and self.options.keep_storage):  # memory that is kept stays in place
             self._full.release()
-        self.bound, self._reroute = True, False
+        self.bound, self.reroute = True, False
 
     def _bind_buffers(self) -> None:
         home = self.device if self.offload is None else torch.device("cpu")
@@ -545,12 +545,12 @@ class ParamGroup:
             fill: whether absent gradients are taken as zeros, if the user asked for that.
             again: whether it is the second time in a backward: hardly anything is there.
         """
-        self._accumulated = False
+        summed, self._accumulated = self._accumulated, False
         jobs = []
         for reduction in self._reductions:
             if again and not fill and not reduction.has_work:
                 continue
-            job = reduction.collect(fill and self.options.reduce_unused, all_reduce)
+            job = reduction.collect(fill and self.options.reduce_unused, all_reduce, summed)
             if job is not None:
                 jobs.append((reduction, job))
         return jobs

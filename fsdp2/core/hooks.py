@@ -189,18 +189,19 @@ class UnitHooks:
                 self._fail(scheduler, failure)
             return None
         assert scheduler is not None
+        transform = _transform()
         if self._nested and scheduler.forward_root is self.unit:
             self._nested -= 1
         elif not scheduler.in_backward or _in_backward() == _OUTSIDE:
-            if not self._is_list and _transform() is None:
-                scheduler.exit_forward(self.unit)
-            elif not self._is_list:
+            if transform is not None:
                 with torch._C._DisableFuncTorch():
-                    scheduler.exit_forward(self.unit)
+                    self._exit_forward(scheduler, module)
+            elif self._is_list:
+                self._exit_forward(scheduler, module)
             else:
-                self._exit_forward_of_list(scheduler, module)
+                scheduler.exit_forward(self.unit)
         if torch.is_grad_enabled():
-            self._mark_entry(output)
+            self._mark_entry(output if transform is None else map_tensors(_unbatched, output))
         dtype = self.precision.output_dtype
         return output if dtype is None else _cast(output, dtype)
 
@@ -213,7 +214,7 @@ class UnitHooks:
             else:
                 scheduler.failed = True
 
-    def _exit_forward_of_list(self, scheduler: Scheduler, module: nn.Module) -> None:
+    def _exit_forward(self, scheduler: Scheduler, module: nn.Module) -> None:
         self._waiting.discard(id(module))
         if not self._waiting:
             scheduler.exit_forward(self.unit)
@@ -282,6 +283,8 @@ class UnitHooks:
         grad_tensors(args, found)
         if kwargs:
             grad_tensors(kwargs, found)
+        if len(found) > 1 and _transform() is not None:
+            found.clear()  # torch.func has no room for such a node: the end of backward will do
         self.unit.sees_exit = bool(found)
         if not found:
             return args, kwargs
@@ -426,6 +429,13 @@ def _name_parameters(root: nn.Module, found: dict[UnitHooks, list[str]]) -> None
             for param in group.params:
                 registered = param.sharded if not group.is_unsharded else param.unsharded
                 param.name = names.get(id(registered), param.name)
+
+
+def _unbatched(tensor: torch.Tensor) -> torch.Tensor:
+    """What is inside ``vmap``'s batches: outside of it, gradients come to that."""
+    while torch._C._functorch.is_batchedtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -67,8 +67,7 @@ Swap = tuple[Any, str, nn.Parameter]
 class ModuleSlots:
     """Places that modules own: they are not kept alive, and those of deleted modules are gone.
 
-    A model refers to its hooks, and through them to its parameters; were there a way back, only the
-    garbage collector could free its memory.
+    A model refers to its parameters; were there a way back, only the collector could free it.
     """
 
     def __init__(self, slots: Iterable[ModuleSlot]) -> None:
@@ -358,8 +357,6 @@ class ShardedParam:
         with DisableTorchFunctionSubclass():  # which every look at a DTensor would ask for
             for param, new, gradient in zip(params, rows, objects, strict=True):
                 sharded = param.sharded
-                if not sharded.requires_grad:
-                    continue  # it was frozen since forward
                 before = sharded.grad
                 if before is not None:
                     waiting.append((param, before._local_tensor, new))  # type: ignore[attr-defined]  # a DTensor
@@ -372,7 +369,7 @@ class ShardedParam:
                 given.append(gradient)
                 if sharded._post_accumulate_grad_hooks:
                     hooked.append(param)
-        if spares is not None and len(given) == len(params):
+        if spares is not None and not waiting:
             spares.lend(given)
         if hooked:
             del objects, gradient  # a hook may drop gradients
@@ -400,8 +397,6 @@ class ShardedParam:
         with DisableTorchFunctionSubclass():
             for param, gradient in zip(params, gradients, strict=True):
                 sharded = param.sharded
-                if not sharded.requires_grad:
-                    continue  # as in `deliver`
                 sharded.grad = gradient
                 if sharded._post_accumulate_grad_hooks:
                     hooked.append(param)
@@ -430,24 +425,30 @@ class ShardedParam:
     # ---- the unsharded form
 
     @staticmethod
-    def take_gradients(params: Iterable[ShardedParam]) -> list[torch.Tensor | None]:
-        """The full gradients since the last reduction, which the parameters then no longer have."""
+    def take_gradients(params: Iterable[ShardedParam], summed: bool) -> list[torch.Tensor | None]:
+        """Take the full gradients since the last reduction away; ``summed``: of several backwards.
+
+        One that was frozen since its forward has none, but where earlier ones would be lost.
+        """
         grads: list[torch.Tensor | None] = []
-        for param in params:
-            unsharded = param.unsharded
-            grad = None
-            if unsharded is not None:
-                grad = unsharded.grad
-                if grad is not None:
-                    unsharded.grad = None
-            if param.accumulated is not None:
-                total, param.accumulated = param.accumulated, None
-                if grad is not None:
-                    total += grad
-                grad = total
-            if param._parallel is not None and grad is not None:
-                grad = param._localize(grad)
-            grads.append(grad)
+        with DisableTorchFunctionSubclass():
+            for param in params:
+                unsharded = param.unsharded
+                grad = None
+                if unsharded is not None:
+                    grad = unsharded.grad
+                    if grad is not None:
+                        unsharded.grad = None
+                        if not (param.sharded.requires_grad or summed) and param.requires_grad:
+                            grad = None
+                if param.accumulated is not None:
+                    total, param.accumulated = param.accumulated, None
+                    if grad is not None:
+                        total += grad
+                    grad = total
+                if param._parallel is not None and grad is not None:
+                    grad = param._localize(grad)
+                grads.append(grad)
         return grads
 
     @staticmethod

@@ -531,14 +531,17 @@ class SegmentReduction:
         """Whether there is anything to collect."""
         return self.partial_sums is not None or self._param_class.have_gradients(self.members)
 
-    def collect(self, take_missing: bool, all_reduce: bool = True) -> Job | None:
+    def collect(
+        self, take_missing: bool, all_reduce: bool = True, summed: bool = False
+    ) -> Job | None:
         """Take the members' gradients; ``None`` where there is nothing to reduce.
 
         Args:
             take_missing: reduce (as zeros, delivered too) members without a gradient.
             all_reduce: whether partial sums are reduced, too, so that they alone are enough.
+            summed: whether gradients of earlier backwards are among them.
         """
-        grads: list[Any] = self._param_class.take_gradients(self.members)
+        grads: list[Any] = self._param_class.take_gradients(self.members, summed)
         missing = 0
         for grad in grads:
             if grad is None:

@@ -484,7 +484,7 @@ class Scheduler:
                 if self.post_optim_event is not None:
                     self._order_after_optimizer()
                 try:
-                    if not (self.in_backward and group.bound):
+                    if group.reroute or not (self.in_backward and group.bound):
                         group.bind()
                     group.start_unshard()
                 except BaseException:
@@ -499,6 +499,9 @@ class Scheduler:
             self._prefetched = None
         if unit in self._requested:
             self._requested.remove(unit)
+        for group in unit.groups:
+            if group.state is SHARDED:
+                group.bind()  # also where a backward raised, and parameters were replaced since
         self.unshard(unit)
 
     def wait(self, unit: Unit) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -401,8 +402,11 @@ def _check_on_full_mesh(name: str, param: nn.Parameter, axes: MeshAxes) -> None:
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:
-    """What fully_shard lays out: a DTensor's local tensor, or the tensor itself."""
-    return param._local_tensor if isinstance(param, DTensor) else param
+    """What fully_shard lays out: a DTensor's local tensor, there by now, or the tensor itself."""
+    if not isinstance(param, DTensor):
+        return param
+    local = param._local_tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def joined(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:

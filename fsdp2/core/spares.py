@@ -57,7 +57,9 @@ class Spares:
         Args:
             gradients: a list that nobody else needs.
         """
-        watch = _Watch(gradients.pop()._local_tensor, _look)
+        last = gradients.pop()
+        watch = _Watch(last._local_tensor, _look)
+        self._spare = []  # without what an older watch left since `take`
         watch.lent, watch.spare = gradients, self._spare
         self._watch = watch
 

@@ -39,7 +39,7 @@ class StandIn:
     gradient: Any = None
 
     @staticmethod
-    def take_gradients(params: Iterable[Any]) -> list[Any]:
+    def take_gradients(params: Iterable[Any], summed: bool) -> list[Any]:
         """The full gradients, which the parameters then no longer have."""
         grads = []
         for param in params:

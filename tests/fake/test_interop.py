@@ -191,6 +191,17 @@ def test_we_leave_out_a_replicated_child(apply: Callable[..., Any], mesh: Device
         model.zero_grad()
 
 
+def test_a_replicated_module_that_is_added_is_left_out(mesh: DeviceMesh) -> None:
+    model = fsdp2.fully_shard(_pair(), mesh=mesh)
+    added = nn.Linear(4, 4)
+    replicate(added)
+    model.append(added)
+    model.shard_new_parameters()
+    assert not any(isinstance(param, DTensor) for param in added.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
 # -- classes of users -----------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from benchmarks.null_group import null_world
+from fsdp2.core.hooks import hooks_of
 
 DIM = 16  # a half of it is even, and aligned in bf16: all parameters are reduced alike
 X = torch.ones(2, DIM)
@@ -291,3 +292,16 @@ def test_new_options_begin_anew() -> None:
     model.set_gradient_divide_factor(4.0)
     assert first() is None
     assert all(grad._local_tensor is not None for grad in _grads(model))
+
+
+def test_the_last_gradient_goes_while_the_next_are_made() -> None:
+    """As where it was in a cycle of garbage, and the collector runs then."""
+    model = _model()
+    held = _grads(model)[-1]
+    model.zero_grad()
+    spares = hooks_of(model).unit.groups[0]._reductions[0]._spares
+    count = len(list(model.parameters()))
+    assert spares.take(count) == [None] * count
+    del held  # the others are spare now
+    spares.lend(_grads(_model()))  # and all but the last of these
+    assert len(spares.take(count)) == count

@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.func import grad, jacfwd, jacrev, jvp, vjp
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 
 import fsdp2
 from tests.common.errors import raises
-from tests.common.meshes import hsdp_mesh
+from tests.common.meshes import hsdp_mesh, mesh
 from tests.common.models import DIM, MLP, seeded
 from tests.common.parity import (
     FP32,
@@ -121,6 +122,55 @@ def test_a_first_forward_inside_a_transform(transform: str, mixed: bool, reshard
     same_as_torch(scenario)
 
 
+class _Sum(nn.Module):
+    """Two inputs, by position or name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.linear(x) * self.linear(2 * y)
+
+
+@ranks(2)
+def test_a_transform_of_units_with_several_inputs() -> None:
+    def scenario(api: ModuleType) -> Any:
+        model = shard(api, seeded(_Sum))
+        by_both = grad(lambda x, y: model(x, y=y).sum(), argnums=(0, 1))(_inputs(), _inputs())
+        model(_inputs(), _inputs()).sum().backward()
+        return list(by_both), full_grads(model)
+
+    same_as_torch(scenario)
+
+
+class _Mapped(nn.Module):
+    """Units that run inside of ``vmap``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return vmap(self.second)(torch.tanh(vmap(self.first)(x)))
+
+
+@ranks(2)
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_backward_of_what_vmap_made(outside: bool) -> None:
+    """Its outputs say, inside, that they need no gradients."""
+
+    def scenario(api: ModuleType) -> Any:
+        model = seeded(_Mapped)
+        for unit in (model.first, model.second, model):
+            shard(api, unit)
+        x = _inputs().unsqueeze(1).requires_grad_()
+        (vmap(model)(x.unsqueeze(1)) if outside else model(x)).square().sum().backward()
+        return x.grad, full_grads(model)
+
+    same_as_torch(scenario)
+
+
 # -- parameters of other kinds --------------------------------------------------------------------
 
 
@@ -159,6 +209,36 @@ def test_complex_parameters(dtype: torch.dtype, copies: int) -> None:
     wanted = {name: torch.view_as_real(g) for name, g in expected.items() if g.is_complex()}
     assert_close(found, wanted, FP32)
     assert_close(full_grads(model)["scale"], expected["scale"], FP32)
+
+
+class _ComplexPair(Wrapped):
+    """Complex rows that travel as real ones, by hooks."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (torch.view_as_real(self._data),), None
+
+    def fsdp_post_all_gather(self, outputs: Any, *_: Any, out: Any = None) -> Any:
+        return None if out is not None else (torch.view_as_complex(outputs[0]), outputs)
+
+
+@ranks(2)
+def test_complex_parameters_with_all_gather_hooks() -> None:
+    plain, model = seeded(_Spectral), seeded(_Spectral)
+    model.even = nn.Parameter(_ComplexPair(model.even.detach()), requires_grad=False)
+    fsdp2.fully_shard(model, mesh=world_mesh())
+    assert_equal(model(X).detach(), plain(X).detach())
+
+
+@ranks(2)
+def test_parameters_that_are_on_their_way() -> None:
+    """A DTensor whose local tensor is waited for at its first use."""
+    both = mesh("dp", "tp", shape=(1, 2))
+    pieces = distribute_tensor(X.clone(), both["tp"], [Shard(0)])
+    layer = nn.Linear(DIM, 4, bias=False)
+    layer.weight = nn.Parameter(pieces.redistribute(placements=[Replicate()], async_op=True))
+    assert type(layer.weight._local_tensor) is AsyncCollectiveTensor
+    fsdp2.fully_shard(layer, mesh=both["dp"])
+    assert_equal(full(layer.weight), X)
 
 
 class _Pair(Wrapped):
@@ -229,6 +309,41 @@ def test_parameters_frozen_between_forward_and_backward(reshard: bool | None) ->
     same_as_torch(scenario)
 
 
+@ranks(2, 4)
+@pytest.mark.parametrize("waiting", ["unreduced", "partial sums", "finalize"])
+def test_gradients_of_before_are_not_lost_by_freezing(waiting: str) -> None:
+    """What an earlier backward left is delivered, and only that: as without sharding."""
+    size = dist.get_world_size()
+    data = hsdp_mesh(2, size // 2) if waiting == "partial sums" else world_mesh()
+    plain, model = seeded(_three_layers), seeded(_three_layers)
+    fsdp2.fully_shard(model, mesh=data, reshard_after_forward=True)
+    model.set_manual_backward_finalization(waiting == "finalize")
+    if waiting == "partial sums":
+        model.set_requires_all_reduce(False)
+    else:
+        model.set_requires_gradient_sync(False)
+    model(_inputs()).square().sum().backward()
+    model.set_requires_gradient_sync(True)
+    if waiting == "finalize":
+        model[1].requires_grad_(False)
+        model.finalize_backward()
+    else:
+        loss = model(_inputs()).square().sum()
+        model[1].requires_grad_(False)
+        loss.backward()
+    for frozen in (False, True)[: 1 if waiting == "finalize" else 2]:
+        plain[1].requires_grad_(not frozen)
+        for rank in range(size):
+            (plain(X + rank).square().sum() / size).backward()
+    expected = {name: param.grad for name, param in plain.named_parameters()}
+    found = full_grads(model)
+    if waiting == "unreduced":  # both are in one sum by then: nothing is lost
+        for name in ("1.weight", "1.bias"):
+            assert found.pop(name) is not None
+            del expected[name]
+    assert_close(found, expected, FP32)
+
+
 @ranks(2)
 @pytest.mark.parametrize("kept", [False, True])
 def test_some_of_a_unit_frozen_between_forward_and_backward(kept: bool) -> None:
@@ -247,6 +362,50 @@ def test_some_of_a_unit_frozen_between_forward_and_backward(kept: bool) -> None:
         loss.backward()
         assert_equal(full_grads(model), {**wanted, **({frozen: None} if frozen else {})})
         model.requires_grad_(True)
+
+
+class _Counted(fsdp2.AllGather):
+    count = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> None:
+        self.count += 1
+        dist.all_gather_into_tensor(output_tensor, input_tensor, group)
+
+
+@ranks(2)
+def test_another_way_to_gather_from_backward_on() -> None:
+    """What is set between forward and backward counts from the next gather on."""
+    model, comm = seeded(MLP), _Counted()
+    fsdp2.fully_shard(model, mesh=world_mesh(), reshard_after_forward=True)
+    loss = model(_inputs()).square().sum()
+    model.set_custom_all_gather(comm)
+    loss.backward()
+    assert comm.count == 1
+
+
+@ranks(2)
+def test_parameters_replaced_after_a_backward_that_raised() -> None:
+    model = shard(OURS, seeded(_three_layers), reshard_after_forward=True)
+    hidden: list[Tensor] = []
+    model[0].register_forward_hook(lambda _, inputs, output: hidden.append(output))
+    loss = model(_inputs()).square().sum()
+    hidden[0].register_hook(_raise)  # in the middle of the unit's backward
+    with pytest.raises(ArithmeticError):
+        loss.backward()
+    model.reshard()
+    for param in model.parameters():
+        torch.utils.swap_tensors(param, nn.Parameter(torch.full_like(param, 7)))
+    model.unshard()
+    assert all(bool((param == 7).all()) for param in model.parameters())
+
+
+def _raise(gradient: Tensor) -> None:
+    raise ArithmeticError
 
 
 @ranks(1, 2)

@@ -237,16 +237,16 @@ def _leave(param: ShardedParam, value: float) -> None:
 
 def test_no_gradient_to_take(axis: MeshAxes) -> None:
     param, _, _ = _adopted(_linear(), axis)
-    assert ShardedParam.take_gradients([param, _with_unsharded(axis)]) == [None, None]
+    assert ShardedParam.take_gradients([param, _with_unsharded(axis)], False) == [None, None]
 
 
 def test_a_gradient_is_taken_once(axis: MeshAxes) -> None:
     param = _with_unsharded(axis)
     _leave(param, 2.0)
-    (grad,) = ShardedParam.take_gradients([param])
+    (grad,) = ShardedParam.take_gradients([param], False)
     assert grad is not None
     assert grad.eq(2).all()
-    assert ShardedParam.take_gradients([param]) == [None]
+    assert ShardedParam.take_gradients([param], False) == [None]
 
 
 def test_without_a_cast_autograd_accumulates(axis: MeshAxes) -> None:
@@ -255,7 +255,7 @@ def test_without_a_cast_autograd_accumulates(axis: MeshAxes) -> None:
         _leave(param, 2.0)
         param.accumulate(torch.float32)
         assert param.accumulated is None
-    (grad,) = ShardedParam.take_gradients([param])
+    (grad,) = ShardedParam.take_gradients([param], False)
     assert grad is not None
     assert grad.eq(6).all()
 
@@ -270,7 +270,7 @@ def test_low_precision_gradients_are_summed_in_the_reduce_dtype(axis: MeshAxes) 
         assert param.unsharded is not None
         assert param.unsharded.grad is None
     _leave(param, 1 / 256)
-    (grad,) = ShardedParam.take_gradients([param])
+    (grad,) = ShardedParam.take_gradients([param], False)
     assert grad is not None
     assert grad.dtype is torch.float32
     assert grad.eq(3 + 4 / 256).all()
@@ -282,7 +282,7 @@ def test_new_unsharded_parameter_takes_over_what_has_accumulated(axis: MeshAxes)
     _leave(param, 2.0)
     param.accumulate(torch.float32)
     param.materialize(torch.zeros(7, 3))
-    (grad,) = ShardedParam.take_gradients([param])
+    (grad,) = ShardedParam.take_gradients([param], False)
     assert grad is not None
     assert grad.eq(2).all()
 
