@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
     _make_nccl_premul_sum,
 )
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _hash_ranks_to_str
 
 _GATHER = ("all_gather_single", "_allgather_base")
@@ -445,6 +446,14 @@ class ReplicaCollectives:
             work.wait()
             return None
         return work
+
+
+def arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """The result of a functional collective, waited for; any other tensor as it is."""
+    if isinstance(tensor, AsyncCollectiveTensor):
+        result: torch.Tensor = tensor.wait()
+        return result
+    return tensor
 
 
 def sum_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -27,14 +27,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parameter import UninitializedParameter
 
-from fsdp2.core.collectives import new_groups
+from fsdp2.core.collectives import arrived, new_groups
 from fsdp2.core.config import DataParallelMeshDims
 from fsdp2.core.layout import Cut
 
@@ -405,8 +404,7 @@ def local_of(param: torch.Tensor) -> torch.Tensor:
     """What fully_shard lays out: a DTensor's local tensor, there by now, or the tensor itself."""
     if not isinstance(param, DTensor):
         return param
-    local = param._local_tensor
-    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+    return arrived(param._local_tensor)
 
 
 def joined(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
