@@ -189,6 +189,7 @@ def test_only_three_modules_import_torch_distributed(path: Path) -> None:
         exactly.append("torch.distributed._symmetric_memory")
     if _name(path) == "core.collectives":
         exactly += ["torch._C._distributed_c10d", "torch.distributed.distributed_c10d"]
+        exactly.append("torch.distributed._functional_collectives")
     if _name(path) == "interop":
         exactly += ["torch.distributed.fsdp", "torch.distributed._composable.contract"]
     for module in _modules_of(path):
