@@ -143,7 +143,7 @@ def fully_shard(
     modules = _checked_modules(module)
     policy = _checked_policy(mp_policy)
     offload = _checked_offload(offload_policy)
-    ignored = _checked_ignored(ignored_params).union(*map(replicated_parameters, modules))
+    ignored = _checked_ignored(ignored_params) | replicated_parameters(modules)
     _check_callable(shard_placement_fn)
     axes = resolve_axes(default_mesh() if mesh is None else mesh, dp_mesh_dims)
     found = managed_parameters(modules, ignored)

@@ -168,10 +168,11 @@ def check_untouched(module: nn.Module) -> None:
             )
 
 
-def replicated_parameters(module: nn.Module) -> set[nn.Parameter]:
-    """Parameters that torch's ``replicate`` sees to, below ``module``: it reduces them itself."""
+def replicated_parameters(modules: Sequence[nn.Module]) -> set[nn.Parameter]:
+    """Parameters that torch's ``replicate`` sees to, below ``modules``: it reduces them itself."""
     return {
         param
+        for module in modules
         for below in module.modules()
         if "replicate" in below.__dict__.get(REGISTRY_KEY, ()) and hooks_of(below) is None
         for param in below.parameters()

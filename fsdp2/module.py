@@ -130,7 +130,7 @@ class FSDPModule(CommunicationControls, TorchIdentity):
         if hooks.scheduler is not None:
             _require_outside(hooks.scheduler, "shard_new_parameters")
         unit, arguments = hooks.unit, hooks.arguments
-        left_out = {p for module in hooks.modules for p in replicated_parameters(module)}
+        left_out = replicated_parameters(hooks.modules)
         found = managed_parameters(hooks.modules, left_out, new_to=hooks)
         plans = plan_parameters(found, arguments.axes, arguments.choose, hooks.precision)
         options = unit.groups[0].options if unit.groups else GroupOptions(hooks.precision)

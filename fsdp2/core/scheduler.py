@@ -367,7 +367,7 @@ class Scheduler:
                 continue  # a backward inside a forward: its parameters are in use
             if unit.phase is IDLE and not last:
                 continue  # its backward is to come; it may be gathered for that
-            if unit.phase is REDUCED and unit.filled and unit.is_over():  # as most are
+            if unit.phase is REDUCED and unit.filled and unit.is_over:  # as most are
                 unit.phase = IDLE
                 continue
             ahead = unit is self._prefetched or unit in self._requested

@@ -97,6 +97,7 @@ class Unit:
         for group in self.groups:
             group.reshard()
 
+    @property
     def is_over(self) -> bool:
         """Whether it is sharded, and nothing is there to reduce."""
         for group in self.groups:  # noqa: SIM110  # asked for every unit at the end of backward

@@ -102,8 +102,7 @@ def test_misuse(entry: str, sent: list[str]) -> None:
 
 def test_subclasses_that_wrap_others_need_hooks(sent: list[str]) -> None:
     """Without, of all that they wrap one plain tensor would be left."""
-    layer = linear()
-    layer.weight = nn.Parameter(Wrapped(layer.weight.detach()))
+    layer = extend(linear(), Wrapped)
     with raises("hooks-missing"):
         fully_shard(layer)
     assert type(layer) is nn.Linear

@@ -16,11 +16,13 @@ from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 
 import fsdp2
 from tests.common.errors import raises
+from tests.common.gradients import assert_like_unsharded, unsharded_grads
 from tests.common.meshes import TORCH_VERSION, hsdp_mesh, mesh
 from tests.common.models import DIM, MLP, seeded
 from tests.common.parity import (
     FP32,
     OURS,
+    Bf16,
     adamw,
     assert_close,
     assert_equal,
@@ -32,7 +34,7 @@ from tests.common.parity import (
     shard,
     world_mesh,
 )
-from tests.common.tensors import Wrapped
+from tests.common.tensors import Wrapped, extend
 from tests.common.workers import ranks
 
 X = torch.linspace(-1, 1, 4 * DIM).view(4, DIM)
@@ -88,13 +90,12 @@ def test_conversions_take_gradients_along(conversion: str, stepped: bool) -> Non
     model(_inputs(dtypes[0][0])).square().sum().backward()  # torch refuses to
     plain = seeded(_three_layers).to(dtypes[0][0])
     plain.load_state_dict(params)
-    total = {}
-    for rank in range(2):
-        plain.zero_grad()
+
+    def compute(plain: nn.Module, rank: int) -> None:
         plain((X + rank).to(dtypes[0][0])).square().sum().backward()
-        for name, param in plain.named_parameters():
-            total[name] = param.grad / 2 + total[name] if rank else param.grad / 2
-    assert_equal(full_grads(model), {name: before[name] + total[name] for name in total})
+
+    added = unsharded_grads(plain, compute)
+    assert_equal(full_grads(model), {name: before[name] + added[name] for name in added})
 
 
 # -- transforms of torch.func as a unit's first forward -------------------------------------------
@@ -112,43 +113,25 @@ Run = Callable[[nn.Module, Tensor], Any]
 """Runs a forward and backward of a model on a rank's inputs; returns what to compare."""
 
 
-def _as_torch_or_unsharded(build: Callable[[], nn.Module], run: Run, **arguments: Any) -> None:
-    """torch's FSDP2 cannot before 2.13; there ours is compared with the model itself."""
+def _as_unsharded(
+    build: Callable[[], nn.Module], run: Run, mixed: bool = False, **arguments: Any
+) -> None:
+    """And as torch's FSDP2, which can from 2.13 on."""
 
     def scenario(api: ModuleType) -> Any:
-        model = shard(api, seeded(build), **arguments)
+        model = shard(api, seeded(build), mixed=mixed, **arguments)
         return run(model, _inputs()), full_grads(model)
 
-    if TORCH_VERSION >= (2, 13):
-        same_as_torch(scenario)
-        return
-    found, grads = scenario(OURS)
-    total: dict[str, Tensor] = {}
+    found, grads = same_as_torch(scenario) if TORCH_VERSION >= (2, 13) else scenario(OURS)
     plain = seeded(build)
-    for rank in range(2):
-        plain.zero_grad()
-        expected = run(plain, X + rank)
-        if rank == dist.get_rank():
-            assert_equal(found, expected)
-        for name, param in plain.named_parameters():
-            total[name] = param.grad / 2 + total[name] if rank else param.grad / 2
-    assert_equal(grads, total)
+    reference = Bf16(plain) if mixed else plain
+    assert_equal(found, run(reference, _inputs()))
+    assert_like_unsharded(grads, plain, lambda _, rank: run(reference, X + rank))
 
 
 @ranks(2)
 @pytest.mark.parametrize("reshard", [False, 1])
-@pytest.mark.parametrize(
-    "mixed",
-    [
-        False,
-        pytest.param(
-            True,
-            marks=pytest.mark.skipif(
-                TORCH_VERSION < (2, 13), reason="torch's FSDP2, the reference, cannot"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_a_first_forward_inside_a_transform(transform: str, mixed: bool, reshard: Any) -> None:
     def run(model: nn.Module, x: Tensor) -> Any:
@@ -156,7 +139,7 @@ def test_a_first_forward_inside_a_transform(transform: str, mixed: bool, reshard
         model(x).square().sum().backward()
         return found
 
-    _as_torch_or_unsharded(MLP, run, mixed=mixed, reshard_after_forward=reshard)
+    _as_unsharded(MLP, run, mixed=mixed, reshard_after_forward=reshard)
 
 
 class _Sum(nn.Module):
@@ -177,7 +160,7 @@ def test_a_transform_of_units_with_several_inputs() -> None:
         model(x, x).sum().backward()
         return list(by_both)
 
-    _as_torch_or_unsharded(_Sum, run)
+    _as_unsharded(_Sum, run)
 
 
 class _Unit(nn.Linear):
@@ -205,7 +188,7 @@ def test_a_backward_of_what_vmap_made(outside: bool) -> None:
         (vmap(model)(x.unsqueeze(1)) if outside else model(x)).square().sum().backward()
         return x.grad
 
-    _as_torch_or_unsharded(_Mapped, run)
+    _as_unsharded(_Mapped, run)
 
 
 # -- parameters of other kinds --------------------------------------------------------------------
@@ -282,16 +265,11 @@ class _Pair(Wrapped):
     """Wraps another tensor and has no all-gather hooks, until somebody gives an object some."""
 
 
-def _layer_of(kind: type[Wrapped], device: str = "cpu") -> nn.Linear:
-    layer = nn.Linear(DIM, DIM, bias=False, device=device)
-    layer.weight = nn.Parameter(kind(layer.weight.detach()))
-    return layer
-
-
 @ranks(2)
 def test_hooks_that_are_given_after_meta_init() -> None:
     """What wraps other tensors stays what it is until its hooks are there."""
-    model = fsdp2.fully_shard(_layer_of(_Pair, "meta"), mesh=world_mesh())
+    layer = extend(nn.Linear(DIM, DIM, bias=False, device="meta"), _Pair)
+    model: Any = fsdp2.fully_shard(layer, mesh=world_mesh())
     assert type(model.weight.to_local()) is _Pair
     model.to_empty(device="cpu")
     local = model.weight._local_tensor
@@ -401,11 +379,13 @@ def test_some_of_a_unit_frozen_between_forward_and_backward(kept: bool) -> None:
         model.requires_grad_(True)
 
 
-class _Counted(fsdp2.AllGather):
-    count = 0
-
+class _Allocates:
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Counted(_Allocates, fsdp2.AllGather):
+    count = 0
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
@@ -484,12 +464,9 @@ def test_slices_of_containers_whose_new_takes_arguments() -> None:
     assert same_as_torch(scenario) == ("_Sized", 1)  # torch passes one dict
 
 
-class _Recorded(fsdp2.ReduceScatter):
+class _Recorded(_Allocates, fsdp2.ReduceScatter):
     def __init__(self) -> None:
         self.ops: list[Any] = []
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: Any = 0
