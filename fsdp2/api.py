@@ -152,7 +152,8 @@ def fully_shard(
 
     name = ", ".join(type(m).__name__ for m in modules)
     arguments = Arguments(axes, shard_placement_fn, offload, smaller)
-    unit = Unit(name, make_groups(name, plans, GroupOptions(policy), arguments))
+    options = GroupOptions(policy)
+    unit = Unit(name, make_groups(name, plans, options, arguments), options)
     unit.reshard_after_forward = reshard
     move_buffers(modules, axes.device)
     hooks = UnitHooks(unit, modules, policy, axes.device, streams_for(axes.device))

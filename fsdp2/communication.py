@@ -91,11 +91,10 @@ class CommunicationControls:
             enable: ``True`` for transports that cannot average, such as NCCL's zero-copy ones.
                 With `set_symm_mem_for_comm`, gradients are then reduced in symmetric memory too.
         """
+        self._change(sum_only=bool(enable))
         for group in self._groups(recurse=False):
-            options = replace(group.options, sum_only=bool(enable))
-            if isinstance(options.all_gather, SymmetricAllGather):
-                options = _in_symmetric_memory(options)
-            group.set_options(options)
+            if isinstance(group.options.all_gather, SymmetricAllGather):
+                group.set_options(_in_symmetric_memory(group.options))
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -143,9 +142,7 @@ class CommunicationControls:
                 f"take a hook away"
             )
         group = self._one_group("set_all_reduce_hook")
-        if group is None:
-            return
-        if stream is not None and group.replicas is not None:
+        if stream is not None and group is not None and group.replicas is not None:
             raise ValueError(
                 "set_all_reduce_hook(stream=…) cannot be used with a replicate axis, whose "
                 "all-reduce stream runs the hook; leave stream out"
@@ -374,8 +371,9 @@ class CommunicationControls:
                 )
 
     def _change(self, recurse: bool = False, **options: Any) -> None:
-        for group in self._groups(recurse):
-            group.set_options(replace(group.options, **options))
+        hooks_on(self)
+        for hooks in hooks_below(self, recurse):
+            hooks.unit.change(**options)
 
 
 def _process_group(group: ParamGroup) -> Any:

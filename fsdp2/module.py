@@ -10,6 +10,7 @@ them at their next use.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
@@ -17,8 +18,8 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
 from fsdp2.communication import CommunicationControls, hooks_on
-from fsdp2.core.assembly import make_groups, move_buffers, watch_state_dicts
-from fsdp2.core.config import GroupOptions, ShardingStateError
+from fsdp2.core.assembly import make_groups, move_buffers, settle_in, watch_state_dicts
+from fsdp2.core.config import ShardingStateError
 from fsdp2.core.hooks import UnitHooks, forward_method, hooks_below, start, watch_optimizers
 from fsdp2.core.param import ModuleSlots
 from fsdp2.core.scheduler import Scheduler
@@ -110,10 +111,10 @@ class FSDPModule(CommunicationControls, TorchIdentity):
         """Take over parameters and modules that were added below after `fully_shard`.
 
         They become one more group of this unit, with the mesh and policies of its call of
-        `fully_shard`: an adapter in every block is gathered and reduced with its block. Parameters
-        of units below and ``ignored_params`` are left alone. Call it on every rank, between
-        iterations, then give the parameters to the optimizer. For a unit of their own, call
-        `fully_shard` on the new module instead.
+        `fully_shard` and what methods have changed since: an adapter in every block is gathered and
+        reduced with its block. Parameters of units below and ``ignored_params`` are left alone.
+        Call it on every rank, between iterations, then give the parameters to the optimizer. For a
+        unit of their own, call `fully_shard` on the new module instead.
 
         Raises:
             RuntimeError: called during forward or backward.
@@ -133,10 +134,9 @@ class FSDPModule(CommunicationControls, TorchIdentity):
         left_out = replicated_parameters(hooks.modules)
         found = managed_parameters(hooks.modules, left_out, new_to=hooks)
         plans = plan_parameters(found, arguments.axes, arguments.choose, hooks.precision)
-        options = unit.groups[0].options if unit.groups else GroupOptions(hooks.precision)
-        groups = make_groups(f"{unit.name or '(root)'} (new)", plans, options, arguments)
+        groups = make_groups(f"{unit.name or '(root)'} (new)", plans, unit.options, arguments)
+        settle_in(groups, unit, [group for near in hooks_below(self) for group in near.unit.groups])
         move_buffers(hooks.modules, arguments.axes.device)
-        unit.groups += groups
         hooks.ignored = ModuleSlots({*hooks.ignored, *slots_of(hooks.modules, left_out)})
         if hooks.scheduler is not None:
             hooks.scheduler.refresh()
@@ -293,6 +293,7 @@ class FSDPModule(CommunicationControls, TorchIdentity):
             )
         for hooks in hooks_below(self, recurse):
             hooks.unit.reshard_after_forward = reshard_after_forward
+            hooks.arguments = replace(hooks.arguments, smaller=None)
             for group in hooks.unit.groups:
                 group.set_smaller_group(None)
 

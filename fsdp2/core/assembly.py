@@ -29,6 +29,7 @@ from fsdp2.core.registrations import mark_managed
 from fsdp2.core.selection import Arguments, Plan, axes_in, managed_modules
 from fsdp2.core.sharding import MeshAxes, smaller_mesh
 from fsdp2.core.streams import DeviceStreams, InlineStreams, Streams
+from fsdp2.core.unit import Unit
 
 _streams: dict[torch.device, Streams] = {}
 
@@ -99,6 +100,26 @@ def _smaller_group(axes: MeshAxes, size: int | None) -> SmallerGroup | None:
     mesh = smaller_mesh(axes.mesh, size)
     group, asynchronous = mesh.get_group("shard"), streams_for(axes.device).asynchronous
     return SmallerGroup(GroupCollectives(group, axes.device, asynchronous), mesh)
+
+
+def settle_in(groups: list[ParamGroup], unit: Unit, below: list[ParamGroup]) -> None:
+    """Give groups that join a unit what belongs to a process group, from those that have it.
+
+    Collectives' memory from the unit's groups, the reductions' process group from those below too.
+    """
+    for group in groups:
+        for other in (*unit.groups, *below):
+            ours, theirs = group.collectives, other.collectives
+            if not (isinstance(ours, GroupCollectives) and isinstance(theirs, GroupCollectives)):
+                continue
+            if theirs.group is not ours.group:
+                continue
+            if other in unit.groups:
+                group.set_options(other.options)
+            if other.reducers is not theirs:
+                group.set_reducers(other.reducers)
+            break
+    unit.groups += groups
 
 
 def move_buffers(modules: tuple[nn.Module, ...], device: torch.device) -> None:

@@ -6,8 +6,11 @@ IDLE ──forward──> FORWARD ──> IDLE ──backward──> BACKWARD �
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
+from typing import Any
 
+from fsdp2.core.config import GroupOptions
 from fsdp2.core.group import ParamGroup
 
 
@@ -30,6 +33,7 @@ class Unit:
     Attributes:
         name: full name of its module ("" for the root), or several joined by commas.
         groups: its parameter groups; none if every parameter belongs to other units.
+        options: what groups that are added later begin with.
         reshard_after_forward: ``None`` for the default: keep at the root, free elsewhere.
         reshard_after_backward: whether parameters are freed after backward.
         sync: whether backward reduces gradients; otherwise they accumulate unreduced.
@@ -48,9 +52,15 @@ class Unit:
         filled: whether its absent gradients were taken as zeros since its backward began.
     """
 
-    def __init__(self, name: str, groups: Sequence[ParamGroup]) -> None:
+    def __init__(
+        self,
+        name: str,
+        groups: Sequence[ParamGroup],
+        options: GroupOptions = GroupOptions(),  # noqa: B008  # frozen
+    ) -> None:
         self.name = name
         self.groups = list(groups)
+        self.options = options
         self.reshard_after_forward: bool | None = None
         self.reshard_after_backward = True
         self.sync = True
@@ -91,6 +101,12 @@ class Unit:
     def is_gathered(self) -> bool:
         """Whether a group of it is gathered, or on its way."""
         return any(not group.state.needs_gather for group in self.groups)
+
+    def change(self, **options: Any) -> None:
+        """Replace options of its groups, and of those that will be added."""
+        self.options = replace(self.options, **options)
+        for group in self.groups:
+            group.set_options(replace(group.options, **options))
 
     def reshard(self) -> None:
         """Free its gathered parameters; no-op where they are sharded."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2 import FSDPModule, ShardingStateError, fully_shard
+from fsdp2.communication import hooks_on
 from tests.common.gradients import assert_like_unsharded, mlp, mlp_batches, part
 from tests.common.models import DIM, MLP, Block, Nested, Transformer, seeded, units
 from tests.common.parity import (
@@ -474,6 +475,38 @@ def test_a_parameter_added_to_the_root_while_it_is_gathered() -> None:
     state = model.state_dict()
     assert isinstance(state["extra"], DTensor)
     assert_equal(full_all([state["extra"]])[0], torch.ones(5), "extra")
+
+
+@ranks(2)
+@pytest.mark.parametrize("empty", [False, True], ids=["with parameters", "without"])
+def test_new_parameters_follow_what_methods_have_changed(empty: bool) -> None:
+    """Also where the unit had no parameters to change it for."""
+    model: Any = seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)))
+    fully_shard(model[0], mesh=world_mesh())
+    if empty:
+        fully_shard(model[1], mesh=world_mesh())
+    fully_shard(model, mesh=world_mesh(), reshard_after_forward=1)
+    model.set_gradient_divide_factor(1.0)
+    model.set_reshard_after_forward(True)
+    model.set_separate_reduce_scatter_group()
+    seen: list[torch.Size] = []
+    model.set_all_reduce_hook(lambda flat: seen.append(flat.shape))
+    model.extra = nn.Parameter(torch.ones(6))
+    model.shard_new_parameters()
+    groups = hooks_on(model).unit.groups
+    assert len(groups) == 1 if empty else 2
+    reducers: Any = groups[-1].reducers
+    assert reducers is hooks_on(model[0]).unit.groups[0].reducers
+    assert reducers is not groups[-1].collectives
+    assert groups[-1].smaller_group is None
+    model.register_forward_pre_hook(lambda m, args: (args[0] * m.extra.mean(),))
+    model(torch.ones(1, DIM)).sum().backward()
+    assert len(seen) == len(groups)
+    plain = seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)))
+    extra = torch.ones(6, requires_grad=True)
+    plain(torch.ones(1, DIM) * extra.mean()).sum().backward()
+    assert extra.grad is not None
+    assert_close(full_all([model.extra.grad])[0], 2 * extra.grad, Tolerance(1e-6, 0), "summed")
 
 
 @ranks(2)
