@@ -218,12 +218,28 @@ def _method(group: Any, names: tuple[str, ...]) -> Any:
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """The name of the backend that serves ``device`` in ``group``, in lower case."""
+    backend = _backend(group, device)
+    if backend is not None:  # the name under which the group was started may be "undefined"
+        return str(backend.name()).lower()
     name = str(dist.get_backend(group)).lower()
     for part in name.split(","):
         kind, _, backend = part.rpartition(":")
         if kind == device.type:
             return backend
     return name
+
+
+def _backend(group: Any, device: torch.device) -> Any:
+    """What serves ``device`` in ``group``; ``None`` in a group that is written in Python."""
+    try:
+        return group._get_backend(device)
+    except (RuntimeError, AttributeError):
+        return None
+
+
+def serves(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether ``group`` has a backend for tensors of ``device``, as far as it says."""
+    return _backend(group, device) is not None or _backend(group, torch.device("cpu")) is None
 
 
 class GroupCollectives:
@@ -245,7 +261,10 @@ class GroupCollectives:
         self.rank = group.rank()
         backend = backend_name(group, device)
         # One gloo call a parameter costs more than one copy: the group's shards travel packed.
-        self.coalesces = "gloo" not in backend
+        # So they do where TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend, which does not hand
+        # coalesced collectives on (2.11).
+        wrapped = type(_backend(group, device)).__name__ == "_ProcessGroupWrapper"
+        self.coalesces = "gloo" not in backend and not wrapped
         self.premultiplies = "nccl" in backend
         self._asynchronous = asynchronous
         self._gather_options = AllgatherOptions()
@@ -512,10 +531,6 @@ def global_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
     """Seconds that a collective of ``group`` waits for other ranks."""
-    try:
-        backend: Any = group._get_backend(device)
-    except RuntimeError:  # a group of a class of its own, which has no backend
-        backend = None
-    options = getattr(backend, "options", None)
+    options = getattr(_backend(group, device), "options", None)
     timeout = getattr(options, "_timeout", None) or dist.default_pg_timeout
     return float(timeout.total_seconds())

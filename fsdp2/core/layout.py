@@ -29,8 +29,9 @@ from typing import Any
 COLLECTIVE_ALIGN_BYTES = 16
 """NCCL moves chunks of a multiple of 16 bytes with vector loads, others element by element."""
 
-SLOT_ALIGN_BYTES = 128
-"""Gathered parameters start at such a multiple, so that kernels may load whole cache lines."""
+SLOT_ALIGN_BYTES = 256
+"""Gathered parameters start at such a multiple: no two of them share a cache line, and cuBLAS,
+which asks up to 256 bytes of alignment of pointers, takes the kernels that it takes anywhere."""
 
 
 SMALL_PADDING = 0.03

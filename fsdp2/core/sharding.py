@@ -33,7 +33,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parameter import UninitializedParameter
 
-from fsdp2.core.collectives import arrived, new_groups
+from fsdp2.core.collectives import arrived, new_groups, serves
 from fsdp2.core.config import DataParallelMeshDims
 from fsdp2.core.layout import Cut
 
@@ -136,16 +136,16 @@ def default_mesh() -> DeviceMesh:
     """A 1-D mesh over the default process group, which is started from torchrun's environment
     (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) if there is none.
 
-    The device type is the accelerator's if there is one that the group's backend serves, else
-    "cpu".
+    The device type is the accelerator's if there is one that the group serves, else "cpu".
     """
     if not dist.is_initialized():
         dist.init_process_group()
     group = dist.group.WORLD
     assert group is not None
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device_type = "cpu" if accelerator is None else accelerator.type
-    return init_device_mesh(device_type, (group.size(),))
+    if accelerator is None or not serves(group, accelerator):
+        return init_device_mesh("cpu", (group.size(),))
+    return init_device_mesh(accelerator.type, (group.size(),))
 
 
 def resolve_axes(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> MeshAxes:

@@ -57,7 +57,7 @@ def test_ours_is_exact_for_small_units() -> None:
     # 3 rows of 8 on 2 ranks: 2 a rank, 4 rows in all
     uneven = padding.padding([UnitShapes(1, {"w": (3, 8)})], 2)
     assert uneven.ours == uneven.torch == pytest.approx(1 / 3)
-    assert uneven.gathered == pytest.approx(128 / 48 - 1)  # 64 bytes of bf16 in a slot of 128
+    assert uneven.gathered == pytest.approx(256 / 48 - 1)  # 64 bytes of bf16 in a slot of 256
     # rows of 2 bytes travel packed, and the segment is padded once: 8 elements of bf16 a rank
     odd = padding.padding([UnitShapes(1, {"a": (3,), "b": (3,)})], 2)
     assert odd.ours == pytest.approx(16 / 6 - 1)
