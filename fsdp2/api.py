@@ -151,7 +151,8 @@ def fully_shard(
     reshard, smaller = _checked_reshard(reshard_after_forward, axes, plans)
 
     name = ", ".join(type(m).__name__ for m in modules)
-    arguments = Arguments(axes, shard_placement_fn, offload, smaller)
+    classes = [_sharded_class(type(member)) for member in modules]
+    arguments = Arguments(axes, offload, smaller)
     options = GroupOptions(policy)
     unit = Unit(name, make_groups(name, plans, options, arguments), options)
     unit.reshard_after_forward = reshard
@@ -162,8 +163,8 @@ def fully_shard(
     announce(modules, hooks)
     watch_optimizers()
     watch_registrations()
-    for member in modules:
-        member.__class__ = _sharded_class(type(member))
+    for member, kind in zip(modules, classes, strict=True):
+        member.__class__ = kind
     watch_state_dicts(unit.groups)
     return module
 

@@ -23,7 +23,7 @@ from fsdp2.core.config import ShardingStateError
 from fsdp2.core.hooks import UnitHooks, forward_method, hooks_below, start, watch_optimizers
 from fsdp2.core.param import ModuleSlots
 from fsdp2.core.scheduler import Scheduler
-from fsdp2.core.selection import managed_parameters, plan_parameters, slots_of
+from fsdp2.core.selection import PlacementFn, managed_parameters, plan_parameters, slots_of
 from fsdp2.core.states import SHARDED
 from fsdp2.core.uncompiled import uncompiled_methods
 from fsdp2.core.unit import Unit
@@ -107,7 +107,7 @@ class FSDPModule(CommunicationControls, TorchIdentity):
                 )
             hooks.scheduler.reset()
 
-    def shard_new_parameters(self) -> None:
+    def shard_new_parameters(self, shard_placement_fn: PlacementFn | None = None) -> None:
         """Take over parameters and modules that were added below after `fully_shard`.
 
         They become one more group of this unit, with the mesh and policies of its call of
@@ -115,6 +115,10 @@ class FSDPModule(CommunicationControls, TorchIdentity):
         reduced with its block. Parameters of units below and ``ignored_params`` are left alone.
         Call it on every rank, between iterations, then give the parameters to the optimizer. For a
         unit of their own, call `fully_shard` on the new module instead.
+
+        Args:
+            shard_placement_fn: as for `fully_shard`, whose own is not kept: it may refer to the
+                parameters that it was asked about, whole as they were. Default ``None``.
 
         Raises:
             RuntimeError: called during forward or backward.
@@ -133,7 +137,7 @@ class FSDPModule(CommunicationControls, TorchIdentity):
         unit, arguments = hooks.unit, hooks.arguments
         left_out = replicated_parameters(hooks.modules)
         found = managed_parameters(hooks.modules, left_out, new_to=hooks)
-        plans = plan_parameters(found, arguments.axes, arguments.choose, hooks.precision)
+        plans = plan_parameters(found, arguments.axes, shard_placement_fn, hooks.precision)
         groups = make_groups(f"{unit.name or '(root)'} (new)", plans, unit.options, arguments)
         settle_in(groups, unit, [group for near in hooks_below(self) for group in near.unit.groups])
         move_buffers(hooks.modules, arguments.axes.device)

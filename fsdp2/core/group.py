@@ -201,6 +201,7 @@ class ParamGroup:
         the like gave a parameter other memory or another dtype (invariant I5).
         """
         self._require_sharded("adopt")
+        self.layout = None  # until all have moved: where this is interrupted, all move again
         layout = build_layout(self.shapes(), self.collectives.size, self.collectives.coalesces)
         on_meta = any(param.is_meta for param in self.params)
         if self.offload is None:
@@ -244,9 +245,9 @@ class ParamGroup:
 
     def reregister(self) -> None:
         """After a state dict was loaded: manage the parameters that are registered now."""
+        self.rebind()  # whatever is raised
         for param in self.params:
             param.follow_registered()
-        self.rebind()
 
     def bind(self) -> None:
         """Build transports, gathered parameters and reduction steps, if anything changed.

@@ -348,7 +348,15 @@ class UnitHooks:
             # Recomputation enables grad in every backward; otherwise it means create_graph=True.
             if not recomputes and torch.is_grad_enabled():
                 scheduler.builds_graph = scheduler.holds = True
-            Variable._execution_engine.queue_callback(self._end_backward)
+            end = self._end_backward
+            scheduler.ending = weakref.ref(end)  # autograd holds it as long as this backward runs
+            Variable._execution_engine.queue_callback(end)
+        elif scheduler.ending() is None:
+            raise ShardingStateError(
+                f"the backward of '{self.unit.title}' follows one that an exception ended, whose "
+                f"gradients are incomplete; call reset_iter_state() on the root, or run the "
+                f"forward again before its backward"
+            )
         scheduler.enter_backward(self.unit)
 
     def _end_backward(self) -> None:
@@ -366,7 +374,9 @@ def _on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None], key
         key: of one hook of the tensor; handles have integers.
     """
     if type(tensor) is not torch.Tensor:
-        tensor.register_hook(hook)
+        present: Any = tensor._backward_hooks
+        if present is None or hook not in present.values():  # a parameter, at every call
+            tensor.register_hook(hook)
         return
     node = tensor.grad_fn  # asked first, it is the node of a view that was changed in place
     hooks: Any = tensor._backward_hooks
@@ -417,6 +427,7 @@ def start(hooks: UnitHooks) -> Scheduler:
     for below, names in found.items():
         below.scheduler = scheduler
         below.unit.name = ", ".join(names)
+        below.unit.visits, below.unit.inside = [], []  # which the scheduler before counted
         below.unit.is_root = below is hooks
     _name_parameters(root, found)
     layouts = [(u.title, [g.layout for g in u.groups if g.layout]) for u in scheduler.units]

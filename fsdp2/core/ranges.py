@@ -10,8 +10,8 @@ in a step without a profiler. `Scheduler` looks once a forward and once a backwa
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
-from types import MethodType
 from typing import Any
 
 from torch.profiler import record_function
@@ -30,19 +30,23 @@ def record_ranges(groups: Sequence[ParamGroup], enabled: bool) -> None:
     """Let ``groups`` mark their operations in a profiler's trace, or stop it."""
     for group in groups:
         for method, label in RANGES.items():
-            present = getattr(group, method)
-            marks = not isinstance(present, MethodType)
+            marks = method in group.__dict__
             if enabled and not marks:
-                setattr(group, method, _ranged(present, group, label))
+                setattr(group, method, _ranged(method, group, label))
             elif marks and not enabled:
                 delattr(group, method)
 
 
-def _ranged(method: Callable[..., Any], group: ParamGroup, label: str) -> Callable[..., Any]:
-    @functools.wraps(method)
+def _ranged(method: str, group: ParamGroup, label: str) -> Callable[..., Any]:
+    # Of the class that the group has when it is called (`fsdp2.core.checks.follow`); and no cycle.
+    alive = weakref.ref(group)
+
+    @functools.wraps(getattr(ParamGroup, method))
     def run(*args: Any) -> Any:
+        group = alive()
+        assert group is not None
         name = group.name.replace("(root)", "root")
         with record_function(f"{label} ({name})"):
-            return method(*args)
+            return getattr(type(group), method)(group, *args)
 
     return run

@@ -17,7 +17,7 @@ wrong result: what was prefetched and not used is freed before the next prefetch
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.autograd import profiler
@@ -43,6 +43,7 @@ class Scheduler:
     Attributes:
         forward_root: the unit whose forward encloses the running one; ``None`` outside.
         in_backward: whether a backward has begun whose end was not seen.
+        ending: gives what that backward calls at its end; ``None`` where it is over without.
         failed: whether the forward of ``forward_root`` raised.
         is_last_backward: whether the end of this backward waits for reductions and cleans up.
         manual: whether it leaves both to `finalize`, whatever ``is_last_backward`` says.
@@ -66,6 +67,7 @@ class Scheduler:
         self.forward_root: Unit | None = None
         self._steps = -1  # of optimizers, when a forward began last
         self.in_backward = False
+        self.ending: Callable[[], object] = object
         self.failed = False
         self.is_last_backward = True
         self.builds_graph = False

@@ -95,13 +95,11 @@ class Arguments:
 
     Attributes:
         axes: the data-parallel axes of its mesh.
-        choose: ``shard_placement_fn``.
         offload: where shards live in CPU memory.
         smaller: to how many ranks' shards forward reshards, if not to all or none.
     """
 
     axes: MeshAxes
-    choose: PlacementFn | None
     offload: CPUOffloadPolicy | None
     smaller: int | None
 

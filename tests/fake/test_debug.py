@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
 from benchmarks.null_group import init_null_group
@@ -90,6 +91,23 @@ def test_settings_are_returned_and_put_back() -> None:
         assert fsdp2.debug().check_nan
         assert fsdp2.debug().timeout is None
     assert not fsdp2.debug().check_nan
+
+
+def test_switched_while_a_profiler_runs() -> None:
+    """Groups mark ranges then; what they check follows all the same, on and off."""
+    model = _model()
+
+    def step(scale: float) -> None:
+        (model(torch.ones(2, 8)).sum() * scale).backward()
+        model.zero_grad()
+
+    with profile(activities=[ProfilerActivity.CPU]):
+        step(1.0)
+        with fsdp2.debug(check_nan=True), pytest.raises(fsdp2.NonFiniteGradientError):
+            step(float("nan"))
+        model.reset_iter_state()
+        step(float("nan"))
+    step(1.0)
 
 
 def test_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

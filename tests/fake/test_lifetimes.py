@@ -11,11 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
 from benchmarks.null_group import null_world
 from fsdp2.core.buffers import FlatBuffer, TransientBuffer
 from fsdp2.core.hooks import hooks_below, hooks_of
+from tests.common.errors import raises
 from tests.common.tensors import Bf16Weight, extend
 
 
@@ -100,6 +103,23 @@ def _ignoring() -> Any:
     return model
 
 
+def _placed() -> Any:
+    model = _blocks()
+    first = model[0][0].weight
+
+    def choose(param: nn.Parameter) -> Shard | None:
+        return Shard(1) if param is first or param is model[0][0].bias else None
+
+    return _sharded(model, shard_placement_fn=lambda p: None if p.ndim == 1 else choose(p))
+
+
+def _profiled() -> Any:
+    model = _sharded()
+    with profile(activities=[ProfilerActivity.CPU]):
+        _train(model)
+    return model
+
+
 def _failed(where: str) -> Any:
     model = _list() if where == "list" else _trained()
     if where == "backward":
@@ -118,6 +138,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mixed": lambda: _trained(mp_policy=fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
     "prefetch": _prefetching,
     "a list": _list,
+    "placed by a function that knows the model": _placed,
+    "while a profiler ran": _profiled,
     "ignored parameters": _ignoring,
     "after an exception in forward": lambda: _failed("forward"),
     "after an exception in backward": lambda: _failed("backward"),
@@ -172,6 +194,19 @@ def _check_gone(build: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("_no_collector", "_two_ranks")
+def test_whole_parameters_are_gone_though_shard_placement_fn_knows_them() -> None:
+    """As where experts are told apart by a set of their parameters."""
+    model = _blocks()
+    whole = [weakref.ref(param) for param in model[0].parameters()]
+
+    def shard(experts: set[nn.Parameter]) -> None:
+        _sharded(model, shard_placement_fn=lambda param: Shard(0) if param in experts else None)
+
+    shard(set(model[0].parameters()))
+    assert [reference() for reference in whole] == [None] * len(whole)
+
+
+@pytest.mark.usefixtures("_no_collector", "_two_ranks")
 def test_a_model_deleted_between_forward_and_backward_still_trains_its_parameters() -> None:
     model = _trained()
     params = list(model.parameters())
@@ -181,6 +216,26 @@ def test_a_model_deleted_between_forward_and_backward_still_trains_its_parameter
     del model
     loss.backward()
     assert all(param.grad is not None for param in params)
+
+
+@pytest.mark.usefixtures("_two_ranks")
+def test_hooks_do_not_pile_up_on_a_parameter_that_a_unit_returns() -> None:
+    class Prompt(nn.Module):
+        def __init__(self, param: nn.Parameter) -> None:
+            super().__init__()
+            self.prompt, self.ignored = nn.Parameter(torch.ones(4, 8)), param
+
+        def forward(self) -> tuple[Tensor, Tensor]:
+            return self.prompt, self.ignored
+
+    ignored = nn.Parameter(torch.ones(8))
+    model: Any = fsdp2.fully_shard(Prompt(ignored), ignored_params={ignored})
+    found = []
+    for _ in range(3):
+        prompt, other = model()
+        (prompt.sum() + other.sum()).backward()
+        found.append([len(tensor._backward_hooks) for tensor in (prompt, other)])
+    assert found[0] == found[-1]
 
 
 # -- after an exception ---------------------------------------------------------------------------
@@ -278,3 +333,65 @@ def test_finalize_that_raises_is_known_to_have_been_interrupted() -> None:
     before = scheduler.resets
     model(_x())
     assert scheduler.resets == before + 1
+
+
+@pytest.mark.usefixtures("_two_ranks")
+def test_an_interrupted_move_into_a_new_flat_shard_is_done_again() -> None:
+    """Parameters that had moved are not in the shard that the group still gathers."""
+    model = _trained()
+    (group,) = hooks_of(model[1]).unit.groups  # type: ignore[union-attr]  # it is sharded
+    weight, bias = group.params
+    with torch.no_grad():
+        weight.sharded._local_tensor = torch.full_like(weight.sharded._local_tensor, 7.0)
+    adopt = type(bias).adopt
+
+    def interrupted(self: Any, *args: Any) -> None:
+        if self is bias:
+            raise KeyboardInterrupt
+        adopt(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(bias), "adopt", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(_x())
+    model(_x())
+    assert all(param.is_in_place for param in group.params)
+    start = group.shard.piece(torch.float32, 0, (4, 8))  # type: ignore[union-attr]  # adopted
+    assert start.data_ptr() == weight.sharded._local_tensor.data_ptr()
+    assert start.eq(7.0).all()
+
+
+@pytest.mark.usefixtures("_two_ranks")
+def test_a_load_that_raises_half_way_is_followed_as_far_as_it_came() -> None:
+    model = _trained()
+    (group,) = hooks_of(model[1]).unit.groups  # type: ignore[union-attr]  # it is sharded
+    state = model.state_dict()
+    fits, plain = torch.full_like(state["1.0.weight"], 7.0), torch.ones(8)
+    with pytest.raises(fsdp2.ShardingStateError, match=r"1\.0\.bias.*was replaced"):
+        model[1].load_state_dict({"0.weight": fits, "0.bias": plain}, assign=True)
+    model[1].unshard()
+    assert group.shard.piece(torch.float32, 0, (4, 8)).eq(7.0).all()  # type: ignore[union-attr]
+    model[1].reshard()
+    assert model[1][0].weight.to_local().eq(7.0).all()
+    assert isinstance(model[1][0].bias, DTensor)
+
+
+@pytest.mark.usefixtures("_two_ranks")
+@pytest.mark.parametrize("again", ["reset", "forward"])
+def test_a_backward_after_one_that_raised_is_not_half_done(again: str) -> None:
+    """It would end before it reduced anything."""
+    model = _trained()
+    model.zero_grad()
+    intact = model(_x()).sum()
+    handle = model[1].register_full_backward_hook(_boom)
+    failing = model(_x()).sum()
+    handle.remove()
+    with pytest.raises(BoomError):
+        failing.backward()
+    with raises("backward-after-a-failed-one"):
+        intact.backward()
+    if again == "reset":
+        model.reset_iter_state()
+    model.zero_grad()
+    model(_x()).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())

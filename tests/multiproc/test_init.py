@@ -524,6 +524,23 @@ def test_new_parameters_that_cannot_be_sharded_are_named() -> None:
 
 
 @ranks(2)
+def test_a_part_called_before_the_root_is_part_of_its_backward() -> None:
+    """Its calls were counted by a scheduler that the root's first forward replaced."""
+    model: Any = seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)))
+    plain = copy.deepcopy(model)
+    for module in (*model, model):
+        fully_shard(module, mesh=world_mesh())
+
+    def compute(model: Any, rank: int) -> None:
+        x = part(0, rank)[0].clone().requires_grad_()  # each call has an end in backward
+        early = [model[0](i * x) for i in range(1, 4)]
+        (model(x).square().sum() + sum(h.square().sum() for h in early)).backward()
+
+    compute(model, dist.get_rank())
+    assert_like_unsharded(full_grads(model), plain, compute)
+
+
+@ranks(2)
 def test_a_unit_that_is_removed_is_forgotten() -> None:
     model: Any = shard(OURS, seeded(lambda: nn.Sequential(*[_Adaptable() for _ in range(3)])))
     x = torch.randn(2, DIM)
