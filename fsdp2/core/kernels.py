@@ -90,7 +90,13 @@ def whole_run(shapes: Sequence[tuple[int, ...]]) -> Run | None:
 
 
 class Kernels(Protocol):
-    """Memory and copies of one device; tensors are opaque to the callers."""
+    """Memory and copies of one device; tensors are opaque to the callers.
+
+    Attributes:
+        fuses: whether a copy of many tensors is one kernel where their layouts allow it.
+    """
+
+    fuses: bool
 
     def transient(self, nbytes: int, name: str) -> Any:
         """A buffer that comes and goes."""
@@ -126,7 +132,10 @@ class Kernels(Protocol):
         """Copy pairwise in as few kernels as the device can."""
 
     def split_copy(self, source: Any, sizes: Sequence[int], targets: Any) -> None:
-        """``source``: [ranks, sum(sizes)] → ``targets[i]``: [ranks, sizes[i]]."""
+        """``source``: [ranks, sum(sizes)] → ``targets[i]``: [ranks, sizes[i]].
+
+        It is one kernel only where the source's rows lie one behind the other.
+        """
 
     def chunk_cat(self, tensors: Any, chunks: int, out: Any) -> None:
         """Rows of each tensor in ``chunks`` equal (zero-padded) parts → ``out``: [chunks, …]."""
@@ -143,6 +152,7 @@ class TorchKernels:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.fuses = device.type != "cpu"
 
     def transient(self, nbytes: int, name: str) -> TransientBuffer:
         """A buffer on the device."""

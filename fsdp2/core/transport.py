@@ -110,6 +110,10 @@ class SegmentTransport:
         return self._slot_view(slot, shape, strides, first * piece)
 
 
+WASTED_AT_MOST = 16
+"""One of so many bytes of the gathered segment may be copied for nothing, to copy in one kernel."""
+
+
 class CoalescedTransport(SegmentTransport):
     """Every parameter is gathered straight into its slot; what is cast, from its place there."""
 
@@ -160,17 +164,26 @@ class PackedTransport(SegmentTransport):
             segment.shard_byte_offset,
             (segment.shard_numel,),
         )
-        self._packed = kernels.transient(ranks * width * self._itemsize, "all-gather output")
+        rows = [slot for slot in segment.slots if slot.in_order and slot.shard_numel]
+        self._sizes = [slot.shard_numel for slot in rows]
+        columns, rest = sum(self._sizes), width - sum(self._sizes)
+        # One kernel splits whole rows only. Where little else is in them, it goes to waste.
+        wasted = rest if kernels.fuses and 0 < rest * WASTED_AT_MOST <= columns else 0
+        nbytes = ranks * (width + wasted) * self._itemsize
+        self._packed = kernels.transient(nbytes, "all-gather output")
         self._output = self._packed.view(self._wire, 0, (ranks * width,))
         if self.casts:
             start = collectives.rank * width * self._itemsize
             self._input = self._packed.view(segment.full_dtype, start, (width,))
         else:
             self._input = self._flat
-        rows = [slot for slot in segment.slots if slot.in_order and slot.shard_numel]
-        self._sizes = [slot.shard_numel for slot in rows]
-        self._columns = self._packed.view(self._wire, 0, (ranks, sum(self._sizes)), (width, 1))
         self._rows = [self._slot_view(slot, (ranks, slot.shard_numel)) for slot in rows]
+        if wasted:
+            end = ranks * width * self._itemsize
+            self._rows.append(self._packed.view(self._wire, end, (ranks, wasted)))
+            self._sizes.append(wasted)
+        shape = (ranks, columns + wasted)
+        self._columns = self._packed.view(self._wire, 0, shape, (width, 1))
         self._targets: list[Any] = []
         self._sources: list[Any] = []
         for slot in segment.slots:

@@ -201,6 +201,7 @@ class VirtualDevice:
     """
 
     asynchronous = True
+    fuses = True
 
     def __init__(self, drop_wait: int | None = None) -> None:
         self.trace: list[Op] = []

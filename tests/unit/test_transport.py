@@ -113,6 +113,31 @@ def test_packed(size: int, full: torch.dtype) -> None:
     assert _check(params, size, coalesces=False) == ["all_gather"] * 2
 
 
+def test_a_packed_segment_is_split_by_whole_rows_where_that_is_one_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On accelerators, ``split_with_sizes_copy`` is one kernel for a dense source alone."""
+    params = [_param((31, 3)), _param((5, 7)), _param((9,))]
+    split = type(KERNELS).split_copy
+    dense = []
+
+    def look(self: Any, source: torch.Tensor, sizes: Any, targets: Any) -> None:
+        dense.append(source.is_contiguous())
+        assert sum(sizes) == source.shape[1]
+        split(self, source, sizes, targets)
+
+    monkeypatch.setattr(type(KERNELS), "split_copy", look)
+    _check(params, 2, coalesces=False)
+    assert set(dense) == {False}
+    dense.clear()
+    monkeypatch.setattr(KERNELS, "fuses", True)
+    _check(params, 2, coalesces=False)
+    assert set(dense) == {True}
+    dense.clear()
+    _check([*params, _param((2, 400), 1)], 2, coalesces=False)  # more than would be wasted
+    assert set(dense) == {False}
+
+
 @pytest.mark.parametrize("full", [F32, BF16])
 def test_bands_of_one_row_are_gathered_into_their_places(full: torch.dtype) -> None:
     params = [_param((2, 16, 8), Cut(1, 2), full=full), _param((8, 8), full=full)]
