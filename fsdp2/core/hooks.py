@@ -147,6 +147,8 @@ class UnitHooks:
         scheduler = self.scheduler or start(self)
         unit = self.unit
         if _in_backward() != _OUTSIDE:  # recomputation of a checkpointed forward
+            if unit.phase is FORWARD:  # a derivative inside of it: its parameters are there
+                return self._cast_inputs(args, kwargs)
             recomputes = unit.phase is BACKWARD
             if not recomputes:
                 self._enter_backward(recomputes=True)
@@ -195,7 +197,7 @@ class UnitHooks:
         transformed = _transformed()
         if self._nested and scheduler.forward_root is self.unit:
             self._nested -= 1
-        elif not scheduler.in_backward or _in_backward() == _OUTSIDE:
+        elif _in_backward() == _OUTSIDE:
             if transformed:
                 with torch._C._DisableFuncTorch():
                     self._exit_forward(scheduler, module)
@@ -204,7 +206,7 @@ class UnitHooks:
             else:
                 scheduler.exit_forward(self.unit)
         if torch.is_grad_enabled():
-            self._mark_entry(map_tensors(_unbatched, output) if transformed else output)
+            self._mark_entry(map_tensors(_unbatched, output) if transformed else output, args)
         dtype = self.precision.output_dtype
         return output if dtype is None else _cast(output, dtype)
 
@@ -278,6 +280,9 @@ class UnitHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not torch.is_grad_enabled():
             return args, kwargs
+        if not self.unit.groups:  # nothing to free and to reduce
+            self.unit.sees_exit = False
+            return args, kwargs
         if len(args) == 1 and type(args[0]) is torch.Tensor and not kwargs:  # as in most calls
             tensor = args[0]
             self.unit.sees_exit = tensor.requires_grad
@@ -306,7 +311,7 @@ class UnitHooks:
         hooks[_EXIT] = self.exit_backward
         return alias
 
-    def _mark_entry(self, output: Any) -> None:
+    def _mark_entry(self, output: Any, args: Any) -> None:
         found: list[torch.Tensor] = []
         if type(output) is not torch.Tensor:
             grad_tensors(output, found)
@@ -315,7 +320,7 @@ class UnitHooks:
         for tensor in found:
             _on_gradient(tensor, self._on_output_grad, self)
             base = tensor._base
-            if base is not None and base.grad_fn is not None:
+            if base is not None and base.grad_fn is not None and not _is_base(base, args):
                 # An in-place operation on a view routes its gradient around the view's own
                 # node, straight to the node of its base.
                 base.grad_fn.register_prehook(self._on_base_grad)
@@ -363,6 +368,13 @@ class UnitHooks:
         scheduler = self.scheduler
         assert scheduler is not None
         scheduler.end_backward()
+
+
+def _is_base(tensor: torch.Tensor, views: Any) -> bool:
+    """Whether one of ``views`` is a view of ``tensor``, whose node is then outside of the unit."""
+    found: list[torch.Tensor] = []
+    grad_tensors(views, found)
+    return any(view._base is tensor for view in found)
 
 
 def _on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None], key: object) -> None:

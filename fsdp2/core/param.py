@@ -100,7 +100,7 @@ def _store_of(module: nn.Module) -> Any:
 
 
 def follow_requires_grad(params: Iterable[Any]) -> bool:
-    """Give each parameter's two forms one ``requires_grad``; whichever was changed counts.
+    """Give each parameter's forms one ``requires_grad``; whichever was changed counts.
 
     Returns:
         Whether any changed.
@@ -113,9 +113,9 @@ def follow_requires_grad(params: Iterable[Any]) -> bool:
                 unsharded is not None and unsharded.requires_grad is not known
             ):
                 changed = True
-                param.requires_grad = param.sharded.requires_grad = not known
-                if unsharded is not None:
-                    unsharded.requires_grad = not known
+                param.requires_grad = not known
+                for form in param.forms():
+                    form.requires_grad = not known
     return changed
 
 

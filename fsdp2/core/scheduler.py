@@ -153,10 +153,7 @@ class Scheduler:
                 self.streams.wait(COMPUTE, pending.done, "compute after hooks on gradients")
 
     def _order_after_optimizer(self) -> None:
-        """Let gathers wait for the optimizer on a stream of the user's, who drops gradients next.
-
-        COMPUTE waits, which reads shards itself on one rank; the side lanes wait for it anyway.
-        """
+        """The same for the optimizer on a stream of the user's, who drops gradients next."""
         event, self.post_optim_event = self.post_optim_event, None
         self.streams.wait(COMPUTE, event, "compute after the optimizer")
 
@@ -196,6 +193,8 @@ class Scheduler:
                 unit.visits.append(len(self._finished))
                 self._finished.append(unit)
         if unit is self.forward_root:
+            if not unit.groups and self._records_exits and len(self._finished) > self._starts[-1]:
+                unit.visits.append(len(self._finished) - 1)  # the last inside
             self._end_forward(unit)
 
     def _end_forward(self, root: Unit) -> None:
@@ -240,7 +239,7 @@ class Scheduler:
         if unit.phase is BACKWARD:
             return
         if self._misses_none and unit.visits:
-            self._go_to(unit.visits[-1])
+            self._go_to(unit.visits[-1], taken=bool(unit.groups))
         self._enter_backward(unit)
 
     def _enter_backward(self, unit: Unit) -> None:
@@ -248,6 +247,7 @@ class Scheduler:
             unit.filled = False
         unit.phase = BACKWARD
         if not unit.groups:
+            del unit.visits[-1:]
             return
         position = 0
         if unit.visits:
@@ -271,8 +271,8 @@ class Scheduler:
         if unit.is_sharded:
             self._gather(unit)
 
-    def _go_to(self, position: int) -> None:
-        """Before the backward of the call at ``position``: take up what was skipped behind it."""
+    def _go_to(self, position: int, taken: bool) -> None:
+        """Take up what was skipped behind ``position``, which is ``taken`` itself or is to come."""
         forward = bisect.bisect_right(self._starts, position) - 1
         start = self._starts[forward]
         if start != self._floor:
@@ -282,7 +282,8 @@ class Scheduler:
             self._reached = following[0] if following else len(self._finished)
             self._floor = start
         self._catch_up(position + 1)
-        self._reached = position
+        if taken:
+            self._reached = position
 
     def _catch_up(self, position: int) -> None:
         """Take units that this backward skips through theirs, down to ``position``.

@@ -145,6 +145,10 @@ class VirtualParam(StandIn):
     def follow_between(self) -> None:
         """Nobody freezes them."""
 
+    def forms(self) -> list[Any]:
+        """Those that were made."""
+        return [form for form in (self.sharded, self.unsharded) if form is not None]
+
     def swaps(self, param: Any) -> list[Any]:
         """There is no module."""
         return []

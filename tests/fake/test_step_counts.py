@@ -23,7 +23,6 @@ from fsdp2.core.hooks import hooks_of
 PARAMS = 9
 # How often a unit is gathered in a step: for forward and again for backward.
 GATHERS = 2
-ROOT = 1  # the root has hooks, but no parameters
 
 RESIZE = "UntypedStorage.resize_"
 COPIES = ("copy", "clone", "cat", "contiguous")  # parts of the names of kernels that copy
@@ -115,14 +114,15 @@ def test_memory_of_a_step(log: CallLog, blocks: int) -> None:
 def test_no_kernel_copies_where_dtypes_agree(log: CallLog, blocks: int) -> None:
     """Beyond the unsharded step there are views and one allocation a unit, nothing else.
 
-    The parameters of a unit are alike, so that no view is made of them together.
+    The parameters of a unit are alike, so that no view is made of them together. The root has hooks
+    but no parameters: nothing stands in front of it.
     """
     step, unsharded = build("fsdp2", blocks=blocks)[1], build("none", blocks=blocks)[1]
     beyond = operators(step) - operators(unsharded)
     assert beyond == {
         "aten.empty.memory_format": blocks,  # reduced gradients
         "aten.split_with_sizes.default": blocks,  # into the rows of each parameter
-        "aten.view.default": 2 * (blocks + ROOT),  # in front of a unit, and its backward
+        "aten.view.default": 2 * blocks,  # in front of a unit, and its backward
     }
     assert not any(part in name for name in operators(step) for part in COPIES)
 
@@ -150,7 +150,7 @@ def test_kept_gradients_cost_neither_memory_nor_views_nor_dtensors(
     beyond = operators(step) - operators(build("none", precision)[1])
     names = ("aten.copy_.default", "aten._foreach_copy_.default", "aten.view.default")
     blocks, model = 2, 2  # and the casts of the model's input, and of its gradient
-    assert sum(beyond.pop(name, 0) for name in names) == casts * blocks + 2 * (blocks + ROOT)
+    assert sum(beyond.pop(name, 0) for name in names) == (casts + 2) * blocks
     assert beyond == ({"aten._to_copy.default": model} if casts else {})
     assert called(step)[1]["TensorBase._dtensor__new__"] == 0
     # of those of a unit, the others are used again

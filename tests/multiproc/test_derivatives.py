@@ -207,6 +207,40 @@ def test_derivative_by_its_own_input_in_forward(create_graph: bool) -> None:
     assert_like_unsharded(full_grads(model), make(), _fit_forces)
 
 
+class _Recomputed(nn.Module):
+    """A checkpoint of what differentiates by a tensor of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = _OwnInput()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class _OwnInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = x.detach().requires_grad_()
+        (forces,) = torch.autograd.grad(self.linear(own).pow(2).sum(), own)
+        return self.linear(x + forces)
+
+
+@ranks(2)
+def test_derivative_in_a_checkpointed_forward() -> None:
+    """Autograd unpacks what it saved: the unit's forward runs again while it is under way."""
+    model: Any = seeded(_Recomputed)
+    fsdp2.fully_shard(model.block, mesh=world_mesh())
+    fsdp2.fully_shard(model, mesh=world_mesh())
+    for _ in range(2):
+        model.zero_grad()
+        _fit_forces(model)
+    assert_like_unsharded(full_grads(model), seeded(_Recomputed), _fit_forces)
+
+
 class _InPlace(nn.Module):
     """Its output is its input: as it is, or changed in place; its weight is used now and then."""
 

@@ -441,6 +441,24 @@ def test_a_parameter_frozen_between_forward_and_backward() -> None:
 
 
 @ranks(4)
+@pytest.mark.parametrize("freezes", [True, False])
+def test_parameters_frozen_or_thawed_between_iterations_stay_so(freezes: bool) -> None:
+    """What the last forward registered in between does not undo it."""
+    model = _two_linears()
+    weight = model[0].weight
+    weight.requires_grad_(freezes)
+    seen = []
+    for step in range(4):
+        model(torch.ones(2, DIM)).sum().backward()
+        weight = model[0].weight
+        seen.append((weight.requires_grad, weight.grad is not None))
+        model.zero_grad()
+        if step == 0:
+            weight.requires_grad_(not freezes)
+    assert seen == [(freezes, freezes)] + [(not freezes, not freezes)] * 3
+
+
+@ranks(4)
 def test_an_optimizer_made_between_forward_and_backward_is_repointed() -> None:
     model = _two_linears()
     loss = model(torch.ones(2, DIM)).sum()

@@ -100,6 +100,86 @@ def test_units_inside_units_that_are_skipped(used: list[int], forwards: int) -> 
         assert_close(full_grads(model), expected, FP32)
 
 
+class Inner(nn.Module):
+    """A unit around a unit; the outer may have no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class MaybeUsed(nn.Module):
+    """No parameters of its own; the output of ``inner`` is used on rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: Tensor, uses: bool) -> Tensor:
+        y = self.inner(x)
+        return x + y if uses else x * 1.0
+
+
+@ranks(2)
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_a_root_without_parameters_none_of_whose_units_a_rank_uses(forwards: int) -> None:
+    model, plain = models.seeded(MaybeUsed), models.seeded(MaybeUsed)
+    for module in (model.inner.linear, model.inner, model):
+        fully_shard(module, mesh=world_mesh())
+    model.set_reduce_scatter_unused_params(True)
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(4, DIM, generator=generator, requires_grad=True) for _ in range(forwards)]
+    for _ in range(2):
+        model.zero_grad()
+        torch.stack([model(x, dist.get_rank() == 1).sum() for x in inputs]).sum().backward()
+    torch.stack([plain(x, True).sum() for x in inputs]).sum().backward()
+    expected = {name: p.grad / 2 for name, p in plain.named_parameters() if p.grad is not None}
+    assert len(expected) == 2
+    assert_close(full_grads(model), expected, FP32)
+
+
+class Twice(nn.Module):
+    """Calls a unit twice that returns its input on rank 0, which uses one of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit, self.bias = Scaled(), nn.Parameter(torch.ones(DIM))
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        first, second = (self.unit(x + self.bias, rank) for _ in range(2))
+        return first + second if rank else first * 1.0
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(DIM))
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        return x @ self.weight if rank else x[:]
+
+
+@ranks(2)
+def test_a_unit_that_is_called_twice_and_returns_its_input_on_one_rank() -> None:
+    """What it returns is a view of what is outside of it: no gradient enters the unit by that."""
+    model, plain = models.seeded(Twice), models.seeded(Twice)
+    fully_shard(model.unit, mesh=world_mesh())
+    fully_shard(model, mesh=world_mesh())
+    model.set_reduce_scatter_unused_params(True)
+    x = torch.ones(2, DIM)
+    for _ in range(2):
+        model.zero_grad()
+        model(x, dist.get_rank()).sum().backward()
+    for rank in range(2):
+        plain(x, rank).sum().backward()
+    expected = {name: p.grad / 2 for name, p in plain.named_parameters() if p.grad is not None}
+    assert len(expected) == 2
+    assert_close(full_grads(model), expected, FP32)
+
+
 @ranks(2)
 def test_options_changed_while_partial_sums_wait_count_from_the_next_reduction() -> None:
     mesh = meshes.hsdp_mesh(2, 1)
