@@ -69,6 +69,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     Raises:
         TypeError: ``optimizer_class`` is not known to be element-wise.
+        ValueError: there are no parameters.
 
     `state` is a picture of the runs: tensors are views that may be written to, but step counts and
     numbers are copies.
@@ -97,17 +98,21 @@ class FlatOptimizer(torch.optim.Optimizer):
                 f"cannot step several parameters as one tensor; use it as it is, or pass "
                 f"elementwise=True if it does"
             )
-        params = list(model.parameters() if params is None else params)
-        first = params[0]["params"] if params and isinstance(params[0], dict) else params
-        device = next(iter(first)).device if not isinstance(first, torch.Tensor) else first.device
         self._model = model
         self._make_inner: Callable[[Any], torch.optim.Optimizer]
         self._make_inner = functools.partial(optimizer_class, **options)
-        self._inner = self._make_inner([nn.Parameter(torch.empty(0, device=device))])
         self._runs: list[_Run] = []
         self._loaded: dict[Any, State] = {}  # state that no run has yet
         self._stale = True
-        super().__init__(params, self._inner.defaults)
+        # The base class takes all that the class itself would, and reads what can be read once.
+        super().__init__(model.parameters() if params is None else params, {})
+        devices = (param.device for group in self.param_groups for param in group["params"])
+        device = next(devices, torch.device("cpu"))
+        self._inner = self._make_inner([nn.Parameter(torch.empty(0, device=device))])
+        self.defaults = self._inner.defaults
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """What ``load_state_dict`` ends with."""

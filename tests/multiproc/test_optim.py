@@ -152,6 +152,44 @@ def test_parameter_groups_and_schedules() -> None:
     assert_equal(flat, plain)
 
 
+Params = Callable[[nn.Module], Any]
+
+WAYS: dict[str, Params] = {
+    "generator": lambda model: model.parameters(),
+    "named": lambda model: list(model.named_parameters()),
+    "group of a generator": lambda model: [{"params": model.parameters(), "lr": 0.5}],
+    "group of named": lambda model: [{"params": model.named_parameters(), "lr": 0.5}],
+    "group of one": lambda model: [{"params": model.head.weight}],
+    "empty group first": lambda model: [{"params": []}, {"params": model.parameters(), "lr": 0.5}],
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("way", list(WAYS))
+def test_parameters_are_named_in_any_way_that_the_class_takes(way: str) -> None:
+    def run(make: Callable[..., torch.optim.Optimizer]) -> Any:
+        model = shard(OURS, mlp())
+        optimizer = make(model, WAYS[way](model))
+        seen = _train(model, optimizer, 2)
+        groups = optimizer.state_dict()["param_groups"]
+        return seen, [(group["lr"], group.get("param_names"), group["params"]) for group in groups]
+
+    plain = run(lambda _, params: AdamW(params))
+    flat = run(
+        lambda model, params: FlatOptimizer(model, torch.optim.AdamW, params, **AdamW.keywords)
+    )
+    assert_equal(flat[0], plain[0])
+    assert flat[1] == plain[1]
+
+
+@ranks(2)
+@pytest.mark.parametrize("nothing", [[], ()])
+def test_no_parameters_at_all_are_refused_as_the_class_does(nothing: Any) -> None:
+    model = shard(OURS, mlp())
+    with pytest.raises(ValueError, match="empty parameter list"):
+        FlatOptimizer(model, torch.optim.AdamW, nothing)
+
+
 @ranks(2)
 def test_parameters_without_a_gradient_are_not_stepped() -> None:
     """Some units rest in some steps, a parameter of the root always."""
