@@ -19,7 +19,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -113,6 +113,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: it steps the shards of its "
+            f"model's units; save its state_dict(), and load that into one made for the other model"
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """What ``load_state_dict`` ends with."""

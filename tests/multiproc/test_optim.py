@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -410,6 +411,15 @@ def test_classes_that_look_at_whole_parameters_are_refused() -> None:
     model = shard(OURS, mlp())
     with raises("not-elementwise"):
         FlatOptimizer(model, torch.optim.LBFGS)
+
+
+@ranks(2)
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_are_refused(duplicate: Callable[[Any], Any]) -> None:
+    """They would have neither model nor runs."""
+    optimizer = _flat(shard(OURS, mlp()))
+    with raises("copied-optimizer"):
+        duplicate(optimizer)
 
 
 @ranks(2)
