@@ -238,6 +238,32 @@ def test_gradients_that_do_not_lie_side_by_side() -> None:
 
 
 @ranks(2)
+@pytest.mark.parametrize("kind", ["transposed", "dtypes"])
+def test_gradients_that_only_seem_to_lie_side_by_side(kind: str) -> None:
+    """One behind the other in one storage, yet not what a view over both would read."""
+
+    def run(make: Make) -> Any:
+        model = shard(OURS, mlp())
+        weight, bias = model.layers[1].weight, model.layers[1].bias
+        (rows, columns), length = weight._local_tensor.shape, bias._local_tensor.numel()
+        dtypes = [torch.bfloat16, torch.float16] if kind == "dtypes" else [torch.float32] * 2
+        flat = torch.linspace(-1, 1, rows * columns + length).to(dtypes[0])
+        first, second = flat.split([rows * columns, length])
+        first = first.view(rows, columns) if kind == "dtypes" else first.view(columns, rows).t()
+        gradients = [first, second.view(dtypes[1])]
+        optimizer = make(model)
+        for param, dtype, rows_of_it in zip((weight, bias), dtypes, gradients, strict=True):
+            param.grad_dtype = dtype
+            param.grad = DTensor.from_local(rows_of_it, param.device_mesh, param.placements)
+        optimizer.step()
+        return full_params(model)
+
+    plain = run(lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    flat = run(lambda model: FlatOptimizer(model, torch.optim.SGD, lr=0.1))
+    assert_equal(flat, plain)
+
+
+@ranks(2)
 def test_clipping_and_loss_scaling() -> None:
     def run(make: Make) -> Any:
         model = shard(OURS, mlp())
@@ -370,6 +396,24 @@ def test_shards_that_get_other_memory(move: str) -> None:
             values = {k: v.clone() for k, v in model.state_dict().items()}
             model.load_state_dict(values, assign=True)
             fsdp2.repoint_optimizer(optimizer)
+        return seen + _train(model, optimizer, 2)
+
+    assert_equal(run(_flat), run(_plain))
+
+
+@ranks(2)
+def test_shards_that_get_other_memory_behind_the_units_back() -> None:
+    """A layer of a unit is converted between backward and step: the unit's buffer is not it."""
+
+    def run(make: Make) -> Any:
+        model = mlp()
+        OURS.fully_shard(model)
+        optimizer = make(model)
+        seen = _train(model, optimizer, 1)
+        regression_loss(model, my_part(mlp_batches()[0])).backward()
+        model.layers[1].to(torch.float64).to(torch.float32)
+        optimizer.step()
+        optimizer.zero_grad()
         return seen + _train(model, optimizer, 2)
 
     assert_equal(run(_flat), run(_plain))
