@@ -10,6 +10,7 @@ them at their next use.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Literal, overload
 
@@ -315,16 +316,17 @@ class FSDPModule(CommunicationControls, TorchIdentity):
         for hooks in hooks_below(self, recurse):
             hooks.unit.reshard_after_backward = reshard_after_backward
 
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Iterable[FSDPModule]) -> None:
         """Choose the units to gather when this unit's forward starts.
 
         Args:
-            modules: sharded modules, in the order of their all-gathers; empty returns to the
-                order of the last forward. Two or more overlap more and hold more memory.
+            modules: sharded modules, in the order of their all-gathers: a list, or a slice of a
+                ``ModuleList``; empty returns to the order of the last forward. Two or more overlap
+                more and hold more memory.
         """
         hooks_on(self).unit.forward_prefetch = [h.unit for h in _checked_targets(modules)]
 
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: Iterable[FSDPModule]) -> None:
         """Choose the units to gather when this unit's backward starts.
 
         Args:
@@ -486,12 +488,14 @@ def _own_scheduler(hooks: UnitHooks) -> Scheduler:
     return Scheduler([hooks.unit], hooks.streams)
 
 
-def _checked_targets(modules: list[FSDPModule]) -> list[UnitHooks]:
-    if not isinstance(modules, list | tuple):
+def _checked_targets(modules: Iterable[FSDPModule]) -> list[UnitHooks]:
+    # A slice of a ModuleList is a module; a sharded Sequential would be its layers.
+    if not isinstance(modules, Iterable) or isinstance(modules, FSDPModule | str):
         raise TypeError(
             f"prefetch lists are lists of sharded modules, not {type(modules).__name__}; pass "
             f"[module]"
         )
+    modules = list(modules)
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(

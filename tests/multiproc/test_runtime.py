@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
+from fsdp2.communication import hooks_on
 from tests.common.meshes import TORCH_VERSION
 from tests.common.models import (
     DIM,
@@ -873,14 +874,17 @@ def test_set_reshard_after_forward_wants_a_bool() -> None:
 @pytest.mark.parametrize("ahead", [1, 2])
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
 def test_explicit_prefetch(ahead: int, mixed: bool) -> None:
-    """Whatever is prefetched, the results and the number of collectives stay the same."""
+    """Whatever is prefetched, the results and the number of collectives stay the same.
+
+    Lists are lists, or slices of the model's own.
+    """
 
     def run(api: Any, prefetch: bool) -> Any:
         model = shard(api, seeded(partial(MLP, depth=4)), mixed=mixed)
         layers = list(model.layers)
         if prefetch:
             for i, layer in enumerate(layers):
-                layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + ahead])
+                layer.set_modules_to_forward_prefetch(model.layers[i + 1 : i + 1 + ahead])
                 layer.set_modules_to_backward_prefetch(layers[max(0, i - ahead) : i][::-1])
             model.set_modules_to_forward_prefetch(layers[:ahead])
             model.set_modules_to_backward_prefetch(layers[::-1][:ahead])
@@ -945,6 +949,13 @@ def test_prefetch_lists_hold_sharded_modules_only() -> None:
         model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
     with pytest.raises(ValueError, match="Linear"):
         model.set_modules_to_backward_prefetch([nn.Linear(2, 2)])
+    model.set_modules_to_forward_prefetch(layer for layer in model.layers[:2])
+    targets = [hooks_on(layer).unit for layer in model.layers[:2]]
+    assert hooks_on(model).unit.forward_prefetch == targets
+    several = fully_shard(nn.Sequential(fully_shard(nn.Linear(2, 2))))
+    for one in (model.layers[0], several, "layers"):
+        with pytest.raises(TypeError, match=r"are lists of sharded modules, not .*; pass \[module"):
+            model.set_modules_to_forward_prefetch(one)
 
 
 # -- unshard and reshard by hand ------------------------------------------------------------------
