@@ -12,8 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fsdp2.core.layout import Slot
 from fsdp2.core.param import REPLACED, ShardedParam
 from fsdp2.core.registrations import Registrations
+from fsdp2.core.sharding import local_of, with_dtype, wrap_local
 
 
 def repoint_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -25,8 +27,9 @@ def repoint_optimizer(optimizer: torch.optim.Optimizer) -> None:
     becomes a DTensor of which each rank keeps its rows, anything else (a step count) stays as it
     is. It works after ``load_state_dict(assign=True)`` too, and for gathered parameters.
 
-    Call it on every rank, after the last call of `fully_shard`. There is no communication: state
-    must be the same on all ranks, as parameters must be for `fully_shard`.
+    Call it on every rank, after the last call of `fully_shard`. State must be the same on all ranks
+    (of tensor-parallel parameters, on all that hold the same part), as parameters must be for
+    `fully_shard`: there is no communication, but for tensor-parallel sums still to be made.
 
     Args:
         optimizer: any optimizer; parameters that no unit manages are left alone.
@@ -52,20 +55,27 @@ def repoint_optimizer(optimizer: torch.optim.Optimizer) -> None:
             managed: ShardedParam | None = None if replaced is None else replaced()
             new = old if managed is None else managed.sharded
             params[new] = None
-            if new is not old and old in states:
+            if managed is not None and new is not old and old in states:
                 state = states.pop(old)
-                states[new] = {key: _moved(value, new) for key, value in state.items()}
+                states[new] = {key: _moved(value, old, managed) for key, value in state.items()}
         group["params"][:] = params
     optimizer.state = states  # of `FlatOptimizer`, it was a picture
     Registrations.count += 1  # its next step looks at it anew
 
 
-def _moved(value: Any, param: Any) -> Any:
+def _moved(value: Any, old: Any, managed: ShardedParam) -> Any:
     """Optimizer state of a parameter, sharded like it where it has its shape."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+    param: Any = managed.sharded
+    if not isinstance(value, torch.Tensor) or value.shape != param.shape:
         return value
-    if value.shape != param.shape:
+    if not isinstance(value, DTensor):
+        moved = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+        moved._local_tensor = moved._local_tensor.clone()  # not a view that keeps the whole alive
+        return moved
+    if value.device_mesh != old.device_mesh or local_of(old).shape != managed.shape:
         return value
-    moved = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
-    moved._local_tensor = moved._local_tensor.clone()  # not a view that keeps the whole alive
-    return moved
+    # A gradient's copy may be a sum that is still to be made, as gradients of norms are.
+    whole = local_of(value.redistribute(placements=old.placements))
+    slot = Slot(0, managed.shape, managed.cut, managed.axes.size, 0, 0)
+    rows = slot.part(whole, managed.axes.rank).clone()
+    return wrap_local(rows, with_dtype(param._spec, value.dtype))

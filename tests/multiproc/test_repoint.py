@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
-from fsdp2 import ShardingStateError, fully_shard, repoint_optimizer
+from fsdp2 import DataParallelMeshDims, ShardingStateError, fully_shard, repoint_optimizer
 from tests.common.gradients import mlp, mlp_batches, part
+from tests.common.meshes import ParallelModel, mesh, parallel_loss, parallelize
 from tests.common.models import DIM, OddMLP, Transformer, seeded
 from tests.common.parity import (
     OURS,
@@ -21,6 +23,7 @@ from tests.common.parity import (
     assert_close,
     assert_equal,
     full_all,
+    full_params,
     language_batches,
     language_loss,
     my_part,
@@ -90,6 +93,80 @@ def test_state_is_sharded_like_its_parameter() -> None:
     assert all(a is b for a, b in zip(groups, kept, strict=True))
     state = optimizer.state_dict()
     assert isinstance(state["state"][0]["exp_avg"], DTensor)
+
+
+@ranks(4)
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+@pytest.mark.parametrize("kind", ["linears", "uneven", "sequence"])
+def test_state_of_tensor_parallel_parameters(kind: str, name: str) -> None:
+    """Sharded before the first step or after it, with `sequence` of sums that are still to be made.
+
+    Data-parallel ranks see the same in the first step.
+    """
+    where = mesh("shard", "tp", shape=(2, 2))
+    make = partial(OPTIMIZERS[name], foreach=False)  # torch's foreach takes no mixture of meshes
+
+    def run(late: bool) -> Any:
+        hidden = 2 * DIM + 1 if kind == "uneven" else 2 * DIM
+        model: Any = parallelize(seeded(partial(ParallelModel, hidden=hidden)), where["tp"], kind)
+        if not late:
+            shard(OURS, model, mesh=where["shard"])
+        optimizer = make(model.parameters())
+        first, *others = language_batches(16, steps=3)
+        parallel_loss(model, first).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if late:
+            shard(OURS, model, mesh=where["shard"])
+            repoint_optimizer(optimizer)
+        for batch in others:
+            parallel_loss(model, my_part(batch, dist.get_rank() // 2, 2)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for param in model.parameters():
+            for value in optimizer.state[param].values():
+                if value.dim():
+                    assert value.placements == param.placements
+                    assert value._local_tensor.shape == param._local_tensor.shape
+                    assert (
+                        value._local_tensor.untyped_storage().nbytes() == value._local_tensor.nbytes
+                    )
+        return full_params(model)
+
+    assert_close(run(late=True), run(late=False), REORDERED_FP32, "sharded from the start")
+
+
+@ranks(4)
+@pytest.mark.parametrize("names", [("shard", "tp"), ("tp", "shard")])
+def test_state_on_a_full_mesh(names: tuple[str, str]) -> None:
+    """Parameters and state are replicated on the data-parallel dim, then sharded on it."""
+    where = mesh(*names, shape=(2, 2))
+    placements = [Shard(0) if dim == "tp" else Replicate() for dim in names]
+    dims = DataParallelMeshDims(shard="shard")
+    model: Any = distribute_module(
+        seeded(partial(nn.Linear, 5, 7)), where, partial(_distributed, placements)
+    )
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    for param in model.parameters():
+        param.grad = distribute_tensor(_counting(param.shape), where, placements)
+    optimizer.step()
+    expected = {n: full_all(optimizer.state[p].values()) for n, p in model.named_parameters()}
+    fully_shard(model, mesh=where, dp_mesh_dims=dims)
+    repoint_optimizer(optimizer)
+    for name, param in model.named_parameters():
+        state = optimizer.state[param]
+        assert state["exp_avg"].placements == param.placements
+        assert_equal(full_all(state.values()), expected[name], name)
+
+
+def _distributed(placements: Any, _: str, module: nn.Module, where: Any) -> None:
+    for key, param in list(module.named_parameters(recurse=False)):
+        whole = distribute_tensor(param, where, placements)
+        module.register_parameter(key, nn.Parameter(whole))
+
+
+def _counting(shape: torch.Size) -> torch.Tensor:
+    return torch.arange(1.0, shape.numel() + 1).view(shape)
 
 
 @ranks(2)
