@@ -26,7 +26,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, ShardingStateError
@@ -80,8 +80,11 @@ class ModuleSlots:
                 yield module, name
 
 
-class _AttributeStore:
+class AttributeStore:
     """For modules that define ``__setattr__`` themselves: a store that calls it."""
+
+    storing: nn.Parameter | None = None
+    """What is being stored, by any: its registration is ours, not the user's."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
@@ -89,14 +92,18 @@ class _AttributeStore:
     def __setitem__(self, name: str, param: nn.Parameter) -> None:
         module = self._module()
         if module is not None:
-            setattr(module, name, param)
+            AttributeStore.storing = param
+            try:
+                setattr(module, name, param)
+            finally:
+                AttributeStore.storing = None
 
 
 def _store_of(module: nn.Module) -> Any:
     # A store into the dictionary costs 0.05 µs; nn.Module.__setattr__ several.
     if type(module).__setattr__ is nn.Module.__setattr__:
         return module._parameters
-    return _AttributeStore(module)
+    return AttributeStore(module)
 
 
 def follow_requires_grad(params: Iterable[Any]) -> bool:
@@ -294,15 +301,10 @@ class ShardedParam:
     def was_replaced(self) -> bool:
         """Whether, while sharded, a slot was given a DTensor that can take this one's place."""
         found = [module._parameters.get(name) for module, name in self.slots]
-        return any(
-            param is not None
-            and param is not self.sharded
-            and OWNER not in param.__dict__
-            and self._fits(param)
-            for param in found
-        )
+        others = [param for param in found if param is not self.sharded and self._fits(param)]
+        return any(OWNER not in param.__dict__ for param in others)
 
-    def _fits(self, param: nn.Parameter) -> bool:
+    def _fits(self, param: nn.Parameter | None) -> bool:
         return (
             isinstance(param, DTensor)
             and param.shape == self.sharded.shape
@@ -455,10 +457,8 @@ class ShardedParam:
     def have_gradients(params: Iterable[ShardedParam]) -> bool:
         """Whether any has a full gradient."""
         for param in params:
-            unsharded = param.unsharded
-            if param.accumulated is not None or (
-                unsharded is not None and unsharded.grad is not None
-            ):
+            full = param.unsharded
+            if param.accumulated is not None or (full is not None and full.grad is not None):
                 return True
         return False
 
@@ -527,9 +527,7 @@ class ShardedParam:
             rows: this rank's, of the compute dtype.
             mesh: (replicate, shard), of the smaller groups.
         """
-        meta = self._spec.tensor_meta
-        assert meta is not None
-        meta = TensorMeta(meta.shape, meta.stride, rows.dtype)
+        meta = with_dtype(self._spec, rows.dtype).tensor_meta
         spec = DTensorSpec(mesh, (Replicate(), Shard(self.cut.dim)), tensor_meta=meta)
         param = nn.Parameter(wrap_local(rows, spec), requires_grad=self.sharded.requires_grad)
         param.__dict__.update({**self.attributes, **self._marks()})
@@ -572,11 +570,8 @@ def is_extended(local: torch.Tensor) -> bool:
 
 def _users_attributes(param: nn.Parameter) -> dict[str, Any]:
     """What users set on a parameter; not what its tensor subclass itself keeps there."""
-    attributes = dict(param.__dict__)
-    if not isinstance(param, DTensor) and is_extended(param):
-        for name in param.detach().__dict__:
-            attributes.pop(name, None)
-    return attributes
+    own = () if isinstance(param, DTensor) or not is_extended(param) else param.detach().__dict__
+    return {name: value for name, value in param.__dict__.items() if name not in own}
 
 
 def _shard_of(whole: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:

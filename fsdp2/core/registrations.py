@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
 
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.group import ParamGroup
-from fsdp2.core.param import GATHERED, OWNER, ModuleSlot, ShardedParam
+from fsdp2.core.param import GATHERED, OWNER, AttributeStore, ModuleSlot, ShardedParam
 from fsdp2.core.states import State
 
 MANAGED = "_fsdp2_managed"
@@ -32,7 +32,7 @@ MANAGED = "_fsdp2_managed"
 
 
 class Registrations:
-    """What modules of this process register: parameters and submodules.
+    """What modules of this process register: parameters and submodules, but for units' stores.
 
     Attributes:
         count: how many so far.
@@ -48,8 +48,9 @@ class Registrations:
 def watch_registrations() -> None:
     """Count from the first call on."""
 
-    def count(*_: Any) -> None:
-        Registrations.count += 1
+    def count(_: nn.Module, name: str, registered: Any) -> None:
+        if registered is None or registered is not AttributeStore.storing:
+            Registrations.count += 1
 
     register_module_parameter_registration_hook(count)
     register_module_module_registration_hook(count)

@@ -17,6 +17,7 @@ from fsdp2 import MixedPrecisionPolicy, ShardingStateError, fully_shard
 from fsdp2.core.buffers import FlatBuffer
 from fsdp2.core.layout import Cut, Slot
 from fsdp2.core.param import ModuleSlot, ShardedParam
+from fsdp2.core.registrations import Registrations
 from fsdp2.core.sharding import MeshAxes, resolve_axes
 
 CPU = torch.device("cpu")
@@ -143,6 +144,32 @@ def test_module_with_its_own_setattr_is_asked(axis: MeshAxes) -> None:
     param, _, _ = _adopted(recorder, axis)
     assert recorder.__dict__["assigned"] == ["weight"]
     assert recorder.weight is param.sharded
+
+
+class Noting(nn.Linear):
+    """Defines ``__setattr__``, and counts parameters that are set."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            self.__dict__["times"] = self.__dict__.get("times", 0) + 1
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_units_own_stores_are_no_registrations(mesh: DeviceMesh, reshard: bool) -> None:
+    """Or each forward of the root would look at all parameters again."""
+    model: Any = nn.Sequential(Noting(3, 3), Noting(3, 3))
+    for unit in (*model, model):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
+    model(torch.ones(1, 3)).sum().backward()
+    count, times = Registrations.count, model[0].times
+    model(torch.ones(1, 3)).sum().backward()
+    assert Registrations.count == count
+    assert model[0].times > times, "asked all the same"
+    model[0].weight = nn.Parameter(torch.ones(3, 3))
+    assert Registrations.count == count + 1
+    with pytest.raises(ShardingStateError, match=r"'0.weight' was replaced by a Parameter"):
+        model(torch.ones(1, 3))
 
 
 def test_follows_a_parameter_that_was_assigned(axis: MeshAxes) -> None:
