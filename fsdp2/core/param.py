@@ -473,7 +473,8 @@ class ShardedParam:
 
         A model-parallel one may be a sum that is still to be made: that is done once, at the end.
         """
-        assert self.unsharded is not None
+        if self.unsharded is None:
+            return  # an extended one, of which no gather has succeeded yet
         grad = self.unsharded.grad
         if grad is None or (self.accumulated is None and grad.dtype == dtype):
             return  # autograd itself adds up gradients that need no cast

@@ -475,9 +475,14 @@ def test_a_hook_that_fails_on_one_rank_raises_on_all() -> None:
     with own if dist.get_rank() == 1 else raises("hooks-failed-elsewhere") as error:
         model(torch.ones(1, 8))
     assert dist.get_rank() == 1 or "'0.weight' failed on ranks [1]" in str(error.value)
+    model.set_requires_gradient_sync(False)  # there is no gathered parameter yet
     model.reset_iter_state()
     local._options = {}
-    assert model(torch.ones(1, 8)).shape == (1, 8)
+    model(torch.ones(1, 8)).sum().backward()
+    assert model[0].weight.grad is None
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(1, 8)).sum().backward()
+    assert plain(model[0].weight.grad).eq(2).all()
 
 
 class Changing(Aliased):
