@@ -479,6 +479,8 @@ class ShardedParam:
         if grad is None or (self.accumulated is None and grad.dtype == dtype):
             return  # autograd itself adds up gradients that need no cast
         self.unsharded.grad = None
+        if grad.requires_grad:  # with create_graph=True, of a graph that nobody can reach any more
+            grad = grad.detach()
         if self.accumulated is None:
             self.accumulated = grad.to(dtype)
         else:

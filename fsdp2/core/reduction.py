@@ -338,7 +338,8 @@ class SegmentReduction:
 
     def _adopt(self, job: Job) -> None:
         self._stage_direct(job)
-        job.outputs = job.grads
+        # With create_graph=True autograd's have a graph, which no reduced gradient has.
+        job.outputs = [grad.detach() if grad.requires_grad else grad for grad in job.grads]
 
     def _allocate_result(self, job: Job) -> None:
         job.result = self.kernels.empty(self._shape, self.spec.result_dtype, "sharded gradient")

@@ -113,6 +113,8 @@ class Allocation:
 class VirtualTensor:
     """A handle to an allocation; frees it when the last handle goes, like a tensor."""
 
+    requires_grad = False
+
     def __init__(self, owner: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.owner = owner  # keeps the allocation alive
         self.shape = shape

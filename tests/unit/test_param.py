@@ -304,6 +304,41 @@ def test_low_precision_gradients_are_summed_in_the_reduce_dtype(axis: MeshAxes) 
     assert param.accumulated is None
 
 
+def test_sums_over_backwards_record_no_graph(axis: MeshAxes) -> None:
+    """Gradients of a backward with ``create_graph=True`` have one, which nobody can reach there."""
+    param = _with_unsharded(axis, torch.bfloat16)
+    assert param.unsharded is not None
+    for _ in range(2):
+        param.unsharded.sin().sum().backward(create_graph=True)
+        param.accumulate(torch.float32)
+        assert param.accumulated is not None
+        assert param.accumulated.grad_fn is None
+    (grad,) = ShardedParam.take_gradients([param], True)
+    assert grad is not None
+    assert grad.eq(2).all()
+
+
+@pytest.mark.parametrize("sync", [(True,), (True, True), (False, True)], ids=str)
+@pytest.mark.parametrize("last", [True, False])
+def test_one_ranks_gradients_have_no_graph(
+    mesh: DeviceMesh, sync: tuple[bool, ...], last: bool
+) -> None:
+    """They are autograd's own tensors, but not its history: as on several ranks."""
+    linear = fully_shard(nn.Linear(3, 7, bias=False), mesh=mesh)
+    for number, value in enumerate(sync):
+        linear.set_requires_gradient_sync(value)
+        create_graph = last or number < len(sync) - 1
+        linear(torch.ones(1, 3)).sin().sum().backward(create_graph=create_graph)
+    linear.reshard()  # a graph that was recorded last holds the gathered form
+    grad = linear.weight.grad
+    assert isinstance(grad, DTensor)
+    assert not grad._local_tensor.requires_grad
+    plain = linear.weight.full_tensor().detach()
+    assert torch.allclose(
+        grad.to_local(), len(sync) * plain.sum(1, keepdim=True).cos().expand(7, 3)
+    )
+
+
 def test_new_unsharded_parameter_takes_over_what_has_accumulated(axis: MeshAxes) -> None:
     param = _with_unsharded(axis)
     _leave(param, 2.0)
