@@ -216,6 +216,19 @@ def test_after_loading_by_assignment() -> None:
 
 
 @ranks(2)
+def test_after_loading_by_assignment_what_it_holds() -> None:
+    """The parameters that were replaced come back: the optimizer is right as it was made."""
+    model = shard(OURS, mlp())
+    own = model.state_dict(keep_vars=True)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    model.load_state_dict({name: value.clone() for name, value in own.items()}, assign=True)
+    model.load_state_dict(own, assign=True)
+    ours = train_sharded(model, lambda _: optimizer, regression_loss, mlp_batches())
+    plain = train_unsharded(mlp(), OPTIMIZERS["adamw"], regression_loss, mlp_batches(), slices=True)
+    assert_equal(ours, plain, "unsharded")
+
+
+@ranks(2)
 def test_an_optimizer_made_while_parameters_are_gathered() -> None:
     model = shard(OURS, mlp())
     with torch.no_grad():
