@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -212,6 +213,41 @@ def test_a_chain_of_waits_is_no_circle() -> None:
         return "done"
 
     assert _run(3, body) == ["done"] * 3
+
+
+class _WhileLooking(MemoryBoard):
+    """Rank 0's, on which the others go on while it follows who waits for whom.
+
+    It reads that rank 1 waits for rank 2. Then the two meet, rank 2 waits for rank 0 and says so:
+    by what rank 0 has read, all wait in a circle. By its next look rank 1 is on its way.
+    """
+
+    def __init__(self, notes: Notes, coming: Step) -> None:
+        super().__init__(notes, 0)
+        self.looks = 0
+        self._coming = coming
+        self._waits(1, "the step of 1 and 2", for_=(2, "0/1,2/0/2"))
+
+    def _waits(self, rank: int, at: str, for_: tuple[int, str]) -> None:
+        self.write(f"0/waits/{rank}", json.dumps({"turn": 1, "for": [for_], "at": at}))
+
+    def has(self, keys: list[str]) -> bool:
+        if keys == ["0/waits/2"]:
+            self.write("0/1,2/0/2", "rank 2 has come")
+            self.write("0/waits/1", "")
+            self._waits(2, "the step of 0 and 2", for_=(0, "0/0,2/0/0"))
+        elif keys == ["0/waits/1"]:
+            self.looks += 1
+            if self.looks == 2:
+                self.write("0/0,1/0/1", self._coming.note)
+        return super().has(keys)
+
+
+def test_waits_that_were_not_there_all_at_once_are_no_circle() -> None:
+    step = Step("the step of 0 and 1")
+    board = _WhileLooking(Notes(), step)
+    Agreement(board, lambda: 0).agree((0, 1), step, LONG)
+    assert board.looks == 2
 
 
 def test_ranks_that_raised_agree_again() -> None:
