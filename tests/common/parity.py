@@ -99,7 +99,10 @@ class Step:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """A copy of the whole tensor (a collective for a DTensor)."""
+    """A copy of the whole tensor (a collective for a DTensor).
+
+    Not on a GPU: torch's functional all-gather of CUDA tensors crashes with gloo (pytorch#152645).
+    """
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
@@ -109,9 +112,10 @@ def full_all(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
 
     Not by redistributing them all without waiting in between: torch's functional collectives
     corrupt the heap with gloo when several are in flight (seen in torch 2.13, without any FSDP).
+    Shards travel by way of the CPU, as ranks may have a GPU each.
     """
     tensors = [None if tensor is None else tensor.detach() for tensor in tensors]
-    shards = [t.to_local().clone() if isinstance(t, DTensor) else None for t in tensors]
+    shards = [t.to_local().clone().cpu() if isinstance(t, DTensor) else None for t in tensors]
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, shards)
     whole = []
@@ -119,7 +123,7 @@ def full_all(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
         if isinstance(tensor, DTensor):
             joined = assemble([shards[i] for shards in everyones], tensor)
             assert joined.shape == tensor.shape, f"shards of {joined.shape} for {tensor.shape}"
-            whole.append(joined)
+            whole.append(joined.to(tensor.device))
         else:
             whole.append(None if tensor is None else tensor.clone())
     return whole

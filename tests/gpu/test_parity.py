@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from tests.common.looped import coalescing
-from tests.common.parity import TORCH, full
+from tests.common.parity import TORCH, full_all
 from tests.common.workers import ranks
 
 DIM = 256
@@ -66,7 +66,7 @@ def _build(api: Any, mixed: bool, checkpoints: bool, **arguments: Any) -> nn.Mod
     return model
 
 
-def _train(model: nn.Module, whole_batch: bool, accumulate: int = 1) -> list[list[torch.Tensor]]:
+def _train(model: nn.Module, whole_batch: bool, accumulate: int = 1) -> list[list[Any]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     rank, size = dist.get_rank(), dist.get_world_size()
     seen = []
@@ -79,10 +79,10 @@ def _train(model: nn.Module, whole_batch: bool, accumulate: int = 1) -> list[lis
             if accumulate > 1 and not whole_batch:
                 model.set_requires_gradient_sync(micro == accumulate - 1)
             (model(x).float().square().mean() / accumulate).backward()
-        record = [full(p.grad) for p in model.parameters()]
+        record = full_all(p.grad for p in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
-        seen.append(record + [full(p) for p in model.parameters()])
+        seen.append(record + full_all(model.parameters()))
     torch.cuda.synchronize()
     return seen
 
