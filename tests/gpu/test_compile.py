@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
+from fsdp2.core.hooks import hooks_of
 from tests.common.compiling import DIM, OUT, Stack, fresh_dynamo
 from tests.common.models import seeded
-from tests.common.parity import Tolerance, assert_close, full
+from tests.common.parity import Tolerance, assert_close, full_grads
 from tests.common.workers import ranks
 
 STEPS = 6
@@ -24,7 +24,7 @@ TOLERANCE = Tolerance(rtol=1e-4, atol=1e-4)
 
 
 def _train(mode: str | None, keep: bool = False) -> tuple[list[Any], set[int]]:
-    """Gradients of every step; addresses of the first block's gathered weight after the first."""
+    """Gradients of every step; where the first block's kept weight was in those after the first."""
     model: Any = seeded(Stack).cuda()
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     for block in model.blocks:
@@ -34,23 +34,30 @@ def _train(mode: str | None, keep: bool = False) -> tuple[list[Any], set[int]]:
     fsdp2.fully_shard(model, mesh=mesh)
     model.set_keep_unsharded_storage(keep)
     addresses: set[int] = set()
-
-    def note(module: nn.Module, *_: Any) -> None:
-        if step:
-            addresses.add(module.up.weight.data_ptr())
-
-    model.blocks[0].register_forward_pre_hook(note)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     done = []
     for step in range(STEPS):
         torch.compiler.cudagraph_mark_step_begin()
         torch.manual_seed(step)
         x, target = torch.randn(4, DIM, device="cuda"), torch.randn(4, OUT, device="cuda")
-        (model(x) - target).square().mean().backward()
-        done.append({name: full(param.grad) for name, param in model.named_parameters()})
+        output = model(x)
+        if keep and step:
+            addresses.add(_gathered(model.blocks[0]).data_ptr())
+        (output - target).square().mean().backward()
+        done.append(full_grads(model))
         optimizer.step()
         optimizer.zero_grad()
     return done, addresses
+
+
+def _gathered(block: Any) -> torch.Tensor:
+    """The gathered form of ``up.weight``, read from outside: a compiled hook could not."""
+    hooks = hooks_of(block)
+    assert hooks is not None
+    (group,) = hooks.unit.groups
+    (param,) = [param for param in group.params if param.name.endswith("up.weight")]
+    assert param.unsharded is not None
+    return param.unsharded
 
 
 @ranks(2, timeout=300)
