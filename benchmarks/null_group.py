@@ -254,14 +254,18 @@ class CallLog:
 
 @torch.no_grad()
 def fill_gathered(name: str, tensors: list[Tensor]) -> None:
-    """An observer that fills what is gathered with small numbers, in place of other ranks' shards.
+    """An observer that copies what this rank gives to a gather to every rank's place.
 
-    For a warm-up: memory that is used again later then holds ordinary values rather than anything.
+    For a warm-up: memory that is used again later then holds a model's values rather than anything.
     """
     if name.startswith("all_gather_single"):
-        for output in tensors[: len(tensors) // 2]:
-            if output.is_floating_point():
-                output.data.normal_(0.0, 0.02)  # .data: a parameter's version must not change
+        half = len(tensors) // 2
+        for output, input_ in zip(tensors[:half], tensors[half:], strict=True):
+            if input_.is_floating_point() and input_.numel():
+                # .data: a parameter's version must not change
+                rows = output.data.view(-1, input_.numel())
+                rows[0].copy_(input_.view(-1))  # which may be a row itself
+                rows[1:].copy_(rows[0])
 
 
 def c10d_cost() -> Observer:

@@ -9,7 +9,14 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks.models import local, tall_blocks, tiny_blocks
-from benchmarks.null_group import CallLog, NullGroup, c10d_cost, init_null_group, null_mesh
+from benchmarks.null_group import (
+    CallLog,
+    NullGroup,
+    c10d_cost,
+    fill_gathered,
+    init_null_group,
+    null_mesh,
+)
 
 # from torch 2.13 all_gather_into_tensor has a newer name
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
@@ -95,6 +102,20 @@ class TestGroup:
         work = dist.all_gather_into_tensor(full, part, async_op=True)
         work.wait()
         assert work.is_completed()
+
+    @pytest.mark.parametrize("own", [0, 2])
+    def test_what_is_gathered_can_be_filled_with_what_this_rank_has(self, log, own):
+        """Also where that lies in its own place already, as rank 0's does in fsdp2."""
+        group = init_null_group(4, observer=fill_gathered)
+        part, full = torch.tensor([1.0, 2.0]), torch.full((8,), torch.nan)
+        in_place = torch.full((8,), torch.nan)
+        piece = in_place.view(4, 2)[own].copy_(part)
+        group.all_gather_single_coalesced([full, in_place], [part, piece])
+        assert full.tolist() == in_place.tolist() == [1.0, 2.0] * 4
+        bf16, nothing = torch.zeros(8, dtype=torch.bfloat16), torch.zeros(0)
+        group.all_gather_single(bf16, part.bfloat16())
+        group.all_gather_single(nothing, nothing)
+        assert bf16.tolist() == [1.0, 2.0] * 4
 
     def test_coalesced_collectives_are_one_call(self, log):
         group = init_null_group(8, observer=log)
