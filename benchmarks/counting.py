@@ -1,4 +1,4 @@
-"""What a step does, counted exactly: operators, Python functions and built-in ones."""
+"""What a step does, counted exactly: operators, Python functions and built-in ones, bytes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks import variants
 
@@ -65,6 +68,36 @@ def called(run: Callable[[], Any]) -> tuple[Counter[str], Counter[str]]:
         if collects:
             gc.enable()
     return python, built_in
+
+
+COPIES = ("copy", "copy_many", "split_copy", "chunk_cat", "to_host")
+"""Of `fsdp2.core.kernels.TorchKernels`: those that copy or cast."""
+
+
+def copied_bytes(run: Callable[[], Any]) -> Counter[str]:
+    """Bytes that fsdp2's own copies and casts read and write in ``run``, by the tensors' sizes.
+
+    By the name of the kernel; nothing where another runtime runs.
+    """
+    from fsdp2.core.kernels import TorchKernels  # not at the top: other variants are without fsdp2
+
+    found: Counter[str] = Counter()
+
+    def counted(name: str) -> Callable[..., None]:
+        kernel = getattr(TorchKernels, name)
+
+        def call(self: TorchKernels, *args: Any, **kwargs: Any) -> None:
+            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            found[name] += sum(tensor.nbytes for tensor in tensors)
+            kernel(self, *args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in COPIES:
+            stack.enter_context(mock.patch.object(TorchKernels, name, counted(name)))
+        run()
+    return found
 
 
 def steady_step(

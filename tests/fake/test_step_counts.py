@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks import variants
-from benchmarks.counting import Operators, called, operators, steady_step
+from benchmarks.counting import Operators, called, copied_bytes, operators, steady_step
 from benchmarks.models import tall_blocks, tiny_blocks
 from benchmarks.null_group import CallLog, init_null_group
 from fsdp2.core.group import ParamGroup
@@ -140,6 +140,16 @@ def test_kernels_that_cast_in_mixed_precision(log: CallLog, blocks: int) -> None
         "aten._foreach_copy_.default": (GATHERS + 1) * blocks,
         "aten._to_copy.default": 2,  # forward and backward
     }
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_bytes_that_kernels_copy(log: CallLog, blocks: int) -> None:
+    """None, or fp32 shards to bf16 and bf16 gradients to fp32: each is read and written once."""
+    assert copied_bytes(build("fsdp2", blocks=blocks)[1]) == {}
+    numel = blocks * PARAMS * 16 * 16
+    casts = {"copy_many": (4 + 2) * (GATHERS * numel // 8 + numel)}
+    assert copied_bytes(build("fsdp2", "mixed", blocks)[1]) == casts
+    assert copied_bytes(build("torch", "mixed", blocks)[1]) == {}
 
 
 @pytest.mark.parametrize(("precision", "casts"), [("fp32", 0), ("mixed", 3)])
