@@ -11,7 +11,8 @@ The process group is null: collectives return at once, so that a step's time is 
 plus the runtime's host time. A step is forward, cross entropy, backward and `zero_grad`.
 
 Per variant: ms a step, that over the same variant's eager step, and over torch's FSDP2 compiled.
-`compile` is the seconds of the first step, when nothing is cached.
+`compile` is the seconds of the first step, when nothing is cached. Between bursts a process keeps
+its model alone on a GPU (`step.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from benchmarks import stats, step, variants, workers
 from benchmarks.models import PRESETS, Llama, LlamaConfig
 from benchmarks.null_group import fill_gathered
 
-WARMUP_STEPS = 5
 EAGER = "eager"
 BACKENDS = ("inductor", "aot_eager", "eager")
 SHAPES = ("dim", "layers", "ffn", "vocab", "heads", "kv_heads", "batch", "seq")
@@ -59,17 +59,14 @@ def make_worker(spec: dict[str, Any]) -> workers.Handler:
     start = time.perf_counter()
     run()
     first = time.perf_counter() - start
-    for _ in range(WARMUP_STEPS):
-        run()
-    variants.observe(model, None)
-    for _ in range(WARMUP_STEPS):
-        run()
-    graphs = _graphs()
+    step.give_back(device)
 
     def handle(request: dict[str, Any]) -> dict[str, Any]:
-        figures = step.time_burst(run, request["steps"], device)
-        assert _graphs() == graphs, "something was compiled again while it was timed"
-        return {**figures, "first": first, "graphs": graphs}
+        with step.prepared(model, run, device, spec["fill"]):
+            graphs = _graphs()
+            figures = step.time_burst(run, request["steps"], device)
+            assert _graphs() == graphs, "something was compiled again while it was timed"
+            return {**figures, "first": first, "graphs": graphs}
 
     return handle
 
@@ -108,6 +105,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "precision": options.precision,
             "world_size": options.world_size,
             "device": options.device,
+            "fill": options.fill,
             "config": dataclasses.asdict(config),
         }
         for variant in options.variants
@@ -151,6 +149,8 @@ def report(result: dict[str, Any]) -> None:
         )
     header = ("variant", kind, "host", "/ eager", "/ torch compiled", "compile, s", "graphs")
     print(stats.table(header, rows))
+    for sentence in step.unsound(rounds, label("none", None)):
+        print(sentence)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -160,15 +160,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, help="instead of the preset's")
     parser.add_argument("--backend", choices=BACKENDS, help="default: inductor, if it can be used")
     parser.add_argument("--world-size", type=int, default=8)
-    parser.add_argument("--precision", choices=variants.PRECISIONS, default="fp32")
+    parser.add_argument(
+        "--precision", choices=variants.PRECISIONS, help="default: fp32, on a GPU mixed"
+    )
     parser.add_argument(
         "--variants",
         type=common.among(variants.VARIANTS),
         default="none,torch,fsdp2",
         help="comma list of none, torch, fsdp2",
     )
+    common.add_fill(parser)
     common.add_timing(parser, 20, rounds=5, clock=False)
     options = parser.parse_args(arguments)
+    options.precision = options.precision or ("mixed" if options.device == "cuda" else "fp32")
     unknown = set(options.variants) - {"none", "torch", "fsdp2"}
     if unknown:
         parser.error(f"--variants: {', '.join(sorted(unknown))} has no blocks to compile")

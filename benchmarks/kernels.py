@@ -42,7 +42,7 @@ def kind_of(name: str) -> str:
     return OTHER
 
 
-def profile(step: Callable[[], None], steps: int) -> dict[str, dict[str, float]]:
+def profile(step: Callable[[], object], steps: int) -> dict[str, dict[str, float]]:
     """Kernels of a step, by name: {"count": a step, "ms": a step}."""
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]

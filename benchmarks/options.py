@@ -2,6 +2,7 @@
 
 add_variants    --variants
 add_tiny        --blocks --params-per-block --dim --world-size: a model of blocks of square matrices
+add_fill        --fill: what gathers of the null group leave in memory
 add_timing      --rounds --steps --device --clock --json
 """
 
@@ -57,6 +58,13 @@ def print_tiny(options: argparse.Namespace) -> None:
         f"{options.blocks} blocks of {options.params_per_block} parameters of "
         f"[{options.dim}, {options.dim}], world size {options.world_size}, {options.device}\n"
         f"{stats.describe(stats.environment(options.device))}"
+    )
+
+
+def add_fill(parser: argparse.ArgumentParser) -> None:
+    """For models whose values matter; see `step.py`."""
+    parser.add_argument(
+        "--fill", action="store_true", help="fill gathers in timed steps, too: no host times"
     )
 
 

@@ -26,7 +26,7 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmarks import budget, compile, instructions, memory, padding, scaling, stats
+from benchmarks import budget, compile, instructions, memory, padding, scaling, stats, step
 
 Bar = tuple[float, float, float]
 """Median, smallest, largest."""
@@ -116,14 +116,10 @@ def _step(results: dict[str, Any], device: str) -> list[Section]:
     rounds = results["rounds"]
     kinds = list(next(iter(rounds.values())))
     primary = "device" if "device" in kinds else "wall"
-    ratios = {
-        f"{label} / torch, {kind}": vars(stats.ratio(values[kind], rounds["torch"][kind]))
-        for label, values in rounds.items()
-        if "torch" in rounds and label not in ("none", "torch")
-        for kind in (primary, "host")
-    }
     title = f"Step of a Llama-like model, {results['options']['preset']}, ms (memory: GB)"
-    return [_rounds(title, {"rounds": rounds, "ratios": ratios}, kinds, primary)]
+    section = _rounds(title, results, kinds, primary)
+    section.notes += [*step.unsound(rounds), *step.copied(results)]
+    return [section]
 
 
 def _compile(results: dict[str, Any], device: str) -> list[Section]:
@@ -143,7 +139,9 @@ def _compile(results: dict[str, Any], device: str) -> list[Section]:
                     stats.ratio(values[primary], torchs[primary])
                 )
     title = f"Compiled blocks, {results['options']['backend']}, ms"
-    return [_rounds(title, {"rounds": rounds, "ratios": ratios}, (primary, "host"), primary)]
+    section = _rounds(title, {"rounds": rounds, "ratios": ratios}, (primary, "host"), primary)
+    section.notes += step.unsound(rounds, compile.label("none", None))
+    return [section]
 
 
 def _scaling(results: dict[str, Any], device: str) -> list[Section]:

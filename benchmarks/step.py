@@ -6,26 +6,39 @@
 
 What remains of a sharding runtime when communication is free: its host time, its own kernels
 (copies, casts), its memory. Rank 0 of 8 holds an eighth of the fp32 parameters and gathers, uses
-and frees bf16 blocks as it would in a real run; gathered memory is filled with small numbers during
-the warm-up, so that arithmetic sees ordinary values (a GPU draws less power on zeros and NaNs).
-Without sharding ("none") the model is in bf16. A step is forward, cross entropy, backward and
-`zero_grad(set_to_none=True)`; there is no optimizer.
+and frees bf16 blocks as it would in a real run. Without sharding ("none") the model is in bf16. A
+step is forward, cross entropy, backward and `zero_grad(set_to_none=True)`; there is no optimizer.
+
+Arithmetic should see a model's values: a GPU draws less power, and clocks higher, on zeros and
+NaNs. So each burst is warmed up with gathers that copy rank 0's rows to all ranks' places; nobody
+writes gathered memory while time is taken. Where something else did, the logits behind the burst
+tell, and the variant is flagged; with `--fill` gathers then are filled in timed steps, too. That
+costs sharding runtimes alike on the device, and "none" nothing: its ratio is an upper bound, and
+host times have no meaning.
+
+Each variant has a process, and all stay for rounds in turns. Behind its burst a process gives back
+all memory but its model's, so that the device has room for the largest step and not for three.
 
 Per variant:
-  device   ms a step of a burst of steps, between two CUDA events
-  wall     the same by the host's clock, up to a synchronisation at the burst's end
-  host     ms until a step's Python returns, with a synchronisation before every step
-  peak     largest allocated and reserved memory of such a burst, GB (10^9 bytes)
+  device     ms a step of a burst of steps, between two CUDA events
+  wall       the same by the host's clock, up to a synchronisation at the burst's end
+  host       ms until a step's Python returns, with a synchronisation before every step
+  allocated  most memory at once in such a burst, GB (10^9 bytes); reserved: of the allocator
+  logits     their standard deviation in a step behind the burst
+
+With `--kernels` also a step's kernels by kind, and the bytes of fsdp2's own copies and casts.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +48,14 @@ if __package__ in (None, ""):  # run as a script
 import torch
 import torch.nn.functional as F
 
-from benchmarks import kernels, stats, variants, workers
+from benchmarks import counting, kernels, stats, variants, workers
 from benchmarks import options as common
 from benchmarks.models import PRESETS, Llama, LlamaConfig
 from benchmarks.null_group import fill_gathered
 
 WARMUP_STEPS = 5
 PROFILED_STEPS = 3
+APART = 2.0  # a factor that logits of sound variants stay within; garbage is off by thousands
 
 
 # ---------------------------------------------------------------------------------------------
@@ -57,39 +71,74 @@ def make_worker(spec: dict[str, Any]) -> workers.Handler:
     model = variants.place(model, variant, precision, world_size, device)
     step = make_step(model, config, device)
 
-    variants.observe(model, fill_gathered)
-    for _ in range(WARMUP_STEPS):
-        step()
-    variants.observe(model, None)
-    for _ in range(WARMUP_STEPS):
-        step()
-
     def handle(request: dict[str, Any]) -> dict[str, Any]:
-        if request.get("kernels"):
-            return {"kernels": kernels.profile(step, PROFILED_STEPS)}
-        return time_burst(step, request["steps"], device)
+        with prepared(model, step, device, spec["fill"]):
+            if request.get("kernels"):
+                copied = counting.copied_bytes(step)
+                return {"kernels": kernels.profile(step, PROFILED_STEPS), "copied": copied}
+            return time_burst(step, request["steps"], device)
 
     return handle
 
 
+@contextmanager
+def prepared(
+    model: torch.nn.Module, step: Callable[[], object], device: torch.device, fill: bool = False
+) -> Iterator[None]:
+    """Steps are warm inside, and gathered memory holds a model's values; gives it back behind.
+
+    Args:
+        model: placed by `variants.place`.
+        step: its step.
+        device: where it is.
+        fill: whether gathers are filled inside, too.
+    """
+    variants.observe(model, fill_gathered)
+    for _ in range(WARMUP_STEPS):
+        step()
+    if not fill:
+        variants.observe(model, None)
+    for _ in range(WARMUP_STEPS):
+        step()
+    yield
+    give_back(device)
+
+
+def give_back(device: torch.device) -> None:
+    """Let other processes have the memory that this one does not use."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def make_step(
     model: torch.nn.Module, config: LlamaConfig, device: torch.device
-) -> Callable[[], None]:
+) -> Callable[[], torch.Tensor]:
+    """A step, which returns the logits."""
     tokens, targets = torch.randint(config.vocab, (2, config.batch, config.seq), device=device)
 
-    def step() -> None:
+    def step() -> torch.Tensor:
         logits = model(tokens)
         F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
         model.zero_grad(set_to_none=True)
+        return logits.detach()
 
     return step
 
 
-def time_burst(step: Callable[[], None], steps: int, device: torch.device) -> dict[str, Any]:
+def time_burst(
+    step: Callable[[], torch.Tensor], steps: int, device: torch.device
+) -> dict[str, Any]:
     """Times and peak memory of a burst; see the module's docstring for what each one is."""
-    if device.type == "cpu":
-        host = [_timed(step) for _ in range(steps)]
-        return {"wall": sum(host) / steps, "host": statistics.median(host)}
+    figures = _time_on_cpu(step, steps) if device.type == "cpu" else _time_on_gpu(step, steps)
+    return {**figures, "logits": step().std().item()}
+
+
+def _time_on_cpu(step: Callable[[], object], steps: int) -> dict[str, float]:
+    host = [_timed(step) for _ in range(steps)]
+    return {"wall": sum(host) / steps, "host": statistics.median(host)}
+
+
+def _time_on_gpu(step: Callable[[], object], steps: int) -> dict[str, float]:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -113,7 +162,7 @@ def time_burst(step: Callable[[], None], steps: int, device: torch.device) -> di
     }
 
 
-def _timed(step: Callable[[], None]) -> float:
+def _timed(step: Callable[[], object]) -> float:
     start = time.perf_counter()
     step()
     return (time.perf_counter() - start) * 1e3
@@ -140,6 +189,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "precision": options.precision,
             "world_size": options.world_size,
             "device": options.device,
+            "fill": options.fill,
             "config": dataclasses.asdict(config),
         }
         for variant in options.variants
@@ -150,12 +200,62 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         answers = workers.take_turns(pool, options.rounds, steps=options.steps)
         if options.kernels and on_gpu:
             profiles = workers.take_turns(pool, 1, kernels=True)
-            result["kernels"] = {label: each[0]["kernels"] for label, each in profiles.items()}
+            for kind in ("kernels", "copied"):
+                result[kind] = {label: each[0][kind] for label, each in profiles.items()}
     result["rounds"] = {
         label: {kind: [answer[kind] for answer in each] for kind in each[0]}
         for label, each in answers.items()
     }
+    result["ratios"] = ratios(result["rounds"])
     return result
+
+
+def ratios(rounds: dict[str, dict[str, list[float]]]) -> dict[str, stats.Summary]:
+    """What the targets are stated in: time over none's, time and memory over torch's FSDP2's."""
+    found = {}
+    for label, values in rounds.items():
+        time_kind = "device" if "device" in values else "wall"
+        for base, kinds in (
+            ("none", (time_kind,)),
+            ("torch", (time_kind, "host", "allocated", "reserved")),
+        ):
+            if base in rounds and label not in ("none", base):
+                for kind in kinds:
+                    if kind in values:
+                        found[f"{label} / {base}, {kind}"] = stats.ratio(
+                            values[kind], rounds[base][kind]
+                        )
+    return found
+
+
+def unsound(rounds: dict[str, dict[str, list[float]]], sound: str = "none") -> list[str]:
+    """A sentence for each variant that did not compute with a model's values, on a GPU.
+
+    A CPU takes as long for NaNs, and denormal numbers are flushed.
+
+    Args:
+        rounds: figures by variant and kind.
+        sound: the variant to compare logits with, if it was measured.
+    """
+    expected = statistics.median(rounds[sound]["logits"]) if sound in rounds else math.nan
+    found = []
+    for label, values in rounds.items():
+        logits = values["logits"]
+        off = [v for v in logits if "device" in values and not _alike(v, expected)]
+        if off:
+            found.append(
+                f"UNSOUND: {label}'s logits had a standard deviation of {off[0]:.3g} behind "
+                f"{len(off)} of {len(logits)} bursts (none's: {expected:.3g}), so that its power "
+                f"and clock may have been others: see --fill"
+            )
+    return found
+
+
+def _alike(value: float, expected: float) -> bool:
+    """Of anything finite where nothing is known."""
+    if math.isnan(expected):
+        return math.isfinite(value)
+    return expected / APART <= value <= expected * APART
 
 
 def report(result: dict[str, Any]) -> None:
@@ -166,15 +266,22 @@ def report(result: dict[str, Any]) -> None:
         for label, values in rounds.items()
     ]
     print(stats.table(("variant", *kinds), rows))
-    time_kind = "device" if "device" in kinds else "wall"
-    for label, values in rounds.items():
-        if label not in ("none", "torch") and "torch" in rounds:
-            for kind in (time_kind, "host"):
-                print(
-                    f"{label} / torch, {kind}: {stats.ratio(values[kind], rounds['torch'][kind])}"
-                )
+    stats.print_ratios(result["ratios"])
+    for sentence in unsound(rounds):
+        print(sentence)
     if "kernels" in result:
         print("\n" + kernels.report(result["kernels"]))
+        for sentence in copied(result):
+            print(sentence)
+
+
+def copied(result: dict[str, Any]) -> list[str]:
+    """A sentence for each variant of fsdp2 about its own copies, where kernels were profiled."""
+    return [
+        f"{label}: {kernel} reads and writes {nbytes / 1e9:.3f} GB a step"
+        for label, each in result.get("copied", {}).items()
+        for kernel, nbytes in each.items()
+    ]
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -188,6 +295,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=variants.PRECISIONS, default="mixed")
     common.add_variants(parser, variants.VARIANTS, ("none", "torch", "fsdp2"))
     common.add_timing(parser, 8, rounds=5, device="cuda", clock=False)
+    common.add_fill(parser)
     parser.add_argument(
         "--kernels", action="store_true", help="count and time kernels by kind (GPU only)"
     )

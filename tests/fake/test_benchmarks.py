@@ -1,6 +1,7 @@
 """The benchmarks' own arithmetic, and that they run. No timing is asserted here."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    compile,
     host_cost,
     instructions,
     kernels,
@@ -16,6 +18,7 @@ from benchmarks import (
     scaling,
     startup,
     stats,
+    step,
     variants,
     workers,
 )
@@ -121,6 +124,43 @@ def test_start_up_is_sharding_and_the_first_step():
     assert next(iter(found)) == "fsdp2 / torch, shard + first"
     assert {summary.median for summary in found.values()} == {0.25}
     assert startup.ratios({"none": rounds["torch"], "fsdp2": rounds["fsdp2"]}) == {}
+
+
+def test_a_step_is_compared_in_what_targets_are_stated_in():
+    def figures(device, allocated, reserved):
+        return {"device": [device], "host": [1.0], "allocated": [allocated], "reserved": [reserved]}
+
+    rounds = {"none": figures(4.0, 8, 8), "torch": figures(6.0, 5, 10), "fsdp2": figures(5.0, 4, 9)}
+    found = {label: summary.median for label, summary in step.ratios(rounds).items()}
+    assert found == {
+        "torch / none, device": 1.5,
+        "fsdp2 / none, device": 1.25,
+        "fsdp2 / torch, device": 5 / 6,
+        "fsdp2 / torch, host": 1.0,
+        "fsdp2 / torch, allocated": 0.8,
+        "fsdp2 / torch, reserved": 0.9,
+    }
+    on_cpu = {label: {"wall": [2.0], "host": [1.0]} for label in ("torch", "kept")}
+    assert list(step.ratios(on_cpu)) == ["kept / torch, wall", "kept / torch, host"]
+
+
+@pytest.mark.parametrize(
+    ("logits", "sound"), [(1.1, True), (0.001, False), (1e20, False), (math.nan, False)]
+)
+def test_a_variant_with_other_logits_than_none_is_flagged(logits, sound):
+    none = {"device": [1.0, 1.0], "logits": [0.9, 0.9]}
+    fsdp2 = {"device": [1.0, 1.0], "logits": [0.9, logits]}
+    found = step.unsound({"none": none, "fsdp2": fsdp2})
+    flagged = [] if sound else ["UNSOUND: fsdp2"]
+    assert [sentence.split("'")[0] for sentence in found] == flagged
+    assert bool(step.unsound({"fsdp2": fsdp2})) is math.isnan(logits)  # nothing to compare with
+    assert not step.unsound({"fsdp2": {"wall": [1.0], "logits": [math.nan]}})  # on a CPU
+
+
+def test_compiled_blocks_are_mixed_on_a_gpu():
+    assert compile.parse([]).precision == "fp32"
+    assert compile.parse(["--device", "cuda"]).precision == "mixed"
+    assert compile.parse(["--device", "cuda", "--precision", "fp32"]).precision == "fp32"
 
 
 def test_instructions_belong_to_the_child_that_ran_them():

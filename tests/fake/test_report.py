@@ -57,12 +57,23 @@ def rounds(*variants: str, **kinds: list[float]) -> dict[str, Any]:
 
 STARTUP = rounds("torch", "fsdp2", **{"first": [1.0], "shard + first": [2.0]})
 STARTUP["options"] = {"blocks": 100, "params_per_block": 10, "precision": "fp32"}
-STEP = rounds("none", "torch", "fsdp2", wall=[2.0], host=[1.0])
+STEP = rounds(
+    "none",
+    "torch",
+    "fsdp2",
+    device=[2.0],
+    host=[1.0],
+    allocated=[3.0],
+    reserved=[4.0],
+    logits=[1.0],
+)
 STEP["options"] = {"preset": "tiny"}
+STEP["ratios"] = {"fsdp2 / torch, allocated": {"median": 1.0, "min": 0.9, "max": 1.1}}
+STEP["copied"] = {"none": {}, "fsdp2": {"copy_many": 2.5e9}}
 COMPILE = rounds("torch eager", "torch compiled", "fsdp2 eager", "fsdp2 compiled", wall=[2.0])
 COMPILE["options"] = {"backend": "inductor"}
 for values in COMPILE["rounds"].values():
-    values["host"] = [1.0]
+    values["host"] = values["logits"] = [1.0]
 PADDED = dict.fromkeys(("ours", "gathered", "packed", "two_dims", "two_dims_packed", "torch"), 0.02)
 SCALING = {
     "precision": "fp32",
@@ -98,7 +109,7 @@ FILES: dict[str, tuple[Any, str]] = {
         ],
         "| 1.1b | yes | always | fsdp2 | 4.000 | 5.000 | 1.000 | 2.000 |",
     ),
-    "step": (STEP, "- fsdp2 / torch, wall: **1.000** [1.000 .. 1.000]"),
+    "step": (STEP, "- fsdp2 / torch, allocated: **1.000** [0.900 .. 1.100]"),
     "compile": (COMPILE, "- fsdp2 compiled / torch compiled: **1.000** [1.000 .. 1.000]"),
     "scaling": (
         SCALING,
@@ -133,6 +144,16 @@ FILES: dict[str, tuple[Any, str]] = {
 def test_host_cost_has_the_cases_of_scaling_too(tmp_path: Path) -> None:
     _, facts, sections = report.read(written(tmp_path, "host_cost.py", FILES["host_cost"][0]))
     assert FILES["scaling"][1] in report.markdown(facts, sections).splitlines()
+
+
+def test_a_step_says_what_was_copied_and_whose_values_were_not_a_models(tmp_path: Path) -> None:
+    other = {**STEP, "rounds": {**STEP["rounds"], "torch": {**STEP["rounds"]["torch"]}}}
+    other["rounds"]["torch"]["logits"] = [float("nan")]
+    _, facts, (section,) = report.read(written(tmp_path, "step.py", other))
+    assert "- fsdp2: copy_many reads and writes 2.500 GB a step" in report.markdown(
+        facts, [section]
+    )
+    assert [note for note in section.notes if note.startswith("UNSOUND: torch's logits")]
 
 
 @pytest.mark.parametrize("benchmark", FILES)
