@@ -1,22 +1,28 @@
-"""Memory that a step allocates, without a GPU: the same model under each runtime, byte by byte.
+"""Memory that a step allocates, on a GPU or without one: the same model under each runtime.
 
     python benchmarks/memory.py                            # both models, three runtimes, 6 settings
     python benchmarks/memory.py --preset 2.8b --holders    # and what is alive at each peak
+    python benchmarks/memory.py --preset 2.8b --device cuda
+
+Collectives move nothing; rank 0 of 8. Each figure is of a process of its own, one at a time.
 
 On the stand-in device (`benchmarks/stand_in`, needs a C++ compiler and ninja) fsdp2 and torch's
 FSDP2 use streams, events and transient storages as on a GPU, and every allocation is counted at the
-size that was asked for. What a caching allocator adds by rounding and fragmentation is not.
-Collectives move nothing; rank 0 of 8.
+size that was asked for. What a caching allocator adds by rounding and fragmentation is not. On a
+GPU figures are the allocator's, which rounds, and ``reserved`` is what it holds.
 
 The models are those of `benchmarks/step.py` with every width and the number of tokens divided by
-``--shrink`` (heads keep their number). Weights, activations and logits all are products of two of
-these, so bytes shrink by its square, and are printed multiplied by it. RMSNorm is one operator on
-CUDA alone; here LayerNorm without bias takes its place, which saves as much.
+``--shrink``, on a GPU by 1 (heads keep their number). Weights, activations and logits all are
+products of two of these, so bytes shrink by its square, and are printed multiplied by it. RMSNorm
+is one operator on CUDA alone; on the stand-in LayerNorm without bias takes its place, which saves
+as much.
 
     forward   the most at once until the loss is there, GB (10^9 bytes)
     backward  the most at once from there on
     eval      the most at once in a forward under no_grad
     loss      what is left when the loss is there
+    reserved  GPU: the most of steps that begin with an empty cache; reserved, loss: until the
+              first's loss
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ import dataclasses
 import itertools
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 if __package__ in (None, ""):  # run as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -42,6 +48,13 @@ from benchmarks.models import PRESETS, Llama, LlamaConfig
 from benchmarks.stand_in import device as stand_in
 
 KINDS = ("forward", "backward", "eval", "loss")
+RESERVED_LOSS, RESERVED = "reserved, loss", "reserved"
+COMPARED = {  # with torch's FSDP2: the largest of these
+    "forward / torch's": ("forward",),
+    "step / torch's": ("forward", "backward"),
+    "reserved / torch's": (RESERVED,),
+}
+STEPS = 3  # the order of units is known after the first
 RESHARD = {"default": None, "always": True, "never": False}
 VARIANTS = ("none", "torch", "fsdp2")
 WORLD_SIZE = 8
@@ -52,12 +65,50 @@ SHOWN = 6  # of those that hold memory at a peak
 # In a worker
 
 
+class Meter(Protocol):
+    """A device's account of its memory, in bytes."""
+
+    def live(self) -> int:
+        """What is allocated."""
+
+    def peak(self) -> int:
+        """The most that was allocated at once since the last call."""
+
+    def holders(self) -> dict[str, int]:
+        """What held it, where that is known."""
+
+
+class StandInMeter:
+    """Of the stand-in."""
+
+    live = staticmethod(stand_in.live_bytes)
+    peak = staticmethod(stand_in.peak_bytes)
+    holders = staticmethod(stand_in.at_peak)
+
+
+class GpuMeter:
+    """Of torch's caching allocator."""
+
+    def live(self) -> int:
+        return torch.cuda.memory_allocated()
+
+    def peak(self) -> int:
+        found = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return found
+
+    def holders(self) -> dict[str, int]:
+        return {}
+
+
 def make_worker(spec: dict[str, Any]) -> workers.Handler:
-    device = variants.prepare_process(stand_in.NAME, WORLD_SIZE)
+    on_gpu = spec["device"] == "cuda"
+    device = variants.prepare_process(spec["device"], WORLD_SIZE)
     config = LlamaConfig(**spec["config"])
     with torch.device("meta"):
         model = Llama(config)
-    _replace_norms(model)
+    if not on_gpu:
+        _replace_norms(model)
     if spec["checkpoints"]:
         for block in model.blocks:
             _checkpoint(block)
@@ -65,14 +116,17 @@ def make_worker(spec: dict[str, Any]) -> workers.Handler:
     arguments = {} if reshard is None else {"reshard_after_forward": reshard}
     model = variants.place(model, spec["variant"], "mixed", WORLD_SIZE, device, **arguments)
     tokens, targets = torch.randint(config.vocab, (2, config.batch, config.seq)).to(device)
+    meter: Meter = GpuMeter() if on_gpu else StandInMeter()
 
     def handle(request: dict[str, Any]) -> dict[str, Any]:
-        for _ in range(3):  # the order of units is known after the first
-            found = measure_step(model, tokens, targets)
-        stand_in.peak_bytes()
+        for _ in range(STEPS):
+            found = measure_step(model, tokens, targets, meter)
+        if on_gpu:
+            found.update(measure_reserved(model, tokens, targets))
+        meter.peak()
         with torch.no_grad():
             model(tokens)
-        found["eval"] = stand_in.peak_bytes()
+        found["eval"] = meter.peak()
         return found
 
     return handle
@@ -91,16 +145,38 @@ def _checkpoint(block: nn.Module) -> None:
     block.forward = lambda *args: checkpoint(run, *args, use_reentrant=False)
 
 
-def measure_step(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
+def _loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def measure_step(
+    model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor, meter: Meter
+) -> dict[str, Any]:
     """Bytes at each peak of one step, and what held them."""
-    stand_in.peak_bytes()
-    loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-    found: dict[str, Any] = {"holders": {"forward": stand_in.at_peak()}}
-    found["loss"], found["forward"] = stand_in.live_bytes(), stand_in.peak_bytes()
+    meter.peak()
+    loss = _loss(model, tokens, targets)
+    found: dict[str, Any] = {"holders": {"forward": meter.holders()}}
+    found["loss"], found["forward"] = meter.live(), meter.peak()
     loss.backward()
-    found["holders"]["backward"] = stand_in.at_peak()
-    found["backward"] = stand_in.peak_bytes()
+    found["holders"]["backward"] = meter.holders()
+    found["backward"] = meter.peak()
     model.zero_grad(set_to_none=True)
+    return found
+
+
+def measure_reserved(
+    model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor
+) -> dict[str, int]:
+    """What a GPU's allocator comes to hold, when it begins with what is alive between steps."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    found = {}
+    for _ in range(STEPS):
+        loss = _loss(model, tokens, targets)
+        found.setdefault(RESERVED_LOSS, torch.cuda.max_memory_reserved())
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+    found[RESERVED] = torch.cuda.max_memory_reserved()
     return found
 
 
@@ -109,20 +185,22 @@ def measure_step(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) 
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    stand_in.build()
+    if options.device == stand_in.NAME:
+        stand_in.build()
     settings = itertools.product(options.presets, (False, True), RESHARD, options.variants)
     return [
-        measure_one(preset, checkpoints, reshard, variant, options.shrink)
+        measure_one(options.device, preset, checkpoints, reshard, variant, options.shrink)
         for preset, checkpoints, reshard, variant in settings
         if variant != "none" or reshard == "default"  # it has nothing to reshard
     ]
 
 
 def measure_one(
-    preset: str, checkpoints: bool, reshard: str, variant: str, shrink: int
+    device: str, preset: str, checkpoints: bool, reshard: str, variant: str, shrink: int
 ) -> dict[str, Any]:
     """Bytes of one variant and setting at full scale, and who holds them."""
     spec = {
+        "device": device,
         "variant": variant,
         "reshard": reshard,
         "checkpoints": checkpoints,
@@ -146,17 +224,34 @@ def shrunk(config: LlamaConfig, by: int) -> LlamaConfig:
 
 def report(results: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
     """Header and rows of the table."""
-    rows = [
-        (
-            each["preset"],
-            "yes" if each["checkpoints"] else "no",
-            each["reshard"] if each["variant"] != "none" else "",
-            each["variant"],
-            *(f"{each['bytes'][kind] / 1e9:.3f}" for kind in KINDS),
+    kinds = [kind for kind in (*KINDS, RESERVED_LOSS, RESERVED) if kind in results[0]["bytes"]]
+    compared = [label for label, each in COMPARED.items() if set(each) <= set(kinds)]
+    torchs = {_setting(each): each["bytes"] for each in results if each["variant"] == "torch"}
+    rows = []
+    for each in results:
+        base = torchs.get(_setting(each)) if each["variant"] == "fsdp2" else None
+        rows.append(
+            (
+                *_setting(each),
+                each["variant"],
+                *(f"{each['bytes'][kind] / 1e9:.3f}" for kind in kinds),
+                *("" if base is None else _over(each["bytes"], base, label) for label in compared),
+            )
         )
-        for each in results
-    ]
-    return ("model", "recomputes", "reshard", "variant", *KINDS), rows
+    return ("model", "recomputes", "reshard", "variant", *kinds, *compared), rows
+
+
+def _setting(result: dict[str, Any]) -> tuple[str, str, str]:
+    return (
+        result["preset"],
+        "yes" if result["checkpoints"] else "no",
+        result["reshard"] if result["variant"] != "none" else "",
+    )
+
+
+def _over(sizes: dict[str, int], base: dict[str, int], label: str) -> str:
+    mine, other = (max(each[kind] for kind in COMPARED[label]) for each in (sizes, base))
+    return f"{mine / other:.3f}"
 
 
 def print_holders(results: list[dict[str, Any]]) -> None:
@@ -173,23 +268,29 @@ def print_holders(results: list[dict[str, Any]]) -> None:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Memory that a step allocates.")
     parser.add_argument("--preset", type=common.among(PRESETS), dest="presets", default="1.1b,2.8b")
-    parser.add_argument("--shrink", type=int, default=8, help="divide widths (default 8)")
+    parser.add_argument("--device", choices=(stand_in.NAME, "cuda"), default=stand_in.NAME)
+    parser.add_argument("--shrink", type=int, help="divide widths (default 8, on a GPU 1)")
     common.add_variants(parser, VARIANTS)
     parser.add_argument("--holders", action="store_true", help="what is alive at each peak")
     parser.add_argument("--json", metavar="FILE")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.shrink = options.shrink or (1 if options.device == "cuda" else 8)
+    if options.holders and options.device == "cuda":
+        parser.error("--holders: a GPU's allocator does not say what holds its memory")
+    return options
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     missing = stand_in.missing_tool()
-    if missing is not None:
+    if options.device == stand_in.NAME and missing is not None:
         raise SystemExit(f"benchmarks/memory.py compiles a device and needs {missing}")
+    print(stats.describe(stats.environment(options.device)) + "\n")
     results = measure(options)
     print(stats.table(*report(results)))
     if options.holders:
         print_holders(results)
-    stats.write_json(options.json, "cpu", results)
+    stats.write_json(options.json, options.device, results)
 
 
 if __name__ == "__main__":

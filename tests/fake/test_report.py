@@ -84,6 +84,14 @@ SCALING = {
 COUNTS = dict.fromkeys(budget.OPERATIONS, 2.0)
 TIMES = dict.fromkeys(list(budget.OPERATIONS)[:-1], 0.5)
 
+
+def allocated(variant: str, **more: float) -> dict[str, Any]:
+    """A setting of benchmarks/memory.py; ``more`` as on a GPU."""
+    setting = {"preset": "1.1b", "variant": variant, "reshard": "always", "checkpoints": True}
+    sizes = {"forward": 4e9, "backward": 5e9, "eval": 1e9, "loss": 2e9, **more}
+    return {**setting, "bytes": sizes, "holders": {}}
+
+
 FILES: dict[str, tuple[Any, str]] = {
     "host_cost": (
         [
@@ -97,17 +105,9 @@ FILES: dict[str, tuple[Any, str]] = {
         "| flat | 1.00 [1.00 .. 1.00] | 2.00 [2.00 .. 2.00] | 3.00 [3.00 .. 3.00] |",
     ),
     "memory": (
-        [
-            {
-                "preset": "1.1b",
-                "variant": "fsdp2",
-                "reshard": "always",
-                "checkpoints": True,
-                "bytes": {"forward": 4e9, "backward": 5e9, "eval": 1e9, "loss": 2e9},
-                "holders": {},
-            }
-        ],
-        "| 1.1b | yes | always | fsdp2 | 4.000 | 5.000 | 1.000 | 2.000 |",
+        [allocated("torch", reserved=8e9), allocated("fsdp2", reserved=7e9)],
+        "| 1.1b | yes | always | fsdp2 | 4.000 | 5.000 | 1.000 | 2.000 | 7.000 "
+        "| 1.000 | 1.000 | 0.875 |",
     ),
     "step": (STEP, "- fsdp2 / torch, allocated: **1.000** [0.900 .. 1.100]"),
     "compile": (COMPILE, "- fsdp2 compiled / torch compiled: **1.000** [1.000 .. 1.000]"),
@@ -154,6 +154,15 @@ def test_a_step_says_what_was_copied_and_whose_values_were_not_a_models(tmp_path
         facts, [section]
     )
     assert [note for note in section.notes if note.startswith("UNSOUND: torch's logits")]
+
+
+def test_memory_has_what_was_measured(tmp_path: Path) -> None:
+    """On the stand-in there is no allocator that reserves."""
+    results = [allocated("none"), allocated("torch"), allocated("fsdp2")]
+    _, _, (section,) = report.read(written(tmp_path, "memory.py", results))
+    measured = ("forward", "backward", "eval", "loss")
+    assert section.header[4:] == (*measured, "forward / torch's", "step / torch's")
+    assert [row[-2:] for row in section.rows] == [("", ""), ("", ""), ("1.000", "1.000")]
 
 
 @pytest.mark.parametrize("benchmark", FILES)
