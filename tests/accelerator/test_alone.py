@@ -1,0 +1,64 @@
+"""One rank that communicates with itself, on the stand-in: what tests/gpu/test_nccl.py does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from benchmarks.stand_in import device, group
+from tests.common import alone
+from tests.common.parity import assert_equal
+from tests.common.workers import close_pools, ranks
+
+pytestmark = [
+    pytest.mark.skipif(device.missing_tool() is not None, reason="needs c++ and ninja"),
+    pytest.mark.usefixtures("own_ranks"),
+]
+
+
+@pytest.fixture(scope="module")
+def own_ranks() -> Iterator[None]:
+    """Ranks that know the device serve no other tests."""
+    device.build()
+    close_pools()
+    yield
+    close_pools()
+
+
+def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
+    names = ("replicate", "shard")[-len(shape) :]
+    device.load()
+    group.register()
+    backend = dict.fromkeys(names, group.COALESCING)
+    return init_device_mesh(device.NAME, shape, mesh_dim_names=names, backend_override=backend)
+
+
+def _no_pause() -> None:
+    """Nothing is late here: the device reports what is out of order."""
+
+
+@ranks(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_collectives_in_lanes(dtype: torch.dtype) -> None:
+    own, on = _mesh((1,)).get_group(), torch.device(device.NAME, 0)
+    device.races()
+    alone.check_gathers(own, on, dtype, _no_pause)
+    if dtype.is_floating_point:
+        alone.check_reductions(own, on, dtype, _no_pause)
+    assert not device.races()
+
+
+@ranks(1)
+@pytest.mark.parametrize("case", alone.CASES)
+def test_a_model_trains_as_if_it_were_not_sharded(case: str) -> None:
+    mesh, on = _mesh(alone.mesh_shape(case)), torch.device(device.NAME, 0)
+    expected = alone.train(case, on, None, _no_pause)
+    before = device.count_of("wait")
+    device.races()
+    with alone.late_lanes(_no_pause):
+        assert_equal(alone.train(case, on, mesh, _no_pause), expected)
+    assert not device.races()
+    assert device.count_of("wait") > before
