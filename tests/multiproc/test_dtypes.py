@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp2
+from fsdp2.core.layout import SLOT_ALIGN_BYTES
 from tests.common.gradients import assert_like_unsharded
 from tests.common.meshes import TORCH_VERSION
 from tests.common.models import DIM, seeded
@@ -151,7 +152,7 @@ def test_base_is_gathered_as_it_is(base: torch.dtype) -> None:
         for name, p in build(base).layers[0].named_parameters()
     }
     payload = sum(n * (base.itemsize if name == "base" else 4) for name, n in numel.items())
-    assert 0 <= report.shard_bytes - payload < 256, "no more than alignment"
+    assert 0 <= report.shard_bytes - payload < 2 * SLOT_ALIGN_BYTES, "alignment of two segments"
     model(my_part(batches()[0])[0])
     assert layer.seen["base"] == base
     assert layer.base.to_local().dtype == base
