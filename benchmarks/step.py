@@ -212,20 +212,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def ratios(rounds: dict[str, dict[str, list[float]]]) -> dict[str, stats.Summary]:
     """What the targets are stated in: time over none's, time and memory over torch's FSDP2's."""
-    found = {}
-    for label, values in rounds.items():
-        time_kind = "device" if "device" in values else "wall"
-        for base, kinds in (
-            ("none", (time_kind,)),
-            ("torch", (time_kind, "host", "allocated", "reserved")),
-        ):
-            if base in rounds and label not in ("none", base):
-                for kind in kinds:
-                    if kind in values:
-                        found[f"{label} / {base}, {kind}"] = stats.ratio(
-                            values[kind], rounds[base][kind]
-                        )
-    return found
+    on_gpu = "device" in next(iter(rounds.values()))
+    duration, memory = ("device", ("allocated", "reserved")) if on_gpu else ("wall", ())
+    compared = [("none", duration), *(("torch", kind) for kind in (duration, "host", *memory))]
+    return {
+        f"{label} / {base}, {kind}": stats.ratio(values[kind], rounds[base][kind])
+        for label, values in rounds.items()
+        for base, kind in compared
+        if base in rounds and label not in ("none", base)
+    }
 
 
 def unsound(rounds: dict[str, dict[str, list[float]]], sound: str = "none") -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from fsdp2.core.assembly import process_group
 from fsdp2.core.collectives import AllGather, GroupCollectives, ReduceScatter, backend_name
 from fsdp2.core.comm_memory import (
     GroupAllGather,
@@ -294,7 +295,7 @@ class CommunicationControls:
         """
         self._check_memory("set_allocate_memory_from_process_group_for_comm", GroupMemory, enable)
         for group in self._groups(recurse=False):
-            shared = _process_group(group)
+            shared = process_group(group)
             if shared is None:
                 continue
             gather = GroupAllGather(shared) if enable else None
@@ -320,7 +321,7 @@ class CommunicationControls:
         if backend != "NCCL":
             raise ValueError(f"{method} takes the backend 'NCCL', not {backend!r}; leave it out")
         self._check_memory(method, SymmetricMemory, enable=True)
-        found = [(group, _process_group(group)) for group in self._groups(recurse=False)]
+        found = [(group, process_group(group)) for group in self._groups(recurse=False)]
         groups = [(group, shared) for group, shared in found if shared is not None]
         for group, shared in groups:
             used = backend_name(shared, group.device)
@@ -374,12 +375,6 @@ class CommunicationControls:
         hooks_on(self)
         for hooks in hooks_below(self, recurse):
             hooks.unit.change(**options)
-
-
-def _process_group(group: ParamGroup) -> Any:
-    """The process group of the shard axis; ``None`` where nothing is sharded."""
-    shared = group.collectives
-    return shared.group if isinstance(shared, GroupCollectives) else None
 
 
 def _in_symmetric_memory(options: GroupOptions) -> GroupOptions:

@@ -102,23 +102,32 @@ def _smaller_group(axes: MeshAxes, size: int | None) -> SmallerGroup | None:
     return SmallerGroup(GroupCollectives(group, axes.device, asynchronous), mesh)
 
 
-def settle_in(groups: list[ParamGroup], unit: Unit, below: list[ParamGroup]) -> None:
-    """Give groups that join a unit what belongs to a process group, from those that have it.
+def process_group(group: ParamGroup) -> Any:
+    """The process group of the shard axis; ``None`` where nothing is sharded."""
+    shared = group.collectives
+    return shared.group if isinstance(shared, GroupCollectives) else None
+
+
+def settle_in(groups: list[ParamGroup], unit: Unit, present: list[ParamGroup]) -> None:
+    """Let groups join a unit, with what others have that belongs to a process group.
 
     Collectives' memory from the unit's groups, the reductions' process group from those below too.
+
+    Args:
+        groups: new ones.
+        unit: theirs from now on.
+        present: groups of the unit, then of units below.
     """
     for group in groups:
-        for other in (*unit.groups, *below):
-            ours, theirs = group.collectives, other.collectives
-            if not (isinstance(ours, GroupCollectives) and isinstance(theirs, GroupCollectives)):
-                continue
-            if theirs.group is not ours.group:
-                continue
-            if other in unit.groups:
-                group.set_options(other.options)
-            if other.reducers is not theirs:
-                group.set_reducers(other.reducers)
-            break
+        shared = process_group(group)
+        alike = [other for other in present if process_group(other) is shared]
+        if shared is None or not alike:
+            continue
+        first = alike[0]
+        if first in unit.groups:
+            group.set_options(first.options)
+        if first.reducers is not first.collectives:
+            group.set_reducers(first.reducers)
     unit.groups += groups
 
 

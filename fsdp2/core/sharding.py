@@ -142,10 +142,10 @@ def default_mesh() -> DeviceMesh:
         dist.init_process_group()
     group = dist.group.WORLD
     assert group is not None
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or not serves(group, accelerator):
-        return init_device_mesh("cpu", (group.size(),))
-    return init_device_mesh(accelerator.type, (group.size(),))
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None or not serves(group, device):
+        device = torch.device("cpu")
+    return init_device_mesh(device.type, (group.size(),))
 
 
 def resolve_axes(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> MeshAxes:
