@@ -278,14 +278,10 @@ class UnitHooks:
     def _mark_exit(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if not torch.is_grad_enabled():
-            return args, kwargs
-        if not self.unit.groups:  # nothing to free and to reduce
-            self.unit.sees_exit = False
+        if not torch.is_grad_enabled() or not self.unit.groups:  # nothing to free and to reduce
             return args, kwargs
         if len(args) == 1 and type(args[0]) is torch.Tensor and not kwargs:  # as in most calls
             tensor = args[0]
-            self.unit.sees_exit = tensor.requires_grad
             return ((self._marked(tensor),) if tensor.requires_grad else args), kwargs
         found: list[torch.Tensor] = []
         grad_tensors(args, found)
@@ -293,7 +289,6 @@ class UnitHooks:
             grad_tensors(kwargs, found)
         if len(found) > 1 and _transformed():
             found.clear()  # torch.func has no room for such a node: the end of backward will do
-        self.unit.sees_exit = bool(found)
         if not found:
             return args, kwargs
         if len(found) == 1 and type(found[0]) is torch.Tensor:
@@ -362,7 +357,7 @@ class UnitHooks:
                 f"gradients are incomplete; call reset_iter_state() on the root, or run the "
                 f"forward again before its backward"
             )
-        scheduler.enter_backward(self.unit)
+        scheduler.enter_backward(self.unit, recomputes)
 
     def _end_backward(self) -> None:
         scheduler = self.scheduler

@@ -16,7 +16,6 @@ wrong result: what was prefetched and not used is freed before the next prefetch
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +27,7 @@ from fsdp2.core.journal import SCHEDULE
 from fsdp2.core.pending import PendingReduction
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.ranges import record_ranges
+from fsdp2.core.skipped import Retracing
 from fsdp2.core.states import GATHERING, SHARDED
 from fsdp2.core.streams import COMPUTE, SIDE_LANES, Streams
 from fsdp2.core.unit import BACKWARD, FORWARD, IDLE, REDUCED, Unit
@@ -78,11 +78,9 @@ class Scheduler:
         self._cursor = -1
         self._entered = 0  # position of the unit whose backward began last
         self._starts: list[int] = []  # first positions of this iteration's forwards
-        # Where no unit may be missed: the forward whose backward runs, and how far it has come.
-        self._floor: int | None = None
-        self._reached = 0
         self._running: list[Unit] = []  # this forward's order of entries
         self._finished: list[Unit | None] = []  # this iteration's exits, till their backward comes
+        self._retracing = Retracing(self._finished, self._starts)  # where no unit may be missed
         self._records_exits = False
         self._prefetched: Unit | None = None  # gathered on a guess, not yet used
         self._requested: list[Unit] = []  # gathered on an explicit list, perhaps not yet used
@@ -234,15 +232,21 @@ class Scheduler:
 
     # ---- backward
 
-    def enter_backward(self, unit: Unit) -> None:
-        """Gather ``unit`` for its backward and start on the one that should be next."""
+    def enter_backward(self, unit: Unit, recomputes: bool = False) -> None:
+        """Gather ``unit`` for its backward and start on the one that should be next.
+
+        Args:
+            unit: the unit.
+            recomputes: whether its forward runs again.
+        """
         if unit.phase is BACKWARD:
             return
         if self._misses_none and unit.visits:
-            self._go_to(unit.visits[-1], taken=bool(unit.groups))
-        self._enter_backward(unit)
+            self._retracing.enter(unit.visits[-1], self, recomputes)
+        self.begin_backward(unit)
 
-    def _enter_backward(self, unit: Unit) -> None:
+    def begin_backward(self, unit: Unit) -> None:
+        """As `enter_backward`, whether or not others were skipped."""
         if unit.phase is IDLE:
             unit.filled = False
         unit.phase = BACKWARD
@@ -254,7 +258,9 @@ class Scheduler:
             position = unit.visits.pop()
             self._finished[position] = None
         self._entered = position
-        unit.began = unit.inside.pop() if unit.inside else self._reached
+        unit.began = unit.inside.pop() if unit.inside else self._retracing.reached
+        if self._misses_none:
+            self._retracing.inside.append(unit)
         if unit.unshard_in_backward:
             self._gather(unit)
         else:
@@ -271,48 +277,12 @@ class Scheduler:
         if unit.is_sharded:
             self._gather(unit)
 
-    def _go_to(self, position: int, taken: bool) -> None:
-        """Take up what was skipped behind ``position``, which is ``taken`` itself or is to come."""
-        forward = bisect.bisect_right(self._starts, position) - 1
-        start = self._starts[forward]
-        if start != self._floor:
-            if self._floor is not None:
-                self._catch_up(self._floor)  # the rest of a later forward
-            following = self._starts[forward + 1 : forward + 2]
-            self._reached = following[0] if following else len(self._finished)
-            self._floor = start
-        self._catch_up(position + 1)
-        if taken:
-            self._reached = position
-
-    def _catch_up(self, position: int) -> None:
-        """Take units that this backward skips through theirs, down to ``position``.
-
-        Other ranks may use their outputs: the collectives must be the same on all, in the order of
-        a backward that skips nothing (invariant I11).
-        """
-        while self._reached > position:
-            skipped = self._finished[self._reached - 1]
-            if (
-                skipped is None
-                or skipped.phase is BACKWARD
-                or skipped.visits[-1:] != [self._reached - 1]
-            ):
-                self._reached -= 1
-                continue
-            first = skipped.inside[-1]
-            self._reached -= 1
-            self._enter_backward(skipped)
-            self._catch_up(max(first, position))
-            if skipped.sees_exit and first >= position:  # else it is around what runs now
-                self.exit_backward(skipped)
-
     def exit_backward(self, unit: Unit) -> None:
         """Free ``unit``, unless it is itself the next one, and reduce the gradients it has."""
         if self.holds:
             return
-        if self._misses_none and unit.groups:
-            self._catch_up(unit.began)
+        if self._misses_none and unit in self._retracing.inside:
+            self._retracing.exit(unit, self)
         unit.phase = REDUCED
         called_in_a_row = (
             unit.reshard_after_backward
@@ -360,9 +330,8 @@ class Scheduler:
 
     def end_backward(self) -> None:
         """The whole backward has run: finish units whose own end was not seen, and clean up."""
-        if self._floor is not None:
-            self._catch_up(self._floor)
-            self._floor = None
+        if self._misses_none:
+            self._retracing.end(self)
         self.holds = self.builds_graph
         last = self.is_last_backward and not self.manual
         for unit in self.units:
@@ -421,7 +390,7 @@ class Scheduler:
     def _forget_exits(self) -> None:
         self._finished.clear()
         self._starts.clear()
-        self._floor = None
+        self._retracing.forget()
         for unit in self.units:
             unit.visits.clear()
             unit.inside.clear()

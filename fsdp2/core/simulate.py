@@ -287,7 +287,6 @@ class Simulation:
         call = Call(node)
         self.active.append(unit)
         self.scheduler.enter_forward(unit)
-        unit.sees_exit = node.grad_to_input
         self._compute(node, f"forward {node.name}")
         for position in node.calls:
             call.inner.append(self._forward(node.children[position]))

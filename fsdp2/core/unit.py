@@ -45,7 +45,6 @@ class Unit:
         backward_prefetch: the same for backward.
         is_root: whether it is the root of its scheduler.
         phase: where it is in the iteration.
-        sees_exit: whether its last forward left a node whose backward ends the unit's.
         visits: a position in the forward's order of exits for each call whose backward is to come.
         inside: for each of them, the first position that was inside the call.
         began: the same for the call whose backward is under way.
@@ -71,7 +70,6 @@ class Unit:
         self.backward_prefetch: list[Unit] = []
         self.is_root = False
         self.phase = IDLE
-        self.sees_exit = False
         self.visits: list[int] = []
         self.inside: list[int] = []
         self.began = 0

@@ -100,6 +100,45 @@ def test_units_inside_units_that_are_skipped(used: list[int], forwards: int) -> 
         assert_close(full_grads(model), expected, FP32)
 
 
+class Ahead(nn.Module):
+    """What blocks read requires grad on rank 1 only, where a parameter comes before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(DIM))
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM, bias=bool(i)) for i in range(2))
+
+    def forward(self, x: Tensor, rank: int, calls: list[int]) -> Tensor:
+        outputs = [x + self.bias if rank else x]
+        for call in calls:
+            outputs.append(torch.tanh(self.blocks[call](outputs[0])))
+        return torch.stack(outputs[1:]).sum(0)
+
+
+@ranks(2)
+@pytest.mark.parametrize("calls", [[0], [0, 1], [1, 1, 0], [0, 1, 0]])
+def test_units_whose_inputs_require_grad_on_one_rank(calls: list[int]) -> None:
+    """Only there is the end of their backward seen; they are reduced in the same order."""
+    model, plain = models.seeded(Ahead), models.seeded(Ahead)
+    for block in model.blocks:
+        fully_shard(block, mesh=world_mesh())
+    fully_shard(model, mesh=world_mesh())
+    model.set_reduce_scatter_unused_params(True)
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(4, DIM, generator=generator) for _ in range(2)]
+    for rank, x in enumerate(inputs):
+        plain(x, rank, calls).sum().backward()
+    expected = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad / 2
+        for name, p in plain.named_parameters()
+    }
+    rank = dist.get_rank()
+    for _ in range(2):
+        model.zero_grad()
+        model(inputs[rank], rank, calls).sum().backward()
+        assert_close(full_grads(model), expected, FP32)
+
+
 class Inner(nn.Module):
     """A unit around a unit; the outer may have no parameters."""
 

@@ -46,6 +46,7 @@ LAYERS = (
     "ranges",
     "unit",
     "misuse",
+    "skipped",
     "scheduler",
     "registrations",
     "hooks",
