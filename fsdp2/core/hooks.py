@@ -29,12 +29,19 @@ from torch.optim.optimizer import (
 )
 
 from fsdp2.core.config import MixedPrecisionPolicy, ShardingStateError
+from fsdp2.core.group import ParamGroup
 from fsdp2.core.journal import log_layout
 from fsdp2.core.misuse import calls_of, explain, failure_of
 from fsdp2.core.nested import grad_tensors, map_tensors
 from fsdp2.core.param import GATHERED, OWNER, REPLACED, ModuleSlot, ModuleSlots
 from fsdp2.core.progress import OptimizerSteps
-from fsdp2.core.registrations import Registrations, check_registered, follow_replaced
+from fsdp2.core.registrations import (
+    Registrations,
+    check_registered,
+    follow_replaced,
+    in_place,
+    put_back,
+)
 from fsdp2.core.scheduler import Scheduler
 from fsdp2.core.streams import Streams
 from fsdp2.core.uncompiled import see_through, uncompiled, uncompiled_methods
@@ -119,6 +126,7 @@ class UnitHooks:
         self.arguments: Any = None  # what fully_shard was called with
         self.ignored = ModuleSlots(())
         self._registrations = -1  # as counted when they were checked last
+        self._first_group: ParamGroup | None = None  # at or below the unit, when they were checked
         self._waiting: set[int] = set()  # ids, of a list of modules, of those still to run
         self._nested = 0  # calls of the unit that began the forward, inside of it
         self._cast_to = precision.param_dtype if precision.cast_forward_inputs else None
@@ -232,7 +240,8 @@ class UnitHooks:
     def _begin(
         self, scheduler: Scheduler, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self._registrations != Registrations.count:
+        first = self._first_group
+        if self._registrations != Registrations.count or (first and not in_place(first)):
             scheduler = self._check_registrations(scheduler)
         scheduler.begin_forward(self.unit, torch.is_grad_enabled())
         if self.device.type == "cpu":
@@ -251,6 +260,8 @@ class UnitHooks:
             scheduler.units
         ):
             scheduler = start(self)
+        groups = [group for m in self.modules for b in hooks_below(m) for group in b.unit.groups]
+        self._first_group = groups[0] if groups else None
         for module in self.modules:
             managed = {}
             ignored: set[ModuleSlot] = set()
@@ -264,6 +275,8 @@ class UnitHooks:
             except ShardingStateError:
                 self._registrations = -1
                 raise
+        for group in groups:
+            put_back(group)
         return scheduler
 
     def _cast_inputs(

@@ -307,6 +307,7 @@ class ShardedParam:
     def _fits(self, param: nn.Parameter | None) -> bool:
         return (
             isinstance(param, DTensor)
+            and isinstance(param, nn.Parameter)  # others are put there by functional_call
             and param.shape == self.sharded.shape
             and param.placements == self._spec.placements
             and param._local_tensor.shape == self.local.shape

@@ -5,6 +5,7 @@
 
 A managed parameter's place is filled by its unit at every gather. Whatever a user put there would
 be overwritten, a tie undone, and a new parameter trained by each rank for itself, all in silence.
+`torch.func.functional_call` writes past the registration: a look at one place finds that.
 
 What is put there while the unit is sharded, and is sharded alike, replaces the managed parameter:
 so loaders that fill a model from the meta device do it.
@@ -77,6 +78,38 @@ def follow_replaced(group: ParamGroup) -> None:
         param.follow_registered()
     if replaced:
         group.rebind()
+
+
+def in_place(group: ParamGroup) -> bool:
+    """Whether the first place of a group holds what the group has put there.
+
+    One look stands for all places: `torch.func.functional_call` fills every one that it is given a
+    tensor for, and no registration tells of it.
+    """
+    param = group.params[0]
+    expected = _expected(group, param)
+    found = next(iter(param.slots), None)
+    return expected is None or found is None or found[0]._parameters.get(found[1]) is expected
+
+
+def put_back(group: ParamGroup) -> None:
+    """Fill a group's places by its state, where they hold another form of its parameters.
+
+    `torch.func.functional_call` leaves what it found before the forward, which has gathered since.
+    """
+    for param in group.params:
+        expected = _expected(group, param)
+        if expected is None:
+            continue
+        if any(module._parameters.get(name) is not expected for module, name in param.slots):
+            param.register(expected)
+
+
+def _expected(group: ParamGroup, param: ShardedParam) -> nn.Parameter | None:
+    """What a parameter's places hold; ``None`` where that is not told by the state alone."""
+    if group.state is State.UNSHARDED:
+        return param.unsharded
+    return param.sharded if group.state is State.SHARDED else None
 
 
 def check_registered(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vjp, vmap
 
 import fsdp2
 from tests.common.errors import raises
@@ -513,3 +513,54 @@ def test_hooks_and_factors_that_are_taken_away() -> None:
         grads = full_all([param.grad for param in model.parameters()])
         expected = found[0] if factor is None else [2 * tensor for tensor in found[0]]
         assert_equal(grads, expected)
+
+
+# -- functional_call, which registers nothing and puts back what it found --------------------------
+
+
+def _others(model: nn.Module, kind: str) -> dict[str, Tensor]:
+    """Averages of parameters, say, to evaluate with."""
+    params = full_params(model) if kind == "whole" else dict(model.named_parameters())
+    return {name: 2 * param.detach() for name, param in params.items()}
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+@pytest.mark.parametrize("when", ["at first", "after a step", "after an evaluation"])
+def test_functional_call_with_other_parameters(kind: str, when: str) -> None:
+    """They were ignored by units that gather, or taken for the parameters from then on."""
+    model = shard(OURS, MLP())
+    if when != "at first":
+        model(_inputs()).sum().backward()
+        model.zero_grad()
+    before = full_params(model)
+    others = _others(model, kind)
+    with torch.no_grad():
+        if when == "after an evaluation":
+            model(_inputs())
+        for _ in range(2):
+            with raises("replaced-parameter"):
+                functional_call(model, others, (_inputs(),))
+        model.reshard()
+        assert_equal(full_params(model), before)
+    model(_inputs()).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@ranks(2)
+@pytest.mark.parametrize("reshard_after_forward", [None, False])
+def test_functional_call_with_its_own_parameters(reshard_after_forward: bool | None) -> None:
+    """The root stays gathered by an evaluation; what was found before it is sharded.
+
+    torch writes to the dictionary what the modules hold after the call: the gathered ones.
+    """
+    model = shard(OURS, MLP(), reshard_after_forward=reshard_after_forward)
+    own, written = dict(model.named_parameters()), dict(model.named_parameters())
+    with torch.no_grad():
+        outputs = [functional_call(model, dict(own), (_inputs(),)) for _ in range(2)]
+        outputs += [functional_call(model, written, (_inputs(),)) for _ in range(2)]
+        outputs += [model(_inputs()), functional_call(model, dict(own), (_inputs(),))]
+    model(_inputs()).sum().backward()
+    outputs.append(functional_call(model, written, (_inputs(),)).detach())
+    assert_equal(outputs[1:], outputs[:1] * 6)
+    assert all(param.grad is not None for param in own.values())
