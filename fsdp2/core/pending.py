@@ -79,8 +79,12 @@ def launch_on_lanes(
         work.append((program, reduction, job))
         reduces = reduces or bool(program.reduce)
         all_reduces = all_reduces or bool(program.all_reduce)
-        for step in program.compute:
-            step(reduction, job)
+        try:
+            for step in program.compute:
+                step(reduction, job)
+        except RuntimeError as error:
+            _refuse_sparse(reduction, job, error)
+            raise
     if not (reduces or all_reduces):
         return None
     event = streams.record(COMPUTE, "gradients staged")
@@ -107,16 +111,27 @@ def launch_inline(group: Any, jobs: list[tuple[SegmentReduction, Job]], all_redu
 
 
 def _run(steps: Sequence[Step], reduction: SegmentReduction, job: Job, name: str) -> None:
-    """Run a lane's steps; an exception of a collective names the group."""
+    """Run a lane's steps; an exception names the group, or a sparse gradient."""
     running: Step | None = None
     try:
         for running in steps:
             running(reduction, job)
     except RuntimeError as error:
+        _refuse_sparse(reduction, job, error)
         operation = COLLECTIVES.get(running)
         if operation is None or isinstance(error, torch.OutOfMemoryError):
             raise
         raise communication_error(operation, name, error) from error
+
+
+def _refuse_sparse(reduction: SegmentReduction, job: Job, error: RuntimeError) -> None:
+    """Looked for where staging has raised: before, it would be a look at each gradient."""
+    for member, grad in zip(reduction.members, job.grads, strict=False):  # none once staged
+        if isinstance(grad, torch.Tensor) and grad.layout != torch.strided:
+            raise ValueError(
+                f"the gradient of parameter '{member.name}' is sparse, and only dense ones are "
+                f"reduced; make its module with sparse=False, or pass it in ignored_params"
+            ) from error
 
 
 def _host_steps(

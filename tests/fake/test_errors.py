@@ -814,6 +814,12 @@ def _() -> None:
     _clip(torch.ones(4), DTensor.from_local(torch.ones(1), null_mesh(4), [Shard(0)]))
 
 
+@misuse("sparse-gradient")
+def _() -> None:
+    model = fully_shard(nn.Sequential(nn.Embedding(8, 4, sparse=True)))
+    model(torch.tensor([1, 2])).sum().backward()
+
+
 @misuse("norm-plain-gradient")
 def _() -> None:
     _clip(DTensor.from_local(torch.ones(1), null_mesh(4), [Shard(0)]), torch.ones(4))
