@@ -16,8 +16,9 @@ arguments to a pool of rank processes and waits for all of them:
 
 Life of a pool:
 
-1. *start*: on the first test of its world size. Importing torch is the expensive part, so the
-   processes stay for later tests and so does their default process group.
+1. *start*: on the first test of its world size. Importing torch is the expensive part: it is done
+   once, in a process that all ranks are forked from, and they stay for later tests, as does their
+   default process group.
 2. *call*: every rank starts from the same state (seed, grad mode, default dtype, one thread). The
    barrier behind the body makes a test that left the ranks out of step fail itself, and not the
    next one.
@@ -62,6 +63,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import pytest
+import torch
+import torch.distributed as dist
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -152,6 +155,20 @@ def close_pools() -> None:
         pool.close(ask=True)
 
 
+def _context() -> Any:
+    """How rank processes start: forked from one that has imported what they need, or afresh.
+
+    A device's driver must not be initialised before a fork, which an import may do where torch is
+    built for one; and a Mac's own libraries do not survive it.
+    """
+    built = (torch.version.cuda, torch.version.hip, torch.version.xpu)
+    if sys.platform != "linux" or any(built):
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.common.preloaded"])
+    return context
+
+
 class _Pool:
     """`world_size` processes that share a default gloo process group."""
 
@@ -161,13 +178,14 @@ class _Pool:
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
         self._log_starts = self._log_sizes()  # where in the logs the current call begins
-        context = multiprocessing.get_context("spawn")
+        context = _context()
+        environment = dict(os.environ)
         try:
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
                 process = context.Process(
                     target=_serve,
-                    args=(rank, world_size, str(self._scratch), theirs),
+                    args=(rank, world_size, str(self._scratch), environment, theirs),
                     name=f"rank {rank} of {world_size}",
                     daemon=True,
                 )
@@ -285,8 +303,12 @@ def _log_path(scratch: Path, rank: int) -> Path:
 # -- a rank process -------------------------------------------------------------------------------
 
 
-def _serve(rank: int, world_size: int, scratch: str, connection: Connection) -> NoReturn:
+def _serve(
+    rank: int, world_size: int, scratch: str, environment: dict[str, str], connection: Connection
+) -> NoReturn:
     """A rank's whole life: join the process group, answer calls, leave by os._exit."""
+    os.environ.clear()  # a forked rank's is the one that the first pool began with
+    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches everyone; pytest decides
     log = os.open(_log_path(Path(scratch), rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -300,8 +322,6 @@ def _serve(rank: int, world_size: int, scratch: str, connection: Connection) -> 
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     code = 1
     try:
-        import torch.distributed as dist
-
         _use_loopback()
         dist.init_process_group(
             "gloo",
@@ -329,8 +349,6 @@ def _serve(rank: int, world_size: int, scratch: str, connection: Connection) -> 
 
 def _answer(target: tuple[str, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     """Runs one call from a clean state; returns the pickled report."""
-    import torch.distributed as dist
-
     module, qualname = target
     try:
         _clean_state()
@@ -346,8 +364,6 @@ def _answer(target: tuple[str, str], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _clean_state() -> None:
-    import torch
-
     gc.collect()  # models of the last call: reference cycles hold on to their buffers
     random.seed(SEED)
     torch.manual_seed(SEED)
