@@ -106,8 +106,8 @@ class CommunicationControls:
         case. This is for units whose outputs some ranks do not use at all: their backward is taken
         through the collectives of one that uses them, in the same order. All ranks must run the
         same forwards. Where an iteration has several backwards, call `set_is_last_backward(False)`
-        before all but the last. Ranks must not differ in which units of a checkpointed region
-        they use: where one recomputes them, another would go through their backwards.
+        before all but the last. A checkpointed region that holds several units must be recomputed
+        on all ranks or on none: its gathers follow the order of forward.
 
         Args:
             reduce_scatter_unused_params: default behaviour is ``False``.

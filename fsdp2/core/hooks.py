@@ -43,6 +43,7 @@ from fsdp2.core.registrations import (
     put_back,
 )
 from fsdp2.core.scheduler import Scheduler
+from fsdp2.core.skipped import running_node
 from fsdp2.core.streams import Streams
 from fsdp2.core.uncompiled import see_through, uncompiled, uncompiled_methods
 from fsdp2.core.unit import BACKWARD, FORWARD, REDUCED, Unit
@@ -370,7 +371,7 @@ class UnitHooks:
                 f"gradients are incomplete; call reset_iter_state() on the root, or run the "
                 f"forward again before its backward"
             )
-        scheduler.enter_backward(self.unit, recomputes)
+        scheduler.enter_backward(self.unit, running_node() if recomputes else None)
 
     def _end_backward(self) -> None:
         scheduler = self.scheduler

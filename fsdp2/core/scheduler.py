@@ -27,7 +27,7 @@ from fsdp2.core.journal import SCHEDULE
 from fsdp2.core.pending import PendingReduction
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.ranges import record_ranges
-from fsdp2.core.skipped import Retracing
+from fsdp2.core.skipped import Retracing, sequence_number
 from fsdp2.core.states import GATHERING, SHARDED
 from fsdp2.core.streams import COMPUTE, SIDE_LANES, Streams
 from fsdp2.core.unit import BACKWARD, FORWARD, IDLE, REDUCED, Unit
@@ -166,6 +166,8 @@ class Scheduler:
         self._running.append(unit)
         if self._records_exits:
             unit.inside.append(len(self._finished))
+            if self._misses_none:
+                self._retracing.forward_begins(unit)
         known = self._advance(unit)
         self._gather(unit)
         for group in unit.groups:
@@ -190,6 +192,8 @@ class Scheduler:
             if self._records_exits:
                 unit.visits.append(len(self._finished))
                 self._finished.append(unit)
+                if self._misses_none:
+                    self._retracing.ends.append(sequence_number())
         if unit is self.forward_root:
             if not unit.groups and self._records_exits and len(self._finished) > self._starts[-1]:
                 unit.visits.append(len(self._finished) - 1)  # the last inside
@@ -232,17 +236,21 @@ class Scheduler:
 
     # ---- backward
 
-    def enter_backward(self, unit: Unit, recomputes: bool = False) -> None:
+    def enter_backward(self, unit: Unit, recomputed_for: int | None = None) -> None:
         """Gather ``unit`` for its backward and start on the one that should be next.
 
         Args:
             unit: the unit.
-            recomputes: whether its forward runs again.
+            recomputed_for: sequence number of autograd's node for which its forward runs again.
         """
         if unit.phase is BACKWARD:
             return
         if self._misses_none and unit.visits:
-            self._retracing.enter(unit.visits[-1], self, recomputes)
+            if recomputed_for is not None:  # it is entered when its turn is
+                self._retracing.recompute(unit.visits[-1], recomputed_for, self)
+                self._gather(unit)
+                return
+            self._retracing.enter(unit.visits[-1], self)
         self.begin_backward(unit)
 
     def begin_backward(self, unit: Unit) -> None:
@@ -260,7 +268,7 @@ class Scheduler:
         self._entered = position
         unit.began = unit.inside.pop() if unit.inside else self._retracing.reached
         if self._misses_none:
-            self._retracing.inside.append(unit)
+            self._retracing.backward_begins(unit)
         if unit.unshard_in_backward:
             self._gather(unit)
         else:

@@ -10,10 +10,21 @@ over: autograd runs new nodes first, so all inside it have run before anything o
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
+
 from fsdp2.core.unit import BACKWARD, Unit
+
+sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""What autograd's next node will be numbered; those of a later call have higher numbers."""
+
+
+def running_node() -> int | None:
+    """Sequence number of the node that autograd runs; ``None`` outside of backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
 
 
 class Backward(Protocol):
@@ -35,6 +46,7 @@ class Retracing:
 
     Attributes:
         reached: the position that it is at; what is behind is taken.
+        ends: sequence number of autograd's next node when each of those calls ended.
         inside: units whose backward has begun and is not over, in that order.
     """
 
@@ -42,20 +54,48 @@ class Retracing:
         self._finished, self._starts = finished, starts
         self._floor: int | None = None  # of the forward whose backward runs
         self.reached = 0
+        self.ends: list[int] = []
         self.inside: list[Unit] = []
+        self._begins: dict[Unit, list[int]] = {}  # as `ends`, of calls whose backward is to come
+        self._began: dict[Unit, int] = {}  # the same of the units inside
 
-    def enter(self, position: int, backward: Backward, recomputes: bool) -> None:
-        """The unit that ended at ``position`` is to be entered; take up what is behind it.
+    def forward_begins(self, unit: Unit) -> None:
+        """A call of ``unit`` begins that has a backward."""
+        self._begins.setdefault(unit, []).append(sequence_number())
+
+    def backward_begins(self, unit: Unit) -> None:
+        """The backward of the last call of ``unit`` begins."""
+        calls = self._begins.get(unit)
+        self._began[unit] = calls.pop() if calls else 0
+        self.inside.append(unit)
+
+    def enter(self, position: int, backward: Backward) -> None:
+        """The unit whose call ended at ``position`` is to be entered; take up what is behind it."""
+        self._follow(position, backward)
+        self._catch_up(position + 1, backward)
+        self._leave(position, backward)
+
+    def recompute(self, position: int, node: int, backward: Backward) -> None:
+        """The call that ended at ``position`` runs again; take up what backward is past.
+
+        That is not all behind it, where more units than this one run again.
 
         Args:
-            position: of the unit's call; one without groups has that of the last one inside.
+            position: of the call.
+            node: sequence number of the node of autograd that it runs for.
             backward: what enters and leaves units.
-            recomputes: whether the unit's forward runs again, which may be ahead of the backward
-                of units that are not over: none is left then that was entered before.
         """
-        under_way: list[Unit] = []
-        if recomputes:
-            under_way, self.inside = self.inside, under_way
+        self._follow(position, backward)
+        # Not calls in which that node is the last, nor those of a reentrant checkpoint that it is
+        # the node of: they made none.
+        self._catch_up(bisect.bisect_right(self.ends, node + 1), backward)
+        over = [unit for unit in self.inside if self._began[unit] > node]
+        for unit in sorted(over, key=lambda unit: unit.began, reverse=True):
+            self.inside.remove(unit)
+            backward.exit_backward(unit)
+
+    def _follow(self, position: int, backward: Backward) -> None:
+        """The backward is in the forward that ``position`` is in."""
         forward = bisect.bisect_right(self._starts, position) - 1
         start = self._starts[forward]
         if start != self._floor:
@@ -64,9 +104,6 @@ class Retracing:
             following = self._starts[forward + 1 : forward + 2]
             self.reached = following[0] if following else len(self._finished)
             self._floor = start
-        self._catch_up(position + 1, backward)
-        self._leave(position, backward)
-        self.inside[:0] = under_way
 
     def exit(self, unit: Unit, backward: Backward) -> None:
         """The end of ``unit`` was seen: take up the rest of what is inside it."""
@@ -84,7 +121,10 @@ class Retracing:
     def forget(self) -> None:
         """There is no forward to follow any more."""
         self._floor = None
+        self.ends.clear()
         self.inside.clear()
+        self._begins.clear()
+        self._began.clear()
 
     def _catch_up(self, position: int, backward: Backward) -> None:
         """Enter the units that this backward skips, down to ``position``."""

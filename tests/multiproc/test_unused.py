@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import fully_shard
 from tests.common import meshes, models
@@ -136,6 +137,59 @@ def test_units_whose_inputs_require_grad_on_one_rank(calls: list[int]) -> None:
     for _ in range(2):
         model.zero_grad()
         model(inputs[rank], rank, calls).sum().backward()
+        assert_close(full_grads(model), expected, FP32)
+
+
+class Recomputed(nn.Module):
+    """A checkpointed part of units; a parameter and the last unit are used on rank 1 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(Bent(1 + i) for i in range(3))
+        self.last = nn.Linear(DIM, 3 * DIM)
+        self.bias = nn.Parameter(torch.ones(DIM))
+
+    def forward(self, x: Tensor, rank: int, reentrant: bool, behind: bool) -> Tensor:
+        def run(x: Tensor) -> Tensor:
+            for unit in self.units:
+                x = unit(x, rank)
+            return torch.tanh(x) if behind else x
+
+        y = checkpoint(run, x + self.bias, use_reentrant=reentrant)
+        last = self.last(y).sum(1, keepdim=True)
+        return y + last if rank else y * 1.0
+
+
+class Bent(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM * width)
+        self.scale = nn.Parameter(torch.ones(DIM))
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        y = torch.tanh(self.linear(x)).view(len(x), -1, DIM).sum(1)
+        return y * self.scale if rank else torch.tanh(x) + y.detach()
+
+
+@ranks(2)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("behind", [False, True])
+def test_several_units_in_one_checkpoint(reentrant: bool, behind: bool) -> None:
+    """Recomputed in the order of forward, they are reduced in that of backward."""
+    model, plain = models.seeded(Recomputed), models.seeded(Recomputed)
+    for module in (*model.units, model.last):
+        fully_shard(module, mesh=world_mesh())
+    fully_shard(model, mesh=world_mesh())
+    model.set_reduce_scatter_unused_params(True)
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(4, DIM, generator=generator) for _ in range(2)]
+    for rank, x in enumerate(inputs):
+        plain(x, rank, reentrant, behind).sum().backward()
+    expected = {name: p.grad / 2 for name, p in plain.named_parameters() if p.grad is not None}
+    rank = dist.get_rank()
+    for _ in range(2):
+        model.zero_grad()
+        model(inputs[rank], rank, reentrant, behind).sum().backward()
         assert_close(full_grads(model), expected, FP32)
 
 
