@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -123,6 +125,7 @@ def check_registered(
         ignored: the places of ``ignored_params``.
     """
     owners = {id(form): p for p in managed.values() for form in p.forms()}
+    meshes = {p.sharded.device_mesh for p in managed.values() if isinstance(p.sharded, DTensor)}
     for prefix, module in root.named_modules():
         for key, registered in module._parameters.items():
             name = f"{prefix}.{key}" if prefix else key
@@ -143,10 +146,10 @@ def check_registered(
                     f"use load_state_dict(assign=True)"
                 )
             if registered is not None and (module, key) not in ignored:
-                _refuse_unmanaged(name, registered)
+                _refuse_unmanaged(name, registered, meshes)
 
 
-def _refuse_unmanaged(name: str, param: nn.Parameter) -> None:
+def _refuse_unmanaged(name: str, param: nn.Parameter, meshes: Set[DeviceMesh]) -> None:
     if OWNER in param.__dict__ or GATHERED in param.__dict__:
         raise ShardingStateError(
             f"parameter '{name}' is tied to a parameter of another fully_shard model; tie the two "
@@ -155,6 +158,11 @@ def _refuse_unmanaged(name: str, param: nn.Parameter) -> None:
     if Registrations.leave_unmanaged is not None:
         Registrations.leave_unmanaged(name)
         return
+    if isinstance(param, DTensor) and param.device_mesh in meshes:
+        raise ShardingStateError(
+            f"parameter '{name}' was made from sharded parameters after fully_shard, as a "
+            f"parametrization does, so that no unit gathers it; make it before fully_shard"
+        )
     raise ShardingStateError(
         f"parameter '{name}' was added after fully_shard, so that no unit shards it or reduces "
         f"its gradients; call shard_new_parameters() on the sharded module around it, or "

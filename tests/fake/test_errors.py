@@ -59,6 +59,7 @@ def misuse(entry: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
 BEFORE_ANY_COLLECTIVE = {
     "added-parameter",
     "list-has-no-root",
+    "made-of-sharded",
     "manual-below",
     "moved-away",
     "moved-though-offloaded",
@@ -550,6 +551,13 @@ def _() -> None:
 def _() -> None:
     model = pair()
     model[1].adapter = linear()
+    model(x())
+
+
+@misuse("made-of-sharded")
+def _() -> None:
+    model = pair()
+    nn.utils.parametrizations.weight_norm(model[1])
     model(x())
 
 
