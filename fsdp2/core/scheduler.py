@@ -180,6 +180,10 @@ class Scheduler:
     def exit_forward(self, unit: Unit, keep: bool = False) -> None:
         """Free ``unit`` unless it is kept, or is itself the next one."""
         unit.phase = IDLE
+        if unit is self.forward_root:
+            for inside in self.units:  # a list of modules of which some did not run
+                if inside.phase is FORWARD:
+                    self.exit_forward(inside)
         if unit.groups:
             if unit.frees_after_forward and not keep and not self.holds:
                 if self._prefetched is None and self._successor() is unit:
@@ -200,9 +204,6 @@ class Scheduler:
             self._end_forward(unit)
 
     def _end_forward(self, root: Unit) -> None:
-        for unit in self.units:  # a list of modules of which some did not run
-            if unit.phase is FORWARD:
-                self.exit_forward(unit)
         self._orders[root] = self._running
         self._running = []
         self._drop_unused()  # at the loss, only what is kept on request is gathered

@@ -126,3 +126,23 @@ def test_what_a_user_gathers_is_no_guess_any_more(claims: bool) -> None:
     model.first.register_forward_hook(claim)
     model(torch.ones(2, 4))
     assert _unit(model.second).is_gathered is claims
+
+
+def test_a_list_that_ran_in_part_is_inside_the_root() -> None:
+    """Where no unit may be missed, its end must not be taken for the end of the root around it."""
+
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+            self.parts = nn.ModuleList([nn.Identity(), nn.Linear(4, 4)])
+
+        def forward(self, x: Tensor) -> Any:
+            return self.parts[0](nn.functional.layer_norm(x, (4,), self.scale))
+
+    model: Any = Partly()
+    fully_shard([*model.parts], reshard_after_forward=True)
+    fully_shard(model, reshard_after_forward=True)
+    model.set_reduce_scatter_unused_params(True)
+    model(torch.randn(2, 4)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
