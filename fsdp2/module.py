@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import nn
@@ -371,6 +371,12 @@ class FSDPModule(CommunicationControls, TorchIdentity):
         raise TypeError(
             f"{type(self).__name__} cannot be deep-copied: its parameters belong to a process "
             f"group; copy the model before fully_shard, or copy its state_dict()"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled: its parameters belong to a process group; "
+            f"save its state_dict() with torch.distributed.checkpoint or torch.save"
         )
 
 

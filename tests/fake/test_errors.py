@@ -9,6 +9,7 @@ They run as the first and as the last of four ranks: what is refused on one is r
 from __future__ import annotations
 
 import copy
+import io
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -741,6 +742,11 @@ def _() -> None:
 @misuse("deep-copy")
 def _() -> None:
     copy.deepcopy(sharded())
+
+
+@misuse("pickle")
+def _() -> None:
+    torch.save(sharded(), io.BytesIO())
 
 
 # ---- optimizers, norms
