@@ -121,6 +121,7 @@ class Retracing:
     def forget(self) -> None:
         """There is no forward to follow any more."""
         self._floor = None
+        self.reached = 0
         self.ends.clear()
         self.inside.clear()
         self._begins.clear()

@@ -146,3 +146,33 @@ def test_a_list_that_ran_in_part_is_inside_the_root() -> None:
     model.set_reduce_scatter_unused_params(True)
     model(torch.randn(2, 4)).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
+
+
+def test_a_reset_forgets_how_far_a_backward_came() -> None:
+    """A derivative inside the next forward has nothing to catch up with."""
+
+    class Derives(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+        def forward(self, x: Tensor) -> Any:
+            (slope,) = torch.autograd.grad(self.parts[0](x).sum(), x)
+            return self.parts[1](x + slope)
+
+    model: Any = Derives()
+    fully_shard([*model.parts])
+    fully_shard(model)
+    model.set_reduce_scatter_unused_params(True)
+    x = torch.randn(2, 4, requires_grad=True)
+    output = model(x)
+
+    def fail(_: Tensor) -> None:
+        raise ZeroDivisionError
+
+    output.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        output.sum().backward()
+    model.reset_iter_state()
+    model(x).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
