@@ -158,12 +158,14 @@ class UnitHooks:
         if _in_backward() != _OUTSIDE:  # recomputation of a checkpointed forward
             if unit.phase is FORWARD:  # a derivative inside of it: its parameters are there
                 return self._cast_inputs(args, kwargs)
-            recomputes = unit.phase is BACKWARD
-            if not recomputes:
+            marks = unit.phase is not BACKWARD
+            if marks:
                 self._enter_backward(recomputes=True)
+                # A list that is entered later leaves no telling which of its modules is first.
+                marks = unit.phase is BACKWARD or not self._is_list
             scheduler.enter_recomputation(unit)
             args, kwargs = self._cast_inputs(args, kwargs)
-            return (args, kwargs) if recomputes else self._mark_exit(args, kwargs)
+            return self._mark_exit(args, kwargs) if marks else (args, kwargs)
         first = True
         if self._is_list:
             first = unit.phase is not FORWARD

@@ -193,6 +193,42 @@ def test_several_units_in_one_checkpoint(reentrant: bool, behind: bool) -> None:
         assert_close(full_grads(model), expected, FP32)
 
 
+class Listed(nn.Module):
+    """A list of modules, called once as it is and once in a checkpoint behind another unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+        self.between = Bent(2)
+
+    def forward(self, x: Tensor, rank: int, reentrant: bool) -> Tensor:
+        def run(x: Tensor) -> Tensor:
+            return torch.tanh(self.parts[1](torch.tanh(self.parts[0](x))))
+
+        x = self.between(run(x), rank)
+        return checkpoint(run, x, use_reentrant=reentrant)
+
+
+@ranks(2)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_list_in_a_checkpoint(reentrant: bool) -> None:
+    """Its second module's input is not its end, nor is the first's output the call before."""
+    model, plain = models.seeded(Listed), models.seeded(Listed)
+    fully_shard([*model.parts], mesh=world_mesh())
+    fully_shard(model.between, mesh=world_mesh())
+    fully_shard(model, mesh=world_mesh())
+    model.set_reduce_scatter_unused_params(True)
+    inputs = [torch.randn(4, DIM, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    for rank, x in enumerate(inputs):
+        plain(x, rank, reentrant).sum().backward()
+    expected = {name: p.grad / 2 for name, p in plain.named_parameters() if p.grad is not None}
+    rank = dist.get_rank()
+    for _ in range(2):
+        model.zero_grad()
+        model(inputs[rank], rank, reentrant).sum().backward()
+        assert_close(full_grads(model), expected, FP32)
+
+
 class Inner(nn.Module):
     """A unit around a unit; the outer may have no parameters."""
 
