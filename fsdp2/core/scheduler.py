@@ -267,9 +267,10 @@ class Scheduler:
             position = unit.visits.pop()
             self._finished[position] = None
         self._entered = position
-        unit.began = unit.inside.pop() if unit.inside else self._retracing.reached
-        if self._misses_none:
-            self._retracing.backward_begins(unit)
+        if unit.inside:
+            unit.began = unit.inside.pop()
+            if self._misses_none:
+                self._retracing.backward_begins(unit)
         if unit.unshard_in_backward:
             self._gather(unit)
         else:
@@ -339,8 +340,10 @@ class Scheduler:
 
     def end_backward(self) -> None:
         """The whole backward has run: finish units whose own end was not seen, and clean up."""
-        if self._misses_none:
+        if self._misses_none and self.forward_root is None:
             self._retracing.end(self)
+        elif self._misses_none:
+            self._retracing.interrupt()  # a derivative inside a forward: its backward is to come
         self.holds = self.builds_graph
         last = self.is_last_backward and not self.manual
         for unit in self.units:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -25,6 +25,13 @@ def running_node() -> int | None:
     """Sequence number of the node that autograd runs; ``None`` outside of backward."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
+
+
+class _Begin(NamedTuple):
+    """When a unit's call began: which call of a unit it was, and autograd's next node then."""
+
+    call: int
+    node: int
 
 
 class Backward(Protocol):
@@ -56,18 +63,21 @@ class Retracing:
         self.reached = 0
         self.ends: list[int] = []
         self.inside: list[Unit] = []
-        self._begins: dict[Unit, list[int]] = {}  # as `ends`, of calls whose backward is to come
-        self._began: dict[Unit, int] = {}  # the same of the units inside
+        self._calls = 0  # begun so far
+        self._begins: dict[Unit, list[_Begin]] = {}  # of the calls whose backward is to come
+        self._began: dict[Unit, _Begin] = {}  # of the units inside
 
     def forward_begins(self, unit: Unit) -> None:
         """A call of ``unit`` begins that has a backward."""
-        self._begins.setdefault(unit, []).append(sequence_number())
+        self._begins.setdefault(unit, []).append(_Begin(self._calls, sequence_number()))
+        self._calls += 1
 
     def backward_begins(self, unit: Unit) -> None:
         """The backward of the last call of ``unit`` begins."""
         calls = self._begins.get(unit)
-        self._began[unit] = calls.pop() if calls else 0
-        self.inside.append(unit)
+        if calls:  # none were noted where the mode was chosen after the forward
+            self._began[unit] = calls.pop()
+            self.inside.append(unit)
 
     def enter(self, position: int, backward: Backward) -> None:
         """The unit whose call ended at ``position`` is to be entered; take up what is behind it."""
@@ -86,11 +96,13 @@ class Retracing:
             backward: what enters and leaves units.
         """
         self._follow(position, backward)
+        if len(self.ends) < len(self._finished):  # the mode was chosen after the forward
+            return
         # Not calls in which that node is the last, nor those of a reentrant checkpoint that it is
         # the node of: they made none.
         self._catch_up(bisect.bisect_right(self.ends, node + 1), backward)
-        over = [unit for unit in self.inside if self._began[unit] > node]
-        for unit in sorted(over, key=lambda unit: unit.began, reverse=True):
+        over = [unit for unit in self.inside if self._began[unit].node > node]
+        for unit in sorted(over, key=self._began.__getitem__, reverse=True):
             self.inside.remove(unit)
             backward.exit_backward(unit)
 
@@ -118,10 +130,15 @@ class Retracing:
             self._floor = None
         self._leave(-1, backward)
 
+    def interrupt(self) -> None:
+        """A backward is over that followed only a part of a forward; it has missed nothing."""
+        self._floor = None
+        self.inside.clear()
+
     def forget(self) -> None:
         """There is no forward to follow any more."""
         self._floor = None
-        self.reached = 0
+        self.reached = self._calls = 0
         self.ends.clear()
         self.inside.clear()
         self._begins.clear()
@@ -140,7 +157,7 @@ class Retracing:
     def _leave(self, position: int, backward: Backward, but: Unit | None = None) -> None:
         """Leave units whose calls began behind ``position``, the last first, down to ``but``."""
         while self.inside:
-            last = max(reversed(self.inside), key=lambda unit: unit.began)
+            last = max(self.inside, key=self._began.__getitem__)
             if last is but or last.began <= position:
                 return
             self.inside.remove(last)

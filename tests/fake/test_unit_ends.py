@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.null_group import null_world
 from fsdp2 import fully_shard
@@ -175,4 +176,40 @@ def test_a_reset_forgets_how_far_a_backward_came() -> None:
         output.sum().backward()
     model.reset_iter_state()
     model(x).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_a_derivative_inside_a_forward_skips_no_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units that ran before it have their backward to come."""
+    begun: list[str] = []
+    begin = Scheduler.begin_backward
+
+    def noted(self: Scheduler, unit: Unit) -> None:
+        begun.append(unit.name)
+        begin(self, unit)
+
+    monkeypatch.setattr(Scheduler, "begin_backward", noted)
+
+    class Derives(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (fully_shard(nn.Linear(4, 4)) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.first(x) * 1.0
+            (slope,) = torch.autograd.grad(self.second(y).sum(), y)
+            return y + slope
+
+    model: Any = fully_shard(Derives())
+    model.set_reduce_scatter_unused_params(True)
+    model(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    assert begun == ["second", "", "first"]
+
+
+def test_absent_gradients_that_count_from_a_backward_on() -> None:
+    """What a forward has to note for that, this one did not."""
+    model = _sharded(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    loss = checkpoint(model, torch.randn(2, 4), use_reentrant=False).sum()
+    model.set_reduce_scatter_unused_params(True)
+    loss.backward()
     assert all(param.grad is not None for param in model.parameters())
