@@ -263,13 +263,13 @@ class UnitHooks:
             scheduler.units
         ):
             scheduler = start(self)
-        groups = [group for m in self.modules for b in hooks_below(m) for group in b.unit.groups]
-        self._first_group = groups[0] if groups else None
+        groups: list[ParamGroup] = []
         for module in self.modules:
             managed = {}
             ignored: set[ModuleSlot] = set()
             for below in hooks_below(module):
                 ignored.update(below.ignored)
+                groups += below.unit.groups
                 for group in below.unit.groups:
                     follow_replaced(group)
                     managed.update({slot: p for p in group.params for slot in p.slots})
@@ -278,6 +278,7 @@ class UnitHooks:
             except ShardingStateError:
                 self._registrations = -1
                 raise
+        self._first_group = groups[0] if groups else None
         for group in groups:
             put_back(group)
         return scheduler

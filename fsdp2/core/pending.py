@@ -79,12 +79,7 @@ def launch_on_lanes(
         work.append((program, reduction, job))
         reduces = reduces or bool(program.reduce)
         all_reduces = all_reduces or bool(program.all_reduce)
-        try:
-            for step in program.compute:
-                step(reduction, job)
-        except RuntimeError as error:
-            _refuse_sparse(reduction, job, error)
-            raise
+        _run(program.compute, reduction, job, group.name)
     if not (reduces or all_reduces):
         return None
     event = streams.record(COMPUTE, "gradients staged")

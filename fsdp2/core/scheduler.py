@@ -27,7 +27,7 @@ from fsdp2.core.journal import SCHEDULE
 from fsdp2.core.pending import PendingReduction
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.ranges import record_ranges
-from fsdp2.core.skipped import Retracing, sequence_number
+from fsdp2.core.skipped import Retracing
 from fsdp2.core.states import GATHERING, SHARDED
 from fsdp2.core.streams import COMPUTE, SIDE_LANES, Streams
 from fsdp2.core.unit import BACKWARD, FORWARD, IDLE, REDUCED, Unit
@@ -197,7 +197,7 @@ class Scheduler:
                 unit.visits.append(len(self._finished))
                 self._finished.append(unit)
                 if self._misses_none:
-                    self._retracing.ends.append(sequence_number())
+                    self._retracing.forward_ends()
         if unit is self.forward_root:
             if not unit.groups and self._records_exits and len(self._finished) > self._starts[-1]:
                 unit.visits.append(len(self._finished) - 1)  # the last inside

@@ -17,7 +17,7 @@ import torch
 
 from fsdp2.core.unit import BACKWARD, Unit
 
-sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """What autograd's next node will be numbered; those of a later call have higher numbers."""
 
 
@@ -52,38 +52,38 @@ class Retracing:
         starts: first positions in it of each forward.
 
     Attributes:
-        reached: the position that it is at; what is behind is taken.
-        ends: sequence number of autograd's next node when each of those calls ended.
-        inside: units whose backward has begun and is not over, in that order.
+        inside: units whose backward has begun and is not over, and when the call began whose it is.
     """
 
     def __init__(self, finished: Sequence[Unit | None], starts: Sequence[int]) -> None:
         self._finished, self._starts = finished, starts
         self._floor: int | None = None  # of the forward whose backward runs
-        self.reached = 0
-        self.ends: list[int] = []
-        self.inside: list[Unit] = []
+        self._reached = 0  # the position that it is at; what is behind is taken
         self._calls = 0  # begun so far
         self._begins: dict[Unit, list[_Begin]] = {}  # of the calls whose backward is to come
-        self._began: dict[Unit, _Begin] = {}  # of the units inside
+        self._ends: list[int] = []  # autograd's next node when each of `finished` ended
+        self.inside: dict[Unit, _Begin] = {}
 
     def forward_begins(self, unit: Unit) -> None:
         """A call of ``unit`` begins that has a backward."""
-        self._begins.setdefault(unit, []).append(_Begin(self._calls, sequence_number()))
+        self._begins.setdefault(unit, []).append(_Begin(self._calls, _next_node()))
         self._calls += 1
+
+    def forward_ends(self) -> None:
+        """The call ends that was finished last."""
+        self._ends.append(_next_node())
 
     def backward_begins(self, unit: Unit) -> None:
         """The backward of the last call of ``unit`` begins."""
         calls = self._begins.get(unit)
         if calls:  # none were noted where the mode was chosen after the forward
-            self._began[unit] = calls.pop()
-            self.inside.append(unit)
+            self.inside[unit] = calls.pop()
 
     def enter(self, position: int, backward: Backward) -> None:
         """The unit whose call ended at ``position`` is to be entered; take up what is behind it."""
         self._follow(position, backward)
         self._catch_up(position + 1, backward)
-        self._leave(position, backward)
+        self._leave_behind(position, backward)
 
     def recompute(self, position: int, node: int, backward: Backward) -> None:
         """The call that ended at ``position`` runs again; take up what backward is past.
@@ -96,15 +96,12 @@ class Retracing:
             backward: what enters and leaves units.
         """
         self._follow(position, backward)
-        if len(self.ends) < len(self._finished):  # the mode was chosen after the forward
+        if len(self._ends) < len(self._finished):  # the mode was chosen after the forward
             return
         # Not calls in which that node is the last, nor those of a reentrant checkpoint that it is
         # the node of: they made none.
-        self._catch_up(bisect.bisect_right(self.ends, node + 1), backward)
-        over = [unit for unit in self.inside if self._began[unit].node > node]
-        for unit in sorted(over, key=self._began.__getitem__, reverse=True):
-            self.inside.remove(unit)
-            backward.exit_backward(unit)
+        self._catch_up(bisect.bisect_right(self._ends, node + 1), backward)
+        self._leave_until(lambda last: self.inside[last].node <= node, backward)
 
     def _follow(self, position: int, backward: Backward) -> None:
         """The backward is in the forward that ``position`` is in."""
@@ -114,21 +111,21 @@ class Retracing:
             if self._floor is not None:
                 self._catch_up(self._floor, backward)  # the rest of a later forward
             following = self._starts[forward + 1 : forward + 2]
-            self.reached = following[0] if following else len(self._finished)
+            self._reached = following[0] if following else len(self._finished)
             self._floor = start
 
     def exit(self, unit: Unit, backward: Backward) -> None:
         """The end of ``unit`` was seen: take up the rest of what is inside it."""
         self._catch_up(unit.began, backward)
-        self._leave(unit.began - 1, backward, but=unit)
-        self.inside.remove(unit)
+        self._leave_until(lambda last: last is unit, backward)
+        del self.inside[unit]
 
     def end(self, backward: Backward) -> None:
         """The whole backward has run: take up the rest."""
         if self._floor is not None:
             self._catch_up(self._floor, backward)
             self._floor = None
-        self._leave(-1, backward)
+        self._leave_until(lambda last: False, backward)
 
     def interrupt(self) -> None:
         """A backward is over that followed only a part of a forward; it has missed nothing."""
@@ -138,27 +135,30 @@ class Retracing:
     def forget(self) -> None:
         """There is no forward to follow any more."""
         self._floor = None
-        self.reached = self._calls = 0
-        self.ends.clear()
-        self.inside.clear()
+        self._reached = self._calls = 0
         self._begins.clear()
-        self._began.clear()
+        self._ends.clear()
+        self.inside.clear()
 
     def _catch_up(self, position: int, backward: Backward) -> None:
         """Enter the units that this backward skips, down to ``position``."""
-        while self.reached > position:
-            self.reached -= 1
-            skipped = self._finished[self.reached]
-            if skipped is not None and skipped.visits[-1:] == [self.reached]:
-                self._leave(self.reached, backward)
+        while self._reached > position:
+            self._reached -= 1
+            skipped = self._finished[self._reached]
+            if skipped is not None and skipped.visits[-1:] == [self._reached]:
+                self._leave_behind(self._reached, backward)
                 if skipped.phase is not BACKWARD:
                     backward.begin_backward(skipped)
 
-    def _leave(self, position: int, backward: Backward, but: Unit | None = None) -> None:
-        """Leave units whose calls began behind ``position``, the last first, down to ``but``."""
+    def _leave_behind(self, position: int, backward: Backward) -> None:
+        """Leave the units whose calls began behind ``position``."""
+        self._leave_until(lambda last: last.began <= position, backward)
+
+    def _leave_until(self, stays: Callable[[Unit], bool], backward: Backward) -> None:
+        """Leave units, the one whose call began last first, until that one ``stays``."""
         while self.inside:
-            last = max(self.inside, key=self._began.__getitem__)
-            if last is but or last.began <= position:
+            last = max(self.inside, key=self.inside.__getitem__)
+            if stays(last):
                 return
-            self.inside.remove(last)
+            del self.inside[last]
             backward.exit_backward(last)

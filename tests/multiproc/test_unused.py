@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import fully_shard
 from tests.common import meshes, models
+from tests.common.gradients import unsharded_grads
 from tests.common.parity import FP32, assert_close, assert_equal, full_grads, world_mesh
 from tests.common.workers import ranks
 
@@ -101,6 +104,29 @@ def test_units_inside_units_that_are_skipped(used: list[int], forwards: int) -> 
         assert_close(full_grads(model), expected, FP32)
 
 
+def _assert_like_unsharded(model: Any, plain: nn.Module, *how: Any) -> None:
+    """Two steps of a model that is called with an input, the rank and `how`; absent ones are zeros.
+
+    The second time the order is known, and guesses are right.
+    """
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(4, DIM, generator=generator) for _ in range(2)]
+
+    def compute(module: nn.Module, rank: int) -> None:
+        module(inputs[rank], rank, *how).sum().backward()
+
+    shapes = dict(plain.named_parameters())
+    expected = {
+        name: torch.zeros_like(shapes[name]) if grad is None else grad
+        for name, grad in unsharded_grads(plain, compute).items()
+    }
+    model.set_reduce_scatter_unused_params(True)
+    for _ in range(2):
+        model.zero_grad()
+        compute(model, dist.get_rank())
+        assert_close(full_grads(model), expected, FP32)
+
+
 class Ahead(nn.Module):
     """What blocks read requires grad on rank 1 only, where a parameter comes before them."""
 
@@ -124,20 +150,7 @@ def test_units_whose_inputs_require_grad_on_one_rank(calls: list[int]) -> None:
     for block in model.blocks:
         fully_shard(block, mesh=world_mesh())
     fully_shard(model, mesh=world_mesh())
-    model.set_reduce_scatter_unused_params(True)
-    generator = torch.Generator().manual_seed(1)
-    inputs = [torch.randn(4, DIM, generator=generator) for _ in range(2)]
-    for rank, x in enumerate(inputs):
-        plain(x, rank, calls).sum().backward()
-    expected = {
-        name: torch.zeros_like(p) if p.grad is None else p.grad / 2
-        for name, p in plain.named_parameters()
-    }
-    rank = dist.get_rank()
-    for _ in range(2):
-        model.zero_grad()
-        model(inputs[rank], rank, calls).sum().backward()
-        assert_close(full_grads(model), expected, FP32)
+    _assert_like_unsharded(model, plain, calls)
 
 
 class Recomputed(nn.Module):
@@ -180,17 +193,7 @@ def test_several_units_in_one_checkpoint(reentrant: bool, behind: bool) -> None:
     for module in (*model.units, model.last):
         fully_shard(module, mesh=world_mesh())
     fully_shard(model, mesh=world_mesh())
-    model.set_reduce_scatter_unused_params(True)
-    generator = torch.Generator().manual_seed(1)
-    inputs = [torch.randn(4, DIM, generator=generator) for _ in range(2)]
-    for rank, x in enumerate(inputs):
-        plain(x, rank, reentrant, behind).sum().backward()
-    expected = {name: p.grad / 2 for name, p in plain.named_parameters() if p.grad is not None}
-    rank = dist.get_rank()
-    for _ in range(2):
-        model.zero_grad()
-        model(inputs[rank], rank, reentrant, behind).sum().backward()
-        assert_close(full_grads(model), expected, FP32)
+    _assert_like_unsharded(model, plain, reentrant, behind)
 
 
 class Listed(nn.Module):
@@ -217,16 +220,7 @@ def test_a_list_in_a_checkpoint(reentrant: bool) -> None:
     fully_shard([*model.parts], mesh=world_mesh())
     fully_shard(model.between, mesh=world_mesh())
     fully_shard(model, mesh=world_mesh())
-    model.set_reduce_scatter_unused_params(True)
-    inputs = [torch.randn(4, DIM, generator=torch.Generator().manual_seed(i)) for i in range(2)]
-    for rank, x in enumerate(inputs):
-        plain(x, rank, reentrant).sum().backward()
-    expected = {name: p.grad / 2 for name, p in plain.named_parameters() if p.grad is not None}
-    rank = dist.get_rank()
-    for _ in range(2):
-        model.zero_grad()
-        model(inputs[rank], rank, reentrant).sum().backward()
-        assert_close(full_grads(model), expected, FP32)
+    _assert_like_unsharded(model, plain, reentrant)
 
 
 class Inner(nn.Module):
