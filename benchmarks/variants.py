@@ -116,12 +116,15 @@ def observe(model: nn.Module, observer: Observer | None) -> None:
     """
     from fsdp2.core.hooks import hooks_below  # not at the top: other variants are without fsdp2
 
-    group = dist.group.WORLD
-    assert isinstance(group, NullGroup)
-    group.observe(observer)
-    found = {id(g.collectives): g.collectives for h in hooks_below(model) for g in h.unit.groups}
+    world = dist.group.WORLD
+    assert isinstance(world, NullGroup)
+    world.observe(observer)
+    groups = [group for hooks in hooks_below(model) for group in hooks.unit.groups]
+    found = {id(group.collectives): group.collectives for group in groups}
     for collectives in found.values():
         collectives.__init__(collectives.group, collectives.device, collectives._asynchronous)
+    for group in groups:
+        group.reroute = True  # bind gathers to the methods found now
 
 
 def input_dtype(variant: str, precision: str) -> torch.dtype:

@@ -340,9 +340,13 @@ class FSDPModule(CommunicationControls, TorchIdentity):
         and partial sums that wait for an all-reduce."""
         hooks = hooks_on(self)
         root = hooks.scheduler if hooks.unit.is_root else None
-        units = root.units if root is not None else [h.unit for h in hooks_below(self)]
-        groups = [group for unit in units for group in unit.groups]
-        unreduced = [group for group in groups if group.accumulates]
+        if root is None:
+            groups = [group for below in hooks_below(self) for group in below.unit.groups]
+        else:
+            groups = root.groups
+        unreduced = []
+        if root is None or root.unreduced:
+            unreduced = [group for group in groups if group.accumulates]
         if unreduced and hooks.scheduler is not None:
             # They may still add to partial sums, and deliver gradients, which must go as well.
             hooks.scheduler.wait_for_reductions()
@@ -354,6 +358,8 @@ class FSDPModule(CommunicationControls, TorchIdentity):
             super().zero_grad(set_to_none)
         for group in unreduced:
             group.discard_gradients()
+        if root is not None:
+            root.unreduced = False
         for group in groups:
             if group.state is not SHARDED:  # shards are not registered, but their gradients count
                 for param in group.params:

@@ -15,7 +15,8 @@ from fsdp2.core.extension import ExtensionContext, ExtensionTransport
 from fsdp2.core.kernels import Kernels
 from fsdp2.core.layout import GroupLayout, Slot, Transport
 from fsdp2.core.param import ShardedParam, compute_dtype
-from fsdp2.core.reduction import ReductionSpec, SegmentReduction
+from fsdp2.core.program import ReductionSpec
+from fsdp2.core.reduction import SegmentReduction
 from fsdp2.core.streams import OnStream
 
 

@@ -110,9 +110,13 @@ class TransientBuffer:
     """A flat buffer whose memory is there only between ``acquire`` and ``release``.
 
     Views are made once, while the buffer is first allocated, and stay valid objects for good.
+
+    Attributes:
+        allocated: whether the memory is there (always, for an empty buffer). Nobody else resizes
+            the storage, so that it need not be asked.
     """
 
-    __slots__ = ("_raw", "_storage", "name", "nbytes")
+    __slots__ = ("_raw", "_storage", "allocated", "name", "nbytes")
 
     def __init__(self, nbytes: int, device: torch.device, name: str) -> None:
         with torch.inference_mode(False):
@@ -120,6 +124,7 @@ class TransientBuffer:
         self._storage = self._raw.untyped_storage()
         self.nbytes = nbytes
         self.name = name
+        self.allocated = True
 
     def view(
         self,
@@ -129,20 +134,17 @@ class TransientBuffer:
         strides: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
         """A tensor over the buffer, which must be allocated; ``strides`` in elements."""
-        assert self._storage.nbytes() == self.nbytes, f"{self.name} is not allocated"
+        assert self.allocated, f"{self.name} is not allocated"
         with torch.inference_mode(False):
             return _aliased(self._raw, dtype, byte_offset, shape, strides)
 
     def acquire(self) -> None:
         """Allocate on the current stream, if the memory is not there; contents are undefined."""
-        if self._storage.nbytes() != self.nbytes:  # to resize would move memory that is there
+        if not self.allocated:  # to resize would move memory that is there
             self._storage.resize_(self.nbytes)
+            self.allocated = True
 
     def release(self) -> None:
         """Give the memory back to the current stream's allocator."""
+        self.allocated = not self.nbytes  # first: an interrupt in between costs a copy at most
         self._storage.resize_(0)
-
-    @property
-    def allocated(self) -> bool:
-        """Whether the memory is there (always, for an empty buffer)."""
-        return self._storage.nbytes() == self.nbytes

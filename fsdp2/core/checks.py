@@ -39,8 +39,9 @@ from fsdp2.core.group import ParamGroup
 from fsdp2.core.hooks import UnitHooks, all_hooks
 from fsdp2.core.param import compute_dtype, is_extended
 from fsdp2.core.pending import PendingReduction
+from fsdp2.core.program import Job
 from fsdp2.core.progress import OptimizerSteps
-from fsdp2.core.reduction import Job, SegmentReduction
+from fsdp2.core.reduction import SegmentReduction
 from fsdp2.core.selection import Plan, axes_in
 from fsdp2.core.sharding import local_of
 from fsdp2.core.states import State

@@ -1,6 +1,6 @@
 """The only module that touches c10d, and the one place for what differs between torch versions.
 
-    Collectives ── all_gather(out, in), all_gather_many(outs, ins)          shard axis
+    Collectives ── all_gather(out, in), bind_all_gather(outs, ins)()         shard axis
                 ── reduce_scatter(out, in, op), reduce_scatter_many(outs, ins, op)
                 ── the user's own of both; exchange(numbers)
     Replicas    ── all_reduce(tensor, op)                                   replicate axis
@@ -15,8 +15,9 @@ time than the call.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -151,8 +152,8 @@ class Collectives(Protocol):
     def all_gather(self, output: Any, input_: Any) -> Any:
         """``output``: [size * n], ``input_``: [n]."""
 
-    def all_gather_many(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> Any:
-        """As ``all_gather`` for each pair, in one launch."""
+    def bind_all_gather(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> Callable[[], Any]:
+        """What runs ``all_gather`` for each pair, in one launch, whenever it is called."""
 
     def reduce_scatter(self, output: Any, input_: Any, kind: ReduceKind) -> Any:
         """``output``: [n], ``input_``: [size * n]."""
@@ -254,6 +255,21 @@ class GroupCollectives:
             and the collective runs while the host goes on.
     """
 
+    __slots__ = (
+        "_asynchronous",
+        "_gather",
+        "_gather_many",
+        "_gather_options",
+        "_scatter",
+        "_scatter_many",
+        "coalesces",
+        "device",
+        "group",
+        "premultiplies",
+        "rank",
+        "size",
+    )
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device, asynchronous: bool) -> None:
         self.group = group
         self.device = device
@@ -284,12 +300,14 @@ class GroupCollectives:
         """Gather one flat tensor; ``output``: [size * n], ``input_``: [n]."""
         return self._deliver(self._gather(output, input_, self._gather_options))
 
-    def all_gather_many(
+    def bind_all_gather(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> Any:
-        """Gather many flat tensors in one launch."""
-        work = self._gather_many(outputs, inputs, self._gather_options)
-        return self._deliver(work) if self._asynchronous else work
+    ) -> Callable[[], Any]:
+        """Gather many flat tensors in one launch; where nothing is to be waited for, no more."""
+        launch = functools.partial(self._gather_many, outputs, inputs, self._gather_options)
+        if not self._asynchronous:
+            return launch
+        return lambda: self._deliver(launch())
 
     def reduce_scatter(self, output: torch.Tensor, input_: torch.Tensor, kind: ReduceKind) -> Any:
         """Reduce and scatter one flat tensor; ``output``: [n], ``input_``: [size * n]."""
@@ -378,7 +396,7 @@ class SoloCollectives:
     def _refuse(self, *_: Any) -> Any:
         raise AssertionError("one rank has nobody to communicate with")
 
-    all_gather = all_gather_many = reduce_scatter = reduce_scatter_many = _refuse
+    all_gather = bind_all_gather = reduce_scatter = reduce_scatter_many = _refuse
     custom_all_gather = custom_reduce_scatter = exchange = _refuse
 
 
@@ -401,11 +419,11 @@ class ComplexCollectives:
         """As `Collectives.all_gather`."""
         return self._real.all_gather(*_as_real((output, input_)))
 
-    def all_gather_many(
+    def bind_all_gather(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> Any:
-        """As `Collectives.all_gather_many`."""
-        return self._real.all_gather_many(_as_real(outputs), _as_real(inputs))
+    ) -> Callable[[], Any]:
+        """As `Collectives.bind_all_gather`."""
+        return self._real.bind_all_gather(_as_real(outputs), _as_real(inputs))
 
     def reduce_scatter(self, output: torch.Tensor, input_: torch.Tensor, kind: ReduceKind) -> Any:
         """As `Collectives.reduce_scatter`."""

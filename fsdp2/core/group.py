@@ -29,8 +29,9 @@ from fsdp2.core.layout import GroupLayout, ParamShape, Slot, Transport, build_la
 from fsdp2.core.param import ShardedParam, Swap, compute_dtype, follow_requires_grad
 from fsdp2.core.pending import PendingReduction, launch_inline, launch_on_lanes
 from fsdp2.core.post_forward import PostForward, SmallerGroup
+from fsdp2.core.program import Job, ReductionSpec
 from fsdp2.core.progress import OptimizerSteps, communication_error
-from fsdp2.core.reduction import Job, ReductionSpec, SegmentReduction
+from fsdp2.core.reduction import SegmentReduction
 from fsdp2.core.states import GATHERING, RESHARDED, SHARDED, UNSHARDED, refused
 from fsdp2.core.streams import COMPUTE, Streams
 from fsdp2.core.transport import Load, Route, SegmentTransport, make_transports
@@ -72,6 +73,7 @@ class ParamGroup:
         "_gathered_event",
         "_issue",
         "_keeps_mirror",
+        "_keeps_storage",
         "_launch",
         "_load",
         "_loaded_event",
@@ -128,6 +130,7 @@ class ParamGroup:
         self.streams = streams
         self.kernels = kernels
         self.options = options
+        self._keeps_storage = options.keep_storage
         self.device = device
         self.state = SHARDED
         self.observer: Observer | None = None
@@ -229,6 +232,7 @@ class ParamGroup:
         """Take new options: reductions follow now, transports at the next gather."""
         self.reroute = self.reroute or options.all_gather is not self.options.all_gather
         self.options = options
+        self._keeps_storage = options.keep_storage
         if self.bound:
             self.bind_reductions()
 
@@ -278,7 +282,7 @@ class ParamGroup:
         self._bind_smaller()
         if self._mirror is not None:
             self._mirror.release()
-        if not (self.bound and self.options.keep_storage):  # memory that is kept stays in place
+        if not (self.bound and self._keeps_storage):  # memory that is kept stays in place
             self._full.release()
         self.bound, self.reroute = True, False
 
@@ -367,8 +371,8 @@ class ParamGroup:
         """
         assert self.layout is not None
         kept = [r for r in self._reductions if r.partial_sums is not None]
-        known = {id(param) for reduction in kept for param in reduction.members}
         self._rebinds = bool(kept)
+        known = {id(param) for reduction in kept for param in reduction.members}
         waiting = {id(m) for r in self._reductions for m in r.members} if self._accumulated else ()
         self._reduces_frozen = False
         members: list[tuple[ReductionSpec, ShardedParam, Slot]] = []
@@ -394,15 +398,15 @@ class ParamGroup:
         The side lanes wait for COMPUTE as it is now: whatever used the memory that the gathered
         buffer is given was issued there before (invariant I2).
         """
-        if not self.state.needs_gather:
-            raise refused("start_unshard", self.name, self.state)
-        route = self._route
-        if self.state is RESHARDED:
+        if self.state is SHARDED:
+            route = self._route
+            self._gathered_at = OptimizerSteps.count
+        elif self.state is RESHARDED:
             assert self._smaller is not None
             route = self._smaller.route
             self._follow_between()
         else:
-            self._gathered_at = OptimizerSteps.count
+            raise refused("start_unshard", self.name, self.state)
         self.state, self._taken = GATHERING, route
         if route.early:
             self._full.acquire()
@@ -420,10 +424,9 @@ class ParamGroup:
         """Make COMPUTE wait for the all-gather and register the gathered parameters."""
         if self.state is not GATHERING:
             raise refused("finish_unshard", self.name, self.state)
-        route = self._taken
         self._await_gather()
-        if route.finishes:
-            self._finish_copies(route)
+        if self._taken.finishes:
+            self._finish_copies(self._taken)
         if self._smaller is not None:
             self._smaller.release()
         for store, name, param in self._to_unsharded:
@@ -496,7 +499,7 @@ class ParamGroup:
             self._loaded_event = None
 
     def _release_full(self) -> None:
-        if not self.options.keep_storage:
+        if not self._keeps_storage:
             self._full.release()
             if self._extension is not None:
                 self._extension.free()
@@ -516,7 +519,7 @@ class ParamGroup:
             raise
         except RuntimeError as error:
             raise communication_error("all-gather", self.name, error) from error
-        if self._taken.issues and self._gathered_event is not None:
+        if self._gathered_event is not None and self._taken.issues:
             self.streams.wait(COMPUTE, self._gathered_event, "compute after all-gather")
 
     def refresh_requires_grad(self) -> None:
@@ -543,7 +546,7 @@ class ParamGroup:
 
         Args:
             all_reduce: whether the reduction takes partial sums, too.
-            fill: whether absent gradients are taken as zeros, if the user asked for that.
+            fill: whether absent gradients are taken as zeros, if the user asked that of the group.
             again: whether it is the second time in a backward: hardly anything is there.
         """
         summed, self._accumulated = self._accumulated, False

@@ -108,6 +108,24 @@ class UnitHooks:
         streams: lanes of the device.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_cast_to",
+        "_first_group",
+        "_is_list",
+        "_modules",
+        "_nested",
+        "_registrations",
+        "_waiting",
+        "arguments",
+        "device",
+        "ignored",
+        "precision",
+        "scheduler",
+        "streams",
+        "unit",
+    )
+
     def __init__(
         self,
         unit: Unit,
@@ -451,7 +469,7 @@ def start(hooks: UnitHooks) -> Scheduler:
     for below, names in found.items():
         below.scheduler = scheduler
         below.unit.name = ", ".join(names)
-        below.unit.visits, below.unit.inside = [], []  # which the scheduler before counted
+        below.unit.visits = []  # which the scheduler before counted
         below.unit.is_root = below is hooks
     _name_parameters(root, found)
     layouts = [(u.title, [g.layout for g in u.groups if g.layout]) for u in scheduler.units]

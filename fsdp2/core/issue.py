@@ -51,6 +51,18 @@ def issue_on_lanes(streams: Streams, route: Route, name: str, works: list[Any]) 
     return Issued(copied, streams.record(ALL_GATHER, "all-gather done"))
 
 
+def _communicate(route: Route, name: str, works: list[Any]) -> None:
+    try:
+        for gather in route.gathers:
+            work = gather()
+            if work is not None:
+                works.append(work)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise communication_error("all-gather", name, error) from error
+
+
 _DONE = Issued()
 
 
@@ -58,17 +70,13 @@ def issue_inline(streams: Streams, route: Route, name: str, works: list[Any]) ->
     """As `issue_on_lanes` where all lanes are one, as on a CPU."""
     for transport in route.copying:
         transport.copy_in()
-    _communicate(route, name, works)
-    return _DONE
-
-
-def _communicate(route: Route, name: str, works: list[Any]) -> None:
-    try:
-        for transport in route.gathering:
-            work = transport.gather()
+    try:  # as in `_communicate`, without its call
+        for gather in route.gathers:
+            work = gather()
             if work is not None:
                 works.append(work)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
         raise communication_error("all-gather", name, error) from error
+    return _DONE

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from fsdp2.core.program import Job, Program, Step
 from fsdp2.core.progress import communication_error
-from fsdp2.core.reduction import COLLECTIVES, Job, Program, SegmentReduction, Step
+from fsdp2.core.reduction import COLLECTIVES, SegmentReduction
 from fsdp2.core.streams import ALL_REDUCE, COMPUTE, REDUCE
 
 

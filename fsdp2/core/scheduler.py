@@ -55,6 +55,8 @@ class Scheduler:
         builds_graph: whether the running backward records a graph of its own (``create_graph``).
         holds: whether such a graph may still be used: parameters stay gathered for it until a
             backward that records none is over, as no hook sees which of them it reads.
+        groups: all parameter groups.
+        unreduced: whether a group may hold gradients of backwards without sync, or partial sums.
         ranges: whether groups mark their operations for a profiler; compared with the profiler's
             own flag, without a call, when a forward or backward begins.
     """
@@ -80,6 +82,7 @@ class Scheduler:
         self._starts: list[int] = []  # first positions of this iteration's forwards
         self._running: list[Unit] = []  # this forward's order of entries
         self._finished: list[Unit | None] = []  # this iteration's exits, till their backward comes
+        self._without_groups: set[Unit | None] = set()  # units that have visits none the less
         self._retracing = Retracing(self._finished, self._starts)  # where no unit may be missed
         self._records_exits = False
         self._prefetched: Unit | None = None  # gathered on a guess, not yet used
@@ -92,21 +95,22 @@ class Scheduler:
         self.unawaited = False
         self.resets = 0
         self.ranges = False
+        self.unreduced = True  # so that somebody looks
         self.refresh()
 
     def refresh(self) -> None:
         """Take up what counts for all units: their flags, and which groups they have."""
-        groups = [group for unit in self.units for group in unit.groups]
+        self.groups = [group for unit in self.units for group in unit.groups]
         if self.ranges:
-            record_ranges(groups, True)
-        self._offloaded = [group for group in groups if group.offload is not None]
+            record_ranges(self.groups, True)
+        self._offloaded = [group for group in self.groups if group.offload is not None]
         self._window = max((unit.input_buffers for unit in self.units), default=1)
-        self._misses_none = any(group.options.reduce_unused for group in groups)
+        self._misses_none = any(group.options.reduce_unused for group in self.groups)
 
     def follow_profiler(self) -> None:
         """A profiler was started or stopped: mark operations by unit name, or no longer."""
         self.ranges = profiler._is_profiler_enabled
-        record_ranges([group for unit in self.units for group in unit.groups], self.ranges)
+        record_ranges(self.groups, self.ranges)
 
     # ---- forward
 
@@ -164,10 +168,8 @@ class Scheduler:
         if not unit.groups:
             return
         self._running.append(unit)
-        if self._records_exits:
-            unit.inside.append(len(self._finished))
-            if self._misses_none:
-                self._retracing.forward_begins(unit)
+        if self._misses_none and self._records_exits:
+            self._retracing.forward_begins(unit)
         known = self._advance(unit)
         self._gather(unit)
         for group in unit.groups:
@@ -201,6 +203,7 @@ class Scheduler:
         if unit is self.forward_root:
             if not unit.groups and self._records_exits and len(self._finished) > self._starts[-1]:
                 unit.visits.append(len(self._finished) - 1)  # the last inside
+                self._without_groups.add(unit)
             self._end_forward(unit)
 
     def _end_forward(self, root: Unit) -> None:
@@ -267,10 +270,8 @@ class Scheduler:
             position = unit.visits.pop()
             self._finished[position] = None
         self._entered = position
-        if unit.inside:
-            unit.began = unit.inside.pop()
-            if self._misses_none:
-                self._retracing.backward_begins(unit)
+        if self._misses_none:
+            self._retracing.backward_begins(unit)
         if unit.unshard_in_backward:
             self._gather(unit)
         else:
@@ -313,6 +314,8 @@ class Scheduler:
             reshard: whether to free.
             over: whether the whole backward has run, not this call's alone.
         """
+        if not (unit.sync and unit.all_reduce):
+            self.unreduced = True
         # Once no more gradients are to come, absent ones may count as zeros (invariant I10).
         fill = (over or not unit.visits) and unit.sync and not unit.filled
         if fill:
@@ -326,8 +329,10 @@ class Scheduler:
                 continue
             # Where absent gradients count, ranks differ in which they have: one reduction takes
             # them all, when none is to come any more (invariant I11).
-            waits = group.options.reduce_unused and not (fill or over)
-            jobs = [] if waits else group.collect(unit.all_reduce, fill, again)
+            if self._misses_none and group.options.reduce_unused and not (fill or over):
+                jobs = []
+            else:
+                jobs = group.collect(unit.all_reduce, fill and self._misses_none, again)
             if reshard and group.state is not SHARDED:
                 group.reshard()
             if jobs:
@@ -347,13 +352,14 @@ class Scheduler:
         self.holds = self.builds_graph
         last = self.is_last_backward and not self.manual
         for unit in self.units:
-            if unit.phase is FORWARD and self.forward_root is not None:
-                continue  # a backward inside a forward: its parameters are in use
-            if unit.phase is IDLE and not last:
-                continue  # its backward is to come; it may be gathered for that
-            if unit.phase is REDUCED and unit.filled and unit.is_over:  # as most are
+            phase = unit.phase
+            if phase is REDUCED and unit.filled and unit.is_over:  # as most are
                 unit.phase = IDLE
                 continue
+            if phase is FORWARD and self.forward_root is not None:
+                continue  # a backward inside a forward: its parameters are in use
+            if phase is IDLE and not last:
+                continue  # its backward is to come; it may be gathered for that
             ahead = unit is self._prefetched or unit in self._requested
             keep = (ahead and not last) or self.holds
             reshard = unit.reshard_after_backward and not keep
@@ -400,12 +406,14 @@ class Scheduler:
         self.unawaited = False
 
     def _forget_exits(self) -> None:
+        """The calls whose backward did not come: most often there are none."""
+        for unit in self._without_groups.union(self._finished):
+            if unit is not None:
+                unit.visits.clear()
         self._finished.clear()
+        self._without_groups.clear()
         self._starts.clear()
         self._retracing.forget()
-        for unit in self.units:
-            unit.visits.clear()
-            unit.inside.clear()
 
     def _make_room(self, group: ParamGroup, first: bool) -> None:
         """Before ``group`` reduces: the window's reductions hold inputs, none of them its (I7).

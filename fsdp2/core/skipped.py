@@ -28,10 +28,17 @@ def running_node() -> int | None:
 
 
 class _Begin(NamedTuple):
-    """When a unit's call began: which call of a unit it was, and autograd's next node then."""
+    """When a unit's call began.
+
+    Attributes:
+        call: how many calls had begun before it.
+        node: autograd's next node then.
+        ended: how many calls had ended before it: the first position that is inside of it.
+    """
 
     call: int
     node: int
+    ended: int
 
 
 class Backward(Protocol):
@@ -66,7 +73,8 @@ class Retracing:
 
     def forward_begins(self, unit: Unit) -> None:
         """A call of ``unit`` begins that has a backward."""
-        self._begins.setdefault(unit, []).append(_Begin(self._calls, _next_node()))
+        begin = _Begin(self._calls, _next_node(), len(self._finished))
+        self._begins.setdefault(unit, []).append(begin)
         self._calls += 1
 
     def forward_ends(self) -> None:
@@ -116,7 +124,7 @@ class Retracing:
 
     def exit(self, unit: Unit, backward: Backward) -> None:
         """The end of ``unit`` was seen: take up the rest of what is inside it."""
-        self._catch_up(unit.began, backward)
+        self._catch_up(self.inside[unit].ended, backward)
         self._leave_until(lambda last: last is unit, backward)
         del self.inside[unit]
 
@@ -152,7 +160,7 @@ class Retracing:
 
     def _leave_behind(self, position: int, backward: Backward) -> None:
         """Leave the units whose calls began behind ``position``."""
-        self._leave_until(lambda last: last.began <= position, backward)
+        self._leave_until(lambda last: self.inside[last].ended <= position, backward)
 
     def _leave_until(self, stays: Callable[[Unit], bool], backward: Backward) -> None:
         """Leave units, the one whose call began last first, until that one ``stays``."""

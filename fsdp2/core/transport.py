@@ -20,7 +20,7 @@ the lanes that the group chooses:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -40,6 +40,7 @@ class SegmentTransport:
         communicates: whether there is a collective.
         stages: whether acquire, copy_out or release do anything.
         aliases: whether gathered parameters are views of the shard.
+        gather: runs the collective; returns what must be waited for, or ``None``.
     """
 
     casts = False
@@ -47,6 +48,7 @@ class SegmentTransport:
     communicates = True
     stages = True
     aliases = False
+    gather: Callable[[], Any]
 
     def __init__(
         self, segment: Segment, shard: Any, full: Any, collectives: Collectives, kernels: Kernels
@@ -75,9 +77,6 @@ class SegmentTransport:
 
     def copy_in(self) -> None:
         """Cast the shards."""
-
-    def gather(self) -> Any:
-        """Run the collective; returns what must be waited for, or None."""
 
     def copy_out(self) -> None:
         """Put the pieces in place."""
@@ -129,14 +128,12 @@ class CoalescedTransport(SegmentTransport):
         if segment.tail:
             sizes.append(segment.tail)
         self._shards = list(kernels.pieces(self._shard_flat(), sizes))[: len(slots)]
-        self._outputs = [self._slot_view(slot, (slot.full_numel,)) for slot in slots]
+        outputs = [self._slot_view(slot, (slot.full_numel,)) for slot in slots]
         self._inputs = [self._own_piece(slot) for slot in slots] if self.casts else self._shards
+        self.gather = self.collectives.bind_all_gather(outputs, self._inputs)
 
     def copy_in(self) -> None:
         self.kernels.copy_many(self._inputs, self._shards)
-
-    def gather(self) -> Any:
-        return self.collectives.all_gather_many(self._outputs, self._inputs)
 
     def _own_piece(self, slot: Slot) -> Any:
         return self._slot_view(
@@ -460,6 +457,7 @@ class Route:
 
     Attributes:
         gathering: those with a collective.
+        gathers: the collectives.
         acquiring: what needs memory in front of the collectives.
         copying: what copies in front of them.
         finishing: those with something to do behind the collectives.
@@ -469,8 +467,21 @@ class Route:
         finishes: whether anything is to do behind what was issued.
     """
 
+    __slots__ = (
+        "acquiring",
+        "copying",
+        "early",
+        "finishes",
+        "finishing",
+        "gathering",
+        "gathers",
+        "issues",
+        "loads",
+    )
+
     def __init__(self, transports: Sequence[SegmentTransport], load: Load | None = None) -> None:
         self.gathering = [t for t in transports if t.communicates]
+        self.gathers = [t.gather for t in self.gathering]
         self.loads = load is not None
         loads: list[Any] = [] if load is None else [load]
         self.acquiring = [*loads, *(t for t in self.gathering if t.stages)]

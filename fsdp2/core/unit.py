@@ -46,10 +46,27 @@ class Unit:
         is_root: whether it is the root of its scheduler.
         phase: where it is in the iteration.
         visits: a position in the forward's order of exits for each call whose backward is to come.
-        inside: for each of them, the first position that was inside the call.
-        began: the same for the call whose backward is under way.
         filled: whether its absent gradients were taken as zeros since its backward began.
     """
+
+    __slots__ = (
+        "__weakref__",
+        "all_reduce",
+        "backward_prefetch",
+        "filled",
+        "forward_prefetch",
+        "groups",
+        "input_buffers",
+        "is_root",
+        "name",
+        "options",
+        "phase",
+        "reshard_after_backward",
+        "reshard_after_forward",
+        "sync",
+        "unshard_in_backward",
+        "visits",
+    )
 
     def __init__(
         self,
@@ -71,8 +88,6 @@ class Unit:
         self.is_root = False
         self.phase = IDLE
         self.visits: list[int] = []
-        self.inside: list[int] = []
-        self.began = 0
         self.filled = False
 
     @property

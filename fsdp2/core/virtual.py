@@ -29,7 +29,7 @@ Dropping a wait (`drop_wait`) shows that the checker notices.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -437,8 +437,8 @@ class VirtualCollectives:
     def all_gather(self, output: Any, input_: Any) -> None:
         self._device.run("all_gather", [input_], [output])
 
-    def all_gather_many(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
-        self._device.run("all_gather", inputs, outputs)
+    def bind_all_gather(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> Callable[[], None]:
+        return lambda: self._device.run("all_gather", inputs, outputs)
 
     def reduce_scatter(self, output: Any, input_: Any, kind: ReduceKind) -> None:
         self._device.run("reduce_scatter", [input_], [output])

@@ -7,7 +7,7 @@ takes the zero-copy path on CPU ranks, and on two ranks that share a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -26,12 +26,17 @@ class LoopedCollectives(GroupCollectives):
         self.coalesces = True
         self.launches = 0
 
-    def all_gather_many(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        self.launches += 1
-        for output, input_ in zip(outputs, inputs, strict=True):
-            work = self.all_gather(output, input_)
-            if work is not None:
-                work.wait()
+    def bind_all_gather(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> Callable[[], None]:
+        def gather_many() -> None:
+            self.launches += 1
+            for output, input_ in zip(outputs, inputs, strict=True):
+                work = self.all_gather(output, input_)
+                if work is not None:
+                    work.wait()
+
+        return gather_many
 
     def reduce_scatter_many(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], kind: ReduceKind

@@ -50,7 +50,7 @@ def test_what_is_not_asynchronous_leaves_nothing_to_wait_for() -> None:
     assert collectives.premultiplies
     output, input_ = torch.zeros(64, device="cuda"), torch.ones(64, device="cuda")
     assert collectives.all_gather(output, input_) is None
-    assert collectives.all_gather_many([output], [input_]) is None
+    assert collectives.bind_all_gather([output], [input_])() is None
 
 
 @ranks(1)

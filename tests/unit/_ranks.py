@@ -63,12 +63,15 @@ class ThreadCollectives:
         self.calls.append("all_gather")
         self._gather(output, input_)
 
-    def all_gather_many(
+    def bind_all_gather(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> None:
-        self.calls.append("all_gather_many")
-        for output, input_ in zip(outputs, inputs, strict=True):
-            self._gather(output, input_)
+    ) -> Callable[[], None]:
+        def gather_many() -> None:
+            self.calls.append("all_gather_many")
+            for output, input_ in zip(outputs, inputs, strict=True):
+                self._gather(output, input_)
+
+        return gather_many
 
     def reduce_scatter(self, output: torch.Tensor, input_: torch.Tensor, kind: ReduceKind) -> None:
         self.calls.append("reduce_scatter")

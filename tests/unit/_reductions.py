@@ -10,7 +10,8 @@ import torch
 
 from fsdp2.core.kernels import TorchKernels
 from fsdp2.core.layout import Cut, ParamShape, Slot, build_layout
-from fsdp2.core.reduction import ReductionSpec, SegmentReduction
+from fsdp2.core.program import ReductionSpec
+from fsdp2.core.reduction import SegmentReduction
 from fsdp2.core.stand_ins import StandIn
 from tests.unit._cuts import as_cut
 

@@ -39,6 +39,7 @@ LAYERS = (
     "issue",
     "division",
     "kept",
+    "program",
     "reduction",
     "pending",
     "binding",

@@ -11,7 +11,8 @@ import pytest
 
 from fsdp2.core.group import ParamGroup
 from fsdp2.core.pending import PendingReduction
-from fsdp2.core.reduction import Job, SegmentReduction
+from fsdp2.core.program import Job
+from fsdp2.core.reduction import SegmentReduction
 from fsdp2.core.scheduler import Scheduler
 from fsdp2.core.streams import Lane
 from fsdp2.core.transport import PackedTransport
