@@ -28,7 +28,8 @@ def main() -> None:
     if as_module:
         runpy.run_module(target[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = os.path.dirname(os.path.abspath(target[0]))
+        if not getattr(sys.flags, "safe_path", False):  # else the first is the user's
+            sys.path[0] = os.path.dirname(os.path.realpath(target[0]))
         runpy.run_path(target[0], run_name="__main__")
 
 

@@ -264,6 +264,31 @@ def test_a_script_runs_as_it_would_without_us(
     assert capsys.readouterr().out == expected
 
 
+def test_a_link_runs_beside_the_neighbours_of_its_script(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python follows the link."""
+    (folder / "link.py").symlink_to(folder / "scripts" / "script.py")
+    monkeypatch.chdir(folder)
+    assert _run(monkeypatch, "link.py") == 3
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has had -P since 3.11")
+def test_a_safe_path_stays_one(folder: Path) -> None:
+    """There the script's folder is not searched; what is first is the user's."""
+    (folder / "script.py").write_text("import sys; print(sys.path[0])")
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "fsdp2.run", "script.py"],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (done.stdout, done.returncode) == (f"{ROOT}\n", 0), done.stderr
+
+
 def test_a_module_runs_as_it_would_without_us(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
