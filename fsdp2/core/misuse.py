@@ -113,7 +113,8 @@ def explain_loading(errors: list[str]) -> None:
                 f"parameter '{key[1]}' is sharded, but the state dict holds a plain tensor for it; "
                 f"load whole tensors with torch.distributed.checkpoint.state_dict."
                 f"set_model_state_dict(model, state_dict, "
-                f"options=StateDictOptions(full_state_dict=True))"
+                f"options=StateDictOptions(full_state_dict=True)), after reshard() on units that "
+                f"are gathered"
             )
 
 

@@ -18,9 +18,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
@@ -398,6 +400,23 @@ def test_plain_tensors_are_refused_and_nothing_is_lost(assign: bool) -> None:
     assert all(isinstance(param, DTensor) for param in model.parameters())
     losses(model, adamw(model.parameters()), parallelism, ladder_batches(1))
     assert set(get_model_state_dict(model)) == set(before)
+
+
+@ranks(2)
+def test_whole_tensors_while_a_unit_is_gathered() -> None:
+    """torch's function finds gathered parameters then; the error says what it waits for."""
+    model = shard(OURS, seeded(MLP))
+    whole = seeded(MLP, seed=1).state_dict()
+    options = StateDictOptions(full_state_dict=True)
+    with torch.no_grad():
+        model(torch.ones(2, DIM))
+    with raises("plain-state-dict") as error:
+        set_model_state_dict(model, dict(whole), options=options)
+    assert "reshard()" in str(error.value)
+    model.reshard()
+    set_model_state_dict(model, dict(whole), options=options)
+    loaded = {name: param.full_tensor() for name, param in model.named_parameters()}
+    assert_equal(loaded, dict(whole), "loaded")
 
 
 @ranks(2)
