@@ -3,7 +3,7 @@
     DIR/latest                 the name of the newest complete checkpoint, replaced atomically
     DIR/step-000050/           one checkpoint: files of torch.distributed.checkpoint
     DIR/step-000050/run.json   where the run stood, and what it may be resumed with (`RunState`)
-    DIR/.saving-step-000100/   one being written; swept away at the next start
+    DIR/.saving-step-000100/   one being written; swept away at the next save
 
 A checkpoint is written beside the good ones, flushed to disk, renamed, and only then named in
 `latest`. All ranks must see the same DIR; one run at a time may save into it.
