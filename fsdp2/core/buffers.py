@@ -8,7 +8,7 @@ saves views of gathered parameters for backward; when the storage is filled agai
 valid again (invariant I3). One storage means one allocation and one free a gather, whatever the
 number of parameters.
 
-Each view has a version counter of its own (`.data`): collectives and copies bump the counter of
+Each view has a version counter of its own (`_aliased`): collectives and copies bump the counter of
 the view that they write to, never that of the parameter that autograd saved (invariant I4).
 """
 
