@@ -550,11 +550,14 @@ class ParamGroup:
             again: whether it is the second time in a backward: hardly anything is there.
         """
         summed, self._accumulated = self._accumulated, False
+        zeros = fill and self.options.reduce_unused
+        if zeros and not self.bound:
+            self.bind()  # of a unit that no forward has called yet
         jobs = []
         for reduction in self._reductions:
             if again and not fill and not reduction.has_work:
                 continue
-            job = reduction.collect(fill and self.options.reduce_unused, all_reduce, summed)
+            job = reduction.collect(zeros, all_reduce, summed)
             if job is not None:
                 jobs.append((reduction, job))
         return jobs

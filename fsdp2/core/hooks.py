@@ -356,15 +356,20 @@ class UnitHooks:
                 base.grad_fn.register_prehook(self._on_base_grad)
 
     def _on_output_grad(self, grad: torch.Tensor) -> None:
-        if self.unit.phase is not BACKWARD:
+        if self.unit.phase is not BACKWARD or self._is_behind():
             self._enter_backward()
 
     def _on_base_grad(self, grads: Any) -> None:
         unit = self.unit
         if unit.phase is REDUCED and not unit.visits:
             return  # it returned a view of its input: its backward is over
-        if unit.phase is not BACKWARD:
+        if unit.phase is not BACKWARD or self._is_behind():
             self._enter_backward()
+
+    def _is_behind(self) -> bool:
+        """Whether this gradient is an earlier call's; the one that the unit was in is left then."""
+        assert self.scheduler is not None
+        return self.scheduler.leave_later_call(self.unit)
 
     def exit_backward(self, grad: torch.Tensor | None = None) -> None:
         """The gradients of the unit's inputs are there."""

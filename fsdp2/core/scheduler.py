@@ -283,6 +283,17 @@ class Scheduler:
             if following is not None and following.unshard_in_backward:
                 self._prefetch(following)
 
+    def leave_later_call(self, unit: Unit) -> bool:
+        """Leave ``unit`` if a gradient has come to a call before the one whose backward it is in.
+
+        Returns:
+            Whether it was left: the earlier call is to be entered.
+        """
+        if not (self._misses_none and unit.visits and self._retracing.is_past(unit)):
+            return False
+        self.exit_backward(unit)
+        return True
+
     def enter_recomputation(self, unit: Unit) -> None:
         """Gather ``unit``, in backward, for a forward that runs again."""
         if unit.is_sharded:

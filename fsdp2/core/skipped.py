@@ -111,6 +111,14 @@ class Retracing:
         self._catch_up(bisect.bisect_right(self._ends, node + 1), backward)
         self._leave_until(lambda last: self.inside[last].node <= node, backward)
 
+    def is_past(self, unit: Unit) -> bool:
+        """Whether backward runs a node that is older than the call whose backward ``unit`` is in.
+
+        Nobody enters anything between two calls of a unit where a rank skips what is there.
+        """
+        begin, node = self.inside.get(unit), running_node()
+        return begin is not None and node is not None and node < begin.node
+
     def _follow(self, position: int, backward: Backward) -> None:
         """The backward is in the forward that ``position`` is in."""
         forward = bisect.bisect_right(self._starts, position) - 1

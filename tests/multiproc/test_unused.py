@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import fsdp2
 from fsdp2 import fully_shard
 from tests.common import meshes, models
 from tests.common.gradients import unsharded_grads
@@ -301,6 +302,59 @@ def test_a_unit_that_is_called_twice_and_returns_its_input_on_one_rank() -> None
     expected = {name: p.grad / 2 for name, p in plain.named_parameters() if p.grad is not None}
     assert len(expected) == 2
     assert_close(full_grads(model), expected, FP32)
+
+
+class Dropping(nn.Module):
+    """Units between two layers of the root's; ``used`` says which of their outputs go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+        self.last = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, used: list[bool]) -> Tensor:
+        x = self.first(x)
+        for block, uses in zip(self.blocks, used, strict=True):
+            y = block(x)
+            x = x + y if uses else x
+        return self.last(x)
+
+
+@ranks(2)
+@pytest.mark.parametrize("used", [[False, False], [True, False], [False, True]])
+def test_one_backward_of_two_forwards_whose_inputs_require_no_grad(used: list[bool]) -> None:
+    """The root's end is not seen, and where a rank skips all units nothing else leaves it."""
+    model, plain = models.seeded(Dropping), models.seeded(Dropping)
+    for block in model.blocks:
+        fully_shard(block, mesh=world_mesh())
+    fully_shard(model, mesh=world_mesh())
+    model.set_reduce_scatter_unused_params(True)
+    x, uses = torch.ones(2, DIM), [[True, True], used]
+    with fsdp2.debug(check_ranks=True):
+        for _ in range(2):
+            model.zero_grad()
+            first, second = (model(x * n, uses[dist.get_rank()]) for n in (1, 2))
+            (first + second).sum().backward()
+    for rank in range(2):
+        (plain(x, uses[rank]) + plain(x * 2, uses[rank])).sum().backward()
+    expected = {name: p.grad / 2 for name, p in plain.named_parameters() if p.grad is not None}
+    assert_close(full_grads(model), expected, FP32)
+
+
+@ranks(2)
+def test_units_that_no_forward_has_called_count_as_zeros() -> None:
+    """All of them: also those that nobody gathered by a wrong guess of what is next."""
+    model: Any = models.seeded(models.Choosy)
+    for choice in model.choices.values():
+        fully_shard(choice, mesh=world_mesh())
+    fully_shard(model, mesh=world_mesh())
+    model.set_reduce_scatter_unused_params(True)
+    model.active = ("a",)
+    model(torch.ones(2, DIM)).sum().backward()
+    for name in ("b", "c"):
+        weight = model.choices[name].weight
+        assert_equal(weight.grad.full_tensor(), torch.zeros(DIM, DIM), name)
 
 
 @ranks(2)
