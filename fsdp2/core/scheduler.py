@@ -251,7 +251,7 @@ class Scheduler:
             return
         if self._misses_none and unit.visits:
             if recomputed_for is not None:  # it is entered when its turn is
-                self._retracing.recompute(unit.visits[-1], recomputed_for, self)
+                self._retracing.recompute(unit, recomputed_for, self)
                 self._gather(unit)
                 return
             self._retracing.enter(unit.visits[-1], self)

@@ -93,23 +93,28 @@ class Retracing:
         self._catch_up(position + 1, backward)
         self._leave_behind(position, backward)
 
-    def recompute(self, position: int, node: int, backward: Backward) -> None:
-        """The call that ended at ``position`` runs again; take up what backward is past.
+    def recompute(self, unit: Unit, node: int, backward: Backward) -> None:
+        """The last call of ``unit`` runs again; take up what backward is past.
 
         That is not all behind it, where more units than this one run again.
 
         Args:
-            position: of the call.
+            unit: whose call it is.
             node: sequence number of the node of autograd that it runs for.
             backward: what enters and leaves units.
         """
-        self._follow(position, backward)
+        self._follow(unit.visits[-1], backward)
         if len(self._ends) < len(self._finished):  # the mode was chosen after the forward
             return
+        begun = self._begins.get(unit)
+        around = _Begin(begun[-1].call if begun else 0, 0)  # of none, where all were entered
         # Not calls in which that node is the last, nor those of a reentrant checkpoint that it is
         # the node of: they made none.
         self._catch_up(bisect.bisect_right(self._ends, node + 1), backward)
-        self._leave_until(lambda last: self.inside[last].node <= node, backward)
+        # Nor a list of modules around this call, of which it was the first thing in the checkpoint.
+        self._leave_until(
+            lambda last: self.inside[last].node <= node or self.inside[last] < around, backward
+        )
 
     def is_past(self, unit: Unit) -> bool:
         """Whether backward runs a node that is older than the call whose backward ``unit`` is in.

@@ -224,6 +224,30 @@ def test_a_list_in_a_checkpoint(reentrant: bool) -> None:
     _assert_like_unsharded(model, plain, reentrant)
 
 
+class Around(nn.Module):
+    """A list of modules, the first in a checkpoint and around a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Bent(2), nn.Linear(DIM, DIM)])
+        self.bias = nn.Parameter(torch.ones(DIM))
+
+    def forward(self, x: Tensor, rank: int, reentrant: bool) -> Tensor:
+        x = checkpoint(self.parts[0], x + self.bias, rank, use_reentrant=reentrant)
+        return self.parts[1](x)
+
+
+@ranks(2)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_unit_inside_a_list_in_a_checkpoint(reentrant: bool) -> None:
+    """The list is entered before: its first module runs again in the middle of its backward."""
+    model, plain = models.seeded(Around), models.seeded(Around)
+    fully_shard(model.parts[0].linear, mesh=world_mesh())
+    fully_shard([*model.parts], mesh=world_mesh())
+    fully_shard(model, mesh=world_mesh())
+    _assert_like_unsharded(model, plain, reentrant)
+
+
 class Inner(nn.Module):
     """A unit around a unit; the outer may have no parameters."""
 
