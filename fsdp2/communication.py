@@ -103,12 +103,11 @@ class CommunicationControls:
         """Reduce parameters without a gradient as zeros, and give them the result as ``.grad``.
 
         Ranks on which different parameters of a unit are used run the same collectives in any
-        case, if each uses some of every dtype and transport in it. This is for units whose outputs
-        some ranks do not use at all: their backward is taken through the collectives of one that
-        uses them, in the same order. All ranks must run the same forwards. Where an iteration has
-        several backwards, call `set_is_last_backward(False)` before all but the last. A
-        checkpointed region that holds several units must be recomputed on all ranks or on none: its
-        gathers follow the order of forward.
+        case. This is for units whose outputs some ranks do not use at all: their backward is taken
+        through the collectives of one that uses them, in the same order. All ranks must run the
+        same forwards. Where an iteration has several backwards, call `set_is_last_backward(False)`
+        before all but the last. A checkpointed region that holds several units must be recomputed
+        on all ranks or on none: its gathers follow the order of forward.
 
         Args:
             reduce_scatter_unused_params: default behaviour is ``False``.

@@ -1,5 +1,6 @@
 """What a group's layout and options ask for.
 
+ShardedParam, GroupOptions  ──> what the layout is built from
 GroupLayout                 ──> the transport of parameters with all-gather hooks
 ShardedParam, GroupOptions  ──> ReductionSpec: parameters of equal specs are reduced together
 """
@@ -13,11 +14,22 @@ from fsdp2.core.collectives import Collectives, Replicas
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
 from fsdp2.core.extension import ExtensionContext, ExtensionTransport
 from fsdp2.core.kernels import Kernels
-from fsdp2.core.layout import GroupLayout, Slot, Transport
+from fsdp2.core.layout import GroupLayout, ParamShape, Slot, Transport
 from fsdp2.core.param import ShardedParam, compute_dtype
 from fsdp2.core.program import ReductionSpec
 from fsdp2.core.reduction import SegmentReduction
 from fsdp2.core.streams import OnStream
+
+
+def shapes_of(params: Sequence[ShardedParam], options: GroupOptions) -> list[ParamShape]:
+    """What the layout needs of the parameters, from their present dtypes."""
+    shapes = []
+    for param in params:
+        shard, full = param.dtype, compute_dtype(options, param)
+        dtypes = (shard, shard.itemsize, full, full.itemsize)
+        shape = ParamShape(param.name, param.shape, param.cut, *dtypes, param.is_extended)
+        shapes.append(shape)
+    return shapes
 
 
 def make_extension(

@@ -18,20 +18,20 @@ from weakref import WeakMethod
 
 import torch
 
-from fsdp2.core.binding import make_extension, make_reductions, reduction_spec
+from fsdp2.core.binding import make_extension, make_reductions, reduction_spec, shapes_of
 from fsdp2.core.collectives import Collectives, Replicas
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, ShardingStateError
 from fsdp2.core.extension import ExtensionContext, ExtensionTransport
 from fsdp2.core.issue import issue_inline, issue_on_lanes
 from fsdp2.core.journal import BIND, BindReason
 from fsdp2.core.kernels import Kernels
-from fsdp2.core.layout import GroupLayout, ParamShape, Slot, Transport, build_layout
-from fsdp2.core.param import ShardedParam, Swap, compute_dtype, follow_requires_grad
+from fsdp2.core.layout import GroupLayout, Slot, Transport, build_layout
+from fsdp2.core.param import ShardedParam, Swap, follow_requires_grad
 from fsdp2.core.pending import PendingReduction, launch_inline, launch_on_lanes
 from fsdp2.core.post_forward import PostForward, SmallerGroup
 from fsdp2.core.program import Job, ReductionSpec
 from fsdp2.core.progress import OptimizerSteps, communication_error
-from fsdp2.core.reduction import SegmentReduction
+from fsdp2.core.reduction import SegmentReduction, with_zeros
 from fsdp2.core.states import GATHERING, RESHARDED, SHARDED, UNSHARDED, refused
 from fsdp2.core.streams import COMPUTE, Streams
 from fsdp2.core.transport import Load, Route, SegmentTransport, make_transports
@@ -187,16 +187,6 @@ class ParamGroup:
 
     # ---- layout and binding
 
-    def shapes(self) -> list[ParamShape]:
-        """What the layout needs of the parameters, from their present dtypes."""
-        shapes = []
-        for param in self.params:
-            shard, full = param.dtype, compute_dtype(self.options, param)
-            dtypes = (shard, shard.itemsize, full, full.itemsize)
-            shape = ParamShape(param.name, param.shape, param.cut, *dtypes, param.is_extended)
-            shapes.append(shape)
-        return shapes
-
     def adopt(self) -> None:
         """Lay the group out and move every parameter's rows into one flat shard.
 
@@ -205,7 +195,9 @@ class ParamGroup:
         """
         self._require_sharded("adopt")
         self.layout = None  # until all have moved: where this is interrupted, all move again
-        layout = build_layout(self.shapes(), self.collectives.size, self.collectives.coalesces)
+        layout = build_layout(
+            shapes_of(self.params, self.options), self.collectives.size, self.collectives.coalesces
+        )
         on_meta = any(param.is_meta for param in self.params)
         if self.offload is None:
             shard = self.kernels.flat(layout.shard_bytes, on_meta)
@@ -291,7 +283,7 @@ class ParamGroup:
         for param in self.params:
             param.check_usable(home, self.offload is not None)
         follow_requires_grad(self.params)
-        shapes = self.shapes()
+        shapes = shapes_of(self.params, self.options)
         layout = build_layout(shapes, self.collectives.size, self.collectives.coalesces)
         moved = [param.name for param in self.params if not param.is_in_place]
         before = None if self._full is None else self.layout
@@ -542,7 +534,7 @@ class ParamGroup:
     def collect(
         self, all_reduce: bool, fill: bool, again: bool = False
     ) -> list[tuple[SegmentReduction, Job]]:
-        """Take the gradients that are there; empty where there is nothing to reduce.
+        """Take the gradients that are there; empty where there is nothing to reduce, else of all.
 
         Args:
             all_reduce: whether the reduction takes partial sums, too.
@@ -553,14 +545,15 @@ class ParamGroup:
         zeros = fill and self.options.reduce_unused
         if zeros and not self.bound:
             self.bind()  # of a unit that no forward has called yet
-        jobs = []
+        jobs: list[Any] = []
+        idle = False
         for reduction in self._reductions:
-            if again and not fill and not reduction.has_work:
-                continue
-            job = reduction.collect(zeros, all_reduce, summed)
-            if job is not None:
-                jobs.append((reduction, job))
-        return jobs
+            job = None
+            if not again or fill or reduction.has_work:
+                job = reduction.collect(zeros, all_reduce, summed)
+            idle = idle or job is None
+            jobs.append((reduction, job))
+        return with_zeros(jobs) if idle else jobs
 
     def reduce(
         self, jobs: list[tuple[SegmentReduction, Job]], all_reduce: bool

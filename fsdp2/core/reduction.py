@@ -503,6 +503,11 @@ class SegmentReduction:
         present = [wanted or grad is not None for wanted, grad in zip(waiting, grads, strict=True)]
         return Job([self._zeros(m, g) for m, g in zip(self.members, grads, strict=True)], present)
 
+    def absent(self) -> Job:
+        """Zeros for all members, which get no gradient by them."""
+        grads = [self._zeros(member, None) for member in self.members]
+        return Job(grads, [False] * len(grads))
+
     def _zeros(self, member: Any, grad: Any) -> Any:
         if grad is not None:
             return grad
@@ -536,3 +541,15 @@ COLLECTIVES: dict[Step | None, str] = {
 
 def _divide_flat(factor: float) -> Step:
     return lambda self, job: self.kernels.divide(job.flat, factor)
+
+
+def with_zeros(
+    jobs: list[tuple[SegmentReduction, Job | None]],
+) -> list[tuple[SegmentReduction, Job]]:
+    """A group's jobs, with one of zeros for each that is missing; none where all are.
+
+    Ranks that use parameters of different dtypes run the same collectives then (decision 3).
+    """
+    if all(job is None for _, job in jobs):
+        return []
+    return [(reduction, job or reduction.absent()) for reduction, job in jobs]

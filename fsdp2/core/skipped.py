@@ -107,7 +107,7 @@ class Retracing:
         if len(self._ends) < len(self._finished):  # the mode was chosen after the forward
             return
         begun = self._begins.get(unit)
-        around = _Begin(begun[-1].call if begun else 0, 0)  # of none, where all were entered
+        around = _Begin(begun[-1].call if begun else 0, 0, 0)  # of none, where all were entered
         # Not calls in which that node is the last, nor those of a reentrant checkpoint that it is
         # the node of: they made none.
         self._catch_up(bisect.bisect_right(self._ends, node + 1), backward)

@@ -220,9 +220,32 @@ class _Branches(nn.Module):
 
 
 @ranks(2)
+def test_ranks_that_use_parameters_of_different_dtypes() -> None:
+    """They run the same collectives; each gets its rows of what it has itself used (I10)."""
+    batch = regression_batches(DIM, 5, steps=1)[0]
+    rank = dist.get_rank()
+    expected = []
+    for other in range(2):
+        plain = seeded(_Branches)
+        plain.active = (other,)
+        regression_loss(plain, my_part(batch, other)).backward()
+        expected.append(plain.weights[other].grad / 2)
+    model = seeded(_Branches)
+    fsdp2.fully_shard(model, mesh=world_mesh())
+    model.active = (rank,)
+    with CountCollectives() as counted:
+        regression_loss(model, my_part(batch)).backward()
+    assert counted.reduce_scatters == 3
+    own: Any = model.weights[rank].grad
+    rows = expected[rank].tensor_split([3])[rank]
+    assert torch.equal(own.to_local(), rows)
+    assert [p.grad is None for p in model.weights] == [i != rank for i in range(3)]
+
+
+@ranks(2)
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32], ids=str)
 def test_unused_parameters_with_accumulation(reduce_dtype: torch.dtype | None) -> None:
-    """Each microbatch uses other dtypes; the group is reduced once a dtype, at the sync."""
+    """Each microbatch uses other dtypes; the group is reduced once a dtype, at the sync: all."""
     used = [(0,), (1,), (0, 1)]
     data = regression_batches(DIM, 5, steps=len(used))
     model = seeded(_Branches)
@@ -233,7 +256,7 @@ def test_unused_parameters_with_accumulation(reduce_dtype: torch.dtype | None) -
         model.set_requires_gradient_sync(i == len(used) - 1)
         with CountCollectives() as counted:
             regression_loss(model, my_part(batch)).backward()
-        assert counted.reduce_scatters == (2 if i == len(used) - 1 else 0)
+        assert counted.reduce_scatters == (3 if i == len(used) - 1 else 0)
 
     def compute(plain: Any, rank: int) -> None:
         for i, batch in enumerate(data):
