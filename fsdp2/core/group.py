@@ -36,8 +36,6 @@ from fsdp2.core.states import GATHERING, RESHARDED, SHARDED, UNSHARDED, refused
 from fsdp2.core.streams import COMPUTE, Streams
 from fsdp2.core.transport import Load, Route, SegmentTransport, make_transports
 
-Observer = Callable[[str, str], None]
-
 
 class ParamGroup:
     """Parameters that share collectives.
@@ -58,7 +56,6 @@ class ParamGroup:
             their own.
         smaller_group: the group to reshard to after forward, if not this one or none.
         shard: this rank's rows of all parameters but extended ones, as ``layout`` says.
-        observer: called with "all_gather", "finish", "reshard" or "reduce" and the group's name.
     """
 
     # More attributes than Python keeps compact: 1.6 KB for each of hundreds of groups, read all
@@ -95,7 +92,6 @@ class ParamGroup:
         "kernels",
         "layout",
         "name",
-        "observer",
         "offload",
         "options",
         "params",
@@ -133,7 +129,6 @@ class ParamGroup:
         self._keeps_storage = options.keep_storage
         self.device = device
         self.state = SHARDED
-        self.observer: Observer | None = None
         self.layout: GroupLayout | None = None
         self._accumulated = False
         self._gathered_at = -1
@@ -409,8 +404,6 @@ class ParamGroup:
             if route.loads:
                 self._loaded_event = issued.copied
             self._gathered_event = issued.gathered
-            if self.observer is not None:
-                self.observer("all_gather", self.name)
 
     def finish_unshard(self) -> None:
         """Make COMPUTE wait for the all-gather and register the gathered parameters."""
@@ -424,8 +417,6 @@ class ParamGroup:
         for store, name, param in self._to_unsharded:
             store[name] = param
         self.state = UNSHARDED
-        if self.observer is not None:
-            self.observer("finish", self.name)
 
     def _finish_copies(self, route: Route) -> None:
         if not route.early:
@@ -448,8 +439,6 @@ class ParamGroup:
             store[name] = param
         self._release_full()
         self.state = RESHARDED
-        if self.observer is not None:
-            self.observer("reshard", self.name)
 
     def reshard(self) -> None:
         """Free the gathered parameters and register the sharded ones; no-op if sharded."""
@@ -469,8 +458,6 @@ class ParamGroup:
         else:
             self._follow_between()
         self.state = SHARDED
-        if self.observer is not None:
-            self.observer("reshard", self.name)
 
     def _follow_between(self) -> None:
         for param in self.params:
@@ -572,8 +559,6 @@ class ParamGroup:
                 pending = self._launch(self, jobs, all_reduce)
         else:
             pending = self._launch(self, jobs, all_reduce)
-        if self.observer is not None:
-            self.observer("reduce", self.name)
         return pending
 
     def discard_gradients(self) -> None:

@@ -334,8 +334,9 @@ class UnitHooks:
         return args, (_replace(kwargs, marked) if kwargs else kwargs)
 
     def _marked(self, tensor: torch.Tensor) -> torch.Tensor:
-        # A view costs half of a custom function, and a user may modify it in place.
-        alias = tensor.view_as(tensor)
+        # A view costs half of a custom function, and a user may modify it in place. This is the
+        # one whose backward runs nothing: that of `view_as` makes a view of the gradient.
+        alias = tensor[...]
         alias._backward_hooks = hooks = OrderedDict()  # as in `_on_gradient`, where none can be
         alias.grad_fn._register_hook_dict(alias)  # type: ignore[union-attr]  # a view has one
         hooks[_EXIT] = self.exit_backward

@@ -15,6 +15,7 @@ import fsdp2
 from benchmarks.null_group import init_null_group, null_mesh
 from fsdp2 import FSDPModule, OffloadPolicy, fully_shard
 from fsdp2.core.hooks import hooks_of
+from tests.common.observing import observe
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +137,7 @@ def test_kept_parameters_are_gathered_again_after_an_optimizer_step() -> None:
     with torch.no_grad():
         model(torch.randn(2, 4))  # gathers, and keeps
         gathers: list[str] = []
-        hooks_of(model).unit.groups[0].observer = lambda what, _: gathers.append(what)
+        observe(hooks_of(model).unit.groups[0], lambda what, _: gathers.append(what))
         model(torch.randn(2, 4))
         assert gathers == []
         optimizer.step()

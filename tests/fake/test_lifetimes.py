@@ -19,6 +19,7 @@ from benchmarks.null_group import null_world
 from fsdp2.core.buffers import FlatBuffer, TransientBuffer
 from fsdp2.core.hooks import hooks_below, hooks_of
 from tests.common.errors import raises
+from tests.common.observing import observe
 from tests.common.tensors import Bf16Weight, extend
 
 
@@ -291,7 +292,7 @@ def test_an_optimizer_step_that_raises_outdates_gathered_parameters() -> None:
     with pytest.raises(BoomError):
         optimizer.step(closure)
     gathers: list[str] = []
-    group.observer = lambda operation, _: gathers.append(operation)
+    observe(group, lambda operation, _: gathers.append(operation))
     model(_x())
     assert gathers[:2] == ["reshard", "all_gather"]
 

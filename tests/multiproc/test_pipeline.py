@@ -27,6 +27,7 @@ from fsdp2.communication import hooks_on
 from tests.common import meshes
 from tests.common.meshes import TORCH_VERSION
 from tests.common.models import DIM, seeded, units
+from tests.common.observing import observe
 from tests.common.parity import (
     OURS,
     REORDERED_FP32,
@@ -312,7 +313,7 @@ def test_nothing_stays_gathered_and_each_unit_is_reduced_once() -> None:
     operations: list[str] = []
     for module in parts[0].modules():
         for group in hooks_on(module).unit.groups if isinstance(module, OURS.FSDPModule) else ():
-            group.observer = lambda what, _: operations.append(what)
+            observe(group, lambda what, _: operations.append(what))
     inputs, targets = _batch(0, 0)
     first = dist.get_rank() < 2
     for _ in range(2):  # in the first call, torch may run the stages to see what they return

@@ -17,6 +17,7 @@ from fsdp2.core.simulate import Node, Simulation
 from fsdp2.core.streams import Lane
 from fsdp2.core.unit import Phase, Unit
 from fsdp2.core.virtual import HOST, Allocation, Place, VirtualDevice, VirtualTensor
+from tests.common.observing import observe
 
 MAX_DEPTH = 4
 MAX_NODES = 9
@@ -225,7 +226,7 @@ class Watch:
         self._groups = {group.name: group for unit in units for group in unit.groups}
         for unit in units:
             for group in unit.groups:
-                group.observer = self._observe
+                observe(group, self._observe)
                 group.bind()  # what it keeps for good is allocated now
         groups = self._groups.items()
         self._silent = {name for name, group in groups if not group._route.gathering}

@@ -11,6 +11,7 @@ import pytest
 from fsdp2.core.simulate import Node, Simulation
 from fsdp2.core.unit import Unit
 from fsdp2.core.virtual import VirtualDevice
+from tests.common.observing import observe
 from tests.unit._random_models import Watch, communicates, random_tree
 
 SEEDS = 80
@@ -204,7 +205,7 @@ def test_never_more_than_two_of_a_sequence() -> None:
 
         for unit in blocks:
             for group in unit.groups:
-                group.observer = look
+                observe(group, look)
         for _ in range(4):
             sim.iteration()
             assert most[-1] == 0, f"seed {seed}"

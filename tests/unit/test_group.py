@@ -17,6 +17,7 @@ from fsdp2.core.simulate import Node, Simulation
 from fsdp2.core.states import State
 from fsdp2.core.streams import Lane
 from fsdp2.core.virtual import VirtualCollectives, VirtualDevice, VirtualTensor
+from tests.common.observing import observe
 
 
 def _group(
@@ -100,10 +101,10 @@ def test_memory_is_not_moved_while_it_is_gathered(state: State) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_observer_hears_of_every_move(world_size: int) -> None:
+def test_each_move_is_made_once(world_size: int) -> None:
     group, _ = _group(world_size)
     heard: list[tuple[str, str]] = []
-    group.observer = lambda *what: heard.append(what)
+    observe(group, lambda *what: heard.append(what))
     group.bind()
     group.start_unshard()
     group.finish_unshard()
@@ -161,7 +162,7 @@ def _leave_gradients(group: ParamGroup, device: VirtualDevice, dtype: torch.dtyp
 def test_a_reduction_is_on_its_way_only_between_ranks(world_size: int) -> None:
     group, device = _group(world_size)
     heard: list[tuple[str, str]] = []
-    group.observer = lambda *what: heard.append(what)
+    observe(group, lambda *what: heard.append(what))
     group.bind()
     _leave_gradients(group, device, torch.float32)
     start = len(device.trace)
@@ -196,7 +197,7 @@ def test_group_of_empty_parameters_communicates_nothing(coalesces: bool) -> None
     sim = Simulation(Node("block", shapes=((0, 8), (3, 0))), device, coalesces=coalesces)
     (group,) = sim.scheduler.units[0].groups
     heard: list[tuple[str, str]] = []
-    group.observer = lambda *what: heard.append(what)
+    observe(group, lambda *what: heard.append(what))
     sim.iteration()
     assert heard == [("finish", "block"), ("reshard", "block"), ("reduce", "block")]
     assert {"all_gather", "reduce_scatter"}.isdisjoint(op.kind for op in device.trace)

@@ -16,6 +16,7 @@ from fsdp2.core.simulate import Node, Simulation
 from fsdp2.core.states import State
 from fsdp2.core.streams import Lane
 from fsdp2.core.virtual import HOST, VirtualCollectives, VirtualDevice
+from tests.common.observing import observe
 from tests.unit._random_models import Watch, random_tree
 from tests.unit._schedules import chain, groups, leaf, warm
 
@@ -30,12 +31,12 @@ def _reductions(sim: Simulation) -> Counter[str]:
     """Counts from now on how often each group reduces."""
     counts: Counter[str] = Counter()
 
-    def observe(operation: str, name: str) -> None:
+    def count(operation: str, name: str) -> None:
         if operation == "reduce":
             counts[name] += 1
 
     for group in groups(sim):
-        group.observer = observe
+        observe(group, count)
     return counts
 
 
@@ -201,7 +202,7 @@ def test_full_gradients_go_with_their_reduce_scatters(
             most[kind] = max(most[kind], live[kind])
 
     for group in groups(sim):
-        group.observer = look
+        observe(group, look)
     sim.iteration(step=False)
     assert most["gradient"] <= 1 + window  # of a block in backward, and being reduced
     if offload is not None:  # else the shard-sized outputs become .grad
