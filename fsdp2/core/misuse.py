@@ -1,4 +1,4 @@
-"""What torch says of a sharded parameter that was used as if it were gathered, in a sentence.
+"""What torch says of a parameter that was used where it is sharded, or freed, in a sentence.
 
     a forward raises RuntimeError("aten.mm.default got mixed torch.Tensor and DTensor …")
       traceback ──> innermost frame that knows a module or a parameter ──> the sharded parameter
@@ -6,7 +6,8 @@
 
 torch raises it in C++, below all that Python could shadow without a cost to each operation on a
 DTensor. So it is put into words where it leaves a forward of ours: torch calls hooks that are
-registered with ``always_call`` for an exception, too. Only then is anything here called.
+registered with ``always_call`` for an exception, too. Only then is anything here called. The same
+holds for what a unit returned of its gathered parameters, and somebody read when it was freed.
 """
 
 from __future__ import annotations
@@ -18,13 +19,18 @@ from collections.abc import Iterable, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsdp2.core.group import ParamGroup
-from fsdp2.core.param import ShardedParam
+from fsdp2.core.param import ShardedParam, is_extended
+from fsdp2.core.sharding import local_of
 from fsdp2.core.unit import Unit
 
 _TORCHS = "got mixed torch.Tensor and DTensor"
+
+_FREED = ("out of bounds for storage of size 0", "its data is not allocated yet")
+"""torch's words on a tensor whose storage has no memory (2.11 to 2.15)."""
 
 _MOST = 3
 """Parameters to name, where the code does not tell which one it is."""
@@ -75,7 +81,7 @@ def calls_of(module: nn.Module, hooks: object) -> int:
 
 
 def explain(error: BaseException, units: Iterable[Unit]) -> None:
-    """Put torch's words on a sharded parameter among plain tensors into a sentence, in place.
+    """Put torch's words on a parameter that is not gathered into a sentence, in place.
 
     Nothing happens to other exceptions, nor if the parameter is none of ours.
 
@@ -83,8 +89,16 @@ def explain(error: BaseException, units: Iterable[Unit]) -> None:
         error: what a forward raised.
         units: those below the root.
     """
-    if type(error) is not RuntimeError or _TORCHS not in str(error):
+    if type(error) is not RuntimeError:
         return
+    words = str(error)
+    if _TORCHS in words:
+        _explain_sharded(error, units)
+    elif any(part in words for part in _FREED):
+        _explain_freed(error, units)
+
+
+def _explain_sharded(error: RuntimeError, units: Iterable[Unit]) -> None:
     known: _Known = {}
     for unit in units:
         for group in unit.groups:
@@ -102,6 +116,46 @@ def explain(error: BaseException, units: Iterable[Unit]) -> None:
             f"register_fsdp_forward_method, call fully_shard on the module that reads it, or call "
             f"unshard() on the unit before and reshard() after backward (torch: {error})",
         )
+
+
+def _explain_freed(error: RuntimeError, units: Iterable[Unit]) -> None:
+    known: dict[int, list[_Owned]] = {}  # by their memory
+    for unit in units:
+        for group in unit.groups:
+            for param in group.params if group.state.needs_gather else ():
+                memory = _memory(param.unsharded)
+                if memory is not None:
+                    known.setdefault(memory, []).append((param, group))
+    trace, frames = error.__traceback__, []
+    while trace is not None:
+        frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    for frame in reversed(frames):
+        for value in frame.f_locals.values():
+            for param, group in known.get(_memory(value) or 0, ()):
+                if _begins_in(value, param.unsharded):
+                    error.args = (
+                        f"parameter '{param.name}', or a view of it, was read after the forward of "
+                        f"its unit '{group.name}', which has freed it; return a copy from that "
+                        f"forward (.clone()), or call set_reshard_after_forward(False) on the unit "
+                        f"(torch: {error})",
+                    )
+                    return
+
+
+def _memory(value: Any) -> int | None:
+    """What tells a plain tensor's storage, or a DTensor's, from others."""
+    local = local_of(value) if isinstance(value, torch.Tensor) else None
+    if local is None or is_extended(local):
+        return None
+    return local.untyped_storage()._cdata
+
+
+def _begins_in(view: Any, gathered: Any) -> bool:
+    """Whether a tensor's first element is one of a gathered parameter in the same storage."""
+    view, gathered = local_of(view), local_of(gathered)
+    start = gathered.storage_offset() * gathered.itemsize
+    return start <= view.storage_offset() * view.itemsize < start + gathered.nbytes
 
 
 def explain_loading(errors: list[str]) -> None:

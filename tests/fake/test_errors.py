@@ -608,6 +608,31 @@ def _() -> None:
     fully_shard(model)(x())
 
 
+class Returns(nn.Linear):
+    """Hands out what it knows of its weight."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(x), self.weight.t()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.between = Returns(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, weight = self.embed(x)
+        return self.between(x) @ weight
+
+
+@misuse("used-freed")
+def _() -> None:
+    model = Tied()
+    for part in model.children():
+        fully_shard(part)
+    fully_shard(model)(x())
+
+
 @misuse("hooks-result")
 def _() -> None:
     class NoTuple(Aliased):

@@ -333,7 +333,54 @@ def test_the_ways_out() -> None:
     step(model)
 
 
-@pytest.mark.parametrize("message", ["another error", "got mixed torch.Tensor and DTensor"])
+class Lends(nn.Linear):
+    """Hands out its bias, as `lend` makes it, beside what it computes."""
+
+    lend: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda bias: bias)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), (type(self).lend(self.bias),)
+
+
+class Borrows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lender, self.between = Lends(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, (bias,) = self.lender(x)
+        return self.between(x) + bias.view(1, 4)
+
+
+def test_what_a_unit_returns_of_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = Borrows()
+    for part in model.children():
+        fully_shard(part)
+    fully_shard(model)
+    x = torch.randn(2, 4)
+    for lend in (lambda bias: bias, lambda bias: bias[:]):
+        monkeypatch.setattr(Lends, "lend", staticmethod(lend))
+        with raises("used-freed") as error:
+            model(x)
+        assert str(error.value).startswith("parameter 'lender.bias', or a view of it, was read")
+    monkeypatch.setattr(Lends, "lend", staticmethod(torch.clone))
+    model(x).sum().backward()
+    assert isinstance(model.lender.bias.grad, DTensor)
+    monkeypatch.setattr(Lends, "lend", staticmethod(lambda bias: bias))
+    model.lender.set_reshard_after_forward(False)
+    model.zero_grad()
+    model(x).sum().backward()
+    assert isinstance(model.lender.bias.grad, DTensor)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "another error",
+        "got mixed torch.Tensor and DTensor",
+        "The tensor has a non-zero number of elements, but its data is not allocated yet.",
+    ],
+)
 def test_other_exceptions_stay_as_they_are(message: str) -> None:
     def fail(model: Any, x: torch.Tensor) -> None:
         raise RuntimeError(message)
