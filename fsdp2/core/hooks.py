@@ -32,7 +32,7 @@ from fsdp2.core.config import MixedPrecisionPolicy, ShardingStateError
 from fsdp2.core.group import ParamGroup
 from fsdp2.core.journal import log_layout
 from fsdp2.core.misuse import calls_of, explain, failure_of
-from fsdp2.core.nested import grad_tensors, map_tensors
+from fsdp2.core.nested import cast, grad_tensors, map_tensors, replace_marked, unbatched
 from fsdp2.core.param import GATHERED, OWNER, REPLACED, ModuleSlot, ModuleSlots
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.registrations import (
@@ -113,6 +113,7 @@ class UnitHooks:
         "_cast_to",
         "_first_group",
         "_is_list",
+        "_lent",
         "_modules",
         "_nested",
         "_registrations",
@@ -147,6 +148,7 @@ class UnitHooks:
         self._registrations = -1  # as counted when they were checked last
         self._first_group: ParamGroup | None = None  # at or below the unit, when they were checked
         self._waiting: set[int] = set()  # ids, of a list of modules, of those still to run
+        self._lent = False  # whether one of a list that has run lends a parameter
         self._nested = 0  # calls of the unit that began the forward, inside of it
         self._cast_to = precision.param_dtype if precision.cast_forward_inputs else None
         for module in modules:
@@ -224,20 +226,20 @@ class UnitHooks:
             return None
         assert scheduler is not None
         transformed = _transformed()
+        seen = map_tensors(unbatched, output) if transformed else output
+        lends = self._mark_entry(seen, args) if torch.is_grad_enabled() else _lends(seen)
         if self._nested and scheduler.forward_root is self.unit:
             self._nested -= 1
         elif _in_backward() == _OUTSIDE:
             if transformed:
                 with torch._C._DisableFuncTorch():
-                    self._exit_forward(scheduler, module)
+                    self._exit_forward(scheduler, module, lends)
             elif self._is_list:
-                self._exit_forward(scheduler, module)
+                self._exit_forward(scheduler, module, lends)
             else:
-                scheduler.exit_forward(self.unit)
-        if torch.is_grad_enabled():
-            self._mark_entry(map_tensors(_unbatched, output) if transformed else output, args)
+                scheduler.exit_forward(self.unit, lends)
         dtype = self.precision.output_dtype
-        return output if dtype is None else _cast(output, dtype)
+        return output if dtype is None else cast(output, dtype)
 
     def _fail(self, scheduler: Scheduler, failure: BaseException) -> None:
         """A forward raised: if a caller catches it, the forward around it may go on."""
@@ -248,10 +250,12 @@ class UnitHooks:
             else:
                 scheduler.failed = True
 
-    def _exit_forward(self, scheduler: Scheduler, module: nn.Module) -> None:
+    def _exit_forward(self, scheduler: Scheduler, module: nn.Module, lends: bool) -> None:
         self._waiting.discard(id(module))
+        self._lent = self._lent or lends
         if not self._waiting:
-            scheduler.exit_forward(self.unit)
+            scheduler.exit_forward(self.unit, self._lent)
+            self._lent = False
         elif scheduler.forward_root is self.unit:
             # One module of a list, called on its own (a head, chunk by chunk): backward is next,
             # so that the parameters stay.
@@ -306,7 +310,7 @@ class UnitHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._cast_to is None:
             return args, kwargs
-        return _cast(args, self._cast_to), (_cast(kwargs, self._cast_to) if kwargs else kwargs)
+        return cast(args, self._cast_to), (cast(kwargs, self._cast_to) if kwargs else kwargs)
 
     # ---- backward
 
@@ -330,8 +334,8 @@ class UnitHooks:
             marked = iter((self._marked(found[0]),))
         else:
             marked = iter(_ExitBackward.apply(self, *found))
-        args = _replace(args, marked)
-        return args, (_replace(kwargs, marked) if kwargs else kwargs)
+        args = replace_marked(args, marked)
+        return args, (replace_marked(kwargs, marked) if kwargs else kwargs)
 
     def _marked(self, tensor: torch.Tensor) -> torch.Tensor:
         # A view costs half of a custom function, and a user may modify it in place. This is the
@@ -342,19 +346,31 @@ class UnitHooks:
         hooks[_EXIT] = self.exit_backward
         return alias
 
-    def _mark_entry(self, output: Any, args: Any) -> None:
+    def _mark_entry(self, output: Any, args: Any) -> bool:
+        """Mark where backward enters the unit; returns as `_lends`."""
         found: list[torch.Tensor] = []
+        lends = False
         if type(output) is not torch.Tensor:
-            grad_tensors(output, found)
+            others: list[torch.Tensor] = []
+            grad_tensors(output, found, others)
+            for tensor in others:
+                lends = lends or _lends(tensor)
         elif output.requires_grad:
             found.append(output)
+        else:
+            lends = _lends(output)
         for tensor in found:
             _on_gradient(tensor, self._on_output_grad, self)
             base = tensor._base
-            if base is not None and base.grad_fn is not None and not _is_base(base, args):
+            if base is None:
+                lends = lends or (type(tensor) is not torch.Tensor and _lends(tensor))
+            elif base.grad_fn is None:
+                lends = lends or _lends(base)
+            elif not _is_base(base, args):
                 # An in-place operation on a view routes its gradient around the view's own
                 # node, straight to the node of its base.
                 base.grad_fn.register_prehook(self._on_base_grad)
+        return lends
 
     def _on_output_grad(self, grad: torch.Tensor) -> None:
         if self.unit.phase is not BACKWARD or self._is_behind():
@@ -404,6 +420,16 @@ class UnitHooks:
         scheduler = self.scheduler
         assert scheduler is not None
         scheduler.end_backward()
+
+
+def _lends(output: Any) -> bool:
+    """Whether a gathered parameter, or a view of one, is in ``output``: it stays till backward."""
+    if type(output) is torch.Tensor and output._base is None:
+        return False
+    found: list[torch.Tensor] = []
+    grad_tensors(output, found, found)
+    owners = [tensor if tensor._base is None else tensor._base for tensor in found]
+    return any(type(owner) is not torch.Tensor and GATHERED in owner.__dict__ for owner in owners)
 
 
 def _is_base(tensor: torch.Tensor, views: Any) -> bool:
@@ -491,26 +517,6 @@ def _name_parameters(root: nn.Module, found: dict[UnitHooks, list[str]]) -> None
             for param in group.params:
                 registered = param.sharded if not group.is_unsharded else param.unsharded
                 param.name = names.get(id(registered), param.name)
-
-
-def _unbatched(tensor: torch.Tensor) -> torch.Tensor:
-    """What is inside ``vmap``'s batches: outside of it, gradients come to that."""
-    while torch._C._functorch.is_batchedtensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_floating_point() and tensor.dtype != dtype:
-            return tensor.to(dtype)
-        return tensor
-
-    return map_tensors(cast, value)
-
-
-def _replace(value: Any, marked: Any) -> Any:
-    return map_tensors(lambda tensor: next(marked) if tensor.requires_grad else tensor, value)
 
 
 def forward_method(hooks: UnitHooks, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,23 +18,35 @@ from torch.nn.utils.rnn import PackedSequence
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
 
 
-def grad_tensors(value: Any, found: list[torch.Tensor]) -> None:
-    """Append every tensor inside ``value`` that requires grad to ``found``, in walk order."""
+def grad_tensors(
+    value: Any, found: list[torch.Tensor], others: list[torch.Tensor] | None = None
+) -> None:
+    """Append every tensor inside ``value`` that requires grad to ``found``, in walk order.
+
+    Args:
+        value: nested tuples, lists, sets, dicts and dataclasses of anything.
+        found: a list to append to.
+        others: one for tensors that require none, if they are wanted.
+    """
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
             found.append(value)
+        elif others is not None:
+            others.append(value)
     elif isinstance(value, (tuple, list, set, frozenset)):
         for item in value:
             if type(item) is not torch.Tensor:
-                grad_tensors(item, found)
+                grad_tensors(item, found, others)
             elif item.requires_grad:  # most are tensors: a call each costs more than the look
                 found.append(item)
+            elif others is not None:
+                others.append(item)
     elif isinstance(value, dict):
         for item in value.values():
-            grad_tensors(item, found)
+            grad_tensors(item, found, others)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            grad_tensors(getattr(value, field.name, None), found)
+            grad_tensors(getattr(value, field.name, None), found, others)
 
 
 def map_tensors(function: TensorMap, value: Any) -> Any:
@@ -60,6 +72,29 @@ def map_tensors(function: TensorMap, value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _map_dataclass(function, value)
     return value
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with its floating-point tensors in ``dtype``."""
+
+    def to_dtype(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point() and tensor.dtype != dtype:
+            return tensor.to(dtype)
+        return tensor
+
+    return map_tensors(to_dtype, value)
+
+
+def replace_marked(value: Any, marked: Iterator[torch.Tensor]) -> Any:
+    """``value`` with its tensors that require grad replaced, in the order of `grad_tensors`."""
+    return map_tensors(lambda tensor: next(marked) if tensor.requires_grad else tensor, value)
+
+
+def unbatched(tensor: torch.Tensor) -> torch.Tensor:
+    """What is inside ``vmap``'s batches: outside of it, gradients come to that."""
+    while torch._C._functorch.is_batchedtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _changed(new: Any, old: Any) -> bool:

@@ -608,28 +608,29 @@ def _() -> None:
     fully_shard(model)(x())
 
 
-class Returns(nn.Linear):
-    """Hands out what it knows of its weight."""
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().forward(x), self.weight.t()
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.between = Returns(4, 4), nn.Linear(4, 4)
+class Keeps(nn.Linear):
+    """Keeps a view of its weight for somebody else."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x, weight = self.embed(x)
-        return self.between(x) @ weight
+        self.kept = self.weight.t()
+        return super().forward(x)
+
+
+class ReadsKept(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Keeps(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        weight = self.inner.kept
+        return x @ weight
 
 
 @misuse("used-freed")
 def _() -> None:
-    model = Tied()
-    for part in model.children():
-        fully_shard(part)
+    model = ReadsKept()
+    fully_shard(model.inner)
     fully_shard(model)(x())
 
 

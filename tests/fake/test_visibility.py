@@ -333,44 +333,45 @@ def test_the_ways_out() -> None:
     step(model)
 
 
-class Lends(nn.Linear):
-    """Hands out its bias, as `lend` makes it, beside what it computes."""
+class Keeps(nn.Linear):
+    """Keeps what `keep` makes of its weight for somebody else."""
 
-    lend: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda bias: bias)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return super().forward(x), (type(self).lend(self.bias),)
-
-
-class Borrows(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lender, self.between = Lends(4, 4), nn.Linear(4, 4)
+    keep: Callable[[torch.Tensor], torch.Tensor]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x, (bias,) = self.lender(x)
-        return self.between(x) + bias.view(1, 4)
+        self.kept = type(self).keep(self.weight)
+        return super().forward(x)
 
 
-def test_what_a_unit_returns_of_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = Borrows()
+class ReadsKept(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.keeper, self.between = Keeps(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.between(self.keeper(x))
+        weight = self.keeper.kept
+        return x @ weight
+
+
+def test_what_a_unit_keeps_of_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = ReadsKept()
     for part in model.children():
         fully_shard(part)
     fully_shard(model)
     x = torch.randn(2, 4)
-    for lend in (lambda bias: bias, lambda bias: bias[:]):
-        monkeypatch.setattr(Lends, "lend", staticmethod(lend))
-        with raises("used-freed") as error:
-            model(x)
-        assert str(error.value).startswith("parameter 'lender.bias', or a view of it, was read")
-    monkeypatch.setattr(Lends, "lend", staticmethod(torch.clone))
+    monkeypatch.setattr(Keeps, "keep", staticmethod(torch.t), raising=False)
+    with raises("used-freed") as error:
+        model(x)
+    assert str(error.value).startswith("parameter 'keeper.weight', or a view of it, was read")
+    monkeypatch.setattr(Keeps, "keep", staticmethod(torch.clone))
     model(x).sum().backward()
-    assert isinstance(model.lender.bias.grad, DTensor)
-    monkeypatch.setattr(Lends, "lend", staticmethod(lambda bias: bias))
-    model.lender.set_reshard_after_forward(False)
+    assert isinstance(model.keeper.weight.grad, DTensor)
+    monkeypatch.setattr(Keeps, "keep", staticmethod(torch.t))
+    model.keeper.set_reshard_after_forward(False)
     model.zero_grad()
     model(x).sum().backward()
-    assert isinstance(model.lender.bias.grad, DTensor)
+    assert isinstance(model.keeper.weight.grad, DTensor)
 
 
 @pytest.mark.parametrize(
