@@ -303,7 +303,7 @@ class GroupCollectives:
     def bind_all_gather(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Callable[[], Any]:
-        """Gather many flat tensors in one launch; where nothing is to be waited for, no more."""
+        """Gather many flat tensors in one launch: the backend's own call, where no stream waits."""
         launch = functools.partial(self._gather_many, outputs, inputs, self._gather_options)
         if not self._asynchronous:
             return launch

@@ -191,6 +191,7 @@ class UnitHooks:
             first = unit.phase is not FORWARD
             if first:  # an exception may have left some of the last forward's
                 self._waiting.update(map(id, self.modules))
+                self._lent = False
         elif scheduler.forward_root is unit and calls_of(module, self) > 1:
             self._nested += 1  # it calls itself: the forward around this one gathers and frees
             return self._cast_inputs(args, kwargs)
@@ -255,7 +256,6 @@ class UnitHooks:
         self._lent = self._lent or lends
         if not self._waiting:
             scheduler.exit_forward(self.unit, self._lent)
-            self._lent = False
         elif scheduler.forward_root is self.unit:
             # One module of a list, called on its own (a head, chunk by chunk): backward is next,
             # so that the parameters stay.
@@ -350,22 +350,19 @@ class UnitHooks:
         """Mark where backward enters the unit; returns as `_lends`."""
         found: list[torch.Tensor] = []
         lends = False
-        if type(output) is not torch.Tensor:
-            others: list[torch.Tensor] = []
-            grad_tensors(output, found, others)
-            for tensor in others:
-                lends = lends or _lends(tensor)
-        elif output.requires_grad:
+        if type(output) is torch.Tensor and output.requires_grad:
             found.append(output)
         else:
-            lends = _lends(output)
+            others: list[torch.Tensor] = []
+            grad_tensors(output, found, others)
+            lends = any(map(_lends, others))
         for tensor in found:
             _on_gradient(tensor, self._on_output_grad, self)
             base = tensor._base
-            if base is None:
-                lends = lends or (type(tensor) is not torch.Tensor and _lends(tensor))
-            elif base.grad_fn is None:
-                lends = lends or _lends(base)
+            if base is None and type(tensor) is torch.Tensor:
+                continue
+            if base is None or base.grad_fn is None:
+                lends = lends or _lends(tensor)
             elif not _is_base(base, args):
                 # An in-place operation on a view routes its gradient around the view's own
                 # node, straight to the node of its base.

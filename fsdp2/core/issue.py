@@ -47,30 +47,28 @@ def issue_on_lanes(streams: Streams, route: Route, name: str, works: list[Any]) 
         event = copied = streams.record(COPY_IN, "copy-in done")
     streams.wait(ALL_GATHER, event, "all-gather after copy-in")
     with streams.on(ALL_GATHER):
-        _communicate(route, name, works)
+        issue_inline(streams, route, name, works, copied=True)
     return Issued(copied, streams.record(ALL_GATHER, "all-gather done"))
-
-
-def _communicate(route: Route, name: str, works: list[Any]) -> None:
-    try:
-        for gather in route.gathers:
-            work = gather()
-            if work is not None:
-                works.append(work)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise communication_error("all-gather", name, error) from error
 
 
 _DONE = Issued()
 
 
-def issue_inline(streams: Streams, route: Route, name: str, works: list[Any]) -> Issued:
-    """As `issue_on_lanes` where all lanes are one, as on a CPU."""
-    for transport in route.copying:
+def issue_inline(
+    streams: Streams, route: Route, name: str, works: list[Any], copied: bool = False
+) -> Issued:
+    """As `issue_on_lanes` where all lanes are one, as on a CPU; or in the lane that is current.
+
+    Args:
+        streams: the lanes.
+        route: what is gathered; its memory is there.
+        name: the group's, for messages.
+        works: as for `issue_on_lanes`.
+        copied: whether the copies in front of the collectives have been issued.
+    """
+    for transport in () if copied else route.copying:
         transport.copy_in()
-    try:  # as in `_communicate`, without its call
+    try:
         for gather in route.gathers:
             work = gather()
             if work is not None:

@@ -7,7 +7,7 @@
 torch raises it in C++, below all that Python could shadow without a cost to each operation on a
 DTensor. So it is put into words where it leaves a forward of ours: torch calls hooks that are
 registered with ``always_call`` for an exception, too. Only then is anything here called. The same
-holds for what a unit returned of its gathered parameters, and somebody read when it was freed.
+holds for a view of a gathered parameter that somebody kept, and read when it was freed.
 """
 
 from __future__ import annotations
@@ -126,21 +126,24 @@ def _explain_freed(error: RuntimeError, units: Iterable[Unit]) -> None:
                 memory = _memory(param.unsharded)
                 if memory is not None:
                     known.setdefault(memory, []).append((param, group))
-    trace, frames = error.__traceback__, []
-    while trace is not None:
-        frames.append(trace.tb_frame)
-        trace = trace.tb_next
-    for frame in reversed(frames):
+    found = _find_freed(error.__traceback__, known)
+    if found is not None:
+        param, group = found
+        error.args = (
+            f"parameter '{param.name}', or a view of it, was read after the forward of its unit "
+            f"'{group.name}', which has freed it; return a copy from that forward (.clone()), or "
+            f"call set_reshard_after_forward(False) on the unit (torch: {error})",
+        )
+
+
+def _find_freed(trace: TracebackType | None, known: dict[int, list[_Owned]]) -> _Owned | None:
+    """What the innermost frame that has a tensor in such memory has there."""
+    for frame, _ in _innermost_first(trace):
         for value in frame.f_locals.values():
-            for param, group in known.get(_memory(value) or 0, ()):
-                if _begins_in(value, param.unsharded):
-                    error.args = (
-                        f"parameter '{param.name}', or a view of it, was read after the forward of "
-                        f"its unit '{group.name}', which has freed it; return a copy from that "
-                        f"forward (.clone()), or call set_reshard_after_forward(False) on the unit "
-                        f"(torch: {error})",
-                    )
-                    return
+            for owned in known.get(_memory(value) or 0, ()):
+                if _begins_in(value, owned[0].unsharded):
+                    return owned
+    return None
 
 
 def _memory(value: Any) -> int | None:
@@ -172,13 +175,18 @@ def explain_loading(errors: list[str]) -> None:
             )
 
 
-def _find(trace: TracebackType | None, known: _Known) -> list[_Owned]:
-    """What the innermost frame that has a module, or a parameter of ours, means."""
+def _innermost_first(trace: TracebackType | None) -> list[tuple[FrameType, int]]:
+    """Frames of a traceback and the numbers of their lines."""
     places = []
     while trace is not None:
         places.append((trace.tb_frame, trace.tb_lineno))
         trace = trace.tb_next
-    for frame, number in reversed(places):
+    return places[::-1]
+
+
+def _find(trace: TracebackType | None, known: _Known) -> list[_Owned]:
+    """What the innermost frame that has a module, or a parameter of ours, means."""
+    for frame, number in _innermost_first(trace):
         values: list[Any] = list(frame.f_locals.values())
         for value in values:
             if id(value) in known:

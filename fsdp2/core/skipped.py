@@ -107,13 +107,13 @@ class Retracing:
         if len(self._ends) < len(self._finished):  # the mode was chosen after the forward
             return
         begun = self._begins.get(unit)
-        around = _Begin(begun[-1].call if begun else 0, 0, 0)  # of none, where all were entered
+        call = begun[-1].call if begun else 0  # around none, where all were entered
         # Not calls in which that node is the last, nor those of a reentrant checkpoint that it is
         # the node of: they made none.
         self._catch_up(bisect.bisect_right(self._ends, node + 1), backward)
         # Nor a list of modules around this call, of which it was the first thing in the checkpoint.
         self._leave_until(
-            lambda last: self.inside[last].node <= node or self.inside[last] < around, backward
+            lambda last: self.inside[last].node <= node or self.inside[last].call < call, backward
         )
 
     def is_past(self, unit: Unit) -> bool:
