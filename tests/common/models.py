@@ -275,3 +275,26 @@ class Buffered(nn.Module):
                 self.mean.lerp_(x.float().mean(0), 0.5)
                 self.calls += 1
         return torch.tanh(self.linear(x) + self.shift - self.mean).to(x.dtype)
+
+
+class Keeper(nn.Linear):
+    """Keeps what ``keep`` makes of its weight, a view of it, for somebody else."""
+
+    keep: Callable[[Tensor], Tensor] = staticmethod(torch.t)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.keep(self.weight)
+        return super().forward(x)
+
+
+class ReadsKept(nn.Module):
+    """Reads what a part of it has kept, after another part has run."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.keeper, self.between = Keeper(dim, dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.between(self.keeper(x))
+        weight = self.keeper.kept
+        return x @ weight

@@ -39,6 +39,7 @@ from fsdp2.core.collectives import GroupCollectives
 from fsdp2.core.hooks import hooks_of
 from fsdp2.core.states import State
 from tests.common.errors import catalogue, raises
+from tests.common.models import ReadsKept
 from tests.common.tensors import Aliased, Wrapped, extend
 
 Refused = Callable[[], tuple[Any, dict[str, Any]]]
@@ -608,29 +609,11 @@ def _() -> None:
     fully_shard(model)(x())
 
 
-class Keeps(nn.Linear):
-    """Keeps a view of its weight for somebody else."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.kept = self.weight.t()
-        return super().forward(x)
-
-
-class ReadsKept(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Keeps(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inner(x)
-        weight = self.inner.kept
-        return x @ weight
-
-
 @misuse("used-freed")
 def _() -> None:
-    model = ReadsKept()
-    fully_shard(model.inner)
+    model = ReadsKept(4)
+    for part in model.children():
+        fully_shard(part)
     fully_shard(model)(x())
 
 

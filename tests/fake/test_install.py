@@ -255,6 +255,19 @@ def _run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return status
 
 
+def _run_apart(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python in a process of its own, in ``folder``."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
 def test_a_script_runs_as_it_would_without_us(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -277,15 +290,7 @@ def test_a_link_runs_beside_the_neighbours_of_its_script(
 def test_a_safe_path_stays_one(folder: Path) -> None:
     """There the script's folder is not searched; what is first is the user's."""
     (folder / "script.py").write_text("import sys; print(sys.path[0])")
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "fsdp2.run", "script.py"],
-        cwd=folder,
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = _run_apart(folder, "-P", "-m", "fsdp2.run", "script.py")
     assert (done.stdout, done.returncode) == (f"{ROOT}\n", 0), done.stderr
 
 
@@ -300,15 +305,7 @@ def test_a_module_runs_as_it_would_without_us(
 
 @pytest.mark.extended
 def test_a_process_of_its_own(folder: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "fsdp2.run", "scripts/script.py"],
-        cwd=folder,
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = _run_apart(folder, "-m", "fsdp2.run", "scripts/script.py")
     expected = "__main__ fsdp2.api found ['scripts/script.py'] script.py\n"
     assert (done.stdout, done.returncode) == (expected, 3), done.stderr
 

@@ -24,6 +24,7 @@ from fsdp2.core.hooks import hooks_of
 from fsdp2.core.ranges import RANGES
 from fsdp2.core.unit import Phase
 from tests.common.errors import raises
+from tests.common.models import ReadsKept
 
 
 @pytest.fixture(autouse=True)
@@ -333,41 +334,19 @@ def test_the_ways_out() -> None:
     step(model)
 
 
-class Keeps(nn.Linear):
-    """Keeps what `keep` makes of its weight for somebody else."""
-
-    keep: Callable[[torch.Tensor], torch.Tensor]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.kept = type(self).keep(self.weight)
-        return super().forward(x)
-
-
-class ReadsKept(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.keeper, self.between = Keeps(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.between(self.keeper(x))
-        weight = self.keeper.kept
-        return x @ weight
-
-
-def test_what_a_unit_keeps_of_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = ReadsKept()
+def test_what_a_unit_keeps_of_its_parameters() -> None:
+    model: Any = ReadsKept(4)
     for part in model.children():
         fully_shard(part)
     fully_shard(model)
     x = torch.randn(2, 4)
-    monkeypatch.setattr(Keeps, "keep", staticmethod(torch.t), raising=False)
     with raises("used-freed") as error:
         model(x)
     assert str(error.value).startswith("parameter 'keeper.weight', or a view of it, was read")
-    monkeypatch.setattr(Keeps, "keep", staticmethod(torch.clone))
+    model.keeper.keep = torch.clone
     model(x).sum().backward()
     assert isinstance(model.keeper.weight.grad, DTensor)
-    monkeypatch.setattr(Keeps, "keep", staticmethod(torch.t))
+    model.keeper.keep = torch.t
     model.keeper.set_reshard_after_forward(False)
     model.zero_grad()
     model(x).sum().backward()
