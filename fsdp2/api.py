@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from fsdp2.core import config
 from fsdp2.core.assembly import make_groups, move_buffers, streams_for, watch_state_dicts
 from fsdp2.core.config import GroupOptions
-from fsdp2.core.hooks import UnitHooks, hooks_of, watch_optimizers
+from fsdp2.core.hooks import UnitHooks, hooks_of
+from fsdp2.core.optimizer_watch import watch_optimizers
 from fsdp2.core.param import ModuleSlots, is_extended
 from fsdp2.core.registrations import watch_registrations
 from fsdp2.core.selection import (

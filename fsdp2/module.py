@@ -21,7 +21,8 @@ from torch._C import DisableTorchFunctionSubclass
 from fsdp2.communication import CommunicationControls, hooks_on
 from fsdp2.core.assembly import make_groups, move_buffers, settle_in, watch_state_dicts
 from fsdp2.core.config import ShardingStateError
-from fsdp2.core.hooks import UnitHooks, forward_method, hooks_below, start, watch_optimizers
+from fsdp2.core.hooks import UnitHooks, forward_method, hooks_below, start
+from fsdp2.core.optimizer_watch import watch_optimizers
 from fsdp2.core.param import ModuleSlots
 from fsdp2.core.scheduler import Scheduler
 from fsdp2.core.selection import PlacementFn, managed_parameters, plan_parameters, slots_of

@@ -5,8 +5,9 @@ A unit's hooks sit at four places, and each makes one call of the scheduler:
     forward pre-hook     enter_forward    first of all pre-hooks: users' see full parameters
     forward hook         exit_forward     last of all: users' hooks registered before see them too
     grad of an output    enter_backward   first gradient that comes back to the unit
-    grads of the inputs  exit_backward    a view or identity node in front of the unit; when its
-                                          gradient is there, every node made behind it has run
+    grads of the inputs  exit_backward    the node in front of the unit, or a view or identity where
+                                          that may have other uses; when its gradient is there,
+                                          every node made behind it has run
 
 Where no input requires grad there is no such node; the end of the whole backward, a callback
 that the first `enter_backward` queues, finishes such units.
@@ -23,18 +24,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Variable, profiler
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from fsdp2.core.config import MixedPrecisionPolicy, ShardingStateError
 from fsdp2.core.group import ParamGroup
 from fsdp2.core.journal import log_layout
 from fsdp2.core.misuse import calls_of, explain, failure_of
 from fsdp2.core.nested import cast, grad_tensors, map_tensors, replace_marked, unbatched
-from fsdp2.core.param import GATHERED, OWNER, REPLACED, ModuleSlot, ModuleSlots
-from fsdp2.core.progress import OptimizerSteps
+from fsdp2.core.param import GATHERED, ModuleSlot, ModuleSlots
 from fsdp2.core.registrations import (
     Registrations,
     check_registered,
@@ -43,7 +39,7 @@ from fsdp2.core.registrations import (
     put_back,
 )
 from fsdp2.core.scheduler import Scheduler
-from fsdp2.core.skipped import running_node
+from fsdp2.core.skipped import next_node, running_node
 from fsdp2.core.streams import Streams
 from fsdp2.core.uncompiled import see_through, uncompiled, uncompiled_methods
 from fsdp2.core.unit import BACKWARD, FORWARD, REDUCED, Unit
@@ -55,8 +51,6 @@ _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 It only looks at dispatch keys. Whatever looks at the stack of transforms makes one for the thread,
 which autograd then copies around each node that it runs: 300 instructions a time (torch 2.13)."""
-_EXIT = "_fsdp2_exit"
-"""Key of the hook on the gradient of a unit's input."""
 _KEY = "_fsdp2_hooks"
 """Where a sharded module keeps its hooks, in its ``__dict__``."""
 
@@ -338,12 +332,22 @@ class UnitHooks:
         return args, (replace_marked(kwargs, marked) if kwargs else kwargs)
 
     def _marked(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, or a view of it, with a hook on the gradient that ends the unit's backward.
+
+        Where no node was made since the tensor's own, only the unit and what is newer can use it:
+        its gradient is complete when the unit's nodes have run. Elsewhere older uses may be
+        (an encoder's output, in each block of a decoder), for which the unit should not wait.
+        """
+        node = tensor.grad_fn
+        if node is not None and node._sequence_nr() + 1 == next_node():
+            _on_gradient(tensor, self.exit_backward, self)
+            return tensor
         # A view costs half of a custom function, and a user may modify it in place. This is the
         # one whose backward runs nothing: that of `view_as` makes a view of the gradient.
         alias = tensor[...]
         alias._backward_hooks = hooks = OrderedDict()  # as in `_on_gradient`, where none can be
         alias.grad_fn._register_hook_dict(alias)  # type: ignore[union-attr]  # a view has one
-        hooks[_EXIT] = self.exit_backward
+        hooks[self] = self.exit_backward
         return alias
 
     def _mark_entry(self, output: Any, args: Any) -> bool:
@@ -357,7 +361,7 @@ class UnitHooks:
             grad_tensors(output, found, others)
             lends = any(map(_lends, others))
         for tensor in found:
-            _on_gradient(tensor, self._on_output_grad, self)
+            _on_gradient(tensor, self._on_output_grad, self.unit)
             base = tensor._base
             if base is None and type(tensor) is torch.Tensor:
                 continue
@@ -387,8 +391,8 @@ class UnitHooks:
 
     def exit_backward(self, grad: torch.Tensor | None = None) -> None:
         """The gradients of the unit's inputs are there."""
-        if self.unit.phase is FORWARD:
-            return  # a derivative by its inputs, inside of it
+        if self.unit.phase is not BACKWARD:
+            return  # a derivative by its inputs, inside of it or without it
         assert self.scheduler is not None
         self.scheduler.exit_backward(self.unit)
 
@@ -430,10 +434,10 @@ def _lends(output: Any) -> bool:
 
 
 def _is_base(tensor: torch.Tensor, views: Any) -> bool:
-    """Whether one of ``views`` is a view of ``tensor``, whose node is then outside of the unit."""
+    """Whether ``tensor``, or a view of it, is in ``views``: its node is outside of the unit."""
     found: list[torch.Tensor] = []
     grad_tensors(views, found)
-    return any(view._base is tensor for view in found)
+    return any(view is tensor or view._base is tensor for view in found)
 
 
 def _on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None], key: object) -> None:
@@ -455,9 +459,10 @@ def _on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None], key
         tensor._backward_hooks = hooks = OrderedDict()  # a handle refers to it weakly
         if node is not None:
             node._register_hook_dict(tensor)  # as torch's method does
+    older = list(hooks)
     hooks[key] = hook
-    if len(hooks) > 1 and _EXIT in hooks:  # the unit returns its input: it is entered, then left
-        hooks[_EXIT] = hooks.pop(_EXIT)
+    for present in older:  # what came later in forward goes first, as in all of backward
+        hooks[present] = hooks.pop(present)  # autograd knows nothing of `move_to_end`
 
 
 def start(hooks: UnitHooks) -> Scheduler:
@@ -531,62 +536,3 @@ def forward_method(hooks: UnitHooks, method: Callable[..., Any]) -> Callable[...
         return hooks.post_forward(self, args, output)
 
     return see_through(run_between_hooks)
-
-
-def watch_optimizers() -> None:
-    """From the first call on, look at the parameters of every optimizer that steps.
-
-    Steps of optimizers that hold a managed parameter are counted (`OptimizerSteps`). One that holds
-    a parameter that a unit has replaced, or a gathered one, would train nothing, so its step
-    raises. Each optimizer is looked at again when it has another number of parameter groups, and
-    when anything was registered or sharded since.
-    """
-    Registrations.count += 1
-    _watch_optimizers()
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, bool]]
-    seen = weakref.WeakKeyDictionary()
-
-    @uncompiled
-    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        number, count = len(optimizer.param_groups), Registrations.count
-        known = seen.get(optimizer)
-        if known is None or known[0] != number or known[1] != count:
-            seen[optimizer] = known = number, count, _holds_managed(optimizer)
-        if known[2]:
-            OptimizerSteps.count += 1  # a step that raises may have changed parameters
-
-    @uncompiled
-    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer in seen and seen[optimizer][2]:
-            OptimizerSteps.count += 1
-            OptimizerSteps.ended += 1
-
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
-
-
-def _holds_managed(optimizer: torch.optim.Optimizer) -> bool:
-    managed = False
-    for param_group in optimizer.param_groups:
-        for param in param_group["params"]:
-            attributes = param.__dict__
-            if GATHERED in attributes:
-                raise ShardingStateError(
-                    f"this {type(optimizer).__name__} holds the gathered parameter "
-                    f"'{attributes[GATHERED]}', not the sharded one: it was made while its unit "
-                    f"was gathered; call reshard() on the module, then make the optimizer, or "
-                    f"call fsdp2.repoint_optimizer(optimizer)"
-                )
-            replaced = attributes[REPLACED]() if REPLACED in attributes else None
-            if replaced is not None:
-                raise ShardingStateError(
-                    f"this {type(optimizer).__name__} holds parameter '{replaced.name}'"
-                    f" as it was before fully_shard or load_state_dict(assign=True) replaced it; "
-                    f"call fsdp2.repoint_optimizer(optimizer), or make the optimizer afterwards"
-                )
-            managed = managed or OWNER in attributes
-    return managed

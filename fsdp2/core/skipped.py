@@ -17,7 +17,7 @@ import torch
 
 from fsdp2.core.unit import BACKWARD, Unit
 
-_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """What autograd's next node will be numbered; those of a later call have higher numbers."""
 
 
@@ -73,13 +73,13 @@ class Retracing:
 
     def forward_begins(self, unit: Unit) -> None:
         """A call of ``unit`` begins that has a backward."""
-        begin = _Begin(self._calls, _next_node(), len(self._finished))
+        begin = _Begin(self._calls, next_node(), len(self._finished))
         self._begins.setdefault(unit, []).append(begin)
         self._calls += 1
 
     def forward_ends(self) -> None:
         """The call ends that was finished last."""
-        self._ends.append(_next_node())
+        self._ends.append(next_node())
 
     def backward_begins(self, unit: Unit) -> None:
         """The backward of the last call of ``unit`` begins."""

@@ -23,6 +23,25 @@ def _two_ranks() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def backward(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Units by name, as backward enters ("name") and leaves them ("leaves name")."""
+    order: list[str] = []
+    enter, leave = Scheduler.begin_backward, Scheduler.exit_backward
+
+    def enters(self: Scheduler, unit: Unit) -> None:
+        order.append(unit.name)
+        enter(self, unit)
+
+    def leaves(self: Scheduler, unit: Unit) -> None:
+        order.append(f"leaves {unit.name}")
+        leave(self, unit)
+
+    monkeypatch.setattr(Scheduler, "begin_backward", enters)
+    monkeypatch.setattr(Scheduler, "exit_backward", leaves)
+    return order
+
+
 def _unit(module: nn.Module) -> Unit:
     hooks = hooks_of(module)
     assert hooks is not None
@@ -179,16 +198,8 @@ def test_a_reset_forgets_how_far_a_backward_came() -> None:
     assert all(param.grad is not None for param in model.parameters())
 
 
-def test_a_derivative_inside_a_forward_skips_no_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_derivative_inside_a_forward_skips_no_unit(backward: list[str]) -> None:
     """Units that ran before it have their backward to come."""
-    begun: list[str] = []
-    begin = Scheduler.begin_backward
-
-    def noted(self: Scheduler, unit: Unit) -> None:
-        begun.append(unit.name)
-        begin(self, unit)
-
-    monkeypatch.setattr(Scheduler, "begin_backward", noted)
 
     class Derives(nn.Module):
         def __init__(self) -> None:
@@ -203,7 +214,7 @@ def test_a_derivative_inside_a_forward_skips_no_unit(monkeypatch: pytest.MonkeyP
     model: Any = fully_shard(Derives())
     model.set_reduce_scatter_unused_params(True)
     model(torch.randn(2, 4, requires_grad=True)).sum().backward()
-    assert begun == ["second", "", "first"]
+    assert [name for name in backward if "leaves" not in name] == ["second", "", "first"]
 
 
 def test_absent_gradients_that_count_from_a_backward_on() -> None:
@@ -213,3 +224,118 @@ def test_absent_gradients_that_count_from_a_backward_on() -> None:
     model.set_reduce_scatter_unused_params(True)
     loss.backward()
     assert all(param.grad is not None for param in model.parameters())
+
+
+# ---- where backward leaves a unit
+
+
+class Noted(torch.autograd.Function):
+    """Identity that notes when its backward runs."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, order: list[str]) -> Tensor:
+        ctx.order = order
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.order.append("side")
+        return (*grads, None)
+
+
+class Sees(nn.Module):
+    """A unit that keeps its input, and returns what ``returns`` makes of it and its weight."""
+
+    def __init__(self, returns: Any = torch.mul) -> None:
+        super().__init__()
+        self.weight, self.returns = nn.Parameter(torch.ones(4)), returns
+        self.seen = torch.ones(1)
+
+    def forward(self, x: Tensor) -> Any:
+        self.seen = x
+        return self.returns(x, self.weight)
+
+
+class Chain(nn.Module):
+    """The second unit is called with what the first returns, which may be used before or after."""
+
+    def __init__(self, side: str, order: list[str], returns: Any) -> None:
+        super().__init__()
+        self.first, self.second = fully_shard(Sees()), fully_shard(Sees(returns))
+        self.side, self.order, self.between = side, order, torch.ones(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.between = between = self.first(x)
+        used = [Noted.apply(between, self.order)] if self.side == "before" else []
+        output = self.second(between)
+        if self.side in ("after", "alone"):
+            used.append(Noted.apply(between, self.order))
+        if self.side != "alone":
+            used.append(output)
+        return torch.cat(used).sum()
+
+
+def _chain(side: str, order: list[str], returns: Any = torch.mul) -> Chain:
+    model = fully_shard(Chain(side, order, returns))
+    model(torch.ones(2, 4)).backward()
+    order.remove("")  # the root
+    return model
+
+
+def test_an_input_without_older_uses_ends_the_unit_itself(backward: list[str]) -> None:
+    """No node is made for that; what uses the tensor later has its gradient earlier."""
+    model = _chain("none", backward)
+    assert model.second.seen is model.between
+    assert backward == ["second", "leaves second", "first"]
+    backward.clear()
+    model = _chain("after", backward)
+    assert model.second.seen is model.between
+    assert backward == ["side", "second", "leaves second", "first"]
+
+
+def test_an_input_with_older_uses_does_not_hold_the_unit_up(backward: list[str]) -> None:
+    model = _chain("before", backward)
+    assert model.second.seen is not model.between
+    assert backward == ["second", "leaves second", "side", "first"]
+
+
+def test_a_gradient_of_the_input_alone_ends_nothing(backward: list[str]) -> None:
+    model = _chain("alone", backward)
+    assert model.second.seen is model.between
+    assert backward == ["side", "first"]
+
+
+@pytest.mark.parametrize(
+    "returns",
+    [
+        lambda x, _: x,
+        lambda x, _: x[:1],
+        lambda x, w: x.mul_(2.0) * w,
+        lambda x, w: x.mul_(w),
+        lambda x, w: x[:1].mul_(w),
+        lambda x, w: (x[:1].mul_(w), x)[1],
+    ],
+    ids=["it", "a view", "changed", "it, changed", "a view, changed", "it, with a changed view"],
+)
+def test_units_that_change_or_return_their_input(backward: list[str], returns: Any) -> None:
+    _chain("none", backward, returns)
+    assert backward == ["second", "leaves second", "first"]
+
+
+def test_units_in_a_unit_that_are_called_with_its_input(backward: list[str]) -> None:
+    """What comes later in forward is first in backward: of hooks on one tensor, too."""
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = fully_shard(Sees())
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Any:
+            self.weight + 1.0
+            return self.inner(x)
+
+    model: Any = fully_shard(nn.Sequential(fully_shard(Sees()), fully_shard(Around())))
+    model(torch.ones(2, 4)).sum().backward()
+    around, inner = "1", "1.inner"
+    assert backward == ["", around, inner, f"leaves {inner}", f"leaves {around}", "0"]

@@ -282,9 +282,7 @@ def test_units_that_return_their_input(how: str) -> None:
     for _ in range(2):
         model.zero_grad()
         _through(model)
-    # Autograd has no node for a view that was changed in place: the end of backward finishes it.
-    state = State.UNSHARDED if how == "in place" else State.SHARDED
-    assert states == [state] * 2  # free when the backward of the one before has run
+    assert states == [State.SHARDED] * 2  # free when the backward of the one before has run
     assert_like_unsharded(full_grads(model), plain, _through)
 
 

@@ -50,6 +50,7 @@ LAYERS = (
     "skipped",
     "scheduler",
     "registrations",
+    "optimizer_watch",
     "hooks",
     "selection",
     "checks",
