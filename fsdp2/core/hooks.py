@@ -315,14 +315,16 @@ class UnitHooks:
             return args, kwargs
         if len(args) == 1 and type(args[0]) is torch.Tensor and not kwargs:  # as in most calls
             tensor = args[0]
-            return ((self._marked(tensor),) if tensor.requires_grad else args), kwargs
+            if not tensor.requires_grad or self._ends_at(tensor):
+                return args, kwargs
+            return (self._marked(tensor),), kwargs
         found: list[torch.Tensor] = []
         grad_tensors(args, found)
         if kwargs:
             grad_tensors(kwargs, found)
         if len(found) > 1 and _transformed():
             found.clear()  # torch.func has no room for such a node: the end of backward will do
-        if not found:
+        if not found or any(map(self._ends_at, found)):
             return args, kwargs
         if len(found) == 1 and type(found[0]) is torch.Tensor:
             marked = iter((self._marked(found[0]),))
@@ -331,17 +333,20 @@ class UnitHooks:
         args = replace_marked(args, marked)
         return args, (replace_marked(kwargs, marked) if kwargs else kwargs)
 
-    def _marked(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor``, or a view of it, with a hook on the gradient that ends the unit's backward.
+    def _ends_at(self, tensor: torch.Tensor) -> bool:
+        """Let the unit's backward end at an input's own gradient, if no node is newer than its.
 
-        Where no node was made since the tensor's own, only the unit and what is newer can use it:
-        its gradient is complete when the unit's nodes have run. Elsewhere older uses may be
-        (an encoder's output, in each block of a decoder), for which the unit should not wait.
+        Then only the unit and what is newer can use it: its gradient is complete when the unit's
+        nodes have run. Others may have older uses (an encoder's output, in each block of a
+        decoder), for which the unit should not wait.
         """
-        node = tensor.grad_fn
-        if node is not None and node._sequence_nr() + 1 == next_node():
-            _on_gradient(tensor, self.exit_backward, self)
-            return tensor
+        node = tensor.grad_fn if type(tensor) is torch.Tensor else None
+        if node is None or node._sequence_nr() + 1 != next_node():
+            return False
+        _on_gradient(tensor, self.exit_backward, self)
+        return True
+
+    def _marked(self, tensor: torch.Tensor) -> torch.Tensor:
         # A view costs half of a custom function, and a user may modify it in place. This is the
         # one whose backward runs nothing: that of `view_as` makes a view of the gradient.
         alias = tensor[...]

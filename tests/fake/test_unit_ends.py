@@ -322,6 +322,35 @@ def test_units_that_change_or_return_their_input(backward: list[str], returns: A
     assert backward == ["second", "leaves second", "first"]
 
 
+def test_the_newest_of_several_inputs_ends_the_unit(backward: list[str]) -> None:
+    """A decoder's block, called with the encoder's output each time."""
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = fully_shard(Sees())
+            self.blocks = nn.ModuleList(fully_shard(Both()) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Any:
+            memory = self.encoder(x)
+            x = memory.sin()
+            for block in self.blocks:
+                x = block(x, memory=memory)
+            return x
+
+    class Both(Sees):
+        def forward(self, x: Tensor, memory: Tensor) -> Any:
+            self.seen = memory
+            return (x + memory) * self.weight
+
+    model: Any = fully_shard(Decoder())
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.blocks[0].seen is model.blocks[1].seen, "nothing stands in front of it"
+    names = [f"blocks.{i}" for i in (1, 0)]
+    ends = [entry for name in names for entry in (name, f"leaves {name}")]
+    assert backward == ["", *ends, "encoder"]
+
+
 def test_units_in_a_unit_that_are_called_with_its_input(backward: list[str]) -> None:
     """What comes later in forward is first in backward: of hooks on one tensor, too."""
 
