@@ -324,7 +324,8 @@ class UnitHooks:
             grad_tensors(kwargs, found)
         if len(found) > 1 and _transformed():
             found.clear()  # torch.func has no room for such a node: the end of backward will do
-        if not found or any(map(self._ends_at, found)):
+        # Autograd runs each device's nodes newest first; those of others tell nothing of the unit.
+        if not found or any(t.device == self.device and self._ends_at(t) for t in found):
             return args, kwargs
         if len(found) == 1 and type(found[0]) is torch.Tensor:
             marked = iter((self._marked(found[0]),))

@@ -342,6 +342,41 @@ def test_at_most_two_units_are_gathered() -> None:
         assert device.peak_bytes() - before <= 2 * unit + 4 * x.nbytes
 
 
+@ranks(2)
+def test_an_input_on_another_device_does_not_end_a_unit() -> None:
+    """Autograd runs its node in another thread, perhaps before the unit's own."""
+
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(DIM))
+            self.seen: tuple[Tensor, ...] = ()
+
+        def forward(self, *inputs: Tensor) -> Tensor:
+            self.seen = inputs
+            x, bias = inputs
+            return x * self.weight + bias.to(x.device)
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Adds()
+
+        def forward(self, x: Tensor, kind: str) -> Tensor:
+            self.given = x.sin(), torch.ones(DIM, device=kind, requires_grad=True).cos()
+            return self.inner(*self.given)
+
+    mesh = _mesh(device.NAME, group.COALESCING, (2,))
+    model: Any = Around().to(mesh.device_type)
+    fsdp2.fully_shard(model.inner, mesh=mesh)
+    fsdp2.fully_shard(model, mesh=mesh)
+    x = torch.ones(1, DIM, device=mesh.device_type, requires_grad=True)
+    for kind, marks in ((mesh.device_type, False), ("cpu", True)):
+        model(x, kind).sum().backward()
+        passed = [seen is not one for seen, one in zip(model.inner.seen, model.given, strict=True)]
+        assert passed == [marks, marks], "through a node that waits for both gradients"
+
+
 # ---- the device itself
 
 
