@@ -351,9 +351,7 @@ class UnitHooks:
         # A view costs half of a custom function, and a user may modify it in place. This is the
         # one whose backward runs nothing: that of `view_as` makes a view of the gradient.
         alias = tensor[...]
-        alias._backward_hooks = hooks = OrderedDict()  # as in `_on_gradient`, where none can be
-        alias.grad_fn._register_hook_dict(alias)  # type: ignore[union-attr]  # a view has one
-        hooks[self] = self.exit_backward
+        _on_gradient(alias, self.exit_backward, self)
         return alias
 
     def _mark_entry(self, output: Any, args: Any) -> bool:
