@@ -107,8 +107,8 @@ class CommunicationControls:
         through the collectives of one that uses them, in the same order. All ranks must run the
         same forwards. Where an iteration has several backwards, call `set_is_last_backward(False)`
         before all but the last. A checkpointed region that holds several units must be recomputed
-        on all ranks or on none: its gathers follow the order of forward. So must a derivative of
-        units inside a forward (``create_graph=True``) be used, by a backward that is not the last.
+        on all ranks or on none: its gathers follow the order of forward. So must a backward that
+        is not the last use a derivative taken inside a forward (``create_graph=True``).
 
         Args:
             reduce_scatter_unused_params: default behaviour is ``False``.
