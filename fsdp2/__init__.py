@@ -11,15 +11,15 @@ Example::
 
 from fsdp2 import optim
 from fsdp2.api import fully_shard
-from fsdp2.core.collectives import AllGather, Comm, ReduceScatter
 from fsdp2.core.config import (
     CommunicationError,
     NonFiniteGradientError,
     RankMismatchError,
     ShardingStateError,
 )
-from fsdp2.core.sharding import FSDPMeshInfo, ShardPlacementResult
-from fsdp2.debugging import DebugSettings, debug
+from fsdp2.core.device.collectives import AllGather, Comm, ReduceScatter
+from fsdp2.core.layout.mesh import FSDPMeshInfo, ShardPlacementResult
+from fsdp2.inspect import DebugSettings, GroupReport, debug, group_reports
 from fsdp2.install import install, uninstall
 from fsdp2.interop import (
     CPUOffloadPolicy,
@@ -35,8 +35,7 @@ from fsdp2.module import (
     share_comm_ctx,
 )
 from fsdp2.norms import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
-from fsdp2.optimizers import repoint_optimizer
-from fsdp2.report import GroupReport, group_reports
+from fsdp2.optim import repoint_optimizer
 
 __version__ = "0.1.0"
 

@@ -18,22 +18,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core import config
-from fsdp2.core.assembly import make_groups, move_buffers, streams_for, watch_state_dicts
 from fsdp2.core.config import GroupOptions
-from fsdp2.core.hooks import UnitHooks, hooks_of
-from fsdp2.core.optimizer_watch import watch_optimizers
-from fsdp2.core.param import ModuleSlots, is_extended
-from fsdp2.core.registrations import watch_registrations
-from fsdp2.core.selection import (
-    Arguments,
+from fsdp2.core.layout.mesh import MeshAxes, default_mesh, resolve_axes
+from fsdp2.core.modules.assembly import make_groups, move_buffers, streams_for, watch_state_dicts
+from fsdp2.core.modules.engine import watch_backwards
+from fsdp2.core.modules.hooks import UnitHooks
+from fsdp2.core.modules.optimizers import watch_optimizers
+from fsdp2.core.modules.registrations import watch_registrations
+from fsdp2.core.modules.registry import Arguments, record_of
+from fsdp2.core.modules.selection import (
     PlacementFn,
-    Plan,
+    entries_of,
     managed_parameters,
     plan_parameters,
-    slots_of,
 )
-from fsdp2.core.sharding import MeshAxes, default_mesh, resolve_axes
-from fsdp2.core.unit import Unit
+from fsdp2.core.modules.ties import join, link, strays, take_strays, tied_parameters
+from fsdp2.core.params.param import ModuleEntries, Plan, is_extended
+from fsdp2.core.schedule.unit import Unit
 from fsdp2.interop import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -58,8 +59,8 @@ def fully_shard(
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: PlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
+    mp_policy: MixedPrecisionPolicy | None = ...,
+    offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> M: ...
@@ -72,24 +73,24 @@ def fully_shard(
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: PlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
+    mp_policy: MixedPrecisionPolicy | None = ...,
+    offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> list[nn.Module]: ...
 
 
 def fully_shard(
-    module: Any,
+    module: nn.Module | list[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # frozen
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # frozen
+    mp_policy: MixedPrecisionPolicy | None = MixedPrecisionPolicy(),  # noqa: B008  # frozen
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008  # frozen
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-) -> Any:
+) -> nn.Module | list[nn.Module]:
     """Shard a module's parameters over a mesh, in place, and gather them only around their use.
 
     Every parameter below ``module`` that no earlier call took becomes a DTensor of which each
@@ -110,17 +111,18 @@ def fully_shard(
             many ranks' shards after forward, so that backward gathers from that few neighbours:
             a divisor of the shard axis's size, of which the size itself means ``True`` and ``1``
             means ``False``.
-        shard_placement_fn: called with each parameter; returns the ``Shard`` to use, ``None`` for
-            the default, or a `ShardPlacementResult` with a mesh of the parameter's own. Any dim
-            may be uneven. The default is ``Shard(0)``, unless equal pieces of dim 0 pad more than
-            3 % of the parameter and more than 1 MiB over all ranks: then the dim that pads least.
-            A tuple names several: the first is taken by the same rule; failing that one of them,
-            or ``(Shard(0), Shard(d))`` on a mesh of two shard dims if that pads less or spares
-            copies. Such a parameter is on another mesh than the rest, which torch's clipping
-            refuses and `fsdp2.clip_grad_norm_` takes.
-        mp_policy: dtypes of compute, reduction and outputs.
+        shard_placement_fn: called with each parameter. It returns the ``Shard`` to use, or ``None``
+            for the default, or a `ShardPlacementResult` with a mesh of the parameter's own. Any dim
+            may be uneven. The default is ``Shard(0)``. Where equal pieces of dim 0 pad more than
+            3 % of the parameter and more than 1 MiB over all ranks, it is the dim that pads least.
+            A tuple names the dims to choose from: the first of them, by the same rule. Where that
+            pads too much, it is another one, or ``(Shard(0), Shard(d))`` on a mesh of two shard
+            dims if that pads less or needs no copies. A parameter on two dims is on another mesh
+            than the rest: torch's clipping refuses that, `fsdp2.clip_grad_norm_` takes it.
+        mp_policy: dtypes of compute, reduction and outputs. ``None`` means the default, which casts
+            nothing.
         offload_policy: `CPUOffloadPolicy` keeps shards, gradients and optimizer states in CPU
-            memory. The default keeps them on the device.
+            memory. The default, also ``None``, keeps them on the device.
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
         dp_mesh_dims: names of the data-parallel dims of ``mesh``, which then is the full SPMD mesh
             that every parameter must be a DTensor on, replicated on those dims.
@@ -148,25 +150,33 @@ def fully_shard(
     _check_callable(shard_placement_fn)
     axes = resolve_axes(default_mesh() if mesh is None else mesh, dp_mesh_dims)
     found = managed_parameters(modules, ignored)
-    plans = plan_parameters(found, axes, shard_placement_fn, policy)
+    tied = tied_parameters(found, modules, policy)
+    places = strays(found, modules)
+    own = {param: entries for param, entries in found.items() if param not in tied}
+    plans = plan_parameters(own, axes, shard_placement_fn, policy)
     reshard, smaller = _checked_reshard(reshard_after_forward, axes, plans)
 
     name = ", ".join(type(m).__name__ for m in modules)
     classes = [_sharded_class(type(member)) for member in modules]
-    arguments = Arguments(axes, offload, smaller)
+    arguments = Arguments(axes, policy, offload, smaller)
     options = GroupOptions(policy)
     unit = Unit(name, make_groups(name, plans, options, arguments), options)
     unit.reshard_after_forward = reshard
     move_buffers(modules, axes.device)
-    hooks = UnitHooks(unit, modules, policy, axes.device, streams_for(axes.device))
-    hooks.arguments = arguments
-    hooks.ignored = ModuleSlots(slots_of(modules, ignored))
-    announce(modules, hooks)
+    left_alone = ModuleEntries(entries_of(modules, ignored))
+    record = UnitHooks(unit, modules, arguments, left_alone, streams_for(axes.device))
+    announce(modules, record)
     watch_optimizers()
     watch_registrations()
+    watch_backwards()
     for member, kind in zip(modules, classes, strict=True):
         member.__class__ = kind
     watch_state_dicts(unit.groups)
+    if tied:
+        join(found, tied)
+        link([record])
+    if places:
+        take_strays(places)
     return module
 
 
@@ -176,7 +186,7 @@ setattr(fully_shard, "state", state_of)  # noqa: B010  # where torch's clients l
 # ---- checks of arguments
 
 
-def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
+def _checked_modules(module: object) -> tuple[nn.Module, ...]:
     if not isinstance(module, nn.Module | Iterable):
         raise TypeError(
             f"fully_shard takes a module or a list of modules, not {type(module).__name__}"
@@ -194,7 +204,7 @@ def _checked_modules(module: Any) -> tuple[nn.Module, ...]:
             raise ValueError(
                 f"fully_shard got the same {type(member).__name__} twice in one list; list it once"
             )
-        if hooks_of(member) is not None:
+        if record_of(member) is not None:
             raise ValueError(
                 f"fully_shard was already called on this {type(member).__name__}; call it once"
             )
@@ -227,7 +237,7 @@ def _check_wrappers(module: nn.Module) -> None:
             )
 
 
-def _checked_ignored(ignored: Any) -> set[nn.Parameter]:
+def _checked_ignored(ignored: object) -> set[nn.Parameter]:
     params = set(ignored) if isinstance(ignored, Iterable) else {ignored}
     for param in params - {None}:
         if not isinstance(param, nn.Parameter):
@@ -235,10 +245,10 @@ def _checked_ignored(ignored: Any) -> set[nn.Parameter]:
                 f"fully_shard(ignored_params=…) takes a set of parameters, but got a "
                 f"{type(param).__name__}; pass for example set(module.parameters())"
             )
-    return params - {None}
+    return {param for param in params if isinstance(param, nn.Parameter)}
 
 
-def _check_callable(choose: Any) -> None:
+def _check_callable(choose: object) -> None:
     if choose is not None and not callable(choose):
         raise TypeError(
             f"fully_shard(shard_placement_fn=…) takes a function of a parameter, not "
@@ -246,7 +256,9 @@ def _check_callable(choose: Any) -> None:
         )
 
 
-def _checked_policy(policy: Any) -> config.MixedPrecisionPolicy:
+def _checked_policy(policy: object) -> config.MixedPrecisionPolicy:
+    if policy is None:  # frameworks pass on what their users left out
+        return MixedPrecisionPolicy()
     if isinstance(policy, config.MixedPrecisionPolicy):
         return policy
     names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
@@ -264,6 +276,8 @@ def _checked_policy(policy: Any) -> config.MixedPrecisionPolicy:
 def _checked_offload(policy: Any) -> config.CPUOffloadPolicy | None:
     if isinstance(policy, config.CPUOffloadPolicy):
         return policy
+    if policy is None:
+        return None
     kind = type(policy).__name__
     if kind == "CPUOffloadPolicy":  # torch's own
         return CPUOffloadPolicy(policy.pin_memory)

@@ -10,6 +10,9 @@ A parameter that is added to a sharded module, and that no unit manages, is left
 warning meanwhile, as torch does it in silence: frameworks reduce its gradients themselves. Without
 `install` it is an error.
 
+Processes that are started meanwhile install as well (`fsdp2.startup`): a launcher that starts ranks
+from within a script would else make a world of two implementations.
+
 Two things stay torch's. ``FSDPModule``, the base of our class: ``isinstance`` holds for modules
 that either implementation sharded, and for whoever imported the name, at any time. And the modules
 in which torch's implementation lives, so that what it has sharded already goes on working.
@@ -21,10 +24,9 @@ import sys
 import warnings
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
 
 from fsdp2.api import fully_shard
-from fsdp2.core.registrations import Registrations
+from fsdp2.core.modules.registrations import Registrations
 from fsdp2.interop import (
     TORCHS_NAMES,
     CPUOffloadPolicy,
@@ -38,6 +40,7 @@ from fsdp2.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from fsdp2.startup import install_children, uninstall_children
 
 HOLDERS = (
     "torch.distributed.fsdp",
@@ -49,7 +52,7 @@ HOLDERS = (
 )
 """Modules whose names are replaced. One that is imported later finds ours in the first."""
 
-OURS: dict[str, Any] = {
+OURS: dict[str, object] = {
     public.__name__: public
     for public in (
         fully_shard,
@@ -64,7 +67,7 @@ OURS: dict[str, Any] = {
     )
 }
 
-_replaced: dict[tuple[str, str], Any] = {}  # (holder, name): what was there
+_replaced: dict[tuple[str, str], object] = {}  # (holder, name): what was there
 
 
 def install() -> None:
@@ -73,6 +76,10 @@ def install() -> None:
     Frameworks and scripts written for torch's FSDP2 then run on fsdp2 unchanged. Call it on every
     rank, before they import those names; ``python -m fsdp2.run script.py`` does. Modules that are
     sharded already stay as they are. Calling it again changes nothing.
+
+    Python processes that this one starts from now on install as well, however they are started:
+    a folder of fsdp2's in front of ``PYTHONPATH`` sees to it. One that is given an environment of
+    its own, or none (``python -E``), does not. Ranks of both kinds then raise at the first forward.
 
     Warns:
         UserWarning: modules that imported torch's ``fully_shard`` before, and go on calling it. The
@@ -85,12 +92,13 @@ def install() -> None:
         fsdp2.install()
         from torch.distributed.fsdp import fully_shard  # is fsdp2.fully_shard
     """
-    for holder, name in _slots():
+    for holder, name in _held_names():
         found = getattr(holder, name)
         if found is not OURS[name]:
             _replaced[holder.__name__, name] = found
             setattr(holder, name, OURS[name])
     Registrations.leave_unmanaged = _leave_unmanaged
+    install_children()
     missed = _missed()
     if missed:
         warnings.warn(
@@ -102,13 +110,17 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`: every name is what it was. Modules sharded meanwhile go on working."""
-    for holder, name in _slots():
+    """Undo `install`: every name is what it was. Modules sharded meanwhile go on working.
+
+    Processes that were started meanwhile stay installed.
+    """
+    for holder, name in _held_names():
         if getattr(holder, name) is OURS[name]:  # else somebody else has replaced it since
             before = _replaced.get((holder.__name__, name), TORCHS_NAMES[name])
             setattr(holder, name, before)
     _replaced.clear()
     Registrations.leave_unmanaged = None
+    uninstall_children()
 
 
 def _leave_unmanaged(name: str) -> None:
@@ -120,7 +132,7 @@ def _leave_unmanaged(name: str) -> None:
     )
 
 
-def _slots() -> Iterator[tuple[ModuleType, str]]:
+def _held_names() -> Iterator[tuple[ModuleType, str]]:
     """Every name of torch's, in every holder that has been imported."""
     for path in HOLDERS:
         holder = sys.modules.get(path)

@@ -2,7 +2,8 @@
 
     pipelining and others ask for                      and find
     isinstance(m, torch.distributed.fsdp.FSDPModule)   TorchIdentity, a base of our FSDPModule
-    m._get_fsdp_state(), fully_shard.state(m)          StateFacade, which calls our scheduler
+    m._get_fsdp_state(), fully_shard.state(m),         StateStandIn: what torch's state has, read
+    _get_module_fsdp_state(m)                          from ours, or refused by name
     m in the registry of composable APIs               entries: torch's fully_shard(), replicate()
                                                        refuse m, and leave it out below a parent
     isinstance(policy, torch's or our class)           ours are subclasses of torch's, and recognise
@@ -14,74 +15,579 @@ left for a module of ours to run. One that a newer torch has and fsdp2 has not, 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed.fsdp as fsdp
+import torch.distributed.fsdp._fully_shard._fsdp_common as _common
+import torch.distributed.fsdp._fully_shard._fsdp_param as _param
+import torch.distributed.fsdp._fully_shard._fsdp_state as _fsdp_state
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.tensor import Shard
 
 from fsdp2.core import config
-from fsdp2.core.hooks import UnitHooks, hooks_of
+from fsdp2.core.modules.assembly import choose_reshard
+from fsdp2.core.modules.hooks import start
+from fsdp2.core.modules.registry import UnitRecord, record_of
+from fsdp2.core.params.param import ShardedParam, compute_dtype
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.states import GroupState
+from fsdp2.core.schedule.unit import Phase
 
+_state: Any = _fsdp_state
 TORCHS: Any = fsdp.FSDPModule
 """torch's class: ``super(TORCHS, self)`` is what comes behind it, the original class."""
 
 TORCHS_NAMES: dict[str, Any] = {name: getattr(fsdp, name) for name in fsdp._fully_shard.__all__}
 """What torch exports of its FSDP2, by name, as it was when fsdp2 was imported."""
 
-_API: Any = getattr(fsdp.fully_shard, "__wrapped__", fsdp.fully_shard)  # the key of its states
+_API: object = getattr(fsdp.fully_shard, "__wrapped__", fsdp.fully_shard)  # the key of its states
 
 
-class StateFacade:
-    """What stands where torch's clients look for the state of a sharded module.
+class _StandIn:
+    """Stands for an object of torch's FSDP: answers truly what it can, and refuses the rest.
 
-    `torch.distributed.pipelining` ends a schedule, up to torch 2.13, by calling ``post_backward``
-    of every parameter group below the root and then the root's final callback. There are no groups
-    to call here; the final callback does it all. Newer ones call ``finalize_backward`` of the
-    module, and compare ``_comm_ctx``. torch's ``register_fsdp_forward_method`` calls
-    ``_pre_forward`` and ``_post_forward``.
-
-    Args:
-        hooks: those of the module's unit.
+    What may be set is a property with a setter. Any other write is refused, too: torch would act on
+    it, and a client would go on as if we had.
     """
 
-    _fsdp_param_groups: tuple[Any, ...] = ()
-    _fsdp_param_group = None
-
-    def __init__(self, hooks: UnitHooks) -> None:
-        self._hooks = hooks
-        self._pre_forward = hooks.pre_forward
-        self._post_forward = hooks.post_forward
-        self._comm_ctx = object()  # torch's share_comm_ctx gives several roots the same one
+    _stands_for = ""
+    _held: frozenset[str] = frozenset()
+    """What it keeps in attributes of its own."""
 
     @property
-    def _state_ctx(self) -> StateFacade:
-        return self
-
-    @property
-    def all_states(self) -> list[StateFacade]:
-        """States below the root: this one speaks for all."""
-        return [self]
-
-    def _root_post_backward_final_callback(self) -> None:
-        scheduler = self._hooks.scheduler
-        if scheduler is not None:
-            scheduler.finalize(wait=True)
+    def _title(self) -> str:
+        """What is sharded, for messages."""
+        return "the model"
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"'{self._hooks.unit.title}' is sharded by fsdp2, which has no '{name}' of torch's "
-            f"FSDP state; use the public methods of fsdp2.FSDPModule"
+            f"'{self._title}' is sharded by fsdp2, which has no '{name}' of torch's "
+            f"{self._stands_for}; use the public methods of fsdp2.FSDPModule"
         )
+
+    def __setattr__(self, name: str, value: object) -> None:
+        known = getattr(type(self), name, None)
+        if name not in self._held and not (isinstance(known, property) and known.fset is not None):
+            raise self._wrong(name, value)
+        super().__setattr__(name, value)
+
+    def _wrong(self, name: str, value: object) -> AttributeError:
+        return AttributeError(
+            f"'{self._title}' is sharded by fsdp2, where '{name}' of torch's {self._stands_for} "
+            f"cannot be set to {value!r}; use the public methods of fsdp2.FSDPModule"
+        )
+
+
+class ParamStandIn(_StandIn):
+    """What stands for torch's ``FSDPParam``: a parameter, to be read."""
+
+    _stands_for = "FSDPParam"
+    _held = frozenset({"_group", "_param"})
+
+    def __init__(self, group: GroupStandIn, param: ShardedParam) -> None:
+        self._group = group
+        self._param = param
+
+    @property
+    def _title(self) -> str:
+        return self._param.name
+
+    @property
+    def sharded_param(self) -> nn.Parameter:
+        return self._param.sharded
+
+    @property
+    def unsharded_param(self) -> nn.Parameter:
+        """Empty while it is not gathered."""
+        if self._param.unsharded is None:
+            self.__getattr__("unsharded_param")
+        assert self._param.unsharded is not None
+        return self._param.unsharded
+
+    @property
+    def _module_info(self) -> Any:
+        """Where it is registered: the first entry, and those tied to it."""
+        (module, name), *shared = self._param.entries
+        names = [other for _, other in shared]
+        return _param.ParamModuleInfo(module, name, [member for member, _ in shared], names)
+
+    @property
+    def _sharded_local_tensor(self) -> torch.Tensor:
+        """What all-gather hooks may be put on; they are found at the next bind."""
+        return self._param.local
+
+    def _init_extensions(self) -> None:
+        """Let the group look for all-gather hooks."""
+        self._group._group.rebind()
+
+    @property
+    def _orig_size(self) -> torch.Size:
+        shape = torch.empty(self._param.shape, device="meta")
+        return self._param.as_seen(shape).shape
+
+    @property
+    def sharded_size(self) -> torch.Size:
+        return self._param.local.size()
+
+    @property
+    def orig_dtype(self) -> torch.dtype:
+        return self._param.dtype
+
+    @property
+    def param_dtype(self) -> torch.dtype | None:
+        """``None`` where it is gathered in its own dtype."""
+        chosen = compute_dtype(self._group._group.options, self._param)
+        return None if chosen == self._param.dtype else chosen
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        return self._group.mp_policy.reduce_dtype
+
+    @property
+    def fsdp_placement(self) -> Shard:
+        return Shard(self._param.cut.dim)
+
+    @property
+    def is_dtensor(self) -> bool:
+        return self._param.parallel is not None
+
+    @property
+    def _param_fqn(self) -> str:
+        return self._param.name
+
+    @property
+    def mesh_info(self) -> Any:
+        return self._group.mesh_info
+
+    @property
+    def post_forward_mesh_info(self) -> Any:
+        return self._group.post_forward_mesh_info
+
+    @property
+    def sharded_state(self) -> Any:
+        return self._group._sharded_state
+
+    @property
+    def offload_to_cpu(self) -> bool:
+        return self._group._group.offload is not None
+
+    @property
+    def pin_memory(self) -> bool:
+        offload = self._group._group.offload
+        return offload is not None and offload.pin_memory
+
+
+class GroupStandIn(_StandIn):
+    """What stands for torch's ``FSDPParamGroup``: parameters of a unit that share a mesh."""
+
+    _stands_for = "FSDPParamGroup"
+    _held = frozenset({"_group", "_state", "_mesh_info", "comm_ctx"})
+
+    def __init__(self, state: StateStandIn, group: ParamGroup) -> None:
+        self._group = group
+        # It owns this one.
+        self._state: StateStandIn = weakref.proxy(state)  # type: ignore[assignment]  # for all uses
+        self._mesh_info: Any = None
+        self.comm_ctx = state._comm_ctx
+
+    @property
+    def _title(self) -> str:
+        return self._group.name or "(root)"
+
+    @property
+    def _record(self) -> UnitRecord:
+        return self._state._record
+
+    # ---- what it is made of
+
+    @property
+    def fsdp_params(self) -> list[ParamStandIn]:
+        return [ParamStandIn(self, param) for param in self._group.params]
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return self._record.modules
+
+    @property
+    def device(self) -> torch.device:
+        return self._group.device
+
+    @property
+    def mp_policy(self) -> config.MixedPrecisionPolicy:
+        return self._record.arguments.precision
+
+    @property
+    def offload_policy(self) -> config.OffloadPolicy:
+        return self._record.arguments.offload or OffloadPolicy()
+
+    @property
+    def _module_fqn(self) -> str | None:
+        """Known from the first forward on."""
+        return None if self._record.scheduler is None else self._record.unit.name
+
+    @property
+    def mesh_info(self) -> Any:
+        if self._mesh_info is None:
+            axes = self._group.params[0].axes
+            if axes.replicas is None:
+                self._mesh_info = _common.FSDPMeshInfo(axes.mesh, shard_mesh_dim=0)
+            elif axes.group is None:
+                self._mesh_info = _common.DDPMeshInfo(axes.mesh, replicate_mesh_dim=0)
+            else:
+                self._mesh_info = _common.HSDPMeshInfo(axes.mesh, 1, 0)
+        return self._mesh_info
+
+    @property
+    def _is_hsdp(self) -> bool:
+        return self._group.replicas is not None
+
+    @property
+    def _all_gather_process_group(self) -> object:
+        return self._group.collectives.group
+
+    @property
+    def _reduce_scatter_process_group(self) -> object:
+        return self._group.reducers.group
+
+    @property
+    def _all_reduce_process_group(self) -> object:
+        return None if self._group.replicas is None else self._group.replicas.group
+
+    # ---- where it is
+
+    @property
+    def _training_state(self) -> Any:
+        return self._state._training_state
+
+    @_training_state.setter
+    def _training_state(self, value: object) -> None:
+        self._state._training_state = value
+
+    @property
+    def _sharded_state(self) -> Any:
+        if self.is_unsharded:
+            return _param.ShardedState.UNSHARDED
+        between = self.is_sharded_post_forward
+        states = _param.ShardedState
+        return states.SHARDED_POST_FORWARD if between else states.SHARDED
+
+    @property
+    def is_sharded(self) -> bool:
+        return not self.is_unsharded and not self.is_sharded_post_forward
+
+    @property
+    def is_sharded_post_forward(self) -> bool:
+        return self._group.state is GroupState.RESHARDED
+
+    @property
+    def is_unsharded(self) -> bool:
+        return self._group.is_unsharded
+
+    # ---- what is chosen
+
+    @property
+    def post_forward_mesh_info(self) -> Any:
+        """Where forward leaves the parameters: ``None`` where it keeps them gathered."""
+        if not self._record.unit.frees_after_forward:
+            return None
+        smaller = self._group.smaller_group
+        return self.mesh_info if smaller is None else _common.HSDPMeshInfo(smaller.mesh, 1, 0)
+
+    @post_forward_mesh_info.setter
+    def post_forward_mesh_info(self, value: Any) -> None:
+        size = getattr(value, "shard_mesh_size", None)
+        if value is None or size == self._group.collectives.size:
+            choose_reshard(self._record, value is not None)
+        elif isinstance(size, int):
+            choose_reshard(self._record, size)
+        else:
+            raise self._wrong("post_forward_mesh_info", value)
+
+    @property
+    def _reshard_after_forward(self) -> bool:
+        return self._record.unit.frees_after_forward
+
+    @property
+    def _use_post_forward_mesh(self) -> bool:
+        return self._reshard_after_forward and self._group.smaller_group is not None
+
+    @property
+    def reshard_after_backward(self) -> bool:
+        return self._record.unit.reshard_after_backward
+
+    @reshard_after_backward.setter
+    def reshard_after_backward(self, value: bool) -> None:
+        self._record.unit.reshard_after_backward = value
+
+    @property
+    def unshard_in_backward(self) -> bool:
+        return self._record.unit.unshard_in_backward
+
+    @unshard_in_backward.setter
+    def unshard_in_backward(self, value: bool) -> None:
+        self._record.unit.unshard_in_backward = value
+
+    @property
+    def reduce_grads(self) -> bool:
+        return self._record.unit.sync
+
+    @reduce_grads.setter
+    def reduce_grads(self, value: bool) -> None:
+        self._record.unit.sync = value
+        if not value:
+            self._group.accumulate()
+
+    @property
+    def all_reduce_grads(self) -> bool:
+        return self._record.unit.all_reduce
+
+    @all_reduce_grads.setter
+    def all_reduce_grads(self, value: bool) -> None:
+        self._record.unit.all_reduce = value
+
+    @property
+    def gradient_divide_factor(self) -> float | None:
+        return self._group.options.divide_factor
+
+    @property
+    def reduce_scatter_unused_params(self) -> bool:
+        return self._group.options.reduce_unused
+
+    @property
+    def force_sum_reduction_for_comms(self) -> bool:
+        return self._group.options.sum_only
+
+    @property
+    def unshard_async_op(self) -> bool:
+        """All-gathers are always issued ahead; nothing else may be chosen."""
+        return True
+
+    @unshard_async_op.setter
+    def unshard_async_op(self, value: bool) -> None:
+        pass
+
+    # ---- what may be called
+
+    def lazy_init(self) -> None:
+        """Nothing to do: a group binds at its first use."""
+
+    def _init_mp_dtypes(self) -> None:
+        """Nothing to do: a group follows dtypes and ``requires_grad`` itself."""
+
+    def post_backward(self, *unused: object) -> None:
+        """Reduce what waits, and free, as the unit's flags say; for schedules without autograd."""
+        record = self._record
+        if record.scheduler is not None:
+            record.scheduler.finalize_unit(record.unit)
+
+
+class CommContext(_StandIn):
+    """What stands for torch's ``FSDPCommContext``: several roots that share streams have one."""
+
+    _stands_for = "FSDPCommContext"
+
+
+class StateStandIn(_StandIn, _state.FSDPState):  # typed as Any
+    """What stands where torch's clients look for the state of a sharded module.
+
+    It is an ``FSDPState``, so that torch's ``_get_module_fsdp_state`` finds it. It inherits no
+    behaviour: no ``__init__`` of torch's runs, and its methods are refused.
+
+    `torch.distributed.pipelining` ends a schedule, up to torch 2.13, by calling ``post_backward``
+    of every parameter group below the root and then the root's final callback. Newer ones call
+    ``finalize_backward`` of the module, and compare ``_comm_ctx``. torch's
+    ``register_fsdp_forward_method`` calls ``_pre_forward`` and ``_post_forward``.
+
+    A root of torch's above a module of ours writes down that it is its root. From then on it finds
+    no parameter groups here, which it would drive.
+
+    Args:
+        record: the module's unit, and what runs around its forward.
+    """
+
+    _stands_for = "FSDP state"
+    _held = frozenset(
+        ("_record", "_pre_forward", "_post_forward", "_comm_ctx", "_adopted_by", "_groups")
+    )
+
+    def __init__(self, record: UnitRecord) -> None:
+        self._record = record
+        self._pre_forward = record.pre_forward
+        self._post_forward = record.post_forward
+        self._comm_ctx: object = CommContext()  # torch's share_comm_ctx gives several the same
+        self._adopted_by: object = None
+        self._groups: dict[ParamGroup, GroupStandIn] = {}
+
+    @property
+    def _title(self) -> str:
+        return self._record.unit.title
+
+    # ---- what it is made of
+
+    @property
+    def _fsdp_param_groups(self) -> list[GroupStandIn]:
+        if self._adopted_by is not None:
+            return []
+        groups = self._record.unit.groups
+        self._groups = {g: self._groups.get(g) or GroupStandIn(self, g) for g in groups}
+        return list(self._groups.values())
+
+    @property
+    def _fsdp_param_group(self) -> GroupStandIn | None:
+        groups = self._fsdp_param_groups
+        if len(groups) > 1:
+            raise ValueError(
+                f"'{self._title}' has parameters on several meshes, so that it has no one "
+                f"_fsdp_param_group; use _fsdp_param_groups ({len(groups)} groups)"
+            )
+        return groups[0] if groups else None
+
+    @property
+    def _modules(self) -> tuple[nn.Module, ...]:
+        return self._record.modules
+
+    @property
+    def _device(self) -> torch.device:
+        return self._record.arguments.axes.device
+
+    @property
+    def _mp_policy(self) -> config.MixedPrecisionPolicy:
+        return self._record.arguments.precision
+
+    # ---- where it is
+
+    @property
+    def _is_root(self) -> bool | None:
+        """``None`` until the first forward."""
+        if self._adopted_by is not None:
+            return False
+        return None if self._record.scheduler is None else self._record.unit.is_root
+
+    @_is_root.setter
+    def _is_root(self, value: bool) -> None:
+        if value:
+            raise self._wrong("_is_root", value)
+        self._adopted_by = self._adopted_by or self
+
+    @property
+    def _training_state(self) -> Any:
+        states, phase = _common.TrainingState, self._record.unit.phase
+        if phase is Phase.FORWARD:
+            return states.FORWARD
+        if phase is Phase.BACKWARD:
+            return states.PRE_BACKWARD
+        return states.POST_BACKWARD if phase is Phase.REDUCED else states.IDLE
+
+    @_training_state.setter
+    def _training_state(self, value: object) -> None:
+        """IDLE may be set where it is so: clients do it before they move a model."""
+        scheduler = self._record.scheduler
+        busy = scheduler is not None and (scheduler.in_backward or scheduler.forward_root)
+        if self._adopted_by is None and (busy or value is not _common.TrainingState.IDLE):
+            raise self._wrong("_training_state", value)
+
+    @property
+    def _modules_to_run_forward(self) -> set[nn.Module]:
+        """What a root of torch's would complete: nothing."""
+        return set()
+
+    # ---- what is chosen
+
+    @property
+    def _auto_reshard_after_forward(self) -> bool:
+        return self._record.unit.reshard_after_forward is None
+
+    @_auto_reshard_after_forward.setter
+    def _auto_reshard_after_forward(self, value: bool) -> None:
+        unit = self._record.unit
+        unit.reshard_after_forward = None if value else unit.frees_after_forward
+
+    @property
+    def _states_to_forward_prefetch(self) -> tuple[StateStandIn, ...]:
+        return tuple(_STAND_INS[id(unit)] for unit in self._record.unit.forward_prefetch)
+
+    @property
+    def _states_to_backward_prefetch(self) -> tuple[StateStandIn, ...]:
+        return tuple(_STAND_INS[id(unit)] for unit in self._record.unit.backward_prefetch)
+
+    # ---- the root's
+
+    @property
+    def _state_ctx(self) -> Any:
+        return self if self._adopted_by in (None, self) else self._adopted_by
+
+    @_state_ctx.setter
+    def _state_ctx(self, value: object) -> None:
+        self._adopted_by = value
+
+    @property
+    def all_states(self) -> list[StateStandIn]:
+        """Those of the root's units; before the first forward there are none."""
+        scheduler = self._record.scheduler
+        return [] if scheduler is None else [_STAND_INS[id(unit)] for unit in scheduler.units]
+
+    @property
+    def iter_forward_root(self) -> StateStandIn | None:
+        scheduler = self._record.scheduler
+        root = None if scheduler is None else scheduler.forward_root
+        return None if root is None else _STAND_INS[id(root)]
+
+    @property
+    def is_last_backward(self) -> bool:
+        scheduler = self._record.scheduler
+        return scheduler is None or scheduler.is_last_backward
+
+    @property
+    def manual_backward_finalization(self) -> bool:
+        scheduler = self._record.scheduler
+        return scheduler is not None and scheduler.manual
+
+    # ---- what may be called
+
+    @property
+    def _finalize_backward(self) -> Callable[[], None]:
+        """What a root of torch 2.11 calls of each state: there is nothing to do."""
+        if self._adopted_by is None:
+            self.__getattr__("_finalize_backward")
+        return lambda: None
+
+    def _lazy_init(self) -> None:
+        """Make the module the root of the units below it, as its first forward would."""
+        if self._record.scheduler is None:
+            start(self._record)
+
+    def _root_post_backward_final_callback(self) -> None:
+        scheduler = self._record.scheduler
+        if scheduler is not None:
+            scheduler.finalize(wait=True)
+
+
+_STAND_INS: weakref.WeakValueDictionary[int, StateStandIn] = weakref.WeakValueDictionary()
+"""By ``id`` of the unit, which lives as long."""
+
+
+def _refused_method(name: str) -> property:
+    def refuse(self: StateStandIn) -> NoReturn:
+        _StandIn.__getattr__(self, name)
+
+    return property(refuse)
+
+
+for _name in vars(_state.FSDPState):
+    if not _name.startswith("__") and _name not in {*vars(StateStandIn), *StateStandIn._held}:
+        setattr(StateStandIn, _name, _refused_method(_name))
 
 
 class TorchIdentity(TORCHS):  # typed as Any: our methods need not match the types of torch's
     """Makes ``isinstance(module, torch.distributed.fsdp.FSDPModule)`` true, and does no more."""
 
-    def _get_fsdp_state(self) -> StateFacade:
-        state: StateFacade = self.__dict__[STATE_KEY][_API]
+    def _get_fsdp_state(self) -> StateStandIn:
+        state: StateStandIn = self.__dict__[STATE_KEY][_API]
         return state
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -89,7 +595,7 @@ class TorchIdentity(TORCHS):  # typed as Any: our methods need not match the typ
 
 
 def _refusal(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    def refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(
             f"{name}() is a method of FSDPModule in torch {torch.__version__} that fsdp2 does not "
             f"have; update fsdp2, or leave the call out"
@@ -106,7 +612,7 @@ for _name, _value in vars(TORCHS).items():
 class _TorchsToo(type):
     """Makes ``isinstance(policy, cls)`` hold for objects of the torch class that ``cls`` is of."""
 
-    def __instancecheck__(cls, instance: Any) -> bool:
+    def __instancecheck__(cls, instance: object) -> bool:
         torchs = tuple(base for base in cls.__bases__ if base in TORCHS_NAMES.values())
         return super().__instancecheck__(instance) or isinstance(instance, torchs)
 
@@ -134,16 +640,17 @@ class DataParallelMeshDims(config.DataParallelMeshDims, _MeshDims, metaclass=_To
     __doc__ = config.DataParallelMeshDims.__doc__
 
 
-def state_of(module: nn.Module) -> Any:
-    """What ``fully_shard.state(module)`` returns: `StateFacade`, torch's own state, or ``None``."""
+def state_of(module: nn.Module) -> object:
+    """What ``fully_shard.state(module)`` returns: a `StateStandIn`, torch's own, or ``None``."""
     return module.__dict__.get(STATE_KEY, {}).get(_API)
 
 
-def announce(modules: Sequence[nn.Module], hooks: UnitHooks) -> None:
+def announce(modules: Sequence[nn.Module], record: UnitRecord) -> None:
     """Let torch's look-ups find ``modules``, which fsdp2 has sharded as one unit."""
-    facade = StateFacade(hooks)
+    state = _STAND_INS[id(record.unit)] = StateStandIn(record)
     for module in modules:
-        module.__dict__.setdefault(STATE_KEY, {})[_API] = facade
+        module.__dict__.setdefault(STATE_KEY, {})[_API] = state
+        _module_state_mapping[module] = weakref.ref(state)  # for torch's _get_module_fsdp_state
         registry = module.__dict__.setdefault(REGISTRY_KEY, {})
         # torch's fully_shard leaves out what replicate() has, and the other way round.
         registry["fully_shard"] = registry["replicate"] = RegistryItem()
@@ -157,7 +664,7 @@ def check_untouched(module: nn.Module) -> None:
     """
     for name, below in module.named_modules():
         registry = below.__dict__.get(REGISTRY_KEY)
-        if not registry or hooks_of(below) is not None:
+        if not registry or record_of(below) is not None:
             continue
         refused = ("fully_shard", "replicate") if below is module else ("fully_shard",)
         found = [api for api in refused if api in registry]
@@ -174,6 +681,6 @@ def replicated_parameters(modules: Sequence[nn.Module]) -> set[nn.Parameter]:
         param
         for module in modules
         for below in module.modules()
-        if "replicate" in below.__dict__.get(REGISTRY_KEY, ()) and hooks_of(below) is None
+        if "replicate" in below.__dict__.get(REGISTRY_KEY, ()) and record_of(below) is None
         for param in below.parameters()
     }

@@ -11,25 +11,39 @@ them at their next use.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
-from fsdp2.communication import CommunicationControls, hooks_on
-from fsdp2.core.assembly import make_groups, move_buffers, settle_in, watch_state_dicts
+from fsdp2.communication import CommunicationControls
 from fsdp2.core.config import ShardingStateError
-from fsdp2.core.hooks import UnitHooks, forward_method, hooks_below, start
-from fsdp2.core.optimizer_watch import watch_optimizers
-from fsdp2.core.param import ModuleSlots
-from fsdp2.core.scheduler import Scheduler
-from fsdp2.core.selection import PlacementFn, managed_parameters, plan_parameters, slots_of
-from fsdp2.core.states import SHARDED
-from fsdp2.core.uncompiled import uncompiled_methods
-from fsdp2.core.unit import Unit
-from fsdp2.interop import TORCHS, TorchIdentity, replicated_parameters
+from fsdp2.core.modules.assembly import (
+    choose_reshard,
+    join_unit,
+    make_groups,
+    move_buffers,
+    watch_state_dicts,
+)
+from fsdp2.core.modules.dynamo import uncompiled_methods
+from fsdp2.core.modules.frames import forward_method
+from fsdp2.core.modules.hooks import start
+from fsdp2.core.modules.optimizers import watch_optimizers
+from fsdp2.core.modules.registry import UnitRecord, records_below, require_record
+from fsdp2.core.modules.selection import (
+    PlacementFn,
+    entries_of,
+    managed_parameters,
+    plan_parameters,
+)
+from fsdp2.core.modules.ties import join, link, tied_parameters
+from fsdp2.core.params.param import ModuleEntries
+from fsdp2.core.schedule.scheduler import Scheduler
+from fsdp2.core.schedule.side_doors import refresh_scheduler
+from fsdp2.core.schedule.states import SHARDED
+from fsdp2.core.schedule.unit import Unit
+from fsdp2.interop import TORCHS, replicated_parameters
 
 _WALKS = ("zero_grad", "parameters", "named_parameters", "named_modules")
 """What a class must leave as it is, for `_drop_gradients` to find what ``zero_grad`` would."""
@@ -39,7 +53,7 @@ def _drop_gradients(module: nn.Module) -> None:
     """As ``nn.Module.zero_grad()``, without names: thousands of instructions less a parameter."""
     seen: set[int] = set()
     found: list[nn.Module | None] = [module]
-    with DisableTorchFunctionSubclass():  # for DTensors' sake (see `fsdp2.core.param`)
+    with DisableTorchFunctionSubclass():  # for DTensors' sake (see `fsdp2.core.params.param`)
         for member in found:  # which grows
             if member is None:
                 continue
@@ -53,7 +67,7 @@ def _drop_gradients(module: nn.Module) -> None:
 
 
 @uncompiled_methods
-class FSDPModule(CommunicationControls, TorchIdentity):
+class FSDPModule(CommunicationControls):
     """What `fully_shard` makes of a module: the methods that control its unit.
 
     The class comes first in the method resolution order: ``[FSDP<Original>, FSDPModule, …,
@@ -63,7 +77,7 @@ class FSDPModule(CommunicationControls, TorchIdentity):
 
     _fsdp2_original: type
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: object, **kwargs: object) -> Any:
         """Make an instance of the original class: a sliced ``nn.Sequential`` is a plain one."""
         original: Any = cls._fsdp2_original
         instance = original.__new__(original, *args, **kwargs)
@@ -78,10 +92,10 @@ class FSDPModule(CommunicationControls, TorchIdentity):
                 forward waits for it if nobody else does. ``False`` (default) waits and returns
                 ``None``.
         """
-        hooks = hooks_on(self)
-        scheduler = hooks.scheduler or _own_scheduler(hooks)
-        scheduler.claim(hooks.unit)
-        handle = UnshardHandle(scheduler, hooks.unit)
+        record = require_record(self)
+        scheduler = record.scheduler or _own_scheduler(record)
+        scheduler.claim(record.unit)
+        handle = UnshardHandle(scheduler, record.unit)
         if async_op:
             return handle
         handle.wait()
@@ -89,7 +103,7 @@ class FSDPModule(CommunicationControls, TorchIdentity):
 
     def reshard(self) -> None:
         """Free this unit's gathered parameters and register the sharded ones; not recursive."""
-        unit = hooks_on(self).unit
+        unit = require_record(self).unit
         unit.reshard()
         unit.settle()
 
@@ -97,35 +111,40 @@ class FSDPModule(CommunicationControls, TorchIdentity):
         """Forget a forward or backward that an exception ended half way.
 
         Call it on the root after catching the exception; the next iteration then starts clean.
-        Everything is freed; gradients that were not reduced are dropped, those already on the
-        sharded parameters stay until ``zero_grad()``.
+        Gathered parameters are freed. Gradients that were not reduced yet are dropped. Those that
+        are on the sharded parameters already stay there until ``zero_grad()``.
+
+        Raises:
+            RuntimeError: called on a module that is not the root.
         """
-        hooks = hooks_on(self)
-        if hooks.scheduler is not None:
-            if not hooks.unit.is_root:
+        record = require_record(self)
+        if record.scheduler is not None:
+            if not record.unit.is_root:
                 raise ShardingStateError(
-                    f"reset_iter_state() was called on '{hooks.unit.name}', which is not the "
+                    f"reset_iter_state() was called on '{record.unit.name}', which is not the "
                     f"root; call it on the module whose forward you call"
                 )
-            hooks.scheduler.reset()
+            record.scheduler.reset()
 
     def shard_new_parameters(self, shard_placement_fn: PlacementFn | None = None) -> None:
-        """Take over parameters and modules that were added below after `fully_shard`.
+        """Shard parameters and modules that were added to this module after `fully_shard`.
 
-        They become one more group of this unit, with the mesh and policies of its call of
-        `fully_shard` and what methods have changed since: an adapter in every block is gathered and
-        reduced with its block. Parameters of units below and ``ignored_params`` are left alone.
-        Call it on every rank, between iterations, then give the parameters to the optimizer. For a
-        unit of their own, call `fully_shard` on the new module instead.
+        They become one more group of this unit: an adapter in a block is gathered and reduced with
+        its block. The group has the mesh and the policies that `fully_shard` was called with, and
+        the settings that were changed since. Parameters of units below and ``ignored_params`` are
+        left alone.
+
+        Call it on every rank, between iterations. Then give the parameters to the optimizer. To
+        make the new module a unit of its own, call `fully_shard` on it instead.
 
         Args:
-            shard_placement_fn: as for `fully_shard`, whose own is not kept: it may refer to the
-                parameters that it was asked about, whole as they were. Default ``None``.
+            shard_placement_fn: as for `fully_shard`. Default ``None``: the default placements, not
+                the function that `fully_shard` was called with, which is not kept, as it may hold
+                on to whole parameters.
 
         Raises:
             RuntimeError: called during forward or backward.
-            ValueError: a new parameter cannot be sharded, or is tied to a managed one; the message
-                names it.
+            ValueError: a new parameter cannot be sharded; the message names it.
 
         Example::
 
@@ -133,73 +152,83 @@ class FSDPModule(CommunicationControls, TorchIdentity):
             block.shard_new_parameters()
             optimizer.add_param_group({"params": block.adapter.parameters()})
         """
-        hooks = hooks_on(self)
-        if hooks.scheduler is not None:
-            _require_outside(hooks.scheduler, "shard_new_parameters")
-        unit, arguments = hooks.unit, hooks.arguments
-        left_out = replicated_parameters(hooks.modules)
-        found = managed_parameters(hooks.modules, left_out, new_to=hooks)
-        plans = plan_parameters(found, arguments.axes, shard_placement_fn, hooks.precision)
+        record = require_record(self)
+        if record.scheduler is not None:
+            _require_outside(record.scheduler, "shard_new_parameters")
+        unit, arguments = record.unit, record.arguments
+        left_out = replicated_parameters(record.modules)
+        found = managed_parameters(record.modules, left_out, new_to=record)
+        tied = tied_parameters(found, record.modules, arguments.precision)
+        own = {param: entries for param, entries in found.items() if param not in tied}
+        plans = plan_parameters(own, arguments.axes, shard_placement_fn, arguments.precision)
         groups = make_groups(f"{unit.name or '(root)'} (new)", plans, unit.options, arguments)
-        settle_in(groups, unit, [group for near in hooks_below(self) for group in near.unit.groups])
-        move_buffers(hooks.modules, arguments.axes.device)
-        hooks.ignored = ModuleSlots({*hooks.ignored, *slots_of(hooks.modules, left_out)})
-        if hooks.scheduler is not None:
-            hooks.scheduler.refresh()
+        join_unit(groups, unit, [g for near in records_below(self) for g in near.unit.own_groups])
+        move_buffers(record.modules, arguments.axes.device)
+        record.ignored = ModuleEntries({*record.ignored, *entries_of(record.modules, left_out)})
+        if record.scheduler is not None:
+            refresh_scheduler(record.scheduler)
         watch_state_dicts(groups)
+        if tied:
+            join(found, tied)
+            link([record])
         watch_optimizers()  # what they hold may have been replaced
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Choose whether backward reduces gradients.
+        """Choose whether backward reduces gradients, over shards and replicas alike.
 
         Args:
-            requires_gradient_sync: ``False`` accumulates full gradients, without communication,
-                until a backward with ``True`` reduces the sum. It sets the flag of
-                `set_requires_all_reduce` too.
+            requires_gradient_sync: ``False`` adds up full gradients on each rank, without
+                communication. The next backward with ``True`` (default behaviour) reduces their
+                sum. The flag of `set_requires_all_reduce` is set to the same value.
             recurse: whether units below follow. Default ``True``.
         """
-        for hooks in hooks_below(self, recurse):
-            hooks.unit.sync = requires_gradient_sync
-            hooks.unit.all_reduce = requires_gradient_sync
+        for record in records_below(self, recurse):
+            record.unit.sync = requires_gradient_sync
+            record.unit.all_reduce = requires_gradient_sync
             if not requires_gradient_sync:
                 # Gradients that did not come through our hooks, as those of a zero-bubble
                 # schedule's weight passes, are summed in the reduce dtype all the same.
-                for group in hooks.unit.groups:
+                for group in record.unit.groups:
                     group.accumulate()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Choose whether reductions sum over replicas (HSDP); nothing changes without them.
+        """Choose whether backward sums gradients over replicas (HSDP).
+
+        Where there are no replicas, nothing changes.
 
         Args:
-            requires_all_reduce: ``False`` reduce-scatters each backward's gradients and keeps the
-                partial sums, one shard's size, until a backward with ``True`` all-reduces the
-                total: less memory than no sync at all, less communication than full sync.
+            requires_all_reduce: ``False`` only reduce-scatters each backward's gradients, and adds
+                up what comes of it, in memory of one shard's size. The next backward with ``True``
+                (default behaviour) all-reduces the total. This takes less memory than
+                `set_requires_gradient_sync(False)`, and communicates less than full reductions.
             recurse: whether units below follow. Default ``True``.
         """
-        for hooks in hooks_below(self, recurse):
-            hooks.unit.all_reduce = requires_all_reduce
+        for record in records_below(self, recurse):
+            record.unit.all_reduce = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Choose whether the next backward is the iteration's last.
 
         Args:
-            is_last_backward: ``False`` leaves reductions in flight and a prefetched unit gathered
-                for the backward to come: on a device with streams ``.grad``, and what hooks on it
-                write, are not to be read before the last. Default behaviour is ``True``.
+            is_last_backward: with ``True`` (default behaviour) backward waits for its reductions
+                and frees what was gathered ahead. With ``False`` reductions may still run when it
+                returns, and a unit may stay gathered for the backward to come. On a device with
+                streams, do not read ``.grad`` before the last backward, nor what hooks on
+                gradients have written.
         """
         _scheduler(self).is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Choose whether the caller ends an iteration's backwards with `finalize_backward`.
+        """Choose whether you end an iteration's backwards yourself, with `finalize_backward`.
 
-        For schedules in which reducing gradients is an action of its own. While enabled, it
-        supersedes `set_is_last_backward`. Call it on the root, between backwards: the next one
-        follows the new mode.
+        It is for schedules in which reducing gradients is a step of its own. While it is enabled,
+        `set_is_last_backward` has no effect. Call it on the root, between backwards. It counts
+        from the next backward on.
 
         Args:
-            enabled: default behaviour is ``False``.
+            enabled: ``True`` leaves the end to you. Default behaviour is ``False``.
 
         Raises:
             RuntimeError: called during backward, or on a module that is not the root.
@@ -220,16 +249,16 @@ class FSDPModule(CommunicationControls, TorchIdentity):
     def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """End an iteration's backwards outside autograd: reduce, free, clean up.
+        """End an iteration's backwards: reduce gradients, free parameters, clean up.
 
-        Gradients that wait for a reduction are reduced if `set_requires_gradient_sync` says so
-        now, parameters are freed if `set_reshard_after_backward` says so now. Nothing happens
-        before the first forward. A backward that is still to come gathers its parameters again.
+        The flags count as they are now: `set_requires_gradient_sync` says whether waiting gradients
+        are reduced, `set_reshard_after_backward` whether parameters are freed. A backward that is
+        still to come gathers its parameters again. Before the first forward nothing happens.
 
         Args:
-            async_op: ``True`` returns a handle while reductions may still run: wait for it before
-                gradients are used, or the next forward is called. ``False`` (default) waits and
-                returns ``None``.
+            async_op: ``False`` (default) waits for the reductions and returns ``None``. ``True``
+                returns a handle while they may still run. Wait for it before you use gradients or
+                call the next forward.
 
         Raises:
             RuntimeError: without `set_manual_backward_finalization`, during forward or backward, on
@@ -244,7 +273,7 @@ class FSDPModule(CommunicationControls, TorchIdentity):
             model.set_requires_gradient_sync(True)
             model.finalize_backward()
         """
-        scheduler = hooks_on(self).scheduler
+        scheduler = require_record(self).scheduler
         if scheduler is None:
             return GradientReductionHandle(None) if async_op else None
         _require_root(self, "finalize_backward")
@@ -266,22 +295,23 @@ class FSDPModule(CommunicationControls, TorchIdentity):
         """Choose whether backward gathers this unit's parameters; not recursive.
 
         Args:
-            unshard_in_backward: ``False`` where backward does not read them, as an embedding's
-                does not. Default behaviour is ``True``. Where a backward reads them all the same,
-                as a linear's does, autograd raises that a variable "has been modified".
+            unshard_in_backward: ``False`` saves the all-gather where backward does not read the
+                parameters: an embedding's does not. A linear layer's does, and autograd then raises
+                that a variable "has been modified". Default behaviour is ``True``.
         """
-        hooks_on(self).unit.unshard_in_backward = bool(unshard_in_backward)
+        require_record(self).unit.unshard_in_backward = bool(unshard_in_backward)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the next all-gathers wait for the optimizer's step on another stream.
+        """Let the next all-gathers wait for an optimizer step on a stream of your own.
 
-        All-gathers always wait for the current stream, whose memory they take; this adds an event
-        of another one. It is used once: pass a new one each iteration. Call it on the root.
-        Gradients that the step reads may go when the next forward is through: the current stream
-        is behind the event by then, even where that forward gathered nothing.
+        All-gathers wait for the current stream in any case. Call this if the optimizer steps on
+        another one. Call it on the root, in each iteration: an event is used once.
+
+        Keep the gradients that the step reads until the next forward has returned. The current
+        stream has waited for the event by then, even if that forward gathered nothing.
 
         Args:
-            event: recorded behind the optimizer's step.
+            event: recorded after the optimizer's step.
         """
         _scheduler(self).post_optim_event = event
 
@@ -289,19 +319,20 @@ class FSDPModule(CommunicationControls, TorchIdentity):
         """Choose whether forward frees the gathered parameters at its end.
 
         Args:
-            reshard_after_forward: as the argument of `fully_shard`, but only a bool.
+            reshard_after_forward: as the argument of `fully_shard`, but a bool: ``True`` frees
+                them, and backward gathers them again.
             recurse: whether units below follow. Default ``True``.
+
+        Raises:
+            ValueError: it is no bool.
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
                 f"set_reshard_after_forward takes a bool, not {reshard_after_forward!r}; give a "
                 f"number of ranks to fully_shard(reshard_after_forward=…)"
             )
-        for hooks in hooks_below(self, recurse):
-            hooks.unit.reshard_after_forward = reshard_after_forward
-            hooks.arguments = replace(hooks.arguments, smaller=None)
-            for group in hooks.unit.groups:
-                group.set_smaller_group(None)
+        for record in records_below(self, recurse):
+            choose_reshard(record, reshard_after_forward)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -309,49 +340,101 @@ class FSDPModule(CommunicationControls, TorchIdentity):
         """Choose whether backward frees the gathered parameters at its end.
 
         Args:
-            reshard_after_backward: ``False`` saves the next micro-batch's all-gathers for the
-                memory of the gathered parameters. An optimizer step makes kept parameters out of
-                date: the next forward then gathers them again.
+            reshard_after_backward: ``False`` keeps them. The next micro-batch then needs no
+                all-gathers, and the gathered parameters take memory all the time. After an
+                optimizer step they are out of date, so that the next forward gathers them again.
+                Default behaviour is ``True``.
             recurse: whether units below follow. Default ``True``.
         """
-        for hooks in hooks_below(self, recurse):
-            hooks.unit.reshard_after_backward = reshard_after_backward
+        for record in records_below(self, recurse):
+            record.unit.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[FSDPModule]) -> None:
-        """Choose the units to gather when this unit's forward starts.
+        """Choose the units to gather ahead when this unit's forward starts.
+
+        Without this call it is the unit that came next in the last forward.
 
         Args:
-            modules: sharded modules, in the order of their all-gathers: a list, or a slice of a
-                ``ModuleList``; empty returns to the order of the last forward. Two or more overlap
-                more and hold more memory.
+            modules: sharded modules, in the order in which they are gathered: a list, or a slice of
+                a ``ModuleList``. Two or more overlap more and hold more memory. An empty list
+                returns to the order of the last forward.
+
+        Raises:
+            TypeError: it is no list of modules.
+            ValueError: one of them is not sharded.
         """
-        hooks_on(self).unit.forward_prefetch = [h.unit for h in _checked_targets(modules)]
+        require_record(self).unit.forward_prefetch = _checked_targets(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Iterable[FSDPModule]) -> None:
-        """Choose the units to gather when this unit's backward starts.
+        """Choose the units to gather ahead when this unit's backward starts.
+
+        Without this call it is the unit that came before in this iteration's forward.
 
         Args:
-            modules: as for `set_modules_to_forward_prefetch`; empty returns to this iteration's
-                forward in reverse.
+            modules: as for `set_modules_to_forward_prefetch`. An empty list returns to the order of
+                this iteration's forward, in reverse.
+
+        Raises:
+            TypeError: it is no list of modules.
+            ValueError: one of them is not sharded.
         """
-        hooks_on(self).unit.backward_prefetch = [h.unit for h in _checked_targets(modules)]
+        require_record(self).unit.backward_prefetch = _checked_targets(modules)
+
+    def set_prefetch_window(self, units: int, *, recurse: bool = True) -> None:
+        """Choose how many units are gathered ahead: while one computes, those that come next.
+
+        With 1 the gather of the next unit has one compute to hide behind. That is enough where
+        units are alike. Where a small one is followed by a large one, as attention by the experts
+        of a mixture, a larger number gives the large gather more time. torch's FSDP2 waits as with
+        2 in forward, and as with 1 in backward (docs/decisions/0023).
+
+        The order is that of the last forward, in backward that of this iteration's forwards in
+        reverse. Units with a list of their own (`set_modules_to_forward_prefetch`) follow that.
+
+        Args:
+            units: 1 (default behaviour) or more, the same on all ranks. At most so many units are
+                gathered besides those that compute and those that are kept on request: memory
+                grows by one gathered unit for each. The largest number of all units below a root
+                counts for all of them.
+            recurse: whether units below follow. Default ``True``.
+
+        Raises:
+            TypeError: it is not an int.
+            ValueError: it is below 1.
+
+        Example::
+
+            model.set_prefetch_window(2)
+        """
+        if isinstance(units, bool) or not isinstance(units, int):
+            raise TypeError(f"set_prefetch_window takes an int, not {units!r}")
+        if units < 1:
+            raise ValueError(f"set_prefetch_window takes 1 or more, not {units}")
+        records = records_below(self, recurse)
+        for record in records:
+            record.unit.prefetch_window = units
+        for scheduler in {record.scheduler for record in records}:
+            if scheduler is not None:
+                refresh_scheduler(scheduler)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``nn.Module.zero_grad``; gradients that were accumulated without sync go too,
-        and partial sums that wait for an all-reduce."""
-        hooks = hooks_on(self)
-        root = hooks.scheduler if hooks.unit.is_root else None
+        """As ``nn.Module.zero_grad``, for all gradients that units hold.
+
+        Those that were accumulated without sync go too, and sums that wait for an all-reduce.
+        """
+        record = require_record(self)
+        root = record.scheduler if record.unit.is_root and record.alone else None
         if root is None:
-            groups = [group for below in hooks_below(self) for group in below.unit.groups]
+            groups = [group for below in records_below(self) for group in below.unit.groups]
         else:
             groups = root.groups
         unreduced = []
         if root is None or root.unreduced:
             unreduced = [group for group in groups if group.accumulates]
-        if unreduced and hooks.scheduler is not None:
+        if unreduced and record.scheduler is not None:
             # They may still add to partial sums, and deliver gradients, which must go as well.
-            hooks.scheduler.wait_for_reductions()
-        original: Any = self._fsdp2_original
+            record.scheduler.wait_for_reductions()
+        original = self._fsdp2_original
         as_torch = all(getattr(original, name) is getattr(nn.Module, name) for name in _WALKS)
         if set_to_none and as_torch:
             _drop_gradients(self)
@@ -366,21 +449,21 @@ class FSDPModule(CommunicationControls, TorchIdentity):
                 for param in group.params:
                     param.clear_gradient(set_to_none)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self, *args: object, **kwargs: object) -> object:
         """`.to()`, `.cuda()`, `.to_empty()` …: on the sharded parameters."""
         self.reshard()
         result = super(TORCHS, self)._apply(*args, **kwargs)
-        for group in hooks_on(self).unit.groups:
+        for group in require_record(self).unit.groups:
             group.rebind()
         return result
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
             f"{type(self).__name__} cannot be deep-copied: its parameters belong to a process "
             f"group; copy the model before fully_shard, or copy its state_dict()"
         )
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             f"{type(self).__name__} cannot be pickled: its parameters belong to a process group; "
             f"save its state_dict() with torch.distributed.checkpoint or torch.save"
@@ -396,7 +479,7 @@ class UnshardHandle:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Let the current stream wait for the all-gather and register the parameters."""
+        """Let the current stream wait for the all-gather, and register the gathered parameters."""
         if self._unit is not None:
             self._scheduler.wait(self._unit)
             self._unit.settle()
@@ -412,7 +495,7 @@ class GradientReductionHandle:
         self._resets = scheduler.resets if scheduler is not None else 0
 
     def wait(self) -> None:
-        """Wait until gradients may be used: the current stream, and the host for offloaded ones.
+        """Let the current stream wait for the reductions, and the host for offloaded gradients.
 
         Raises:
             RuntimeError: ``reset_iter_state()`` has dropped the reductions meanwhile.
@@ -432,7 +515,8 @@ class GradientReductionHandle:
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Let several roots, such as the chunks of a pipeline stage, share streams.
 
-    Nothing needs to be done: all roots of a device use the same streams, and one pool of memory.
+    It changes nothing: all roots of a device share streams and memory already. It is here for code
+    that was written for torch's FSDP2.
 
     Args:
         modules: sharded modules.
@@ -466,20 +550,20 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             f"{type(module).__name__} has no method '{method_name}'; pass the name of one that it "
             f"has, for example 'generate'"
         )
-    wrapped = forward_method(hooks_on(module), method)
+    wrapped = forward_method(require_record(module), method)
     setattr(module, method_name, wrapped.__get__(module, type(module)))
 
 
 # ---- look-ups
 
 
-def _scheduler(module: Any) -> Scheduler:
-    hooks = hooks_on(module)
-    return hooks.scheduler or start(hooks)
+def _scheduler(module: object) -> Scheduler:
+    record = require_record(module)
+    return record.scheduler or start(record)
 
 
-def _require_root(module: Any, method: str) -> None:
-    unit = hooks_on(module).unit
+def _require_root(module: object, method: str) -> None:
+    unit = require_record(module).unit
     if not unit.is_root:
         raise RuntimeError(
             f"{method}() was called on '{unit.name}', which is not the root; call it on the "
@@ -496,12 +580,12 @@ def _require_outside(scheduler: Scheduler, method: str) -> None:
         )
 
 
-def _own_scheduler(hooks: UnitHooks) -> Scheduler:
+def _own_scheduler(record: UnitRecord) -> Scheduler:
     """A scheduler for a call that comes before the first forward, without choosing a root."""
-    return Scheduler([hooks.unit], hooks.streams)
+    return Scheduler([record.unit], record.streams)
 
 
-def _checked_targets(modules: Iterable[FSDPModule]) -> list[UnitHooks]:
+def _checked_targets(modules: Iterable[FSDPModule]) -> list[Unit]:
     # A slice of a ModuleList is a module; a sharded Sequential would be its layers.
     if not isinstance(modules, Iterable) or isinstance(modules, FSDPModule | str):
         raise TypeError(
@@ -515,4 +599,4 @@ def _checked_targets(modules: Iterable[FSDPModule]) -> list[UnitHooks]:
                 f"prefetch lists hold sharded modules, but got a {type(module).__name__}; call "
                 f"fully_shard on it"
             )
-    return [hooks_on(module) for module in modules]
+    return [require_record(module).unit for module in modules]

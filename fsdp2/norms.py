@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils._foreach_utils import (
     _device_has_foreach_support,
     _group_tensors_by_device_and_dtype,
 )
 
-from fsdp2.core.collectives import sum_over
 from fsdp2.core.config import ShardingStateError
-from fsdp2.core.param import GATHERED
-from fsdp2.core.sharding import local_of
+from fsdp2.core.device.collectives import ProcessGroup, sum_over
+from fsdp2.core.layout.mesh import local_of
+from fsdp2.core.params.param import GATHERED
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
 
@@ -188,7 +188,7 @@ class _Axis:
 
     ranks: tuple[int, ...]
     device_type: str
-    group: Any = field(compare=False)
+    group: ProcessGroup = field(compare=False)
     position: int = field(compare=False)
 
 
@@ -216,7 +216,7 @@ class _Layouts:
     """The layouts of DTensors, each worked out once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], _Layout] = {}
+        self._known: dict[tuple[DeviceMesh, tuple[Placement, ...]], _Layout] = {}
         self._seen: dict[tuple[int, int], _Layout] = {}  # objects: equal ones cost more to hash
 
     def of(self, index: int, tensor: DTensor) -> _Layout:
@@ -269,7 +269,7 @@ def _named(index: int, tensor: torch.Tensor) -> str:
 def _families(members: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> list[_Family]:
     """Group what counts on this rank. The families are the same on all ranks."""
     layouts = _Layouts()
-    families: dict[Any, _Family] = {}
+    families: dict[object, _Family] = {}
     of_layout: dict[_Layout, _Family] = {}
     for index, (owner, tensor) in enumerate(members):
         if isinstance(owner, DTensor):
@@ -396,17 +396,17 @@ def _wide(dtype: torch.dtype) -> torch.dtype | None:
 def _reduce(families: Sequence[_Family], parts: list[torch.Tensor], p: float) -> None:
     """Combine every family's part over the ranks of its axes, in place: a collective an axis.
 
-    Each rank adds its values to a slot of its own in a buffer of zeros, so that the all-reduce is
-    exact, whatever the order of its sums. All ranks then add up the slots in the same order and get
+    Each rank adds its values to a line of its own in a table of zeros, so that the all-reduce is
+    exact, whatever the order of its sums. All ranks then add up the lines in the same order and get
     the same bits; so do replicas, which never talk to each other here.
     """
     for axis in dict.fromkeys(axis for family in families for axis in family.axes):
         mine = [i for i, family in enumerate(families) if axis in family.axes]
         values = torch.stack([parts[i] for i in mine])
-        slots = values.new_zeros((len(axis.ranks), len(mine)))
-        slots[axis.position] = values
-        sum_over(slots, axis.group)
-        for i, joined in zip(mine, _join(slots, p).unbind(), strict=True):
+        table = values.new_zeros((len(axis.ranks), len(mine)))
+        table[axis.position] = values
+        sum_over(table, axis.group)
+        for i, joined in zip(mine, _join(table, p).unbind(), strict=True):
             parts[i] = joined
 
 

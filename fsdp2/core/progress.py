@@ -24,6 +24,16 @@ class OptimizerSteps:
     ended = 0
 
 
+class Backwards:
+    """Counts backwards of this process that units have taken part in.
+
+    Attributes:
+        ended: those whose end was seen.
+    """
+
+    ended = 0
+
+
 def communication_error(operation: str, unit: str, error: RuntimeError) -> CommunicationError:
     """What to raise where a collective raised ``error``: no `torch.OutOfMemoryError`, though.
 

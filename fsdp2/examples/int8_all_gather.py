@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
-from fsdp2 import fully_shard
+from fsdp2 import MixedPrecisionPolicy, fully_shard
 
 _aten = torch.ops.aten
 _KEEP_CLASS = {
@@ -70,10 +71,10 @@ class Int8Gathered(torch.Tensor):
     ) -> Any:
         """Run every operator on the rows."""
 
-        def unwrap(value: Any) -> Any:
+        def unwrap(value: object) -> object:
             return value.rows if isinstance(value, Int8Gathered) else value
 
-        def wrap(value: Any) -> Any:
+        def wrap(value: object) -> object:
             return cls(value) if isinstance(value, torch.Tensor) else value
 
         result = func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs or {}))
@@ -83,11 +84,11 @@ class Int8Gathered(torch.Tensor):
 
     def fsdp_pre_all_gather(
         self,
-        mesh: Any,
+        mesh: DeviceMesh,
         outer_size: torch.Size,
         outer_stride: tuple[int, ...],
         module: nn.Module,
-        mp_policy: Any,
+        mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[torch.Tensor, ...], None]:
         """Quantise: int8 codes of the rows' shape, and fp32 scales [rows, 1, …]."""
         rows = self.rows

@@ -112,7 +112,16 @@ def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]
 
 def print_groups(model: torch.nn.Module) -> None:
     """The model's groups: what is gathered and freed together, and what a rank holds of it."""
-    header = ("group", "parameters", "elements", "bytes a rank", "gathered", "padding", "transport")
+    header = (
+        "group",
+        "parameters",
+        "elements",
+        "bytes a rank",
+        "gathered",
+        "padding",
+        "copied",
+        "transport",
+    )
     rows = [
         (
             group.name,
@@ -121,6 +130,7 @@ def print_groups(model: torch.nn.Module) -> None:
             format_bytes(group.shard_bytes),
             format_bytes(group.unsharded_bytes),
             format_bytes(group.padding_bytes),
+            format_bytes(group.copied_bytes),
             group.transport,
         )
         for group in group_reports(model)

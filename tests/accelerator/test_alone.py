@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks.stand_in import device, group
+from fsdp2.testing.stand_in import device, group
 from tests.common import alone
 from tests.common.parity import assert_equal
 from tests.common.workers import close_pools, ranks

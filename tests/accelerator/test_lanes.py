@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from benchmarks.stand_in import device, group
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy
-from fsdp2.core.streams import DeviceStreams
+from fsdp2.core.device.streams import DeviceStreams
+from fsdp2.core.modules.registry import require_record
+from fsdp2.testing.stand_in import device, group
 from tests.common.looped import coalescing
 from tests.common.parity import OURS, shard
 from tests.common.workers import close_pools, ranks
@@ -30,6 +31,7 @@ pytestmark = [
 ]
 
 DIM, HIDDEN, STEPS = 16, 32, 4
+SMALL = 300  # bytes of a piece: norms and biases are packed, which go along with the weights
 
 Change = Callable[[nn.Module, Any], None]
 
@@ -44,7 +46,7 @@ def own_ranks() -> Iterator[None]:
 
 
 class Block(nn.Module):
-    """Even and uneven parameters; recomputed in backward, if asked for."""
+    """Even and uneven parameters; recomputed in backward, and without its scale, if asked for."""
 
     is_unit = True
 
@@ -55,6 +57,7 @@ class Block(nn.Module):
         self.down = nn.Linear(HIDDEN, DIM, bias=False)
         self.scale = nn.Parameter(torch.ones(1))
         self.checkpoints = False
+        self.scales = True
 
     def forward(self, x: Tensor) -> Tensor:
         if self.checkpoints:
@@ -62,7 +65,8 @@ class Block(nn.Module):
         return self.run(x)
 
     def run(self, x: Tensor) -> Tensor:
-        return x + self.scale * self.down(torch.tanh(self.up(self.norm(x))))
+        y = self.down(torch.tanh(self.up(self.norm(x))))
+        return x + self.scale * y if self.scales else x + y
 
 
 class Model(nn.Module):
@@ -98,6 +102,10 @@ def _prefetch(model: nn.Module, _: Any) -> None:
         after.set_modules_to_backward_prefetch([before])
 
 
+def _look_ahead(model: nn.Module, _: Any) -> None:
+    model.set_prefetch_window(3)
+
+
 def _checkpoint(model: nn.Module, _: Any) -> None:
     for block in model.blocks:
         block.checkpoints = True
@@ -119,6 +127,7 @@ CASES: dict[str, tuple[dict[str, Any], Change | None]] = {
     "offloaded": ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, None),
     "pinned": ({"offload_policy": CPUOffloadPolicy()}, None),
     "prefetched": ({}, _prefetch),
+    "three ahead": ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, _look_ahead),
     "recomputed": ({}, _checkpoint),
     "kept gradients": ({}, _keep_gradients),
     "hooked": ({}, _hook),
@@ -130,6 +139,8 @@ def _build(mesh: DeviceMesh, case: str) -> nn.Module:
     torch.manual_seed(0)
     model = Model().to(mesh.device_type)
     shard(OURS, model, mesh=mesh, **arguments)
+    # The small parameters stand for large ones; in other cases norms and biases for small ones.
+    model.set_packing_threshold(0 if case == "usual" else SMALL)
     if change is not None:
         on_device = mesh.device_type != "cpu"
         change(model, torch.Stream(device.load()) if on_device else None)
@@ -150,7 +161,8 @@ def _train(model: nn.Module, mesh: DeviceMesh, accumulate: int = 1) -> list[list
             model.set_requires_gradient_sync(micro == accumulate - 1)
             loss = model(_batch(step * accumulate + micro, mesh)).float().square().mean()
             loss.backward()
-        seen.append([_local(param.grad) for param in model.parameters()])
+        grads = [param.grad for param in model.parameters()]
+        seen.append([torch.empty(0) if grad is None else _local(grad) for grad in grads])
         optimizer.step()
         optimizer.zero_grad()
         seen.append([loss.detach().cpu(), *map(_local, model.parameters())])
@@ -167,13 +179,32 @@ def _assert_ordered() -> None:
     assert not found, "\n".join(sorted(set(found)))
 
 
-def _compare(case: str, backend: str, shape: tuple[int, ...], accumulate: int = 1) -> None:
+def _as_it_is(_: Any) -> None:
+    pass
+
+
+def _use_some(model: Any) -> None:
+    """Rank 0 lacks a gradient that another rank has; one more is on no rank."""
+    model.blocks[1].scales = dist.get_rank() != 0
+    model.blocks[2].scales = False
+
+
+def _compare(
+    case: str,
+    backend: str,
+    shape: tuple[int, ...],
+    accumulate: int = 1,
+    change: Callable[[Any], None] = _as_it_is,
+) -> None:
     """Train on the CPU, then on the device; nothing may be out of order, and all bits are equal."""
     with coalescing():
         plain = _mesh("cpu", backend, shape)
-        expected = _train(_build(plain, case), plain, accumulate)
+        model = _build(plain, case)
+        change(model)
+        expected = _train(model, plain, accumulate)
     mesh = _mesh(device.NAME, backend, shape)
     model = _build(mesh, case)
+    change(model)
     kinds = {kind for r in fsdp2.group_reports(model) for kind in r.transport.split("+")}
     assert ("coalesced" in kinds) is (backend == group.COALESCING)
     before = device.count_of("record_stream"), device.count_of("wait")
@@ -208,6 +239,18 @@ def test_replicated(case: str) -> None:
 @ranks(2)
 def test_accumulating(case: str) -> None:
     _compare(case, group.COALESCING, (2,), accumulate=3)
+
+
+@pytest.mark.parametrize("case", ["usual", "mixed", "offloaded", "kept gradients", "hooked"])
+@ranks(2)
+def test_gradients_that_another_rank_has(case: str) -> None:
+    """The host reads who had one behind the reduction, and delivers at the end of backward."""
+    _compare(case, group.COALESCING, (2,), accumulate=2, change=_use_some)
+
+
+@ranks(4)
+def test_gradients_that_another_replica_has() -> None:
+    _compare("usual", group.COALESCING, (2, 2), change=_use_some)
 
 
 @ranks(2)
@@ -321,9 +364,10 @@ def test_events_and_streams_of_a_units_step() -> None:
         assert found["set stream"] == own + 2 * switches, (found, own)
 
 
+@pytest.mark.parametrize("window", [1, 2, 4])
 @ranks(2)
-def test_at_most_two_units_are_gathered() -> None:
-    """In forward: one that computes and the next, besides shards and activations."""
+def test_units_that_are_gathered(window: int) -> None:
+    """In forward: one that computes and those ahead, besides shards and activations."""
     mesh = _mesh(device.NAME, group.COALESCING, (2,))
     dim, layers = 64, 6
     unit = dim * dim * 4
@@ -332,6 +376,7 @@ def test_at_most_two_units_are_gathered() -> None:
     for layer in model:
         fsdp2.fully_shard(layer, mesh=mesh)
     fsdp2.fully_shard(model, mesh=mesh)
+    model.set_prefetch_window(window)
     x = torch.ones(1, dim, device=mesh.device_type)
     with torch.no_grad():
         model(x)
@@ -339,7 +384,43 @@ def test_at_most_two_units_are_gathered() -> None:
         device.peak_bytes()
         model(x)
         assert device.live_bytes() == before
-        assert device.peak_bytes() - before <= 2 * unit + 4 * x.nbytes
+        peak = device.peak_bytes() - before
+    assert window * unit < peak <= (1 + window) * unit + 4 * x.nbytes
+
+
+@ranks(2)
+def test_each_gather_is_waited_for_alone() -> None:
+    """However many are under way: compute in the second unit is not behind those that come later.
+
+    Events of a ring of 16 would be those of later gathers by then.
+    """
+    mesh = _mesh(device.NAME, group.COALESCING, (2,))
+    units = DeviceStreams.RING + 4
+    layers = [nn.Linear(DIM, DIM, bias=False) for _ in range(units)]
+    model = nn.Sequential(*layers).to(mesh.device_type)
+    for unit in (*model, model):
+        fsdp2.fully_shard(unit, mesh=mesh)
+    x = torch.ones(1, DIM, device=mesh.device_type)
+    gathered = [require_record(layer).unit.groups[0] for layer in model]
+
+    def run(peeks_at: int | None) -> list[str]:
+        def peek(*_: Any) -> None:
+            if peeks_at is not None:
+                gathered[peeks_at].params[0].unsharded.detach().clone()
+
+        hook = model[1].register_forward_pre_hook(peek)  # behind the wait for its gather
+        device.races()
+        with torch.no_grad():
+            model(x)
+        hook.remove()
+        return device.races()
+
+    model[0].set_modules_to_forward_prefetch(model[1:])
+    assert run(None) == []
+    assert run(1) == []
+    for later in (2, 1 + DeviceStreams.RING, units - 1):
+        assert any("all-gather" in race for race in run(later)), later
+    assert run(None) == []
 
 
 @ranks(2)

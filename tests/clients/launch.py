@@ -4,8 +4,10 @@
         python               scripts/with_accelerate.py plain   on ranks 0, 1   ──> Seen of torch
         python -m fsdp2.run  scripts/with_accelerate.py plain   on ranks 0, 1   ──> Seen of ours
 
-A script knows nothing of fsdp2. On rank 0 it prints, through `scripts/common.py`, the losses of
-each case and the modules of the classes that its sharded model is made of.
+    check_started("with_launchers.py", "spawn")      one process each, which starts the ranks itself
+
+A script knows nothing of fsdp2. It prints, through `scripts/common.py`, the losses of each case on
+rank 0, and on each rank the modules of the classes that its sharded model is made of.
 """
 
 from __future__ import annotations
@@ -16,12 +18,21 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 TIMEOUT = 300.0  # seconds for one run of one script
+RANK_VARIABLES = [
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "TORCHELASTIC_RUN_ID",
+]
 
 
 @dataclass
@@ -30,11 +41,11 @@ class Seen:
 
     Attributes:
         losses: by case, in order, each as ``float.hex()`` wrote it.
-        classes: by case, the module of each class in the model's order of classes.
+        classes: by case and rank, the module of each class in the model's order of classes.
     """
 
     losses: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    classes: dict[str, list[str]] = field(default_factory=dict)
+    classes: dict[str, dict[int, list[str]]] = field(default_factory=lambda: defaultdict(dict))
 
 
 def run(script: str, *arguments: str, ranks: int = 2) -> tuple[Seen, Seen]:
@@ -45,27 +56,45 @@ def run(script: str, *arguments: str, ranks: int = 2) -> tuple[Seen, Seen]:
 
 def check(script: str, *arguments: str, ranks: int = 2) -> None:
     """Asserts that both runs see the same losses, to the bit, and each its own implementation."""
-    torchs, ours = run(script, *arguments, ranks=ranks)
-    for case in arguments:
+    _compare(*run(script, *arguments, ranks=ranks), arguments, ranks)
+
+
+def check_started(script: str, case: str, ranks: int = 2) -> None:
+    """As `check`, of a script that is started once and starts its ranks itself."""
+    path = str(SCRIPTS / script)
+    torchs = _launch([path, case], ranks, by_itself=True)
+    ours = _launch(["-m", "fsdp2.run", path, case], ranks, by_itself=True)
+    _compare(torchs, ours, (case,), ranks)
+
+
+def _compare(torchs: Seen, ours: Seen, cases: Sequence[str], ranks: int) -> None:
+    for case in cases:
         assert torchs.losses[case], f"{case}: no loss was reported"
         assert ours.losses[case] == torchs.losses[case], case
-        assert "torch.distributed.fsdp" in torchs.classes[case], case
-        assert "fsdp2.module" in ours.classes[case], case
-        assert "fsdp2.module" not in torchs.classes[case], case
+        assert set(ours.classes[case]) == set(torchs.classes[case]) == set(range(ranks)), case
+        for rank in range(ranks):
+            assert "torch.distributed.fsdp" in torchs.classes[case][rank], case
+            assert "fsdp2.module" in ours.classes[case][rank], f"{case}: rank {rank} runs torch's"
+            assert "fsdp2.module" not in torchs.classes[case][rank], case
 
 
-def _launch(command: list[str], ranks: int) -> Seen:
+def _launch(command: list[str], ranks: int, by_itself: bool = False) -> Seen:
     port = _free_port()
+    started = 1 if by_itself else ranks
     with tempfile.TemporaryDirectory(prefix="clients-") as scratch:
         processes = []
         try:
-            for rank in range(ranks):
+            for rank in range(started):
+                environment = _environment(rank, ranks, port, scratch)
+                if by_itself:
+                    for name in RANK_VARIABLES:
+                        del environment[name]
                 with open(Path(scratch, f"rank{rank}"), "wb") as output:
                     processes.append(
                         subprocess.Popen(
                             [sys.executable, *command],
                             cwd=scratch,
-                            env=_environment(rank, ranks, port, scratch),
+                            env=environment,
                             stdout=output,
                             stderr=subprocess.STDOUT,
                         )
@@ -76,14 +105,14 @@ def _launch(command: list[str], ranks: int) -> Seen:
                 if process.poll() is None:
                     process.kill()
                 process.wait()
-        outputs = [Path(scratch, f"rank{rank}").read_text("utf-8") for rank in range(ranks)]
+        outputs = [Path(scratch, f"rank{rank}").read_text("utf-8") for rank in range(started)]
     # No exit code is asked for: gloo and a DeviceMesh may abort an interpreter that has finished.
-    ended = all("finished" in output.splitlines() for output in outputs)
+    ended = sum(output.splitlines().count("finished") for output in outputs) == ranks
     how = ", out of time" if timed_out else ""
     assert ended, "\n".join(
         f"---- rank {rank}{how}\n{output[-6000:]}" for rank, output in enumerate(outputs)
     )
-    return _parse(outputs[0])
+    return _parse("\n".join(outputs))
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> bool:
@@ -131,6 +160,6 @@ def _parse(output: str) -> Seen:
         match line.split():
             case ["loss", name, value]:
                 seen.losses[name].append(value)
-            case ["classes", name, *modules]:
-                seen.classes[name] = modules
+            case ["classes", name, rank, *modules]:
+                seen.classes[name][int(rank)] = modules
     return seen

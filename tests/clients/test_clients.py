@@ -6,9 +6,11 @@ in the default run: ``pytest -m clients tests/clients``.
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
-from tests.clients.launch import check
+from tests.clients.launch import check, check_started
 
 pytestmark = pytest.mark.clients
 
@@ -16,6 +18,12 @@ pytestmark = pytest.mark.clients
 def _needs(*packages: str) -> None:
     for package in packages:
         pytest.importorskip(package)
+
+
+def _needs_installed(package: str) -> None:
+    """As `_needs`, of one that cannot be imported as a whole: it is there without what it needs."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
 
 
 def test_accelerate() -> None:
@@ -43,7 +51,7 @@ def test_transformers_trainer_with_lora() -> None:
 def test_transformers_own_sharding() -> None:
     """Sharded on the meta device, then filled by a loader that replaces parameters."""
     _needs("transformers")
-    check("with_transformers.py", "plain", "mixed")
+    check("with_transformers.py", "plain", "mixed", "tied")
 
 
 def test_lora_on_a_model_that_is_sharded_already() -> None:
@@ -60,6 +68,34 @@ def test_lightning_fabric() -> None:
 def test_lightning_trainer() -> None:
     _needs("lightning", "transformers")
     check("with_lightning.py", "trainer", "accumulated")
+
+
+def test_verl() -> None:
+    """Its helpers shard, load, clip, prefetch, move the model, and change what forward leaves."""
+    _needs("transformers", "peft")
+    _needs_installed("verl")
+    check("with_verl.py", "plain", "mixed", "placed", "prefetched", "resharding")
+
+
+def test_nemo_automodel() -> None:
+    """Its parallelizer, units by compute dtype, and gradients that are reduced by hand."""
+    _needs("transformers")
+    _needs_installed("nemo_automodel")
+    check("with_nemo.py", "layers", "by_dtype", "hooks")
+
+
+@pytest.mark.parametrize("case", ["fabric", "trainer"])
+def test_lightning_starts_its_own_ranks(case: str) -> None:
+    """Without torchrun: rank 0 is the script, the others are processes that it starts."""
+    _needs("lightning", "transformers")
+    check_started("with_lightning.py", case)
+
+
+@pytest.mark.parametrize("case", ["spawn", "fork", "popen", "torchrun", "accelerates"])
+def test_ranks_that_a_script_starts(case: str) -> None:
+    if case == "accelerates":
+        _needs("accelerate")
+    check_started("with_launchers.py", case)
 
 
 def test_pipelining() -> None:

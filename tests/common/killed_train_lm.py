@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from fsdp2.core.group import ParamGroup
-from fsdp2.core.scheduler import Scheduler
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.examples import checkpointing, train_lm
 
 MOMENTS: dict[str, list[tuple[Any, str]]] = {

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
 from torch import Tensor
 
-from fsdp2.core import assembly
-from fsdp2.core.collectives import GroupCollectives, ReduceKind
+from fsdp2 import api
+from fsdp2.core.config import GroupOptions
+from fsdp2.core.device.collectives import GroupCollectives, ReduceKind
+from fsdp2.core.modules import assembly
 
 
 class LoopedCollectives(GroupCollectives):
@@ -38,18 +41,32 @@ class LoopedCollectives(GroupCollectives):
 
         return gather_many
 
-    def reduce_scatter_many(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], kind: ReduceKind
-    ) -> None:
-        self.launches += 1
-        for output, input_ in zip(outputs, inputs, strict=True):
-            work = self.reduce_scatter(output, input_, kind)
-            if work is not None:
-                work.wait()
+    def bind_reduce_scatter_many(
+        self, kind: ReduceKind
+    ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:
+        reduce_scatter = self.bind_reduce_scatter(kind)
+
+        def reduce_scatter_many(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+            self.launches += 1
+            for output, input_ in zip(outputs, inputs, strict=True):
+                work = reduce_scatter(output, input_)
+                if work is not None:
+                    work.wait()
+
+        return reduce_scatter_many
 
 
 @contextmanager
-def coalescing() -> Iterator[None]:
-    """Groups that `fully_shard` makes inside have coalesced collectives."""
-    with mock.patch.object(assembly, "GroupCollectives", LoopedCollectives):
+def coalescing(pack_below: int = 0) -> Iterator[None]:
+    """Groups that `fully_shard` makes inside have coalesced collectives.
+
+    Args:
+        pack_below: bytes of a piece below which parameters are packed for being small; tests'
+            parameters are all small, and by default stand for large ones.
+    """
+    options = partial(GroupOptions, pack_below=pack_below)
+    with (
+        mock.patch.object(assembly, "GroupCollectives", LoopedCollectives),
+        mock.patch.object(api, "GroupOptions", options),
+    ):
         yield

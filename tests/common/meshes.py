@@ -80,6 +80,7 @@ def more_groups_on_some() -> Iterator[None]:
     finally:
         if not early:
             extra = dist.new_group(second, use_local_synchronization=True)
+        dist.barrier(extra)  # a rank that is still connecting would find its peer gone
         dist.destroy_process_group(extra)
 
 

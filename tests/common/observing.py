@@ -1,55 +1,57 @@
-"""What a parameter group does, told as it happens.
+"""What parameter groups do, told as it happens: a layer around them.
 
-    group.start_unshard ──> ParamGroup.start_unshard, then heard("all_gather", name)
-
-The object's methods are shadowed, so that the group itself knows of nobody who listens.
+group.start_unshard ──> ParamGroup.start_unshard, then heard("all_gather", name)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from fsdp2.core.group import ParamGroup
-from fsdp2.core.pending import PendingReduction
-from fsdp2.core.states import State
+from fsdp2.core.reduce.reduction import PendingReduction
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.layers import Layer, put_around
+from fsdp2.core.schedule.states import GroupState
 
 
-def observe(group: ParamGroup, heard: Callable[[str, str], object]) -> None:
-    """Call ``heard`` behind each move of ``group``, with what it was and the group's name.
+def observe(groups: Iterable[ParamGroup], heard: Callable[[str, str], object]) -> None:
+    """Call ``heard`` behind each move of ``groups``, with what it was and the group's name.
 
     Args:
-        group: the group.
+        groups: the groups.
         heard: is told "all_gather" (where there is anything to gather), "finish", "reshard" (where
             anything was gathered) and "reduce".
     """
-    kind = type(group)
 
-    def start_unshard() -> None:
-        kind.start_unshard(group)
-        if group._taken.issues:
-            heard("all_gather", group.name)
+    class ObservedGroup(Layer):  # a class for each listener, which goes when both are garbage
+        __slots__ = ()
 
-    def finish_unshard() -> None:
-        kind.finish_unshard(group)
-        heard("finish", group.name)
+        height = 3
 
-    def shard_smaller() -> None:
-        copies = group.state is State.UNSHARDED and group._smaller is not None
-        kind.shard_smaller(group)  # which may call `reshard`
-        if copies:
-            heard("reshard", group.name)
+        def start_unshard(self) -> None:
+            super().start_unshard()
+            if self._taken.launches:
+                heard("all_gather", self.name)
 
-    def reshard() -> None:
-        gathered = group.state is not State.SHARDED
-        kind.reshard(group)
-        if gathered:
-            heard("reshard", group.name)
+        def finish_unshard(self) -> None:
+            super().finish_unshard()
+            heard("finish", self.name)
 
-    def reduce(*args: Any, **kwargs: Any) -> PendingReduction | None:
-        pending = kind.reduce(group, *args, **kwargs)
-        heard("reduce", group.name)
-        return pending
+        def shard_smaller(self) -> None:
+            copies = self.state is GroupState.UNSHARDED and self._smaller is not None
+            super().shard_smaller()  # which may call `reshard`
+            if copies and self.state is not GroupState.UNSHARDED:
+                heard("reshard", self.name)
 
-    for method in (start_unshard, finish_unshard, shard_smaller, reshard, reduce):
-        setattr(group, method.__name__, method)
+        def reshard(self) -> None:
+            gathered = self.state is not GroupState.SHARDED
+            super().reshard()
+            if gathered and self.state is GroupState.SHARDED:  # a tied one may stay
+                heard("reshard", self.name)
+
+        def reduce(self, *args: Any, **kwargs: Any) -> PendingReduction | None:
+            pending = super().reduce(*args, **kwargs)
+            heard("reduce", self.name)
+            return pending
+
+    put_around(groups, ObservedGroup, True)

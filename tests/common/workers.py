@@ -28,6 +28,8 @@ Life of a pool:
    ordinary interpreter exit after gloo and a DeviceMesh were used. Should the pytest process die
    without saying so, each rank notices and leaves as well.
 
+With FSDP2_TEST_BACKEND ranks take gloo for another kind of backend (`tests.common.backends`).
+
 A test body must be importable by name (a module-level function), and arguments and return values
 must be picklable.
 """
@@ -66,9 +68,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.common.backends import pretend
+
 F = TypeVar("F", bound=Callable[..., Any])
 
-DEFAULT_TIMEOUT = 60.0  # seconds a call may take
+DEFAULT_TIMEOUT = 150.0  # seconds a call may take, on two busy cores shared by eight ranks
 START_TIMEOUT = 180.0  # seconds until every rank has imported torch and found the others
 GRACE = 5.0  # seconds the other ranks get to report, once one rank has failed
 SEED = 0
@@ -323,6 +327,7 @@ def _serve(
     code = 1
     try:
         _use_loopback()
+        pretend()
         dist.init_process_group(
             "gloo",
             store=dist.FileStore(os.path.join(scratch, "store"), world_size),

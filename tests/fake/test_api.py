@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
-from benchmarks.null_group import init_null_group, null_mesh
 from fsdp2 import FSDPModule, OffloadPolicy, fully_shard
-from fsdp2.core.hooks import hooks_of
+from fsdp2.core.modules.registry import record_of
+from fsdp2.testing.null_group import init_null_group, null_mesh
 from tests.common.observing import observe
 
 
@@ -137,9 +137,18 @@ def test_kept_parameters_are_gathered_again_after_an_optimizer_step() -> None:
     with torch.no_grad():
         model(torch.randn(2, 4))  # gathers, and keeps
         gathers: list[str] = []
-        observe(hooks_of(model).unit.groups[0], lambda what, _: gathers.append(what))
+        observe(record_of(model).unit.groups, lambda what, _: gathers.append(what))
         model(torch.randn(2, 4))
         assert gathers == []
         optimizer.step()
         model(torch.randn(2, 4))
         assert gathers == ["reshard", "all_gather", "finish"]
+
+
+def test_no_policy_means_the_default() -> None:
+    """verl and NeMo pass on ``None`` where their users chose nothing."""
+    model = fully_shard(nn.Linear(8, 8), mp_policy=None, offload_policy=None)
+    (group,) = record_of(model).unit.groups  # type: ignore[union-attr]  # it is sharded
+    assert group.options.precision == fsdp2.MixedPrecisionPolicy()
+    assert group.offload is None
+    assert model(torch.ones(2, 8)).dtype == torch.float32

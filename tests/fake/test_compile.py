@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import fsdp2
-from benchmarks.null_group import null_mesh, null_world
-from fsdp2.communication import hooks_on
-from fsdp2.core.hooks import UnitHooks
+from fsdp2.core.modules.hooks import UnitHooks
+from fsdp2.core.modules.registry import require_record
+from fsdp2.testing.null_group import null_mesh, null_world
+from tests.common.combinations import each_once
 from tests.common.compiling import (
     BLOCK_WAYS,
     DIM,
@@ -211,12 +212,23 @@ class Saved:
         return sum(storage.nbytes() for storage in self._storages.values())
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
-@pytest.mark.parametrize("way", [BLOCK_WAYS[0], BLOCK_WAYS[2], ROOT_WAYS[0]])
-@pytest.mark.parametrize(
-    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.extended)]
+@each_once(
+    way=[BLOCK_WAYS[0], BLOCK_WAYS[2], ROOT_WAYS[0]],
+    backend=["aot_eager", "eager"],
+    mixed={"fp32": False, "mixed": True},
 )
 def test_compiled_graphs_keep_no_gathered_parameter(backend: str, way: str, mixed: bool) -> None:
+    _check_that_graphs_keep_no_gathered_parameter(backend, way, mixed)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
+@pytest.mark.parametrize("way", [BLOCK_WAYS[0], BLOCK_WAYS[2], ROOT_WAYS[0]])
+def test_inductors_graphs_keep_no_gathered_parameter(way: str, mixed: bool) -> None:
+    _check_that_graphs_keep_no_gathered_parameter("inductor", way, mixed)
+
+
+def _check_that_graphs_keep_no_gathered_parameter(backend: str, way: str, mixed: bool) -> None:
     """What AOTAutograd saves for backward are views of parameters, whose memory forward frees."""
     policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16 if mixed else None, torch.float32)
     arguments: dict[str, Any] = {
@@ -239,7 +251,7 @@ def test_compiled_graphs_keep_no_gathered_parameter(backend: str, way: str, mixe
             model.zero_grad()
         assert name == "none" or compiler.graphs
         for module in (*model.blocks, model):
-            for group in hooks_on(module).unit.groups:
+            for group in require_record(module).unit.groups:
                 storages = [p.unsharded.untyped_storage().nbytes() for p in group.params]  # type: ignore[union-attr]  # gathered before
                 assert not any(storages)
         return alive
@@ -252,8 +264,8 @@ def test_compiled_graphs_keep_no_gathered_parameter(backend: str, way: str, mixe
 def test_a_unit_makes_as_many_python_calls_as_its_hooks_bodies() -> None:
     """Marks leave no wrapper behind: what a module calls is the method of the class."""
     block = fsdp2.fully_shard(Block(), mesh=null_mesh(RANKS))
-    hooks = hooks_on(block)
+    record = require_record(block)
     (pre,), (post,) = block._forward_pre_hooks.values(), block._forward_hooks.values()
     assert pre.__func__.__code__ is vars(UnitHooks)["pre_forward"].__code__
     assert post.__func__.__code__ is vars(UnitHooks)["post_forward"].__code__
-    assert pre.__self__ is post.__self__ is hooks
+    assert pre.__self__ is post.__self__ is record

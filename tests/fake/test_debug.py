@@ -15,11 +15,13 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
-from benchmarks.null_group import init_null_group
-from fsdp2.core.checks import ENVIRONMENT, CheckedGroup, Checks, Settings
-from fsdp2.core.collectives import StoreBoard
-from fsdp2.core.group import ParamGroup
-from fsdp2.core.hooks import hooks_below
+from fsdp2.core.debug.checks import ENVIRONMENT, CheckedGroup, Checks, Settings
+from fsdp2.core.device.collectives import StoreBoard
+from fsdp2.core.modules.registry import records_below
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.layers import Layer, put_around
+from fsdp2.core.schedule.profiling import ProfiledGroup
+from fsdp2.testing.null_group import init_null_group
 from tests.common.errors import raises
 
 
@@ -47,7 +49,7 @@ def _model() -> nn.Module:
 
 
 def _kinds(model: nn.Module) -> set[type]:
-    return {type(group) for hooks in hooks_below(model) for group in hooks.unit.groups}
+    return {type(group) for record in records_below(model) for group in record.unit.groups}
 
 
 def _calls(model: nn.Module) -> Counter[tuple[str, str]]:
@@ -108,6 +110,26 @@ def test_switched_while_a_profiler_runs() -> None:
         model.reset_iter_state()
         step(float("nan"))
     step(1.0)
+
+
+def test_layers_have_one_order_and_share_the_groups_memory() -> None:
+    model = _model()
+    layers = (ProfiledGroup, CheckedGroup)
+    groups = [group for hooks in records_below(model) for group in hooks.unit.groups]
+    for first, second in (layers, layers[::-1]):
+        put_around(groups, first, True)
+        assert _kinds(model) == {first}
+        put_around(groups, second, True)
+        (both,) = _kinds(model)
+        assert both.__mro__[1:] == (*layers, *Layer.__mro__)
+        assert not any(hasattr(group, "__dict__") for group in groups)
+        put_around(groups, first, False)
+        assert _kinds(model) == {second}
+        put_around(groups, first, True)
+        assert _kinds(model) == {both}
+        for layer in layers:
+            put_around(groups, layer, False)
+        assert _kinds(model) == {ParamGroup}
 
 
 def test_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

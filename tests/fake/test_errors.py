@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 import fsdp2
-from benchmarks.null_group import init_null_group, null_mesh
 from fsdp2 import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -35,9 +34,10 @@ from fsdp2 import (
     ShardPlacementResult,
     fully_shard,
 )
-from fsdp2.core.collectives import GroupCollectives
-from fsdp2.core.hooks import hooks_of
-from fsdp2.core.states import State
+from fsdp2.core.device.collectives import GroupCollectives
+from fsdp2.core.modules.registry import record_of
+from fsdp2.core.schedule.states import GroupState
+from fsdp2.testing.null_group import init_null_group, null_mesh
 from tests.common.errors import catalogue, raises
 from tests.common.models import ReadsKept
 from tests.common.tensors import Aliased, Wrapped, extend
@@ -67,7 +67,7 @@ BEFORE_ANY_COLLECTIVE = {
     "moved-though-offloaded",
     "replaced-parameter",
     "still-on-meta",
-    "tied-after",
+    "tied-unregistered",
     "tied-to-another-model",
 }
 """Misuses that the first forward finds, which must not have sent anything by then."""
@@ -376,12 +376,17 @@ def _() -> Any:
     return model[0], {}
 
 
-@at_fully_shard("tied-over-units")
+@at_fully_shard("owner-gone")
 def _() -> Any:
     model = nn.Sequential(linear(), linear())
     model[1].weight = model[0].weight
-    fully_shard(model[0])
+    fully_shard(model.pop(0))
     return model, {}
+
+
+@at_fully_shard("renormalised")
+def _() -> Any:
+    return nn.Sequential(nn.EmbeddingBag(8, 4, max_norm=1.0), linear()), {}
 
 
 @at_fully_shard("shared-memory")
@@ -495,16 +500,18 @@ class _Elsewhere:
 @misuse("moved-away")
 def _() -> None:
     model = sharded()
-    param = hooks_of(model).unit.groups[0].params[0]
+    param = record_of(model).unit.groups[0].params[0]
     with mock.patch.object(type(param), "local", _Elsewhere()):
         model(x())
 
 
 @misuse("moved-though-offloaded")
 def _() -> None:
-    with mock.patch("fsdp2.core.assembly._effective_offload", lambda policy, device: policy):
+    with mock.patch(
+        "fsdp2.core.modules.assembly._effective_offload", lambda policy, device: policy
+    ):
         model = sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))
-    param = hooks_of(model).unit.groups[0].params[0]
+    param = record_of(model).unit.groups[0].params[0]
     with mock.patch.object(type(param), "local", _Elsewhere()):
         model(x())
 
@@ -542,8 +549,7 @@ def _() -> None:
     class Group:
         size = rank = staticmethod(lambda: 2)
 
-    with mock.patch("fsdp2.core.collectives.backend_name", return_value="gloo"):
-        GroupCollectives(Group(), torch.device("cpu"), False)  # type: ignore[arg-type]  # a stand-in
+    GroupCollectives(Group(), torch.device("cpu"), False)  # type: ignore[arg-type]  # a stand-in
 
 
 # ---- what is registered after fully_shard
@@ -570,11 +576,10 @@ def _() -> None:
     model(x())
 
 
-@misuse("tied-after")
+@misuse("tied-unregistered")
 def _() -> None:
     model = pair()
-    model[1].weight = model[0].weight
-    model(x())
+    torch.func.functional_call(model, {"1.weight": model[0].weight}, (x(),))
 
 
 @misuse("tied-to-another-model")
@@ -642,13 +647,13 @@ def _() -> None:
 
 @misuse("wrong-state")
 def _() -> None:
-    hooks_of(sharded()).unit.groups[0].finish_unshard()
+    record_of(sharded()).unit.groups[0].finish_unshard()
 
 
 @misuse("not-sharded-state")
 def _() -> None:
-    group = hooks_of(sharded()).unit.groups[0]
-    group.state = State.UNSHARDED
+    group = record_of(sharded()).unit.groups[0]
+    group.state = GroupState.UNSHARDED
     group.adopt()
 
 
@@ -677,8 +682,8 @@ def _() -> None:
     model = fully_shard(nn.Sequential(on(mesh["tp"], Replicate())), mesh=mesh["dp"])
     model.unshard()
     model[0].weight.grad = None
-    param = hooks_of(model).unit.groups[0].params[0]
-    param._localize(torch.zeros(8, 8))
+    param = record_of(model).unit.groups[0].params[0]
+    param.localize(torch.zeros(8, 8))
 
 
 # ---- between iterations
@@ -739,6 +744,18 @@ def _() -> None:
 def _() -> None:
     model, _ = _unawaited()
     model(x())
+
+
+@misuse("captured-in-moving-memory")
+def _() -> None:
+    model = pair()
+    model.set_keep_unsharded_storage(True)
+    model(x())
+    scheduler = record_of(model).scheduler
+    with mock.patch.object(scheduler.streams, "captures", return_value=True):
+        with torch.no_grad():
+            model(x())  # replayed, it makes no gradients
+        model(x())
 
 
 @misuse("handle-outlived")
@@ -911,6 +928,26 @@ def _() -> None:
     sharded().set_reduce_scatter_max_input_buffers(0)
 
 
+@misuse("packing-type")
+def _() -> None:
+    sharded().set_packing_threshold(1.5)
+
+
+@misuse("packing-value")
+def _() -> None:
+    sharded().set_packing_threshold(-1)
+
+
+@misuse("window-type")
+def _() -> None:
+    sharded().set_prefetch_window(1.5)
+
+
+@misuse("window-value")
+def _() -> None:
+    sharded().set_prefetch_window(0)
+
+
 @misuse("prefetch-type")
 def _() -> None:
     model = pair()
@@ -957,13 +994,6 @@ class Gather(fsdp2.AllGather):
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
-@misuse("custom-beside-memory")
-def _() -> None:
-    model = sharded()
-    model.set_allocate_memory_from_process_group_for_comm(True)
-    model.set_custom_all_gather(Gather())
-
-
 @misuse("memory-beside-custom")
 def _() -> None:
     model = sharded()
@@ -994,9 +1024,26 @@ def _() -> None:
 # ---- interop
 
 
+@misuse("torchs-state-set")
+def _() -> None:
+    sharded()._get_fsdp_state()._fsdp_param_group.gradient_divide_factor = 2.0
+
+
+@misuse("several-torch-groups")
+def _() -> None:
+    info = FSDPMeshInfo(full()["tp"], shard_mesh_dim=0)
+
+    def choose(param: nn.Parameter) -> Any:
+        return ShardPlacementResult(None, info) if param.ndim == 1 else None
+
+    state: Any = sharded(shard_placement_fn=choose)._get_fsdp_state()
+    assert len(state._fsdp_param_groups) == 2
+    assert not state._fsdp_param_group
+
+
 @misuse("torchs-state")
 def _() -> None:
-    sharded()._get_fsdp_state()._lazy_init()
+    sharded()._get_fsdp_state()._reset_iter_state()
 
 
 @misuse("newer-method")

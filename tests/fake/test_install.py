@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -23,10 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from benchmarks.null_group import init_null_group, null_mesh
 from fsdp2.install import HOLDERS, OURS
 from fsdp2.interop import TORCHS_NAMES
 from fsdp2.run import main
+from fsdp2.startup import FOLDER, sitecustomize
+from fsdp2.testing.null_group import init_null_group, null_mesh
 
 ROOT = Path(fsdp2.__file__).parents[1]
 
@@ -219,6 +221,75 @@ def test_added_parameters_are_left_alone_with_a_warning_while_installed(
     model.other = nn.Parameter(torch.ones(4))
     with pytest.raises(fsdp2.ShardingStateError, match=r"'extra' was added after fully_shard"):
         model(torch.ones(2, 4))
+
+
+# -- processes that are started meanwhile ---------------------------------------------------------
+
+CHILD = """
+import sys
+from torch.distributed.fsdp import fully_shard
+hidden = getattr(sys.modules.get("sitecustomize"), "HIDDEN", None)
+print(fully_shard.__module__, hidden, *sys.argv[1:])
+print(*(folder for folder in sys.path if "startup" in folder))
+"""
+
+
+def _start(folder: Path, *command: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *command], cwd=folder, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_processes_that_are_started_meanwhile_install_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder of their own, from which this process's fsdp2 is not found by its name."""
+    (tmp_path / "child.py").write_text(CHILD)
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "sitecustomize.py").write_text("HIDDEN = 'hidden'")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hidden"))
+    _install()
+    _install()
+    started = [_start(tmp_path, "child.py", "a"), _start(tmp_path, "-E", "child.py")]
+    fsdp2.uninstall()
+    assert os.environ["PYTHONPATH"] == str(tmp_path / "hidden")
+    started.append(_start(tmp_path, "child.py"))
+    said = [process.communicate(timeout=300)[0].splitlines() for process in started]
+    torchs_module = TORCHS_NAMES["fully_shard"].__module__
+    assert said[0] == ["fsdp2.api hidden a", ""]
+    assert said[1] == [f"{torchs_module} None", ""], "it was told to read no environment"
+    assert said[2] == [f"{torchs_module} hidden", ""], "it was started after uninstall()"
+
+
+def test_an_environment_without_a_path_is_without_one_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    _install()
+    assert os.environ["PYTHONPATH"] == FOLDER
+    fsdp2.uninstall()
+    assert "PYTHONPATH" not in os.environ
+    monkeypatch.setenv("PYTHONPATH", f"mine{os.pathsep}")  # the second is the current folder
+    _install()
+    fsdp2.uninstall()
+    assert os.environ["PYTHONPATH"] == f"mine{os.pathsep}"
+
+
+def test_what_a_childs_import_triggers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing fsdp2 first, torch's first, or neither: as `sitecustomize` finds them."""
+    watch = sitecustomize.Watch()
+    assert watch.find_spec("torch.distributed") is None
+    spec = watch.find_spec("fsdp2")
+    assert spec is not None
+    assert Path(str(spec.origin)) == ROOT / "fsdp2" / "__init__.py"
+    monkeypatch.delitem(sys.modules, "fsdp2")
+    monkeypatch.setattr(importlib, "import_module", _unimportable)
+    with pytest.warns(RuntimeWarning, match=r"cannot be imported here.*give both the same"):
+        sitecustomize._import_ours(torchs)
+
+
+def _unimportable(name: str) -> NoReturn:
+    raise ImportError(name)
 
 
 # -- python -m fsdp2.run --------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
-from benchmarks.null_group import null_world
-from fsdp2.core.buffers import FlatBuffer, TransientBuffer
-from fsdp2.core.hooks import hooks_below, hooks_of
+from fsdp2.core.device.buffers import FlatBuffer, TransientBuffer
+from fsdp2.core.modules.registry import record_of, records_below
+from fsdp2.testing.null_group import null_world
 from tests.common.errors import raises
 from tests.common.observing import observe
 from tests.common.tensors import Bf16Weight, extend
@@ -178,18 +178,18 @@ def _check_gone(build: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> No
     watch(TransientBuffer)
     model = build()
     left: dict[str, Any] = {"model": weakref.ref(model)}
-    for hooks in hooks_below(model):
-        name = hooks.unit.name
-        left[f"hooks of {name}"] = weakref.ref(hooks)
-        left[f"unit {name}"] = weakref.ref(hooks.unit)
-        for group in hooks.unit.groups:
+    for record in records_below(model):
+        name = record.unit.name
+        left[f"hooks of {name}"] = weakref.ref(record)
+        left[f"unit {name}"] = weakref.ref(record.unit)
+        for group in record.unit.groups:
             left[f"group {group.name}"] = weakref.ref(group)
             for param in group.params:
                 left[f"{param.name}"] = weakref.ref(param)
                 left[f"{param.name}, sharded"] = weakref.ref(param.sharded)
     assert len(left) > 6
     assert storages
-    del model, hooks, group, param
+    del model, record, group, param
     assert [name for name, reference in left.items() if reference() is not None] == []
     assert [reference() for reference in storages if reference() is not None] == []
 
@@ -250,9 +250,9 @@ def test_a_part_that_was_called_alone_and_raised() -> None:
     with pytest.raises(BoomError):
         model[1](_x())
     hook.remove()
-    before = hooks_of(model).scheduler.resets  # type: ignore[union-attr]  # it is sharded
+    before = record_of(model).scheduler.resets  # type: ignore[union-attr]  # it is sharded
     model(_x()).sum().backward()
-    scheduler = hooks_of(model).scheduler  # type: ignore[union-attr]
+    scheduler = record_of(model).scheduler  # type: ignore[union-attr]
     assert scheduler is not None
     assert scheduler.resets == before + 1
     assert scheduler.forward_root is None
@@ -263,7 +263,7 @@ def test_a_part_that_was_called_alone_and_raised() -> None:
 def test_a_list_starts_anew_after_an_exception() -> None:
     """Of [a, b] a had run. Where b comes first the next time, it is not the last."""
     model = _list()
-    unit = hooks_of(model[0]).unit  # type: ignore[union-attr]  # it is sharded
+    unit = record_of(model[0]).unit  # type: ignore[union-attr]  # it is sharded
     hook = model[1].register_forward_pre_hook(_boom)
     with pytest.raises(BoomError):
         model(_x())
@@ -281,9 +281,10 @@ def test_an_optimizer_step_that_raises_outdates_gathered_parameters() -> None:
     """It may have changed some of them."""
     model = _trained(reshard_after_forward=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.zero_grad()
     with torch.no_grad():
         model(_x())
-    (group,) = hooks_of(model[0]).unit.groups  # type: ignore[union-attr]  # it is sharded
+    (group,) = record_of(model[0]).unit.groups  # type: ignore[union-attr]  # it is sharded
     assert group.is_unsharded
 
     def closure() -> float:
@@ -292,7 +293,7 @@ def test_an_optimizer_step_that_raises_outdates_gathered_parameters() -> None:
     with pytest.raises(BoomError):
         optimizer.step(closure)
     gathers: list[str] = []
-    observe(group, lambda operation, _: gathers.append(operation))
+    observe([group], lambda operation, _: gathers.append(operation))
     model(_x())
     assert gathers[:2] == ["reshard", "all_gather"]
 
@@ -301,7 +302,7 @@ def test_an_optimizer_step_that_raises_outdates_gathered_parameters() -> None:
 def test_unshard_that_runs_out_of_memory_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a forward: nothing resets the unit before it is used."""
     model = _trained()
-    (group,) = hooks_of(model[0]).unit.groups  # type: ignore[union-attr]  # it is sharded
+    (group,) = record_of(model[0]).unit.groups  # type: ignore[union-attr]  # it is sharded
     acquire = TransientBuffer.acquire
 
     def fails(self: TransientBuffer) -> None:
@@ -329,7 +330,7 @@ def test_finalize_that_raises_is_known_to_have_been_interrupted() -> None:
     with pytest.raises(BoomError):
         model.finalize_backward()
     hook.remove()
-    scheduler = hooks_of(model).scheduler  # type: ignore[union-attr]  # it is sharded
+    scheduler = record_of(model).scheduler  # type: ignore[union-attr]  # it is sharded
     assert scheduler is not None
     before = scheduler.resets
     model(_x())
@@ -340,7 +341,7 @@ def test_finalize_that_raises_is_known_to_have_been_interrupted() -> None:
 def test_an_interrupted_move_into_a_new_flat_shard_is_done_again() -> None:
     """Parameters that had moved are not in the shard that the group still gathers."""
     model = _trained()
-    (group,) = hooks_of(model[1]).unit.groups  # type: ignore[union-attr]  # it is sharded
+    (group,) = record_of(model[1]).unit.groups  # type: ignore[union-attr]  # it is sharded
     weight, bias = group.params
     with torch.no_grad():
         weight.sharded._local_tensor = torch.full_like(weight.sharded._local_tensor, 7.0)
@@ -365,7 +366,7 @@ def test_an_interrupted_move_into_a_new_flat_shard_is_done_again() -> None:
 @pytest.mark.usefixtures("_two_ranks")
 def test_a_load_that_raises_half_way_is_followed_as_far_as_it_came() -> None:
     model = _trained()
-    (group,) = hooks_of(model[1]).unit.groups  # type: ignore[union-attr]  # it is sharded
+    (group,) = record_of(model[1]).unit.groups  # type: ignore[union-attr]  # it is sharded
     state = model.state_dict()
     fits, plain = torch.full_like(state["1.0.weight"], 7.0), torch.ones(8)
     with pytest.raises(fsdp2.ShardingStateError, match=r"1\.0\.bias.*was replaced"):

@@ -1,4 +1,4 @@
-"""The benchmarks' null process group: any world size, any runtime, and exact counts of calls."""
+"""The null process group: any world size, any runtime, and exact counts of calls."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from benchmarks.models import local, tall_blocks, tiny_blocks
-from benchmarks.null_group import (
+from fsdp2.testing.blocks import local, tall_blocks, tiny_blocks
+from fsdp2.testing.null_group import (
     CallLog,
     NullGroup,
     c10d_cost,

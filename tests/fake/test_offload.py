@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from benchmarks.null_group import null_world
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy
-from fsdp2.core.hooks import hooks_of
+from fsdp2.core.device.streams import InlineStreams, Lane
+from fsdp2.core.modules import assembly
+from fsdp2.core.modules.registry import record_of
+from fsdp2.core.schedule.scheduler import offloading
+from fsdp2.optim import FlatOptimizer
+from fsdp2.testing.null_group import null_world
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -30,7 +35,9 @@ def _no_group_left() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _forced(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU mesh the policy changes nothing otherwise."""
-    monkeypatch.setattr("fsdp2.core.assembly._effective_offload", lambda offload, device: offload)
+    monkeypatch.setattr(
+        "fsdp2.core.modules.assembly._effective_offload", lambda offload, device: offload
+    )
 
 
 def _model() -> nn.Module:
@@ -82,7 +89,7 @@ def test_gathered_parameters_are_not_the_shards() -> None:
         model.unshard()
         block = model[0]
         block.unshard()
-        group = hooks_of(block).unit.groups[0]
+        group = record_of(block).unit.groups[0]
         weight, shard = block[0].weight, group.params[0].sharded
         assert isinstance(shard, DTensor)
         assert torch.equal(weight, shard.to_local())
@@ -102,3 +109,94 @@ def test_loaded_state_is_what_the_next_forward_computes_with() -> None:
             state[name] = torch.zeros_like(value)
         model.load_state_dict(state)
         assert model(x).eq(0).all()
+
+
+# ---- when the host waits for copies
+
+
+class WatchedStreams(InlineStreams):
+    """Lanes on one thread whose events are real objects, and how often the host waited for one."""
+
+    asynchronous = True
+
+    def __init__(self) -> None:
+        self.synchronized = 0
+
+    def record(self, lane: Lane, label: str, event: Any = None) -> Any:
+        return object()
+
+    def synchronize(self, event: Any, label: str) -> None:
+        if label == "host after copy-in":
+            self.synchronized += 1
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> WatchedStreams:
+    watched = WatchedStreams()
+    monkeypatch.setitem(assembly._streams, torch.device("cpu"), watched)
+    return watched
+
+
+UNITS = 3  # the root has no parameters
+
+
+def _waits(streams: WatchedStreams, action: Callable[[], object]) -> int:
+    """How many units' copies the host waited for in ``action``."""
+    before = streams.synchronized
+    action()
+    return streams.synchronized - before
+
+
+def test_a_training_forward_does_not_hold_up_the_host(streams: WatchedStreams) -> None:
+    """Backward waits at its end, a forward without gradients at its own."""
+    with null_world(1):
+        model = _shard(_model(), MixedPrecisionPolicy())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.randn(2, 8)
+        losses: list[torch.Tensor] = []
+        for _ in range(2):
+            assert _waits(streams, lambda: losses.append(model(x).sum())) == 0
+            assert _waits(streams, losses[-1].backward) == UNITS
+            assert _waits(streams, optimizer.step) == 0
+            with torch.no_grad():
+                assert _waits(streams, lambda: model(x)) == UNITS
+
+
+WRITES: dict[str, Callable[[Any], object]] = {
+    "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1).step(),
+    "flat optimizer": lambda model: FlatOptimizer(model, torch.optim.SGD, lr=0.1).step(),
+    "load": lambda model: model.load_state_dict(dict(model.state_dict())),
+    "to": lambda model: model.to(torch.float64),
+    "to_empty": lambda model: model.to_empty(device="cpu"),
+    "reshard": lambda model: [unit.reshard() for unit in (*model, model)],
+    "reset": lambda model: model.reset_iter_state(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_the_host_waits_for_copies_before_it_writes(streams: WatchedStreams, write: str) -> None:
+    """After a training forward that has no backward."""
+    with null_world(1):
+        model = _shard(_model(), MixedPrecisionPolicy())
+        model(torch.randn(2, 8))
+        assert _waits(streams, lambda: WRITES[write](model)) == UNITS
+        assert _waits(streams, lambda: WRITES["reshard"](model)) == 0
+        assert model(torch.randn(2, 8, dtype=next(model.parameters()).dtype)).shape == (2, 8)
+
+
+def test_an_optimizer_of_others_waits_for_nothing(streams: WatchedStreams) -> None:
+    with null_world(1):
+        model, other = _shard(_model(), MixedPrecisionPolicy()), nn.Linear(2, 2)
+        model(torch.randn(2, 8))
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+        assert _waits(streams, optimizer.step) == 0
+
+
+def test_schedulers_of_offloaded_models_are_not_kept() -> None:
+    with null_world(1):
+        model = _shard(_model(), MixedPrecisionPolicy())
+        model(torch.randn(2, 8)).sum().backward()
+        known = len(offloading)
+        assert known
+        del model
+        assert len(offloading) < known

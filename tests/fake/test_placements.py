@@ -24,10 +24,10 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import fsdp2
-from benchmarks.null_group import null_world
 from fsdp2 import DataParallelMeshDims
-from fsdp2.core.layout import ROWS, Cut
-from fsdp2.core.sharding import axes_of_info, gradient_placements, resolve_axes, smaller_mesh
+from fsdp2.core.layout.layout import ROWS, Cut
+from fsdp2.core.layout.mesh import axes_of_info, gradient_placements, resolve_axes, smaller_mesh
+from fsdp2.testing.null_group import null_world
 from tests.common.tensors import Bf16Weight
 
 SHAPES = [(8,), (3,), (16, 4), (7, 6), (64, 8), (2, 5), (4, 12, 6)]

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp2
-from benchmarks.null_group import CallLog, init_null_group, null_mesh, null_world
+from fsdp2.testing.null_group import CallLog, init_null_group, null_mesh, null_world
 
 SHAPES = [(1,), (3,), (7, 2), (8, 8), (1000, 3), (30, 16), (4, 5, 6), (2, 0)]
 
@@ -86,10 +86,10 @@ def test_a_gather_and_a_reduction_are_one_call_each() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     for layer in model:
         fsdp2.fully_shard(layer, mesh=mesh)
-    fsdp2.fully_shard(model, mesh=mesh)
-    assert {r.transport for r in fsdp2.group_reports(model)} == {"coalesced"}
+    fsdp2.fully_shard(model, mesh=mesh).set_packing_threshold(0)
     log.clear()
     model(torch.randn(4, 32, requires_grad=True)).sum().backward()
+    assert {r.transport for r in fsdp2.group_reports(model)} == {"coalesced"}
     # Two layers, gathered in forward and in backward; each reduced once.
     assert log.counts() == {
         "all_gather_single_coalesced": 4,

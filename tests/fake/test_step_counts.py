@@ -11,18 +11,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import nn
 
-from benchmarks import variants
-from benchmarks.counting import Operators, called, copied_bytes, operators, steady_step
-from benchmarks.models import tall_blocks, tiny_blocks
-from benchmarks.null_group import CallLog, init_null_group
-from fsdp2.core.group import ParamGroup
-from fsdp2.core.hooks import hooks_of
+import fsdp2
+from fsdp2.core.modules.registry import record_of
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.testing.blocks import BlockStack, tall_blocks, tiny_blocks
+from fsdp2.testing.counting import Operators, called, copied_bytes, operators
+from fsdp2.testing.null_group import CallLog, init_null_group, null_mesh
 
 PARAMS = 9
 # How often a unit is gathered in a step: for forward and again for backward.
 GATHERS = 2
+STEADY = 3  # steps until buffers are made and the order of units is known
+PRECISIONS = ("fp32", "mixed")
 
 RESIZE = "UntypedStorage.resize_"
 COPIES = ("copy", "clone", "cat", "contiguous")  # parts of the names of kernels that copy
@@ -40,15 +43,49 @@ def log() -> Iterator[CallLog]:
 def build(
     variant: str, precision: str = "fp32", blocks: int = 2, world_size: int = 8, tall: bool = False
 ) -> tuple[nn.Module, Callable[[], None]]:
-    """A model, and its step, which has been run until it is steady."""
-    make = tall_blocks if tall else tiny_blocks
-    return steady_step(make(blocks, PARAMS), variant, precision, world_size)
+    """A model, and its step, which has been run until it is steady.
+
+    Args:
+        variant: "fsdp2"; "kept", with gradients' memory that stays; "torch", for torch's FSDP2; or
+            "none", not sharded at all.
+    """
+    model = (tall_blocks if tall else tiny_blocks)(blocks, PARAMS)
+    model.reset_parameters()
+    dtype = torch.float32
+    if variant != "none":
+        _shard(model, variant, precision, world_size)
+    elif precision == "mixed":
+        dtype = torch.bfloat16
+        model.to(dtype)
+    x = torch.randn(4, model.width, dtype=dtype, requires_grad=True)
+
+    def step() -> None:
+        model(x).sum().backward()
+        model.zero_grad(set_to_none=True)
+        x.grad = None
+
+    for _ in range(STEADY):
+        step()
+    return model, step
+
+
+def _shard(model: BlockStack, variant: str, precision: str, world_size: int) -> None:
+    api: Any = torch.distributed.fsdp if variant == "torch" else fsdp2
+    options: dict[str, Any] = {"mesh": null_mesh(world_size)}
+    if precision == "mixed":
+        options["mp_policy"] = api.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for module in (*model.blocks, model):
+        api.fully_shard(module, **options)
+    if isinstance(model, fsdp2.FSDPModule):
+        model.set_packing_threshold(0)  # small parameters stand for large ones
+    if variant == "kept":
+        model.set_keep_gradient_storage(True)
 
 
 def group_of(module: nn.Module) -> ParamGroup:
-    hooks = hooks_of(module)
-    assert hooks is not None
-    (group,) = hooks.unit.groups
+    record = record_of(module)
+    assert record is not None
+    (group,) = record.unit.groups
     return group
 
 
@@ -69,7 +106,11 @@ def test_a_gather_is_one_collective_one_allocation_and_one_free(log: CallLog) ->
         ("all_gather_single_coalesced", 2 * PARAMS)
     ]
     assert built_in[RESIZE] == 2
-    assert python["fsdp2.core.buffers.acquire"] == python["fsdp2.core.buffers.release"] == 1
+    assert (
+        python["fsdp2.core.device.buffers.acquire"]
+        == python["fsdp2.core.device.buffers.release"]
+        == 1
+    )
 
 
 def test_a_gather_launches_no_kernel_where_dtypes_agree(log: CallLog) -> None:
@@ -86,10 +127,60 @@ def test_a_gather_launches_one_cast_where_they_differ(log: CallLog) -> None:
     assert called(lambda: gather_and_free(group))[1][RESIZE] == 2
 
 
+# ---- large and small parameters in a unit
+
+
+class Mixed(nn.Module):
+    """Two large parameters, of 4 KiB a rank, and three small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.first, self.second = nn.Linear(64, 128), nn.Linear(128, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.second(self.first(self.norm(x)))
+        return hidden
+
+
+@pytest.mark.parametrize(("precision", "casts"), [("fp32", 0), ("mixed", 1)])
+def test_small_parameters_go_along_in_one_buffer(log: CallLog, precision: str, casts: int) -> None:
+    model = nn.Sequential(Mixed(), Mixed())
+    options: dict[str, Any] = {"mesh": null_mesh(8)}
+    if precision == "mixed":
+        options["mp_policy"] = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for module in (*model, model):
+        fsdp2.fully_shard(module, **options)
+    assert isinstance(model, fsdp2.FSDPModule)
+    model.set_packing_threshold(1024)
+
+    def step() -> None:
+        model(torch.ones(4, 64)).sum().backward()
+        model.zero_grad()
+
+    for _ in range(STEADY):
+        step()
+    log.clear()
+    step()
+    assert log.counts() == {
+        "all_gather_single_coalesced": 2 * GATHERS,
+        "reduce_scatter_single_coalesced": 2,
+    }
+    assert {call.tensors for call in log.calls} == {2 * (2 + 1)}
+    group = group_of(model[0])
+    kernels = {"aten.split_with_sizes_copy.out": 1}  # the small ones, put in their places
+    if casts:
+        kernels |= {"aten._foreach_copy_.default": 1, "aten.copy_.default": 1}
+    assert operators(lambda: gather_and_free(group)) == kernels
+    python = called(step)[0]
+    assert python["fsdp2.core.reduce.reduction._pack"] == 2
+    assert python.get("fsdp2.core.reduce.reduction._stage_cast", 0) == 2 * casts
+
+
 # ---- a whole step
 
 
-@pytest.mark.parametrize("precision", variants.PRECISIONS)
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_collectives_of_a_step(log: CallLog, blocks: int, precision: str) -> None:
     step = build("fsdp2", precision, blocks)[1]
@@ -99,7 +190,8 @@ def test_collectives_of_a_step(log: CallLog, blocks: int, precision: str) -> Non
         "all_gather_single_coalesced": GATHERS * blocks,
         "reduce_scatter_single_coalesced": blocks,
     }
-    assert {call.tensors for call in log.calls} == {2 * PARAMS}
+    tensors = {(call.name.split("_")[0], call.tensors) for call in log.calls}
+    assert tensors == {("all", 2 * PARAMS), ("reduce", 2 * (PARAMS + 1))}  # and who had a gradient
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
@@ -147,7 +239,8 @@ def test_bytes_that_kernels_copy(log: CallLog, blocks: int) -> None:
     """None, or fp32 shards to bf16 and bf16 gradients to fp32: each is read and written once."""
     assert copied_bytes(build("fsdp2", blocks=blocks)[1]) == {}
     numel = blocks * PARAMS * 16 * 16
-    casts = {"copy_many": (4 + 2) * (GATHERS * numel // 8 + numel)}
+    gathered, reduced = GATHERS * numel // 8, numel
+    casts = {"copy_many": (4 + 2) * gathered, "copy_strided": (4 + 2) * reduced}
     assert copied_bytes(build("fsdp2", "mixed", blocks)[1]) == casts
     assert copied_bytes(build("torch", "mixed", blocks)[1]) == {}
 
@@ -183,7 +276,7 @@ UNASKED = (
 )
 
 
-@pytest.mark.parametrize("precision", variants.PRECISIONS)
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_step_marks_no_range_walks_no_tree_and_dispatches_no_dtensor(
     log: CallLog, precision: str
 ) -> None:

@@ -14,7 +14,7 @@ import torch.distributed.fsdp as torchs
 from torch import nn
 
 import fsdp2
-from benchmarks.null_group import init_null_group, null_mesh
+from fsdp2.testing.null_group import init_null_group, null_mesh
 
 
 @pytest.fixture(autouse=True)

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.null_group import null_world
+import fsdp2
 from fsdp2 import fully_shard
-from fsdp2.core.hooks import hooks_of
-from fsdp2.core.scheduler import Scheduler
-from fsdp2.core.unit import Unit
+from fsdp2.core.modules.registry import record_of, records_below
+from fsdp2.core.schedule.scheduler import Scheduler
+from fsdp2.core.schedule.unit import Phase, Unit
+from fsdp2.testing.null_group import null_world
+from fsdp2.testing.phases import check_phases
 
 
 @pytest.fixture(autouse=True)
@@ -27,38 +29,42 @@ def _two_ranks() -> Iterator[None]:
 def backward(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Units by name, as backward enters ("name") and leaves them ("leaves name")."""
     order: list[str] = []
-    enter, leave = Scheduler.begin_backward, Scheduler.exit_backward
+    enter, leave = Scheduler.enter_backward, Scheduler.exit_backward
 
-    def enters(self: Scheduler, unit: Unit) -> None:
-        order.append(unit.name)
-        enter(self, unit)
+    def enters(self: Scheduler, unit: Unit, recomputed_for: int | None = None) -> None:
+        if unit.phase is not Phase.BACKWARD:
+            order.append(unit.name)
+        enter(self, unit, recomputed_for)
 
-    def leaves(self: Scheduler, unit: Unit) -> None:
-        order.append(f"leaves {unit.name}")
+    def leaves(self: Scheduler, unit: Unit, _: object = None) -> None:
+        if unit.phase is Phase.BACKWARD:
+            order.append(f"leaves {unit.name}")
         leave(self, unit)
 
-    monkeypatch.setattr(Scheduler, "begin_backward", enters)
+    monkeypatch.setattr(Scheduler, "enter_backward", enters)
     monkeypatch.setattr(Scheduler, "exit_backward", leaves)
     return order
 
 
 def _unit(module: nn.Module) -> Unit:
-    hooks = hooks_of(module)
-    assert hooks is not None
-    return hooks.unit
+    record = record_of(module)
+    assert record is not None
+    return record.unit
 
 
 def _scheduler(module: nn.Module) -> Scheduler:
-    hooks = hooks_of(module)
-    assert hooks is not None
-    assert hooks.scheduler is not None
-    return hooks.scheduler
+    record = record_of(module)
+    assert record is not None
+    assert record.scheduler is not None
+    return record.scheduler
 
 
 def _sharded(model: nn.Sequential) -> Any:
     for layer in model:
         fully_shard(layer)
-    return fully_shard(model)
+    fully_shard(model)
+    check_phases(hooks.unit for hooks in records_below(model))
+    return model
 
 
 def test_a_unit_without_parameters_leaves_its_inputs_alone() -> None:
@@ -358,3 +364,62 @@ def test_units_in_a_unit_that_are_called_with_its_input(backward: list[str]) -> 
     model(torch.ones(2, 4)).sum().backward()
     around, inner = "1", "1.inner"
     assert backward == ["", around, inner, f"leaves {inner}", f"leaves {around}", "0"]
+
+
+# ---- who ends a unit, and who is counted as running it
+
+
+def test_a_graph_of_before_a_unit_was_added_is_left_by_the_new_scheduler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tensors hold what autograd calls with their gradient; it follows the unit's scheduler."""
+    left: list[Scheduler] = []
+    leave = Scheduler.exit_backward
+
+    def leaves(self: Scheduler, unit: Unit, _: object = None) -> None:
+        left.append(self)
+        leave(self, unit)
+
+    monkeypatch.setattr(Scheduler, "exit_backward", leaves)
+    model = _sharded(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    loss = model(torch.ones(2, 4, requires_grad=True)).sum()
+    before = _scheduler(model)
+    model.append(fully_shard(nn.Linear(4, 4)))
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    assert _scheduler(model) is not before
+    loss.backward()
+    assert left
+    assert {*left} == {_scheduler(model)}
+    assert all(param.grad is not None for param in model[:2].parameters())
+    assert not any(_unit(layer).is_gathered for layer in (*model, model))
+
+
+def test_a_users_function_of_any_name_is_no_call_of_the_unit() -> None:
+    """Calls of methods are told from others by their code."""
+
+    class Fails(nn.Linear):
+        fails = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.fails:
+                raise KeyError("once")
+            return super().forward(x)
+
+        def also(self, x: Tensor) -> Tensor:
+            return self(x)
+
+    model: Any = fully_shard(Fails(4, 4))
+    fsdp2.register_fsdp_forward_method(model, "also")
+
+    def run_between_hooks(record: Any) -> Tensor:
+        with pytest.raises(KeyError):
+            model(torch.ones(2, 4))
+        model.fails = False
+        return model(torch.ones(2, 4))  # type: ignore[no-any-return]  # a module's output
+
+    run_between_hooks(record_of(model))
+    assert _scheduler(model).resets == 1
+    assert model.also.__func__.__code__.co_name == run_between_hooks.__name__
+    assert model.also(torch.ones(2, 4)).shape == (2, 4)
+    assert _scheduler(model).resets == 1

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import FrameType, MethodType
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
-from benchmarks.null_group import init_null_group, null_mesh
 from fsdp2 import fully_shard
-from fsdp2.core.hooks import hooks_of
-from fsdp2.core.ranges import RANGES
-from fsdp2.core.unit import Phase
+from fsdp2.core.modules.registry import record_of, records_below
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.profiling import ProfiledGroup
+from fsdp2.core.schedule.unit import Phase
+from fsdp2.testing.null_group import init_null_group, null_mesh
 from tests.common.errors import raises
 from tests.common.models import ReadsKept
 
@@ -106,14 +107,26 @@ def test_a_steady_step_neither_logs_nor_marks_nor_explains() -> None:
     for _ in range(2):
         step(model)
     counts = called(lambda: step(model))
-    assert counts["fsdp2.core.group.start_unshard"] == 4 + 3  # the root stays for backward
-    extra = ("fsdp2.core.journal", "fsdp2.core.ranges", "fsdp2.core.misuse", "torch.autograd.prof")
+    assert counts["fsdp2.core.schedule.group.start_unshard"] == 4 + 3  # the root stays for backward
+    extra = (
+        "fsdp2.core.layout.logs",
+        "fsdp2.core.schedule.profiling",
+        "fsdp2.core.schedule.layers",
+        "fsdp2.core.modules.explain",
+        "torch.autograd.prof",
+    )
     assert [name for name in counts if name.startswith(extra)] == []
     rare = ("logging.debug", "logging.info", "logging.isEnabledFor")
-    assert [counts[name] for name in (*rare, "fsdp2.core.scheduler.follow_profiler")] == [0] * 4
+    assert [counts[name] for name in (*rare, "fsdp2.core.schedule.scheduler.follow_profiler")] == [
+        0
+    ] * 4
 
 
 # ---- ranges
+
+
+def kinds(model: nn.Module) -> set[type]:
+    return {type(group) for hooks in records_below(model) for group in hooks.unit.groups}
 
 
 def ranges_of(run: Callable[[], Any]) -> Counter[str]:
@@ -131,7 +144,11 @@ def test_ranges_by_unit_name_while_a_profiler_is_active() -> None:
         gathers = ranges[f"fsdp2::all_gather ({unit})"]
         assert gathers == ranges[f"fsdp2::wait ({unit})"] >= 1
     assert ranges["fsdp2::reduce (root)"] == ranges["fsdp2::all_gather (root)"] == 1
-    assert {name.split(" ")[0] for name in ranges} == set(RANGES.values())
+    assert {name.split(" ")[0] for name in ranges} == {
+        "fsdp2::all_gather",
+        "fsdp2::wait",
+        "fsdp2::reduce",
+    }
 
 
 def test_after_the_profiler_nothing_is_left() -> None:
@@ -143,9 +160,7 @@ def test_after_the_profiler_nothing_is_left() -> None:
     model(TOKENS)  # notices that the profiler is gone
     model.reset_iter_state()
     step(model)
-    for unit in hooks_of(model).scheduler.units:  # type: ignore[union-attr]  # it ran
-        for group in unit.groups:
-            assert all(isinstance(getattr(group, method), MethodType) for method in RANGES)
+    assert kinds(model) == {ParamGroup}
     assert called(lambda: step(model)) == before
 
 
@@ -170,6 +185,18 @@ def test_groups_that_are_added_while_a_profiler_is_active() -> None:
     ranges = ranges_of(run)
     assert ranges["fsdp2::all_gather (root)"] == 2
     assert ranges["fsdp2::all_gather (root (new))"] == 1
+
+
+def test_groups_whose_root_grows_when_the_profiler_is_gone() -> None:
+    """Another scheduler serves them then, which has seen no profiler."""
+    model = build()
+    step(model)
+    with profile(activities=[ProfilerActivity.CPU]):
+        step(model)
+    assert kinds(model) == {ProfiledGroup}
+    model.adapter = fully_shard(nn.Linear(4, 4), mesh=null_mesh(4))
+    step(model)
+    assert kinds(model) == {ParamGroup}
 
 
 # ---- logging
@@ -310,6 +337,17 @@ def test_where_the_code_does_not_tell_all_are_named() -> None:
     )
 
 
+def test_what_is_said_once_stays_as_it_is() -> None:
+    """The exception leaves the forwards of two units and of the root."""
+    inner, outer = build(), nn.Sequential()
+    outer.append(inner)
+    model: Any = fully_shard(nn.Sequential(fully_shard(outer)))
+    inner.also = lambda model, x: x @ model.blocks[1].weight
+    with raises("used-outside") as error:
+        model(TOKENS)
+    assert str(error.value).count("(torch: ") == 1
+
+
 def test_methods_that_were_registered() -> None:
     model = build()
     fsdp2.register_fsdp_forward_method(model, "encode")
@@ -385,7 +423,7 @@ def test_a_forward_that_returns_nothing_while_an_exception_is_handled() -> None:
         assert model(TOKENS) is None
         kept = error.args
     assert kept == ("division by zero",)
-    assert hooks_of(model).scheduler.forward_root is None  # type: ignore[union-attr]  # it has ended
+    assert record_of(model).scheduler.forward_root is None  # type: ignore[union-attr]  # it has ended
 
 
 @pytest.mark.parametrize("where", ["root", "block"])
@@ -404,8 +442,8 @@ def test_a_users_hook_that_raises_before_ours(where: str) -> None:
     handle.remove()
     step(model)
     counts = called(lambda: step(model))
-    assert counts["fsdp2.core.group.start_unshard"] == 3 + 2
-    for unit in hooks_of(model).scheduler.units:  # type: ignore[union-attr]  # it ran
+    assert counts["fsdp2.core.schedule.group.start_unshard"] == 3 + 2
+    for unit in record_of(model).scheduler.units:  # type: ignore[union-attr]  # it ran
         assert unit.phase is Phase.IDLE
         assert not unit.is_gathered
         assert not unit.visits

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from fsdp2.core.hooks import hooks_of
+from fsdp2.core.modules.registry import record_of
 from tests.common.compiling import DIM, OUT, Stack, fresh_dynamo
 from tests.common.models import seeded
 from tests.common.parity import Tolerance, assert_close, full_grads
@@ -52,9 +52,9 @@ def _train(mode: str | None, keep: bool = False) -> tuple[list[Any], set[int]]:
 
 def _gathered(block: Any) -> torch.Tensor:
     """The gathered form of ``up.weight``, read from outside: a compiled hook could not."""
-    hooks = hooks_of(block)
-    assert hooks is not None
-    (group,) = hooks.unit.groups
+    record = record_of(block)
+    assert record is not None
+    (group,) = record.unit.groups
     (param,) = [param for param in group.params if param.name.endswith("up.weight")]
     assert param.unsharded is not None
     return param.unsharded

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2.core.collectives import GroupCollectives
-from fsdp2.core.streams import DeviceStreams
+from fsdp2.core.device.backends import traits_of
+from fsdp2.core.device.collectives import GroupCollectives
+from fsdp2.core.device.streams import DeviceStreams
 from tests.common import alone
 from tests.common.parity import REORDERED_MIXED, Tolerance, assert_close
 from tests.common.workers import ranks
@@ -43,14 +44,39 @@ def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
 
 
 @ranks(1)
-def test_what_is_not_asynchronous_leaves_nothing_to_wait_for() -> None:
-    """So that an event behind the call is behind the collective."""
-    collectives = GroupCollectives(_mesh((1,)).get_group(), torch.device("cuda", 0), False)
-    assert collectives.coalesces
+def test_nccl_is_known() -> None:
+    """Either implementation: from torch 2.15 "nccl" is nccl2, without TORCH_DIST_USE_NCCL2=0."""
+    group, device = _mesh((1,)).get_group(), torch.device("cuda", 0)
+    name = traits_of(group, device).name
+    assert name in ("nccl-legacy", "nccl2")
+    collectives = GroupCollectives(group, device, True)
+    assert collectives.coalesces is (name == "nccl-legacy")
     assert collectives.premultiplies
-    output, input_ = torch.zeros(64, device="cuda"), torch.ones(64, device="cuda")
-    assert collectives.all_gather(output, input_) is None
-    assert collectives.bind_all_gather([output], [input_])() is None
+
+
+@ranks(1)
+def test_what_is_not_asynchronous_is_ordered_on_the_current_stream() -> None:
+    """So that an event behind the call is behind the collective.
+
+    Legacy NCCL returns nothing; nccl2 returns a Work, whose wait() makes the current stream wait.
+    """
+    group, device = _mesh((1,)).get_group(), torch.device("cuda", 0)
+    legacy = traits_of(group, device).name == "nccl-legacy"
+    for asynchronous in (False, True):
+        collectives = GroupCollectives(group, device, asynchronous)
+        input_ = torch.ones(64, device=device)
+        one, many = torch.zeros_like(input_), torch.zeros_like(input_)
+        _pause()
+        works = [
+            collectives.all_gather(one, input_),
+            collectives.bind_all_gather([many], [input_])(),
+        ]
+        for work in works:
+            assert (work is None) is (legacy or asynchronous)
+            if work is not None:
+                work.wait()
+        assert torch.equal(one, input_)
+        assert torch.equal(many, input_)
 
 
 @ranks(1)

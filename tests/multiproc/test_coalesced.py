@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2
-from fsdp2.core.hooks import hooks_of
+from fsdp2.core.modules.registry import record_of
 from tests.common import models
 from tests.common.looped import coalescing
 from tests.common.parity import (
@@ -48,9 +48,9 @@ class EvenAndOdd(nn.Module):
         return self.layers[-1](x)
 
 
-def _train(api: object, mixed: bool, **arguments: object) -> list[Step]:
+def _train(api: object, mixed: bool, small: int = 0, **arguments: object) -> list[Step]:
     model = models.seeded(EvenAndOdd)
-    with coalescing():
+    with coalescing(small):
         shard(api, model, mixed=mixed, **arguments)
     if api is OURS:
         kinds = {kind for r in fsdp2.group_reports(model) for kind in r.transport.split("+")}
@@ -60,10 +60,11 @@ def _train(api: object, mixed: bool, **arguments: object) -> list[Step]:
 
 
 @pytest.mark.parametrize("mixed", MIXED)
+@pytest.mark.parametrize("small", [0, 300])
 @ranks(2, extended=(4,))
-def test_trains_like_torch(mixed: bool) -> None:
+def test_trains_like_torch(small: int, mixed: bool) -> None:
     """A rank sums its rows in another ring position here: on 4 ranks the order may differ."""
-    ours, torchs = _train(OURS, mixed), _train(TORCH, mixed)
+    ours, torchs = _train(OURS, mixed, small), _train(TORCH, mixed)
     if dist.get_world_size() == 2:
         assert_equal(ours, torchs)
     else:
@@ -87,9 +88,21 @@ def test_one_launch_a_gather_and_one_a_reduction() -> None:
 
 
 def layer_launches(layer: nn.Module) -> int:
-    hooks = hooks_of(layer)
-    assert hooks is not None
-    return hooks.unit.groups[0].collectives.launches
+    record = record_of(layer)
+    assert record is not None
+    return record.unit.groups[0].collectives.launches
+
+
+@ranks(2)
+def test_a_first_forward_in_inference_mode() -> None:
+    """What is bound there is written to by a backward outside of it."""
+    layer = nn.Linear(DIM, DIM)
+    with coalescing():
+        fsdp2.fully_shard(layer)
+    with torch.inference_mode():
+        layer(torch.ones(4, DIM))
+    layer(torch.ones(4, DIM)).sum().backward()
+    assert layer.weight.grad is not None
 
 
 @ranks(2)
@@ -98,17 +111,17 @@ def test_gradients_are_reduced_where_autograd_left_them() -> None:
     layer = nn.Linear(DIM, DIM)
     with coalescing():
         fsdp2.fully_shard(layer)
-    group = hooks_of(layer).unit.groups[0]
+    group = record_of(layer).unit.groups[0]
     layer(torch.randn(4, DIM)).sum()  # binds
     (reduction,) = group._reductions
     seen: list[int] = []
-    original = reduction.collectives.reduce_scatter_many
+    original = reduction._scatter
 
-    def spy(outputs, inputs, kind):
-        seen.extend(tensor.data_ptr() for tensor in inputs)
-        return original(outputs, inputs, kind)
+    def spy(outputs, inputs):
+        seen.extend(tensor.data_ptr() for tensor in inputs[:-1])  # and who had a gradient
+        return original(outputs, inputs)
 
-    reduction.collectives.reduce_scatter_many = spy
+    reduction._scatter = spy
     left: list[int] = []
     for param in group.params:
         param.unsharded.register_post_accumulate_grad_hook(lambda p: left.append(p.grad.data_ptr()))

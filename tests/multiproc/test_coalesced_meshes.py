@@ -10,12 +10,12 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import CPUOffloadPolicy, group_reports
+from tests.common.combinations import each_once
 from tests.common.looped import coalescing
 from tests.common.meshes import (
     Flags,
@@ -88,8 +88,7 @@ def _sharded(mixed: bool, copies: int = 1, **arguments: Any) -> Any:
 
 
 @ranks(4)
-@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@each_once(arrangement=[*ARRANGEMENTS], mixed={"fp32": False, "mixed": True})
 def test_training(arrangement: str, mixed: bool) -> None:
     steps = micro_batches(DIM, 7, micro=2, steps=2)
     before = flags_in_turn(Flags(all_reduce=False), Flags())

@@ -21,9 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import FSDPMeshInfo, MixedPrecisionPolicy, ShardPlacementResult, share_comm_ctx
-from fsdp2.communication import hooks_on
-from fsdp2.core.collectives import GroupCollectives
+from fsdp2.core.device.collectives import GroupCollectives
+from fsdp2.core.modules.registry import require_record
 from tests.common import meshes
+from tests.common.backends import packs
 from tests.common.models import DIM, MLP, Transformer, seeded
 from tests.common.parity import (
     OURS,
@@ -88,6 +89,7 @@ def _language_model(api: Any, **settings: Any) -> Any:
     return shard(api, model, **settings)
 
 
+@packs
 @ranks(2)
 def test_embedding_is_not_gathered_in_backward() -> None:
     def train(api: Any, gathers: bool) -> Any:
@@ -202,7 +204,7 @@ def test_prefetch_of_units_with_several_groups() -> None:
 
         for layer in model.layers:
             fsdp2.fully_shard(layer, mesh=wide, shard_placement_fn=place)
-            assert len(hooks_on(layer).unit.groups) == 2
+            assert len(require_record(layer).unit.groups) == 2
         fsdp2.fully_shard(model, mesh=wide)
         layers = list(model.layers)
         for i, layer in enumerate(layers if ahead else ()):
@@ -237,7 +239,7 @@ def test_a_guess_of_the_scheduler_that_a_user_asks_for() -> None:
         pass
 
     def ask(*_: Any) -> None:
-        assert hooks_on(block).unit.is_gathered
+        assert require_record(block).unit.is_gathered
         block.unshard()
 
     hook = model.layers[0].register_forward_hook(ask)
@@ -249,6 +251,7 @@ def test_a_guess_of_the_scheduler_that_a_user_asks_for() -> None:
     assert isinstance(block.weight, DTensor)
 
 
+@packs
 @ranks(2)
 def test_is_last_backward_and_what_is_gathered_for_the_next() -> None:
     """Two forwards, two backwards: the first leaves a unit gathered for the second."""
@@ -290,11 +293,11 @@ def test_input_buffers_are_one_number_below_a_root() -> None:
     model: Any = shard(OURS, mlp())
     model.layers[0].set_reduce_scatter_max_input_buffers(3)
     model(_one()[0])
-    scheduler = hooks_on(model).scheduler
+    scheduler = require_record(model).scheduler
     assert scheduler is not None
-    assert scheduler._window == 3
+    assert scheduler._in_flight.window == 3
     model.set_reduce_scatter_max_input_buffers(2)
-    assert scheduler._window == 2
+    assert scheduler._in_flight.window == 2
     for wrong, error in ((0, ValueError), (1.5, TypeError), (True, TypeError)):
         with pytest.raises(error, match="set_reduce_scatter_max_input_buffers takes"):
             model.set_reduce_scatter_max_input_buffers(wrong)
@@ -311,7 +314,7 @@ def test_separate_reduce_scatter_group() -> None:
 @ranks(2)
 def test_separate_group_is_one_for_all_units_and_can_be_left() -> None:
     model: Any = shard(OURS, mlp())
-    groups = [group for m in (*model.layers, model) for group in hooks_on(m).unit.groups]
+    groups = [group for m in (*model.layers, model) for group in require_record(m).unit.groups]
 
     def reducers() -> set[int]:
         found = set()
@@ -460,7 +463,7 @@ def test_kept_storage_has_the_same_address() -> None:
         return [
             param.unsharded.untyped_storage().size()
             for m in (*model.layers, model)
-            for group in hooks_on(m).unit.groups
+            for group in require_record(m).unit.groups
             for param in group.params
             if param.unsharded is not None
         ]
@@ -493,7 +496,7 @@ def test_post_optim_event() -> None:
         optimizer.step()
         optimizer.zero_grad()
         model.set_post_optim_event(event)
-    scheduler = hooks_on(model).scheduler
+    scheduler = require_record(model).scheduler
     assert scheduler is not None
     assert scheduler.post_optim_event is event
     with mock.patch.object(scheduler.streams, "wait", wraps=scheduler.streams.wait) as wait:
@@ -510,11 +513,11 @@ def test_post_optim_event_is_kept_where_units_are_added() -> None:
     model.set_post_optim_event(event)
     model.added = nn.Linear(4, 4)
     fsdp2.fully_shard(model.added, mesh=meshes.mesh("shard", shape=(2,)))
-    old = hooks_on(model).scheduler
+    old = require_record(model).scheduler
     assert old is not None
     with mock.patch.object(old.streams, "wait", wraps=old.streams.wait) as wait:
         model(_one()[0])
-    assert hooks_on(model).scheduler is not old
+    assert require_record(model).scheduler is not old
     assert sum(call.args[1] is event for call in wait.call_args_list) == 1
 
 

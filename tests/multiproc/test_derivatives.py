@@ -15,12 +15,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
 )
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2.core.hooks import hooks_of
-from fsdp2.core.states import State
+from fsdp2.core.modules.registry import record_of
+from fsdp2.core.schedule.states import GroupState
+from tests.common.combinations import each_once
 from tests.common.gradients import (
     Compute,
     assert_like_unsharded,
@@ -230,11 +230,13 @@ class _OwnInput(nn.Module):
 
 
 @ranks(2)
-def test_derivative_in_a_checkpointed_forward() -> None:
+@pytest.mark.parametrize("root", ["around", "itself"])
+def test_derivative_in_a_checkpointed_forward(root: str) -> None:
     """Autograd unpacks what it saved: the unit's forward runs again while it is under way."""
     model: Any = seeded(_Recomputed)
     fsdp2.fully_shard(model.block, mesh=world_mesh())
-    fsdp2.fully_shard(model, mesh=world_mesh())
+    if root == "around":
+        fsdp2.fully_shard(model, mesh=world_mesh())
     for _ in range(2):
         model.zero_grad()
         _fit_forces(model)
@@ -274,15 +276,15 @@ def test_units_that_return_their_input(how: str) -> None:
     model: Any = copy.deepcopy(plain)
     for module in (*model, model):
         fsdp2.fully_shard(module, mesh=world_mesh())
-    hooks: Any = hooks_of(model[1])
+    record: Any = record_of(model[1])
     states = []
     model[0].weight.register_post_accumulate_grad_hook(
-        lambda _: states.append(hooks.unit.groups[0].state)
+        lambda _: states.append(record.unit.groups[0].state)
     )
     for _ in range(2):
         model.zero_grad()
         _through(model)
-    assert states == [State.SHARDED] * 2  # free when the backward of the one before has run
+    assert states == [GroupState.SHARDED] * 2  # free when the backward of the one before has run
     assert_like_unsharded(full_grads(model), plain, _through)
 
 
@@ -305,6 +307,12 @@ def test_autograd_grad_of_parameters() -> None:
     assert_like_unsharded(
         full_grads(model), mlp(), lambda m, rank: regression_loss(m, part(0, rank)).backward()
     )
+
+
+def group_states(model: Any) -> set[GroupState]:
+    """Where the parameters of all units are."""
+    scheduler = record_of(model).scheduler  # type: ignore[union-attr]  # it is sharded
+    return {group.state for group in scheduler.groups}
 
 
 # -- second derivatives ---------------------------------------------------------------------------
@@ -336,18 +344,20 @@ def _through_two_backwards(model: nn.Module, part: tuple[Tensor, Tensor]) -> Ten
 
 
 @ranks(2, extended=(4,))
-@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
-@pytest.mark.parametrize("loss", [_penalised, _penalised_first, _through_two_backwards])
+@each_once(
+    loss=[_penalised, _penalised_first, _through_two_backwards],
+    reshard_after_forward=[None, True, False],
+)
 def test_double_backward(loss: Any, reshard_after_forward: bool | None) -> None:
-    """Parameters stay gathered from a backward with create_graph=True to the end of the next one
-    without. torch's FSDP2 fails on the freed storage of a parameter."""
+    """Parameters stay in memory from a backward with create_graph=True to the end of the next one
+    without; shards are registered. torch's FSDP2 fails on the freed storage of a parameter."""
     arguments = {"reshard_after_forward": reshard_after_forward}
     check_training(mlp, mlp_batches(), loss=loss, torch_too=False, **arguments)
     model = shard(OURS, mlp(), **arguments)
     value = loss(model, part(0))
-    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    assert GroupState.SHARDED not in group_states(model)
     value.backward()
-    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert group_states(model) == {GroupState.SHARDED}
 
 
 @ranks(2)

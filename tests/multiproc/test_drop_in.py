@@ -64,7 +64,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("conversion", CONVERSIONS)
 def test_conversions_take_gradients_along(conversion: str, stepped: bool) -> None:
-    """Units of three and more parameters, whose old gradients are used again (spares)."""
+    """Units of three and more parameters, whose old gradients are used again."""
 
     def convert(model: nn.Module) -> list[Any]:
         optimizer = adamw(model.parameters())

@@ -24,10 +24,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CPUOffloadPolicy
-from fsdp2.core import kernels
-from fsdp2.core.buffers import TransientBuffer
-from fsdp2.core.collectives import GroupCollectives
-from fsdp2.core.hooks import hooks_below
+from fsdp2.core.device import kernels
+from fsdp2.core.device.buffers import TransientBuffer
+from fsdp2.core.device.collectives import GroupCollectives
+from fsdp2.core.modules.registry import records_below
 from tests.common.looped import coalescing
 from tests.common.meshes import hsdp_mesh
 from tests.common.models import DIM, seeded
@@ -190,7 +190,7 @@ def _arm_hooks(model: Any) -> None:
     middle.register_full_backward_hook(at("a backward hook"))
     middle.down.weight.register_post_accumulate_grad_hook(at("a hook on a gradient"))
     model.head.weight.register_post_accumulate_grad_hook(at("a hook on the root's gradient"))
-    if not any(group.reducers.size == 1 for h in hooks_below(middle) for group in h.unit.groups):
+    if not any(group.reducers.size == 1 for h in records_below(middle) for group in h.unit.groups):
         middle.set_all_reduce_hook(at("an all-reduce hook"))
 
 
@@ -213,9 +213,9 @@ USERS_PLACES = (
 
 OUR_PLACES = {
     "allocation": (TransientBuffer, "acquire"),
-    "allocation of a gradient": (kernels.TorchKernels, "empty"),
+    "allocation of a gradient": (kernels.TorchKernels, "bind_empty"),
     "all-gather": (GroupCollectives, "all_gather"),
-    "reduce-scatter": (GroupCollectives, "reduce_scatter"),
+    "reduce-scatter": (GroupCollectives, "bind_reduce_scatter"),
     "copy-in": (kernels.TorchKernels, "copy"),
     "copy-out": (kernels.TorchKernels, "split_copy"),
     "staging": (kernels.TorchKernels, "chunk_cat"),
@@ -227,16 +227,30 @@ OUR_PLACES = {
 def _armed_calls() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for place, (owner, name) in OUR_PLACES.items():
-            original = getattr(owner, name)
-
-            def call(
-                *args: Any, place: str = place, original: Any = original, **kwargs: Any
-            ) -> Any:
-                BOMB(place)
-                return original(*args, **kwargs)
-
-            stack.enter_context(mock.patch.object(owner, name, call))
+            stack.enter_context(mock.patch.object(owner, name, _armed(place, owner, name)))
         yield
+
+
+def _armed(place: str, owner: type, name: str) -> Any:
+    """A method of ``owner`` that explodes when its turn is; of one that binds, what it returns."""
+    original = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        BOMB(place)
+        return original(*args, **kwargs)
+
+    def bind(*args: Any, **kwargs: Any) -> Any:
+        bound = original(*args, **kwargs)
+
+        def call_bound(*args: Any) -> Any:
+            BOMB(place)
+            return bound(*args)
+
+        return call_bound
+
+    if name.startswith("bind_"):
+        return bind
+    return staticmethod(call) if isinstance(vars(owner)[name], staticmethod) else call
 
 
 # -- an iteration ---------------------------------------------------------------------------------
@@ -284,20 +298,26 @@ class Memory:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        transient, empty = kernels.TorchKernels.transient, kernels.TorchKernels.empty
+        transient = kernels.TorchKernels.transient
+        bind_empty = kernels.TorchKernels.bind_empty
 
         def counted_transient(*args: Any) -> TransientBuffer:
             self.buffers.append(transient(*args))
             return self.buffers[-1]
 
-        def counted_empty(*args: Any) -> Tensor:
-            tensor = empty(*args)
-            self.storages[StorageWeakRef(tensor.untyped_storage())] = None
-            return tensor
+        def bind_counted(*args: Any) -> Callable[[], Tensor]:
+            empty = bind_empty(*args)
+
+            def counted_empty() -> Tensor:
+                tensor = empty()
+                self.storages[StorageWeakRef(tensor.untyped_storage())] = None
+                return tensor
+
+            return counted_empty
 
         with (
             mock.patch.object(kernels.TorchKernels, "transient", counted_transient),
-            mock.patch.object(kernels.TorchKernels, "empty", counted_empty),
+            mock.patch.object(kernels.TorchKernels, "bind_empty", bind_counted),
         ):
             yield
 

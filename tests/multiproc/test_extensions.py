@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
-from fsdp2.core.hooks import hooks_of
+from fsdp2.core.modules.registry import record_of
 from tests.common import meshes, models, tensors
+from tests.common.backends import packs
 from tests.common.errors import raises
 from tests.common.offloading import forced_offload
 from tests.common.parity import (
@@ -156,6 +158,7 @@ def test_one_collective_of_bytes_beside_the_plain_ones() -> None:
 # ---- shards
 
 
+@packs
 @ranks(2, extended=(4,))
 def test_shards_are_of_the_subclass() -> None:
     model = shard(OURS, _build(Bf16Weight, ODD))
@@ -272,7 +275,7 @@ def test_memory_comes_and_goes_in_place(kind: type) -> None:
 
 
 def _tensors_of(layer: nn.Module) -> list[torch.Tensor]:
-    (group,) = hooks_of(layer).unit.groups  # type: ignore[union-attr]  # it is sharded
+    (group,) = record_of(layer).unit.groups  # type: ignore[union-attr]  # it is sharded
     assert group._extension is not None
     return [output for member in group._extension._members for output in member._outputs]
 
@@ -509,3 +512,33 @@ def test_hooks_that_return_something_else() -> None:
     layer = fsdp2.fully_shard(extend(nn.Linear(8, 8), NoTuple))
     with pytest.raises(TypeError, match=r"fsdp_post_all_gather of parameter 'weight' must return"):
         layer(torch.ones(1, 8))
+
+
+@ranks(2)
+def test_hooks_that_nemo_puts_on_a_shard() -> None:
+    """So that one parameter of a unit is gathered in a dtype of its own.
+
+    nemo_automodel/components/distributed/fsdp2_extensions/compute_dtype.py of NVIDIA-NeMo/Automodel
+    at 15ac53072a5cb81c516ff2c47441c0281320fc88 does.
+    """
+
+    def before(local: Any, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
+        return (local,), local.dtype
+
+    def after(local: Any, outputs: Any, dtype: Any, *_: Any, out: Any = None) -> Any:
+        assert dtype == torch.float32
+        return None if out is not None else (outputs[0].view(4, 4), outputs)
+
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    model: Any = fsdp2.fully_shard(nn.Linear(4, 4), mp_policy=policy)
+    for param in model._get_fsdp_state()._fsdp_param_group.fsdp_params:
+        assert param._module_info.module is model
+        if param._module_info.param_name == "weight":
+            local = param._sharded_local_tensor
+            local.fsdp_pre_all_gather = MethodType(before, local)
+            local.fsdp_post_all_gather = MethodType(after, local)
+            param._init_extensions()
+    whole = model.weight.full_tensor()
+    model.unshard()
+    assert torch.equal(model.weight, whole)
+    assert (model.weight.dtype, model.bias.dtype) == (torch.float32, torch.bfloat16)

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
+from tests.common.backends import packs
+from tests.common.combinations import each_once
 from tests.common.meshes import (
     Flags,
     flags_in_turn,
@@ -293,8 +295,7 @@ def test_what_changes_while_partial_sums_wait_counts_afterwards() -> None:
 
 
 @ranks(4, extended=(2,))
-@pytest.mark.parametrize("force_sum", [False, True])
-@pytest.mark.parametrize("kind", ["both", "copies only"])
+@each_once(kind=["both", "copies only"], force_sum=[False, True])
 def test_divide_factors(kind: str, force_sum: bool) -> None:
     """torch needs PREMUL_SUM for most of these, which gloo has not: unsharded is the judge."""
     build = partial(seeded, MLP)
@@ -362,6 +363,7 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
 # -- hooks ----------------------------------------------------------------------------------------
 
 
+@packs
 @ranks(4, extended=(2,))
 @pytest.mark.parametrize("copies", [True, False], ids=["copies", "no copies"])
 def test_all_reduce_hook(copies: bool) -> None:
@@ -458,6 +460,7 @@ def test_optimizer_in_backward() -> None:
 # -- what is communicated -------------------------------------------------------------------------
 
 
+@packs
 @ranks(4)
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
 def test_one_flat_all_reduce_a_group(mixed: bool) -> None:
@@ -477,8 +480,8 @@ def test_one_flat_all_reduce_a_group(mixed: bool) -> None:
         counts = run(flags).counts
         assert (counts["reduce_scatter"], counts["all_reduce"]) == (scatters, reduces), flags
     shards = sum(param.to_local().numel() for param in model.parameters())
-    padding = groups * 3  # up to whole 16 bytes
-    assert shards <= run(FULL).elements["all_reduce"] <= shards + padding
+    marks, padding = groups * 2, groups * 3  # one a parameter, up to whole 16 bytes
+    assert shards <= run(FULL).elements["all_reduce"] <= shards + marks + padding
 
 
 @ranks(2)

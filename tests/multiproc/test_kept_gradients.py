@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fsdp2
 from fsdp2 import CPUOffloadPolicy
 from tests.common import meshes
+from tests.common.combinations import each_once
 from tests.common.gradients import mlp, mlp_batches
 from tests.common.models import DIM, Choosy, seeded
 from tests.common.parity import (
@@ -116,8 +117,7 @@ def _trained(run: Loop, keep: bool, make: Callable[[], nn.Module] = mlp, **argum
     return run(model)
 
 
-@pytest.mark.parametrize("run", LOOPS)
-@pytest.mark.parametrize("case", CASES)
+@each_once(run=LOOPS, case=[*CASES])
 @ranks(2)
 def test_results_are_the_same(run: Loop, case: str) -> None:
     assert_equal(_trained(run, True, **CASES[case]), _trained(run, False, **CASES[case]))

@@ -34,7 +34,7 @@ TORCHRUN = (
     *("--max-restarts", "3", "-m", KILLED),
 )
 PHASES = ("forward", "backward", "step", "save")
-KILLS = 20
+KILLS = 8
 RUN_ID = "FSDP2_TEST_RUN"  # in the environment of every process that a test starts
 
 

@@ -133,8 +133,13 @@ def _train(api: Any, case: str) -> Any:
     )
 
 
+DEFAULT = ("shard, tp", "two shard dims", "replicate, shard", "replicate, tp", "two replicate dims")
+
+
 @ranks(4)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[] if c in DEFAULT else [pytest.mark.extended]) for c in CASES]
+)
 def test_training(case: str) -> None:
     ours = _train(OURS, case)
     expected = train_plain(seeded(Net), _batches(DIM, DIM), parts=_part(case)[1])
@@ -142,7 +147,7 @@ def test_training(case: str) -> None:
 
 
 @pytest.mark.extended
-@ranks(8)
+@ranks(8, timeout=400)  # DTensor tries all placements of each tensor on four mesh dims: slow
 @pytest.mark.parametrize("case", WIDE)
 def test_training_on_eight_ranks(case: str) -> None:
     ours = _train(OURS, case)

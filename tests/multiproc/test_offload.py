@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import CPUOffloadPolicy
-from fsdp2.communication import hooks_on
+from fsdp2.core.modules.registry import require_record
+from tests.common.combinations import each_once
 from tests.common.meshes import (
     Flags,
     flags_in_turn,
@@ -85,8 +86,7 @@ def test_torchs_own_policy_is_taken() -> None:
 
 
 @ranks(1, 2, 4)
-@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
-@pytest.mark.parametrize("reshard_after_forward", [None, False])
+@each_once(mixed={"fp32": False, "mixed": True}, reshard_after_forward=[None, False])
 def test_training(mixed: bool, reshard_after_forward: bool | None) -> None:
     """The same bits as without offloading: only where things are is different."""
     build = partial(seeded, partial(Transformer, blocks=1, tied=True))
@@ -152,7 +152,7 @@ def test_where_things_are() -> None:
     model = _offloaded(seeded(MLP))
     batch = my_part(regression_batches(DIM, 4, steps=1)[0])
     regression_loss(model, batch).backward()
-    group = hooks_on(model.layers[0]).unit.groups[0]
+    group = require_record(model.layers[0]).unit.groups[0]
     assert group._mirror is not None
     assert not group._mirror.allocated
     start = group.shard.storage.data_ptr()
@@ -312,7 +312,7 @@ class _Elsewhere:
 @ranks(2)
 def test_parameters_that_were_moved_to_the_device() -> None:
     model = _offloaded(seeded(partial(nn.Linear, DIM, DIM)))
-    param = hooks_on(model).unit.groups[0].params[0]
+    param = require_record(model).unit.groups[0].params[0]
     with (
         mock.patch.object(type(param), "local", _Elsewhere()),
         pytest.raises(RuntimeError, match=r"'weight' is on cuda:0.*CPUOffloadPolicy.*to\('cpu'\)"),

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
-from fsdp2.optim import ELEMENTWISE, FlatOptimizer
+from fsdp2.optim.flat import ELEMENTWISE, FlatOptimizer
 from tests.common.errors import raises
 from tests.common.gradients import mlp, mlp_batches
 from tests.common.models import DIM, MLP, Choosy, OddMLP, seeded

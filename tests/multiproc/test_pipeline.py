@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2.communication import hooks_on
+from fsdp2.core.modules.registry import require_record
 from tests.common import meshes
 from tests.common.meshes import TORCH_VERSION
 from tests.common.models import DIM, seeded, units
@@ -312,8 +312,8 @@ def test_nothing_stays_gathered_and_each_unit_is_reduced_once() -> None:
     schedule = plan.make(stages)
     operations: list[str] = []
     for module in parts[0].modules():
-        for group in hooks_on(module).unit.groups if isinstance(module, OURS.FSDPModule) else ():
-            observe(group, lambda what, _: operations.append(what))
+        if isinstance(module, OURS.FSDPModule):
+            observe(require_record(module).unit.groups, lambda what, _: operations.append(what))
     inputs, targets = _batch(0, 0)
     first = dist.get_rank() < 2
     for _ in range(2):  # in the first call, torch may run the stages to see what they return

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from tests.common.backends import packs
+from tests.common.combinations import each_once
 from tests.common.meshes import TORCH_VERSION, like_torch, micro_batches, train_micro
 from tests.common.models import DIM, MLP, Forked, Nested, Transformer, seeded
 from tests.common.parity import (
@@ -118,6 +120,7 @@ def test_policies_on_four_ranks(name: str) -> None:
     like_torch(scenario, ROUNDED[low.pop()] if low else FP32)
 
 
+@packs
 @ranks(1, 2)
 @pytest.mark.parametrize("own", [FP32_, BF16, FP64], ids=str)
 @pytest.mark.parametrize("param", [None, BF16], ids=str)
@@ -203,8 +206,7 @@ def test_norms_kept_in_fp32_as_units_of_their_own() -> None:
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("cast", [True, False])
-@pytest.mark.parametrize("mode", ["tuple", "dict", "dataclass"])
+@each_once(mode=["tuple", "dict", "dataclass"], cast=[True, False])
 def test_casts_between_units_that_pass_containers(mode: str, cast: bool) -> None:
     batches = micro_batches(DIM, 2)
 

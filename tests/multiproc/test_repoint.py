@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
 from fsdp2 import DataParallelMeshDims, ShardingStateError, fully_shard, repoint_optimizer
+from tests.common.combinations import each_once
 from tests.common.gradients import mlp, mlp_batches, part
 from tests.common.meshes import ParallelModel, mesh, parallel_loss, parallelize
 from tests.common.models import DIM, OddMLP, Transformer, seeded
@@ -96,8 +97,7 @@ def test_state_is_sharded_like_its_parameter() -> None:
 
 
 @ranks(4)
-@pytest.mark.parametrize("name", ["momentum", "adam"])
-@pytest.mark.parametrize("kind", ["linears", "uneven", "sequence"])
+@each_once(kind=["linears", "uneven", "sequence"], name=["momentum", "adam"])
 def test_state_of_tensor_parallel_parameters(kind: str, name: str) -> None:
     """Sharded before the first step or after it, with `sequence` of sums that are still to be made.
 

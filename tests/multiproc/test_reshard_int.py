@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from tests.common.backends import packs
 from tests.common.errors import raises
 from tests.common.meshes import (
     hsdp_mesh,
@@ -56,7 +57,7 @@ def _train(api: Any, build: Any, steps: Any, **arguments: Any) -> Any:
 # -- training -------------------------------------------------------------------------------------
 
 
-@ranks(2, 4)
+@ranks(4, extended=(2,))
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
 def test_every_divisor(mixed: bool) -> None:
     steps = micro_batches(DIM, 8)
@@ -213,6 +214,7 @@ def test_uneven_contents_in_between(rows: int) -> None:
     assert_equal(full_params(layer)["weight"], whole, "afterwards")
 
 
+@packs
 @ranks(4)
 def test_backward_gathers_over_the_smaller_group() -> None:
     """Half a unit in, a whole one out; with all ranks a quarter comes in."""

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import CPUOffloadPolicy, FSDPModule, fully_shard, group_reports
+from tests.common.combinations import each_once
 from tests.common.meshes import mesh
 from tests.common.models import DIM, MLP, Block, Buffered, OddMLP, Transformer, seeded, units
 from tests.common.parallelisms import APIS
 from tests.common.parity import (
     OURS,
-    CountCollectives,
     adamw,
     assert_equal,
     check_training,
@@ -78,8 +78,7 @@ def test_local_shards_are_laid_out_as_torchs() -> None:
 
 
 @ranks(4, extended=(2,))
-@pytest.mark.parametrize("rows", [1, 3, 5, 7])
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@each_once(rows=[1, 3, 5, 7], reshard_after_forward=[True, False])
 def test_training_with_odd_rows(rows: int, reshard_after_forward: bool) -> None:
     """Groups whose every dim 0 is `rows`: with 4 ranks, some ranks hold nothing of them."""
     model = partial(seeded, partial(OddMLP, dims=(rows, rows)))
@@ -156,8 +155,9 @@ def _matrices_on_last_dim(param: nn.Parameter) -> Shard | None:
 
 
 @ranks(4, extended=(2,))
-@pytest.mark.parametrize("placement", [_matrices_on_dim_1, _matrices_on_last_dim])
-@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
+@each_once(
+    placement=[_matrices_on_dim_1, _matrices_on_last_dim], mixed={"fp32": False, "mixed": True}
+)
 def test_shard_dim_1_even(placement: Any, mixed: bool) -> None:
     arguments = {"mixed": mixed, "shard_placement_fn": placement}
     model = shard(OURS, seeded(MLP), **arguments)
@@ -169,8 +169,7 @@ def test_shard_dim_1_even(placement: Any, mixed: bool) -> None:
 
 
 @ranks(4, extended=(2,))
-@pytest.mark.parametrize("columns", [1, 3, 5, 7])
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@each_once(columns=[1, 3, 5, 7], reshard_after_forward=[True, False])
 def test_shard_dim_1_uneven(columns: int, reshard_after_forward: bool) -> None:
     """torch's FSDP2 refuses this, so the unsharded model is the only judge."""
 
@@ -355,52 +354,6 @@ def test_container_without_forward_is_refused(container: str) -> None:
     module = nn.ModuleList([linear]) if container == "list" else nn.ModuleDict({"a": linear})
     with pytest.raises(ValueError, match="forward"):
         fully_shard(module, mesh=world_mesh())
-
-
-class _TiedAcrossUnits(nn.Module):
-    """Two units whose weights are one parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(DIM, DIM, bias=False)
-        self.second = nn.Linear(DIM, DIM, bias=False)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))
-
-
-@ranks(2)
-def test_parameter_tied_across_units_is_refused_by_name() -> None:
-    """At `fully_shard` or at the first forward, and in any case before any rank could hang."""
-
-    def shard_and_run() -> None:
-        model = _TiedAcrossUnits()
-        fully_shard(model.first, mesh=world_mesh())
-        fully_shard(model.second, mesh=world_mesh())
-        fully_shard(model, mesh=world_mesh())
-        model(torch.randn(2, DIM))
-
-    counter = CountCollectives()
-    with counter, pytest.raises(ValueError, match=r"'(second\.)?weight'"):
-        shard_and_run()
-    assert counter.total == 0
-
-
-@ranks(2)
-def test_parameter_tied_to_a_unit_from_outside_is_refused_by_name() -> None:
-    """The usual case: the head is a unit; the embedding that shares its weight is the root's."""
-
-    def shard_and_run() -> None:
-        model = Transformer(tied=True)
-        fully_shard(model.head, mesh=world_mesh())
-        fully_shard(model, mesh=world_mesh())
-        model(torch.zeros(1, 3, dtype=torch.int64))
-
-    counter = CountCollectives()
-    with counter, pytest.raises(ValueError, match=r"(embed|head)\.weight"):
-        shard_and_run()
-    assert counter.total == 0
 
 
 @ranks(2)

@@ -1,4 +1,4 @@
-"""Parameters that several modules share: trained in one unit, refused across units."""
+"""Parameters that several modules share, in one unit; `test_ties.py` has those across units."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import ShardingStateError, fully_shard
+from tests.common.combinations import each_once
 from tests.common.models import DIM, Transformer, seeded, units
 from tests.common.parity import (
     FP32,
     OURS,
-    CountCollectives,
     adamw,
     assert_close,
     assert_equal,
@@ -54,8 +54,7 @@ def _shard_pair(api: Any, model: Any, **arguments: Any) -> Any:
 
 
 @ranks(2, extended=(4,))
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-@pytest.mark.parametrize("vocab", VOCABS)
+@each_once(vocab=VOCABS, reshard_after_forward=[True, False])
 def test_embedding_and_head_in_one_unit(vocab: int, reshard_after_forward: bool) -> None:
     """One parameter, gathered once and reduced once, with the gradients of both uses."""
 
@@ -130,7 +129,7 @@ def test_tied_three_times_and_across_depths() -> None:
     assert len(list(model.parameters())) == len(list(plain.parameters())) == 3
 
 
-# -- across units ---------------------------------------------------------------------------------
+# -- what looks like it ---------------------------------------------------------------------------
 
 
 class Halves(nn.Module):
@@ -148,60 +147,6 @@ class Halves(nn.Module):
 def _shard(*modules: nn.Module) -> None:
     for module in modules:
         fully_shard(module, mesh=world_mesh())
-
-
-def _before(model: Any) -> None:
-    model.second.weight = model.first.weight
-    _shard(model.first, model.second, model)
-
-
-def _root_after_unit(model: Any) -> None:
-    model.second.weight = model.first.weight
-    _shard(model.first, model)
-
-
-def _between(model: Any) -> None:
-    _shard(model.first)
-    model.second.weight = model.first.weight
-    _shard(model.second, model)
-
-
-def _between_unit_and_root(model: Any) -> None:
-    _shard(model.first)
-    model.second.weight = model.first.weight
-    _shard(model)
-
-
-def _by_register_parameter(model: Any) -> None:
-    _shard(model.first)
-    model.second.register_parameter("weight", model.first.weight)
-    _shard(model.second, model)
-
-
-def _extra_name(model: Any) -> None:
-    _shard(model.first)
-    model.alias = model.first.weight
-    _shard(model)
-
-
-@ranks(2)
-@pytest.mark.parametrize(
-    "tie",
-    [
-        _before,
-        _root_after_unit,
-        _between,
-        _between_unit_and_root,
-        _by_register_parameter,
-        _extra_name,
-    ],
-)
-def test_tied_across_units_is_refused_by_fully_shard(tie: Callable[[Any], None]) -> None:
-    """The message names the parameter, the other one's unit and the fix; no rank communicates."""
-    match = r"'(second\.weight|weight|alias)' is tied to .*fully_shard\(\[module_a, module_b\]\)"
-    with CountCollectives() as counted, pytest.raises(ValueError, match=match):
-        tie(Halves())
-    assert counted.total == 0
 
 
 @ranks(2)
@@ -253,51 +198,6 @@ def test_parameters_side_by_side_in_one_storage_are_fine() -> None:
 
 
 # -- after sharding -------------------------------------------------------------------------------
-
-
-def _assign(model: Any) -> None:
-    model.head.weight = model.embed.weight
-
-
-def _register(model: Any) -> None:
-    model.head.register_parameter("weight", model.embed.weight)
-
-
-def _delete_and_assign(model: Any) -> None:
-    del model.head.weight
-    model.head.weight = model.embed.weight
-
-
-def _assign_while_gathered(model: Any) -> None:
-    for unit in (model, model.embed, model.head):
-        if hasattr(unit, "unshard"):
-            unit.unshard()
-    model.head.weight = model.embed.weight
-
-
-@ranks(2)
-@pytest.mark.parametrize("when", ["before the first forward", "after an iteration"])
-@pytest.mark.parametrize("sharding", ["one unit", "two units", "all in the root"])
-@pytest.mark.parametrize("tie", [_assign, _register, _delete_and_assign, _assign_while_gathered])
-def test_tying_after_fully_shard_is_refused(
-    tie: Callable[[Any], None], sharding: str, when: str
-) -> None:
-    """At the next forward, before any communication: neither undone nor half done in silence."""
-    model = untied()
-    if sharding == "one unit":
-        _shard_pair(OURS, model)
-    else:
-        if sharding == "two units":
-            _shard(model.embed, model.head)
-        shard(OURS, model)
-    ids = torch.zeros(2, 3, dtype=torch.int64)
-    if when == "after an iteration":
-        model(ids).sum().backward()
-    tie(model)
-    match = r"'head.weight' .*'embed.weight'.* tie .*before fully_shard"
-    with CountCollectives() as counted, pytest.raises(ShardingStateError, match=match):
-        model(ids)
-    assert counted.total == 0
 
 
 @ranks(2)

@@ -206,8 +206,6 @@ def _moves() -> list[Any]:
     ]
     default = {
         ("ours", "flat2", "ours", "flat4"),
-        ("ours", "flat4", "ours", "hsdp"),
-        ("ours", "hsdp", "ours", "tp"),
         ("ours", "tp", "ours", "plain"),
         ("ours", "plain", "ours", "tp"),
         ("ours", "flat4", "torch", "flat2"),

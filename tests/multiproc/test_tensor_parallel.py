@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
+from tests.common.combinations import each_once
 from tests.common.meshes import (
     TORCH_VERSION,
     Flags,
@@ -95,7 +96,7 @@ def _plain(micro: int = 1, build: Any = BUILD, **arguments: Any) -> Any:
 # -- training -------------------------------------------------------------------------------------
 
 
-@ranks(2, 4)
+@ranks(4, extended=(2,))
 @pytest.mark.parametrize("kind", ["linears", "sequence", "loss"])
 def test_training(kind: str) -> None:
     """With `sequence`, gradients of norms are sums over pieces of the sequence still to be made."""
@@ -122,8 +123,7 @@ def test_training_mixed() -> None:
 
 
 @ranks(4)
-@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
-@pytest.mark.parametrize("kind", ["linears", "sequence"])
+@each_once(kind=["linears", "sequence"], mixed={"fp32": False, "mixed": True})
 def test_accumulation_without_sync(kind: str, mixed: bool) -> None:
     before = flags_in_turn(Flags(sync=False), Flags(sync=False), Flags())
     train = partial(_train, kind=kind, micro=3, before=before, mixed=mixed)

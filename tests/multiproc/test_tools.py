@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.common.combinations import each_once
 from tests.common.gradients import mlp, mlp_batches, part
 from tests.common.models import DIM, OddMLP, Transformer, seeded, units
 from tests.common.parity import (
@@ -251,8 +252,7 @@ def _one_step(api: Any, make: Any) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("implementation", list(_IMPLEMENTATIONS))
-@pytest.mark.parametrize("optimizer", list(_OPTIMIZERS))
+@each_once(optimizer=[*_OPTIMIZERS], implementation=[*_IMPLEMENTATIONS])
 def test_optimizers(optimizer: str, implementation: str) -> None:
     """Odd rows, so that one rank's shard may be empty. Fused kernels round at other places."""
     if implementation == "fused" and issubclass(_OPTIMIZERS[optimizer].func, torch.optim.SGD):

@@ -19,12 +19,13 @@ TIMEOUT_SECONDS = 90
 STEPS = 40
 RUN = ("--preset", "tiny", "--device", "cpu", "--seed", "1", "--steps", str(STEPS))
 TRAIN_LM = (sys.executable, "-m", "fsdp2.examples.train_lm")
-TORCHRUN = (
-    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
-    *("-m", "fsdp2.examples.train_lm"),
-)
 
 Losses = dict[int, str]
+
+
+def torchrun(ranks: int) -> tuple[str, ...]:
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    return (*launcher, "--nproc-per-node", str(ranks), *TRAIN_LM[1:])
 
 
 def losses_of(out: str) -> Losses:
@@ -135,7 +136,7 @@ def test_micro_batches_print_the_losses_of_one_batch(two_ranks: str) -> None:
 
 @pytest.mark.extended
 def test_four_ranks_under_torchrun(two_ranks: str) -> None:
-    out = train(command=TORCHRUN)
+    out = train(command=torchrun(4))
     assert "4 rank(s)" in out
     assert_same_losses(losses_of(out), losses_of(two_ranks))
 
@@ -190,9 +191,16 @@ def test_adapters_learn_and_print_the_losses_of_one_rank(adapters_on_one_rank: L
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("more", [(), ("--grad-accum", "2"), OFFLOAD, LORA], ids=" ".join)
-@pytest.mark.parametrize("layout", [REPLICATE, TP, ALL], ids=" ".join)
-def test_every_combination(
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        *((ALL, more) for more in ((), ("--grad-accum", "2"), OFFLOAD, LORA)),
+        (REPLICATE, LORA),
+        (TP, OFFLOAD),
+    ],
+    ids=" ".join,
+)
+def test_combinations(
     two_ranks: str,
     adapters_on_one_rank: Losses,
     layout: tuple[str, ...],
@@ -204,10 +212,14 @@ def test_every_combination(
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("more", [("--grad-accum", "2"), OFFLOAD, LORA], ids=" ".join)
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [(TP, ("--nproc", "1")), (REPLICATE, TP), (("--nproc", "2"), REPLICATE), (ALL, TP)],
+    ("before", "after", "more"),
+    [
+        (TP, ("--nproc", "1"), OFFLOAD),
+        (REPLICATE, TP, LORA),
+        (("--nproc", "2"), REPLICATE, ("--grad-accum", "2")),
+        (ALL, TP, OFFLOAD),
+    ],
     ids=" ".join,
 )
 def test_resumed_on_another_mesh(
@@ -333,7 +345,7 @@ def test_wrong_usage_under_either_launcher() -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"train_lm: .* do not divide evenly over 3 ranks\.\n", done.stderr)
 
-    done = run(*TORCHRUN, "--batch-size", "6")
+    done = run(*torchrun(2), "--batch-size", "5")
     assert done.returncode != 0
-    assert done.stderr.count("train_lm: 6 sequences in a micro-batch") == 1
+    assert done.stderr.count("train_lm: 5 sequences in a micro-batch") == 1
     assert "exitcode  : 2" in done.stderr

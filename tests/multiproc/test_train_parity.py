@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.common import models
+from tests.common.combinations import each_once
 from tests.common.parity import (
     FP32,
     OURS,
@@ -92,10 +93,18 @@ def _check_against_unsharded(
 
 def _transformer_cases() -> list[Any]:
     """By default, what combines with one optimizer need not combine with each."""
+    default = {
+        ("sgd", False, None),
+        ("adamw_foreach", False, None),
+        ("adamw_foreach", True, None),
+        ("adamw_foreach", False, True),
+        ("adamw_foreach", True, False),
+        ("adamw_fused", True, None),
+    }
     return [
         pytest.param(
             *(optimizer, mixed, reshard),
-            marks=[] if reshard is None or optimizer == "adamw_foreach" else [pytest.mark.extended],
+            marks=[] if (optimizer, mixed, reshard) in default else [pytest.mark.extended],
             id=f"{optimizer}-{'mixed' if mixed else 'fp32'}-{reshard}",
         )
         for optimizer in OPTIMIZERS
@@ -127,8 +136,7 @@ def _check_transformer(optimizer: str, mixed: bool, reshard_after_forward: bool 
 
 
 @ranks(2, extended=(4,))
-@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
-@pytest.mark.parametrize("problem", ["nested", "odd", "tied"])
+@each_once(problem=["nested", "odd", "tied"], mixed={"fp32": False, "mixed": True})
 def test_other_models(problem: str, mixed: bool) -> None:
     ours = _train(OURS, problem, "adamw_foreach", mixed=mixed)
     assert_like_torch(ours, _train(TORCH, problem, "adamw_foreach", mixed=mixed), mixed=mixed)

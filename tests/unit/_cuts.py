@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from fsdp2.core.layout import ROWS, Cut
+from fsdp2.core.layout.layout import ROWS, Cut
 
 
 def as_cut(cut: int | Cut) -> Cut:

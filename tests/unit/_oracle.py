@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp2.core.virtual import HOST, PLACES, Allocation, Op, Place
+from fsdp2.testing.virtual import HOST, PLACES, Allocation, Op, Place
 
 
 def ancestors(trace: Sequence[Op]) -> list[int]:

@@ -6,17 +6,18 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPolicy
-from fsdp2.core.layout import ROWS, Cut
+from fsdp2.core.device.streams import Lane
+from fsdp2.core.layout.layout import ROWS, Cut
 from fsdp2.core.progress import OptimizerSteps
-from fsdp2.core.simulate import Node, Simulation
-from fsdp2.core.streams import Lane
-from fsdp2.core.unit import Phase, Unit
-from fsdp2.core.virtual import HOST, Allocation, Place, VirtualDevice, VirtualTensor
+from fsdp2.core.schedule.ties import TiedGroup
+from fsdp2.core.schedule.unit import Phase, Unit
+from fsdp2.testing.simulation import Node, Simulation
+from fsdp2.testing.virtual import HOST, Allocation, Place, VirtualDevice, VirtualTensor
 from tests.common.observing import observe
 
 MAX_DEPTH = 4
@@ -56,6 +57,7 @@ def random_settings(
         divide_factor=rng.choice((None, None, 3.0)),
         sum_only=rng.random() < 0.2,
         reduce_unused=rng.random() < 0.15,
+        pack_below=rng.choice((0, 0, 64, 256)),
         keep_storage=rng.random() < 0.15,
         keep_gradients=rng.random() < 0.2,
         all_reduce_hook=hook if rng.random() < 0.2 else None,  # type: ignore[arg-type]  # simulated
@@ -89,8 +91,14 @@ def by_columns(shape: tuple[int, ...], ranks: int) -> Cut:
     return Cut(1) if len(shape) > 1 else ROWS
 
 
-def random_tree(rng: random.Random, plain: bool = False) -> Node:
-    """A root with up to `MAX_NODES` nodes below; ``plain`` leaves all outputs and inputs in use."""
+def random_tree(rng: random.Random, plain: bool = False, tied: bool = True) -> Node:
+    """A root with up to `MAX_NODES` nodes below.
+
+    Args:
+        rng: where they come from.
+        plain: whether all outputs and inputs are in use.
+        tied: whether some nodes may use parameters of others.
+    """
     budget = rng.randint(2, MAX_NODES)
     shapes = (*SHAPES, EMPTY) if rng.random() < 0.25 else SHAPES
     root = Node("n0", shapes=rng.choice(shapes))
@@ -113,7 +121,20 @@ def random_tree(rng: random.Random, plain: bool = False) -> Node:
         if depth + 1 < MAX_DEPTH:
             open_nodes.append((node, depth + 1))
     shuffle_calls(rng, root)
+    if tied:
+        tie_some(root)
     return root
+
+
+def tie_some(root: Node) -> None:
+    """In one tree of four, other nodes use a parameter of a node, too."""
+    rng = random.Random(repr([(node.calls, node.shapes) for node in root.walk()]))
+    owners = [node for node in root.walk() if node.shapes]
+    while owners and rng.random() < 0.25:
+        owner = rng.choice(owners)
+        others = [n for n in root.walk() if n.shapes or n.grad_to_input]
+        others = [n for n in others if n not in (owner, *owner.tied)]
+        owner.tied += rng.sample(others, min(len(others), rng.choice((1, 1, 2))))
 
 
 def shuffle_calls(rng: random.Random, root: Node) -> None:
@@ -168,6 +189,12 @@ def _unit_of(group: str) -> str:
     return group.partition("/")[0]
 
 
+def is_gathered(unit: Unit) -> bool:
+    """Whether parameters are that no other unit uses, which would gather and free them, too."""
+    untied = [group for group in unit.own_groups if not isinstance(group, TiedGroup)]
+    return any(not group.state.needs_gather for group in untied)
+
+
 class InterruptError(Exception):
     """Stands for whatever a user's forward or backward may raise."""
 
@@ -178,6 +205,7 @@ class Watch:
     Its settings are random but for those that are ``wanted``.
 
     Attributes:
+        window: how many units a simulation gathers ahead, unless its scenario says so.
         problems: a sentence each.
         gathers: how often each unit was gathered, in this phase.
         wasted: how many all-gathers were freed before anybody used them.
@@ -185,6 +213,8 @@ class Watch:
         interrupt_after: raise `InterruptError` once, after so many steps.
         at_each_step: called after each, once it has been looked at.
     """
+
+    window: ClassVar[int] = 1
 
     def __init__(
         self,
@@ -220,14 +250,13 @@ class Watch:
             root,
             self.device,
             check=self._check,
-            **(random_settings(rng, self.device, ranks) | wanted),
+            **(random_settings(rng, self.device, ranks) | {"window": self.window} | wanted),
         )
         units = self.sim.scheduler.units
-        self._groups = {group.name: group for unit in units for group in unit.groups}
-        for unit in units:
-            for group in unit.groups:
-                observe(group, self._observe)
-                group.bind()  # what it keeps for good is allocated now
+        self._groups = {group.name: group for unit in units for group in unit.own_groups}
+        observe(self._groups.values(), self._observe)
+        for group in self._groups.values():
+            group.bind()  # what it keeps for good is allocated now
         groups = self._groups.items()
         self._silent = {name for name, group in groups if not group._route.gathering}
         self._silent |= {node.name for node in root.walk() if not communicates(node)}
@@ -268,21 +297,22 @@ class Watch:
 
     def _check(self, sim: Simulation, what: str) -> None:
         self._kept = {unit for unit in self._kept if unit.is_gathered}
-        ahead = [unit for unit in sim.gathered_ahead() if unit not in self._kept]
+        ahead = sim.gathered_ahead(self._kept)
         if what == "end of backward":
             units = sim.scheduler.units
             self._kept = {unit for unit in units if not unit.reshard_after_backward}
             if not sim.scheduler.is_last_backward:
                 what = "backward that is not the last"
-                lost = [unit for unit in self._waiting if not unit.is_gathered]
+                lost = [unit for unit in self._waiting if not is_gathered(unit)]
                 if lost and not self._fills:  # else backward takes along what it skips
                     self._say(f"{lost} were gathered for a backward to come, and freed")
         idle = [unit for unit in sim.scheduler.units if unit.phase is Phase.IDLE]
-        self._waiting = [unit for unit in (*ahead, *idle) if unit.is_gathered]
+        self._waiting = [unit for unit in (*ahead, *idle) if is_gathered(unit)]
         if what == "finalize":
             what = "end of backward"
         self.log.append(("step", what))
-        if self._bounded and len(ahead) > (0 if what == "loss" else 1):
+        window = max(unit.prefetch_window for unit in sim.scheduler.units)
+        if self._bounded and len(ahead) > (0 if what == "loss" else window):
             self._say(f"after {what} {ahead} are gathered")
         if self.device.races:
             self._say(f"at {what}: {self.device.races[0]}")
@@ -302,7 +332,7 @@ class Watch:
                 raise InterruptError
 
         for unit in self.sim.scheduler.units:
-            for group in unit.groups:
+            for group in unit.own_groups:
                 for param in group.params:
                     param.hook = hook  # type: ignore[attr-defined]  # a simulated one
 
@@ -310,6 +340,16 @@ class Watch:
         self.problems.append(problem)
 
     # ---- between phases
+
+    def discard_gradients(self) -> None:
+        """What ``zero_grad()`` does of those that are not reduced: they are gone."""
+        tied = [group for group in self._groups.values() if isinstance(group, TiedGroup)]
+        names = {f"gradient {param.name}" for group in tied for param in group.params}
+        for op in self.device.trace:
+            if op.kind == "gradient":
+                self._excused |= {b for b in op.writes if b.name in names}
+        for group in self._groups.values():
+            group.discard_gradients()
 
     def reset(self) -> None:
         """What a user does after an exception; gradients that were not reduced are gone."""
@@ -372,18 +412,32 @@ class Watch:
                 arriving.discard(name)
                 what, other = log[position + 1]
                 guess = what == "all_gather" and log[position + 2] != ("finish", other)
-                guess = guess or bool(self._silent)
+                guess = guess or bool(self._silent) or self._comes_again(log, position)
                 if not guess and not self._is_end(log, position):
                     self._say(f"{name} was gathered ahead, and freed for {what} {other}")
 
     def _unit_log(self) -> list[tuple[str, str]]:
         """The log with one entry for what all groups of a unit do."""
         log: list[tuple[str, str]] = []
+        tied = {n for n, group in self._groups.items() if isinstance(group, TiedGroup)}
         for kind, name in self.log:
+            if name in tied and kind in ("reshard", "free what is outdated"):
+                continue  # they go with any of several units
             entry = (kind, name if kind == "step" else _unit_of(name))
             if kind == "step" or log[-1:] != [entry]:
                 log.append(entry)
         return log
+
+    def _comes_again(self, log: list[tuple[str, str]], position: int) -> bool:
+        """Whether a unit stays gathered in its place, being one of several that come next."""
+        names = {unit.name for unit in self.sim.scheduler.units if unit.prefetch_window > 1}
+        freed = set()
+        for kind, name in islice(log, position + 1, None):
+            if kind == "step":
+                return name.startswith("exit") and name.split()[-1] in names - freed
+            if kind == "reshard":
+                freed.add(name)
+        return False
 
     @staticmethod
     def _is_end(log: list[tuple[str, str]], position: int) -> bool:
@@ -405,7 +459,8 @@ class Watch:
         ``keep_gradients`` does.
 
         Args:
-            padding: ``False`` where frozen parameters changed the reductions, which own it.
+            padding: ``False`` where frozen parameters changed the reductions, which own it and
+                their marks.
         """
         live, wanted = self.live(), Counter(self._kept_for_good)
         for name in list(live):
@@ -413,8 +468,8 @@ class Watch:
                 del live[name]
             if name in ("kept gradient", "host gradient") and self._keeps_gradients:
                 del live[name]
-        if not padding:
-            live.pop("padding", None)
-            wanted.pop("padding", None)
+        for name in () if padding else ("padding", "marks"):
+            live.pop(name, None)
+            wanted.pop(name, None)
         if live != wanted:
             self._say(f"leaked {live - wanted}, lost {wanted - live}")

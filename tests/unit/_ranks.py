@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fsdp2.core.collectives import ReduceKind
+from fsdp2.core.device.collectives import ReduceKind
 
 T = TypeVar("T")
 
@@ -73,16 +73,24 @@ class ThreadCollectives:
 
         return gather_many
 
-    def reduce_scatter(self, output: torch.Tensor, input_: torch.Tensor, kind: ReduceKind) -> None:
-        self.calls.append("reduce_scatter")
-        self._scatter(output, input_, kind)
-
-    def reduce_scatter_many(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], kind: ReduceKind
-    ) -> None:
-        self.calls.append("reduce_scatter_many")
-        for output, input_ in zip(outputs, inputs, strict=True):
+    def bind_reduce_scatter(self, kind: ReduceKind) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        def reduce_scatter(output: torch.Tensor, input_: torch.Tensor) -> None:
+            self.calls.append("reduce_scatter")
             self._scatter(output, input_, kind)
+
+        return reduce_scatter
+
+    def bind_reduce_scatter_many(
+        self, kind: ReduceKind
+    ) -> Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]:
+        def reduce_scatter_many(
+            outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+        ) -> None:
+            self.calls.append("reduce_scatter_many")
+            for output, input_ in zip(outputs, inputs, strict=True):
+                self._scatter(output, input_, kind)
+
+        return reduce_scatter_many
 
     def _gather(self, output: torch.Tensor, input_: torch.Tensor) -> None:
         assert output.numel() == self.size * input_.numel()

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from fsdp2.core.kernels import TorchKernels
-from fsdp2.core.layout import Cut, ParamShape, Slot, build_layout
-from fsdp2.core.program import ReductionSpec
-from fsdp2.core.reduction import SegmentReduction
-from fsdp2.core.stand_ins import StandIn
+from fsdp2.core.device.kernels import TorchKernels
+from fsdp2.core.layout.layout import Cut, ParamShape, Slot, build_layout
+from fsdp2.core.reduce.program import ReductionSpec, is_direct
+from fsdp2.core.reduce.reduction import Reduction
+from fsdp2.testing.parameters import PaperGradients, PaperParam
 from tests.unit._cuts import as_cut
 
 KERNELS = TorchKernels(torch.device("cpu"))
@@ -21,10 +21,12 @@ F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float6
 EMPTY = (((0, 4), 0), ((3, 0), 1), ((0,), 0))
 BANDS = (((2, 8, 4), Cut(1, 2)), ((8, 8), 0), ((4, 16), Cut(0)), ((1, 16), 1))
 ODD_BANDS = (((2, 5, 3), Cut(1, 2)), ((4, 3, 5), Cut(2, 2)), ((2, 4), Cut(1, 2)), ((3, 5), 1))
+ALIGNED = (((8, 4), 0), ((32,), 0))
+LARGE_AND_SMALL = (((16,), 0), ((32, 4), 0), ((8, 2), 0), ((3, 5), 1), ((16, 8), 0))
 ODD = (((7, 3), 0), ((3, 5), 1), ((1,), 0), ((2, 3, 6), 2), ((0, 4), 0), ((4, 2), 1))
 
 
-class Member(StandIn):
+class Member(PaperParam):
     """Stands where a `ShardedParam` does: a full gradient goes in, a sharded one comes out."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -38,7 +40,13 @@ class Member(StandIn):
 
 @dataclass(frozen=True)
 class Setup:
-    """A configuration of a reduction; ``result``: the gradient's dtype where not the shard's."""
+    """A configuration of a reduction.
+
+    Attributes:
+        direct: whether the backend coalesces.
+        pack_below: bytes of a piece below which members are packed even then.
+        result: the gradient's dtype where it is not the shard's.
+    """
 
     direct: bool = False
     grad: torch.dtype = F32
@@ -52,9 +60,29 @@ class Setup:
     hook: Callable[[torch.Tensor], None] | None = None
     to_host: bool = False
     keep: bool = False
+    pack_below: int = 0
+
+    @property
+    def spec(self) -> ReductionSpec:
+        """What sets the steps."""
+        return ReductionSpec(
+            self.grad,
+            self.reduce,
+            self.result or self.shard,
+            self.factor,
+            self.sum_only,
+            self.hook,
+            self.to_host,
+            keep=self.keep,
+        )
 
     def slots(self, size: int) -> list[Slot]:
-        """The members' slots."""
+        """The members' slots, in their order."""
+        direct, packed = self.sorted_slots(size)
+        return direct + packed
+
+    def sorted_slots(self, size: int) -> tuple[list[Slot], list[Slot]]:
+        """Those of members that are reduced directly, and of the others."""
         itemsize = self.shard.itemsize
         params = [
             ParamShape(
@@ -68,37 +96,32 @@ class Setup:
             )
             for shape, cut in self.shapes
         ]
-        layout = build_layout(params, size, coalesces=self.direct)
-        return [slot for segment in layout.segments for slot in segment.slots]
+        layout = build_layout(params, size, self.direct, self.pack_below)
+        sorted_slots: tuple[list[Slot], list[Slot]] = ([], [])
+        for segment in layout.segments:
+            for slot in segment.slots:
+                sorted_slots[not is_direct(self.spec, slot, segment.transport)].append(slot)
+        return sorted_slots
 
-    def bind(self, collectives: Any, replicas: Any = None) -> SegmentReduction:
+    def bind(self, collectives: Any, replicas: Any = None) -> Reduction:
         """The reduction, with new members."""
-        slots = self.slots(collectives.size)
+        direct, packed = self.sorted_slots(collectives.size)
+        slots = [*direct, *packed]
         members = [Member(slot.shape, self.shard) for slot in slots]
-        spec = ReductionSpec(
-            self.direct,
-            self.grad,
-            self.reduce,
-            self.result or self.shard,
-            self.factor,
-            self.sum_only,
-            self.hook,
-            self.to_host,
-            keep=self.keep,
-        )
-        return SegmentReduction(members, slots, spec, collectives, replicas, KERNELS)
+        gradients, count = PaperGradients(members), len(direct)
+        return Reduction(gradients, slots, count, self.spec, collectives, replicas, KERNELS)
 
 
-def run(reduction: SegmentReduction, take_missing: bool = False, all_reduce: bool = True) -> None:
+def run(reduction: Reduction, take_missing: bool = False, all_reduce: bool = True) -> None:
     """All steps of a reduction of the members' gradients."""
     job = reduction.collect(take_missing, all_reduce)
     assert job is not None
-    for step in (reduction.full if all_reduce else reduction.partial).inline:
+    program = reduction.full if all_reduce else reduction.partial
+    for step in (program.seeking if job.seeks else program).inline:
         step(reduction, job)
-    reduction.release()
 
 
-def step_names(reduction: SegmentReduction, all_reduce: bool = True) -> tuple[str, ...]:
+def step_names(reduction: Reduction, all_reduce: bool = True) -> tuple[str, ...]:
     """What a program does on each lane and on the host."""
     program = reduction.full if all_reduce else reduction.partial
     return tuple(

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp2.core.streams import Lane
-from fsdp2.core.virtual import PLACES, Allocation, Op, Place
+from fsdp2.core.device.streams import Lane
+from fsdp2.testing.virtual import PLACES, Allocation, Op, Place
 
 _COLUMN = 28
 

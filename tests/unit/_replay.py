@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from fsdp2.core.virtual import PLACES, Allocation, Op, Place, VirtualDevice, VirtualTensor
+from fsdp2.testing.virtual import PLACES, Allocation, Op, Place, VirtualDevice, VirtualTensor
 
 
 def replay(trace: Sequence[Op]) -> VirtualDevice:

@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 from fsdp2.core.config import CPUOffloadPolicy
 from fsdp2.core.progress import OptimizerSteps
-from fsdp2.core.simulate import Node, Simulation
-from fsdp2.core.unit import Unit
-from fsdp2.core.virtual import VirtualDevice
+from fsdp2.core.schedule.side_doors import refresh_scheduler
+from fsdp2.core.schedule.unit import Unit
+from fsdp2.testing.simulation import Node, Simulation
+from fsdp2.testing.virtual import VirtualDevice
 from tests.unit._random_models import (
     InterruptError,
     Watch,
@@ -75,6 +76,21 @@ def stepping_in_flight(rng: random.Random, device: VirtualDevice) -> Watch:
             watch.check_reduced()
         sim.scheduler.is_last_backward = True
         _iterate(watch)
+    return watch
+
+
+def stepping_between(rng: random.Random, device: VirtualDevice) -> Watch:
+    """The optimizer runs in hooks, while backwards of earlier forwards are still to come."""
+    watch = Watch(rng, random_tree(rng), device=device)
+    sim = watch.sim
+    for _ in range(2):
+        sim.step_in_backward()
+        forwards = rng.randint(2, 3)
+        for _ in range(forwards):
+            sim.forward()
+        for left in reversed(range(forwards)):
+            sim.scheduler.is_last_backward = not left
+            sim.backward()
     return watch
 
 
@@ -172,9 +188,7 @@ def replicated(rng: random.Random, device: VirtualDevice) -> Watch:
             sim.iteration(step=False)
             watch.check_reduced()
             if rng.random() < 0.2:
-                for unit in units:
-                    for group in unit.groups:
-                        group.discard_gradients()
+                watch.discard_gradients()
             elif rng.random() < 0.2:
                 for node in root.walk():
                     node.frozen = rng.choice((0, 0, 1))
@@ -196,8 +210,11 @@ def offloaded(rng: random.Random, device: VirtualDevice) -> Watch:
             if rng.random() < 0.1:
                 unit.forward_prefetch = _some_units(rng, sim)
         for _ in range(rng.choice((0, 1, 2))):  # without a backward: evaluation, or thrown away
-            sim.forward(expects_backward=rng.random() < 0.5, start=_some_start(rng, root))
+            trains = rng.random() < 0.5
+            sim.forward(expects_backward=trains, start=_some_start(rng, root))
             sim.calls.clear()
+            if not trains:
+                sim.write_by_hand()
             if rng.random() < 0.7:
                 sim.optimizer_step()
         if rng.random() < 0.5:
@@ -208,9 +225,15 @@ def offloaded(rng: random.Random, device: VirtualDevice) -> Watch:
         sim.step_in_backward(rng.random() < 0.3)
         for late in reversed(range(rng.choice((1, 1, 2)))):
             sim.scheduler.is_last_backward = not late
-            sim.iteration(step=not late)
+            sim.iteration(step=False)
         watch.check_reduced()
         watch.check_sharded()
+        if rng.random() < 0.3:  # one more forward, then the step
+            sim.forward(start=_some_start(rng, root))
+            sim.calls.clear()
+        sim.optimizer_step()
+        for unit in sim.scheduler.units:
+            unit.reshard()
         watch.check_live()
         if rng.random() < 0.5:
             shuffle_calls(rng, root)
@@ -348,6 +371,38 @@ def broken_hooks(rng: random.Random, device: VirtualDevice) -> Watch:
     return watch
 
 
+def looking_ahead(rng: random.Random, device: VirtualDevice) -> Watch:
+    """Windows of one to three units, which change between forwards and backwards."""
+    root = random_tree(rng)
+    watch = Watch(rng, root, device=device, window=2)
+    sim = watch.sim
+    for _ in range(3):
+        for late in reversed(range(rng.choice((1, 1, 2)))):
+            _choose_window(rng, watch)
+            sim.forward()
+            _choose_window(rng, watch)
+            sim.scheduler.is_last_backward = not late
+            sim.backward()
+            watch.check_reduced()
+        sim.optimizer_step()
+        watch.check_sharded()
+        watch.check_live()
+        if rng.random() < 0.5:
+            shuffle_calls(rng, root)
+    return watch
+
+
+def _choose_window(rng: random.Random, watch: Watch) -> None:
+    """What a smaller window frees was no wrong guess."""
+    if rng.random() < 0.5:
+        scheduler, known = watch.sim.scheduler, len(watch.log)
+        window = rng.choice((1, 2, 3))
+        for unit in scheduler.units:
+            unit.prefetch_window = window
+        refresh_scheduler(scheduler)
+        watch.log[known:] = [("free what is outdated", name) for _, name in watch.log[known:]]
+
+
 def _some_units(rng: random.Random, sim: Simulation) -> list[Unit]:
     units = sim.scheduler.units
     return rng.sample(units, rng.choice((0, 0, 1, min(2, len(units)), min(3, len(units)))))
@@ -359,6 +414,7 @@ SCENARIOS: dict[str, Scenario] = {
         steady,
         stepping,
         stepping_in_flight,
+        stepping_between,
         changing,
         partial,
         several_forwards,
@@ -368,6 +424,7 @@ SCENARIOS: dict[str, Scenario] = {
         finalized,
         elsewhere,
         requested,
+        looking_ahead,
         other_optimizer,
         interrupted,
         broken_hooks,

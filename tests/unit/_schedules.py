@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fsdp2.core.group import ParamGroup
-from fsdp2.core.simulate import Node, Simulation
-from fsdp2.core.unit import Unit
-from fsdp2.core.virtual import VirtualDevice
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.unit import Unit
+from fsdp2.testing.simulation import Node, Simulation
+from fsdp2.testing.virtual import VirtualDevice
 from tests.unit._render import render
 
 SHAPES = ((8, 8),)

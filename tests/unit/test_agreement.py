@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from fsdp2.core.agreement import LOOK_INTERVAL, Agreement, Step
 from fsdp2.core.config import RankMismatchError
+from fsdp2.core.debug.agreement import LOOK_INTERVAL, Agreement, Intent
 
 LONG = 60.0  # seconds: no test waits that long unless it fails
 
@@ -75,7 +75,7 @@ def test_equal_steps_pass_and_leave_few_notes() -> None:
 
     def body(agreement: Agreement) -> str:
         for number in range(20):
-            agreement.agree((0, 1, 2), Step(f"step {number}"), LONG)
+            agreement.agree((0, 1, 2), Intent(f"step {number}"), LONG)
         return "done"
 
     assert _run(3, body, notes) == ["done"] * 3
@@ -84,9 +84,9 @@ def test_equal_steps_pass_and_leave_few_notes() -> None:
 
 def test_a_rank_at_another_step_is_named_with_it() -> None:
     def body(agreement: Agreement) -> None:
-        agreement.agree((0, 1, 2), Step("the all-gather of 'a'"), LONG)
+        agreement.agree((0, 1, 2), Intent("the all-gather of 'a'"), LONG)
         unit = "c" if agreement.board.rank == 1 else "b"
-        agreement.agree((0, 1, 2), Step(f"the all-gather of '{unit}'"), LONG)
+        agreement.agree((0, 1, 2), Intent(f"the all-gather of '{unit}'"), LONG)
 
     assert _sentence(_run(3, body)) == (
         "ranks disagree on their next step: ranks 0 and 2 are at the all-gather of 'b', rank 1 is "
@@ -101,9 +101,9 @@ def test_a_disagreement_is_noticed_before_all_have_come() -> None:
     def body(agreement: Agreement) -> None:
         rank = agreement.board.rank
         if rank == 2:
-            agreement.agree((2, 3), Step("the all-reduce of 'a'"), LONG)
+            agreement.agree((2, 3), Intent("the all-reduce of 'a'"), LONG)
         elif rank < 2:
-            agreement.agree((0, 1, 2), Step(f"step {rank}"), LONG)
+            agreement.agree((0, 1, 2), Intent(f"step {rank}"), LONG)
         else:
             raise RankMismatchError(_ABSENT)
 
@@ -121,7 +121,7 @@ def test_details_that_differ_are_named_the_others_are_not() -> None:
         details = {"dtype": "bf16" if odd else "fp32", "shape": "[8]"}
         if odd:
             details["bias"] = "[3]"
-        agreement.agree((0, 1, 2, 3), Step("the all-gather of 'a'", details, "mend it"), LONG)
+        agreement.agree((0, 1, 2, 3), Intent("the all-gather of 'a'", details, "mend it"), LONG)
 
     assert _sentence(_run(4, body)) == (
         "ranks disagree about the all-gather of 'a': dtype is fp32 on ranks 0, 1 and 2, bf16 on "
@@ -132,7 +132,7 @@ def test_details_that_differ_are_named_the_others_are_not() -> None:
 def test_only_the_first_three_of_many_details_are_named() -> None:
     def body(agreement: Agreement) -> None:
         details = {f"d{i}": str(agreement.board.rank) for i in range(5)}
-        agreement.agree((0, 1), Step("it", details), LONG)
+        agreement.agree((0, 1), Intent("it", details), LONG)
 
     sentence = _sentence(_run(2, body))
     assert "d2 is 0 on rank 0, 1 on rank 1, and 2 more; " in sentence
@@ -141,11 +141,11 @@ def test_only_the_first_three_of_many_details_are_named() -> None:
 
 def test_a_rank_that_has_left_is_not_waited_for() -> None:
     def body(agreement: Agreement) -> str | None:
-        agreement.agree((0, 1, 2), Step("the all-gather of 'a'"), LONG)
+        agreement.agree((0, 1, 2), Intent("the all-gather of 'a'"), LONG)
         if agreement.board.rank == 2:
             agreement.leave("has ended")
             return "left"
-        agreement.agree((0, 1, 2), Step("the all-gather of 'b'"), LONG)
+        agreement.agree((0, 1, 2), Intent("the all-gather of 'b'"), LONG)
         return None
 
     *others, last = _run(3, body)
@@ -160,11 +160,11 @@ def test_a_rank_that_does_not_come_is_named_and_raises_when_it_does() -> None:
     raised = threading.Event()
 
     def body(agreement: Agreement) -> None:
-        agreement.agree((0, 1), Step("the all-gather of 'a'"), LONG)
+        agreement.agree((0, 1), Intent("the all-gather of 'a'"), LONG)
         if agreement.board.rank == 1:
             assert raised.wait(LONG)
         try:
-            agreement.agree((0, 1), Step("the all-gather of 'b'"), 0.3)
+            agreement.agree((0, 1), Intent("the all-gather of 'b'"), 0.3)
         finally:
             raised.set()
 
@@ -177,7 +177,7 @@ def test_a_slow_rank_is_no_disagreement() -> None:
     def body(agreement: Agreement) -> str:
         if agreement.board.rank == 1:
             time.sleep(3 * LOOK_INTERVAL)
-        agreement.agree((0, 1), Step("the all-gather of 'a'"), LONG)
+        agreement.agree((0, 1), Intent("the all-gather of 'a'"), LONG)
         return "done"
 
     assert _run(2, body) == ["done"] * 2
@@ -193,7 +193,7 @@ def test_ranks_that_wait_for_each_other_in_a_circle(size: int) -> None:
         ranks = (*neighbours, 10) if size == 2 else tuple(neighbours)
         if size == 2 and rank == 1:
             ranks = (*neighbours, 11)  # the same two, as parts of two sets
-        agreement.agree(ranks, Step(f"step {rank}"), LONG)
+        agreement.agree(ranks, Intent(f"step {rank}"), LONG)
 
     sentence = _sentence(_run(size, body))
     for rank in range(size):
@@ -209,7 +209,7 @@ def test_a_chain_of_waits_is_no_circle() -> None:
             time.sleep(4 * LOOK_INTERVAL)
         for ranks in ((1, 2), (0, 1)):
             if rank in ranks:
-                agreement.agree(ranks, Step(f"step of {ranks}"), LONG)
+                agreement.agree(ranks, Intent(f"step of {ranks}"), LONG)
         return "done"
 
     assert _run(3, body) == ["done"] * 3
@@ -222,7 +222,7 @@ class _WhileLooking(MemoryBoard):
     by what rank 0 has read, all wait in a circle. By its next look rank 1 is on its way.
     """
 
-    def __init__(self, notes: Notes, coming: Step) -> None:
+    def __init__(self, notes: Notes, coming: Intent) -> None:
         super().__init__(notes, 0)
         self.looks = 0
         self._coming = coming
@@ -244,7 +244,7 @@ class _WhileLooking(MemoryBoard):
 
 
 def test_waits_that_were_not_there_all_at_once_are_no_circle() -> None:
-    step = Step("the step of 0 and 1")
+    step = Intent("the step of 0 and 1")
     board = _WhileLooking(Notes(), step)
     Agreement(board, lambda: 0).agree((0, 1), step, LONG)
     assert board.looks == 2
@@ -254,9 +254,9 @@ def test_ranks_that_raised_agree_again() -> None:
     def body(agreement: Agreement) -> str:
         rank = agreement.board.rank
         with pytest.raises(RankMismatchError):
-            agreement.agree((0, 1), Step(f"step {rank}"), LONG)
+            agreement.agree((0, 1), Intent(f"step {rank}"), LONG)
         for number in range(3):
-            agreement.agree((0, 1), Step(f"step {number}"), LONG)
+            agreement.agree((0, 1), Intent(f"step {number}"), LONG)
         return "done"
 
     assert _run(2, body) == ["done"] * 2
@@ -264,7 +264,7 @@ def test_ranks_that_raised_agree_again() -> None:
 
 def test_one_rank_agrees_with_itself() -> None:
     notes = Notes()
-    Agreement(MemoryBoard(notes, 0), lambda: 0).agree((0,), Step("it"), 0.0)
+    Agreement(MemoryBoard(notes, 0), lambda: 0).agree((0,), Intent("it"), 0.0)
     assert len(notes.notes) == 1  # the failure that nobody has claimed
 
 
@@ -274,7 +274,7 @@ def test_iterations_count_from_the_last_failure() -> None:
         counted = Agreement(own.board, ticks)
         found = [counted.iteration]
         with pytest.raises(RankMismatchError):
-            counted.agree((0, 1), Step(f"step {own.board.rank}"), LONG)
+            counted.agree((0, 1), Intent(f"step {own.board.rank}"), LONG)
         return [*found, counted.iteration]
 
     assert _run(2, body) == [[1, 0]] * 2
@@ -300,15 +300,15 @@ def test_a_failure_elsewhere_does_not_stop_a_step_that_another_rank_has_taken() 
     def body(agreement: Agreement) -> None:
         rank = agreement.board.rank
         if rank % 2:
-            agreement.agree((1, 3), Step("a"), LONG)
+            agreement.agree((1, 3), Intent("a"), LONG)
             passed.append(rank)
             taken.set()
             assert failed.wait(LONG)
-            agreement.agree((1, 3), Step("b"), LONG)
+            agreement.agree((1, 3), Intent("b"), LONG)
         else:
             assert taken.wait(LONG)
             try:
-                agreement.agree((0, 2), Step(f"step {rank}"), LONG)
+                agreement.agree((0, 2), Intent(f"step {rank}"), LONG)
             finally:
                 failed.set()
 
@@ -329,11 +329,11 @@ def test_no_rank_takes_a_step_that_another_gave_up() -> None:
     def body(agreement: Agreement) -> None:
         rank = agreement.board.rank
         if rank % 2 == 0:
-            agreement.agree((0, 2), Step(f"step {rank}"), LONG)
+            agreement.agree((0, 2), Intent(f"step {rank}"), LONG)
         if rank == 1:
             assert given_up.wait(LONG)
         try:
-            agreement.agree((1, 3), Step("a"), LONG)
+            agreement.agree((1, 3), Intent("a"), LONG)
             passed.append(rank)
         finally:
             given_up.set()

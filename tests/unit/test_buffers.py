@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp2.core.buffers import FlatBuffer, TransientBuffer
+from fsdp2.core.device.buffers import FlatBuffer, TransientBuffer
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fsdp2.core.streams import Lane
-from fsdp2.core.virtual import HOST, USER, VirtualDevice, VirtualTensor, VirtualTransient
+from fsdp2.core.device.streams import Lane
+from fsdp2.testing.virtual import HOST, USER, VirtualDevice, VirtualTensor, VirtualTransient
 from tests.unit._oracle import unordered_conflicts
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from fsdp2 import MixedPrecisionPolicy
-from fsdp2.core import comm_memory
-from fsdp2.core.binding import reduction_spec
-from fsdp2.core.comm_memory import (
+from fsdp2.core.config import GroupOptions
+from fsdp2.core.device import comm_memory
+from fsdp2.core.device.comm_memory import (
     GroupAllGather,
     GroupMemory,
     GroupReduceScatter,
@@ -23,11 +23,11 @@ from fsdp2.core.comm_memory import (
     SymmetricReduceScatter,
     conflicting,
 )
-from fsdp2.core.config import GroupOptions
-from fsdp2.core.layout import Cut, Slot, Transport
-from fsdp2.core.simulate import Node, Simulation
-from fsdp2.core.streams import OnStream
-from fsdp2.core.virtual import VirtualDevice, VirtualTensor
+from fsdp2.core.device.streams import OnStream
+from fsdp2.core.layout.layout import Cut, Slot, Transport
+from fsdp2.core.reduce.program import is_direct, reduction_spec
+from fsdp2.testing.simulation import Node, Simulation
+from fsdp2.testing.virtual import VirtualDevice, VirtualTensor
 
 CPU = torch.device("cpu")
 
@@ -113,9 +113,7 @@ def test_what_conflicts(heard: list[Any]) -> None:
     group: Any = Group(allocates=False)
     own: Any = object()
     built_in, symmetric = GroupAllGather(group), SymmetricAllGather("NCCL")
-    assert conflicting((None, None), None) is None
-    assert conflicting((own, None), None) is None
-    assert conflicting((None, built_in), None) is built_in
+    assert conflicting((None, None), GroupMemory) is None
     assert conflicting((built_in, None), GroupMemory) is None
     assert conflicting((own, built_in), GroupMemory) is own
     assert conflicting((symmetric, None), GroupMemory) is symmetric
@@ -132,15 +130,16 @@ def test_a_hooks_stream_and_the_users_collective_are_in_the_spec() -> None:
 
     def spec(**options: Any) -> Any:
         chosen = replace(GroupOptions(), **options)
-        return reduction_spec(chosen, param, slot, Transport.COALESCED, None, CPU)
+        return reduction_spec(chosen, param, None, CPU)
 
-    assert spec().direct
+    assert is_direct(spec(), slot, Transport.COALESCED)
+    assert not is_direct(spec(), slot, Transport.PACKED)
     assert spec().hook is spec().comm is None
     assert spec(all_reduce_hook=hook).hook is hook
     found = spec(all_reduce_hook=hook, all_reduce_hook_stream=stream)
     assert found.hook == OnStream(hook, stream)  # type: ignore[arg-type]  # a stand-in
     assert found == spec(all_reduce_hook=hook, all_reduce_hook_stream=stream)  # one family
-    assert not spec(reduce_scatter=comm).direct
+    assert not is_direct(spec(reduce_scatter=comm), slot, Transport.COALESCED)
     assert spec(reduce_scatter=comm).comm is comm
 
 

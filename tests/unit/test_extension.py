@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2.core import extension
-from fsdp2.core.extension import check_hooks
-from fsdp2.core.layout import Cut, ParamShape, Transport, build_layout
-from fsdp2.core.simulate import Node, Simulation
-from fsdp2.core.stand_ins import VirtualParam
-from fsdp2.core.virtual import (
+from fsdp2.core.gather import extension
+from fsdp2.core.gather.extension import check_hooks
+from fsdp2.core.layout.layout import Cut, ParamShape, Transport, build_layout
+from fsdp2.testing.parameters import VirtualParam
+from fsdp2.testing.simulation import Node, Simulation
+from fsdp2.testing.virtual import (
     VirtualDevice,
     VirtualTensor,
     VirtualTransient,
@@ -153,7 +153,7 @@ class Extended(VirtualParam):
         self.device = device
         self.local = Local(self)
         self.axes = SimpleNamespace(shard_mesh=None)
-        self.slots = [(None, name)]
+        self.entries = [(None, name)]
 
     def adopt_extended(self, slot: Any, offload: Any) -> None:
         self.rows = VirtualTensor(_Counted(self.device, "shard of the subclass"), (4, 8), F32)

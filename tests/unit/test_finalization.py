@@ -11,11 +11,11 @@ import pytest
 from expecttest import assert_expected_inline
 
 from fsdp2.core.config import CPUOffloadPolicy, ShardingStateError
-from fsdp2.core.scheduler import Scheduler
-from fsdp2.core.simulate import Node, Simulation
-from fsdp2.core.streams import Lane
-from fsdp2.core.unit import Phase
-from fsdp2.core.virtual import VirtualDevice
+from fsdp2.core.device.streams import Lane
+from fsdp2.core.schedule.in_flight import InFlight
+from fsdp2.core.schedule.unit import Phase
+from fsdp2.testing.simulation import Node, Simulation
+from fsdp2.testing.virtual import VirtualDevice
 from tests.unit._schedules import chain, emitted, groups, leaf, unit_of, warm
 
 OFFLOAD = CPUOffloadPolicy(pin_memory=False)
@@ -240,7 +240,7 @@ def test_gathers_wait_for_hooks_behind_reductions_in_flight(
         return sim.device
 
     assert run().races == []
-    monkeypatch.setattr(Scheduler, "_order_after_hooks", lambda self: None)
+    monkeypatch.setattr(InFlight, "order_after_hooks", lambda self: None)
     assert any("reads shard while" in race for race in run().races)
 
 

@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import pytest
 
-from fsdp2.core.simulate import Node, Simulation
-from fsdp2.core.unit import Unit
-from fsdp2.core.virtual import VirtualDevice
+from fsdp2.core.schedule.unit import Unit
+from fsdp2.testing.simulation import Node, Simulation
+from fsdp2.testing.virtual import VirtualDevice
 from tests.common.observing import observe
 from tests.unit._random_models import Watch, communicates, random_tree
 
@@ -100,7 +100,7 @@ class Rules:
 def _watched(seed: int, repeats: bool) -> Watch:
     """A model after two iterations, with a clean log."""
     rng = random.Random(f"gathers {seed}")
-    root = random_tree(rng, plain=True)
+    root = random_tree(rng, plain=True, tied=False)
     if not repeats:
         for node in root.walk():
             node.calls = rng.sample(range(len(node.children)), len(node.children))
@@ -203,9 +203,7 @@ def test_never_more_than_two_of_a_sequence() -> None:
         def look(*_: str, blocks: list[Unit] = blocks, most: list[int] = most) -> None:
             most.append(sum(unit.is_gathered for unit in blocks))
 
-        for unit in blocks:
-            for group in unit.groups:
-                observe(group, look)
+        observe([group for unit in blocks for group in unit.groups], look)
         for _ in range(4):
             sim.iteration()
             assert most[-1] == 0, f"seed {seed}"

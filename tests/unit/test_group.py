@@ -9,14 +9,14 @@ import torch
 
 from fsdp2 import MixedPrecisionPolicy, ShardingStateError
 from fsdp2.core.config import GroupOptions
-from fsdp2.core.group import ParamGroup
-from fsdp2.core.param import compute_dtype
-from fsdp2.core.post_forward import SmallerGroup
+from fsdp2.core.device.streams import Lane
+from fsdp2.core.gather.smaller_group import SmallerGroup
+from fsdp2.core.params.param import compute_dtype
 from fsdp2.core.progress import OptimizerSteps
-from fsdp2.core.simulate import Node, Simulation
-from fsdp2.core.states import State
-from fsdp2.core.streams import Lane
-from fsdp2.core.virtual import VirtualCollectives, VirtualDevice, VirtualTensor
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.states import GroupState
+from fsdp2.testing.simulation import Node, Simulation
+from fsdp2.testing.virtual import VirtualCollectives, VirtualDevice, VirtualTensor
 from tests.common.observing import observe
 
 
@@ -40,35 +40,43 @@ ACTIONS: dict[str, Callable[[ParamGroup], None]] = {
     "finish_unshard": ParamGroup.finish_unshard,
     "shard_smaller": ParamGroup.shard_smaller,
     "reshard": ParamGroup.reshard,
+    "hide": ParamGroup.hide,
+    "show": ParamGroup.show,
 }
 
 PATHS = {
-    State.SHARDED: [],
-    State.GATHERING: ["start_unshard"],
-    State.UNSHARDED: ["start_unshard", "finish_unshard"],
-    State.RESHARDED: ["start_unshard", "finish_unshard", "shard_smaller"],
+    GroupState.SHARDED: [],
+    GroupState.GATHERING: ["start_unshard"],
+    GroupState.UNSHARDED: ["start_unshard", "finish_unshard"],
+    GroupState.RESHARDED: ["start_unshard", "finish_unshard", "shard_smaller"],
+    GroupState.HIDDEN: ["start_unshard", "finish_unshard", "hide"],
 }
 
 MOVES = {
-    (State.SHARDED, "start_unshard"): State.GATHERING,
-    (State.SHARDED, "reshard"): State.SHARDED,  # nothing to free
-    (State.GATHERING, "finish_unshard"): State.UNSHARDED,
-    (State.GATHERING, "reshard"): State.SHARDED,
-    (State.UNSHARDED, "shard_smaller"): State.RESHARDED,
-    (State.UNSHARDED, "reshard"): State.SHARDED,
-    (State.RESHARDED, "start_unshard"): State.GATHERING,
-    (State.RESHARDED, "reshard"): State.SHARDED,
+    (GroupState.SHARDED, "start_unshard"): GroupState.GATHERING,
+    (GroupState.SHARDED, "reshard"): GroupState.SHARDED,  # nothing to free
+    (GroupState.GATHERING, "finish_unshard"): GroupState.UNSHARDED,
+    (GroupState.GATHERING, "reshard"): GroupState.SHARDED,
+    (GroupState.UNSHARDED, "shard_smaller"): GroupState.RESHARDED,
+    (GroupState.UNSHARDED, "reshard"): GroupState.SHARDED,
+    (GroupState.UNSHARDED, "hide"): GroupState.HIDDEN,
+    (GroupState.HIDDEN, "show"): GroupState.UNSHARDED,
+    (GroupState.HIDDEN, "reshard"): GroupState.SHARDED,
+    (GroupState.RESHARDED, "start_unshard"): GroupState.GATHERING,
+    (GroupState.RESHARDED, "reshard"): GroupState.SHARDED,
 }
 NOTHING_TO_DO = [
-    (State.SHARDED, "shard_smaller"),
-    (State.GATHERING, "shard_smaller"),
-    (State.RESHARDED, "shard_smaller"),
+    (GroupState.SHARDED, "shard_smaller"),
+    (GroupState.GATHERING, "shard_smaller"),
+    (GroupState.RESHARDED, "shard_smaller"),
+    (GroupState.HIDDEN, "shard_smaller"),
+    *((state, "hide") for state in GroupState if state is not GroupState.UNSHARDED),
 ]
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-@pytest.mark.parametrize("state", State)
-def test_every_move(state: State, action: str) -> None:
+@pytest.mark.parametrize("state", GroupState)
+def test_every_move(state: GroupState, action: str) -> None:
     group, device = _group(world_size=4, smaller=2)
     group.bind()
     for name in PATHS[state]:
@@ -83,12 +91,12 @@ def test_every_move(state: State, action: str) -> None:
     else:
         ACTIONS[action](group)
         assert group.state is target
-    assert group.is_unsharded == (group.state is State.UNSHARDED)
+    assert group.is_unsharded == (group.state is GroupState.UNSHARDED)
     assert device.races == []
 
 
-@pytest.mark.parametrize("state", [State.GATHERING, State.UNSHARDED])
-def test_memory_is_not_moved_while_it_is_gathered(state: State) -> None:
+@pytest.mark.parametrize("state", [s for s in PATHS if not s.needs_gather])
+def test_memory_is_not_moved_while_it_is_gathered(state: GroupState) -> None:
     group, _ = _group()
     group.bind()
     for name in PATHS[state]:
@@ -104,7 +112,7 @@ def test_memory_is_not_moved_while_it_is_gathered(state: State) -> None:
 def test_each_move_is_made_once(world_size: int) -> None:
     group, _ = _group(world_size)
     heard: list[tuple[str, str]] = []
-    observe(group, lambda *what: heard.append(what))
+    observe([group], lambda *what: heard.append(what))
     group.bind()
     group.start_unshard()
     group.finish_unshard()
@@ -123,9 +131,9 @@ def test_parameters_of_before_a_step_are_out_of_date() -> None:
     assert group.is_unsharded
     OptimizerSteps.count += 1
     group.free_if_outdated()
-    assert group.state is State.SHARDED
+    assert group.state is GroupState.SHARDED
     group.free_if_outdated()
-    assert group.state is State.SHARDED
+    assert group.state is GroupState.SHARDED
 
 
 def test_bind_does_nothing_twice() -> None:
@@ -162,7 +170,7 @@ def _leave_gradients(group: ParamGroup, device: VirtualDevice, dtype: torch.dtyp
 def test_a_reduction_is_on_its_way_only_between_ranks(world_size: int) -> None:
     group, device = _group(world_size)
     heard: list[tuple[str, str]] = []
-    observe(group, lambda *what: heard.append(what))
+    observe([group], lambda *what: heard.append(what))
     group.bind()
     _leave_gradients(group, device, torch.float32)
     start = len(device.trace)
@@ -197,7 +205,7 @@ def test_group_of_empty_parameters_communicates_nothing(coalesces: bool) -> None
     sim = Simulation(Node("block", shapes=((0, 8), (3, 0))), device, coalesces=coalesces)
     (group,) = sim.scheduler.units[0].groups
     heard: list[tuple[str, str]] = []
-    observe(group, lambda *what: heard.append(what))
+    observe([group], lambda *what: heard.append(what))
     sim.iteration()
     assert heard == [("finish", "block"), ("reshard", "block"), ("reduce", "block")]
     assert {"all_gather", "reduce_scatter"}.isdisjoint(op.kind for op in device.trace)
@@ -208,7 +216,7 @@ def test_options_are_replaced_as_a_whole_and_take_effect_before_the_next_reducti
     group, device = _group()
     group.bind()
     before = [len(reduction.full.reduce) for reduction in group._reductions]
-    group.set_options(GroupOptions(divide_factor=3.0))
+    group.set_options(GroupOptions(divide_factor=3.0, pack_below=0))
     after = [len(reduction.full.reduce) for reduction in group._reductions]
     assert [new - old for old, new in zip(before, after, strict=True)] == [1] * len(before)
     assert device.races == []

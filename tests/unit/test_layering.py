@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,55 +14,37 @@ import fsdp2
 
 ROOT = Path(fsdp2.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-INSIDE = [path for path in FILES if "examples" not in path.relative_to(ROOT).parts]
+INSIDE = [p for p in FILES if not {"examples", "testing"} & {*p.relative_to(ROOT).parts}]
 
-# Each may import those before it only.
-LAYERS = (
-    "config",
-    "states",
-    "progress",
-    "uncompiled",
-    "nested",
-    "layout",
-    "journal",
-    "streams",
-    "collectives",
-    "sharding",
-    "agreement",
-    "comm_memory",
-    "buffers",
-    "kernels",
-    "spares",
-    "param",
-    "transport",
-    "extension",
-    "post_forward",
-    "issue",
-    "division",
-    "kept",
-    "program",
-    "reduction",
-    "pending",
-    "binding",
-    "group",
-    "ranges",
-    "unit",
-    "misuse",
-    "skipped",
-    "scheduler",
-    "registrations",
-    "optimizer_watch",
-    "hooks",
-    "selection",
-    "checks",
-    "assembly",
-    "virtual",
-    "stand_ins",
-    "simulate",
-)
+# The rooms of core, lowest first: each may import the rooms that it names, and the ground floor.
+GROUND = ("config", "progress")
+ROOMS: dict[str, tuple[str, ...]] = {
+    "device": (),
+    "layout": ("device",),
+    "params": ("layout",),
+    "gather": ("device", "layout", "params"),
+    "reduce": ("device", "layout", "params"),
+    "schedule": ("device", "layout", "params", "gather", "reduce"),
+    "debug": ("device", "layout", "params", "reduce", "schedule"),
+    "modules": ("device", "layout", "params", "gather", "schedule", "debug"),
+}
+TESTING = ("device", "layout", "params", "gather", "reduce", "schedule", "modules")
+"""What `fsdp2.testing` may import of them."""
 
-MAX_MODULE_LINES = 600
 MAX_FUNCTION_LINES = 60
+MAX_ATTRIBUTES = 25  # of an instance
+
+MORE_ATTRIBUTES = {
+    "core.schedule.group.ParamGroup": "a unit's parameters, memory, transports and state in one",
+    "core.reduce.reduction.Reduction": "binds all steps of a reduction once",
+}
+"""Classes with more, and why: none without a reason."""
+
+COLLECTIVES_MODULE = "core.device.collectives"
+MEMORY_MODULE = "core.device.comm_memory"
+
+TORCHS_OWN = ("common", "param", "state")
+"""Modules of torch's FSDP whose types stand-ins use."""
 
 COLLECTIVES = re.compile(
     r"_?(all_?gather|reduce_?scatter|all_?reduce|all_?to_?all|broadcast|barrier|gather|scatter"
@@ -71,11 +54,12 @@ COLLECTIVES = re.compile(
 
 
 def _name(path: Path) -> str:
-    """fsdp2/core/group.py -> core.group; fsdp2/__init__.py -> "" """
+    """fsdp2/core/schedule/group.py -> core.group; fsdp2/__init__.py -> "" """
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
 def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
@@ -93,6 +77,11 @@ def _imports(tree: ast.AST, package: str) -> Iterator[tuple[str, str]]:
                 module = ".".join([*base, module] if module else base)
             for alias in node.names:
                 yield module, alias.name
+
+
+def _imports_of_any(path: Path) -> set[tuple[str, str]]:
+    """Of a file outside of the package too; absolute imports alone."""
+    return set(_imports(_tree(path), ""))
 
 
 def _imports_of(path: Path) -> set[tuple[str, str]]:
@@ -123,26 +112,97 @@ def test_relative_imports_are_resolved() -> None:
     }
 
 
-def test_every_core_module_has_a_layer() -> None:
-    found = {_name(path).removeprefix("core.") for path in (ROOT / "core").glob("*.py")}
-    assert found - {"core"} == set(LAYERS)
+def _own_modules(path: Path) -> set[str]:
+    """What a file imports of fsdp2, as ``core.gather.transport``."""
+    return {m.removeprefix("fsdp2.") for m in _modules_of(path) if _below(m, "fsdp2")}
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_core_imports_only_lower_layers(layer: str) -> None:
-    allowed = {f"fsdp2.core.{below}" for below in LAYERS[: LAYERS.index(layer)]}
-    own = {m for m in _modules_of(ROOT / "core" / f"{layer}.py") if _below(m, "fsdp2")}
-    assert own <= allowed
+def _rooms_of(path: Path) -> set[str]:
+    """Rooms of core, and modules of its ground floor, that a file imports."""
+    return {
+        module.removeprefix("core.").partition(".")[0]
+        for module in _own_modules(path)
+        if _below(module, "core")
+    }
+
+
+def test_every_module_of_core_is_in_a_room() -> None:
+    core = ROOT / "core"
+    rooms = {path.name for path in core.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert rooms == set(ROOMS)
+    assert {path.stem for path in core.glob("*.py")} == {"__init__", *GROUND}
+
+
+def test_rooms_are_named_from_the_ground_up() -> None:
+    """So that no arrow between rooms points up, and there is no circle."""
+    order = list(ROOMS)
+    for room, others in ROOMS.items():
+        assert all(order.index(other) < order.index(room) for other in others)
+    assert "reduce" not in ROOMS["gather"]
+    assert "gather" not in ROOMS["reduce"]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_what_it_may(room: str) -> None:
+    imported = set()
+    for path in (ROOT / "core" / room).glob("*.py"):
+        imported |= _rooms_of(path)
+        assert all(_below(module, "core") for module in _own_modules(path)), path
+    assert imported - {room, *GROUND} <= set(ROOMS[room])
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_uses_what_it_names(room: str) -> None:
+    imported = set().union(*(_rooms_of(path) for path in (ROOT / "core" / room).glob("*.py")))
+    assert set(ROOMS[room]) <= imported
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_says_what_lives_there(room: str) -> None:
+    """Its docstring names each module of the room."""
+    text = ast.get_docstring(_tree(ROOT / "core" / room / "__init__.py")) or ""
+    for path in (ROOT / "core" / room).glob("*.py"):
+        assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
+
+
+def test_no_modules_of_the_package_import_each_other_in_a_circle() -> None:
+    above = {_name(path): _own_modules(path) - {_name(path)} for path in FILES}
+    while above:
+        lowest = [name for name, others in above.items() if not others & above.keys()]
+        assert lowest, f"a circle among {sorted(above)}"
+        for name in lowest:
+            del above[name]
+
+
+def test_what_decides_does_not_import_the_hooks() -> None:
+    assert "core.modules.hooks" not in _own_modules(ROOT / "core" / "modules" / "selection.py")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "testing").rglob("*.py")), ids=_name)
+def test_the_testing_room_stands_on_the_core(path: Path) -> None:
+    assert _rooms_of(path) <= {*TESTING, *GROUND}
+    own = {module for module in _own_modules(path) if not _below(module, "core")}
+    assert all(_below(module, "testing") for module in own)
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if "testing" not in p.parts], ids=_name)
+def test_nobody_runs_on_the_testing_room(path: Path) -> None:
+    assert not any(_below(module, "testing") for module in _own_modules(path))
+
+
+def test_only_tests_of_benchmarks_import_benchmarks() -> None:
+    for path in [*FILES, *Path(__file__).parents[1].rglob("*.py")]:
+        assert not any(_below(module, "benchmarks") for module, _ in _imports_of_any(path)), path
 
 
 @pytest.mark.parametrize(
     ("name", "others"),
     [
-        ("report", []),
+        ("inspect", []),
         ("norms", []),
-        ("optimizers", []),
-        ("debugging", []),
-        ("communication", []),
+        ("optim/flat", []),
+        ("optim/repoint", []),
+        ("communication", ["fsdp2.interop"]),
         ("interop", []),
         ("module", ["fsdp2.communication", "fsdp2.interop"]),
         ("api", ["fsdp2.interop", "fsdp2.module"]),
@@ -157,7 +217,7 @@ def test_public_modules_stand_on_the_core(name: str, others: list[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "others"),
     [
-        ("install", ["core.registrations", "api", "interop", "module"]),
+        ("install", ["core.modules.registrations", "api", "interop", "module", "startup"]),
         ("run", ["install"]),
     ],
 )
@@ -186,15 +246,17 @@ def test_examples_use_public_names_only() -> None:
 def test_only_three_modules_import_torch_distributed(path: Path) -> None:
     allowed = ["torch.distributed.tensor", "torch.distributed.device_mesh"]
     exactly = []
-    if _name(path) in ("core.collectives", "core.comm_memory", "core.sharding"):
+    if _name(path) in (COLLECTIVES_MODULE, MEMORY_MODULE, "core.layout.mesh"):
         exactly.append("torch.distributed")
-    if _name(path) == "core.comm_memory":
+    if _name(path) == MEMORY_MODULE:
         exactly.append("torch.distributed._symmetric_memory")
-    if _name(path) == "core.collectives":
+    if _name(path) == COLLECTIVES_MODULE:
         exactly += ["torch._C._distributed_c10d", "torch.distributed.distributed_c10d"]
         exactly.append("torch.distributed._functional_collectives")
     if _name(path) == "interop":
         exactly += ["torch.distributed.fsdp", "torch.distributed._composable.contract"]
+        exactly.append("torch.distributed._composable_state")
+        exactly += [f"torch.distributed.fsdp._fully_shard._fsdp_{part}" for part in TORCHS_OWN]
     for module in _modules_of(path):
         if _below(module, "torch.distributed") or "c10d" in module:
             known = any(_below(module, parent) for parent in allowed)
@@ -209,7 +271,7 @@ def test_only_collectives_communicates(path: Path) -> None:
             owner = ast.unparse(node.value).rpartition(".")[2]
             if owner in ("dist", "distributed", "group", "process_group", "pg"):
                 called.append(ast.unparse(node))
-    assert called == [] or _name(path) == "core.collectives"
+    assert called == [] or _name(path) == COLLECTIVES_MODULE
 
 
 @pytest.mark.parametrize(
@@ -234,7 +296,6 @@ def test_nobody_imports_torchs_own(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=_name)
 def test_lengths(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= MAX_MODULE_LINES
     too_long = {
         node.name: lines
         for node in ast.walk(ast.parse(text))
@@ -242,6 +303,54 @@ def test_lengths(path: Path) -> None:
         and (lines := _lines(node)) > MAX_FUNCTION_LINES
     }
     assert too_long == {}
+
+
+def test_classes_have_few_attributes() -> None:
+    found = {
+        f"{_name(path)}.{node.name}"
+        for path in FILES
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.ClassDef) and len(_attributes(node)) > MAX_ATTRIBUTES
+    }
+    assert found == set(MORE_ATTRIBUTES)
+
+
+def test_attributes_are_recognised() -> None:
+    text = """
+class Counted:
+    __slots__ = ("slot", "assigned")
+    declared: int
+    def __init__(self, given):
+        self.assigned = self.chained = given
+        self.annotated: int = given
+        (self.first, self.second) = given
+        given.other = 1
+    def method(self):
+        self.later = 1
+"""
+    (node,) = ast.parse(text).body
+    assert isinstance(node, ast.ClassDef)
+    names = {"slot", "assigned", "declared", "chained", "annotated", "first", "second"}
+    assert _attributes(node) == names
+
+
+def _attributes(node: ast.ClassDef) -> set[str]:
+    """Those in ``__slots__``, those declared in the class, and those assigned in ``__init__``."""
+    found = set()
+    for child in node.body:
+        if isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name):
+            found.add(child.target.id)
+        elif isinstance(child, ast.Assign) and ast.unparse(child.targets[0]) == "__slots__":
+            found |= {e.value for e in ast.walk(child.value) if isinstance(e, ast.Constant)}
+        elif isinstance(child, ast.FunctionDef) and child.name == "__init__":
+            found |= {
+                target.attr
+                for target in ast.walk(child)
+                if isinstance(target, ast.Attribute)
+                and isinstance(target.ctx, ast.Store)
+                and ast.unparse(target.value) == "self"
+            }
+    return found
 
 
 def _lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

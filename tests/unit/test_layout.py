@@ -10,7 +10,7 @@ from itertools import groupby
 import pytest
 import torch
 
-from fsdp2.core.layout import (
+from fsdp2.core.layout.layout import (
     COLLECTIVE_ALIGN_BYTES,
     ROWS,
     SLOT_ALIGN_BYTES,
@@ -24,7 +24,6 @@ from fsdp2.core.layout import (
     default_cut,
     pick_transport,
 )
-from fsdp2.core.transport import shard_blocks
 from tests.unit._cuts import as_cut, random_cut
 
 ITEMSIZE: dict[Hashable, int] = {"f64": 8, "f32": 4, "bf16": 2, "u8": 1}
@@ -201,13 +200,13 @@ def test_shard_blocks_cover_the_ranks_that_hold_rows(length: int, world_size: in
         if held:
             expected.append((ranks, first, held))
         first += ranks
-    assert shard_blocks(slot) == expected
+    assert slot.blocks() == expected
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0)])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_no_shard_blocks_without_elements(shape: tuple[int, int], dim: int) -> None:
-    assert shard_blocks(_slot(shape, dim, 4)) == []
+    assert _slot(shape, dim, 4).blocks() == []
 
 
 # ---- which transport
@@ -402,7 +401,7 @@ def _gather(segment: Segment, shards: list[torch.Tensor]) -> torch.Tensor:
                 full[start + rank * width : start + (rank + 1) * width] = piece
             continue
         whole = full[start : start + slot.numel].view(slot.shape)
-        for ranks, first, length in shard_blocks(slot):
+        for ranks, first, length in slot.blocks():
             for band in range(slot.cut.bands):
                 for rank in range(first, first + ranks):
                     rank += band * slot.per_band

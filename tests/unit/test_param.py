@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2 import MixedPrecisionPolicy, ShardingStateError, fully_shard
-from fsdp2.core.buffers import FlatBuffer
-from fsdp2.core.layout import Cut, Slot
-from fsdp2.core.param import ModuleSlot, ShardedParam
-from fsdp2.core.registrations import Registrations
-from fsdp2.core.sharding import MeshAxes, resolve_axes
+from fsdp2.core.device.buffers import FlatBuffer
+from fsdp2.core.layout.layout import Cut, Slot
+from fsdp2.core.layout.mesh import MeshAxes, resolve_axes
+from fsdp2.core.modules.registrations import Registrations
+from fsdp2.core.params.gradients import ShardedGradients
+from fsdp2.core.params.param import ModuleEntry, Plan, ShardedParam
 
 CPU = torch.device("cpu")
 
@@ -58,7 +59,7 @@ def _linear(rows: int = 7) -> nn.Linear:
 def _adopted(
     module: nn.Module,
     axis: MeshAxes,
-    slots: list[ModuleSlot] | None = None,
+    slots: list[ModuleEntry] | None = None,
     dim: int = 0,
     rank: int = 0,
     world_size: int = 1,
@@ -67,7 +68,9 @@ def _adopted(
     axis = replace(axis, rank=rank, size=world_size)
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
-    param = ShardedParam("block.weight", weight, slots or [(module, "weight")], Cut(dim), axis)
+    param = ShardedParam(
+        Plan("block.weight", weight, slots or [(module, "weight")], axis, Cut(dim), None)
+    )
     shape = tuple(weight.shape)
     slot = Slot(0, shape, Cut(dim), world_size, 0, 0)
     buffer = FlatBuffer(slot.shard_numel * 4, CPU)
@@ -227,7 +230,7 @@ def test_unusable_on_meta_until_it_has_memory(axis: MeshAxes) -> None:
         linear = nn.Linear(3, 7, bias=False)
     weight = linear.weight
     assert isinstance(weight, nn.Parameter)
-    param = ShardedParam("block.weight", weight, [(linear, "weight")], Cut(0), axis)
+    param = ShardedParam(Plan("block.weight", weight, [(linear, "weight")], axis, Cut(0), None))
     assert param.is_meta
     slot = Slot(0, (7, 3), Cut(0), 1, 0, 0)
     param.adopt(slot, FlatBuffer(84, torch.device("meta")).view(torch.float32, 0, (7, 3)))
@@ -264,16 +267,16 @@ def _leave(param: ShardedParam, value: float) -> None:
 
 def test_no_gradient_to_take(axis: MeshAxes) -> None:
     param, _, _ = _adopted(_linear(), axis)
-    assert ShardedParam.take_gradients([param, _with_unsharded(axis)], False) == [None, None]
+    assert ShardedGradients([param, _with_unsharded(axis)]).take(False) == [None, None]
 
 
 def test_a_gradient_is_taken_once(axis: MeshAxes) -> None:
     param = _with_unsharded(axis)
     _leave(param, 2.0)
-    (grad,) = ShardedParam.take_gradients([param], False)
+    (grad,) = ShardedGradients([param]).take(False)
     assert grad is not None
     assert grad.eq(2).all()
-    assert ShardedParam.take_gradients([param], False) == [None]
+    assert ShardedGradients([param]).take(False) == [None]
 
 
 def test_without_a_cast_autograd_accumulates(axis: MeshAxes) -> None:
@@ -282,7 +285,7 @@ def test_without_a_cast_autograd_accumulates(axis: MeshAxes) -> None:
         _leave(param, 2.0)
         param.accumulate(torch.float32)
         assert param.accumulated is None
-    (grad,) = ShardedParam.take_gradients([param], False)
+    (grad,) = ShardedGradients([param]).take(False)
     assert grad is not None
     assert grad.eq(6).all()
 
@@ -297,7 +300,7 @@ def test_low_precision_gradients_are_summed_in_the_reduce_dtype(axis: MeshAxes) 
         assert param.unsharded is not None
         assert param.unsharded.grad is None
     _leave(param, 1 / 256)
-    (grad,) = ShardedParam.take_gradients([param], False)
+    (grad,) = ShardedGradients([param]).take(False)
     assert grad is not None
     assert grad.dtype is torch.float32
     assert grad.eq(3 + 4 / 256).all()
@@ -313,7 +316,7 @@ def test_sums_over_backwards_record_no_graph(axis: MeshAxes) -> None:
         param.accumulate(torch.float32)
         assert param.accumulated is not None
         assert param.accumulated.grad_fn is None
-    (grad,) = ShardedParam.take_gradients([param], True)
+    (grad,) = ShardedGradients([param]).take(True)
     assert grad is not None
     assert grad.eq(2).all()
 
@@ -344,7 +347,7 @@ def test_new_unsharded_parameter_takes_over_what_has_accumulated(axis: MeshAxes)
     _leave(param, 2.0)
     param.accumulate(torch.float32)
     param.materialize(torch.zeros(7, 3))
-    (grad,) = ShardedParam.take_gradients([param], False)
+    (grad,) = ShardedGradients([param]).take(False)
     assert grad is not None
     assert grad.eq(2).all()
 
@@ -356,14 +359,14 @@ def test_delivered_rows_become_grad_and_later_ones_are_added_by_the_caller(
     seen: list[Any] = []
     param.sharded.register_post_accumulate_grad_hook(seen.append)
     rows = torch.ones(7, 3)
-    assert ShardedParam.deliver([param], [rows], None) == []
+    assert ShardedGradients([param]).deliver([rows], [True]) == []
     grad = param.sharded.grad
     assert isinstance(grad, DTensor)
     assert grad.placements == (Shard(0),)
     assert grad._local_tensor is rows
     assert len(seen) == 1
     more = torch.ones(7, 3)
-    ((waiting, there, addend),) = ShardedParam.deliver([param], [more], None)
+    ((waiting, there, addend),) = ShardedGradients([param]).deliver([more], [True])
     assert waiting is param
     assert there is rows
     assert addend is more

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import fsdp2.core
-from fsdp2.core.simulate import Simulation
-from fsdp2.core.virtual import Op, VirtualDevice
+from fsdp2.testing.simulation import Simulation
+from fsdp2.testing.virtual import Op, VirtualDevice
 from tests.unit._oracle import unordered_conflicts
-from tests.unit._random_models import random_settings, random_tree
+from tests.unit._random_models import Watch, random_settings, random_tree
 from tests.unit._replay import replay, with_early_frees, with_stale_events
 from tests.unit._scenarios import SCENARIOS
 
@@ -31,7 +31,9 @@ pytestmark = pytest.mark.usefixtures("rare_collections")
 
 def _check_seeds(scenario: str, seeds: range) -> None:
     for seed in seeds:
-        watch = SCENARIOS[scenario](random.Random(f"{scenario} {seed}"), VirtualDevice())
+        device = VirtualDevice()
+        device.others_had = bool(seed % 2)
+        watch = SCENARIOS[scenario](random.Random(f"{scenario} {seed}"), device)
         watch.check_trace()
         assert watch.problems == [], f"seed {seed}"
         assert watch.sim.scheduler.forward_root is None, f"seed {seed}"
@@ -42,10 +44,20 @@ def test_random_models(scenario: str) -> None:
     _check_seeds(scenario, range(SEEDS))
 
 
+@pytest.mark.parametrize("window", [2, 3])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_random_models_with_larger_windows(
+    scenario: str, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many units are gathered ahead as the window says at most: the watch sees to it."""
+    monkeypatch.setattr(Watch, "window", window)
+    _check_seeds(scenario, range(SEEDS // 4))
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_many_random_models(scenario: str) -> None:
-    _check_seeds(scenario, range(SEEDS, 10 * SEEDS))
+    _check_seeds(scenario, range(SEEDS, 6 * SEEDS))
 
 
 def test_enough_random_models() -> None:
@@ -108,8 +120,7 @@ def _small_schedules(scenario: str) -> list[tuple[int, VirtualDevice]]:
     return chosen
 
 
-@pytest.fixture(scope="module")
-def dropped_waits() -> Mutations:
+def _drop_each_wait() -> Mutations:
     """Every wait of some small schedules dropped, one at a time."""
     result = Mutations()
     for scenario, run in SCENARIOS.items():
@@ -123,17 +134,10 @@ def dropped_waits() -> Mutations:
     return result
 
 
-def test_every_needed_wait_is_missed_and_no_other(dropped_waits: Mutations) -> None:
-    assert dropped_waits.disagreements == []
-    assert dropped_waits.schedules == MUTATED * len(SCENARIOS)
-    assert dropped_waits.found.total() > 800
-    assert dropped_waits.redundant.total() > 0
-
-
 def _wait_labels() -> set[str]:
     """The labels of all waits in the core's source, those of the host included."""
     labels = set()
-    for path in Path(fsdp2.core.__path__[0]).glob("*.py"):
+    for path in Path(fsdp2.core.__path__[0]).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("streams.wait"):
                 labels.add(ast.literal_eval(node.args[2]))
@@ -144,10 +148,16 @@ def _wait_labels() -> set[str]:
     return labels
 
 
-def test_every_label_is_needed_somewhere(dropped_waits: Mutations) -> None:
+def test_every_needed_wait_is_missed_and_no_other() -> None:
+    """And every wait in the core's source is needed somewhere."""
+    dropped = _drop_each_wait()
+    assert dropped.disagreements == []
+    assert dropped.schedules == MUTATED * len(SCENARIOS)
+    assert dropped.found.total() > 800
+    assert dropped.redundant.total() > 0
     labels = _wait_labels()
     assert len(labels) >= 5
-    assert set(dropped_waits.found) == labels
+    assert set(dropped.found) == labels
 
 
 @pytest.mark.parametrize("mutate", [with_early_frees, with_stale_events])

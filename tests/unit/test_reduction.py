@@ -10,17 +10,21 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from fsdp2.core.collectives import ReduceKind
-from fsdp2.core.division import plan_division
-from fsdp2.core.layout import Slot
+from fsdp2.core.device.collectives import ReduceKind
+from fsdp2.core.device.kernels import FusedKernels
+from fsdp2.core.layout.layout import Slot
+from fsdp2.core.reduce.program import plan_division
+from fsdp2.testing.counting import operators
 from tests.unit._ranks import ThreadCollectives, run_ranks
 from tests.unit._reductions import (
+    ALIGNED,
     BANDS,
     BF16,
     EMPTY,
     F16,
     F32,
     F64,
+    LARGE_AND_SMALL,
     ODD,
     ODD_BANDS,
     Setup,
@@ -122,16 +126,31 @@ FOUR_RANKS = [
         "reduce_direct deliver",
     ),
     (Setup(direct=True, factor=3.0), "allocate stage_direct", "reduce_direct divide deliver"),
-    (Setup(direct=True, grad=BF16), "allocate stage_cast", "reduce_direct deliver"),
+    (Setup(direct=True, shapes=ALIGNED, grad=BF16), "allocate stage_cast", "reduce_direct deliver"),
     (
-        Setup(direct=True, grad=BF16, reduce=BF16),
+        Setup(direct=True, shapes=ALIGNED, grad=BF16, reduce=BF16),
         "allocate stage_direct allocate_result",
         "reduce_direct cast deliver",
     ),
     (
-        Setup(direct=True, grad=F16, reduce=F16, shard=F16),
+        Setup(direct=True, shapes=ALIGNED, grad=F16, reduce=F16, shard=F16),
         "allocate stage_direct",
         "divide reduce_direct divide deliver",
+    ),
+    (
+        Setup(direct=True, shapes=LARGE_AND_SMALL, pack_below=64),
+        "allocate stage_joined stage_direct",
+        "reduce_joined deliver",
+    ),
+    (
+        Setup(direct=True, shapes=LARGE_AND_SMALL, pack_below=64, grad=BF16),
+        "allocate stage_joined stage_cast",
+        "reduce_joined deliver",
+    ),
+    (
+        Setup(direct=True, shapes=LARGE_AND_SMALL, pack_below=64, grad=F16, reduce=F16, shard=F16),
+        "allocate stage_joined stage_direct",
+        "divide divide reduce_joined divide deliver",
     ),
     (Setup(), "allocate stage_packed", "reduce_packed deliver"),
     (Setup(grad=BF16), "allocate stage_packed", "reduce_packed deliver"),
@@ -229,6 +248,13 @@ def _wanted(setup: Setup, slot: Slot, position: int, size: int, rank: int) -> to
         Setup(direct=True, reduce=BF16),
         Setup(direct=True, grad=F16, reduce=F16),
         Setup(direct=True, grad=F64, reduce=F64, shard=F64),
+        Setup(direct=True, shapes=LARGE_AND_SMALL, pack_below=64),
+        Setup(direct=True, shapes=LARGE_AND_SMALL, pack_below=64, factor=8.0, premultiplies=True),
+        Setup(direct=True, shapes=LARGE_AND_SMALL, pack_below=64, grad=BF16),
+        Setup(direct=True, shapes=LARGE_AND_SMALL, pack_below=64, grad=BF16, reduce=BF16),
+        Setup(direct=True, shapes=LARGE_AND_SMALL, pack_below=64, grad=F16, reduce=F16, shard=F16),
+        Setup(direct=True, shapes=LARGE_AND_SMALL, pack_below=64, keep=True),
+        Setup(direct=True, shapes=ODD, pack_below=64),
         Setup(),
         Setup(shapes=ODD),
         Setup(shapes=ODD, factor=8.0),
@@ -283,19 +309,39 @@ def test_every_rank_gets_its_part_of_a_band(setup: Setup) -> None:
     _check_rows(setup, 4)
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_collectives_of_a_reduction(direct: bool) -> None:
+@pytest.mark.parametrize(
+    ("setup", "name"),
+    [
+        (Setup(direct=True), "reduce_scatter_many"),
+        (Setup(direct=True, shapes=LARGE_AND_SMALL, pack_below=64), "reduce_scatter_many"),
+        (Setup(), "reduce_scatter"),
+    ],
+)
+def test_collectives_of_a_reduction(setup: Setup, name: str) -> None:
     def body(collectives: ThreadCollectives) -> list[str]:
-        reduction = Setup(direct=direct).bind(collectives)
-        grads = _gradients(Setup(), reduction.slots, collectives.rank)
+        reduction = setup.bind(collectives)
+        grads = _gradients(setup, reduction.slots, collectives.rank)
         for member, grad in zip(reduction.members, grads, strict=True):
             member.full_grad = grad
         _run(reduction)
         return collectives.calls
 
-    name = "reduce_scatter_many" if direct else "reduce_scatter"
     assert run_ranks(2, body) == [[name], [name]]
     assert run_ranks(1, body) == [[]]
+
+
+def test_a_transposed_gradient_is_copied_apart_from_the_others() -> None:
+    """On an accelerator: torch fuses the copies of those whose strides agree."""
+    kernels = FusedKernels(torch.device("cpu"))
+    sources = [torch.randn(4, 6), torch.randn(6, 4).t(), torch.randn(3)]
+    for given in (sources, sources[1:2], sources[::2], []):
+        targets = [torch.zeros(source.shape, dtype=F64) for source in given]
+        counts = operators(lambda to=targets, given=given: kernels.copy_strided(to, given))
+        strided = sum(not source.is_contiguous() for source in given)
+        assert counts["aten.copy_.default"] == strided
+        assert counts["aten._foreach_copy_.default"] == (len(given) > strided)
+        for target, source in zip(targets, given, strict=True):
+            assert torch.equal(target, source.double())
 
 
 def test_empty_parameters_have_nothing_to_reduce() -> None:

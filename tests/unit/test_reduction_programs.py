@@ -10,9 +10,24 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fsdp2.core.division import plan_division
+from fsdp2.core.reduce.program import plan_division
+from tests.common.combinations import each_once
 from tests.unit._ranks import ThreadCollectives, ThreadReplicas, run_mesh, run_ranks
-from tests.unit._reductions import BF16, EMPTY, F16, F32, F64, ODD, Setup, run, step_names
+from tests.unit._reductions import (
+    BF16,
+    EMPTY,
+    F16,
+    F32,
+    F64,
+    LARGE_AND_SMALL,
+    ODD,
+    Setup,
+    run,
+    step_names,
+)
+
+MIXED = Setup(direct=True, shapes=LARGE_AND_SMALL, pack_below=64)
+"""Large members are reduced directly, small ones packed."""
 
 # ---- where to divide
 
@@ -98,10 +113,21 @@ def _hook(flat: torch.Tensor) -> None:
 
 STEPS = [
     (
+        MIXED,
+        4,
+        (
+            "allocate stage_joined stage_direct",
+            "reduce_joined",
+            "add_partial all_reduce deliver",
+            "",
+        ),
+        ("allocate stage_joined stage_direct", "reduce_joined keep_partial", "", ""),
+    ),
+    (
         Setup(direct=True),
         4,
-        ("allocate stage_direct", "reduce_direct", "add_partial all_reduce deliver", ""),
-        ("allocate stage_direct", "reduce_direct keep_partial", "", ""),
+        ("allocate stage_direct", "reduce_direct_flat", "add_partial all_reduce deliver", ""),
+        ("allocate stage_direct", "reduce_direct_flat keep_partial", "", ""),
     ),
     (
         Setup(grad=F16, reduce=F16),
@@ -117,19 +143,19 @@ STEPS = [
     (
         Setup(),
         1,
-        ("allocate copy_local", "", "add_partial all_reduce deliver", ""),
-        ("allocate copy_local", "keep_partial", "", ""),
+        ("allocate copy_local_marked", "", "add_partial all_reduce deliver", ""),
+        ("allocate copy_local_marked", "keep_partial", "", ""),
     ),
     (
         Setup(reduce=F16),
         1,
         (
-            "allocate copy_local allocate_result",
+            "allocate copy_local_marked allocate_result",
             "divide",
             "add_partial all_reduce cast deliver",
             "",
         ),
-        ("allocate copy_local", "divide keep_partial", "", ""),
+        ("allocate copy_local_marked", "divide keep_partial", "", ""),
     ),
     (
         Setup(hook=_hook, to_host=True, reduce=BF16),
@@ -169,7 +195,7 @@ def test_steps_with_replicas(
     [
         (Setup(to_host=True), 2, ("allocate stage_packed", "reduce_packed to_host", "", "deliver")),
         (Setup(to_host=True), 1, ("allocate copy_local", "to_host", "", "deliver")),
-        (Setup(hook=_hook), 1, ("allocate copy_local", "", "run_hook deliver", "")),
+        (Setup(hook=_hook), 1, ("allocate copy_local_marked", "", "run_hook deliver", "")),
         (
             Setup(hook=_hook, factor=2.0),
             2,
@@ -227,6 +253,8 @@ def _wanted(
 
 SETUPS = [
     Setup(direct=True),
+    MIXED,
+    replace(MIXED, grad=BF16),
     Setup(direct=True, sum_only=True),
     Setup(direct=True, factor=8.0),
     Setup(direct=True, factor=4.0, premultiplies=True),
@@ -244,11 +272,16 @@ SETUPS = [
     Setup(shapes=EMPTY),
     Setup(shapes=EMPTY, to_host=True),
 ]
+KEPT_OR_NOT = (*SETUPS, *(replace(s, keep=True) for s in SETUPS))
 
 
-@pytest.mark.parametrize(("copies", "size"), [(2, 1), (2, 2), (4, 2), (1, 2)])
-@pytest.mark.parametrize("setup", [*SETUPS, *(replace(s, keep=True) for s in SETUPS)])
-def test_every_rank_of_every_copy_gets_its_rows(setup: Setup, copies: int, size: int) -> None:
+@each_once(
+    setup={str(at): setup for at, setup in enumerate(KEPT_OR_NOT)},
+    mesh={"2x1": (2, 1), "2x2": (2, 2), "4x2": (4, 2), "1x2": (1, 2)},
+)
+def test_every_rank_of_every_copy_gets_its_rows(setup: Setup, mesh: tuple[int, int]) -> None:
+    copies, size = mesh
+
     def body(collectives: ThreadCollectives, replicas: ThreadReplicas) -> None:
         reduction = setup.bind(collectives, replicas)
         position = replicas.rank * size + collectives.rank
@@ -272,6 +305,7 @@ def test_every_rank_of_every_copy_gets_its_rows(setup: Setup, copies: int, size:
 @pytest.mark.parametrize(
     "setup",
     [
+        MIXED,
         Setup(direct=True),
         Setup(shapes=ODD, grad=BF16, reduce=F32),
         Setup(shapes=ODD, grad=F16, reduce=F16),
@@ -308,7 +342,9 @@ def test_partial_sums_reach_members_that_later_backwards_leave_out() -> None:
     """Whoever had a gradient in any of the backwards is delivered; who had none, is not."""
     for seed in range(20):
         rng = random.Random(seed)
-        setup = rng.choice((Setup(shapes=ODD), Setup(direct=True), Setup(direct=True, grad=BF16)))
+        setup = rng.choice(
+            (Setup(shapes=ODD), Setup(direct=True), MIXED, Setup(direct=True, grad=BF16))
+        )
         count = len(setup.slots(2))
         present = [[rng.random() < 0.4 for _ in range(count)] for _ in range(3)]
 

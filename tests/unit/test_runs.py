@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fsdp2.core.kernels import Run, TorchKernels, runs, whole_run
-from fsdp2.core.layout import contiguous_strides
+from fsdp2.core.device.buffers import contiguous_strides
+from fsdp2.core.reduce.program import Run, runs, whole_run
+from fsdp2.core.reduce.reduction import Reduction
 
-KERNELS = TorchKernels(torch.device("cpu"))
+
+def _views(flat: torch.Tensor, planned: list[Run]) -> list[torch.Tensor]:
+    """As a reduction makes them whose members' rows are so planned."""
+    return Reduction.views(SimpleNamespace(_rows_of=planned), flat)  # type: ignore[arg-type]
 
 
 def _one_by_one(
@@ -28,7 +33,7 @@ def _check(shapes: list[tuple[int, ...]], gaps: list[int]) -> list[Run]:
         end += math.prod(shape) + gap
     flat = torch.arange(float(end))
     planned = runs(shapes, starts)
-    found = KERNELS.views(flat, planned)
+    found = _views(flat, planned)
     assert [shape for run in planned for shape in run.shapes] == shapes
     for view, expected in zip(found, _one_by_one(flat, shapes, starts), strict=True):
         assert view.shape == expected.shape
@@ -68,7 +73,7 @@ def test_views_of_all_of_a_tensor(shapes: list[tuple[int, ...]]) -> None:
     run = whole_run(shapes)
     assert run is not None
     flat = torch.arange(float(math.prod(run.shape))).view(run.shape)
-    found = KERNELS.views(flat, [run])
+    found = _views(flat, [run])
     assert [view.shape for view in found] == [torch.Size(shape) for shape in shapes] == run.shapes
     assert torch.equal(torch.cat([view.reshape(-1) for view in found]), flat.reshape(-1))
     assert all(view.untyped_storage()._cdata == flat.untyped_storage()._cdata for view in found)

@@ -10,7 +10,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from fsdp2.core.config import MixedPrecisionPolicy
-from fsdp2.core.simulate import Node
+from fsdp2.testing.simulation import Node
 from tests.unit._schedules import SHAPES
 from tests.unit._schedules import bound as _bound
 from tests.unit._schedules import chain as _chain
@@ -131,7 +131,7 @@ compute:
   forward mid
   free mid
 all_gather:
-  all_gather mid              after compute adopt b
+  all_gather mid              after compute zeros
   all_gather a                after compute forward mid
   all_gather b                after compute forward mid""",
     )
@@ -274,6 +274,48 @@ all_gather:
   all_gather a                after compute forward root
   all_gather b                after compute forward root
   all_gather c                after compute forward root""",
+    )
+
+
+def test_explicit_prefetch_of_a_unit_without_parameters() -> None:
+    """As with torch's FSDP2: the root's list counts, whatever it owns."""
+    sim = _warm(_chain("a", "b"))
+    root, a, b = sim.scheduler.units
+    root.forward_prefetch, root.backward_prefetch = [a, b], [b, a]
+    assert_expected_inline(
+        _emitted(sim, sim.iteration),
+        """\
+compute:
+  alloc a
+  alloc b
+  forward root
+  forward a                   after all_gather a
+  free a
+  forward root
+  forward b                   after all_gather b
+  free b
+  forward root
+  alloc b
+  alloc a
+  backward root
+  backward b                  after all_gather b
+  gradient b
+  free b
+  backward root
+  backward a                  after all_gather a
+  gradient a
+  free a
+  backward root               after reduce_scatter b
+  step a                      after reduce_scatter a
+  step b
+all_gather:
+  all_gather a                after compute step b
+  all_gather b                after compute step b
+  all_gather b                after compute forward root
+  all_gather a                after compute forward root
+reduce:
+  reduce_scatter b            after compute gradient b
+  reduce_scatter a            after compute gradient a""",
     )
 
 

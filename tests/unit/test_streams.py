@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2.core.streams import SIDE_LANES, DeviceStreams, InlineStreams, Lane, OnStream
+from fsdp2.core.device.streams import SIDE_LANES, DeviceStreams, InlineStreams, Lane, OnStream
 
 # ---- the CPU
 
@@ -107,14 +107,20 @@ def _current(streams: DeviceStreams, accelerator: FakeAccelerator, lane: Lane) -
         return accelerator.current
 
 
-def test_each_side_lane_has_a_stream_of_high_priority(
-    streams: DeviceStreams, accelerator: FakeAccelerator
-) -> None:
+def test_each_side_lane_has_a_stream(streams: DeviceStreams, accelerator: FakeAccelerator) -> None:
     found = [_current(streams, accelerator, lane) for lane in SIDE_LANES]
     assert len(set(found)) == len(SIDE_LANES)
     assert accelerator.user not in found
-    assert all(stream.priority == -1 for stream in found)
     assert streams.asynchronous
+
+
+@pytest.mark.parametrize("lane", SIDE_LANES)
+def test_compute_waits_for_all_but_all_reduces(
+    streams: DeviceStreams, accelerator: FakeAccelerator, lane: Lane
+) -> None:
+    """Those have the default priority, as torch's."""
+    priority = _current(streams, accelerator, lane).priority
+    assert priority == (0 if lane is Lane.ALL_REDUCE else -1)
 
 
 def test_on_restores_the_users_stream(streams: DeviceStreams, accelerator: FakeAccelerator) -> None:
@@ -171,6 +177,20 @@ def test_a_late_wait_is_never_too_weak(
     assert needed <= accelerator.user.behind[gather] <= gather.length
     if records_between < DeviceStreams.RING:
         assert accelerator.user.behind[gather] == needed  # not stricter than it must be
+
+
+@pytest.mark.parametrize("records_between", [0, 16, 40])
+def test_a_wait_for_an_event_of_ones_own_is_never_too_strict(
+    streams: DeviceStreams, accelerator: FakeAccelerator, records_between: int
+) -> None:
+    gather = _current(streams, accelerator, Lane.ALL_GATHER)
+    events = [streams.make_event() for _ in range(records_between + 1)]
+    for event in events:
+        gather.run()
+        assert streams.record(Lane.ALL_GATHER, "all-gather done", event) is event
+    for number, event in enumerate(events, 1):
+        streams.wait(Lane.COMPUTE, event, "compute after all-gather")
+        assert accelerator.user.behind[gather] == number
 
 
 # ---- a stream of the user's

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2.core.kernels import TorchKernels
-from fsdp2.core.layout import Cut, GroupLayout, ParamShape, Transport, build_layout
-from fsdp2.core.transport import TRANSPORTS, SegmentTransport
+from fsdp2.core.device.kernels import TorchKernels
+from fsdp2.core.gather.transport import PackedTransport, make_transports
+from fsdp2.core.layout.layout import Cut, GroupLayout, ParamShape, Transport, build_layout
 from tests.unit._cuts import as_cut, random_cut
 from tests.unit._ranks import ThreadCollectives, run_ranks
 
@@ -34,23 +34,24 @@ def _wholes(params: list[ParamShape]) -> list[torch.Tensor]:
 
 def _bind(
     layout: GroupLayout, wholes: list[torch.Tensor], collectives: ThreadCollectives
-) -> tuple[list[SegmentTransport], Any]:
+) -> tuple[list[Any], Any]:
     """One rank's transports over a flat shard that holds its pieces, and its gathered buffer."""
     rank = collectives.rank
     shard = KERNELS.flat(layout.shard_bytes, on_meta=False)
     full = KERNELS.transient(layout.full_bytes, "gathered")
-    transports = []
     for segment in layout.segments:
         for slot in segment.slots:
             whole = wholes[slot.index]
             start = segment.shard_byte_offset + slot.shard_offset * whole.dtype.itemsize
             target = shard.view(whole.dtype, start, slot.local_shape(rank))
             target.copy_(slot.part(whole, rank))
-        transports.append(TRANSPORTS[segment.transport](segment, shard, full, collectives, KERNELS))
+    cpu = torch.device("cpu")
+    transports: list[Any]
+    transports = make_transports(layout.segments, shard, full, collectives, KERNELS, None, cpu)
     return transports, full
 
 
-def _gather(transports: list[SegmentTransport], full: Any) -> None:
+def _gather(transports: list[Any], full: Any) -> None:
     """The calls of `ParamGroup`, in its order."""
     for transport in transports:
         transport.acquire()
@@ -60,7 +61,7 @@ def _gather(transports: list[SegmentTransport], full: Any) -> None:
         if transport.casts and transport.communicates:
             transport.copy_in()
     for transport in transports:
-        if transport.communicates:
+        if transport.communicates and not transport.carried:
             assert transport.gather() is None
     full.acquire()
     for transport in transports:
@@ -68,9 +69,11 @@ def _gather(transports: list[SegmentTransport], full: Any) -> None:
         transport.release()
 
 
-def _check(params: list[ParamShape], size: int, coalesces: bool, seed: int = 0) -> list[str]:
+def _check(
+    params: list[ParamShape], size: int, coalesces: bool, seed: int = 0, pack_below: int = 0
+) -> list[str]:
     """Gather twice, the second time over zeros; returns rank 0's collectives."""
-    layout = build_layout(params, size, coalesces)
+    layout = build_layout(params, size, coalesces, pack_below)
     wholes = _wholes(params)
 
     def body(collectives: ThreadCollectives) -> list[str]:
@@ -186,7 +189,41 @@ def test_segments_of_several_dtypes_and_transports() -> None:
     kinds = [segment.transport for segment in build_layout(params, 2, True).segments]
     assert kinds.count(Transport.COALESCED) == 3
     assert kinds.count(Transport.PACKED) == 2
-    assert sorted(calls) == ["all_gather"] * 4 + ["all_gather_many"] * 6
+    assert sorted(calls) == ["all_gather"] * 2 + ["all_gather_many"] * 6  # one goes along
+
+
+@pytest.mark.parametrize("full", [F32, BF16])
+@pytest.mark.parametrize("size", [2, 4])
+def test_small_ones_go_along_with_large_ones(size: int, full: torch.dtype) -> None:
+    shapes = [((32, 8), 0), ((16,), 0), ((7, 3), 0), ((32, 8), 0), ((8, 4), 0), ((3, 5), 1)]
+    params = [_param(shape, dim, full=full) for shape, dim in shapes]
+    layout = build_layout(params, size, coalesces=True, pack_below=100)
+    assert [{slot.index for slot in s.slots} for s in layout.segments] == [{0, 3}, {1, 2, 4, 5}]
+    assert layout.copied_bytes == (16 + 21 + 32 + 15) * full.itemsize
+    assert _check(params, size, coalesces=True, pack_below=100) == ["all_gather_many"] * 2
+    assert _check(params, size, coalesces=True, pack_below=1 << 20) == ["all_gather"] * 2
+
+
+def test_a_small_one_alone_is_not_packed() -> None:
+    for alone in ([_param((64, 8)), _param((16,))], [_param((16,)), _param((16,), full=BF16)]):
+        layout = build_layout(alone, 2, coalesces=True, pack_below=100)
+        assert {segment.transport for segment in layout.segments} == {Transport.COALESCED}
+        assert layout.copied_bytes == 0
+
+
+@pytest.mark.parametrize(("coalesces", "wire"), [(True, "float8_e4m3fn"), (False, "uint8")])
+def test_what_goes_along_has_the_dtype_of_the_others(coalesces: bool, wire: str) -> None:
+    """Backends that coalesce want one dtype in a call; gloo knows no 8-bit floats."""
+    f8 = torch.float8_e4m3fn
+    params = [_param(shape, shard=f8, full=f8) for shape in ((64, 16), (5, 3), (7,))]
+    layout = build_layout(params, 2, coalesces)
+
+    def dtypes(collectives: ThreadCollectives) -> set[torch.dtype]:
+        transports, _ = _bind(layout, [torch.zeros(p.shape).to(f8) for p in params], collectives)
+        packed = [t for t in transports if isinstance(t, PackedTransport)]
+        return {t.output.dtype for t in packed} | {t.input.dtype for t in packed}
+
+    assert run_ranks(2, dtypes, coalesces=coalesces)[0] == {getattr(torch, wire)}
 
 
 @pytest.mark.parametrize("block", range(3))
@@ -198,4 +235,4 @@ def test_random_groups(block: int) -> None:
             shape = tuple(rng.choice((0, 1, 2, 3, 5, 8)) for _ in range(rng.randint(1, 3)))
             cut = random_cut(rng, shape, size)
             params.append(_param(shape, cut, full=rng.choice((F32, F32, BF16))))
-        _check(params, size, rng.random() < 0.5, seed)
+        _check(params, size, rng.random() < 0.5, seed, rng.choice((0, 64)))

@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPolicy
-from fsdp2.core.group import ParamGroup
-from fsdp2.core.post_forward import SmallerGroup
-from fsdp2.core.simulate import Node, Simulation
-from fsdp2.core.states import State
-from fsdp2.core.streams import Lane
-from fsdp2.core.virtual import HOST, VirtualCollectives, VirtualDevice
+from fsdp2.core.device.streams import Lane
+from fsdp2.core.gather.smaller_group import SmallerGroup
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.retrace import RetracingScheduler
+from fsdp2.core.schedule.scheduler import Scheduler
+from fsdp2.core.schedule.side_doors import refresh_scheduler
+from fsdp2.core.schedule.states import GroupState
+from fsdp2.testing.simulation import Node, Simulation
+from fsdp2.testing.virtual import HOST, VirtualCollectives, VirtualDevice
 from tests.common.observing import observe
 from tests.unit._random_models import Watch, random_tree
 from tests.unit._schedules import chain, groups, leaf, warm
@@ -35,8 +38,7 @@ def _reductions(sim: Simulation) -> Counter[str]:
         if operation == "reduce":
             counts[name] += 1
 
-    for group in groups(sim):
-        observe(group, count)
+    observe(groups(sim), count)
     return counts
 
 
@@ -48,7 +50,7 @@ def _reductions(sim: Simulation) -> Counter[str]:
 def test_unused_units_are_reduced_once_if_asked_for(inputs: bool, unused: bool) -> None:
     root = chain("a", "b", "c", grad_to_input=inputs)
     root.children[1].used = False
-    sim = warm(root, options=GroupOptions(reduce_unused=unused))
+    sim = warm(root, options=GroupOptions(pack_below=0, reduce_unused=unused))
     counts = _reductions(sim)
     sim.iteration()
     assert counts == {"a": 1, "c": 1} | ({"b": 1} if unused else {})
@@ -59,7 +61,7 @@ def test_unused_units_are_reduced_once_if_asked_for(inputs: bool, unused: bool) 
 def test_unused_units_are_reduced_once_by_a_caller_who_ends_backwards() -> None:
     root = chain("a", "b")
     root.children[1].used = False
-    sim = warm(root, options=GroupOptions(reduce_unused=True))
+    sim = warm(root, options=GroupOptions(pack_below=0, reduce_unused=True))
     sim.scheduler.manual = True
     counts = _reductions(sim)
     for _ in range(2):
@@ -74,10 +76,25 @@ def test_unused_units_are_reduced_once_by_a_caller_who_ends_backwards() -> None:
 def test_gradients_that_are_to_come_are_not_taken_as_zeros() -> None:
     """A unit that is called twice has its gradients when backward leaves its first call."""
     root = Node("root", [leaf("a")], [0, 0], shapes=())
-    sim = warm(root, options=GroupOptions(reduce_unused=True))
+    sim = warm(root, options=GroupOptions(pack_below=0, reduce_unused=True))
     counts = _reductions(sim)
     sim.iteration()
     assert counts == {"a": 1}
+
+
+def test_a_unit_without_parameters_that_was_called_on_its_own_before() -> None:
+    """That forward was thrown away: what is known of it is not taken for the next one's call."""
+    box = Node("box", [leaf("b")], [0], shapes=())
+    root = Node("root", [Node("a", [box], [0]), leaf("c")], [0, 1], shapes=())
+    sim = warm(root, options=GroupOptions(pack_below=0, reduce_unused=True))
+    for thrown_away in range(3):
+        for _ in range(thrown_away):
+            sim.forward(start=box)
+            sim.calls.clear()
+        counts = _reductions(sim)
+        sim.iteration()
+        assert counts == {"a": 1, "b": 1, "c": 1}
+        assert sim.device.races == []
 
 
 @pytest.mark.parametrize("offload", [None, CPUOffloadPolicy()])
@@ -164,8 +181,8 @@ def test_partial_sums_can_be_dropped_at_any_time(last: bool) -> None:
     assert sim.device.races == []
 
 
-def test_part_without_elements_delivers_nothing_of_the_other_parts() -> None:
-    """A family of empty parameters has no partial sums; its program is the whole one."""
+def test_part_without_elements_waits_for_the_other_parts() -> None:
+    """Partial sums of a unit count for all its parameters, empty ones too."""
     root = Node("root", shapes=((8, 8), (0, 8)))
     sim = Simulation(root, VirtualDevice(), copies=2, offload=CPUOffloadPolicy())
     (unit,) = sim.scheduler.units
@@ -173,10 +190,11 @@ def test_part_without_elements_delivers_nothing_of_the_other_parts() -> None:
     unit.all_reduce = False
     sim.iteration(step=False)
     assert whole.gradient is None
-    assert empty.gradient is not None
+    assert empty.gradient is None
     unit.all_reduce = True
     sim.iteration(step=False)
     assert whole.gradient.allocation.lane is HOST
+    assert empty.gradient is not None
     assert sim.device.races == []
 
 
@@ -201,8 +219,7 @@ def test_full_gradients_go_with_their_reduce_scatters(
         for kind in ("gradient", "reduce-scatter"):
             most[kind] = max(most[kind], live[kind])
 
-    for group in groups(sim):
-        observe(group, look)
+    observe(groups(sim), look)
     sim.iteration(step=False)
     assert most["gradient"] <= 1 + window  # of a block in backward, and being reduced
     if offload is not None:  # else the shard-sized outputs become .grad
@@ -308,13 +325,13 @@ def test_smaller_rows_are_there_between_forward_and_backward(
 ) -> None:
     sim = warm(chain("a", "b"), world_size=4, smaller=2, precision=precision, coalesces=coalesces)
     sim.forward()
-    assert [group.state for group in groups(sim)] == [State.RESHARDED] * 2
+    assert [group.state for group in groups(sim)] == [GroupState.RESHARDED] * 2
     assert all(group._smaller._rows.allocated for group in groups(sim))
     sim.backward()
-    assert [group.state for group in groups(sim)] == [State.SHARDED] * 2
+    assert [group.state for group in groups(sim)] == [GroupState.SHARDED] * 2
     assert not any(group._smaller._rows.allocated for group in groups(sim))
     sim.forward(expects_backward=False)
-    assert [group.state for group in groups(sim)] == [State.SHARDED] * 2
+    assert [group.state for group in groups(sim)] == [GroupState.SHARDED] * 2
     assert sim.device.races == []
 
 
@@ -344,12 +361,12 @@ def test_choosing_no_smaller_group_takes_effect_at_the_next_gather() -> None:
     sim.iteration()
     assert group._smaller is None
     sim.forward()
-    assert group.state is State.SHARDED
+    assert group.state is GroupState.SHARDED
     neighbours = VirtualCollectives(sim.device, 2, coalesces=True)
     group.set_smaller_group(SmallerGroup(neighbours, None))  # type: ignore[arg-type]  # no mesh
     sim.backward()
     sim.forward()
-    assert group.state is State.RESHARDED
+    assert group.state is GroupState.RESHARDED
     assert sim.device.races == []
 
 
@@ -368,7 +385,9 @@ def test_groups_of_a_unit_count_as_one_in_the_window() -> None:
 
         def look(scheduler: Any = scheduler) -> None:
             nonlocal most
-            units = {pending.group.name.partition("/")[0] for pending in scheduler._pending}
+            units = {
+                pending.group.name.partition("/")[0] for pending in scheduler._in_flight.holding
+            }
             most = max(most, len(units))
 
         watch.at_each_step = look
@@ -377,3 +396,18 @@ def test_groups_of_a_unit_count_as_one_in_the_window() -> None:
         watch.check_trace()
         assert watch.problems == [], f"seed {seed}"
         assert most <= 1
+
+
+def test_the_kind_of_scheduler_follows_the_flag() -> None:
+    """The mode may be switched between iterations; everybody keeps the scheduler that he has."""
+    sim = warm(chain("a", "b"))
+    scheduler = sim.scheduler
+    for unused, kind in ((False, Scheduler), (True, RetracingScheduler), (False, Scheduler)):
+        for unit in scheduler.units:
+            unit.change(reduce_unused=unused)
+        refresh_scheduler(scheduler)
+        assert type(scheduler) is kind
+        refresh_scheduler(scheduler)
+        assert type(scheduler) is kind
+        sim.iteration()
+    assert sim.device.races == []

@@ -42,14 +42,16 @@ def rank():
 def report_loss(case, loss):
     """Print rank 0's loss, to the bit."""
     if rank() == 0:
-        print("loss", case, float(loss).hex(), flush=True)
+        sys.stdout.write(f"loss {case} {float(loss).hex()}\n")
+        sys.stdout.flush()
 
 
 def report_classes(case, model):
-    """Print where the classes of the first sharded module in a model come from."""
+    """Print where the classes of the first sharded module in a model come from, on each rank."""
     sharded = next(module for module in model.modules() if isinstance(module, FSDPModule))
-    if rank() == 0:
-        print("classes", case, *(cls.__module__ for cls in type(sharded).__mro__), flush=True)
+    modules = " ".join(cls.__module__ for cls in type(sharded).__mro__)
+    sys.stdout.write(f"classes {case} {rank()} {modules}\n")  # in one piece: ranks may share it
+    sys.stdout.flush()
 
 
 def finish():
@@ -57,7 +59,8 @@ def finish():
     if dist.is_initialized():
         dist.barrier()
     sys.stderr.flush()
-    print("finished", flush=True)
+    sys.stdout.write("finished\n")
+    sys.stdout.flush()
     os._exit(0)  # gloo and a DeviceMesh may abort an ordinary exit
 
 

@@ -1,0 +1,39 @@
+# make            what there is
+# make test PYTHON=.venv/bin/python
+PYTHON ?= python
+
+.PHONY: help lint format types quick test extended clients bench docs
+
+help:
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+lint: ## ruff: rules and format
+	$(PYTHON) -m ruff check fsdp2 tests benchmarks
+	$(PYTHON) -m ruff format --check fsdp2 tests benchmarks
+
+format: ## mend what ruff can mend
+	$(PYTHON) -m ruff check --fix fsdp2 tests benchmarks
+	$(PYTHON) -m ruff format fsdp2 tests benchmarks
+
+types: ## mypy, strict
+	$(PYTHON) -m mypy
+
+quick: ## the loop of a change: tests without ranks
+	$(PYTHON) -m pytest tests/unit tests/fake
+
+test: ## the default tests
+	$(PYTHON) -m pytest
+
+extended: ## the long ones that the default leaves out
+	$(PYTHON) -m pytest -m extended
+
+clients: ## accelerate, transformers, Lightning: needs the extra `clients`
+	$(PYTHON) -m pytest -m clients tests/clients
+
+bench: ## measure host time and instructions; rewrite docs/benchmarks.md
+	$(PYTHON) -m benchmarks.report --measure host_cost,instructions
+
+docs: ## rewrite docs/benchmarks.md from benchmarks/results; check what tests know of docs
+	$(PYTHON) -m benchmarks.report
+	$(PYTHON) -m pytest tests/unit/test_docs_testing.py tests/unit/test_error_catalogue.py \
+	  tests/unit/test_signatures.py benchmarks/tests/test_report.py

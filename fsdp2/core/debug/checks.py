@@ -1,0 +1,396 @@
+"""Parameter groups that check before they communicate: what `fsdp2.debug` switches on.
+
+    start_unshard   agree, then gather
+    reduce          agree, reduce, look for NaN
+
+The checks are a layer around groups (`fsdp2.core.schedule.layers`), which they have while something
+is checked: nothing asks in a step whether it is. The process has one `Settings` and, while ranks
+are checked, one `Agreement` in `Checks`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import weakref
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from fsdp2.core.config import (
+    CommunicationError,
+    GroupOptions,
+    NonFiniteGradientError,
+    RankMismatchError,
+)
+from fsdp2.core.debug.agreement import Agreement, Intent
+from fsdp2.core.device.collectives import (
+    ReduceKind,
+    StoreBoard,
+    default_store,
+    global_ranks,
+    timeout_of,
+)
+from fsdp2.core.device.streams import Lane
+from fsdp2.core.layout.mesh import local_of, memory_order
+from fsdp2.core.params.param import Plan, ShardedParam, axes_in, compute_dtype, is_extended
+from fsdp2.core.progress import OptimizerSteps
+from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.layers import Layer, put_around
+from fsdp2.core.schedule.scheduler import scheduler_of
+from fsdp2.core.schedule.states import GroupState
+from fsdp2.core.schedule.unit import Phase, Unit, all_groups, unit_of
+
+ENVIRONMENT = "FSDP2_DEBUG"
+_SAME_WEIGHTS = (
+    "build the model from the same seed, or load the same weights, on every rank before fully_shard"
+)
+_SUM = ReduceKind(average=False)
+_CHUNK = 1 << 20  # elements of which a checksum is taken at a time
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is checked.
+
+    Attributes:
+        check_ranks: whether ranks agree on each step before they take it.
+        check_nan: whether reduced gradients must be finite.
+        timeout: seconds that a rank waits for others of which nothing is heard; ``None`` for the
+            process group's own time-out.
+    """
+
+    check_ranks: bool = False
+    check_nan: bool = False
+    timeout: float | None = None
+
+
+class Checks:
+    """The checks of this process.
+
+    Attributes:
+        settings: what is checked; ``None`` until somebody asks.
+        runs: how often the check of ranks was switched on: ranks do that alike.
+        compared: groups of which ranks have compared the copies of their shards.
+    """
+
+    settings: Settings | None = None
+    runs = 0
+    compared: ClassVar[weakref.WeakSet[ParamGroup]] = weakref.WeakSet()
+    _agreement: Agreement | None = None
+    _store: object = None  # where its notes are
+    _optimizers: RemovableHandle | None = None  # handle of the hook on optimizers
+
+    @classmethod
+    def current(cls) -> Settings:
+        """What is checked now; the environment is read at the first call."""
+        if cls.settings is None:
+            value = os.environ.get(ENVIRONMENT, "0")
+            if value not in ("", "0", "1"):
+                raise ValueError(
+                    f"{ENVIRONMENT}={value} is neither 0 nor 1; set {ENVIRONMENT}=1 to let ranks "
+                    f"agree on each step, or leave it out"
+                )
+            cls.settings = Settings()
+            if value == "1":
+                cls.switch(Settings(check_ranks=True))
+        return cls.settings
+
+    @classmethod
+    def switch(cls, settings: Settings) -> None:
+        """Check this from now on, in all groups there are and those to come."""
+        before, cls.settings = cls.settings, settings
+        was_on = before is not None and before.check_ranks
+        if settings.check_ranks and not was_on:
+            cls.runs += 1
+            cls._optimizers = register_optimizer_step_pre_hook(_before_optimizer_step)
+        elif was_on and not settings.check_ranks:
+            assert cls._optimizers is not None
+            cls._optimizers.remove()
+            cls.compared.clear()
+            cls.leave("has switched the check of ranks off")
+        put_around(all_groups(), CheckedGroup, cls.any_is_on())
+
+    @classmethod
+    def any_is_on(cls) -> bool:
+        """Whether groups have anything to check."""
+        settings = cls.current()
+        return settings.check_ranks or settings.check_nan
+
+    @classmethod
+    def leave(cls, why: str) -> None:
+        """Tell the ranks that may wait for this one that it does not come any more."""
+        agreement, cls._agreement = cls._agreement, None
+        if agreement is not None:
+            with contextlib.suppress(RuntimeError):  # the store has ended before this process
+                agreement.leave(why)
+
+    @classmethod
+    def agree(cls, group: Any, device: torch.device, step: Intent) -> None:
+        """Return when all ranks of a process group are about to take ``step``."""
+        assert cls.settings is not None
+        timeout = cls.settings.timeout
+        if timeout is None:
+            timeout = timeout_of(group, device)
+        try:
+            cls.agreement().agree(global_ranks(group), step, timeout)
+        except RankMismatchError:
+            raise
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"the process group's store could not be reached before {step.what}, so the rank "
+                f"that holds it has probably ended; start all ranks again: {error}"
+            ) from error
+
+    @classmethod
+    def agreement(cls) -> Agreement:
+        """Of the process group there is now."""
+        store = default_store()
+        if cls._store is not store:
+            cls.runs += cls._agreement is not None
+            cls._store = store
+            cls._agreement = None
+        if cls._agreement is None:
+            board = StoreBoard(f"fsdp2/debug/{cls.runs}")
+            cls._agreement = Agreement(board, lambda: OptimizerSteps.ended)
+            _announce_exit()
+        return cls._agreement
+
+
+@functools.cache
+def _announce_exit() -> None:
+    atexit.register(lambda: Checks.leave("has ended"))
+
+
+def follow(group: ParamGroup) -> None:
+    """Let a new group check what is checked now."""
+    put_around([group], CheckedGroup, Checks.any_is_on())
+
+
+class CheckedGroup(Layer):
+    """A group whose steps are agreed on, whose gradients must be finite, or both."""
+
+    __slots__ = ()
+
+    height = 1
+
+    def start_unshard(self) -> None:
+        """Agree on the all-gather, then issue it."""
+        if Checks.current().check_ranks:
+            smaller = self.smaller_group if self.state is GroupState.RESHARDED else None
+            collectives = self.collectives if smaller is None else smaller.collectives
+            if self not in Checks.compared:
+                Checks.compared.add(self)
+                self._compare_copies()
+            if collectives.size > 1:
+                Checks.agree(collectives.group, self.device, self._gather_step())
+        super().start_unshard()
+
+    def reduce(
+        self, jobs: list[tuple[Reduction, Job]], all_reduce: bool
+    ) -> PendingReduction | None:
+        """Agree on the collectives, reduce, and look at what came out."""
+        settings = Checks.current()
+        if settings.check_ranks:
+            self._agree_on_reduction(jobs, all_reduce)
+        if not settings.check_nan:
+            return super().reduce(jobs, all_reduce)
+        before = [_finite(grad) for _, job in jobs for grad in job.grads]
+        names = [member.name for reduction, _ in jobs for member in reduction.members]
+        pending = super().reduce(jobs, all_reduce)
+        if pending is not None:
+            self.streams.wait(Lane.COMPUTE, pending.done, "compute after reduction")
+        rows = [r.views(job.flat) if job.flat is not None else job.outputs for r, job in jobs]
+        after = [_finite(tensor) for tensors in rows for tensor in tensors]
+        self._refuse_non_finite(names, before, after, all_reduce)
+        return pending
+
+    # ---- agreeing
+
+    def _compare_copies(self) -> None:
+        """The replicate axis holds copies: of this rank's rows, before they are first used."""
+        if self.replicas is None or self.replicas.size == 1:
+            return
+        sums = {
+            f"parameter '{param.name}'": f"{_checksum(param.local)}"
+            for param in self.params
+            if not (param.is_meta or param.is_extended)
+        }
+        what = f"the first use of the weights of '{self.name}', {self._iteration()}"
+        fix = "start every replica from the same weights"
+        Checks.agree(self.replicas.group, self.device, Intent(what, sums, fix))
+
+    def _gather_step(self) -> Intent:
+        unit = unit_of(self)
+        details = {
+            f"parameter '{param.name}'": (
+                f"{_shape(param)} in {compute_dtype(self.options, param)}, "
+                f"{'trained' if param.sharded.requires_grad else 'frozen'}"
+            )
+            for param in self.params
+        }
+        moment = "outside forward and backward"
+        scheduler = scheduler_of(unit)
+        if scheduler is not None and scheduler.in_backward:
+            moment = "for" if unit.phase is Phase.BACKWARD else "ahead of"
+            moment += " its backward"
+        elif scheduler is not None and (running := scheduler.entered_last) is not None:
+            moment = "for its forward"
+            if running is not unit:
+                moment = f"during the forward of '{running.name or '(root)'}'"
+            details["torch.is_grad_enabled()"] = str(torch.is_grad_enabled())
+        details.update(self._flags(unit))
+        what = f"the all-gather of '{self.name}' {moment}, {self._iteration()}"
+        return Intent(what, details)
+
+    def _agree_on_reduction(self, jobs: list[tuple[Reduction, Job]], all_reduce: bool) -> None:
+        details: dict[str, str] = {"requires_all_reduce": str(bool(all_reduce))}
+        for reduction, _ in jobs:
+            for member in reduction.members:  # ranks may differ in who has a gradient
+                gradient = f"{_shape(member)} in {reduction.reduce_dtype}"
+                details[f"the gradient of '{member.name}'"] = gradient
+        details.update(self._flags(unit_of(self)))
+        where = f"of '{self.name}' in backward, {self._iteration()}"
+        fix = "give every rank the same"
+        if self.reducers.size > 1:
+            step = Intent(f"the reduce-scatter {where}", details, fix)
+            Checks.agree(self.reducers.group, self.device, step)
+        if all_reduce and self.replicas is not None and self.replicas.size > 1:
+            step = Intent(f"the all-reduce {where}", details, fix)
+            Checks.agree(self.replicas.group, self.device, step)
+
+    def _flags(self, unit: Unit) -> dict[str, str]:
+        return {
+            "reshard_after_forward": str(unit.frees_after_forward),
+            "reshard_after_backward": str(unit.reshard_after_backward),
+            "unshard_in_backward": str(unit.unshard_in_backward),
+            **_said(self.options),
+        }
+
+    @staticmethod
+    def _iteration() -> str:
+        return f"iteration {Checks.agreement().iteration}"
+
+    # ---- gradients
+
+    def _refuse_non_finite(
+        self, names: list[str], before: list[bool], after: list[bool], all_reduce: bool
+    ) -> None:
+        """Raise on all ranks alike: each has its own gradients, and its own rows of the sums."""
+        own = [int(not finite) for finite in (*before, *after)]
+        everyones = [own]
+        if self.reducers.size > 1:
+            everyones = self.reducers.exchange(own)
+        bad = torch.tensor(everyones, dtype=torch.float32, device=self.device).sum(0)
+        ranks = self.reducers.size
+        if all_reduce and self.replicas is not None and self.replicas.size > 1:
+            ranks *= self.replicas.size
+            work = self.replicas.all_reduce(bad, _SUM)
+            if work is not None:
+                work.wait()
+        counts = [int(count) for count in bad.tolist()]
+        found = [
+            f"'{name}' (on {start} of {ranks} ranks before the sum)"
+            for name, start, end in zip(names, counts, counts[len(names) :], strict=False)
+            if start or end
+        ]
+        if found:
+            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+            raise NonFiniteGradientError(
+                f"the gradients of unit '{self.name}' hold NaN or infinity: parameter "
+                f"{', '.join(found[:3])}{more}; look at the loss and the inputs of those ranks, or "
+                f"reduce in a dtype with more range if it was on none of them"
+            )
+
+
+# ---- before a unit is made
+
+
+def check_plans(name: str, plans: list[Plan], options: GroupOptions) -> None:
+    """Raise on all ranks alike if they shard something else; before anything is changed.
+
+    Args:
+        name: of the modules, for the message.
+        plans: what is to become of their parameters.
+        options: what the user chose.
+    """
+    if not Checks.current().check_ranks:
+        return
+    for axes in axes_in(plans):
+        details = {"mesh": str(tuple(axes.mesh.mesh.shape)), **_said(options)}
+        for plan in plans:
+            if plan.axes is axes:
+                local = local_of(plan.param.detach())
+                order = memory_order(plan.param)
+                laid_out = f"{_shape(local)} on {plan.cut}"
+                if order is not None:
+                    laid_out += f", dims in memory {order}"
+                details[f"parameter '{plan.name}'"] = laid_out
+                if not is_extended(local):
+                    details[f"the weights of '{plan.name}'"] = _checksum(local)
+        what = f"fully_shard of {name}"
+        for group in (axes.group, axes.replicas):
+            if group is not None:
+                Checks.agree(group, axes.device, Intent(what, details, _SAME_WEIGHTS))
+
+
+def _before_optimizer_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """An optimizer's step is one that ranks take together, too."""
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    groups: dict[tuple[int, ...], tuple[Any, torch.device]] = {}
+    for group in all_groups():
+        if any(id(param.sharded) in held for param in group.params):
+            for axis in (group.collectives, group.replicas):
+                if axis is not None and axis.size > 1:
+                    shared = axis.group
+                    assert shared is not None
+                    groups[global_ranks(shared)] = shared, group.device
+    what = f"{type(optimizer).__name__}.step()"
+    for ranks in sorted(groups):  # in an order that all ranks share
+        shared, device = groups[ranks]
+        step = Intent(f"{what}, iteration {Checks.agreement().iteration}")
+        Checks.agree(shared, device, step)
+
+
+# ---- what is compared
+
+
+def _said(options: GroupOptions) -> dict[str, str]:
+    """A group's options, as far as ranks must share them."""
+    precision = options.precision
+    return {
+        "param_dtype": str(precision.param_dtype),
+        "reduce_dtype": str(precision.reduce_dtype),
+        "the gradient divide factor": str(options.divide_factor),
+        "force_sum_reduction": str(options.sum_only),
+        "reduce_scatter_unused_params": str(options.reduce_unused),
+        "the all-gather": type(options.all_gather).__name__,
+        "the reduce-scatter": type(options.reduce_scatter).__name__,
+    }
+
+
+def _shape(tensor: torch.Tensor | ShardedParam) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    return bool(tensor.isfinite().all())
+
+
+def _checksum(local: torch.Tensor) -> str:
+    """Of the bits, the same on any device."""
+    if local.is_meta:
+        return "not there yet (meta)"
+    flat = local.detach().contiguous().view(-1).view(torch.uint8)
+    total = 0
+    for start in range(0, flat.numel(), _CHUNK):
+        chunk = flat[start : start + _CHUNK].to(torch.int64)
+        weights = torch.arange(start + 1, start + 1 + chunk.numel(), device=chunk.device)
+        total += int((chunk * weights).sum())
+    return f"checksum {total % (1 << 64):016x}"

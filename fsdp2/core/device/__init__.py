@@ -1,0 +1,13 @@
+"""What a device can do: the only room that knows streams, memory and process groups.
+
+    streams      lanes and the events that order them: an accelerator's, the CPU's
+    buffers      flat buffers: the ones that stay, and the ones that come and go
+    kernels      the few tensor operations that gathers and reductions launch
+    backends     what each kind of backend is known to do
+    collectives  the only module that calls c10d; what differs between torch versions
+    presence     every rank of a process group runs fsdp2, or none communicates; first collectives
+    comm_memory  collectives in memory of the process group, or in symmetric memory
+
+Owns: streams and events, storages, process groups made on the way.
+May import: config and progress, nothing else of fsdp2.
+"""

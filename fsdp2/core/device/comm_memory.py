@@ -1,0 +1,148 @@
+"""Our collectives in memory that the backend would rather have.
+
+    GroupAllGather,     GroupReduceScatter        from the process group's allocator, if it has one
+    SymmetricAllGather, SymmetricReduceScatter    symmetric memory, which peers read directly
+
+They are what a user could pass to `set_custom_all_gather` and `set_custom_reduce_scatter`, ready
+made: packed, each in a buffer that comes and goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp2.core.device.collectives import (
+    AllGather,
+    Comm,
+    ReduceScatter,
+    run_all_gather,
+    run_barrier,
+    run_reduce_scatter,
+)
+
+
+class GroupMemory(Comm):
+    """Buffers from a process group's allocator, or plain ones where its backend has none.
+
+    Args:
+        group: the process group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A new buffer."""
+        backend: Any = self._group._get_backend(device)
+        if backend.supports_tensor_alloc(device):
+            buffer: torch.Tensor = backend.allocate_tensor(prod(size), dtype=dtype, device=device)
+            return buffer
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class GroupAllGather(GroupMemory, AllGather):
+    """An all-gather in the process group's memory."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """The built-in one."""
+        return run_all_gather(group, output_tensor, input_tensor)
+
+
+class GroupReduceScatter(GroupMemory, ReduceScatter):
+    """A reduce-scatter in the process group's memory."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """The built-in one."""
+        return run_reduce_scatter(group, output_tensor, input_tensor, op)
+
+
+class SymmetricMemory(Comm):
+    """Buffers from torch's pool of symmetric memory, which are used again and again.
+
+    Args:
+        backend: "NCCL".
+    """
+
+    def __init__(self, backend: str) -> None:
+        # Here, as CPU builds need not have it.
+        import torch.distributed._symmetric_memory as symmetric
+
+        self._symmetric = symmetric
+        self._ready: set[str] = set()
+        symmetric.set_backend(backend)  # type: ignore[arg-type]  # a literal
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A buffer of the pool."""
+        pool = self._symmetric.get_mem_pool(device)
+        with torch.get_device_module(device).use_mem_pool(pool):
+            return torch.empty(*size, dtype=dtype, device=device)
+
+    def _meet(self, group: dist.ProcessGroup, *buffers: torch.Tensor) -> None:
+        """Exchange the buffers' addresses; torch remembers those that it has met before."""
+        name = group.group_name
+        if name not in self._ready:  # the exchange needs a communicator, made by the first use
+            run_barrier(group)
+            self._ready.add(name)
+        for buffer in buffers:
+            self._symmetric.rendezvous(buffer, group=name)
+
+
+class SymmetricAllGather(SymmetricMemory, AllGather):
+    """An all-gather in symmetric memory: in place, so that one buffer is exchanged."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """The built-in one; the backend sees where the buffer is."""
+        self._meet(group, output_tensor)
+        return run_all_gather(group, output_tensor, input_tensor)
+
+
+class SymmetricReduceScatter(SymmetricMemory, ReduceScatter):
+    """A reduce-scatter in symmetric memory, which NCCL has for sums only."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """The built-in one; the backend sees where the buffers are."""
+        self._meet(group, input_tensor, output_tensor)
+        return run_reduce_scatter(group, output_tensor, input_tensor, op)
+
+
+Memory = type[GroupMemory] | type[SymmetricMemory]
+
+
+def conflicting(comms: Sequence[Comm | None], memory: Memory) -> Comm | None:
+    """The first of a group's collectives that is not of ``memory``; ``None``: there is none."""
+    return next((c for c in comms if c is not None and not isinstance(c, memory)), None)

@@ -1,0 +1,204 @@
+"""The tensor operations that transports and reductions launch on the current stream.
+
+They are few, and behind one protocol, so that the same transports, reductions and scheduler run
+on simulated tensors too (`fsdp2.testing.virtual`), where each call states what it reads and writes.
+Where torch's own function takes just these arguments, it stands there itself: a call less.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from fsdp2.core.device.buffers import FlatBuffer, TransientBuffer
+
+Tensors = tuple[torch.Tensor, ...] | list[torch.Tensor]
+"""What torch's functions of many tensors take."""
+
+
+class Kernels(Protocol):
+    """Memory and copies of one device.
+
+    Attributes:
+        fuses: whether a copy of many tensors is one kernel where their layouts allow it.
+    """
+
+    fuses: bool
+
+    def transient(self, nbytes: int, name: str) -> TransientBuffer:
+        """A buffer that comes and goes."""
+
+    def flat(self, nbytes: int, on_meta: bool) -> FlatBuffer:
+        """A persistent buffer."""
+
+    def host_flat(self, nbytes: int, on_meta: bool, pin: bool) -> FlatBuffer:
+        """A persistent buffer in CPU memory, page-locked if ``pin``."""
+
+    def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> torch.Tensor:
+        """A new tensor in CPU memory, page-locked if ``pin``."""
+
+    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy to CPU memory, where it is once the lane is behind this call."""
+
+    def bind_empty(
+        self, shape: tuple[int, ...], dtype: torch.dtype, name: str
+    ) -> Callable[[], torch.Tensor]:
+        """What makes a new tensor, freed when its last reference goes, whenever it is called."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
+        """A new tensor of zeros."""
+
+    def constant(self, numel: int, value: float, dtype: torch.dtype, name: str) -> torch.Tensor:
+        """A flat tensor of one value, which nobody writes: equal ones may be one tensor."""
+
+    def fetched(self, source: torch.Tensor) -> torch.Tensor:
+        """A tensor's copy in CPU memory, where it is once the host is behind the lane."""
+
+    def numbers(self, tensor: torch.Tensor) -> list[float]:
+        """The numbers in a flat tensor in CPU memory."""
+
+    def pieces(self, flat: torch.Tensor, sizes: Sequence[int]) -> Tensors:
+        """Consecutive flat views of ``flat``."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy, casting where dtypes differ."""
+
+    def copy_many(self, targets: Tensors, sources: Tensors, /) -> object:
+        """Copy pairwise in as few kernels as the device can."""
+
+    def copy_strided(self, targets: Tensors, sources: Tensors, /) -> object:
+        """As `copy_many` into contiguous tensors, where sources may have any strides."""
+
+    def split_copy(self, source: torch.Tensor, sizes: Sequence[int], targets: Tensors) -> None:
+        """``source``: [ranks, sum(sizes)] → ``targets[i]``: [ranks, sizes[i]].
+
+        It is one kernel only where the source's rows lie one behind the other.
+        """
+
+    def chunk_cat(self, tensors: Tensors, dim: int, chunks: int, /, *, out: torch.Tensor) -> object:
+        """Rows of each tensor in ``chunks`` equal (zero-padded) parts → ``out``: [chunks, …]."""
+
+    def divide(self, tensor: torch.Tensor, factor: float, /) -> object:
+        """Divide in place."""
+
+    def add_many(self, targets: Tensors, sources: Tensors, /) -> object:
+        """Add pairwise, in place."""
+
+
+_add_many: Callable[[Tensors, Tensors], object] = torch._foreach_add_
+_copy_many: Callable[[Tensors, Tensors], object] = torch._foreach_copy_
+
+_constants: weakref.WeakValueDictionary[
+    tuple[torch.device, int, float, torch.dtype], torch.Tensor
+] = weakref.WeakValueDictionary()
+
+
+class TorchKernels:
+    """The real ones, on a CPU."""
+
+    fuses = False
+    copy_strided = staticmethod(_copy_many)
+    copy_many = staticmethod(_copy_many)  # one fused kernel where the tensors allow it
+    add_many = staticmethod(_add_many)
+    chunk_cat = staticmethod(torch._chunk_cat)  # fused on accelerators, the cast included
+    divide = staticmethod(torch.Tensor.div_)
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def transient(self, nbytes: int, name: str) -> TransientBuffer:
+        """A buffer on the device."""
+        return TransientBuffer(nbytes, self._device, name)
+
+    def flat(self, nbytes: int, on_meta: bool) -> FlatBuffer:
+        """A persistent buffer of zeros on the device, or without memory on meta."""
+        return FlatBuffer(nbytes, torch.device("meta") if on_meta else self._device)
+
+    def host_flat(self, nbytes: int, on_meta: bool, pin: bool) -> FlatBuffer:
+        """A persistent buffer of zeros in CPU memory, or without memory on meta."""
+        return FlatBuffer(nbytes, torch.device("meta" if on_meta else "cpu"), pin)
+
+    def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> torch.Tensor:
+        """An uninitialised tensor in CPU memory."""
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pin)
+
+    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """One asynchronous copy."""
+        target.copy_(source, non_blocking=True)
+
+    def bind_empty(
+        self, shape: tuple[int, ...], dtype: torch.dtype, name: str
+    ) -> Callable[[], torch.Tensor]:
+        """Of an uninitialised tensor."""
+        # One by one: torch looks at a tuple for symbolic sizes, which takes half as long again.
+        return functools.partial(torch.empty, *shape, dtype=dtype, device=self._device)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
+        """A tensor of zeros."""
+        return torch.zeros(shape, dtype=dtype, device=self._device)
+
+    def constant(self, numel: int, value: float, dtype: torch.dtype, name: str) -> torch.Tensor:
+        """One tensor for all that ask for the same, as long as one of them has it."""
+        key = (self._device, numel, value, dtype)
+        found = _constants.get(key)
+        if found is None:
+            with torch.inference_mode(False):
+                found = torch.full((numel,), value, dtype=dtype, device=self._device)
+            _constants[key] = found
+        return found
+
+    def fetched(self, source: torch.Tensor) -> torch.Tensor:
+        """An asynchronous copy, to page-locked memory where there is a device."""
+        pin = self._device.type != "cpu"
+        target = self.host_empty(tuple(source.shape), source.dtype, pin)
+        self.to_host(target, source)
+        return target
+
+    def numbers(self, tensor: torch.Tensor) -> list[float]:
+        """As Python's own."""
+        found: list[float] = tensor.tolist()
+        return found
+
+    def pieces(self, flat: torch.Tensor, sizes: Sequence[int]) -> Tensors:
+        """One call for all views: cheaper than a narrow each."""
+        return flat.split_with_sizes(sizes)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """One kernel; from page-locked memory without blocking the host."""
+        target.copy_(source, non_blocking=True)
+
+    def split_copy(self, source: torch.Tensor, sizes: Sequence[int], targets: Tensors) -> None:
+        """One fused kernel on accelerators."""
+        torch.split_with_sizes_copy(source, sizes, dim=1, out=targets)
+
+
+class FusedKernels(TorchKernels):
+    """Those of an accelerator, where torch fuses copies of many tensors."""
+
+    fuses = True
+
+    def copy_strided(self, targets: Tensors, sources: Tensors, /) -> object:
+        """One fused kernel for what is contiguous, and one for each other.
+
+        torch copies all pairs one by one where the strides of a single pair differ
+        (ForeachBinaryOpList.cu), so that one transposed gradient would cost a kernel a parameter.
+        """
+        alike: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for target, source in zip(targets, sources, strict=True):
+            if source.is_contiguous():
+                alike[0].append(target)
+                alike[1].append(source)
+            else:
+                self.copy(target, source)
+        if alike[0]:
+            self.copy_many(*alike)
+        return None
+
+
+def kernels_for(device: torch.device) -> Kernels:
+    """Those of ``device``."""
+    return TorchKernels(device) if device.type == "cpu" else FusedKernels(device)

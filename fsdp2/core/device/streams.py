@@ -1,0 +1,228 @@
+"""Lanes of execution and the events that order them.
+
+The scheduler speaks of *lanes*; what a lane is depends on the device:
+
+    lane          accelerator                         CPU
+    COMPUTE       the user's current stream           the only one there is
+    COPY_IN       casts and packs shards              (same)
+    ALL_GATHER    runs all-gathers                    (same)
+    REDUCE        divides, reduce-scatters, casts     (same)
+    ALL_REDUCE    sums over the replicate axis        (same)
+
+Every buffer of fsdp2 is allocated on the COMPUTE lane and freed on it (invariant I2), so the
+caching allocator sees one stream and `record_stream` is never needed: a side lane waits for an
+event of COMPUTE before it touches a buffer, and COMPUTE waits for an event of that side lane
+before the buffer is freed. `fsdp2.testing.virtual` has a third implementation that checks this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import IntEnum
+from types import TracebackType
+from typing import Protocol
+
+import torch
+
+
+class Lane(IntEnum):
+    """A sequence of operations that run in order."""
+
+    COMPUTE = 0
+    COPY_IN = 1
+    ALL_GATHER = 2
+    REDUCE = 3
+    ALL_REDUCE = 4
+
+
+COMPUTE, COPY_IN, ALL_GATHER, REDUCE, ALL_REDUCE = Lane
+"""For the hot path: to ask an enum for a member costs Python 3.11 more than a call."""
+
+SIDE_LANES = (COPY_IN, ALL_GATHER, REDUCE, ALL_REDUCE)
+
+_PRIORITIES = {COPY_IN: -1, ALL_GATHER: -1, REDUCE: -1, ALL_REDUCE: 0}
+"""High where a delayed copy or collective holds up compute; nothing waits for a step's all-reduces
+before its end. The same as torch's FSDP2 (2.13, `FSDPCommContext.lazy_init`)."""
+
+
+Event = torch.Event | None
+"""``None`` where there is one lane: what was issued has run."""
+
+
+class Streams(Protocol):
+    """What the scheduler needs of a device's streams."""
+
+    asynchronous: bool
+    """Whether lanes run apart from the host, so that a collective must be ordered by events."""
+
+    captures: Callable[[], bool] | None
+    """Whether the current stream records a CUDA graph; ``None`` where none can be recorded."""
+
+    def make_event(self) -> Event:
+        """Return an event for the caller to `record` again and again; ``None`` where none is."""
+
+    def record(self, lane: Lane, label: str, event: Event = None) -> Event:
+        """Return an event behind everything issued on ``lane`` so far; ``label`` names it.
+
+        Args:
+            lane: the lane.
+            label: what has happened then.
+            event: what to record, of `make_event`; by default an event that is soon used again,
+                for who waits for it at once.
+        """
+
+    def wait(self, lane: Lane, event: Event, label: str) -> None:
+        """Make ``lane`` wait for ``event``; ``label`` names the order that this makes."""
+
+    def synchronize(self, event: Event, label: str) -> None:
+        """Block the host until ``event`` has happened; ``label`` names the order made."""
+
+    def on(self, lane: Lane) -> AbstractContextManager[object]:
+        """Issue what is inside the ``with`` on ``lane``."""
+
+
+class _Stay:
+    """A context that changes nothing; one shared object costs less than a nullcontext each."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+
+class InlineStreams:
+    """One lane for all: the CPU, on which an operation has run when its call returns."""
+
+    asynchronous = False
+    captures: Callable[[], bool] | None = None
+    _stay = _Stay()
+
+    def make_event(self) -> None:
+        """There are no events."""
+
+    def record(self, lane: Lane, label: str, event: Event = None) -> None:
+        """Nothing to record: what was issued has run."""
+
+    def wait(self, lane: Lane, event: Event, label: str) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self, event: Event, label: str) -> None:
+        """Nothing to wait for."""
+
+    def on(self, lane: Lane) -> AbstractContextManager[object]:
+        """Stay on the only lane."""
+        return self._stay
+
+
+class _OnStream:
+    """Makes a stream current inside a ``with``; not nested with itself."""
+
+    __slots__ = ("_index", "_outer", "_stream")
+
+    def __init__(self, stream: torch.Stream, index: int) -> None:
+        self._stream = stream
+        self._index = index
+        self._outer: torch.Stream | None = None
+
+    def __enter__(self) -> None:
+        self._outer = torch.accelerator.current_stream(self._index)
+        torch.accelerator.set_stream(self._stream)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._outer is not None
+        torch.accelerator.set_stream(self._outer)
+        self._outer = None
+
+
+class DeviceStreams:
+    """Streams and events of an accelerator.
+
+    Events come from a small ring per lane, unless the caller brings one. An event of a ring that is
+    recorded again before somebody waited for its first record only makes that wait stricter: later
+    on the same stream is behind earlier. COMPUTE's events are waited for right after they are
+    recorded. A gather's are not, where many units are gathered ahead: each group has one.
+    """
+
+    asynchronous = True
+    RING = 16
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = device.index if device.index is not None else 0
+        on_cuda = device.type == "cuda"
+        self.captures = torch.cuda.is_current_stream_capturing if on_cuda else None
+        self._device = device
+        self._streams = {
+            lane: torch.Stream(device, priority=_PRIORITIES[lane]) for lane in SIDE_LANES
+        }
+        self._contexts = {
+            lane: _OnStream(stream, self._index) for lane, stream in self._streams.items()
+        }
+        self._rings = {lane: [torch.Event(device) for _ in range(self.RING)] for lane in Lane}
+        self._next = dict.fromkeys(Lane, 0)
+
+    def make_event(self) -> torch.Event:
+        """Make one."""
+        return torch.Event(self._device)
+
+    def record(self, lane: Lane, label: str, event: Event = None) -> torch.Event:
+        """Record ``event``, or the lane's next one."""
+        if event is None:
+            position = self._next[lane]
+            self._next[lane] = (position + 1) % self.RING
+            event = self._rings[lane][position]
+        event.record(self._stream(lane))
+        return event
+
+    def wait(self, lane: Lane, event: Event, label: str) -> None:
+        """Queue a wait on the lane's stream; the host does not block."""
+        if event is not None:
+            event.wait(self._stream(lane))
+
+    def synchronize(self, event: Event, label: str) -> None:
+        """Block the host."""
+        if event is not None:
+            event.synchronize()
+
+    def on(self, lane: Lane) -> AbstractContextManager[object]:
+        """Make the lane's stream current."""
+        return self._contexts[lane]
+
+    def _stream(self, lane: Lane) -> torch.Stream:
+        if lane is COMPUTE:
+            return torch.accelerator.current_stream(self._index)
+        return self._streams[lane]
+
+
+@dataclass(frozen=True)
+class OnStream:
+    """A function of a tensor that runs on a stream of the user's, in the order of the current one.
+
+    What the current stream did before is done when the function's kernels run, and they are done
+    before what the current stream does next; the host does not block.
+
+    Attributes:
+        function: the user's.
+        stream: where it runs.
+    """
+
+    function: Callable[[torch.Tensor], None]
+    stream: torch.Stream
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        """Run it, ordered both ways."""
+        current = torch.accelerator.current_stream(self.stream.device_index)
+        self.stream.wait_stream(current)
+        torch.accelerator.set_stream(self.stream)
+        try:
+            self.function(tensor)
+        finally:
+            torch.accelerator.set_stream(current)
+        current.wait_stream(self.stream)

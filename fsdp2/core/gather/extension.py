@@ -1,0 +1,491 @@
+"""Parameters whose tensor subclass says itself what travels, and what becomes of it.
+
+    shard ── fsdp_pre_all_gather ──> inputs ── copy ──> own row of [ranks, n bytes]
+          ══ one all-gather of bytes ══> rows ── copy ──> outputs
+          ── fsdp_post_all_gather ──> the gathered parameter
+
+    own row   [ a: int8 … | pad | a: float32 … | pad | b: bfloat16 … | pad ]     16 bytes aligned
+    outputs   [ranks * rows, …] of every input, each in a storage of its own
+
+The subclass's methods, as torch's FSDP2 calls them:
+
+    fsdp_pre_all_gather(mesh)                                          either signature
+    fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+        -> (inputs, metadata)
+    fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None)
+        -> (gathered tensor, tensors whose memory comes and goes with it)     the first time
+        -> None; fills ``out``, the gathered parameter                        later
+    fsdp_should_release_all_gather_outputs_after_post_all_gather() -> bool    optional
+
+What each rank's first call gives is compared over the ranks, once: shapes or dtypes that differ
+raise on all of them, where a collective would hang or mix up bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, ShardingStateError
+from fsdp2.core.device.buffers import TransientBuffer, contiguous_strides
+from fsdp2.core.device.collectives import AllGather, Collectives, Work, checked_buffer
+from fsdp2.core.device.kernels import Kernels
+from fsdp2.core.gather.transport import GatherTransport
+from fsdp2.core.layout.layout import (
+    COLLECTIVE_ALIGN_BYTES,
+    Cut,
+    GroupLayout,
+    Segment,
+    Slot,
+    Transport,
+)
+from fsdp2.core.params.param import POST_HOOK, PRE_HOOK, ShardedParam, compute_dtype
+
+RELEASE_HOOK = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+
+_FAILED = 0
+"""What a rank says of a parameter whose hook raised; digests are odd."""
+
+
+class Input(NamedTuple):
+    """One input of the all-gather: the same on all ranks."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Elements on one rank."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on one rank."""
+        return self.numel * self.dtype.itemsize
+
+
+def check_hooks(name: str, local: torch.Tensor, cut: Cut, even: bool) -> None:
+    """Raise, naming the parameter, if its subclass cannot be gathered through its hooks.
+
+    One that wraps other tensors must have them: gathered as it is, it would become one plain
+    tensor. On the meta device it may get them later.
+
+    Args:
+        name: the parameter's full name.
+        local: its local tensor, before or after sharding.
+        cut: how it is sharded.
+        even: whether all ranks hold equally much of it.
+    """
+    kind = type(local).__name__
+    has = [hasattr(local, hook) for hook in (PRE_HOOK, POST_HOOK)]
+    needs = hasattr(local, RELEASE_HOOK) or (
+        is_traceable_wrapper_subclass(local) and not local.is_meta
+    )
+    if has[0] != has[1] or (needs and not has[0]):
+        missing = PRE_HOOK if not has[0] else POST_HOOK
+        raise ValueError(
+            f"parameter '{name}' is a {kind}, which has no {missing}; all-gather extensions need "
+            f"both {PRE_HOOK} and {POST_HOOK}"
+        )
+    if not has[0]:
+        return
+    signature = inspect.signature(getattr(local, PRE_HOOK))
+    if len(signature.parameters) not in (1, 5):
+        raise ValueError(
+            f"parameter '{name}' is a {kind}, whose {PRE_HOOK}{signature} takes "
+            f"{len(signature.parameters)} arguments; it must take (mesh) or (mesh, outer_size, "
+            f"outer_stride, module, mp_policy)"
+        )
+    if cut.bands > 1:
+        raise ValueError(
+            f"parameter '{name}' has all-gather hooks, which know one shard dim, but is sharded on "
+            f"{cut}; let shard_placement_fn return one Shard for it"
+        )
+    if cut.dim != 0 and not even:
+        raise ValueError(
+            f"parameter '{name}' has all-gather hooks and is sharded on dim {cut.dim}, which its "
+            f"ranks do not divide; shard it on dim 0, or make that dim even"
+        )
+
+
+@dataclass(frozen=True)
+class ExtensionContext:
+    """What the transport needs besides buffers.
+
+    Attributes:
+        options: dtypes, and the policy that is passed to the hooks.
+        device: where hooks run.
+        offload: where shards are in CPU memory and are copied to the device first.
+        made: called when a gathered parameter has been made.
+    """
+
+    options: GroupOptions
+    device: torch.device
+    offload: CPUOffloadPolicy | None
+    made: weakref.WeakMethod[Callable[[ShardedParam], None]]  # its object owns this transport
+
+
+class ExtendedParam:
+    """One parameter, its hooks, and the tensors that they make.
+
+    Attributes:
+        param: the parameter.
+        inputs: what travels, once its first pre hook has run.
+        targets: where each rank's piece of each output belongs: [ranks, *shape of the input].
+    """
+
+    def __init__(self, param: ShardedParam, slot: Slot, context: ExtensionContext) -> None:
+        self.param = param
+        self.inputs: tuple[Input, ...] | None = None
+        self._slot = slot
+        self._context = context
+        check_hooks(param.name, param.local, slot.cut, slot.even)
+        release = getattr(param.local, RELEASE_HOOK, None)
+        self._releases = False if release is None else self._checked_release(release())
+        self._takes_all = len(inspect.signature(getattr(param.local, PRE_HOOK)).parameters) == 5
+        self._mesh: DeviceMesh = param.axes.shard_mesh
+        self._buffers: list[TransientBuffer] = []
+        self._outputs: list[torch.Tensor] = []
+        self.targets: list[torch.Tensor] = []
+        self._gathered: torch.nn.Parameter | None = None
+        self._guarded: tuple[torch.Tensor, ...] = ()  # versions are kept while it is filled
+        self._storages: list[tuple[torch.UntypedStorage, int]] = []
+        self._metadata: Any = None
+
+    # ---- before the all-gather
+
+    def pre(self) -> list[torch.Tensor]:
+        """Run the pre hook on this rank's rows, as they are now."""
+        param, context = self.param, self._context
+        local: Any = param.local
+        if context.offload is not None:
+            local = local.to(context.device, non_blocking=True)
+        arguments: tuple[Any, ...] = (self._mesh,)
+        if self._takes_all:
+            strides = contiguous_strides(param.shape)
+            module, _ = next(iter(param.entries))
+            arguments += (torch.Size(param.shape), strides, module, context.options.precision)
+        result = getattr(local, PRE_HOOK)(*arguments)
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            raise self._wrong(PRE_HOOK, f"(inputs, metadata), not {type(result).__name__}")
+        inputs, self._metadata = list(result[0]), result[1]
+        if self.inputs is not None and self._described(inputs) != self.inputs:
+            raise ShardingStateError(
+                f"{PRE_HOOK} of parameter '{param.name}' returned {_text(self._described(inputs))}"
+                f" after {_text(self.inputs)} before; it must always return the same shapes and "
+                f"dtypes"
+            )
+        return inputs
+
+    def learn(self, inputs: list[torch.Tensor], kernels: Kernels, ranks: int) -> None:
+        """Make the outputs for inputs like these."""
+        found = self._described(inputs)
+        if self._slot.dim != 0 and any(i.shape != self._slot.local_shape(0) for i in found):
+            raise self._wrong(
+                PRE_HOOK,
+                f"inputs of the shard's shape {self._slot.local_shape(0)} where it is sharded on "
+                f"dim {self._slot.dim}, not {_text(found)}",
+            )
+        for index, (shape, dtype) in enumerate(found):
+            name = f"{self.param.name}, all-gather output {index}"
+            buffer = kernels.transient(ranks * found[index].nbytes, name)
+            whole = (ranks * shape[0], *shape[1:]) if shape else (ranks,)
+            self._outputs.append(buffer.view(dtype, 0, whole))
+            # Not the tensor that the hook gets: writes must not bump its version (I4).
+            self.targets.append(buffer.view(dtype, 0, (ranks, *shape), self._strides(shape)))
+            buffer.release()
+            self._buffers.append(buffer)
+        self.inputs = found
+
+    def _strides(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the ranks' pieces in an output: one behind the other on the sharded dim."""
+        slot = self._slot
+        if slot.dim == 0:
+            return (torch.Size(shape).numel(), *contiguous_strides(shape))
+        return (slot.chunk * slot.inner, *contiguous_strides(slot.shape))
+
+    def _described(self, inputs: list[torch.Tensor]) -> tuple[Input, ...]:
+        for tensor in inputs:
+            if not hasattr(tensor, "dtype"):
+                raise self._wrong(PRE_HOOK, f"tensors, not a {type(tensor).__name__}")
+        return tuple(Input(tuple(tensor.shape), tensor.dtype) for tensor in inputs)
+
+    # ---- after it
+
+    def acquire(self) -> None:
+        """Allocate the outputs."""
+        for buffer in self._buffers:
+            buffer.acquire()
+
+    def post(self) -> None:
+        """Run the post hook: make the gathered parameter, or fill it again."""
+        hook = getattr(self.param.local, POST_HOOK)
+        dtype = compute_dtype(self._context.options, self.param)
+        metadata, self._metadata = self._metadata, None
+        outputs = tuple(self._outputs)
+        if self._gathered is None:
+            self._make(hook(outputs, metadata, dtype))
+        else:
+            for storage, nbytes in self._storages:
+                if storage.size() != nbytes:
+                    storage.resize_(nbytes)
+            with _unsafe_preserve_version_counter(self._guarded):
+                hook(outputs, metadata, dtype, out=self._gathered)
+        if self._releases:
+            self._release_outputs()
+
+    def _make(self, result: object) -> None:
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            raise self._wrong(
+                POST_HOOK,
+                f"(gathered tensor, inner tensors) the first time, not {type(result).__name__}",
+            )
+        gathered, inner = result
+        self.param.materialize(self._cut(gathered))
+        made = self._gathered = self.param.unsharded
+        assert made is not None
+        inner = list(inner)
+        known = {output.untyped_storage()._cdata for output in self._outputs}
+        for tensor in inner:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known:
+                known.add(storage._cdata)
+                self._storages.append((storage, storage.size()))
+        local = made._local_tensor if isinstance(made, DTensor) else made
+        self._guarded = (made, local, *self._outputs, *inner)
+        notify = self._context.made()
+        assert notify is not None
+        notify(self.param)
+
+    def _cut(self, gathered: torch.Tensor) -> torch.Tensor:
+        """The parameter's shape and strides, over a tensor that may have padding behind it."""
+        shape = self.param.shape
+        strides = contiguous_strides(shape)
+        if tuple(gathered.shape) == shape and gathered.stride() == strides:
+            return gathered
+        if gathered.numel() < torch.Size(shape).numel():
+            raise self._wrong(
+                POST_HOOK, f"a tensor of shape {shape}, not one of {tuple(gathered.shape)}"
+            )
+        cut: torch.Tensor = torch.as_strided(gathered, shape, strides, gathered.storage_offset())
+        return cut
+
+    def free(self) -> None:
+        """Give back the memory of the gathered parameter."""
+        self._release_outputs()
+        for storage, _ in self._storages:
+            storage.resize_(0)
+
+    def _release_outputs(self) -> None:
+        for buffer in self._buffers:
+            if buffer.allocated:
+                buffer.release()
+
+    # ---- errors
+
+    def _checked_release(self, answer: object) -> bool:
+        if not isinstance(answer, bool):
+            raise self._wrong(RELEASE_HOOK, f"a bool, not {answer!r}")
+        return answer
+
+    def _wrong(self, hook: str, wanted: str) -> TypeError:
+        return TypeError(f"{hook} of parameter '{self.param.name}' must return {wanted}")
+
+
+class ExtensionTransport(GatherTransport):
+    """All extended parameters of a group, in one collective; the first gather makes them.
+
+    Args:
+        segment: their slots.
+        params: the group's parameters.
+        collectives: of the shard axis.
+        kernels: memory and copies.
+        context: what the hooks need.
+
+    Attributes:
+        comm: the user's all-gather, if there is one.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        params: Sequence[ShardedParam],
+        collectives: Collectives,
+        kernels: Kernels,
+        context: ExtensionContext,
+    ) -> None:
+        self.kernels = kernels
+        self.collectives = collectives
+        self.casts = True
+        self.communicates = collectives.size > 1
+        self.comm: AllGather | None = None
+        self._context = context
+        self._members = [ExtendedParam(params[s.index], s, context) for s in segment.slots]
+        self._learned = False
+        self._starts: list[int] = []
+        self._width = 0
+        self._inputs: list[torch.Tensor] | None = None
+        self._packed: torch.Tensor | None = None
+        self._own: torch.Tensor | None = None
+
+    def acquire(self) -> None:
+        if not self._learned:
+            with torch.inference_mode(False), torch.no_grad():
+                self._learn()
+        numel = self.collectives.size * self._width
+        if self.comm is None:
+            self._packed = self.kernels.bind_empty((numel,), torch.uint8, "all-gather output")()
+        else:
+            self._packed = checked_buffer(self.comm, numel, torch.uint8, self._context.device)
+
+    def copy_in(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            if self._inputs is None:
+                self._inputs = self._pre()
+            assert self._packed is not None
+            self._own = self._packed.narrow(0, self.collectives.rank * self._width, self._width)
+            rows = self._pieces(self._own.view(1, self._width))
+            targets = [row.view(i.shape) for row, i in zip(rows, self._described, strict=True)]
+            self.kernels.copy_many(targets, self._inputs)
+
+    def gather(self) -> Work | None:
+        assert self._packed is not None
+        assert self._own is not None
+        if self.comm is None:
+            return self.collectives.all_gather(self._packed, self._own)
+        return self.collectives.custom_all_gather(self.comm, self._packed, self._own)
+
+    def copy_out(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            ranks = self.collectives.size
+            if self._packed is not None and self.communicates:
+                pieces = self._pieces(self._packed.view(ranks, self._width))
+            else:
+                if not self._learned:
+                    self._learn()
+                pieces = self._inputs if self._inputs is not None else self._pre()
+            targets: list[torch.Tensor] = []
+            for member in self._members:
+                member.acquire()
+                targets += member.targets
+            sources = [p.view(t.shape) for p, t in zip(pieces, targets, strict=True)]
+            self.kernels.copy_many(targets, sources)
+            for member in self._members:
+                member.post()
+
+    def release(self) -> None:
+        """Drop what travelled: the copy-in lane's work on it is over."""
+        self._packed = self._own = self._inputs = None
+
+    def free(self) -> None:
+        """Free the gathered parameters."""
+        for member in self._members:
+            member.free()
+
+    def _pre(self) -> list[torch.Tensor]:
+        return [tensor for member in self._members for tensor in member.pre()]
+
+    @property
+    def _described(self) -> list[Input]:
+        return [i for member in self._members for i in member.inputs or ()]
+
+    def _pieces(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """The inputs' places in packed rows: [ranks, numel] of each input's dtype."""
+        return [
+            rows.narrow(1, start, described.nbytes).view(described.dtype)
+            for start, described in zip(self._starts, self._described, strict=True)
+        ]
+
+    def _learn(self) -> None:
+        """Run the pre hooks for the first time, and lay out what they return.
+
+        On COMPUTE: memory is allocated. The inputs are those of the gather that follows.
+        """
+        inputs: list[list[torch.Tensor]] = []
+        failure: Exception | None = None
+        try:
+            for member in self._members:
+                found = member.pre()
+                member.learn(found, self.kernels, self.collectives.size)
+                inputs.append(found)
+        except Exception as error:
+            failure = error
+        try:
+            if self.communicates:
+                self._compare(len(inputs), failure)
+            elif failure is not None:
+                raise failure
+        except BaseException:
+            self._members = [ExtendedParam(m.param, m._slot, self._context) for m in self._members]
+            raise
+        width = 0
+        for described in self._described:
+            self._starts.append(width)
+            width += -(-described.nbytes // COLLECTIVE_ALIGN_BYTES) * COLLECTIVE_ALIGN_BYTES
+        self._width, self._learned = width, True
+        self._inputs = [tensor for found in inputs for tensor in found]
+
+    def _compare(self, known: int, failure: Exception | None) -> None:
+        """Raise on all ranks where one of them failed or its inputs differ (invariant I1)."""
+        digests = [
+            _digest(member.inputs or ()) if index < known else _FAILED
+            for index, member in enumerate(self._members)
+        ]
+        everyones = self.collectives.exchange(digests)
+        if failure is not None:
+            raise failure
+        for index, member in enumerate(self._members):
+            name = member.param.name
+            column = [numbers[index] for numbers in everyones]
+            failed = [rank for rank, digest in enumerate(column) if digest == _FAILED]
+            if failed:
+                raise ShardingStateError(
+                    f"{PRE_HOOK} of parameter '{name}' failed on ranks {failed} of its shard axis; "
+                    f"see what they raised"
+                )
+            others = [r for r, digest in enumerate(column) if digest != digests[index]]
+            if others:
+                slot = member._slot
+                raise ValueError(
+                    f"{PRE_HOOK} of parameter '{name}' of shape {slot.shape} returned "
+                    f"{_text(member.inputs or ())} on this rank, but others on ranks {others} of "
+                    f"its shard axis; all ranks must return the same shapes and dtypes, so pad "
+                    f"shards with fewer than {slot.chunk} rows to {slot.local_shape(0)}"
+                )
+
+
+def _digest(inputs: tuple[Input, ...]) -> int:
+    found = hashlib.sha256(repr(inputs).encode()).digest()
+    return int.from_bytes(found[:7], "little") | 1
+
+
+def _text(inputs: tuple[Input, ...]) -> str:
+    return ", ".join(f"{i.shape} {i.dtype}" for i in inputs) or "nothing"
+
+
+def make_extension(
+    layout: GroupLayout,
+    params: Sequence[ShardedParam],
+    collectives: Collectives,
+    kernels: Kernels,
+    context: ExtensionContext,
+) -> ExtensionTransport | None:
+    """The transport of the parameters with all-gather hooks; ``None`` where there are none.
+
+    It makes them in its first gather and owns their memory, so it outlives changes of how to
+    gather.
+    """
+    for segment in layout.segments:
+        if segment.transport is Transport.EXTENSION:
+            return ExtensionTransport(segment, params, collectives, kernels, context)
+    return None

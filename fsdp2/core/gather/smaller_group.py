@@ -1,0 +1,153 @@
+"""Rows of a smaller group, kept between forward and backward (`reshard_after_forward` an int).
+
+With 4 ranks and smaller groups of 2, a parameter of 8 rows:
+
+    rank               0      1      2      3
+    sharded            0-1    2-3    4-5    6-7
+    between            0-3    4-7    0-3    4-7      gathered in backward by {0, 1} and by {2, 3}
+
+After forward each rank copies its rows out of the gathered buffer into a buffer of its own, in the
+compute dtype, and the gathered buffer is freed. Backward gathers from there, over few ranks that
+are near each other, straight into the same slots. The gathered form of the smaller group fits into
+the slots of the larger one: its padding is never longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp2.core.config import ShardingStateError
+from fsdp2.core.device.buffers import TransientBuffer
+from fsdp2.core.device.collectives import AllGather, Collectives
+from fsdp2.core.device.kernels import Kernels
+from fsdp2.core.gather.transport import Route, make_transports
+from fsdp2.core.layout.layout import (
+    COLLECTIVE_ALIGN_BYTES,
+    Cut,
+    GroupLayout,
+    Segment,
+    Slot,
+    Transport,
+)
+from fsdp2.core.params.param import ShardedParam, Swap
+
+
+@dataclass(frozen=True)
+class SmallerGroup:
+    """The ranks that backward gathers from.
+
+    Attributes:
+        collectives: over them.
+        mesh: (replicate, shard): all data-parallel ranks, by smaller groups.
+    """
+
+    collectives: Collectives
+    mesh: DeviceMesh
+
+
+def smaller_segment(
+    segment: Segment, world_size: int, coalesces: bool, shard_byte_offset: int
+) -> Segment:
+    """The segment as a smaller group holds it: other pieces, the same gathered slots."""
+    itemsize = segment.full_dtype.itemsize
+    slots: list[Slot] = []
+    offset = 0
+    cut = [replace(slot, cut=Cut(slot.dim), world_size=world_size) for slot in segment.slots]
+    for slot in sorted(cut, key=lambda slot: not slot.in_order):  # as in a packed segment
+        smaller = replace(slot, shard_offset=offset)
+        slots.append(smaller)
+        offset += smaller.shard_numel
+    aligned = all(s.in_order and s.shard_numel and s.aligned(itemsize) for s in slots)
+    multiple = max(COLLECTIVE_ALIGN_BYTES // itemsize, 1)
+    return replace(
+        segment,
+        transport=Transport.COALESCED if coalesces and aligned else Transport.PACKED,
+        shard_dtype=segment.full_dtype,
+        slots=tuple(slots),
+        shard_numel=-(-offset // multiple) * multiple,
+        shard_byte_offset=shard_byte_offset,
+    )
+
+
+class SmallerRows:
+    """The smaller group's rows of one parameter group.
+
+    Args:
+        group: the ranks.
+        layout: the parameter group's layout.
+        full: its gathered buffer, allocated.
+        params: its parameters.
+        kernels: memory and copies.
+        comm: the user's all-gather, if there is one.
+        device: where its buffers are.
+
+    Attributes:
+        route: transports of backward's gather.
+        swaps: the stores that register the parameters of this form.
+    """
+
+    def __init__(
+        self,
+        group: SmallerGroup,
+        layout: GroupLayout,
+        full: TransientBuffer,
+        params: Sequence[ShardedParam],
+        kernels: Kernels,
+        comm: AllGather | None,
+        device: torch.device,
+    ) -> None:
+        self._group = group
+        self._kernels = kernels
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        self.swaps: list[Swap] = []
+        segments: list[Segment] = []
+        nbytes = 0
+        for segment in layout.segments:
+            if segment.transport is Transport.EXTENSION:
+                raise ShardingStateError(
+                    f"parameter '{params[segment.slots[0].index].name}' has all-gather hooks, "
+                    f"which cannot be used with reshard_after_forward=<int>; call "
+                    f"set_reshard_after_forward(True)"
+                )
+            smaller = smaller_segment(
+                segment, group.collectives.size, group.collectives.coalesces, nbytes
+            )
+            segments.append(smaller)
+            nbytes += smaller.shard_numel * smaller.full_dtype.itemsize
+            nbytes = -(-nbytes // COLLECTIVE_ALIGN_BYTES) * COLLECTIVE_ALIGN_BYTES
+        self._rows = kernels.transient(nbytes, "rows of the smaller group")
+        transports = make_transports(
+            segments, self._rows, full, group.collectives, kernels, comm, device
+        )
+        gathered = {slot.index: tensor for t in transports for slot, tensor in t.parameters()}
+        for smaller in segments:
+            for slot in smaller.slots:
+                self._add(params[slot.index], slot, smaller, gathered[slot.index])
+        self.route = Route(transports)
+        self._rows.release()
+
+    def _add(
+        self, param: ShardedParam, slot: Slot, segment: Segment, gathered: torch.Tensor
+    ) -> None:
+        rank = self._group.collectives.rank
+        dtype = segment.full_dtype
+        start = segment.shard_byte_offset + slot.shard_offset * dtype.itemsize
+        rows = self._rows.view(dtype, start, slot.local_shape(rank))
+        self._targets.append(rows)
+        self._sources.append(slot.part(gathered, rank))
+        self.swaps += param.swaps(param.between(rows, self._group.mesh))
+
+    def keep(self) -> None:
+        """Copy this rank's rows out of the gathered buffer."""
+        self._rows.acquire()
+        self._kernels.copy_many(self._targets, self._sources)
+
+    def release(self) -> None:
+        """Free them, where they are there."""
+        if self._rows.allocated:
+            self._rows.release()

@@ -1,0 +1,544 @@
+"""How a segment's shards become gathered parameters.
+
+    Coalesced   shard ─(cast)─> own piece of its slot ══ one launch, an all-gather each ══> slots
+                no copy afterwards; none before where shard and compute dtype agree
+    Packed      shard ─(cast)─> own row of [ranks, n] ══ one all-gather ══> rows ── copy ──> slots
+                beside coalesced ones of the same dtype it goes along in their launch
+    Custom      as packed, all segments in one collective of the user's
+    Local       shard is the parameter; or ── cast ──> slots
+
+Parameters of tensor subclasses with all-gather hooks have a transport of their own, in
+`fsdp2.core.gather.extension`.
+
+A transport is bound to buffers once; a gather then only makes the calls below, in this order, on
+the lanes that the group chooses:
+
+    acquire   allocate what the collective needs          COMPUTE
+    copy_in   cast                                        COPY_IN
+    gather    the collective                              ALL_GATHER
+    copy_out  put pieces in place                         COMPUTE
+    release   free what only the collective needed        COMPUTE
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Protocol
+
+import torch
+
+from fsdp2.core.device.buffers import Buffer, FlatBuffer, TransientBuffer
+from fsdp2.core.device.collectives import (
+    AllGather,
+    Collectives,
+    Launch,
+    Work,
+    checked_buffer,
+    collectives_of,
+)
+from fsdp2.core.device.kernels import Kernels
+from fsdp2.core.layout.layout import Segment, Slot, Transport
+
+
+class GatherTransport:
+    """What a gather asks of whatever brings parameters from shards into place.
+
+    Attributes:
+        carried: whether another transport's launch takes its collective along.
+        casts: whether copy_in does anything.
+        early: whether the gathered buffer must be there before the collective.
+        communicates: whether there is a collective.
+        stages: whether acquire, copy_out or release do anything.
+        aliases: whether gathered parameters are views of the shard.
+        gather: runs the collective; returns what must be waited for, or ``None``.
+    """
+
+    carried = False
+    casts = False
+    early = False
+    communicates = True
+    stages = True
+    aliases = False
+    gather: Launch
+
+    def parameters(self) -> list[tuple[Slot, torch.Tensor]]:
+        """Every slot and the tensor of its gathered parameter, as far as they are there."""
+        return []
+
+    def acquire(self) -> None:
+        """Allocate what only the collective needs."""
+
+    def copy_in(self) -> None:
+        """Cast the shards."""
+
+    def copy_out(self) -> None:
+        """Put the pieces in place."""
+
+    def release(self) -> None:
+        """Free what ``acquire`` allocated."""
+
+
+class SegmentTransport(GatherTransport):
+    """What the transports of segments share: views of the group's two buffers."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        shard: Buffer,
+        full: TransientBuffer,
+        collectives: Collectives,
+        kernels: Kernels,
+    ) -> None:
+        dtype = segment.full_dtype
+        self.segment = segment
+        self.collectives = collectives_of(dtype, collectives)
+        self.kernels = kernels
+        self._shard = shard
+        self._full = full
+        self._itemsize = dtype.itemsize
+        self.casts = segment.shard_dtype != segment.full_dtype
+        self._wire = segment.full_dtype  # what copies and collectives see
+
+    def gathered(self, slot: Slot) -> torch.Tensor:
+        """The tensor of the gathered parameter: its global shape, over the gathered buffer."""
+        start = self.segment.full_byte_offset + slot.full_offset * self._itemsize
+        return self._full.view(self.segment.full_dtype, start, slot.shape)
+
+    def parameters(self) -> list[tuple[Slot, torch.Tensor]]:
+        """Every slot and the tensor of its gathered parameter."""
+        return [(slot, self.gathered(slot)) for slot in self.segment.slots]
+
+    def _shard_flat(self) -> torch.Tensor:
+        segment = self.segment
+        return self._shard.view(
+            segment.shard_dtype, segment.shard_byte_offset, (segment.shard_numel,)
+        )
+
+    def _slot_view(
+        self,
+        slot: Slot,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None = None,
+        offset: int = 0,
+    ) -> torch.Tensor:
+        start = self.segment.full_byte_offset + (slot.full_offset + offset) * self._itemsize
+        return self._full.view(self._wire, start, shape, strides)
+
+    def _block(self, slot: Slot, ranks: int, first: int, length: int) -> torch.Tensor:
+        """Where ``length`` indices of the sharded dim, from ``ranks`` ranks of a band, belong."""
+        inner = slot.inner
+        piece, row = slot.chunk * inner, slot.shape[slot.dim] * inner
+        shape = (slot.cut.bands, ranks, slot.outer, length, inner)
+        strides = (slot.outer * row, piece, row, inner, 1)
+        return self._slot_view(slot, shape, strides, first * piece)
+
+
+WASTED_AT_MOST = 16
+"""One of so many bytes of the gathered segment may be copied for nothing, to copy in one kernel."""
+
+
+class CoalescedTransport(SegmentTransport):
+    """Every parameter is gathered straight into its slot; what is cast, from its place there."""
+
+    early = True
+    stages = False
+
+    def __init__(
+        self,
+        segment: Segment,
+        shard: Buffer,
+        full: TransientBuffer,
+        collectives: Collectives,
+        kernels: Kernels,
+    ) -> None:
+        super().__init__(segment, shard, full, collectives, kernels)
+        slots = segment.slots
+        sizes = [slot.shard_numel for slot in slots]
+        if segment.tail:
+            sizes.append(segment.tail)
+        self._shards = list(kernels.pieces(self._shard_flat(), sizes))[: len(slots)]
+        self._outputs = [self._slot_view(slot, (slot.full_numel,)) for slot in slots]
+        self._inputs = [self._own_piece(slot) for slot in slots] if self.casts else self._shards
+        self.gather = self.collectives.bind_all_gather(self._outputs, self._inputs)
+
+    def carry(self, packed: PackedTransport) -> None:
+        """Take the collective of ``packed``, of the same dtype, along in one launch."""
+        outputs, inputs = [*self._outputs, packed.output], [*self._inputs, packed.input]
+        self.gather = self.collectives.bind_all_gather(outputs, inputs)
+        packed.carried = True
+
+    def copy_in(self) -> None:
+        self.kernels.copy_many(self._inputs, self._shards)
+
+    def _own_piece(self, slot: Slot) -> torch.Tensor:
+        return self._slot_view(
+            slot, (slot.shard_numel,), offset=self.collectives.rank * slot.shard_numel
+        )
+
+
+class PackedTransport(SegmentTransport):
+    """All shards travel together, rank-major; a copy puts them into their slots.
+
+    The collective's output is [ranks, n]; this rank's input is its own row of it where the shard
+    is cast, else the flat shard itself.
+
+    Attributes:
+        output: what the collective writes.
+        input: what it reads.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        shard: Buffer,
+        full: TransientBuffer,
+        collectives: Collectives,
+        kernels: Kernels,
+    ) -> None:
+        super().__init__(segment, shard, full, collectives, kernels)
+        ranks, width = collectives.size, segment.shard_numel
+        self.communicates = width > 0  # a segment of empty parameters has nothing to say
+        if not (self.casts or collectives.coalesces) and self._itemsize == 1:
+            self._wire = torch.uint8  # gloo knows no 8-bit floats
+        self._flat = shard.view(
+            segment.shard_dtype if self.casts else self._wire,
+            segment.shard_byte_offset,
+            (segment.shard_numel,),
+        )
+        rows = [slot for slot in segment.slots if slot.in_order and slot.shard_numel]
+        self._sizes = [slot.shard_numel for slot in rows]
+        columns, rest = sum(self._sizes), width - sum(self._sizes)
+        # One kernel splits whole rows only. Where little else is in them, it goes to waste.
+        wasted = rest if kernels.fuses and 0 < rest * WASTED_AT_MOST <= columns else 0
+        nbytes = ranks * (width + wasted) * self._itemsize
+        self._packed = kernels.transient(nbytes, "all-gather output")
+        self.output = self._packed.view(self._wire, 0, (ranks * width,))
+        if self.casts:
+            start = collectives.rank * width * self._itemsize
+            self.input = self._packed.view(segment.full_dtype, start, (width,))
+        else:
+            self.input = self._flat
+        self._rows = [self._slot_view(slot, (ranks, slot.shard_numel)) for slot in rows]
+        if wasted:
+            end = ranks * width * self._itemsize
+            self._rows.append(self._packed.view(self._wire, end, (ranks, wasted)))
+            self._sizes.append(wasted)
+        shape = (ranks, columns + wasted)
+        self._columns = self._packed.view(self._wire, 0, shape, (width, 1))
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        for slot in segment.slots:
+            if not slot.in_order:
+                self._add_moves(slot)
+        self._packed.release()
+
+    def acquire(self) -> None:
+        self._packed.acquire()
+
+    def copy_in(self) -> None:
+        self.kernels.copy(self.input, self._flat)
+
+    def gather(self) -> Work | None:
+        return self.collectives.all_gather(self.output, self.input)
+
+    def copy_out(self) -> None:
+        if self._sizes:
+            self.kernels.split_copy(self._columns, self._sizes, self._rows)
+        if self._targets:
+            self.kernels.copy_many(self._targets, self._sources)
+
+    def release(self) -> None:
+        self._packed.release()
+
+    def _add_moves(self, slot: Slot) -> None:
+        """Two strided copies at most: the ranks with a whole piece, and the one with a part."""
+        for ranks, first, length in slot.blocks():
+            self._targets.append(self._block(slot, ranks, first, length))
+            width = self.segment.shard_numel
+            start = (first * width + slot.shard_offset) * self._itemsize
+            shape = (slot.cut.bands, ranks, slot.outer, length, slot.inner)
+            strides = (slot.per_band * width, width, length * slot.inner, slot.inner, 1)
+            self._sources.append(self._packed.view(self._wire, start, shape, strides))
+
+
+class LocalTransport(SegmentTransport):
+    """One rank: the shard is the parameter, or is cast into its slot."""
+
+    communicates = False
+
+    def __init__(
+        self,
+        segment: Segment,
+        shard: Buffer,
+        full: TransientBuffer,
+        collectives: Collectives,
+        kernels: Kernels,
+    ) -> None:
+        super().__init__(segment, shard, full, collectives, kernels)
+        self._flat = self._shard_flat()
+        self._target: torch.Tensor | None = None
+        self.aliases = not self.casts
+        if self.casts:
+            self._target = full.view(
+                segment.full_dtype, segment.full_byte_offset, (segment.shard_numel,)
+            )
+
+    def gathered(self, slot: Slot) -> torch.Tensor:
+        if self.casts:
+            return super().gathered(slot)
+        segment = self.segment
+        start = segment.shard_byte_offset + slot.shard_offset * self._itemsize
+        return self._shard.view(segment.shard_dtype, start, slot.shape)
+
+    def copy_out(self) -> None:
+        if self._target is not None:
+            self.kernels.copy(self._target, self._flat)
+
+
+class _CustomPart(SegmentTransport):
+    """One segment of a `CustomTransport`: its bytes in every rank's row, from ``start`` on."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        shard: Buffer,
+        full: TransientBuffer,
+        collectives: Collectives,
+        kernels: Kernels,
+        start: int,
+    ) -> None:
+        super().__init__(segment, shard, full, collectives, kernels)
+        self._start = start
+        self.nbytes = segment.shard_numel * self._itemsize
+        self._flat = self._shard_flat()
+        rows = [slot for slot in segment.slots if slot.in_order and slot.shard_numel]
+        self._sizes = [slot.shard_numel for slot in rows]
+        self._rows = [self._slot_view(slot, (collectives.size, slot.shard_numel)) for slot in rows]
+        self._blocks = [
+            (slot, block, self._block(slot, *block))
+            for slot in segment.slots
+            if not slot.in_order
+            for block in slot.blocks()
+        ]
+
+    def put(self, row: torch.Tensor) -> None:
+        """Cast the shards into this rank's row of bytes."""
+        target = row.narrow(0, self._start, self.nbytes).view(self.segment.full_dtype)
+        self.kernels.copy(target, self._flat)
+
+    def take(self, rows: torch.Tensor) -> None:
+        """Copy the pieces of all ranks' rows of bytes into the slots."""
+        rows = rows.narrow(1, self._start, self.nbytes).view(self.segment.full_dtype)
+        if self._sizes:
+            columns = rows.narrow(1, 0, sum(self._sizes))
+            self.kernels.split_copy(columns, self._sizes, self._rows)
+        sources = []
+        for slot, (ranks, first, length), _ in self._blocks:
+            shape = (slot.cut.bands, ranks, slot.outer, length, slot.inner)
+            pieces = rows.view(slot.cut.bands, slot.per_band, rows.shape[1])
+            pieces = pieces.narrow(1, first, ranks)
+            sources.append(pieces.narrow(2, slot.shard_offset, prod(shape[2:])).view(shape))
+        if sources:
+            self.kernels.copy_many([target for _, _, target in self._blocks], sources)
+
+
+class CustomTransport(SegmentTransport):
+    """All segments packed, in a buffer and by a collective that the user brings.
+
+        shards ── cast or copy ──> own row of [ranks, n] ══ comm ══> rows ── copy ──> slots
+
+    The row holds one segment behind the other: in their dtype if they share one, else as bytes.
+    The buffer may be another one each time, so its views are made for each gather. It is needed
+    only between ``acquire`` and ``release``.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        shard: Buffer,
+        full: TransientBuffer,
+        collectives: Collectives,
+        kernels: Kernels,
+        comm: AllGather,
+        device: torch.device,
+    ) -> None:
+        super().__init__(segments[0], shard, full, collectives, kernels)
+        self.casts = True
+        self._comm = comm
+        self._device = device
+        self._parts: list[_CustomPart] = []
+        self._nbytes = 0
+        for segment in segments:
+            part = _CustomPart(segment, shard, full, collectives, kernels, self._nbytes)
+            self._parts.append(part)
+            self._nbytes += part.nbytes
+        self.communicates = self._nbytes > 0
+        dtypes = {segment.full_dtype for segment in segments}
+        self._dtype: torch.dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        self._output: torch.Tensor | None = None
+        self._own: torch.Tensor | None = None
+
+    def parameters(self) -> list[tuple[Slot, torch.Tensor]]:
+        return [found for part in self._parts for found in part.parameters()]
+
+    def acquire(self) -> None:
+        numel = self._nbytes // self._dtype.itemsize
+        size, rank = self.collectives.size, self.collectives.rank
+        self._output = checked_buffer(self._comm, size * numel, self._dtype, self._device)
+        self._own = self._output.narrow(0, rank * numel, numel)
+
+    def copy_in(self) -> None:
+        assert self._own is not None
+        row = self._own.view(torch.uint8)
+        for part in self._parts:
+            part.put(row)
+
+    def gather(self) -> Work | None:
+        assert self._output is not None
+        assert self._own is not None
+        return self.collectives.custom_all_gather(self._comm, self._output, self._own)
+
+    def copy_out(self) -> None:
+        if self._output is not None and self.communicates:
+            rows = self._output.view(torch.uint8).view(self.collectives.size, self._nbytes)
+            for part in self._parts:
+                part.take(rows)
+
+    def release(self) -> None:
+        self._output = self._own = None
+
+
+TRANSPORTS: dict[Transport, type[SegmentTransport]] = {
+    Transport.COALESCED: CoalescedTransport,
+    Transport.PACKED: PackedTransport,
+    Transport.LOCAL: LocalTransport,
+}
+
+
+def make_transports(
+    segments: Sequence[Segment],
+    shard: Buffer,
+    full: TransientBuffer,
+    collectives: Collectives,
+    kernels: Kernels,
+    comm: AllGather | None,
+    device: torch.device,
+) -> list[GatherTransport]:
+    """A transport for each segment; one for all, if the user brings a collective.
+
+    Whatever gathers them, the parameters have the same slots. One rank has nothing to gather.
+
+    Args:
+        segments: those of parameters without all-gather hooks.
+        shard: the flat shard, or the device's copy of it.
+        full: the gathered buffer, allocated.
+        collectives: of the ranks that gather.
+        kernels: memory and copies.
+        comm: the user's all-gather.
+        device: where its buffers are.
+    """
+    custom = [s for s in segments if comm is not None and s.transport is not Transport.LOCAL]
+    parts = [
+        TRANSPORTS[segment.transport](segment, shard, full, collectives, kernels)
+        for segment in segments
+        if segment not in custom
+    ]
+    _launch_together(parts)
+    found: list[GatherTransport] = [*parts]
+    if custom and comm is not None:
+        found.append(CustomTransport(custom, shard, full, collectives, kernels, comm, device))
+    return found
+
+
+def _launch_together(transports: Sequence[SegmentTransport]) -> None:
+    """Let what is packed go along with what is coalesced, where dtypes on the wire agree."""
+    coalesced = [t for t in transports if isinstance(t, CoalescedTransport)]
+    for packed in transports:
+        if isinstance(packed, PackedTransport) and packed.communicates:
+            dtype = packed.segment.full_dtype
+            carrier = next((t for t in coalesced if t.segment.full_dtype == dtype), None)
+            if carrier is not None:
+                carrier.carry(packed)
+                coalesced.remove(carrier)  # it carries one
+
+
+class Load:
+    """The copy of offloaded shards to the device, in front of a gather.
+
+    Args:
+        mirror: where they are gathered from, a buffer that comes and goes; allocated.
+        shard: where they live, in CPU memory.
+        nbytes: of either.
+        kernels: memory and copies.
+    """
+
+    def __init__(
+        self, mirror: TransientBuffer, shard: FlatBuffer, nbytes: int, kernels: Kernels
+    ) -> None:
+        self._mirror = mirror
+        self._kernels = kernels
+        self._target = mirror.view(torch.uint8, 0, (nbytes,))
+        self._source = shard.view(torch.uint8, 0, (nbytes,))
+
+    def acquire(self) -> None:
+        """Allocate the mirror."""
+        self._mirror.acquire()
+
+    def copy_in(self) -> None:
+        """Copy."""
+        self._kernels.copy(self._target, self._source)
+
+
+class Copying(Protocol):
+    """What has memory to allocate and something to copy in front of the collectives."""
+
+    def acquire(self) -> None:
+        """Allocate it, on COMPUTE."""
+
+    def copy_in(self) -> None:
+        """Copy, on COPY_IN."""
+
+
+class Route:
+    """The transports of one kind of gather, sorted by what they need.
+
+    Args:
+        transports: all of them.
+        load: what copies shards from the host first, if they live there.
+
+    Attributes:
+        gathering: those with a collective.
+        gathers: the collectives.
+        acquiring: what needs memory in front of the collectives.
+        copying: what copies in front of them.
+        finishing: those with something to do behind the collectives.
+        early: whether the gathered buffer must be there before the collectives.
+        loads: whether shards are copied from the host first.
+        launches: whether there is anything to launch.
+        finishes: whether anything is to do behind what was launched.
+    """
+
+    __slots__ = (
+        "acquiring",
+        "copying",
+        "early",
+        "finishes",
+        "finishing",
+        "gathering",
+        "gathers",
+        "launches",
+        "loads",
+    )
+
+    def __init__(self, transports: Sequence[GatherTransport], load: Load | None = None) -> None:
+        self.gathering = [t for t in transports if t.communicates]
+        self.gathers = [t.gather for t in self.gathering if not t.carried]
+        self.loads = load is not None
+        loads: list[Copying] = [] if load is None else [load]
+        self.acquiring: list[Copying] = [*loads, *(t for t in self.gathering if t.stages)]
+        self.copying: list[Copying] = [*loads, *(t for t in self.gathering if t.casts)]
+        self.finishing = [t for t in transports if t.stages]
+        self.early = any(t.early for t in transports)
+        self.launches = bool(self.gathering) or self.loads
+        self.finishes = bool(self.finishing) or self.loads or not self.early

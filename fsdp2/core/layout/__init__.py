@@ -1,0 +1,9 @@
+"""Where every element of a parameter lives, as plain numbers.
+
+    layout  a group's flat shard and gathered buffer: offsets, padding, transports
+    mesh    from a mesh and a cut to DTensor placements
+    logs    what is logged of layouts, binds and the schedule
+
+Owns: nothing that changes; process groups of meshes made here are cached.
+May import: device.
+"""

@@ -1,0 +1,519 @@
+"""Where every element of a group lives, as plain integers.
+
+A group's shards are one flat, persistent buffer; its gathered form is another, parameter-major
+one. With two parameters A (dim 0 of 4 rows) and B (3 rows) on two ranks, c = ceil(rows / 2):
+
+    rank 0's shard  [ A0 A1 | B0 B1 ]         rank 1's shard  [ A2 A3 | B2 -- ]   (-- is padding)
+    gathered        [ A0 A1 A2 A3 | B0 B1 B2 -- ]                                 (on both)
+
+A *segment* is a run of parameters that share dtypes and a transport:
+
+    coalesced   each parameter is gathered straight into its slot; no copy afterwards
+    packed      all shards travel in one collective, rank-major; a copy puts them in their slots;
+                where a backend coalesces, in the same launch as the coalesced ones
+    local       one rank: the shard is the parameter
+    extension   tensor subclasses that say themselves what travels: in neither buffer
+
+Which segment a parameter belongs to depends on global shapes, dtypes and the backend only, never
+on the rank, so that every rank decides alike (invariant I1 in docs/invariants.md).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+COLLECTIVE_ALIGN_BYTES = 16
+"""NCCL moves chunks of a multiple of 16 bytes with vector loads, others element by element."""
+
+SLOT_ALIGN_BYTES = 256
+"""Gathered parameters start at such a multiple: no two of them share a cache line, and cuBLAS,
+which asks up to 256 bytes of alignment of pointers, takes the kernels that it takes anywhere."""
+
+
+SMALL_PADDING = 0.03
+"""Padding of the first dim, as a share of a parameter, up to which no other is looked at."""
+
+SMALL_PADDING_BYTES = 1 << 20
+"""The same in bytes, over all ranks."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a parameter is cut into equal pieces, one a rank; the last ones may be short or empty.
+
+        Cut(0), 2 ranks        rows of [4, 6] in pieces of 2:               0-1 | 2-3
+        Cut(1), 2 ranks        columns in pieces of 3:                      0-2 | 3-5
+        Cut(1, 2), 4 ranks     of [2, 6]: 2 bands of a row, each of them    0, 0-2 | 0, 3-5
+                               in pieces of 3 columns                       1, 0-2 | 1, 3-5
+
+    Attributes:
+        dim: the dim that is cut into pieces of ``ceil(length / ranks)``.
+        bands: into how many equal bands dim 0 is cut before, of as many ranks each; they divide
+            the ranks and dim 0's length, and ``dim`` is another dim if there is more than one.
+    """
+
+    dim: int = 0
+    bands: int = 1
+
+    def __str__(self) -> str:
+        return f"dim {self.dim}" if self.bands == 1 else f"dims 0 (in {self.bands}) and {self.dim}"
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The dims that are cut."""
+        return (self.dim,) if self.bands == 1 else (0, self.dim)
+
+    def piece(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
+        """Shape of a whole piece of a parameter of ``shape``."""
+        lengths = list(shape)
+        lengths[0] //= self.bands
+        lengths[self.dim] = math.ceil(shape[self.dim] / (ranks // self.bands))
+        return tuple(lengths)
+
+    def padded(self, shape: Sequence[int], ranks: int) -> int:
+        """Elements of all ranks' pieces."""
+        return ranks * math.prod(self.piece(shape, ranks))
+
+    def in_order(self, shape: Sequence[int], ranks: int) -> bool:
+        """Whether the pieces, one behind the other, are the parameter and nothing between."""
+        if self.dim == 0:
+            return True
+        before = math.prod(self.piece(shape, ranks)[: self.dim])
+        return before == 1 and self.padded(shape, ranks) == math.prod(shape)
+
+
+ROWS = Cut()
+"""What torch's FSDP2 does."""
+
+
+def default_cut(
+    shape: Sequence[int],
+    ranks: int,
+    itemsize: int,
+    dims: Sequence[int] | None = None,
+    in_bands: bool = True,
+) -> Cut:
+    """The cut that is taken where several will do.
+
+    On the first dim, unless equal pieces of it pad more than 3 % of the parameter and more than
+    1 MiB over all ranks. Then, of all dims and, where dim 0 and others were named, of dim 0 in as
+    many bands as can be with another: one that pads no more than 3 %, rather one that needs no
+    copies, rather on one dim, rather one that pads less; if there is none, the one that pads least.
+
+    Args:
+        shape: shape of the parameter, at least one dim.
+        ranks: how many ranks it is sharded over.
+        itemsize: bytes of an element.
+        dims: those that it may be cut on; ``None`` (default) for any one.
+        in_bands: whether it may be cut on two of them.
+
+    Example::
+
+        >>> default_cut((128, 5760, 2880), 256, 4)  # on dim 0, half of all ranks would be empty
+        Cut(dim=1, bands=1)
+        >>> default_cut((128, 5760, 2880), 256, 4, dims=(0, 1))
+        Cut(dim=1, bands=128)
+    """
+    numel = math.prod(shape)
+    cuts = [Cut(dim) for dim in (range(len(shape)) if dims is None else dims)]
+    small = SMALL_PADDING * numel
+    padding = cuts[0].padded(shape, ranks) - numel
+    if padding <= small or padding * itemsize <= SMALL_PADDING_BYTES:
+        return cuts[0]
+    bands = math.gcd(shape[0], ranks)
+    if in_bands and dims is not None and 0 in dims and 1 < bands < ranks:
+        cuts += [Cut(dim, bands) for dim in dims if dim]
+
+    def cost(cut: Cut) -> tuple[float, bool, int, int]:
+        padding = cut.padded(shape, ranks) - numel
+        return max(padding - small, 0), not cut.in_order(shape, ranks), cut.bands, padding
+
+    return min(cuts, key=cost)
+
+
+class Transport(Enum):
+    """How a segment's shards become its gathered parameters."""
+
+    COALESCED = "coalesced"
+    PACKED = "packed"
+    LOCAL = "local"
+    EXTENSION = "extension"
+
+
+@dataclass(frozen=True)
+class ParamShape:
+    """What the layout must know about a parameter.
+
+    Attributes:
+        name: full name, for messages.
+        shape: global shape.
+        cut: how it is sharded.
+        shard_dtype: dtype of the shard, as any hashable value.
+        shard_itemsize: bytes of one element of the shard.
+        full_dtype: dtype of the gathered parameter.
+        full_itemsize: bytes of one element of the gathered parameter.
+        extended: whether its tensor subclass has all-gather hooks.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    cut: Cut
+    shard_dtype: torch.dtype
+    shard_itemsize: int
+    full_dtype: torch.dtype
+    full_itemsize: int
+    extended: bool = False
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place in its segment; offsets and lengths in elements.
+
+    Attributes:
+        index: the parameter's position in the group.
+        shape: global shape.
+        cut: how it is sharded.
+        world_size: ranks that it is sharded over.
+        shard_offset: start in the segment's part of the flat shard.
+        full_offset: start in the segment's part of the gathered buffer.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+    cut: Cut
+    world_size: int
+    shard_offset: int
+    full_offset: int
+
+    @property
+    def dim(self) -> int:
+        """The dim that is cut into pieces; besides, dim 0 may be cut into bands."""
+        return self.cut.dim
+
+    @property
+    def per_band(self) -> int:
+        """Ranks that share a band; all, if there is one."""
+        return self.world_size // self.cut.bands
+
+    @functools.cached_property
+    def piece(self) -> tuple[int, ...]:
+        """Shape of a whole piece."""
+        return self.cut.piece(self.shape, self.world_size)
+
+    @property
+    def chunk(self) -> int:
+        """Length of a whole piece in the sharded dim."""
+        return self.piece[self.dim]
+
+    @property
+    def inner(self) -> int:
+        """Elements behind one index of the sharded dim: the product of the later dims."""
+        return math.prod(self.shape[self.dim + 1 :])
+
+    @property
+    def outer(self) -> int:
+        """The product of a band's dims before the sharded one (1 for dim 0)."""
+        return math.prod(self.piece[: self.dim])
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's piece, padding included; the same on every rank."""
+        return math.prod(self.piece)
+
+    @property
+    def full_numel(self) -> int:
+        """Elements of the gathered slot: whole pieces for dim 0, else the parameter itself."""
+        if self.dim == 0:
+            return self.world_size * self.shard_numel
+        return self.numel
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def even(self) -> bool:
+        """Whether every rank holds a whole piece."""
+        return self.chunk * self.per_band == self.shape[self.dim]
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the ranks' pieces lie in the parameter one behind the other."""
+        return self.cut.in_order(self.shape, self.world_size)
+
+    def aligned(self, itemsize: int) -> bool:
+        """Whether every rank's piece is a multiple of 16 bytes, in elements of ``itemsize``."""
+        return self.shard_numel * itemsize % COLLECTIVE_ALIGN_BYTES == 0
+
+    def rows(self, rank: int) -> int:
+        """Length of ``rank``'s piece of the sharded dim (0 for a rank beyond the end)."""
+        return max(0, min(self.chunk, self.shape[self.dim] - rank % self.per_band * self.chunk))
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of ``rank``'s shard, without padding."""
+        return (*self.piece[: self.dim], self.rows(rank), *self.shape[self.dim + 1 :])
+
+    def part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """``rank``'s shard, without padding: a view of the whole parameter, a tensor."""
+        if self.cut.bands > 1:
+            height = self.piece[0]
+            whole = whole.narrow(0, rank // self.per_band * height, height)
+        start = min(rank % self.per_band * self.chunk, self.shape[self.dim])
+        return whole.narrow(self.dim, start, self.rows(rank))
+
+    def whole_ranks(self) -> int:
+        """How many ranks of a band hold a whole piece; at most one further holds a part of one."""
+        return self.shape[self.dim] // self.chunk if self.chunk else 0
+
+    def blocks(self) -> list[tuple[int, int, int]]:
+        """(number of ranks, first rank, rows) of a band's ranks that hold equally much.
+
+        None is left out. Example: dim of 5 on 4 ranks, pieces 2 2 1 0: [(2, 0, 2), (1, 2, 1)].
+        """
+        if not self.outer * self.inner:
+            return []
+        blocks = []
+        whole = self.whole_ranks()
+        if whole:
+            blocks.append((whole, 0, self.chunk))
+        rest = self.shape[self.dim] - whole * self.chunk
+        if rest:
+            blocks.append((1, whole, rest))
+        return blocks
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of parameters with the same dtypes and transport.
+
+    The one of extended parameters has no place in the buffers, and dtypes that mean nothing: its
+    slots only say how the parameters are cut.
+
+    Attributes:
+        transport: how it is gathered.
+        shard_dtype: dtype of the shards.
+        full_dtype: dtype of the gathered parameters; a cast happens where it differs.
+        slots: the parameters, in the order of both buffers; where they travel packed, those whose
+            pieces are in order first.
+        shard_numel: elements of one rank's part, padded to 16 bytes in either dtype.
+        full_numel: elements of the gathered part, alignment included.
+        shard_byte_offset: start in the group's flat shard, in bytes.
+        full_byte_offset: start in the group's gathered buffer, in bytes.
+    """
+
+    transport: Transport
+    shard_dtype: torch.dtype
+    full_dtype: torch.dtype
+    slots: tuple[Slot, ...]
+    shard_numel: int
+    full_numel: int
+    shard_byte_offset: int
+    full_byte_offset: int
+
+    @property
+    def tail(self) -> int:
+        """Elements of padding behind the last slot of the shard."""
+        return self.shard_numel - sum(slot.shard_numel for slot in self.slots)
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """The plan of one group: a value that can be printed, compared and tested on its own.
+
+    Attributes:
+        world_size: ranks that the group is sharded over.
+        segments: its segments.
+        shard_bytes: bytes of one rank's flat shard, padding included.
+        full_bytes: bytes of the gathered buffer, padding and alignment included.
+        payload_bytes: bytes of the parameters in the flat shards, in the shards' dtypes, padding
+            excluded.
+    """
+
+    world_size: int
+    segments: tuple[Segment, ...]
+    shard_bytes: int
+    full_bytes: int
+    payload_bytes: int
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The slots of all segments."""
+        return tuple(slot for segment in self.segments for slot in segment.slots)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes while it is gathered: of the shard itself, where that is the gathered form."""
+        return self.full_bytes or self.shard_bytes
+
+    @property
+    def transports(self) -> str:
+        """How it is gathered, for people: "coalesced", "coalesced+packed" …"""
+        return "+".join(dict.fromkeys(segment.transport.value for segment in self.segments))
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that a gather copies into place behind its collective: those that are packed."""
+        packed = [s for s in self.segments if s.transport is Transport.PACKED]
+        return sum(slot.numel * s.full_dtype.itemsize for s in packed for slot in s.slots)
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of the flat shard, over all ranks, that hold no parameter, divided by ranks."""
+        return self.shard_bytes - math.ceil(self.payload_bytes / self.world_size)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def pick_transport(param: ParamShape, world_size: int, coalesces: bool) -> Transport:
+    """The transport of one parameter alone, from global facts only (invariant I1).
+
+    Args:
+        param: the parameter.
+        world_size: ranks that it is sharded over.
+        coalesces: whether the backend gathers many tensors in one launch.
+    """
+    if param.extended:
+        return Transport.EXTENSION
+    if world_size == 1:
+        return Transport.LOCAL
+    fits = math.prod(param.shape) > 0 and param.cut.in_order(param.shape, world_size)
+    if coalesces and fits and not _misaligned(param, world_size):
+        return Transport.COALESCED
+    return Transport.PACKED
+
+
+def _pick_transports(
+    params: Sequence[ParamShape], world_size: int, coalesces: bool, pack_below: int
+) -> list[Transport]:
+    """The transports of a group's parameters: small ones are packed, if there are several."""
+    picked = [pick_transport(param, world_size, coalesces) for param in params]
+    small: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+    for index, (param, transport) in enumerate(zip(params, picked, strict=True)):
+        numel = math.prod(param.cut.piece(param.shape, world_size))
+        if transport is Transport.PACKED or (
+            transport is Transport.COALESCED and numel * param.full_itemsize < pack_below
+        ):
+            small.setdefault((param.shard_dtype, param.full_dtype), []).append(index)
+    for together in small.values():
+        if len(together) > 1:  # one alone saves nothing
+            for index in together:
+                picked[index] = Transport.PACKED
+    return picked
+
+
+def _build_segment(
+    transport: Transport,
+    members: Sequence[tuple[int, ParamShape]],
+    world_size: int,
+    shard_byte_offset: int,
+    full_byte_offset: int,
+) -> Segment:
+    first = members[0][1]
+    if transport is Transport.EXTENSION:
+        return Segment(
+            transport,
+            first.shard_dtype,
+            first.full_dtype,
+            tuple(Slot(i, p.shape, p.cut, world_size, 0, 0) for i, p in members),
+            0,
+            0,
+            shard_byte_offset,
+            full_byte_offset,
+        )
+    align = max(SLOT_ALIGN_BYTES // first.full_itemsize, 1)
+    slots: list[Slot] = []
+    shard_offset = full_offset = 0
+    for index, param in members:
+        # The local transport casts or aliases the flat shard as a whole: same offsets in both.
+        start = shard_offset if transport is Transport.LOCAL else full_offset
+        slot = Slot(index, param.shape, param.cut, world_size, shard_offset, start)
+        slots.append(slot)
+        shard_offset += slot.shard_numel
+        if transport is Transport.LOCAL:
+            shard_offset = _round_up(shard_offset, align)
+        full_offset = _round_up(full_offset + slot.full_numel, align)
+    itemsize = min(first.shard_itemsize, first.full_itemsize)
+    shard_numel = _round_up(shard_offset, max(COLLECTIVE_ALIGN_BYTES // itemsize, 1))
+    if transport is Transport.LOCAL:  # the shard itself is the gathered form, unless it is cast
+        full_offset = 0 if first.shard_dtype == first.full_dtype else shard_numel
+    return Segment(
+        transport=transport,
+        shard_dtype=first.shard_dtype,
+        full_dtype=first.full_dtype,
+        slots=tuple(slots),
+        shard_numel=shard_numel,
+        full_numel=full_offset,
+        shard_byte_offset=shard_byte_offset,
+        full_byte_offset=full_byte_offset,
+    )
+
+
+def build_layout(
+    params: Sequence[ParamShape], world_size: int, coalesces: bool, pack_below: int = 0
+) -> GroupLayout:
+    """Lay out a group.
+
+    Args:
+        params: the group's parameters, in order.
+        world_size: ranks to shard over, at least 1.
+        coalesces: whether the backend gathers many tensors in one launch.
+        pack_below: bytes of a gathered piece below which parameters are packed, where there are
+            several of the same dtypes. Default 0: none for that reason.
+
+    Example::
+
+        >>> weight = ParamShape("w", (4, 8), ROWS, torch.float32, 4, torch.float32, 4)
+        >>> build_layout([weight], world_size=2, coalesces=True).shard_bytes
+        64
+    """
+    families: dict[
+        tuple[Transport, tuple[torch.dtype | None, ...]], list[tuple[int, ParamShape]]
+    ] = {}
+    picked = _pick_transports(params, world_size, coalesces, pack_below)
+    for index, (param, transport) in enumerate(zip(params, picked, strict=True)):
+        dtypes: tuple[torch.dtype | None, ...] = (param.shard_dtype, param.full_dtype)
+        if transport is Transport.EXTENSION:  # of any dtype: they travel as bytes
+            dtypes = (None, None)
+        families.setdefault((transport, dtypes), []).append((index, param))
+
+    segments: list[Segment] = []
+    shard_bytes = full_bytes = payload = 0
+    for (transport, _), members in families.items():
+        if transport is Transport.PACKED:
+            # Pieces in order first, so that one fused kernel copies all of those out; aligned
+            # shards before the others, whose padding then comes once, at the end.
+            members = sorted(
+                members,
+                key=lambda m: (
+                    not m[1].cut.in_order(m[1].shape, world_size),
+                    _misaligned(m[1], world_size),
+                ),
+            )
+        segment = _build_segment(transport, members, world_size, shard_bytes, full_bytes)
+        segments.append(segment)
+        first = members[0][1]
+        if transport is not Transport.EXTENSION:
+            payload += sum(math.prod(p.shape) * p.shard_itemsize for _, p in members)
+        shard_bytes = _round_up(
+            shard_bytes + segment.shard_numel * first.shard_itemsize, SLOT_ALIGN_BYTES
+        )
+        full_bytes = _round_up(
+            full_bytes + segment.full_numel * first.full_itemsize, SLOT_ALIGN_BYTES
+        )
+    if len(segments) == 1:  # nothing follows: no need to align what comes after
+        shard_bytes = segments[0].shard_numel * params[0].shard_itemsize
+    return GroupLayout(world_size, tuple(segments), shard_bytes, full_bytes, payload)
+
+
+def _misaligned(param: ParamShape, world_size: int) -> bool:
+    numel = math.prod(param.cut.piece(param.shape, world_size))
+    return numel * min(param.shard_itemsize, param.full_itemsize) % COLLECTIVE_ALIGN_BYTES != 0

@@ -1,0 +1,18 @@
+"""nn.Module and autograd: what drives the schedule.
+
+    registry       which module has which unit, and what it was made with
+    selection      which parameters a call of fully_shard takes, and whether they can be sharded
+    assembly       from those to groups: collectives, offload, state dict hooks
+    hooks          on modules and gradients: with engine, the only code that knows autograd's engine
+    engine         where Python starts a backward: side doors, and a sentence where it raises
+    registrations  what modules register after fully_shard
+    ties           parameters that modules of several units register
+    optimizers     what optimizers hold when they step
+    frames         what runs now, as the interpreter's frames tell it
+    explain        torch's words on a sharded parameter, in a sentence
+    containers     walks through what modules take and return
+    dynamo         marks that keep torch.compile out of functions
+
+Owns: the hooks on modules, and with them the units.
+May import: every room below.
+"""

@@ -1,0 +1,198 @@
+"""From plans to parameter groups: what `fully_shard` makes of a unit's parameters.
+
+plans ── make_groups ──> a ParamGroup for each mesh, laid out, its parameters DTensors
+groups ── watch_state_dicts ──> hooks that register the shards before a state dict is taken
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
+from fsdp2.core.debug.checks import check_plans, follow
+from fsdp2.core.device.collectives import (
+    Collectives,
+    GroupCollectives,
+    ProcessGroup,
+    ReplicaCollectives,
+    SoloCollectives,
+)
+from fsdp2.core.device.kernels import kernels_for
+from fsdp2.core.device.presence import announce
+from fsdp2.core.device.streams import DeviceStreams, InlineStreams, Streams
+from fsdp2.core.gather.smaller_group import SmallerGroup
+from fsdp2.core.layout.mesh import MeshAxes, smaller_mesh
+from fsdp2.core.modules.explain import explain_loading
+from fsdp2.core.modules.registrations import mark_managed
+from fsdp2.core.modules.registry import Arguments, UnitRecord
+from fsdp2.core.modules.selection import managed_modules
+from fsdp2.core.params.param import OWNER, REPLACED, Plan, ShardedParam, axes_in
+from fsdp2.core.schedule.group import ParamGroup, Runtime
+from fsdp2.core.schedule.unit import Unit
+
+_streams: dict[torch.device, Streams] = {}
+
+
+def make_groups(
+    name: str, plans: list[Plan], options: GroupOptions, arguments: Arguments
+) -> list[ParamGroup]:
+    """A group for each mesh, in the order in which parameters name them."""
+    check_plans(name, plans, options)
+    meshes = axes_in(plans)
+    # What makes process groups, and may raise: before anything changes.
+    for plan in plans:
+        plan.axes.mesh_of(plan.cut)
+    smaller_groups = [_smaller_group(axes, arguments.reshard_to) for axes in meshes]
+    for axes in meshes:
+        announce(axes.group, axes.device)
+        announce(axes.replicas, axes.device)
+    groups = []
+    for axes, smaller in zip(meshes, smaller_groups, strict=True):
+        streams = streams_for(axes.device)
+        members = [plan for plan in plans if plan.axes is axes]
+        params = [ShardedParam(plan) for plan in members]
+        runtime = Runtime(
+            _collectives(axes, streams),
+            streams,
+            kernels_for(axes.device),
+            axes.device,
+            None if axes.replicas is None else _replicas(axes, streams),
+            _effective_offload(arguments.offload, axes.device),
+        )
+        group = ParamGroup(name, params, runtime, options)
+        group.adopt()
+        mark_managed(params)
+        for plan, managed in zip(members, params, strict=True):
+            plan.param.__dict__[OWNER] = managed.attributes[OWNER] = name
+            plan.param.__dict__[REPLACED] = weakref.ref(managed)
+            managed.sharded.__dict__[OWNER] = name
+        group.set_smaller_group(smaller)
+        follow(group)
+        groups.append(group)
+    return groups
+
+
+def _collectives(axes: MeshAxes, streams: Streams) -> Collectives:
+    if axes.group is None:
+        return SoloCollectives()
+    return GroupCollectives(axes.group, axes.device, streams.asynchronous)
+
+
+def _replicas(axes: MeshAxes, streams: Streams) -> ReplicaCollectives:
+    assert axes.replicas is not None
+    return ReplicaCollectives(axes.replicas, streams.asynchronous)
+
+
+def _effective_offload(
+    offload: CPUOffloadPolicy | None, device: torch.device
+) -> CPUOffloadPolicy | None:
+    """``None`` where shards are in CPU memory anyway."""
+    return None if device.type == "cpu" else offload
+
+
+def _smaller_group(axes: MeshAxes, size: int | None) -> SmallerGroup | None:
+    """``None`` where backward gathers from all ranks, or not at all."""
+    if size is None or axes.size == size:
+        return None
+    mesh = smaller_mesh(axes.mesh, size)
+    group, asynchronous = mesh.get_group("shard"), streams_for(axes.device).asynchronous
+    return SmallerGroup(GroupCollectives(group, axes.device, asynchronous), mesh)
+
+
+def choose_reshard(record: UnitRecord, value: bool | int) -> None:
+    """Choose what a unit's forward does at its end, as ``reshard_after_forward`` says it.
+
+    Args:
+        record: the unit's.
+        value: whether it frees the gathered parameters; or to how many ranks' shards it goes.
+    """
+    to = None if isinstance(value, bool) else value
+    smaller = [_smaller_group(group.params[0].axes, to) for group in record.unit.groups]
+    record.unit.reshard_after_forward = bool(value)
+    record.arguments = replace(record.arguments, reshard_to=to)
+    for group, chosen in zip(record.unit.groups, smaller, strict=True):
+        group.set_smaller_group(chosen)
+    if record.scheduler is not None:
+        record.scheduler.connected = False
+
+
+def process_group(group: ParamGroup) -> ProcessGroup | None:
+    """The process group of the shard axis; ``None`` where nothing is sharded."""
+    shared = group.collectives
+    return shared.group if isinstance(shared, GroupCollectives) else None
+
+
+def join_unit(groups: list[ParamGroup], unit: Unit, present: list[ParamGroup]) -> None:
+    """Let groups join a unit, with what others have that belongs to a process group.
+
+    Collectives' memory from the unit's groups, the reductions' process group from those below too.
+
+    Args:
+        groups: new ones.
+        unit: theirs from now on.
+        present: groups of the unit, then of units below.
+    """
+    for group in groups:
+        shared = process_group(group)
+        alike = [other for other in present if process_group(other) is shared]
+        if shared is None or not alike:
+            continue
+        first = alike[0]
+        if first in unit.groups:
+            group.set_options(first.options)
+        if first.reducers is not first.collectives:
+            group.set_reducers(first.reducers)
+    unit.groups += groups
+
+
+def move_buffers(modules: tuple[nn.Module, ...], device: torch.device) -> None:
+    """Move the buffers of a unit's modules to the device that it computes on."""
+    for owner, _ in managed_modules(modules):
+        for buffer in owner._buffers.values():
+            if buffer is not None and buffer.device != device and not buffer.is_meta:
+                buffer.data = buffer.to(device)
+
+
+def streams_for(device: torch.device) -> Streams:
+    """The lanes of a device, the same for all roots."""
+    if device not in _streams:
+        _streams[device] = InlineStreams() if device.type == "cpu" else DeviceStreams(device)
+    return _streams[device]
+
+
+def watch_state_dicts(groups: list[ParamGroup]) -> None:
+    """State dicts hold the sharded parameters: register those first, without communication."""
+    for group in groups:
+        watch_state_dicts_of(owners_of(group), group)
+
+
+def owners_of(group: ParamGroup) -> set[nn.Module]:
+    """The modules that register a parameter of a group."""
+    return {module for param in group.params for module, _ in param.entries}
+
+
+def watch_state_dicts_of(owners: set[nn.Module], group: ParamGroup) -> None:
+    """As `watch_state_dicts`, for state dicts of some modules."""
+    collected: list[list[str]] = []  # where the load under way collects its errors
+
+    def before(*_: object) -> None:
+        group.reshard()
+        group.settle()
+
+    def before_load(*given: Any) -> None:
+        before()
+        collected[:] = given[-1:]
+
+    def after_load(*_: object) -> None:
+        group.reregister()
+        explain_loading(collected.pop() if collected else [])
+
+    for owner in owners:
+        owner.register_state_dict_pre_hook(before)
+        owner.register_load_state_dict_pre_hook(before_load)
+        owner.register_load_state_dict_post_hook(after_load)

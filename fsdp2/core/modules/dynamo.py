@@ -1,0 +1,71 @@
+"""What ``torch.compile`` leaves alone: hooks run in Python, whatever is compiled around them.
+
+    @uncompiled          marks the function's code object, once, where it is defined
+        │
+        ├─ dynamo meets its frame      C looks at the mark and runs it, and all that it calls, as is
+        └─ dynamo traces a call of it  finds the attributes and breaks the graph at the call
+
+``torch.compiler.disable`` says the same by a wrapper around the function, which imports all of
+dynamo and costs every call, compiled or not (figures in docs/decisions/0010). This wraps nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., object])
+C = TypeVar("C", bound=type)
+
+_REASON = "fsdp2 gathers, frees and reduces outside of compiled graphs"
+
+
+def uncompiled(function: F) -> F:
+    """Keep ``torch.compile`` out of ``function`` and of everything that it calls.
+
+    Args:
+        function: a Python function, as it is defined: not a bound method.
+
+    Returns:
+        ``function`` itself, marked. (A version of torch that has no such mark gets the wrapper of
+        ``torch.compiler.disable``.)
+    """
+    if not _skip(function, recursive=True):
+        return torch.compiler.disable(function, reason=_REASON)
+    attributes: Any = function
+    attributes._torchdynamo_disable = True
+    attributes._torchdynamo_disable_msg = _REASON
+    attributes._torchdynamo_disable_recursive = True
+    return function
+
+
+def uncompiled_methods(cls: C) -> C:
+    """`uncompiled` for every method that a class body defines, but not its special methods."""
+    for name, value in list(vars(cls).items()):
+        if isinstance(value, FunctionType) and not name.startswith("__"):
+            setattr(cls, name, uncompiled(value))
+    return cls
+
+
+def see_through(function: F) -> F:
+    """Leave ``function`` itself to Python, and what it calls to ``torch.compile``.
+
+    For a wrapper around a user's method: the method is compiled as a graph of its own.
+    """
+    _skip(function, recursive=False)
+    return function
+
+
+def _skip(function: Any, recursive: bool) -> bool:
+    """Mark a function's code for dynamo's frame evaluation; whether torch knows such a mark."""
+    try:
+        frames: Any = torch._C._dynamo.eval_frame
+        skip, rest = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+        strategy = frames._FrameExecStrategy(skip, skip if recursive else rest)
+        frames.set_code_exec_strategy(function.__code__, strategy)
+    except AttributeError:  # none of it is public
+        return False
+    return True

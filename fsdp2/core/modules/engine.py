@@ -1,0 +1,159 @@
+"""Where Python starts a backward: what is done before, after, and instead of torch's raw words.
+
+    loss.backward(), torch.autograd.grad
+      Variable._execution_engine.run_backward      the one place that both come through
+        before   side doors into units are given hooks, while their calls are noted
+        raises   a parameter that is freed gets a sentence (`fsdp2.core.modules.explain`)
+        after    gradients that came in by no hook are reduced
+
+A hook on an output sees a gradient that comes to that output, and nothing sees an exception: it
+goes from C++ to the user. torch has no hook here. So the attribute that holds autograd's engine
+gets an engine of a subclass. It costs a Python call for a whole backward, and none for its units.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge, Node
+
+from fsdp2.core.modules.dynamo import uncompiled
+from fsdp2.core.modules.explain import explain, explain_freed_in
+from fsdp2.core.modules.registry import record_of_unit
+from fsdp2.core.progress import Backwards
+from fsdp2.core.schedule.scheduler import Scheduler, scheduler_of
+from fsdp2.core.schedule.side_doors import Calls, calls_of, note_calls, noting, stop_noting_unused
+from fsdp2.core.schedule.unit import Unit, all_units
+
+if TYPE_CHECKING:
+    _Engine = Any
+else:
+    _Engine = type(Variable._execution_engine)
+
+_OUTSIDE = -1
+
+Ends = Iterable[torch.Tensor | GradientEdge]
+"""Where a backward begins."""
+
+
+class _ExplainingEngine(_Engine):
+    """Autograd's engine, for backwards that reach sharded modules."""
+
+    @uncompiled
+    def run_backward(self, ends: Ends, *args: Any, **kwargs: Any) -> Any:
+        inside = torch._C._current_graph_task_id() != _OUTSIDE  # a reentrant checkpoint's
+        if noting and not inside:
+            _hook_side_doors(ends)
+        ended = Backwards.ended
+        try:
+            result = super().run_backward(ends, *args, **kwargs)
+        except RuntimeError as error:
+            _explain(error, ends)
+            raise
+        if inside:
+            return result
+        if Backwards.ended == ended:
+            _finish_unseen(ends)
+        if noting:
+            stop_noting_unused()
+        return result
+
+
+@functools.cache
+def watch_backwards() -> None:
+    """From the first call on, all backwards of this process come through here."""
+    Variable._execution_engine = _ExplainingEngine()
+
+
+def nodes_behind(ends: Ends) -> dict[Node, None]:
+    """The nodes of the graph that a backward from ``ends`` would run."""
+    found = dict.fromkeys(_first(ends))
+    waiting = list(found)
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if node is not None and node not in found:
+                found[node] = None
+                waiting.append(node)
+    return found
+
+
+def _hook_side_doors(ends: Ends) -> None:
+    """Let units be entered at each node of theirs that an edge from outside leads to.
+
+    A hook on an output comes before: where that was it, nothing is left to do.
+    """
+    noted = [calls for each in noting if (s := each()) is not None and (calls := calls_of(s))]
+    if not noted:
+        return
+    nodes = nodes_behind(ends)
+    for calls in noted:
+        inside = {node: calls.owner(node._sequence_nr()) for node in nodes}
+        calls.looked = calls.looked or any(inside.values())
+        doors = {node: inside[node] for node in _first(ends)}
+        for node, owner in inside.items():
+            for following, _ in node.next_functions:
+                if following is not None and inside[following] is not owner:
+                    doors[following] = inside[following]
+        for node, call in doors.items():
+            if call is not None:
+                _hook(node, call.unit, calls)
+
+
+def _first(ends: Ends) -> list[Node]:
+    first = (end.node if isinstance(end, GradientEdge) else end.grad_fn for end in ends)
+    return [node for node in first if node is not None]
+
+
+def _hook(node: Node, unit: Unit, calls: Calls) -> None:
+    record = record_of_unit(unit)
+    notes: Any = node.metadata  # a dict, though torch declares a method
+    if record is None or notes.get(_HOOKED) is unit:
+        return
+    notes[_HOOKED] = unit
+
+    @uncompiled
+    def enter(_: object) -> None:
+        if record.enter_backward_aside():
+            calls.used = True
+
+    node.register_prehook(enter)
+
+
+_HOOKED = "fsdp2: backward may enter here"
+
+
+def _explain(error: RuntimeError, ends: Ends) -> None:
+    """Put torch's words on a freed parameter into a sentence, and look for side doors from now on.
+
+    The next forward resets what was interrupted. Whoever runs it again will not see the error.
+    """
+    units = all_units()
+    explain(error, units)
+    if explain_freed_in(error, nodes_behind(ends), units):
+        for scheduler in _schedulers():
+            note_calls(scheduler)
+
+
+def _schedulers() -> list[Scheduler]:
+    found = map(scheduler_of, all_units())
+    return list({scheduler: None for scheduler in found if scheduler is not None})
+
+
+def _finish_unseen(ends: Ends) -> None:
+    """No hook has seen this backward: reduce what gradients it has left all the same.
+
+    So it is where a value was used that a unit kept, and that unit stays gathered.
+    """
+    left = [s for s in _schedulers() if s.has_calls_to_come and s.has_unseen_gradients]
+    if not left:
+        return
+    reached = {id(getattr(node, "variable", None)) for node in nodes_behind(ends)}
+    for scheduler in left:
+        params = [param for group in scheduler.groups for param in group.params]
+        if any(id(param.unsharded) in reached for param in params):
+            scheduler.in_backward = True
+            scheduler.end_backward()

@@ -1,0 +1,240 @@
+"""What torch says of a parameter that was used where it is sharded, or freed, in a sentence.
+
+    a forward raises RuntimeError("aten.mm.default got mixed torch.Tensor and DTensor …")
+      traceback ──> innermost frame that knows a module or a parameter ──> the sharded parameter
+      error.args = one sentence: the parameter, its unit, the ways out, and what torch said
+
+torch raises it in C++, below all that Python could shadow without a cost to each operation on a
+DTensor. So it is put into words where it leaves a forward of ours: torch calls hooks that are
+registered with ``always_call`` for an exception, too. Only then is anything here called. The same
+holds for a view of a gathered parameter that somebody kept, and read when it was freed.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType, TracebackType
+
+import torch
+from torch import nn
+from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import Node
+
+from fsdp2.core.layout.mesh import local_of
+from fsdp2.core.params.param import ShardedParam, is_extended
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.unit import Unit
+
+_TORCHS = "got mixed torch.Tensor and DTensor"
+
+_FREED = ("out of bounds for storage of size 0", "its data is not allocated yet")
+"""torch's words on a tensor whose storage has no memory (2.11 to 2.15)."""
+
+_OURS = " (torch: "
+"""In front of torch's words, where they have become a sentence."""
+
+_MOST = 3
+"""Parameters to name, where the code does not tell which one it is."""
+
+_Owned = tuple[ShardedParam, ParamGroup]
+
+_Known = dict[int, _Owned]
+"""By id of what is registered while a parameter is sharded: the parameter and its group."""
+
+
+def explain(error: BaseException, units: Iterable[Unit]) -> None:
+    """Put torch's words on a parameter that is not gathered into a sentence, in place.
+
+    Nothing happens to other exceptions, nor if the parameter is none of ours.
+
+    Args:
+        error: what a forward raised.
+        units: those below the root.
+    """
+    if type(error) is not RuntimeError:
+        return
+    words = str(error)
+    if _OURS in words:
+        return  # it has left a forward inside of this one
+    if _TORCHS in words:
+        _explain_sharded(error, units)
+    elif any(part in words for part in _FREED):
+        _explain_freed(error, units)
+
+
+def _explain_sharded(error: RuntimeError, units: Iterable[Unit]) -> None:
+    known: _Known = {}
+    for unit in units:
+        for group in unit.groups:
+            for param in group.params:
+                for form in param.forms():
+                    if form is not param.unsharded:
+                        known[id(form)] = param, group
+    found = _find(error.__traceback__, known)
+    if found:
+        params = _either(param.name for param, _ in found)
+        owners = _either(group.name for _, group in found)
+        error.args = (
+            f"parameter {params} was used outside the forward of its unit {owners}, where it is "
+            f"sharded; use it in that forward or in a method given to "
+            f"register_fsdp_forward_method, call fully_shard on the module that reads it, or call "
+            f"unshard() on the unit before and reshard() after backward (torch: {error})",
+        )
+
+
+def explain_freed_in(error: RuntimeError, nodes: Iterable[Node], units: Iterable[Unit]) -> bool:
+    """The same for what autograd's nodes have saved, and C++ has read; whether it was that.
+
+    Args:
+        error: what a backward raised.
+        nodes: those that it would run.
+        units: those of this process.
+    """
+    words = str(error)
+    if _OURS in words or not any(part in words for part in _FREED):
+        return False
+    known = _freed(units)
+    # Autograd runs the newest that it can: of those that still hold what they saved, it was that.
+    for node in sorted(nodes, key=lambda node: -node._sequence_nr()):
+        for value in _saved_by(node):
+            for param, group in known.get(_memory(value) or 0, ()):
+                if _begins_in(value, param.unsharded):
+                    error.args = (
+                        f"backward came to unit '{group.name}' by a tensor that its forward did "
+                        f"not return, and read parameter '{param.name}', which is freed; return "
+                        f"that tensor from the forward too, or call "
+                        f"set_reshard_after_forward(False) on the unit (torch: {error})",
+                    )
+                    return True
+    return False
+
+
+def _saved_by(node: Node) -> Iterator[torch.Tensor]:
+    """The tensors that a node has saved, without the hooks of those who packed some of them."""
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            try:
+                saved = getattr(node, name)
+                raw = saved if isinstance(saved, (tuple, list)) else (saved,)
+                values = [each.data for each in raw if each.unpack_hook is None]
+            except (AttributeError, RuntimeError):  # it has run; or another version of torch
+                continue
+            yield from (value for value in values if isinstance(value, torch.Tensor))
+
+
+def _freed(units: Iterable[Unit]) -> dict[int, list[_Owned]]:
+    """The parameters that have to be gathered before use, by their memory."""
+    known: dict[int, list[_Owned]] = {}
+    for unit in units:
+        for group in unit.groups:
+            for param in group.params if group.state.needs_gather else ():
+                memory = _memory(param.unsharded)
+                if memory is not None:
+                    known.setdefault(memory, []).append((param, group))
+    return known
+
+
+def _explain_freed(error: RuntimeError, units: Iterable[Unit]) -> None:
+    found = _find_freed(error.__traceback__, _freed(units))
+    if found is not None:
+        param, group = found
+        error.args = (
+            f"parameter '{param.name}', or a view of it, was read after the forward of its unit "
+            f"'{group.name}', which has freed it; return a copy from that forward (.clone()), or "
+            f"call set_reshard_after_forward(False) on the unit (torch: {error})",
+        )
+
+
+def _find_freed(trace: TracebackType | None, known: dict[int, list[_Owned]]) -> _Owned | None:
+    """What the innermost frame that has a tensor in such memory has there."""
+    for frame, _ in _innermost_first(trace):
+        for value in frame.f_locals.values():
+            for owned in known.get(_memory(value) or 0, ()):
+                if _begins_in(value, owned[0].unsharded):
+                    return owned
+    return None
+
+
+def _memory(value: object) -> int | None:
+    """What tells a plain tensor's storage, or a DTensor's, from others."""
+    local = local_of(value) if isinstance(value, torch.Tensor) else None
+    if local is None or is_extended(local):
+        return None
+    return local.untyped_storage()._cdata
+
+
+def _begins_in(view: torch.Tensor, gathered: torch.Tensor | None) -> bool:
+    """Whether a tensor's first element is one of a gathered parameter in the same storage."""
+    assert gathered is not None  # or its memory would not be known
+    view, gathered = local_of(view), local_of(gathered)
+    start = gathered.storage_offset() * gathered.itemsize
+    return start <= view.storage_offset() * view.itemsize < start + gathered.nbytes
+
+
+def explain_loading(errors: list[str]) -> None:
+    """The same for what ``load_state_dict`` has collected, in place."""
+    for index, text in enumerate(errors):
+        key = re.search(r'named "([^"]+)"', text)
+        if _TORCHS in text and key is not None:
+            errors[index] = (
+                f"parameter '{key[1]}' is sharded, but the state dict holds a plain tensor for it; "
+                f"load whole tensors with torch.distributed.checkpoint.state_dict."
+                f"set_model_state_dict(model, state_dict, "
+                f"options=StateDictOptions(full_state_dict=True)), after reshard() on units that "
+                f"are gathered"
+            )
+
+
+def _innermost_first(trace: TracebackType | None) -> list[tuple[FrameType, int]]:
+    """Frames of a traceback and the numbers of their lines."""
+    places = []
+    while trace is not None:
+        places.append((trace.tb_frame, trace.tb_lineno))
+        trace = trace.tb_next
+    return places[::-1]
+
+
+def _find(trace: TracebackType | None, known: _Known) -> list[_Owned]:
+    """What the innermost frame that has a module, or a parameter of ours, means."""
+    for frame, number in _innermost_first(trace):
+        values: list[object] = list(frame.f_locals.values())
+        for value in frame.f_locals.values():
+            if isinstance(value, FunctionCtx):  # of a backward written in Python
+                values += vars(value).values()
+        for value in values:
+            if id(value) in known:
+                return [known[id(value)]]
+        modules = [value for value in values if isinstance(value, nn.Module)]
+        if modules:
+            code = frame.f_code
+            line = set(re.findall(r"\w+", linecache.getline(code.co_filename, number)))
+            anywhere = {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
+            return _named(modules, line, known) or _named(modules, anywhere, known)
+    return []
+
+
+def _named(modules: Sequence[nn.Module], words: set[str], known: _Known) -> list[_Owned]:
+    """Sharded parameters below ``modules`` whose names' parts the code has: ``blocks[1].weight``.
+
+    Where no index is written out, those of all indices.
+    """
+    exact: dict[int, _Owned] = {}
+    similar: dict[int, _Owned] = {}
+    for module in modules:
+        for name, param in module.named_parameters():
+            owned = known.get(id(param))
+            parts = name.split(".")
+            if owned is not None and words.issuperset(parts):
+                exact[id(param)] = owned
+            elif owned is not None and words.issuperset(p for p in parts if not p.isdigit()):
+                similar[id(param)] = owned
+    return list((exact or similar).values())
+
+
+def _either(names: Iterable[str]) -> str:
+    """'a', or 'b' or 'c'; of many, the first few."""
+    different = list(dict.fromkeys(names))
+    more = " or others" if len(different) > _MOST else ""
+    return " or ".join(f"'{name}'" for name in different[:_MOST]) + more

@@ -1,0 +1,659 @@
+"""nn.Module and autograd hooks; with `engine`, the only code that knows the autograd engine.
+
+A unit's hooks sit at four places, and each makes one call of the scheduler. The last one is that
+call: autograd has nothing between.
+
+    forward pre-hook     enter_forward    first of all pre-hooks: users' see full parameters
+    forward hook         exit_forward     last of all: users' hooks registered before see them too
+    grad of an output    enter_backward   first gradient that comes back to the unit
+    grads of the inputs  exit_backward    the node in front of the unit, or a view or identity where
+                                          that may have other uses; when its gradient is there,
+                                          every node made behind it has run
+
+Where no input requires grad there is no such node; the end of the whole backward, a callback
+that the first `enter_backward` queues, finishes such units.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+from torch.autograd import Variable, profiler
+
+from fsdp2.core.config import ShardingStateError
+from fsdp2.core.device.streams import Streams
+from fsdp2.core.layout.logs import log_layout
+from fsdp2.core.modules.containers import (
+    cast,
+    grad_tensors,
+    map_tensors,
+    outlives_transform,
+    unbatched,
+)
+from fsdp2.core.modules.dynamo import uncompiled, uncompiled_methods
+from fsdp2.core.modules.explain import explain
+from fsdp2.core.modules.frames import calls_of, failure_of
+from fsdp2.core.modules.registrations import (
+    Move,
+    Registrations,
+    check_registered,
+    follow_replaced,
+    is_registered,
+    put_back,
+)
+from fsdp2.core.modules.registry import (
+    Args,
+    Arguments,
+    Kwargs,
+    UnitRecord,
+    record_of,
+    record_of_unit,
+    records_below,
+)
+from fsdp2.core.modules.ties import take_up
+from fsdp2.core.params.param import GATHERED, ModuleEntries
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.retrace import next_node, running_node
+from fsdp2.core.schedule.scheduler import Graph, Scheduler
+from fsdp2.core.schedule.side_doors import make_scheduler, note_calls, refresh_scheduler
+from fsdp2.core.schedule.ties import inherit, tied_to
+from fsdp2.core.schedule.unit import BACKWARD, FORWARD, REDUCED, Unit, enlist
+
+SEEN = "_fsdp2_seen"
+"""Attribute of a gathered parameter that has a hook for backwards which reach no unit's output.
+
+In the metadata of a node of autograd: the `Graph` that it is in."""
+
+_in_backward: Callable[[], int] = torch._C._current_graph_task_id
+_OUTSIDE = -1
+_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether torch.func runs this; gathers are none of its business.
+
+It only looks at dispatch keys. Whatever looks at the stack of transforms makes one for the thread,
+which autograd then copies around each node that it runs: 300 instructions a time (torch 2.13)."""
+
+
+class _ExitBackward(torch.autograd.Function):
+    """Identity whose backward tells the unit that its own backward is over."""
+
+    @staticmethod
+    @uncompiled
+    def forward(
+        ctx: Any, leave: Callable[[], None], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.leave = leave
+        return tensors
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.leave()
+        return (None, *grads)
+
+
+@uncompiled_methods
+class UnitHooks(UnitRecord):
+    """The hooks of one unit, and what else a call of `fully_shard` left on its modules."""
+
+    __slots__ = (
+        "_cast_to",
+        "_device",
+        "_first_group",
+        "_inner_calls",
+        "_is_list",
+        "_leave_backward",
+        "_output_dtype",
+        "_registrations",
+        "_returned_parameter",
+        "_still_to_run",
+    )
+
+    def __init__(
+        self,
+        unit: Unit,
+        modules: Sequence[nn.Module],
+        arguments: Arguments,
+        ignored: ModuleEntries,
+        streams: Streams,
+    ) -> None:
+        super().__init__(unit, modules, arguments, ignored, streams)
+        self._device = arguments.axes.device  # inputs of a root are moved there; CPU inputs stay
+        precision = arguments.precision
+        self._cast_to = precision.param_dtype if precision.cast_forward_inputs else None
+        self._output_dtype = precision.output_dtype
+        self._registrations = -1  # as counted when they were checked last
+        self._first_group: ParamGroup | None = None  # at or below the unit, when they were checked
+        self._inner_calls = 0  # of the unit, inside of its own forward
+        self._is_list = len(modules) > 1
+        self._still_to_run: set[int] = set()  # of a list: ids of modules that have not run yet
+        self._returned_parameter = False  # of a list: whether one that has run returned one
+        # What autograd calls with the gradient of an input; `serve` says what that is.
+        self._leave_backward: functools.partial[None] = functools.partial(Scheduler.exit_backward)
+        for module in modules:
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.post_forward, always_call=True)
+        enlist(unit)
+
+    def __del__(self) -> None:
+        # Units that prefetch each other are a cycle.
+        self.unit.forward_prefetch = self.unit.backward_prefetch = []
+
+    def serve(self, scheduler: Scheduler) -> None:
+        """Let ``scheduler`` serve the unit from now on: in graphs that are there already, too."""
+        self.scheduler = scheduler
+        leave = uncompiled(type(scheduler).exit_backward)
+        # In place, for the tensors that hold it.
+        self._leave_backward.__setstate__((leave, (scheduler, self.unit), {}, None))  # type: ignore[attr-defined]  # not in typeshed
+
+    # ---- forward
+
+    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """Gather; cast inputs; mark where backward leaves the unit."""
+        scheduler = self.scheduler or start(self)
+        if _in_backward() != _OUTSIDE:
+            return self._recompute(scheduler, args, kwargs)
+        unit, around = self.unit, scheduler.forward_root
+        if self._is_list:
+            if not self._begins_list():
+                return self._cast_inputs(args, kwargs)
+        elif (around is unit or unit.phase is FORWARD) and self._calls_itself(module):
+            return self._cast_inputs(args, kwargs)
+        self._inner_calls = 0  # what an exception left of them
+        if (
+            around is None
+            or around is unit
+            or unit.is_root
+            or scheduler.failed
+            or scheduler.in_backward
+        ):  # no forward is around this one; what looks like one was ended by an exception
+            args, kwargs = self._begin(scheduler, args, kwargs)
+            scheduler = self.scheduler or scheduler
+        if _transformed():
+            with torch._C._DisableFuncTorch():
+                scheduler.enter_forward(unit)
+        else:
+            scheduler.enter_forward(unit)
+        if self._cast_to is not None:
+            args, kwargs = self._cast_inputs(args, kwargs)
+        return self._mark_inputs(args, kwargs)
+
+    def _recompute(self, scheduler: Scheduler, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """A forward in a backward: a checkpointed one that runs again."""
+        unit = self.unit
+        if unit.phase is FORWARD:  # a derivative inside of a forward: its parameters are there
+            return self._cast_inputs(args, kwargs)
+        marks = False
+        if unit.phase is not BACKWARD:
+            self._enter_backward(recomputes=True)
+            # A list that is entered later leaves no telling which of its modules is first.
+            marks = unit.phase is BACKWARD or not self._is_list
+        scheduler.enter_recomputation(unit)
+        args, kwargs = self._cast_inputs(args, kwargs)
+        return self._mark_inputs(args, kwargs) if marks else (args, kwargs)
+
+    def _begins_list(self) -> bool:
+        """Whether no other module of the list has run in this forward."""
+        if self.unit.phase is FORWARD:
+            return False
+        # An exception may have left some of the last forward's.
+        self._still_to_run.update(map(id, self.modules))
+        self._returned_parameter = False
+        return True
+
+    def _calls_itself(self, module: nn.Module) -> bool:
+        """Whether the unit runs inside of itself: the forward around this gathers and frees."""
+        if calls_of(module, self) <= 1:
+            return False
+        self._inner_calls += 1
+        return True
+
+    def _begin(self, scheduler: Scheduler, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """A forward begins that is not inside of another; its inputs are moved to the device."""
+        if scheduler.forward_root is not None or scheduler.failed or scheduler.in_backward:
+            scheduler.reset()
+        first = self._first_group
+        if self._registrations != Registrations.count or (first and not is_registered(first)):
+            scheduler = self._check_registrations(scheduler)
+        scheduler.begin_forward(self.unit, torch.is_grad_enabled())
+        if self._device.type == "cpu":
+            return args, kwargs
+        device = self._device
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
+
+        return map_tensors(move, args), map_tensors(move, kwargs)
+
+    def _check_registrations(self, scheduler: Scheduler) -> Scheduler:
+        """Something was registered since: find new units and ties, refuse what none manages."""
+        self._registrations = -1  # until nothing is refused
+        if self.unit.is_root and set(_served(self)) != {*map(record_of_unit, scheduler.units)}:
+            scheduler = start(self)
+        groups = scheduler.groups
+        known = {id(form) for group in groups for p in group.params for form in p.forms()}
+        for group in groups:
+            follow_replaced(group, known)
+        managed = {entry: p for group in groups for p in group.params for entry in p.entries}
+        moves: list[Move] = []
+        for module in self.modules:
+            ignored = {entry for below in records_below(module) for entry in below.ignored}
+            moves += check_registered(module, managed, ignored)
+        if moves:
+            scheduler.wait_for_reductions()
+            take_up(moves, scheduler.units)
+            refresh_scheduler(scheduler)
+        below = (r.unit for module in self.modules for r in records_below(module))
+        groups = [group for unit in below for group in unit.own_groups]
+        self._first_group = groups[0] if groups else None
+        for group in groups:
+            put_back(group)
+        self._registrations = Registrations.count
+        return scheduler
+
+    def _cast_inputs(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        if self._cast_to is None:
+            return args, kwargs
+        return cast(args, self._cast_to), (cast(kwargs, self._cast_to) if kwargs else kwargs)
+
+    def post_forward(self, module: nn.Module, args: Args, output: object) -> object:
+        """Free; mark where backward enters the unit; cast outputs. Or explain an exception."""
+        if output is None and (failure := failure_of(module)) is not None:
+            self.forward_raised(failure)
+            return None
+        scheduler = self.scheduler
+        assert scheduler is not None
+        transformed = _transformed()
+        seen, on_grad = output, self._on_output_grad
+        if transformed:
+            seen = map_tensors(unbatched, output)
+            if not _outlives_transform(seen):
+                on_grad = self._on_transformed_grad
+        if torch.is_grad_enabled():
+            keep = self._mark_output(seen, args, on_grad)
+        else:
+            keep = _holds_parameter(seen)
+        if self._inner_calls:
+            self._inner_calls -= 1
+        elif _in_backward() != _OUTSIDE:
+            pass  # a checkpointed forward that ran again: its backward is next
+        elif transformed:
+            with torch._C._DisableFuncTorch():
+                self._exit_forward(scheduler, module, keep)
+        elif self._is_list:
+            self._exit_forward(scheduler, module, keep)
+        else:
+            scheduler.exit_forward(self.unit, keep)
+        dtype = self._output_dtype
+        return output if dtype is None else cast(output, dtype)
+
+    def forward_raised(self, failure: BaseException) -> None:
+        """Explain it. If a caller catches it, the forward around this one may go on."""
+        scheduler = self.scheduler
+        if scheduler is None:
+            return
+        explain(failure, scheduler.units)
+        if self._inner_calls:
+            self._inner_calls -= 1
+        elif _in_backward() != _OUTSIDE:
+            pass  # one that ran again: a checkpoint ends it by an exception when it has enough
+        elif scheduler.forward_root is self.unit:
+            scheduler.failed = True
+        elif self.unit.phase is FORWARD and not self._is_list:
+            scheduler.give_up_forward(self.unit)
+
+    def _exit_forward(self, scheduler: Scheduler, module: nn.Module, keep: bool) -> None:
+        """Leave the unit; of a list, when the last of its modules has run."""
+        if not self._is_list:
+            scheduler.exit_forward(self.unit, keep)
+            return
+        self._still_to_run.discard(id(module))
+        self._returned_parameter = self._returned_parameter or keep
+        if not self._still_to_run:
+            scheduler.exit_forward(self.unit, self._returned_parameter)
+        elif scheduler.forward_root is self.unit:
+            # One module of a list, called on its own (a head, chunk by chunk): backward is next,
+            # so that the parameters stay.
+            self._still_to_run.clear()
+            scheduler.exit_forward(self.unit, keep=True)
+
+    # ---- backward
+
+    def _mark_inputs(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """Mark where backward leaves the unit: at the gradients of its inputs."""
+        if not torch.is_grad_enabled() or not self.unit.groups:  # nothing to free and to reduce
+            return args, kwargs
+        if len(args) == 1 and type(args[0]) is torch.Tensor and not kwargs:  # as in most calls
+            tensor = args[0]
+            if not tensor.requires_grad or self._hook_own_node(tensor):
+                return args, kwargs
+            return (self._hooked_view(tensor),), kwargs
+        found: list[torch.Tensor] = []
+        grad_tensors(args, found)
+        if kwargs:
+            grad_tensors(kwargs, found)
+        if len(found) > 1 and _transformed():
+            found.clear()  # torch.func has no room for such a node: the end of backward will do
+        # Autograd runs each device's nodes newest first; those of others tell nothing of the unit.
+        if not found or any(t.device == self._device and self._hook_own_node(t) for t in found):
+            return args, kwargs
+        direct = [value for value in (*args, *kwargs.values()) if _requires_grad(value)]
+        if not direct:
+            self._hook_newest(found)
+            return args, kwargs
+        if len(direct) == 1 and type(direct[0]) is torch.Tensor:
+            marked = iter((self._hooked_view(direct[0]),))
+        else:
+            marked = iter(_ExitBackward.apply(self._leave_backward, *direct))
+        args = tuple(next(marked) if _requires_grad(value) else value for value in args)
+        return args, {k: next(marked) if _requires_grad(v) else v for k, v in kwargs.items()}
+
+    def _hook_newest(self, found: list[torch.Tensor]) -> None:
+        """Let the unit's backward end at the gradient of the newest input that a container holds.
+
+        Containers stay the objects that they are: a forward may change them, as a key-value cache,
+        and its caller reads them. So there is no view of the tensor, of uses in the unit alone, but
+        of the newest most uses are there. A leaf has no place in the order of nodes.
+        """
+        nodes = [(t.grad_fn._sequence_nr(), t) for t in found if t.grad_fn is not None]
+        here = [pair for pair in nodes if pair[1].device == self._device]
+        if here:
+            _on_gradient(max(here, key=operator.itemgetter(0))[1], self._leave_backward, self)
+
+    def _hook_own_node(self, tensor: torch.Tensor) -> bool:
+        """Let the unit's backward end at an input's own gradient, if no node is newer than its.
+
+        Then only the unit and what is newer can use it: its gradient is complete when the unit's
+        nodes have run. Others may have older uses (an encoder's output, in each block of a
+        decoder), for which the unit should not wait.
+        """
+        node = tensor.grad_fn if type(tensor) is torch.Tensor else None
+        if node is None or node._sequence_nr() + 1 != next_node():
+            return False
+        _on_gradient(tensor, self._leave_backward, self)
+        return True
+
+    def _hooked_view(self, tensor: torch.Tensor) -> torch.Tensor:
+        # A view costs half of a custom function, and a user may modify it in place. This is the
+        # one whose backward runs nothing: that of `view_as` makes a view of the gradient.
+        alias = tensor[...]
+        _on_gradient(alias, self._leave_backward, self)
+        return alias
+
+    def _mark_output(
+        self, output: object, args: Args, on_grad: Callable[[torch.Tensor], None]
+    ) -> bool:
+        """Mark where backward enters the unit, by ``on_grad``; returns as `_holds_parameter`."""
+        found: list[torch.Tensor] = []
+        holds = False
+        if type(output) is torch.Tensor and output.requires_grad:
+            found.append(output)
+        else:
+            others: list[torch.Tensor] = []
+            grad_tensors(output, found, others)
+            holds = any(map(_holds_parameter, others))
+        for tensor in found:
+            _on_gradient(tensor, on_grad, self.unit)
+            base = tensor._base
+            if base is None and type(tensor) is torch.Tensor:
+                continue
+            if base is None or base.grad_fn is None:
+                holds = holds or _holds_parameter(tensor)
+            elif not _is_base(base, args):
+                # An in-place operation on a view routes its gradient around the view's own
+                # node, straight to the node of its base.
+                base.grad_fn.register_prehook(self._on_base_grad)
+        return holds
+
+    def _on_output_grad(self, grad: torch.Tensor) -> None:
+        if self.unit.phase is not BACKWARD or self._is_behind():
+            self._enter_backward(grad)
+
+    def _on_transformed_grad(self, grad: torch.Tensor) -> None:
+        """Of an output that torch.func alone records: it does so even where nobody can use it."""
+        if self.unit.phase is not BACKWARD or self._is_behind():
+            self._enter_backward(grad, records=outlives_transform(grad))
+
+    def _on_base_grad(self, grads: object) -> None:
+        unit = self.unit
+        if unit.phase is REDUCED and not unit.visits:
+            return  # it returned a view of its input: its backward is over
+        if unit.phase is not BACKWARD or self._is_behind():
+            self._enter_backward()
+
+    def enter_backward_aside(self) -> bool:
+        """A gradient comes to a node of the unit's; whether no output had a gradient before."""
+        unit = self.unit
+        if unit.phase in (FORWARD, BACKWARD):
+            return False  # its parameters are there, whichever of its calls it is in
+        self._enter_backward()
+        return True
+
+    def _is_behind(self) -> bool:
+        """Whether this gradient is an earlier call's; the one that the unit was in is left then."""
+        assert self.scheduler is not None
+        return self.scheduler.leave_later_call(self.unit)
+
+    def _enter_backward(
+        self, grad: torch.Tensor | None = None, recomputes: bool = False, records: bool = True
+    ) -> None:
+        scheduler = self.scheduler
+        assert scheduler is not None
+        if not scheduler.in_backward:
+            scheduler.in_backward = True
+            if profiler._is_profiler_enabled is not scheduler.ranges:
+                scheduler.follow_profiler()
+            # Recomputation enables grad in every backward; otherwise it means create_graph=True.
+            if torch.is_grad_enabled() and records and not recomputes:
+                self._hold(scheduler)
+            end = self._end_backward
+            scheduler.ending = weakref.ref(end)  # autograd holds it as long as this backward runs
+            Variable._execution_engine.queue_callback(end)
+        elif scheduler.ending() is None:
+            raise ShardingStateError(
+                f"the backward of '{self.unit.title}' follows one that an exception ended, whose "
+                f"gradients are incomplete; call reset_iter_state() on the root, or run the "
+                f"forward again before its backward"
+            )
+        if scheduler.graph is not None and grad is not None:
+            # As long as these live: what the gradient comes from, and forward's node that it is of.
+            nodes: tuple[Any, ...] = (grad.grad_fn, torch._C._current_autograd_node())
+            for node in nodes:
+                if node is not None:
+                    node.metadata[SEEN] = scheduler.graph
+        scheduler.enter_backward(self.unit, running_node() if recomputes else None)
+
+    def _hold(self, scheduler: Scheduler) -> None:
+        """A graph is recorded whose own backward may reach parameters, but no output of a unit."""
+        scheduler.builds(Graph())
+        reference = weakref.ref(self)
+
+        def on_parameter(_: torch.Tensor) -> None:
+            record = reference()
+            if record is not None:
+                record._on_parameter_grad()
+
+        for group in scheduler.groups:
+            for param in group.params:
+                full = param.unsharded
+                if full is not None and full.requires_grad and SEEN not in full.__dict__:
+                    full.__dict__[SEEN] = True
+                    full.register_post_accumulate_grad_hook(on_parameter)
+
+    def _on_parameter_grad(self) -> None:
+        """Its end reduces what it brings, whether or not it reaches a unit's output."""
+        scheduler = self.scheduler
+        if scheduler is not None and not scheduler.in_backward:
+            scheduler.in_backward = True
+            if torch.is_grad_enabled():
+                scheduler.builds(Graph())
+            end = self._end_backward
+            scheduler.ending = weakref.ref(end)
+            Variable._execution_engine.queue_callback(end)
+
+    def _end_backward(self) -> None:
+        scheduler = self.scheduler
+        assert scheduler is not None
+        scheduler.end_backward()
+
+
+def _requires_grad(value: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _holds_parameter(output: object) -> bool:
+    """Whether a gathered parameter, or a view of one, is in ``output``: it stays till backward."""
+    if type(output) is torch.Tensor and output._base is None:
+        return False
+    found: list[torch.Tensor] = []
+    grad_tensors(output, found, found)
+    owners = [tensor if tensor._base is None else tensor._base for tensor in found]
+    return any(type(owner) is not torch.Tensor and GATHERED in owner.__dict__ for owner in owners)
+
+
+def _outlives_transform(output: object) -> bool:
+    """`outlives_transform` of any tensor in ``output``."""
+    found: list[torch.Tensor] = []
+    grad_tensors(output, found)
+    return any(map(outlives_transform, found))
+
+
+def _is_base(tensor: torch.Tensor, views: object) -> bool:
+    """Whether ``tensor``, or a view of it, is in ``views``: its node is outside of the unit."""
+    found: list[torch.Tensor] = []
+    grad_tensors(views, found)
+    return any(view is tensor or view._base is tensor for view in found)
+
+
+def _on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], object], key: object) -> None:
+    """As ``tensor.register_hook(hook)``, for good: a third of the work, as there is no handle.
+
+    Args:
+        tensor: requires grad.
+        hook: called with its gradient.
+        key: of one hook of the tensor; handles have integers.
+    """
+    if type(tensor) is not torch.Tensor:
+        present: Mapping[int, object] | None = tensor._backward_hooks
+        if present is None or hook not in present.values():  # a parameter, at every call
+            tensor.register_hook(hook)
+        return
+    node = tensor.grad_fn  # asked first, it is the node of a view that was changed in place
+    hooks: Any = tensor._backward_hooks  # torch knows integers as keys alone
+    if hooks is None:
+        tensor._backward_hooks = hooks = OrderedDict()  # a handle refers to it weakly
+        if node is not None:
+            node._register_hook_dict(tensor)  # as torch's method does
+    older = list(hooks)
+    hooks[key] = hook
+    for other in older:  # what came later in forward goes first, as in all of backward
+        hooks[other] = hooks.pop(other)  # autograd knows nothing of `move_to_end`
+
+
+def start(record: UnitRecord) -> Scheduler:
+    """Make the module of ``record`` the root of all units below it, and give them one scheduler.
+
+    Called before the first forward (or a call that needs the scheduler), when every unit is there.
+    """
+    if len(record.modules) > 1:
+        raise ShardingStateError(
+            f"the first forward ran a module of the list {record.unit.name}, which has no single "
+            f"root; call fully_shard on the model that holds them and run that first"
+        )
+    for below in records_below(record.modules[0]):
+        inherit(below.unit, lambda unit: record_of_unit(unit) is None)
+    found = _served(record)
+    roots = _tops(found)
+    for top in roots:
+        if top is not record and record in records_below(top.modules[0]):
+            start(top)  # a tied one is around it, and is the root sooner or later
+            assert record.scheduler is not None
+            return record.scheduler
+    for below, names in found.items():
+        busy = below.scheduler
+        if busy is not None and (busy.forward_root is not None or busy.in_backward):
+            raise ShardingStateError(
+                f"unit '{', '.join(names)}' is in the middle of a forward or backward of its own; "
+                f"finish it, or call reset_iter_state() on it, before running its parent"
+            )
+        if busy is not None and busy.manual and below not in roots:
+            raise ShardingStateError(
+                f"set_manual_backward_finalization was called on '{', '.join(names)}', which is "
+                f"below the root; call it on the module whose forward you call"
+            )
+        if busy is not None:
+            busy.wait_for_reductions()
+    old = record.scheduler
+    scheduler = make_scheduler([below.unit for below in found], record.streams)
+    if old is not None:  # units were added
+        scheduler.is_last_backward, scheduler.holds = old.is_last_backward, old.holds
+        scheduler.post_optim_event = old.post_optim_event
+    before = [top.scheduler for top in (record, *roots) if top.scheduler is not None]
+    scheduler.manual = any(former.manual for former in before)
+    for below, names in found.items():
+        below.serve(scheduler)
+        below.unit.name = ", ".join(names)
+        below.unit.visits = []  # which the scheduler before counted
+        below.unit.is_root = below is record or below in roots
+        below.alone = len(roots) == 1
+    for top in roots:
+        for module in top.modules:
+            _name_parameters(module)
+    note_calls(scheduler)
+    layouts = [(u.title, [g.layout for g in u.groups if g.layout]) for u in scheduler.units]
+    log_layout(type(record.modules[0]).__name__, layouts)
+    return scheduler
+
+
+def _served(record: UnitRecord) -> dict[UnitRecord, list[str]]:
+    """The units that one scheduler serves, and their names: those below a root, and tied ones.
+
+    Where one uses parameters of a unit elsewhere, that and all that is served with it belong too.
+    """
+    found: dict[UnitRecord, list[str]] = {}
+    for name, module in record.modules[0].named_modules():
+        below = record_of(module)
+        if below is not None:
+            found.setdefault(below, []).append(name)
+    reached = list(found)
+    for near in reached:  # which grows
+        for unit in sorted(tied_to(near.unit), key=lambda unit: unit.name):
+            tied = record_of_unit(unit)
+            if tied is None or tied in found:
+                continue
+            others = [below for module in tied.modules for below in records_below(module)]
+            if tied.scheduler is not None:
+                others += filter(None, map(record_of_unit, tied.scheduler.units))
+            for further in others:
+                if further not in found:
+                    found[further] = [further.unit.name]
+                    reached.append(further)
+    return found
+
+
+def _tops(found: Iterable[UnitRecord]) -> list[UnitRecord]:
+    """Those that are below none of the others."""
+    inside = {
+        below
+        for record in found
+        for module in record.modules
+        for below in records_below(module)
+        if below is not record
+    }
+    return [record for record in found if record not in inside]
+
+
+def _name_parameters(root: nn.Module) -> None:
+    names = {id(param): name for name, param in root.named_parameters()}
+    for below in records_below(root):
+        for group in below.unit.groups:
+            group.name = below.unit.title
+            for param in group.params:
+                registered = param.sharded if not group.is_unsharded else param.unsharded
+                param.name = names.get(id(registered), param.name)

@@ -1,0 +1,152 @@
+"""Which module has which unit, and with what arguments `fully_shard` was called on it.
+
+    fully_shard ──> module.__dict__[RECORD] = a UnitRecord ──> record_of, records_below
+
+Selection, reports and setters ask here. Nothing here knows how hooks are installed, nor the
+autograd engine: `UnitHooks`, which does, is the record's subclass that `fully_shard` makes.
+"""
+
+from __future__ import annotations
+
+import abc
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from fsdp2.core.config import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp2.core.device.streams import Streams
+from fsdp2.core.layout.mesh import MeshAxes
+from fsdp2.core.params.param import ModuleEntries
+from fsdp2.core.schedule.scheduler import Scheduler
+from fsdp2.core.schedule.unit import Unit
+
+RECORD = "_fsdp2_record"
+"""Where a sharded module keeps its unit's record, in its ``__dict__``."""
+
+_records: weakref.WeakValueDictionary[Unit, UnitRecord] = weakref.WeakValueDictionary()
+
+Args = tuple[object, ...]
+Kwargs = dict[str, object]
+"""What a user calls a module with."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Of `fully_shard`: parameters that are added later follow them, too.
+
+    Attributes:
+        axes: the data-parallel axes of its mesh.
+        precision: in which dtypes the unit computes, and to which it casts inputs and outputs.
+        offload: where shards live in CPU memory.
+        reshard_to: to how many ranks' shards forward reshards, if not to all or none.
+    """
+
+    axes: MeshAxes
+    precision: MixedPrecisionPolicy
+    offload: CPUOffloadPolicy | None
+    reshard_to: int | None
+
+
+class UnitRecord(abc.ABC):
+    """What a call of `fully_shard` left on its modules.
+
+    Args:
+        unit: what the call made of them.
+        modules: those that it was called on.
+        arguments: what it was called with.
+        ignored: where its modules hold parameters that it was told to leave alone.
+        streams: lanes of the device.
+
+    Attributes:
+        scheduler: the one that serves the unit; ``None`` before the root's first forward.
+        alone: whether it serves one root; not where parameters below several are tied.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_modules",
+        "alone",
+        "arguments",
+        "ignored",
+        "scheduler",
+        "streams",
+        "unit",
+    )
+
+    def __init__(
+        self,
+        unit: Unit,
+        modules: Sequence[nn.Module],
+        arguments: Arguments,
+        ignored: ModuleEntries,
+        streams: Streams,
+    ) -> None:
+        self.unit = unit
+        # They own this object. A way back would leave their memory to the garbage collector.
+        self._modules = [weakref.ref(module) for module in modules]
+        self.arguments = arguments
+        self.ignored = ignored
+        self.scheduler: Scheduler | None = None
+        self.alone = True
+        self.streams = streams
+        _records[unit] = self
+        for module in modules:
+            module.__dict__[RECORD] = self
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules that `fully_shard` was called on, as far as they still exist."""
+        found = (reference() for reference in self._modules)
+        return tuple(module for module in found if module is not None)
+
+    @abc.abstractmethod
+    def serve(self, scheduler: Scheduler) -> None:
+        """Let ``scheduler`` serve the unit from now on."""
+
+    @abc.abstractmethod
+    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """What runs before the forward of one of the modules; returns its inputs."""
+
+    @abc.abstractmethod
+    def post_forward(self, module: nn.Module, args: Args, output: object) -> object:
+        """What runs after it; returns its output."""
+
+    @abc.abstractmethod
+    def forward_raised(self, failure: BaseException) -> None:
+        """What runs where it raised instead."""
+
+    @abc.abstractmethod
+    def enter_backward_aside(self) -> bool:
+        """A gradient comes to a node of the unit's; whether no output had a gradient before."""
+
+
+def record_of(module: object) -> UnitRecord | None:
+    """The record of the unit that `fully_shard` made of ``module``, if it was called on it."""
+    return module.__dict__.get(RECORD)
+
+
+def record_of_unit(unit: Unit) -> UnitRecord | None:
+    """The record of a unit; ``None`` where its modules are gone."""
+    return _records.get(unit)
+
+
+def require_record(module: object) -> UnitRecord:
+    """As `record_of`; raises where `fully_shard` was not called on ``module``.
+
+    Raises:
+        ValueError: it was not.
+    """
+    record = record_of(module)
+    if record is None:
+        raise ValueError(
+            f"{type(module).__name__} is not sharded; call fully_shard on it before its methods"
+        )
+    return record
+
+
+def records_below(module: nn.Module, recurse: bool = True) -> list[UnitRecord]:
+    """The records of a module's unit and, with ``recurse``, of those below it; each once."""
+    members = module.modules() if recurse else [module]
+    return list({record: None for member in members if (record := record_of(member)) is not None})

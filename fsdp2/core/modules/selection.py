@@ -1,0 +1,215 @@
+"""Which parameters a call of `fully_shard` takes, and whether they can be sharded.
+
+modules ── managed_modules ──> those that no earlier unit has
+        ── managed_parameters ──> parameter -> the entries that hold it
+        ── plan_parameters ──> a Plan each: axes, cut, dtype; or an error that names it
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp2.core.config import MixedPrecisionPolicy
+from fsdp2.core.device.collectives import ProcessGroup
+from fsdp2.core.gather.extension import check_hooks
+from fsdp2.core.layout.layout import Cut, default_cut
+from fsdp2.core.layout.mesh import (
+    MeshAxes,
+    ShardPlacementResult,
+    axes_of_info,
+    check_placement,
+    check_shardable,
+    local_of,
+    memory_order,
+)
+from fsdp2.core.modules.registrations import is_managed
+from fsdp2.core.modules.registry import UnitRecord, record_of
+from fsdp2.core.params.param import OWNER, ModuleEntry, Plan, is_extended
+
+PlacementFn = Callable[[nn.Parameter], Shard | tuple[Shard, ...] | ShardPlacementResult | None]
+"""What ``shard_placement_fn`` is."""
+
+
+class NamedEntry(NamedTuple):
+    """An entry that holds a parameter, and the parameter's full name.
+
+    Attributes:
+        module: what registers it.
+        key: its name there.
+        name: its name below the sharded module.
+    """
+
+    module: nn.Module
+    key: str
+    name: str
+
+
+def managed_parameters(
+    modules: tuple[nn.Module, ...], ignored: set[nn.Parameter], new_to: UnitRecord | None = None
+) -> dict[nn.Parameter, list[NamedEntry]]:
+    """Parameters below ``modules`` that no other unit has; ``new_to`` a unit: those it has not.
+
+    Those that are tied to another unit's are among them.
+    """
+    found: dict[nn.Parameter, list[NamedEntry]] = {}
+    for owner, prefix in managed_modules(modules):
+        for key, param in owner._parameters.items():
+            if param is None or param in ignored:
+                continue
+            if new_to is not None and (is_managed(owner, key) or (owner, key) in new_to.ignored):
+                continue
+            found.setdefault(param, []).append(NamedEntry(owner, key, prefix + key))
+    return found
+
+
+def entries_of(modules: tuple[nn.Module, ...], params: set[nn.Parameter]) -> set[ModuleEntry]:
+    return {
+        (owner, key)
+        for owner, _ in managed_modules(modules, into_units=True)
+        for key, param in owner._parameters.items()
+        if param is not None and param in params
+    }
+
+
+def managed_modules(
+    modules: tuple[nn.Module, ...], into_units: bool = False
+) -> Iterator[tuple[nn.Module, str]]:
+    """Modules below ``modules`` that no other unit has, parents first, with name prefixes."""
+    seen: set[nn.Module] = set()
+    for module in modules:
+        yield from _walk(module, "", into_units, seen)
+
+
+def _walk(
+    module: nn.Module, prefix: str, into_units: bool, seen: set[nn.Module]
+) -> Iterator[tuple[nn.Module, str]]:
+    # No function inside another: one that calls itself is a cycle, here around all modules.
+    if module in seen:
+        return
+    seen.add(module)
+    yield module, prefix
+    for name, child in module.named_children():
+        if into_units or record_of(child) is None:
+            yield from _walk(child, f"{prefix}{name}.", into_units, seen)
+
+
+def plan_parameters(
+    found: dict[nn.Parameter, list[NamedEntry]],
+    axes: MeshAxes,
+    choose: PlacementFn | None,
+    policy: MixedPrecisionPolicy,
+) -> list[Plan]:
+    """A plan for each parameter; raises, naming it, if one cannot be sharded."""
+    plans = []
+    meshes: dict[tuple[ProcessGroup | None, ProcessGroup | None], MeshAxes] = {}
+    for param, entries in found.items():
+        name = entries[0].name
+        _check_unowned(entries[0], param)
+        placement: Any = choose(param) if choose is not None else None
+        own = axes
+        if hasattr(placement, "mesh_info"):  # ours, or torch's
+            found_axes = axes_of_info(name, placement.mesh_info)
+            key = (found_axes.group, found_axes.replicas)
+            own = meshes.setdefault(key, found_axes)
+            if key == (axes.group, axes.replicas):
+                own = axes
+            placement = placement.placement
+        check_shardable(name, param, own)
+        _check_renormalised(name, entries)
+        dims = None if placement is None else check_placement(name, param, placement)
+        order = memory_order(param)
+        cut = _cut(param, own, dims if order is None or dims is not None else (0,))
+        if order is not None and (cut.dims != (0,) or is_extended(param)):
+            raise ValueError(
+                f"parameter '{name}' is not contiguous (stride {param.stride()}), so that it is "
+                f"sharded on dim 0 alone, not on {cut}; let shard_placement_fn return None for it, "
+                f"or replace it by nn.Parameter(param.detach().contiguous()) before fully_shard"
+            )
+        _check_extension(name, param, own, cut)
+        where: list[ModuleEntry] = [(entry.module, entry.key) for entry in entries]
+        plans.append(Plan(name, param, where, own, cut, policy.compute_dtype(name, param)))
+    _check_one_device(found)
+    _check_memory({entries[0].name: local_of(param) for param, entries in found.items()})
+    return plans
+
+
+def _cut(param: nn.Parameter, axes: MeshAxes, dims: tuple[int, ...] | None) -> Cut:
+    """The cut of a parameter, on the dims that its owner named."""
+    local = local_of(param)
+    if is_extended(local):
+        named = (0,) if dims is None else dims  # its hooks may know no other
+        even = (dim for dim in named if dim == 0 or local.shape[dim] % axes.size == 0)
+        return Cut(next(even, named[0]))
+    shape = tuple(local.shape)
+    if isinstance(param, DTensor):  # the largest piece, which all ranks know (I1)
+        pieces = param._spec.num_shards_map
+        shape = tuple(math.ceil(n / p) for n, p in zip(param.shape, pieces, strict=True))
+    bands = not isinstance(param, DTensor)  # whose mesh has no dim to split
+    return default_cut(shape, axes.size, param.element_size(), dims, bands)
+
+
+def _check_extension(name: str, param: nn.Parameter, axes: MeshAxes, cut: Cut) -> None:
+    local = local_of(param)
+    check_hooks(name, local, cut, local.shape[cut.dim] % axes.size == 0)
+    if is_extended(local):
+        _ = axes.shard_mesh  # its hooks get this mesh, which must have a name
+
+
+def _check_unowned(entry: NamedEntry, param: nn.Parameter) -> None:
+    owner, name = param.__dict__.get(OWNER), entry.name
+    if owner is not None and is_managed(entry.module, entry.key):
+        raise ValueError(
+            f"parameter '{name}' already belongs to the unit of {owner}; call fully_shard on "
+            f"children before their parents"
+        )
+    if owner is not None:
+        raise ValueError(
+            f"parameter '{name}' is tied to a parameter of the unit of {owner}, which does not "
+            f"exist any more; give the module a parameter of its own, or keep that module"
+        )
+
+
+def _check_renormalised(name: str, entries: list[NamedEntry]) -> None:
+    for entry in entries:
+        if isinstance(entry.module, nn.Embedding | nn.EmbeddingBag) and entry.module.max_norm:
+            kind = type(entry.module).__name__
+            raise ValueError(
+                f"parameter '{name}' is the weight of an {kind} with max_norm, which rescales rows "
+                f"of it in forward, and that would be lost with the gathered weight; set max_norm "
+                f"to None and rescale the rows that are looked up, or pass the weight in "
+                f"ignored_params"
+            )
+
+
+def _check_memory(params: dict[str, torch.Tensor]) -> None:
+    """Two parameters over the same memory (`.data` assigned) would go apart once sharded."""
+    taken: dict[int, list[tuple[int, int, str]]] = {}
+    for name, param in params.items():
+        if param.is_meta or not param.numel() or is_extended(param):
+            continue
+        begin = int(param.storage_offset()) * param.element_size()
+        end = begin + int(param.numel()) * param.element_size()
+        ranges = taken.setdefault(param.untyped_storage()._cdata, [])
+        for other_begin, other_end, other in ranges:
+            if begin < other_end and other_begin < end:
+                raise ValueError(
+                    f"parameter '{name}' shares memory with parameter '{other}'; let both modules "
+                    f"register one and the same nn.Parameter"
+                )
+        ranges.append((begin, end, name))
+
+
+def _check_one_device(found: dict[nn.Parameter, list[NamedEntry]]) -> None:
+    meta = [entries[0].name for param, entries in found.items() if param.is_meta]
+    real = [entries[0].name for param, entries in found.items() if not param.is_meta]
+    if meta and real:
+        raise ValueError(
+            f"parameter '{meta[0]}' is on the meta device and '{real[0]}' is not; materialise "
+            f"all parameters of a unit, or none"
+        )

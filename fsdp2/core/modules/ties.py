@@ -1,0 +1,271 @@
+"""Parameters that modules of several units register: tied weights, and modules with two parents.
+
+    fully_shard finds one of another unit  ──> tied_parameters, join: one more entry of it
+    a root's forward finds one moved       ──> take_up: entries as they are registered now
+    either way                             ──> link: a unit that has one of another uses its group
+
+The parameter stays the object that it is, in the group that it is in. One that no module registers
+any more leaves its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fsdp2.core.config import MixedPrecisionPolicy, ShardingStateError
+from fsdp2.core.modules.assembly import owners_of, watch_state_dicts_of
+from fsdp2.core.modules.optimizers import watch_optimizers
+from fsdp2.core.modules.registrations import Move, is_managed, mark_managed
+from fsdp2.core.modules.registry import UnitRecord, record_of_unit
+from fsdp2.core.modules.selection import NamedEntry, managed_modules
+from fsdp2.core.params.param import (
+    GATHERED,
+    OWNER,
+    REPLACED,
+    ModuleEntries,
+    ModuleEntry,
+    ShardedParam,
+    compute_dtype,
+)
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.ties import GroupAlias, give_back, lend
+from fsdp2.core.schedule.unit import Unit, all_units
+
+
+class Owned(NamedTuple):
+    """A parameter, and what it belongs to."""
+
+    param: ShardedParam
+    group: ParamGroup
+    unit: Unit
+
+
+class Owners:
+    """What parameters belong to.
+
+    Args:
+        units: the units to look in.
+    """
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        self._units = list(units)  # they keep alive what has these ids
+        self._owned: dict[int, Owned] = {}
+        for unit in self._units:
+            for group in unit.own_groups:
+                for param in group.params:
+                    for known in (param, *param.forms()):
+                        self._owned[id(known)] = Owned(param, group, unit)
+
+    def __getitem__(self, param: ShardedParam) -> Owned:
+        return self._owned[id(param)]
+
+    def of(self, registered: nn.Parameter) -> Owned | None:
+        """Of what a module registers: a form of a parameter, or what it was before it was sharded.
+
+        ``None`` for one that no unit manages.
+        """
+        replaced = registered.__dict__.get(REPLACED)
+        return self._owned.get(id(registered if replaced is None else replaced()))
+
+
+# ---- before its module is sharded
+
+
+Found = Mapping[nn.Parameter, Sequence[NamedEntry]]
+
+
+def tied_parameters(
+    found: Found, modules: Sequence[nn.Module], policy: MixedPrecisionPolicy
+) -> dict[nn.Parameter, Owned]:
+    """Those of ``found`` that a unit has already, around of which ``modules`` are not.
+
+    Raises:
+        ValueError: one is computed with in another dtype.
+    """
+    known = [p for p in found if OWNER in p.__dict__ or GATHERED in p.__dict__]
+    if not known:
+        return {}
+    owners = Owners(all_units())
+    tied = {}
+    for param in known:
+        owned = owners.of(param)
+        entry = found[param][0]
+        if owned is None or (is_managed(entry.module, entry.key) and _is_in(modules, owned.unit)):
+            continue  # whose unit is gone; of a unit around this one
+        _check_dtype(entry.name, owned, policy)
+        tied[param] = owned
+    return tied
+
+
+def _is_in(modules: Sequence[nn.Module], unit: Unit) -> bool:
+    record = record_of_unit(unit)
+    around = () if record is None else record.modules
+    return any(module in modules for outer in around for module in outer.modules())
+
+
+def _check_dtype(name: str, owned: Owned, policy: MixedPrecisionPolicy) -> None:
+    param = owned.param
+    if not param.dtype.is_floating_point:
+        return
+    computes = compute_dtype(owned.group.options, param)
+    wanted = policy.param_dtype or param.dtype
+    if computes != wanted and param.compute_dtype is None:
+        raise ValueError(
+            f"parameter '{name}' is tied to parameter '{param.name}', with which its unit computes "
+            f"in {computes}, not in {wanted}; give both units the same param_dtype"
+        )
+
+
+def join(found: Found, tied: Mapping[nn.Parameter, Owned]) -> None:
+    """Give parameters of other units the entries where they were found."""
+    for param, owned in tied.items():
+        owned.group.reshard()
+        entries: list[ModuleEntry] = [(entry.module, entry.key) for entry in found[param]]
+        present = list(owned.param.entries)
+        _fill(owned, [*present, *(entry for entry in entries if entry not in present)])
+
+
+def strays(
+    found: Found, modules: Sequence[nn.Module]
+) -> list[tuple[NamedEntry, nn.Parameter, ShardedParam | None]]:
+    """Where units below ``modules`` register one of ``found``, and what they had there."""
+    known = {entry[:2] for entries in found.values() for entry in entries}
+    places = [
+        (NamedEntry(module, key, prefix + key), param)
+        for module, prefix in managed_modules(tuple(modules), into_units=True)
+        for key, param in module._parameters.items()
+        if param is not None and param in found and (module, key) not in known
+    ]
+    units = all_units() if places else []
+    managed = {
+        entry: param
+        for unit in units
+        for group in unit.own_groups
+        for param in group.params
+        for entry in param.entries
+    }
+    return [(entry, param, managed.get(entry[:2])) for entry, param in places]
+
+
+def take_strays(
+    places: Sequence[tuple[NamedEntry, nn.Parameter, ShardedParam | None]],
+) -> None:
+    """Manage what `strays` has found; the parameters are sharded now."""
+    owners = Owners(all_units())
+    moves = []
+    for entry, registered, before in places:
+        owned = owners.of(registered)
+        if owned is not None:
+            moves.append(Move(entry.name, entry.module, entry.key, owned.param, before))
+    take_up(moves, all_units())
+
+
+def _fill(owned: Owned, entries: list[ModuleEntry]) -> None:
+    """Let these be a parameter's entries."""
+    param, group, _ = owned
+    watched = owners_of(group)
+    param.entries = ModuleEntries(entries)
+    param.register(param.sharded)
+    group.rebind()
+    mark_managed([param])
+    watch_state_dicts_of(owners_of(group) - watched, group)
+
+
+# ---- after
+
+
+def take_up(moves: Sequence[Move], units: Iterable[Unit]) -> None:
+    """Manage parameters where modules register them now.
+
+    Args:
+        moves: which ones were registered elsewhere since.
+        units: those that have them.
+
+    Raises:
+        ValueError: a unit computes with one in another dtype than the parameter's own.
+    """
+    units = list(units)
+    owners = Owners(units)
+    for move in moves:
+        for record in _around(move.module, units):
+            _check_dtype(move.name, owners[move.param], record.arguments.precision)
+    entries = _moved(moves)
+    for param in entries:
+        owners[param].group.reshard()
+    for param, where in entries.items():
+        group = owners[param].group
+        _refuse_late_gradients(group)
+        if where:
+            _fill(owners[param], where)
+    gone: dict[ParamGroup, list[ShardedParam]] = {}
+    for param, where in entries.items():
+        if not where:
+            gone.setdefault(owners[param].group, []).append(param)
+    for group, params in gone.items():
+        group.drop(params)
+    for move in moves:
+        if move.before is not None and not entries[move.before]:
+            move.param.absorb(move.before)
+    link([found for unit in units if (found := record_of_unit(unit)) is not None])
+    watch_optimizers()  # they may hold one that is gone
+
+
+def _moved(moves: Sequence[Move]) -> dict[ShardedParam, list[ModuleEntry]]:
+    """The entries of parameters that have others now."""
+    entries: dict[ShardedParam, list[ModuleEntry]] = {}
+    for move in moves:
+        for param in (move.param, move.before):
+            if param is not None:
+                entries.setdefault(param, list(param.entries))
+    for move in moves:
+        if move.before is not None:
+            entries[move.before].remove((move.module, move.key))
+    for move in moves:
+        entries[move.param].append((move.module, move.key))
+    return entries
+
+
+def _around(module: nn.Module, units: Iterable[Unit]) -> Iterator[UnitRecord]:
+    """The records of units that have ``module``, and no unit inside does."""
+    for unit in units:
+        record = record_of_unit(unit)
+        if record is not None and any(m is module for m, _ in managed_modules(record.modules)):
+            yield record
+
+
+def _refuse_late_gradients(group: ParamGroup) -> None:
+    """Let a backward raise whose forward ran with the gathered parameters there were until now."""
+    for param in group.params:
+        gathered, name = param.unsharded, param.name
+        if gathered is not None and gathered.requires_grad and gathered.is_leaf:
+
+            def refuse(_: torch.Tensor, name: str = name) -> None:
+                raise ShardingStateError(
+                    f"a gradient came to parameter '{name}' from a forward that ran before "
+                    f"parameters of its unit were tied; run the backward before the next forward"
+                )
+
+            gathered.register_post_accumulate_grad_hook(refuse)
+
+
+def link(records: Sequence[UnitRecord]) -> None:
+    """Let each unit use the groups of others that have a parameter which its modules register."""
+    owners = Owners(all_units())
+    for record in records:
+        unit = record.unit
+        used: dict[ParamGroup, Unit] = {}
+        for module, _ in managed_modules(record.modules):
+            for registered in module._parameters.values():
+                owned = None if registered is None else owners.of(registered)
+                if owned is not None and owned.unit is not unit:
+                    used[owned.group] = owned.unit
+        for group in list(unit.groups):
+            if isinstance(group, GroupAlias) and group.tied not in used:
+                give_back(group, unit)
+        unit.groups = [group for group in unit.groups if group.is_alias or group.params]
+        for group, owner in used.items():
+            lend(group, owner, unit)

@@ -1,0 +1,339 @@
+"""The gradients of parameters that are reduced together: taken full, delivered sharded.
+
+    autograd ──> unsharded.grad of A, B, C
+                   take ──> [full A, full B, full C]      what a reduction reduces
+                deliver <── [rows of A, of B, of C]       what it leaves on this rank
+    sharded.grad of A, B, C ──> the optimizer
+
+One call serves all parameters, as a call each would cost as much as its work.
+
+DTensors that were ``.grad`` and are nobody's any more are used again for the next gradients:
+
+    rows of A   rows of B   rows of C       of this step; let go with the gradients, as ever
+      └ lent      └ lent      └ the last    DTensors: what ``.grad`` of A, B and C is
+         │           │            └─ dropped: who else holds the others?
+         └─ free     └─ free   <─ nobody: they lose their rows, and wait for the next step's
+
+To make a DTensor, and to free it, takes longer than all else that a parameter adds to a step. That
+gradients are dropped tells nobody, but that an object dies does: the last DTensor that a reduction
+delivers is new each time, and when its rows go, the others are looked at (invariant I14). What
+somebody holds then, a ``.grad`` of its parameter, a variable, or an autograd graph, is his for
+good. The rows are watched, not the DTensor: `.to()` swaps gradients with converted ones, which
+torch refuses for tensors that are weakly referred to.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch._C import DisableTorchFunctionSubclass
+from torch.distributed.tensor import DTensor
+
+from fsdp2.core.params.param import ShardedParam
+
+Sum = tuple[Any, torch.Tensor, torch.Tensor]
+"""A parameter that has a gradient, that gradient's rows, and the rows to add to them."""
+
+
+class Gradients(Protocol):
+    """What a reduction needs of its parameters.
+
+    Attributes:
+        params: the parameters, in the order of all that is taken and delivered.
+    """
+
+    @property
+    def params(self) -> Sequence[Any]:
+        """The parameters (`ShardedParam`, or others that exist on paper)."""
+
+    def take(self, summed: bool) -> list[torch.Tensor | None]:
+        """Take the full gradients away; ``None`` where there is none.
+
+        Args:
+            summed: whether gradients of several backwards are among them.
+        """
+
+    def waiting(self) -> bool:
+        """Whether any parameter has a full gradient."""
+
+    def delivered(self) -> bool:
+        """Whether any parameter has a reduced gradient."""
+
+    def deliver(
+        self,
+        rows: Sequence[torch.Tensor],
+        present: Sequence[bool],
+        over: Sequence[torch.Tensor] | None = None,
+    ) -> list[Sum]:
+        """Give each parameter that is ``present`` its rows as ``.grad``; run users' hooks.
+
+        Args:
+            rows: reduced gradients.
+            present: which to deliver.
+            over: of `objects_over`, where ``rows`` are what those are over.
+
+        Returns:
+            Those that have a ``.grad`` already: to add is the caller's, as is to run the hooks.
+        """
+
+    def objects_over(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What can become ``.grad`` of each parameter, over its rows."""
+
+    def place(self, objects: Sequence[torch.Tensor], present: Sequence[bool]) -> None:
+        """Let objects of `objects_over` be ``.grad`` where there is none; run users' hooks."""
+
+    def keep_apart(self) -> None:
+        """Use no DTensor again: rows have memory of their own, which must not wait for others."""
+
+
+class ShardedGradients:
+    """Those of `ShardedParam`.
+
+    Args:
+        params: the parameters.
+    """
+
+    __slots__ = ("_reuse", "params")
+
+    def __init__(self, params: Sequence[ShardedParam]) -> None:
+        self.params = params
+        self._reuse = GradientReuse() if COUNTS_ARE_TRUE and len(params) >= FEWEST else None
+
+    def keep_apart(self) -> None:
+        """As `Gradients.keep_apart`."""
+        self._reuse = None
+
+    def take(self, summed: bool) -> list[torch.Tensor | None]:
+        """As `Gradients.take`.
+
+        One that was frozen since its forward has none, but where earlier ones would be lost.
+        """
+        grads: list[torch.Tensor | None] = []
+        with DisableTorchFunctionSubclass():
+            for param in self.params:
+                unsharded = param.unsharded
+                grad = None
+                if unsharded is not None:
+                    grad = unsharded.grad
+                    if grad is not None:
+                        unsharded.grad = None
+                        if not (param.sharded.requires_grad or summed) and param.requires_grad:
+                            grad = None
+                if param.accumulated is not None:
+                    total, param.accumulated = param.accumulated, None
+                    if grad is not None:
+                        total += grad
+                    grad = total
+                if param.parallel is not None and grad is not None:
+                    grad = param.localize(grad)
+                grads.append(grad)
+        return grads
+
+    def waiting(self) -> bool:
+        """As `Gradients.waiting`."""
+        for param in self.params:
+            full = param.unsharded
+            if param.accumulated is not None or (full is not None and full.grad is not None):
+                return True
+        return False
+
+    def delivered(self) -> bool:
+        """As `Gradients.delivered`."""
+        with DisableTorchFunctionSubclass():
+            for param in self.params:
+                if param.sharded.grad is not None:
+                    return True
+        return False
+
+    def deliver(
+        self,
+        rows: Sequence[torch.Tensor],
+        present: Sequence[bool],
+        over: Sequence[torch.Tensor] | None = None,
+    ) -> list[Sum]:
+        """As `Gradients.deliver`."""
+        params, reuse = self.params, self._reuse
+        if False in present:
+            params, rows, reuse = _chosen(params, present), _chosen(rows, present), None
+        objects: list[Any] = [None] * len(params) if reuse is None else reuse.take(len(params))
+        if over is not None:
+            objects, reuse = _chosen(over, present), None
+        make = DTensor.__new__  # `wrap_local`, without its call for each
+        waiting: list[Sum] = []
+        given, hooked = [], []
+        with DisableTorchFunctionSubclass():  # which every look at a DTensor would ask for
+            for param, new, gradient in zip(params, rows, objects, strict=True):
+                sharded = param.sharded
+                before = sharded.grad
+                if before is not None:
+                    waiting.append((param, before._local_tensor, new))  # type: ignore[attr-defined]  # a DTensor
+                    continue
+                if gradient is None:
+                    gradient = make(DTensor, new, param.grad_spec, requires_grad=False)
+                else:
+                    gradient._local_tensor = new
+                sharded.grad = gradient
+                given.append(gradient)
+                if sharded._post_accumulate_grad_hooks:
+                    hooked.append(param)
+        if reuse is not None and not waiting:
+            reuse.lend(given)
+        if hooked:
+            del objects, gradient  # a hook may drop gradients
+            for param in hooked:
+                param.run_hooks()
+        return waiting
+
+    def objects_over(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """As `Gradients.objects_over`."""
+        pairs = zip(self.params, rows, strict=True)
+        return [param.gradient_over(own) for param, own in pairs]
+
+    def place(self, objects: Sequence[torch.Tensor], present: Sequence[bool]) -> None:
+        """As `Gradients.place`."""
+        params = self.params
+        if False in present:
+            params, objects = _chosen(params, present), _chosen(objects, present)
+        hooked = []
+        with DisableTorchFunctionSubclass():
+            for param, gradient in zip(params, objects, strict=True):
+                sharded = param.sharded
+                sharded.grad = gradient
+                if sharded._post_accumulate_grad_hooks:
+                    hooked.append(param)
+        for param in hooked:
+            param.run_hooks()
+
+
+class PermutedGradients(ShardedGradients):
+    """Where some parameters lie in memory in another order than their dims' (``channels_last``).
+
+    Reductions see what is laid out, users what they know.
+    """
+
+    __slots__ = ()
+
+    def take(self, summed: bool) -> list[torch.Tensor | None]:
+        """As `Gradients.take`, laid out."""
+        pairs = zip(self.params, super().take(summed), strict=True)
+        return [None if grad is None else param.laid_out(grad) for param, grad in pairs]
+
+    def deliver(
+        self,
+        rows: Sequence[torch.Tensor],
+        present: Sequence[bool],
+        over: Sequence[torch.Tensor] | None = None,
+    ) -> list[Sum]:
+        """As `Gradients.deliver`, of rows that are laid out."""
+        return super().deliver(self._as_seen(rows), present, over)
+
+    def objects_over(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """As `Gradients.objects_over`, of rows that are laid out."""
+        return super().objects_over(self._as_seen(rows))
+
+    def _as_seen(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [param.as_seen(own) for param, own in zip(self.params, rows, strict=True)]
+
+
+def gradients_of(params: Sequence[ShardedParam]) -> Gradients:
+    """The gradients of parameters that are reduced alike."""
+    permuted = any(param.order is not None for param in params)
+    return PermutedGradients(params) if permuted else ShardedGradients(params)
+
+
+def _chosen(items: Sequence[Any], present: Sequence[bool]) -> list[Any]:
+    return [item for item, there in zip(items, present, strict=True) if there]
+
+
+# ---- DTensors of old gradients
+
+FEWEST = 3
+"""Members from which on it pays: looking at the others takes as long as making one of them."""
+
+_refcount = sys.getrefcount
+_ALONE = next(map(_refcount, [object()]))
+"""References to an object in a list, as ``map`` counts them, if there are no others.
+
+Of a tensor these are all, C++'s included: torch's C++ objects, such as autograd's graph, hold its
+Python object by one more as long as there are any (torch 2.11 to 2.15).
+"""
+
+
+def counts_are_true() -> bool:
+    """Whether a reference count tells that nobody else holds an object.
+
+    Not where the interpreter is free-threaded: its counts are split by thread, and another thread
+    may take a reference at any moment. Elsewhere one more reference must be seen as one more.
+    """
+    enabled = getattr(sys, "_is_gil_enabled", None)
+    if enabled is not None and not enabled():
+        return False
+    held = object()
+    return next(map(_refcount, [held])) == _ALONE + 1
+
+
+COUNTS_ARE_TRUE = counts_are_true()
+"""Whether DTensors are used again at all: without, each gradient is a new one, at its cost."""
+
+
+class GradientReuse:
+    """The DTensors of a reduction's gradients, between two steps."""
+
+    __slots__ = ("_free", "_watch")
+
+    def __init__(self) -> None:
+        self._free: list[Any] = []
+        self._watch: _Watch | None = None
+
+    def take(self, count: int) -> list[Any]:
+        """DTensors for ``count`` gradients, whose rows are to be set; ``None`` where to make one.
+
+        The last is always ``None``.
+        """
+        if not self._free:
+            return [None] * count
+        taken = [*self._free, None]
+        self._free.clear()
+        return taken
+
+    def lend(self, gradients: list[Any]) -> None:
+        """These are gradients now, of all members.
+
+        Args:
+            gradients: a list that nobody else needs.
+        """
+        last = gradients.pop()
+        watch = _Watch(last._local_tensor, _look)
+        self._free = []  # without what an older watch left since `take`
+        watch.lent, watch.free = gradients, self._free
+        self._watch = watch
+
+
+class _Watch(weakref.ref[Any]):
+    """Of the last gradient's rows; it knows the others.
+
+    Attributes:
+        lent: the others.
+        free: where they go if nobody holds them.
+    """
+
+    __slots__ = ("free", "lent")
+
+    lent: list[Any]
+    free: list[Any]
+
+
+def _look(watch: _Watch) -> None:
+    """The last gradient's rows are gone: keep the others if all are nobody's, else none."""
+    lent, watch.lent = watch.lent, []
+    if set(map(_refcount, lent)) != {_ALONE}:
+        return
+    for gradient in lent:
+        if gradient.__dict__ or gradient.requires_grad:
+            return  # somebody made something of it
+        gradient._local_tensor = None
+    watch.free += lent

@@ -1,0 +1,593 @@
+"""One parameter, in its two forms, and the entries of modules that they fill.
+
+    sharded     nn.Parameter(DTensor) over this rank's rows, a view of the group's flat shard
+    unsharded   nn.Parameter over the gathered rows, a view of the group's gathered buffer
+
+    owner module ── _parameters["weight"] ──> sharded, or unsharded while the group is gathered
+
+Both are made once and stay the same objects: optimizers hold the first, autograd the second
+(invariant I3). A parameter registered by several modules (tied weights) fills all its entries.
+
+A parameter that was a DTensor before (tensor or expert parallel) stays one when it is gathered: on
+the model-parallel mesh alone. What is laid out, gathered and reduced is its local tensor.
+
+An *extended* parameter's local tensor is of a subclass with all-gather hooks. Its shard is of that
+subclass too and has memory of its own, outside the flat shard; the gather room's `extension`
+gathers it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, ShardingStateError
+from fsdp2.core.layout.layout import Cut, ParamShape, Slot
+from fsdp2.core.layout.mesh import (
+    MeshAxes,
+    gradient_placements,
+    local_of,
+    memory_order,
+    sharded_spec,
+    with_dtype,
+    wrap_local,
+)
+
+OWNER = "_fsdp2_owner"
+"""Attribute of a parameter object that a unit manages, or replaced: the unit's name."""
+
+REPLACED = "_fsdp2_replaced"
+"""Attribute of a parameter object that is not the optimizer's: a weak reference to the
+`ShardedParam` of the one that is."""
+
+TIED = "_fsdp2_tied"
+"""Attribute of a sharded parameter in whose place another was registered: its name."""
+
+GATHERED = "_fsdp2_gathered"
+"""Attribute of a gathered parameter: its full name."""
+
+PRE_HOOK, POST_HOOK = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+"""Methods of tensor subclasses that say what travels, and what becomes of it."""
+
+# Inside `DisableTorchFunctionSubclass` a look at a DTensor (`.grad`, `.requires_grad`) takes half
+# the time: otherwise torch first asks whether its class wants to answer instead, which it does not.
+
+ModuleEntry = tuple[nn.Module, str]
+"""A module and the name under which it holds the parameter."""
+
+
+class Store(Protocol):
+    """Where a module holds its parameters."""
+
+    def __setitem__(self, name: str, param: nn.Parameter, /) -> None:
+        """Register ``param`` under ``name``."""
+
+
+Swap = tuple[Store, str, nn.Parameter]
+"""A store, a key and a parameter: ``store[key] = parameter`` registers it."""
+
+
+class ModuleEntries:
+    """Places that modules own: they are not kept alive, and those of deleted modules are gone.
+
+    A model refers to its parameters; were there a way back, only the collector could free it.
+    """
+
+    def __init__(self, entries: Iterable[ModuleEntry]) -> None:
+        self._entries = [(weakref.ref(module), name) for module, name in entries]
+
+    def __iter__(self) -> Iterator[ModuleEntry]:
+        for reference, name in self._entries:
+            module = reference()
+            if module is not None:
+                yield module, name
+
+
+class AttributeStore:
+    """For modules that define ``__setattr__`` themselves: a store that calls it."""
+
+    storing: nn.Parameter | None = None
+    """What is being stored, by any: its registration is ours, not the user's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __setitem__(self, name: str, param: nn.Parameter) -> None:
+        module = self._module()
+        if module is not None:
+            AttributeStore.storing = param
+            try:
+                setattr(module, name, param)
+            finally:
+                AttributeStore.storing = None
+
+
+def _store_of(module: nn.Module) -> Store:
+    # A store into the dictionary costs 0.05 µs; nn.Module.__setattr__ several.
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        return cast(Store, module._parameters)
+    return AttributeStore(module)
+
+
+def follow_requires_grad(params: Iterable[Any]) -> bool:
+    """Give each parameter's forms one ``requires_grad``; whichever was changed counts.
+
+    Returns:
+        Whether any changed.
+    """
+    changed = False
+    with DisableTorchFunctionSubclass():
+        for param in params:
+            known, unsharded = param.requires_grad, param.unsharded
+            if param.sharded.requires_grad is not known or (
+                unsharded is not None and unsharded.requires_grad is not known
+            ):
+                changed = True
+                param.requires_grad = not known
+                for form in param.forms():
+                    form.requires_grad = not known
+    return changed
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to become of a parameter.
+
+    Attributes:
+        name: its full name.
+        param: the parameter.
+        entries: where it is registered.
+        axes: the data-parallel axes that it is sharded over.
+        cut: how it is sharded.
+        compute_dtype: the dtype to gather it in, if the policy makes an exception for it.
+    """
+
+    name: str
+    param: nn.Parameter
+    entries: list[ModuleEntry]
+    axes: MeshAxes
+    cut: Cut
+    compute_dtype: torch.dtype | None
+
+
+def axes_in(plans: list[Plan]) -> list[MeshAxes]:
+    """The different axes, in the order in which parameters name them."""
+    return list({id(plan.axes): plan.axes for plan in plans}.values())
+
+
+class ShardedParam:
+    """A parameter that fsdp2 manages.
+
+    Attributes:
+        name: full name, from the root module once that is known.
+        entries: where it is registered.
+        cut: how it is sharded.
+        shape: shape of what is laid out: of the parameter, or of its local tensor if it was a
+            DTensor before; with dims in the order of memory.
+        order: that order, where it is not the dims' own (``channels_last``): what is laid out,
+            gathered and reduced is the parameter permuted so.
+        compute_dtype: the dtype that it is gathered in, if the user made an exception for it.
+        requires_grad: as both forms had it when it was last looked at.
+        sharded: the DTensor parameter that the optimizer sees.
+        unsharded: the gathered parameter, once it exists.
+        accumulated: gradients summed over backwards without sync, in the reduce dtype.
+        grad_spec: of the DTensor that becomes ``.grad``.
+        parallel: its spec before sharding, if it was a DTensor (tensor or expert parallel).
+        absorbed: others in whose place it was registered; optimizers may hold what they were.
+    """
+
+    # A model has thousands, and a step looks at each several times: slots are the least memory.
+    __slots__ = (
+        "__weakref__",
+        "_between",
+        "_grad_dtype",
+        "_hooks",
+        "_spec",
+        "_target",
+        "_whole",
+        "absorbed",
+        "accumulated",
+        "attributes",
+        "axes",
+        "compute_dtype",
+        "cut",
+        "entries",
+        "grad_spec",
+        "name",
+        "order",
+        "parallel",
+        "requires_grad",
+        "shape",
+        "sharded",
+        "unsharded",
+    )
+
+    def __init__(self, plan: Plan) -> None:
+        param, axes, cut = plan.param, plan.axes, plan.cut
+        self.name = plan.name
+        self.entries = ModuleEntries(plan.entries)
+        self.cut = cut
+        self.axes = axes
+        self.compute_dtype = plan.compute_dtype
+        self.attributes = _users_attributes(param)
+        self.requires_grad = param.requires_grad
+        self._spec: DTensorSpec = sharded_spec(axes, param, cut)
+        self.parallel = param._spec if isinstance(param, DTensor) else None
+        self.order = memory_order(param)
+        # Until the shard has its rows.
+        self._whole: torch.Tensor | None = self.laid_out(local_of(param.detach()))
+        self.shape = tuple(self._whole.shape)
+        self._target: torch.Tensor | None = None
+        self.sharded: nn.Parameter = param
+        self.unsharded: nn.Parameter | None = None
+        self.accumulated: torch.Tensor | None = None
+        self._between: nn.Parameter | None = None
+        self.absorbed: list[ShardedParam] = []
+        # Of `register_hook` and `register_post_accumulate_grad_hook`. The dicts themselves go on,
+        # so that handles which users have still remove what they stand for.
+        self._hooks = param._backward_hooks, param._post_accumulate_grad_hooks
+        self._grad_dtype = _chosen_grad_dtype(param)
+        self.grad_spec: DTensorSpec = with_dtype(self._spec, self.grad_dtype)
+
+    # ---- the order of memory
+
+    def laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, shaped as the parameter or its rows, with dims in the order of memory."""
+        return tensor if self.order is None else tensor.permute(self.order)
+
+    def as_seen(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The way back: ``tensor``, which is laid out, with dims as users see them."""
+        if self.order is None:
+            return tensor
+        return tensor.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
+
+    # ---- the sharded form
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The shard's dtype: the optimizer's."""
+        return self.sharded.dtype
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Dtype of the reduced gradient: ``param.grad_dtype`` where the user set it, else dtype."""
+        return self._grad_dtype or self.sharded.dtype
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's rows, without padding."""
+        local: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]  # a DTensor
+        return local
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether it has a shape but no memory yet."""
+        return self.local.is_meta if self._whole is None else self._whole.is_meta
+
+    @property
+    def is_extended(self) -> bool:
+        """Whether its local tensor has all-gather hooks, as it is now."""
+        return is_extended(self.local if self._whole is None else self._whole)
+
+    def adopt(self, slot: Slot, target: torch.Tensor) -> None:
+        """Move this rank's rows to ``target``, a view of the flat shard, and be backed by it.
+
+        Args:
+            slot: the parameter's place in the layout.
+            target: ``slot.local_shape(rank)``.
+        """
+        with torch.no_grad():
+            if self._whole is None:
+                rows = self.laid_out(self.local)
+            else:
+                rows = slot.part(self._whole, self.axes.rank)
+            target.copy_(rows)
+        self._wrap(self.as_seen(target))
+
+    def adopt_extended(self, slot: Slot, offload: CPUOffloadPolicy | None) -> None:
+        """Be backed by this rank's rows as a tensor of the subclass, which its own operators make.
+
+        Args:
+            slot: the parameter's place in the layout.
+            offload: where the rows belong into CPU memory apart from the device.
+        """
+        whole = self._whole
+        with torch.no_grad():
+            rows = self.local if whole is None else _shard_of(whole, slot, self.axes.rank)
+            if offload is not None and not rows.is_meta:
+                rows = rows.cpu() if rows.device.type != "cpu" else rows
+                rows = rows.pin_memory() if offload.pin_memory and not rows.is_pinned() else rows
+        self._wrap(rows)
+
+    def _wrap(self, rows: torch.Tensor) -> None:
+        """Make ``rows`` the local tensor of the sharded parameter."""
+        self._target = rows
+        if self._whole is None:
+            for name, value in self.attributes.items():  # .to() and loading may have dropped them
+                self.sharded.__dict__.setdefault(name, value)
+            self.sharded._local_tensor = rows  # type: ignore[attr-defined]  # a DTensor
+            self._spec = self.sharded._spec  # type: ignore[attr-defined]  # a DTensor
+        else:
+            self._whole = None
+            sharded = wrap_local(rows, self._spec)
+            self.sharded = nn.Parameter(sharded, requires_grad=self.requires_grad)
+            self.sharded.__dict__.update(self.attributes)
+            if self._hooks[1] is not None:
+                self.sharded._post_accumulate_grad_hooks = self._hooks[1]
+            self.register(self.sharded)
+        self.grad_spec = with_dtype(self._spec, self.grad_dtype)
+        if self._grad_dtype is not None:
+            self.sharded.grad_dtype = self._grad_dtype
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether its rows still are where `adopt` put them."""
+        target = self._target
+        if target is None or self.is_extended or is_extended(target):  # memory of its own
+            return target is not None and self.local is target
+        return bool(self.local.untyped_storage()._cdata == target.untyped_storage()._cdata)
+
+    def follow_registered(self) -> None:
+        """Manage the parameter that somebody put into an entry, and register it in all of them.
+
+        Of several, the last; one that does not fit is taken out again.
+        """
+        before = self.sharded
+        chosen = before
+        for module, name in self.entries:
+            registered = getattr(module, name)
+            if registered is not before:
+                chosen = registered
+        if chosen is not before and not self._fits(chosen):
+            self.register(before)
+            raise ShardingStateError(
+                f"parameter '{self.name}' was replaced by a {type(chosen).__name__} of shape "
+                f"{tuple(chosen.shape)}; assign a DTensor of shape {tuple(before.shape)} sharded "
+                f"like the parameter"
+            )
+        if chosen is not before:
+            before.__dict__[REPLACED] = weakref.ref(self)
+            chosen.__dict__.pop(REPLACED, None)
+        self.sharded = chosen
+        for param in self.absorbed:
+            param.sharded = chosen
+        self.register(chosen)
+
+    def absorb(self, other: ShardedParam) -> None:
+        """Stand for one that no module registers any more, as it was tied to this one."""
+        other.sharded.__dict__.update({REPLACED: weakref.ref(self), TIED: other.name})
+        self.absorbed += [other, *other.absorbed]
+        for param in (other, *other.absorbed):
+            param.sharded = self.sharded
+        other.unsharded = other._between = other.accumulated = None
+        other.absorbed = []
+
+    def was_replaced(self, known: Set[int] = frozenset()) -> bool:
+        """Whether, while sharded, an entry was given a DTensor that can take this one's place.
+
+        Args:
+            known: ids of those that cannot, as they are managed.
+        """
+        found = [module._parameters.get(name) for module, name in self.entries]
+        others = [param for param in found if param is not self.sharded and self._fits(param)]
+        return any(OWNER not in p.__dict__ and id(p) not in known for p in others)
+
+    def _fits(self, param: nn.Parameter | None) -> bool:
+        return (
+            isinstance(param, DTensor)
+            and isinstance(param, nn.Parameter)  # others are put there by functional_call
+            and param.shape == self.sharded.shape
+            and param.placements == self._spec.placements
+            and param._local_tensor.shape == self.local.shape
+        )
+
+    def check_usable(self, device: torch.device, offloaded: bool = False) -> None:
+        """Raise, naming the parameter, if it has no memory or lies on another device.
+
+        Args:
+            device: where it must be.
+            offloaded: whether that is CPU memory because it is offloaded.
+        """
+        if self.is_meta:
+            raise ShardingStateError(
+                f"parameter '{self.name}' is still on the meta device; call "
+                f"model.to_empty(device='{device.type}') and initialise it before the first "
+                f"forward"
+            )
+        if offloaded and self.local.device.type != device.type:
+            raise ShardingStateError(
+                f"parameter '{self.name}' is on {self.local.device}, but its unit was sharded with "
+                f"CPUOffloadPolicy, which keeps parameters in CPU memory and copies them to the "
+                f"device around their use; move the model back with model.to('cpu') and move only "
+                f"its buffers to the device, or call fully_shard without offload_policy"
+            )
+        if self.local.device.type != device.type:
+            raise ShardingStateError(
+                f"parameter '{self.name}' is on {self.local.device}, but its mesh computes on "
+                f"{device}; move the model back with model.to('{device.type}')"
+            )
+
+    def gradient_over(self, rows: torch.Tensor) -> DTensor:
+        """What can become ``.grad``, over ``rows``, which are as users see them."""
+        return wrap_local(rows, self.grad_spec)
+
+    @property
+    def has_grad_hooks(self) -> bool:
+        """Whether a user registered a post-accumulate-grad hook."""
+        return bool(self.sharded._post_accumulate_grad_hooks)
+
+    def clear_gradient(self, set_to_none: bool) -> None:
+        """Drop the sharded gradient, or fill it with zeros."""
+        if set_to_none:
+            self.sharded.grad = None
+        elif self.sharded.grad is not None:
+            self.sharded.grad._local_tensor.zero_()  # type: ignore[attr-defined]  # a DTensor
+
+    def run_hooks(self) -> None:
+        """Run the post-accumulate-grad hooks that users registered on the sharded parameter."""
+        hooks = self.sharded._post_accumulate_grad_hooks
+        if hooks:
+            for hook in tuple(hooks.values()):
+                hook(self.sharded)
+
+    # ---- the unsharded form
+
+    def drop_gradient(self) -> None:
+        """Forget the full gradient; no rank waits for another, whatever they have."""
+        self.accumulated = None
+        if self.unsharded is not None:
+            self.unsharded.grad = None
+
+    def accumulate(self, dtype: torch.dtype) -> None:
+        """Keep the full gradient for a later reduction, summed in ``dtype``.
+
+        A model-parallel one may be a sum that is still to be made: that is done once, at the end.
+        """
+        if self.unsharded is None:
+            return  # an extended one, of which no gather has succeeded yet
+        grad = self.unsharded.grad
+        if grad is None or (self.accumulated is None and grad.dtype == dtype):
+            return  # autograd itself adds up gradients that need no cast
+        self.unsharded.grad = None
+        if grad.requires_grad:  # with create_graph=True, of a graph that nobody can reach any more
+            grad = grad.detach()
+        if self.accumulated is None:
+            self.accumulated = grad.to(dtype)
+        else:
+            self.accumulated += grad
+
+    def localize(self, grad: torch.Tensor) -> torch.Tensor:
+        """The local tensor of a model-parallel gradient, placed as the parameter is."""
+        assert self.parallel is not None
+        if not isinstance(grad, DTensor):
+            raise ShardingStateError(
+                f"the gradient of parameter '{self.name}' is a plain {type(grad).__name__}, but "
+                f"the parameter is a DTensor; assign DTensors to .grad"
+            )
+        wanted = gradient_placements(self.axes, self.parallel, grad.placements)
+        if wanted != grad.placements:
+            grad = grad.redistribute(placements=wanted)
+        return grad.to_local()
+
+    def materialize(self, gathered: torch.Tensor) -> None:
+        """Make the unsharded parameter over ``gathered``, which has its own version counter.
+
+        Args:
+            gathered: ``shape``; the parameter, or its local tensor if it was a DTensor before.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            gathered = self.as_seen(gathered)
+            if self.parallel is not None:
+                gathered = wrap_local(gathered, with_dtype(self.parallel, gathered.dtype))
+            unsharded = nn.Parameter(gathered, requires_grad=self.sharded.requires_grad)
+        unsharded.__dict__.update({**self.attributes, **self._marks()})
+        if self._hooks[0] is not None:
+            unsharded._backward_hooks = self._hooks[0]
+        old = self.unsharded
+        if old is not None and old.grad is not None:  # accumulated without sync
+            unsharded.grad = old.grad.to(unsharded.dtype)
+        self.unsharded = unsharded
+
+    def _marks(self) -> dict[str, Any]:
+        return {GATHERED: self.name, REPLACED: weakref.ref(self)}
+
+    def forbid_reading(self) -> None:
+        """Let a backward raise that reads the unsharded parameter: autograd compares versions."""
+        if self.unsharded is not None:
+            torch.autograd.graph.increment_version(self.unsharded)
+
+    def between(self, rows: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
+        """The parameter over a smaller group's rows, registered between forward and backward.
+
+        Args:
+            rows: this rank's, of the compute dtype.
+            mesh: (replicate, shard), of the smaller groups.
+        """
+        rows = self.as_seen(rows)
+        meta = with_dtype(self._spec, rows.dtype).tensor_meta
+        spec = DTensorSpec(mesh, (Replicate(), Shard(self.cut.dim)), tensor_meta=meta)
+        param = nn.Parameter(wrap_local(rows, spec), requires_grad=self.sharded.requires_grad)
+        param.__dict__.update({**self.attributes, **self._marks()})
+        self._between = param
+        return param
+
+    def follow_between(self) -> None:
+        """Take over ``requires_grad`` from the form that is registered between the passes."""
+        between = self._between
+        if between is not None and between.requires_grad is not self.requires_grad:
+            self.sharded.requires_grad = between.requires_grad
+
+    def forms(self) -> list[nn.Parameter]:
+        """The objects that may be registered for it: sharded, gathered, in between."""
+        forms = (self.sharded, self.unsharded, self._between)
+        return [form for form in forms if form is not None]
+
+    def register(self, param: nn.Parameter) -> None:
+        """Put ``param`` into every entry."""
+        for target, name, value in self.swaps(param):
+            target[name] = value
+
+    def swaps(self, param: nn.Parameter) -> list[Swap]:
+        """The stores that register ``param``, ready to be run in a loop."""
+        return [(_store_of(module), name, param) for module, name in self.entries]
+
+
+def compute_dtype(options: GroupOptions, param: Any) -> torch.dtype:
+    """The dtype that a parameter is gathered in; integers are gathered as they are."""
+    dtype: torch.dtype = param.dtype
+    chosen = param.compute_dtype or options.precision.param_dtype
+    return chosen if chosen is not None and dtype.is_floating_point else dtype
+
+
+def shapes_of(params: Sequence[ShardedParam], options: GroupOptions) -> list[ParamShape]:
+    """What the layout needs of the parameters, from their present dtypes."""
+    shapes = []
+    for param in params:
+        shard, full = param.dtype, compute_dtype(options, param)
+        dtypes = (shard, shard.itemsize, full, full.itemsize)
+        shape = ParamShape(param.name, param.shape, param.cut, *dtypes, param.is_extended)
+        shapes.append(shape)
+    return shapes
+
+
+def is_extended(local: torch.Tensor) -> bool:
+    """Whether a local tensor has all-gather hooks, or cannot do without: it wraps others."""
+    hooked = hasattr(local, PRE_HOOK) or hasattr(local, POST_HOOK)
+    return hooked or is_traceable_wrapper_subclass(local)
+
+
+def _users_attributes(param: nn.Parameter) -> dict[str, Any]:
+    """What users set on a parameter; not what its tensor subclass itself keeps there."""
+    own = () if isinstance(param, DTensor) or not is_extended(param) else param.detach().__dict__
+    return {name: value for name, value in param.__dict__.items() if name not in own}
+
+
+def _shard_of(whole: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
+    """This rank's rows of a tensor subclass, in memory of their own.
+
+    With the operators that torch's FSDP2 uses, so that a subclass made for it has them: split,
+    new_zeros, slice and copy_.
+    """
+    dim = slot.dim
+    padded = whole.new_zeros(slot.piece)
+    length = slot.rows(rank)
+    rows = padded.narrow(dim, 0, length)
+    if length:
+        rows.copy_(torch.chunk(whole, slot.world_size, dim)[rank])
+    return rows
+
+
+def _chosen_grad_dtype(param: nn.Parameter) -> torch.dtype | None:
+    """The ``grad_dtype`` that the user gave the parameter, if it is another than its dtype."""
+    chosen: torch.dtype | None = getattr(param, "grad_dtype", None)
+    return None if chosen == param.dtype else chosen

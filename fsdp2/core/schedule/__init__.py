@@ -1,0 +1,18 @@
+"""When groups of parameters are gathered, freed and reduced.
+
+    scheduler  order, prefetch and windows of the units below one root
+    window     a scheduler that gathers several units ahead
+    in_flight  reductions on their way, and the memory that they hold
+    unit       what one call of fully_shard made, and its flags
+    group      parameters that share collectives
+    connections  process groups that they use, connected before the first gather
+    states     where a group's parameters are, and what leads from where to where
+    retrace    a backward that misses no unit, whatever this rank's loss uses
+    side_doors which of autograd's nodes are which unit's, for backwards that enter by no output
+    ties       groups that several units use
+    layers     what is put around a group's operations on request
+    profiling  a layer: ranges by unit name in a profiler's trace
+
+Owns: the state of groups and units, reductions in flight.
+May import: device, layout, params, gather, reduce.
+"""

@@ -1,0 +1,85 @@
+"""Reductions in flight, and the window of memory that they may hold (invariant I7).
+
+holding ── COMPUTE waits for the reduce-scatter ──> summing ── COMPUTE waits for the all-reduce
+   └────── those that end in CPU memory ──────────> arriving ── the host waits, and delivers
+"""
+
+from __future__ import annotations
+
+from fsdp2.core.device.streams import COMPUTE, Streams
+from fsdp2.core.reduce.reduction import PendingReduction
+from fsdp2.core.schedule.group import ParamGroup
+
+
+class InFlight:
+    """A scheduler's reductions on their way.
+
+    Args:
+        streams: lanes of the device.
+
+    Attributes:
+        window: of how many units the reductions may hold their inputs at a time.
+        holding: reductions whose inputs are alive, the oldest first.
+        summing: those whose all-reduces may still run.
+        arriving: those on their way to the host.
+    """
+
+    __slots__ = ("_streams", "arriving", "holding", "summing", "window")
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self.window = 1
+        self.holding: list[PendingReduction] = []
+        self.summing: list[PendingReduction] = []
+        self.arriving: list[PendingReduction] = []
+
+    def make_room(self, group: ParamGroup, first: bool) -> None:
+        """Before ``group`` reduces: the window's reductions hold inputs, none of them its.
+
+        A group stages its gradients in one buffer, which its own reduction before may still read.
+
+        Args:
+            group: the group.
+            first: whether it is the first of its unit, whose groups count as one.
+        """
+        if first:
+            self.retire(keep=self.window - 1)
+        while any(pending.group is group for pending in self.holding):
+            self.retire(keep=len(self.holding) - 1)
+
+    def retire(self, keep: int) -> None:
+        """Let COMPUTE wait for the oldest reduce-scatters until ``keep`` hold their inputs."""
+        while len(self.holding) > keep:
+            pending = self.holding.pop(0)
+            self._streams.wait(COMPUTE, pending.scattered, "compute after reduction")
+            pending.release_inputs()
+            if pending.host:
+                self.arriving.append(pending)
+            if pending.done is pending.scattered:
+                pending.release_rest()
+            else:
+                self.finish_all_reduces()
+                self.summing.append(pending)
+
+    def finish_all_reduces(self) -> None:
+        """Let COMPUTE wait for the all-reduces under way; what they read may be freed then."""
+        while self.summing:
+            pending = self.summing.pop(0)
+            self._streams.wait(COMPUTE, pending.done, "compute after all-reduce")
+            pending.release_rest()
+
+    def order_after_hooks(self) -> None:
+        """Let gathers wait for what users' hooks do to shards behind these reductions.
+
+        COMPUTE waits, which reads shards itself on one rank; the side lanes wait for it anyway.
+        """
+        for pending in (*self.summing, *self.holding):
+            if pending.group.has_grad_hooks:
+                self._streams.wait(COMPUTE, pending.done, "compute after hooks on gradients")
+
+    def deliver(self) -> None:
+        """Let the host wait for what is copied to it, and hand that over."""
+        arriving, self.arriving = self.arriving, []
+        for pending in arriving:
+            self._streams.synchronize(pending.done, "host after gradients")
+            pending.deliver()

@@ -1,0 +1,43 @@
+"""Ranges by unit name in a profiler's trace, while one is active.
+
+    group.start_unshard ──> "fsdp2::all_gather (blocks.3)" around ParamGroup.start_unshard
+
+`Scheduler` asks torch's own flag, without a call, when a forward or backward of the root begins. It
+puts this layer around its groups then, or takes it off.
+"""
+
+from __future__ import annotations
+
+from torch.profiler import record_function
+
+from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction
+from fsdp2.core.schedule.layers import Layer
+
+
+class ProfiledGroup(Layer):
+    """A group whose operations are ranges in a profiler's trace."""
+
+    __slots__ = ()
+
+    height = 2  # around the checks: a trace shows what they cost
+
+    def start_unshard(self) -> None:
+        """Launch the all-gather."""
+        with self._range("all_gather"):
+            super().start_unshard()
+
+    def finish_unshard(self) -> None:
+        """Wait for the all-gather."""
+        with self._range("wait"):
+            super().finish_unshard()
+
+    def reduce(
+        self, jobs: list[tuple[Reduction, Job]], all_reduce: bool
+    ) -> PendingReduction | None:
+        """Reduce what was collected."""
+        with self._range("reduce"):
+            return super().reduce(jobs, all_reduce)
+
+    def _range(self, operation: str) -> record_function:
+        name = self.name.replace("(root)", "root")
+        return record_function(f"fsdp2::{operation} ({name})")

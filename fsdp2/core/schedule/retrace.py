@@ -1,0 +1,338 @@
+"""A backward that misses no unit, whatever this rank's loss uses (invariant I11).
+
+Where ranks use different outputs, or parameters, all must run the same collectives in one order:
+that of the forward in reverse. Two things differ by rank, and are made up for here. A unit of which
+no gradient comes is entered and left where its turn is. One whose own end is not seen, as none of
+its inputs requires grad, is left before anything older is entered. That is no sooner than it is
+over: autograd runs new nodes first, so all inside it have run before anything older does.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from fsdp2.core.schedule.scheduler import Scheduler
+from fsdp2.core.schedule.unit import BACKWARD, IDLE, REDUCED, Unit
+
+_NOWHERE = -2
+"""The position of a call inside another, of a unit without groups: none, and next to none."""
+
+next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""What autograd's next node will be numbered; those of a later call have higher numbers."""
+
+
+def running_node() -> int | None:
+    """Sequence number of the node that autograd runs; ``None`` outside of backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+class _Begin(NamedTuple):
+    """When a unit's call began.
+
+    Attributes:
+        call: how many calls had begun before it.
+        node: autograd's next node then.
+        ended: how many calls had ended before it: the first position that is inside of it.
+    """
+
+    call: int
+    node: int
+    ended: int
+
+
+class RetracingScheduler(Scheduler):
+    """A scheduler whose backward misses no unit, and counts absent gradients as zeros.
+
+    A scheduler becomes one, by its class, while a group asks for it (`refresh_scheduler`).
+    """
+
+    def begin(self) -> None:
+        """Note each call from now on. Of earlier ones, it is known in which order they ended."""
+        self._retracing = Retracing(self._finished, self._starts)
+        self._filled: set[Unit] = set()  # their absent gradients were taken as zeros
+
+    def enter_forward(self, unit: Unit) -> None:
+        """Note that the call begins."""
+        if unit.groups and self._records_exits:
+            self._retracing.forward_begins(unit)
+        super().enter_forward(unit)
+
+    def exit_forward(self, unit: Unit, keep: bool = False) -> None:
+        """Note that the call has ended."""
+        is_root = unit is self.forward_root
+        super().exit_forward(unit, keep)
+        if not self._records_exits:
+            return
+        if unit.groups:
+            self._retracing.forward_ends()
+        elif not is_root:  # so that this call is not taken for an earlier one, of which it was root
+            unit.visits.append(_NOWHERE)
+            self._without_groups.add(unit)
+
+    def give_up_forward(self, unit: Unit) -> None:
+        """Forget the call that had begun."""
+        super().give_up_forward(unit)
+        if unit.groups and self._records_exits:
+            self._retracing.forward_gives_up(unit)
+
+    def enter_backward(self, unit: Unit, recomputed_for: int | None = None) -> None:
+        """Before ``unit``, enter those that this backward skips."""
+        if unit.phase is BACKWARD:
+            return
+        if unit.visits and unit.visits[-1] != _NOWHERE:
+            if recomputed_for is not None:  # it is entered when its turn is
+                self._retracing.recompute(unit, recomputed_for, self)
+                self._gather(unit)
+                return
+            self._retracing.enter(unit.visits[-1], self)
+        self.begin_backward(unit, running_node())
+
+    def begin_backward(self, unit: Unit, node: int | None = None) -> None:
+        """Enter ``unit``, whether or not others were skipped.
+
+        Args:
+            unit: the unit.
+            node: sequence number of autograd's node for which; ``None``: it is skipped itself.
+        """
+        if unit.phase is IDLE:
+            self._filled.discard(unit)
+        if unit.groups:
+            self._retracing.backward_begins(unit, node)
+        super().enter_backward(unit)
+
+    def leave_later_call(self, unit: Unit) -> bool:
+        """Leave ``unit`` where nothing was entered between two of its calls."""
+        if not (unit.visits and self._retracing.is_past(unit)):
+            return False
+        self.exit_backward(unit)
+        return True
+
+    def _finish(self, unit: Unit, reshard: bool, over: bool = False, fill: bool = False) -> None:
+        """Once no more gradients are to come, absent ones may count as zeros (invariant I10)."""
+        if not over and unit in self._retracing.inside:
+            self._retracing.exit(unit, self)
+        if not unit.sync:
+            super()._finish(unit, reshard, over)
+            return
+        fill = (over or not unit.visits) and unit not in self._filled
+        if fill:
+            self._filled.add(unit)
+        if fill or over or not any(group.options.reduce_unused for group in unit.groups):
+            super()._finish(unit, reshard, over, fill)
+        else:
+            self._leave_unreduced(unit, reshard)
+
+    def _leave_unreduced(self, unit: Unit, reshard: bool) -> None:
+        """Free a unit of which more calls are to come.
+
+        Ranks differ in which gradients they have, so one reduction takes them all (invariant I11).
+        """
+        unit.phase = REDUCED
+        if reshard and not (unit.visits and self._stays_for_next(unit)):
+            unit.reshard()
+
+    def end_backward(self) -> None:
+        """Take up the rest, and finish."""
+        if self.forward_root is None:
+            self._retracing.end(self)
+        else:
+            self._retracing.interrupt()  # a derivative inside a forward: its backward is to come
+        over = self.is_last_backward and not self.manual
+        super().end_backward()
+        if over:
+            self._filled.clear()  # units that the next iteration never calls count again
+
+    def _is_done(self, unit: Unit) -> bool:
+        return unit in self._filled and super()._is_done(unit)
+
+    def finalize(self, wait: bool) -> None:
+        """As it is, and what it skipped counts again."""
+        super().finalize(wait)
+        self._filled.clear()
+
+    def _forget_exits(self) -> None:
+        super()._forget_exits()
+        self._retracing.forget()
+
+    def reset(self) -> None:
+        """As it is, and what it skipped counts again."""
+        super().reset()
+        self._filled.clear()
+
+
+class Retracing:
+    """How far a backward has come in the forwards that it follows.
+
+    Args:
+        finished: units in the order in which their calls ended; ``None`` where backward began.
+        starts: first positions in it of each forward.
+
+    Attributes:
+        inside: units whose backward has begun and is not over, and when the call began whose it is.
+    """
+
+    def __init__(self, finished: Sequence[Unit | None], starts: Sequence[int]) -> None:
+        self._finished, self._starts = finished, starts
+        self._floor: int | None = None  # of the forward whose backward runs
+        self._reached = 0  # the position that it is at; what is behind is taken
+        self._calls = 0  # begun so far
+        self._begins: dict[Unit, list[_Begin]] = {}  # of the calls whose backward is to come
+        self._ends: list[int] = []  # autograd's next node when each of `finished` ended
+        self._first: list[int] = []  # the same when each forward's first call began
+        self.inside: dict[Unit, _Begin] = {}
+
+    def forward_begins(self, unit: Unit) -> None:
+        """A call of ``unit`` begins that has a backward."""
+        if len(self._first) < len(self._starts):
+            self._first.append(next_node())
+        begin = _Begin(self._calls, next_node(), len(self._finished))
+        self._begins.setdefault(unit, []).append(begin)
+        self._calls += 1
+
+    def forward_gives_up(self, unit: Unit) -> None:
+        """The last call of ``unit`` that has begun raised: it has no backward."""
+        calls = self._begins.get(unit)
+        if calls:
+            calls.pop()
+
+    def forward_ends(self) -> None:
+        """The call ends that was finished last."""
+        self._ends.append(next_node())
+
+    def backward_begins(self, unit: Unit, node: int | None) -> None:
+        """The backward of a call of ``unit`` begins: of the last one, or else see `_of_node`."""
+        calls = self._begins.get(unit)
+        if calls:  # none were noted where the mode was chosen after the forward
+            begin = calls.pop()
+            if node is not None and begin.node > node:
+                begin = self._of_node(node, begin, calls)
+            self.inside[unit] = begin
+
+    @staticmethod
+    def _of_node(node: int, last: _Begin, calls: list[_Begin]) -> _Begin:
+        """The backwards of several forwards run first to last: the call that has ``node`` in it.
+
+        All ranks count positions as if the last call's came first. Nodes are a rank's own: they
+        are the ones of the call that it is, which takes the last one's place.
+        """
+        for index in reversed(range(len(calls))):
+            if calls[index].node <= node:
+                own = calls[index].node
+                calls[index] = calls[index]._replace(node=last.node)
+                return last._replace(node=own)
+        return last
+
+    def enter(self, position: int, scheduler: RetracingScheduler) -> None:
+        """The unit whose call ended at ``position`` is to be entered; take up what is behind it."""
+        self._follow(position, scheduler)
+        self._catch_up(position + 1, scheduler)
+        self._leave_behind(position, scheduler)
+
+    def recompute(self, unit: Unit, node: int, scheduler: RetracingScheduler) -> None:
+        """The last call of ``unit`` runs again; take up what backward is past.
+
+        That is not all behind it, where more units than this one run again.
+
+        Args:
+            unit: whose call it is.
+            node: sequence number of the node of autograd that it runs for.
+            scheduler: what enters and leaves units.
+        """
+        self._follow(unit.visits[-1], scheduler)
+        if len(self._ends) < len(self._finished):  # the mode was chosen after the forward
+            return
+        begun = self._begins.get(unit)
+        call = begun[-1].call if begun else 0  # around none, where all were entered
+        # Not calls in which that node is the last, nor those of a reentrant checkpoint that it is
+        # the node of: they made none.
+        self._catch_up(self._ended_before(node + 1), scheduler)
+        # Nor a list of modules around this call, of which it was the first thing in the checkpoint.
+        self._leave_until(
+            lambda last: self.inside[last].node <= node or self.inside[last].call < call, scheduler
+        )
+
+    def _ended_before(self, node: int) -> int:
+        """The first position that ended behind ``node``, in the forward that backward follows.
+
+        That is not the node's own where the backwards of several forwards run first to last.
+        """
+        found = bisect.bisect_right(self._ends, node)
+        if len(self._first) < len(self._starts) or self._floor is None:
+            return found
+        followed = bisect.bisect_right(self._starts, self._floor) - 1
+        own = max(bisect.bisect_right(self._first, node) - 1, 0)
+        return found + self._starts[followed] - self._starts[own]
+
+    def is_past(self, unit: Unit) -> bool:
+        """Whether backward runs a node that is older than the call whose backward ``unit`` is in.
+
+        Nobody enters anything between two calls of a unit where a rank skips what is there.
+        """
+        begin, node = self.inside.get(unit), running_node()
+        return begin is not None and node is not None and node < begin.node
+
+    def _follow(self, position: int, scheduler: RetracingScheduler) -> None:
+        """The backward is in the forward that ``position`` is in."""
+        forward = bisect.bisect_right(self._starts, position) - 1
+        start = self._starts[forward]
+        if start != self._floor:
+            if self._floor is not None:
+                self._catch_up(self._floor, scheduler)  # the rest of a later forward
+            following = self._starts[forward + 1 : forward + 2]
+            self._reached = following[0] if following else len(self._finished)
+            self._floor = start
+
+    def exit(self, unit: Unit, scheduler: RetracingScheduler) -> None:
+        """The end of ``unit`` was seen: take up the rest of what is inside it."""
+        self._catch_up(self.inside[unit].ended, scheduler)
+        self._leave_until(lambda last: last is unit, scheduler)
+        del self.inside[unit]
+
+    def end(self, scheduler: RetracingScheduler) -> None:
+        """The whole backward has run: take up the rest."""
+        if self._floor is not None:
+            self._catch_up(self._floor, scheduler)
+            self._floor = None
+        self._leave_until(lambda last: False, scheduler)
+
+    def interrupt(self) -> None:
+        """A backward is over that followed only a part of a forward; it has missed nothing."""
+        self._floor = None
+        self.inside.clear()
+
+    def forget(self) -> None:
+        """There is no forward to follow any more."""
+        self._floor = None
+        self._reached = self._calls = 0
+        self._begins.clear()
+        self._ends.clear()
+        self._first.clear()
+        self.inside.clear()
+
+    def _catch_up(self, position: int, scheduler: RetracingScheduler) -> None:
+        """Enter the units that this backward skips, down to ``position``."""
+        while self._reached > position:
+            self._reached -= 1
+            skipped = self._finished[self._reached]
+            if skipped is not None and skipped.visits[-1:] == [self._reached]:
+                self._leave_behind(self._reached, scheduler)
+                if skipped.phase is not BACKWARD:
+                    scheduler.begin_backward(skipped)
+
+    def _leave_behind(self, position: int, scheduler: RetracingScheduler) -> None:
+        """Leave the units whose calls began behind ``position``."""
+        self._leave_until(lambda last: self.inside[last].ended <= position, scheduler)
+
+    def _leave_until(self, stays: Callable[[Unit], bool], scheduler: RetracingScheduler) -> None:
+        """Leave units, the one whose call began last first, until that one ``stays``."""
+        while self.inside:
+            last = max(self.inside, key=self.inside.__getitem__)
+            if stays(last):
+                return
+            del self.inside[last]
+            scheduler.exit_backward(last)

@@ -1,0 +1,206 @@
+"""What one call of ``fully_shard`` made, as the scheduler sees it: groups and flags.
+
+IDLE ──enter_forward──> FORWARD ──exit_forward──> IDLE
+ ^                         ·  derivative of an earlier call, inside of this one
+ |                         v
+ | <──end_backward── BACKWARD <──enter_backward── IDLE
+ |                       |  ^
+ |           exit_backward  enter_backward, of another call
+ |                       v  |
+ └────end_backward── REDUCED
+
+Whatever is given up becomes IDLE. `MOVES` is this picture as a table.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+
+from fsdp2.core.config import GroupOptions
+from fsdp2.core.schedule.group import ParamGroup
+
+
+class Phase(Enum):
+    """Where a unit is in its iteration."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    REDUCED = "reduced"
+
+
+IDLE, FORWARD, BACKWARD, REDUCED = Phase
+"""For the hot path, as in `fsdp2.core.device.streams`."""
+
+MOVES: Mapping[Phase, frozenset[Phase]] = {
+    IDLE: frozenset({IDLE, FORWARD, BACKWARD}),
+    FORWARD: frozenset({IDLE, BACKWARD}),
+    BACKWARD: frozenset({IDLE, REDUCED}),
+    REDUCED: frozenset({IDLE, BACKWARD}),
+}
+"""Which phases may follow each. `fsdp2.testing.phases` has units that refuse all others; `Unit`
+itself asks nothing, so that a phase costs a step one store."""
+
+
+class Unit:
+    """What one call of ``fully_shard`` made: groups that are used together, and their flags.
+
+    Attributes:
+        name: full name of its module ("" for the root), or several joined by commas.
+        groups: its parameter groups, and aliases of other units' where parameters are tied to
+            theirs; none if every parameter belongs to other units.
+        options: what groups that are added later begin with.
+        reshard_after_forward: ``None`` for the default: keep at the root, free elsewhere.
+        reshard_after_backward: whether parameters are freed after backward.
+        sync: whether backward reduces gradients; otherwise they accumulate unreduced.
+        all_reduce: whether reductions sum over copies too; otherwise partial sums are kept.
+        unshard_in_backward: whether backward needs the gathered parameters.
+        input_buffers: reductions of which the inputs may be alive at a time.
+        prefetch_window: how many units are gathered ahead; the most that a unit asks for counts.
+        forward_prefetch: units to gather when this one's forward starts; empty for the recorded
+            order.
+        backward_prefetch: the same for backward.
+        is_root: whether it is the root of its scheduler.
+        phase: where it is in the iteration.
+        visits: a position in the forward's order of exits for each call whose backward is to come.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "all_reduce",
+        "backward_prefetch",
+        "forward_prefetch",
+        "groups",
+        "input_buffers",
+        "is_root",
+        "name",
+        "options",
+        "phase",
+        "prefetch_window",
+        "reshard_after_backward",
+        "reshard_after_forward",
+        "sync",
+        "unshard_in_backward",
+        "visits",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        groups: Sequence[ParamGroup],
+        options: GroupOptions = GroupOptions(),  # noqa: B008  # frozen
+    ) -> None:
+        self.name = name
+        self.groups = list(groups)
+        self.options = options
+        self.reshard_after_forward: bool | None = None
+        self.reshard_after_backward = True
+        self.sync = True
+        self.all_reduce = True
+        self.unshard_in_backward = True
+        self.input_buffers = 1
+        self.prefetch_window = 1
+        self.forward_prefetch: list[Unit] = []
+        self.backward_prefetch: list[Unit] = []
+        self.is_root = False
+        self.phase = IDLE
+        self.visits: list[int] = []
+
+    @property
+    def own_groups(self) -> list[ParamGroup]:
+        """Its groups without those that stand for another unit's."""
+        return [group for group in self.groups if not group.is_alias]
+
+    @property
+    def title(self) -> str:
+        """Its name for messages: "(root)" for the root."""
+        return self.name or "(root)"
+
+    @property
+    def frees_after_forward(self) -> bool:
+        """Whether parameters are freed when its forward ends."""
+        if self.reshard_after_forward is None:
+            return not self.is_root
+        return self.reshard_after_forward
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a group of it has to be gathered before use."""
+        for group in self.groups:  # noqa: SIM110  # asked in every prefetch
+            if group.state.needs_gather:
+                return True
+        return False
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether a group of it is gathered, or on its way."""
+        return any(not group.state.needs_gather for group in self.groups)
+
+    def change(self, **options: Any) -> None:
+        """Replace options of its groups, and of those that will be added."""
+        self.options = replace(self.options, **options)
+        for group in self.groups:
+            group.set_options(replace(group.options, **options))
+
+    def reshard(self) -> None:
+        """Free its gathered parameters; no-op where they are sharded."""
+        for group in self.groups:
+            group.reshard()
+
+    def hide(self) -> None:
+        """Register its sharded parameters; what is gathered stays in memory."""
+        for group in self.groups:
+            group.hide()
+
+    def settle(self) -> None:
+        """Block the host until it may write offloaded shards."""
+        for group in self.groups:
+            group.settle()
+
+    def forbid_reading(self) -> None:
+        """Let a backward raise that reads parameters which are not gathered.
+
+        They have no memory then; the backward of an embedding and the like does not read it.
+        """
+        for group in self.groups:
+            if group.state.needs_gather:
+                group.forbid_reading()
+
+    def reshard_if_outdated(self) -> None:
+        """Free what was gathered before an optimizer step."""
+        for group in self.groups:
+            group.free_if_outdated()
+
+    def __repr__(self) -> str:
+        return f"Unit({self.title!r}, {self.phase.value})"
+
+
+# ---- the units of this process
+
+
+_enlisted: weakref.WeakSet[Unit] = weakref.WeakSet()
+
+
+def enlist(unit: Unit) -> None:
+    """A module is sharded: what is switched on for all groups finds its unit, while it lives."""
+    _enlisted.add(unit)
+
+
+def all_units() -> list[Unit]:
+    """The units of all sharded modules in this process, in no particular order."""
+    return list(_enlisted)
+
+
+def all_groups() -> Iterator[ParamGroup]:
+    """The groups of all sharded modules in this process, each once, in no particular order."""
+    for unit in all_units():
+        yield from unit.own_groups
+
+
+def unit_of(group: ParamGroup) -> Unit:
+    """The unit of a sharded module that ``group`` belongs to."""
+    return next(unit for unit in all_units() if group in unit.groups)

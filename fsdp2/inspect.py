@@ -1,0 +1,183 @@
+"""What a sharded model is, and whether its ranks agree: reports and checks, on request.
+
+model ──> group_reports ──> [GroupReport("(root)", …), GroupReport("blocks.0", …), …]
+debug(check_ranks=True) ──> Checks.switch(Settings) ──> a layer around every group
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from fsdp2.core.debug.checks import Checks, Settings
+from fsdp2.core.modules.registry import record_of
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.window import window_of
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """One parameter group.
+
+    Attributes:
+        name: name of its module below the model, "(root)" for the model itself.
+        num_params: number of parameters.
+        numel: number of elements, over all ranks.
+        shard_bytes: bytes of its flat shard on one rank, padding included.
+        unsharded_bytes: bytes while it is gathered, padding included.
+        padding_bytes: how many of ``shard_bytes`` hold no parameter, on average over ranks.
+        copied_bytes: bytes that a gather copies into place behind its collective, on each rank: of
+            parameters that travel packed. A reduction copies as much in front of its own, in its
+            dtype.
+        transport: how it is gathered: "coalesced", "packed", "local", "extension" (tensor
+            subclasses with all-gather hooks, whose bytes are not counted), or several with "+".
+        dims: shard dims of the parameters that are not sharded on dim 0 alone, by their name in the
+            model; ``shard_placement_fn`` chose them, or dim 0 would have padded too much.
+        window: how many units are gathered ahead of the one that computes; one number below a root
+            (`FSDPModule.set_prefetch_window`).
+    """
+
+    name: str
+    num_params: int
+    numel: int
+    shard_bytes: int
+    unsharded_bytes: int
+    padding_bytes: int
+    copied_bytes: int
+    transport: str
+    dims: Mapping[str, tuple[int, ...]]
+    window: int
+
+
+def group_reports(model: nn.Module) -> list[GroupReport]:
+    """The groups of every sharded module in ``model``, in the order of registration.
+
+    Args:
+        model: a module, sharded or with sharded modules in it.
+
+    Example::
+
+        for group in group_reports(model):
+            print(group.name, group.shard_bytes, group.transport)
+    """
+    names: dict[ParamGroup, list[str]] = {}
+    windows: dict[ParamGroup, int] = {}
+    for name, module in model.named_modules():
+        record = record_of(module)
+        if record is None:
+            continue
+        units = [record.unit] if record.scheduler is None else record.scheduler.units
+        for group in record.unit.own_groups:
+            names.setdefault(group, []).append(name or "(root)")
+            windows[group] = window_of(units)
+    params = {param: name for name, param in model.named_parameters()}
+    return [
+        _report(group, ", ".join(where), params, windows[group]) for group, where in names.items()
+    ]
+
+
+def _report(
+    group: ParamGroup, name: str, params: Mapping[nn.Parameter, str], window: int
+) -> GroupReport:
+    layout = group.layout
+    assert layout is not None
+    return GroupReport(
+        name=name,
+        num_params=len(group.params),
+        numel=sum(slot.numel for slot in layout.slots),
+        shard_bytes=layout.shard_bytes,
+        unsharded_bytes=layout.gathered_bytes,
+        padding_bytes=layout.padding_bytes,
+        copied_bytes=layout.copied_bytes,
+        transport=layout.transports,
+        dims={
+            params.get(param.sharded, param.name): param.cut.dims
+            for param in group.params
+            if param.cut.dims != (0,)
+        },
+        window=window,
+    )
+
+
+class DebugSettings:
+    """What `debug` checks, and a context that puts back what was checked before.
+
+    Attributes:
+        check_ranks: whether ranks agree on each step before they take it.
+        check_nan: whether reduced gradients must be finite.
+        timeout: seconds that a rank waits for others of which nothing is heard; ``None`` for the
+            process group's own time-out.
+    """
+
+    def __init__(self, settings: Settings, before: Settings) -> None:
+        self.check_ranks = settings.check_ranks
+        self.check_nan = settings.check_nan
+        self.timeout = settings.timeout
+        self._before = before
+
+    def __enter__(self) -> DebugSettings:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Checks.switch(self._before)
+
+    def __repr__(self) -> str:
+        return (
+            f"DebugSettings(check_ranks={self.check_ranks}, check_nan={self.check_nan}, "
+            f"timeout={self.timeout})"
+        )
+
+
+def debug(
+    *,
+    check_ranks: bool | None = None,
+    check_nan: bool | None = None,
+    timeout: float | None = None,
+) -> DebugSettings:
+    """Switch checks on or off, for all sharded models of this process; on all ranks alike.
+
+    Best called before `fully_shard`, which then compares the ranks' whole parameters. Later on,
+    call it between iterations. Setting the environment variable ``FSDP2_DEBUG=1``, which is read
+    at the first call of `fully_shard` or of this function, is the same as ``check_ranks=True``.
+
+    Args:
+        check_ranks: before each all-gather, reduce-scatter, all-reduce and optimizer step, the
+            ranks that take part agree on it by notes in the process group's store: unit,
+            operation, iteration, shapes, dtypes, flags, which gradients are there. ``None``
+            (default) leaves it as it is.
+        check_nan: before and after each reduction, the ranks that take part ask each other whether
+            gradients are finite. ``None`` (default) leaves it as it is.
+        timeout: with ``check_ranks``, seconds that a rank waits for others of which nothing is
+            heard. ``None`` (default): as it is, at first the process group's own time-out. Ranks
+            that are known to be elsewhere are not waited for.
+
+    Returns:
+        What is checked now; as a context manager, it puts back what was checked before the call.
+
+    Raises:
+        ValueError: ``timeout`` is not positive, or ``FSDP2_DEBUG`` is neither 0 nor 1.
+
+    While checks are on, a step may raise `RankMismatchError` or `NonFiniteGradientError`, on all
+    ranks that take part in it. With ``check_ranks`` each step costs about five requests to the
+    store, some tenths of a millisecond, and the host waits for the slowest rank; with
+    ``check_nan`` each reduction costs a small all-gather for which the host waits.
+
+    Example::
+
+        with fsdp2.debug(check_ranks=True, check_nan=True):
+            train_some_steps()
+    """
+    before = Checks.current()
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"debug takes a positive number of seconds as timeout, not {timeout!r}")
+    settings = replace(
+        before,
+        check_ranks=before.check_ranks if check_ranks is None else bool(check_ranks),
+        check_nan=before.check_nan if check_nan is None else bool(check_nan),
+        timeout=before.timeout if timeout is None else timeout,
+    )
+    if settings != before:
+        Checks.switch(settings)
+    return DebugSettings(settings, before)

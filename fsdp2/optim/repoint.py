@@ -1,0 +1,87 @@
+"""Optimizers that were made before `fully_shard`.
+
+optimizer ──holds──> parameter ──fully_shard──> sharded parameter
+          ──repoint_optimizer───────────────────────^
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fsdp2.core.layout.layout import Slot
+from fsdp2.core.layout.mesh import local_of, with_dtype, wrap_local
+from fsdp2.core.modules.registrations import Registrations
+from fsdp2.core.params.param import REPLACED, ShardedParam
+
+
+def repoint_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer that was made before `fully_shard` train the sharded parameters.
+
+    `fully_shard` makes new parameter objects; an optimizer of the old ones raises at its next step.
+    This puts the new ones into ``optimizer.param_groups``, in place, so that learning-rate
+    schedules still apply, and moves the state over: a tensor of the parameter's shape (a momentum)
+    becomes a DTensor of which each rank keeps its rows, anything else (a step count) stays as it
+    is. It works after ``load_state_dict(assign=True)`` too, and for gathered parameters.
+
+    Call it on every rank, after the last call of `fully_shard`. State must be the same on all ranks
+    (of tensor-parallel parameters, on all that hold the same part), as parameters must be for
+    `fully_shard`: there is no communication, but for tensor-parallel sums still to be made.
+
+    Args:
+        optimizer: any optimizer; parameters that no unit manages are left alone.
+
+    Raises:
+        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
+
+    Example::
+
+        optimizer = torch.optim.AdamW(model.parameters())
+        fully_shard(model)
+        repoint_optimizer(optimizer)
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"repoint_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}"
+        )
+    states = optimizer.state
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for group in optimizer.param_groups:
+        params: dict[nn.Parameter, None] = {}
+        for old in group["params"]:
+            replaced = old.__dict__.get(REPLACED)
+            managed: ShardedParam | None = None if replaced is None else replaced()
+            new = old if managed is None else managed.sharded
+            if new is not old and id(new) in held:  # tied since, to one that it trains anyway
+                states.pop(old, None)
+                continue
+            held.add(id(new))
+            params[new] = None
+            if managed is not None and new is not old and old in states:
+                state = states.pop(old)
+                states[new] = {key: _moved(value, old, managed) for key, value in state.items()}
+        group["params"][:] = params
+    optimizer.state = states  # of `FlatOptimizer`, it was a picture
+    Registrations.count += 1  # its next step looks at it anew
+
+
+def _moved(value: object, old: nn.Parameter, managed: ShardedParam) -> object:
+    """Optimizer state of a parameter, sharded like it where it has its shape."""
+    param = managed.sharded
+    assert isinstance(param, DTensor)
+    if not isinstance(value, torch.Tensor) or value.shape != param.shape:
+        return value
+    if not isinstance(value, DTensor):
+        moved = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+        moved._local_tensor = moved._local_tensor.clone()  # not a view that keeps the whole alive
+        return moved
+    if not isinstance(old, DTensor) or value.device_mesh != old.device_mesh:
+        return value
+    if local_of(old).shape != managed.shape:
+        return value
+    # A gradient's copy may be a sum that is still to be made, as gradients of norms are.
+    whole = local_of(value.redistribute(placements=old.placements))
+    slot = Slot(0, managed.shape, managed.cut, managed.axes.size, 0, 0)
+    rows = slot.part(whole, managed.axes.rank).clone()
+    return wrap_local(rows, with_dtype(param._spec, value.dtype))

@@ -1,0 +1,196 @@
+"""Parameters that exist only on paper, for a group, its transports and its reductions to run on.
+
+    PaperParam      its gradients: what autograd left, and what was reduced
+    PaperGradients  those of several, taken and delivered together
+    VirtualParam    a `PaperParam` on a `VirtualDevice`: rows, gathered view, the user's hook
+
+What a runtime asks of a `ShardedParam` in a step they answer, without a module or autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from fsdp2.core.layout.layout import ROWS, Cut, Slot
+from fsdp2.core.params.param import Swap
+from fsdp2.testing.virtual import VirtualDevice, VirtualTensor, _Counted
+
+
+class VirtualUnsharded:
+    """Stands where a gathered ``nn.Parameter`` does."""
+
+    def __init__(self, requires_grad: bool) -> None:
+        self.requires_grad = requires_grad
+
+
+class PaperParam:
+    """The gradients of what stands where a `ShardedParam` does; tensors of any kind.
+
+    Attributes:
+        full_grad: what autograd left on the unsharded parameter.
+        gradient: what was reduced.
+        requires_grad: whether it is trained.
+    """
+
+    requires_grad = True
+    full_grad: Any = None
+    gradient: Any = None
+
+    def run_hooks(self) -> None:
+        """Run the user's hooks on the gradient that was delivered."""
+
+
+class PaperGradients:
+    """`fsdp2.core.params.gradients.Gradients` of `PaperParam`.
+
+    Args:
+        params: the parameters.
+    """
+
+    def __init__(self, params: Sequence[PaperParam]) -> None:
+        self.params = params
+
+    def take(self, summed: bool) -> list[Any]:
+        """The full gradients, which the parameters then no longer have."""
+        grads = []
+        for param in self.params:
+            grads.append(param.full_grad)
+            param.full_grad = None
+        return grads
+
+    def waiting(self) -> bool:
+        """Whether any has a full gradient."""
+        return any(param.full_grad is not None for param in self.params)
+
+    def delivered(self) -> bool:
+        """Whether any has a reduced gradient."""
+        return any(param.gradient is not None for param in self.params)
+
+    def deliver(
+        self, rows: Sequence[Any], present: Sequence[bool], over: Sequence[Any] | None = None
+    ) -> list[tuple[Any, Any, Any]]:
+        """Keep the reduced gradients; return those to add to one that is there."""
+        waiting = []
+        for param, new, there in zip(self.params, rows, present, strict=True):
+            if not there:
+                continue
+            if param.gradient is None:
+                param.gradient = new
+                param.run_hooks()
+            else:
+                waiting.append((param, param.gradient, new))
+        return waiting
+
+    def objects_over(self, rows: Sequence[Any]) -> list[Any]:
+        """What can become the gradients, over ``rows``: the rows themselves."""
+        return list(rows)
+
+    def place(self, objects: Sequence[Any], present: Sequence[bool]) -> None:
+        """Give each its gradient; it has none."""
+        for param, gradient, there in zip(self.params, objects, present, strict=True):
+            if there:
+                param.gradient = gradient
+                param.run_hooks()
+
+    def keep_apart(self) -> None:
+        """Nothing is used again here."""
+
+
+class VirtualParam(PaperParam):
+    """Stands where a `ShardedParam` does.
+
+    Attributes:
+        rows: its view of the flat shard.
+        gathered: its view of the gathered buffer.
+        hook: the user's post-accumulate-grad hook.
+    """
+
+    is_meta = False
+    is_extended = False
+    compute_dtype = None
+
+    def __init__(
+        self,
+        device: VirtualDevice,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        cut: Cut = ROWS,
+    ) -> None:
+        self._device = device
+        self.name = name
+        self.shape = shape
+        self.cut = cut
+        self.dtype = dtype
+        self.requires_grad = True
+        self.sharded = SimpleNamespace(requires_grad=True)
+        self.unsharded: VirtualUnsharded | None = None
+        self.rows: VirtualTensor | None = None
+        self.gathered: VirtualTensor | None = None
+        self.hook: Callable[[VirtualParam], None] | None = None
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """As its own."""
+        return self.dtype
+
+    def adopt(self, slot: Slot, target: VirtualTensor) -> None:
+        """Move the rows into the flat shard."""
+        self.rows = target
+        self._device.run(f"adopt {self.name}", [], [target])
+
+    @property
+    def is_in_place(self) -> bool:
+        """Nothing moves virtual parameters."""
+        return True
+
+    def check_usable(self, device: object, offloaded: bool = False) -> None:
+        """They are."""
+
+    def materialize(self, gathered: VirtualTensor) -> None:
+        """Remember the gathered view."""
+        self.gathered = gathered
+        self.unsharded = VirtualUnsharded(self.sharded.requires_grad)
+
+    def between(self, rows: VirtualTensor, mesh: object) -> None:
+        """There is no parameter to register."""
+
+    def follow_between(self) -> None:
+        """Nobody freezes them."""
+
+    def forms(self) -> list[SimpleNamespace | VirtualUnsharded]:
+        """Those that were made."""
+        return [form for form in (self.sharded, self.unsharded) if form is not None]
+
+    def swaps(self, param: object) -> list[Swap]:
+        """There is no module."""
+        return []
+
+    def forbid_reading(self) -> None:
+        """Nobody compares versions."""
+
+    @property
+    def has_grad_hooks(self) -> bool:
+        """Whether there is a hook."""
+        return self.hook is not None
+
+    def drop_gradient(self) -> None:
+        """Forget the full gradient."""
+        self.full_grad = None
+
+    def accumulate(self, dtype: torch.dtype) -> None:
+        """Keep the full gradient, in ``dtype``."""
+        if self.full_grad is not None and self.full_grad.dtype != dtype:
+            owner = _Counted(self._device, f"accumulated {self.name}")
+            total = VirtualTensor(owner, self.shape, dtype)
+            self._device.run("copy", [self.full_grad], [total])
+            self.full_grad = total
+
+    def run_hooks(self) -> None:
+        """Run the hook, if there is one."""
+        if self.hook is not None:
+            self.hook(self)

@@ -1,0 +1,408 @@
+"""Runs a model's forward and backward on a `VirtualDevice`: the calls that hooks would make.
+
+    root = Node("root", [Node("a"), Node("b")], calls=[0, 1, 1])      calls a, then b twice
+    Simulation(root, VirtualDevice()).iteration()                     forward, backward, step
+
+Each forward leaves a `Call`, a tree of the calls that it made, and a backward goes through it in
+reverse. A node's gradients appear when its last call's backward has run, as autograd's do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+
+from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPolicy
+from fsdp2.core.device.streams import Event, Lane, Streams
+from fsdp2.core.gather.smaller_group import SmallerGroup
+from fsdp2.core.layout.layout import ROWS, Cut
+from fsdp2.core.params.param import ShardedParam
+from fsdp2.core.progress import OptimizerSteps
+from fsdp2.core.schedule.group import ParamGroup, Runtime
+from fsdp2.core.schedule.side_doors import make_scheduler
+from fsdp2.core.schedule.ties import TiedGroup, lend, users_of
+from fsdp2.core.schedule.unit import Phase, Unit
+from fsdp2.testing.parameters import PaperGradients, VirtualParam
+from fsdp2.testing.phases import CheckedUnit
+from fsdp2.testing.virtual import (
+    USER,
+    VirtualCollectives,
+    VirtualDevice,
+    VirtualReplicas,
+    VirtualTensor,
+    _Counted,
+)
+
+Check = Callable[["Simulation", str], None]
+Shapes = Sequence[tuple[int, ...]]
+
+
+@dataclass(eq=False)
+class Node:
+    """A module with a unit of its own.
+
+    Attributes:
+        name: its name.
+        children: modules below it.
+        calls: positions in ``children``, in the order its forward calls them.
+        shapes: shapes of its own parameters; none gives a unit without groups.
+        more: shapes of parameters on meshes of their own, of half as many ranks: a group each.
+        cut: how a parameter of a shape is sharded over so many ranks.
+        reshard_after_forward: as for `fully_shard`.
+        grad_to_input: whether its inputs require grad, so that it sees its backward's end.
+        used: whether its output gets a gradient.
+        frozen: how many of its parameters, the first ones, do not require grad.
+        absent: how many of its parameters, the last ones, get no gradient in backward.
+        tied: other nodes that use the first parameter of ``shapes``, too.
+    """
+
+    name: str
+    children: list[Node] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)
+    shapes: Shapes = ((8, 8), (8,))
+    more: Sequence[Shapes] = ()
+    cut: Callable[[tuple[int, ...], int], Cut] = lambda shape, ranks: ROWS
+    reshard_after_forward: bool | None = None
+    grad_to_input: bool = True
+    used: bool = True
+    frozen: int = 0
+    absent: int = 0
+    tied: list[Node] = field(default_factory=list)
+    unit: Unit | None = None
+
+    def walk(self) -> list[Node]:
+        """This node and all below it, parents first."""
+        return [self, *(node for child in self.children for node in child.walk())]
+
+
+@dataclass(eq=False)
+class Call:
+    """One forward of a node, and those inside it, in order."""
+
+    node: Node
+    inner: list[Call] = field(default_factory=list)
+
+    def used_nodes(self) -> list[Node]:
+        """The node of every call that backward reaches, once a call."""
+        if not self.node.used:
+            return []
+        return [self.node, *(node for call in self.inner for node in call.used_nodes())]
+
+
+class Simulation:
+    """One root, its scheduler and its device.
+
+    Args:
+        root: the model.
+        device: where it runs.
+        world_size: ranks of the shard axis.
+        coalesces: whether the backend coalesces.
+        precision: mixed precision, which adds casts.
+        copies: ranks of the replicate axis.
+        offload: whether shards and gradients live in CPU memory, and of which kind.
+        smaller: to how many ranks' shards forward frees, where that divides a group's ranks.
+        options: what else a user may change about groups. Default: nothing, and no parameter is
+            packed for being small.
+        window: how many units are gathered ahead.
+        check: called after every step with this object and what was done.
+
+    Attributes:
+        active: units whose forward or backward is under way.
+        calls: forwards whose backward is still to come, the oldest first.
+    """
+
+    def __init__(
+        self,
+        root: Node,
+        device: VirtualDevice,
+        world_size: int = 2,
+        coalesces: bool = True,
+        precision: MixedPrecisionPolicy | None = None,
+        copies: int = 1,
+        offload: CPUOffloadPolicy | None = None,
+        smaller: int | None = None,
+        options: GroupOptions | None = None,
+        window: int = 1,
+        check: Check | None = None,
+    ) -> None:
+        self.root = root
+        self.device = device
+        self.active: list[Unit] = []
+        self.calls: list[Call] = []
+        self._check = check
+        self._precision = precision or MixedPrecisionPolicy()
+        self._grad_dtype = self._precision.param_dtype or torch.float32
+        self._options = replace(options or GroupOptions(pack_below=0), precision=self._precision)
+        self._replicas = VirtualReplicas(device, copies) if copies > 1 else None
+        self._offload = offload
+        self._smaller = smaller
+        for node in root.walk():
+            self._make_unit(node, world_size, coalesces)
+        self._owners: dict[Node, list[Node]] = {}  # of what else a node uses
+        for node in root.walk():
+            for user in node.tied:
+                self._owners.setdefault(user, []).append(node)
+                assert node.unit is not None
+                assert user.unit is not None
+                lend(node.unit.groups[0], node.unit, user.unit)
+        units = [node.unit for node in root.walk() if node.unit is not None]
+        units[0].is_root = True
+        for unit in units:
+            unit.prefetch_window = window
+        self.scheduler = make_scheduler(units, cast(Streams, device))
+
+    def _make_unit(self, node: Node, world_size: int, coalesces: bool) -> None:
+        groups: list[ParamGroup] = []
+        if node.shapes:
+            groups.append(self._make_group(node, node.name, node.shapes, world_size, coalesces))
+        for number, shapes in enumerate(node.more, 1):
+            name, ranks = f"{node.name}/{number}", max(world_size // 2, 1)
+            groups.append(self._make_group(node, name, shapes, ranks, coalesces))
+        node.unit = CheckedUnit(node.name, groups)
+        node.unit.reshard_after_forward = node.reshard_after_forward
+
+    def _make_group(
+        self, node: Node, name: str, shapes: Shapes, world_size: int, coalesces: bool
+    ) -> ParamGroup:
+        params = [
+            VirtualParam(
+                self.device,
+                f"{name}.{i}",
+                shape,
+                torch.float32,
+                node.cut(shape, world_size),
+            )
+            for i, shape in enumerate(shapes)
+        ]
+        group = ParamGroup(
+            name,
+            cast(list[ShardedParam], params),
+            self._runtime(VirtualCollectives(self.device, world_size, coalesces)),
+            self._options,
+        )
+        group.adopt()
+        smaller = self._smaller
+        if smaller is not None and 1 < smaller < world_size and world_size % smaller == 0:
+            neighbours: Any = VirtualCollectives(self.device, smaller, coalesces)
+            mesh: Any = None
+            group.set_smaller_group(SmallerGroup(neighbours, mesh))
+        return group
+
+    def _runtime(self, collectives: Any) -> Runtime:
+        """Of things on paper: they do what the real ones do, of tensors on paper."""
+        device: Any = self.device
+        replicas: Any = self._replicas
+        gradients: Any = PaperGradients
+        return Runtime(collectives, device, device, device, replicas, self._offload, gradients)
+
+    # ---- an iteration
+
+    def iteration(self, backward: bool = True, step: bool = True) -> None:
+        """Forward; backward and an optimizer step if asked for."""
+        self.forward(expects_backward=backward)
+        if backward:
+            self.backward()
+        if step:
+            self.optimizer_step()
+
+    def forward(self, expects_backward: bool = True, start: Node | None = None) -> None:
+        """One forward of the root, or of another node that is called on its own."""
+        node = start or self.root
+        assert node.unit is not None
+        self._freeze()
+        self.scheduler.begin_forward(node.unit, expects_backward)
+        call = self._forward(node)
+        if expects_backward:
+            self.calls.append(call)
+        self._done("loss")
+
+    def backward(self, forwards: int = 1) -> None:
+        """One backward through the last ``forwards`` forwards, as of the sum of their losses.
+
+        Units that see no end are finished at the end.
+        """
+        calls = [self.calls.pop() for _ in range(forwards)]
+        pending = Counter(node for call in calls for node in call.used_nodes())
+        self.scheduler.in_backward = True
+        for call in calls:
+            self._backward(call, pending)
+        self.scheduler.end_backward()
+        self.active.clear()
+        self._done("end of backward")
+
+    def finalize(self, wait: bool) -> None:
+        """What a caller does who ends backwards himself; without ``wait`` he does it later."""
+        self.scheduler.finalize(wait)
+        self.active.clear()
+        self._done("finalize")
+        if not wait:
+            self.scheduler.wait_for_reductions()
+
+    def load_state_dict(self) -> None:
+        """Write shards, with whatever runs where they are."""
+        self._write("load_state_dict")
+
+    def write_by_hand(self) -> None:
+        """As a user who writes parameters himself, after a forward without a backward."""
+        self._write("by hand")
+
+    def _write(self, kind: str) -> None:
+        for node in self.root.walk():
+            for param in self._params(node):
+                assert param.rows is not None
+                self.device.run(kind, [], [param.rows])
+        OptimizerSteps.count += 1
+
+    def optimizer_step(self) -> None:
+        """Read gradients, write shards, drop gradients; the host first waits for copies of them."""
+        self.scheduler.settle()
+        for node in self.root.walk():
+            for param in self._params(node):
+                self._step(param)
+        OptimizerSteps.count += 1
+
+    def step_elsewhere(self) -> None:
+        """As `optimizer_step`, on a stream of the user's, for whose event the next gathers wait.
+
+        Gradients stay, since that stream may still read them; see `drop_gradients`.
+        """
+        self.device.follow(USER, self.device.record(Lane.COMPUTE, "backward done"))
+        with self.device.on(USER):
+            for node in self.root.walk():
+                for param in self._params(node):
+                    self._update(param)
+        self.scheduler.post_optim_event = cast(Event, self.device.record(USER, "optimizer done"))
+        OptimizerSteps.count += 1
+
+    def drop_gradients(self) -> None:
+        """As ``zero_grad()``."""
+        for node in self.root.walk():
+            for param in self._params(node):
+                param.gradient = None
+
+    def step_in_backward(self, wanted: bool = True) -> None:
+        """From now on a hook on each parameter does the step as soon as ``.grad`` is there."""
+        for node in self.root.walk():
+            for param in self._params(node):
+                param.hook = self._step if wanted else None
+
+    def _step(self, param: VirtualParam) -> None:
+        self._update(param)
+        param.gradient = None
+
+    def _update(self, param: VirtualParam) -> None:
+        if param.gradient is not None and param.rows is not None:
+            self.device.run("step", [param.gradient, param.rows], [param.rows])
+
+    @staticmethod
+    def _params(node: Node) -> list[VirtualParam]:
+        assert node.unit is not None
+        groups = node.unit.own_groups
+        return [cast(VirtualParam, param) for group in groups for param in group.params]
+
+    def _freeze(self) -> None:
+        for node in self.root.walk():
+            for position, param in enumerate(self._params(node)):
+                param.sharded.requires_grad = position >= node.frozen
+
+    def _forward(self, node: Node) -> Call:
+        unit = node.unit
+        assert unit is not None
+        call = Call(node)
+        self.active.append(unit)
+        self.scheduler.enter_forward(unit)
+        self._compute(node, f"forward {node.name}")
+        for position in node.calls:
+            call.inner.append(self._forward(node.children[position]))
+            self._compute(node, f"forward {node.name}")
+        self.scheduler.exit_forward(unit)
+        self.active.pop()
+        self._done(f"exit forward {node.name}")
+        return call
+
+    def _compute(self, node: Node, name: str) -> None:
+        """Kernels that read the gathered parameters, and a new activation."""
+        activation = VirtualTensor(_Counted(self.device, "activation"), (1,), torch.float32)
+        assert node.unit is not None
+        reads = name.startswith("forward") or node.unit.unshard_in_backward
+        params = self._params(node) + [self._params(o)[0] for o in self._owners.get(node, ())]
+        gathered = [p.gathered for p in params if reads and p.gathered is not None]
+        self.device.run(name, gathered, [activation])
+        self._done(name)
+
+    def _backward(self, call: Call, pending: Counter[Node]) -> None:
+        node = call.node
+        if not node.used:
+            return
+        unit = node.unit
+        assert unit is not None
+        if unit not in self.active:
+            self.active.append(unit)
+        self.scheduler.enter_backward(unit)
+        self._compute(node, f"backward {node.name}")
+        for inner in reversed(call.inner):
+            self._backward(inner, pending)
+            self._compute(node, f"backward {node.name}")
+        pending[node] -= 1
+        if pending[node] == 0:
+            self._leave_gradients(node)
+        for owner in (node, *self._owners.get(node, ())):
+            if owner.tied and not any(pending[user] for user in (owner, *owner.tied)):
+                self._leave_gradient(self._params(owner)[0])  # after the last use of all
+        if node.grad_to_input:
+            self.scheduler.exit_backward(unit)
+            self.active.remove(unit)
+            self._done(f"exit backward {node.name}")
+
+    def _leave_gradients(self, node: Node) -> None:
+        params = self._params(node)
+        for param in params[bool(node.tied) : len(params) - node.absent]:
+            self._leave_gradient(param)
+
+    def _leave_gradient(self, param: VirtualParam) -> None:
+        if not param.sharded.requires_grad:
+            return
+        if param.full_grad is None:
+            owner = _Counted(self.device, f"gradient {param.name}")
+            param.full_grad = VirtualTensor(owner, param.shape, self._grad_dtype)
+            self.device.run("gradient", [], [param.full_grad])
+        else:
+            self.device.run("gradient", [param.full_grad], [param.full_grad])
+
+    def _done(self, what: str) -> None:
+        if self._check is not None:
+            self._check(self, what)
+
+    # ---- what is gathered
+
+    def gathered_ahead(self, kept: Collection[Unit] = ()) -> list[Unit]:
+        """Units that are gathered though they are neither under way nor kept on request.
+
+        Args:
+            kept: more that are kept, whatever their flags say now.
+        """
+        ahead = []
+        for unit in self.scheduler.units:
+            untied = [g for g in unit.own_groups if not isinstance(g, TiedGroup)]
+            if any(not g.state.needs_gather for g in untied) and not self._is_in_use(unit):
+                ahead.append(unit)
+        tied = [g for g in self.scheduler.groups if isinstance(g, TiedGroup)]
+        left = [g for g in tied if not g.state.needs_gather]
+        users = {g: {u for u in self.scheduler.units if u in users_of(g)} for g in left}
+        known = {u for u in self.scheduler.units if self._is_in_use(u)}.union(ahead, kept)
+        left = [group for group in left if not users[group].intersection(known)]
+        while left:  # each came along with a unit that uses it
+            unit = max(self.scheduler.units, key=lambda u: sum(u in users[g] for g in left))
+            ahead.append(unit)
+            left = [group for group in left if unit not in users[group]]
+        return [unit for unit in ahead if unit not in kept]
+
+    def _is_in_use(self, unit: Unit) -> bool:
+        """Whether it is under way, or kept."""
+        # Of a backward that skips it: it takes it along all the same.
+        under_way = unit in self.active or unit.phase is Phase.BACKWARD
+        return under_way or not (unit.frees_after_forward and unit.reshard_after_backward)

@@ -1,0 +1,186 @@
+"""A process group for the stand-in device: gloo on the same memory, ordered like NCCL.
+
+    all_gather(out, in) ──> the collective's stream waits for the current one (asynchronous calls)
+                        ──> the device is told what that stream reads and writes
+                        ──> gloo moves the bytes, at once
+                        ──> a Work whose wait() makes the current stream wait
+
+Calls that are not asynchronous run on the current stream, as NCCL's do since torch 2.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp2.core.device.backends import Traits, know
+from fsdp2.testing.null_group import PythonGroup
+from fsdp2.testing.stand_in import device
+
+COALESCING = "standin_ring"
+"""Backend that gathers many tensors in one launch, as NCCL does."""
+
+PACKING = "standin_gloo"
+"""The same, but fsdp2 knows nothing of it and lets groups travel packed."""
+
+
+class StreamWork(dist.Work):
+    """A collective that the current stream has to wait for; its tensors live until then."""
+
+    def __init__(self, done: torch.Event | None, tensors: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self._done = done
+        self._tensors = tensors
+
+    def wait(self, timeout: object = None) -> bool:
+        if self._done is not None:
+            self._done.wait(torch.accelerator.current_stream(0))
+        self._tensors = ()
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class StandInGroup(PythonGroup):
+    """Collectives on tensors of the device and of the CPU.
+
+    Attributes:
+        own_stream: whether those that are not asynchronous, too, run on a stream of their own.
+    """
+
+    backend = COALESCING
+    own_stream = False
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._stream = torch.Stream(device.load())
+
+    def _run(
+        self,
+        what: str,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        opts: Any,
+        move: Callable[[list[Tensor], list[Tensor]], None],
+    ) -> StreamWork:
+        on_host = [[_host_view(t) for t in tensors] for tensors in (outputs, inputs)]
+        on_device = any(t.device.type == device.NAME for t in (*outputs, *inputs))
+        done = None
+        if on_device and (self.own_stream or getattr(opts, "asyncOp", True)):
+            self._stream.wait_stream(torch.accelerator.current_stream(0))
+            with self._stream:
+                torch.ops.stand_in.accessed(what, list(inputs), list(outputs))
+            done = self._stream.record_event()
+        elif on_device:
+            torch.ops.stand_in.accessed(what, list(inputs), list(outputs))
+        move(*on_host)
+        return StreamWork(done, () if done is None else (*outputs, *inputs))
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> StreamWork:
+        return self._run("all-gather", [output], [input], opts, self._gather)
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> StreamWork:
+        return self._run("all-gather", outputs, inputs, opts, self._gather)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> StreamWork:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+    ) -> StreamWork:
+        def move(outputs: list[Tensor], inputs: list[Tensor]) -> None:
+            for output, input_ in zip(outputs, inputs, strict=True):
+                whole = input_.clone()
+                self._sum(whole, opts.reduceOp)
+                output.copy_(whole.view(self.size(), -1)[self.rank()].view(output.shape))
+
+        return self._run("reduce-scatter", outputs, inputs, opts, move)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> StreamWork:
+        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+
+        def move(outputs: list[Tensor], _: list[Tensor]) -> None:
+            for tensor in outputs:
+                self._sum(tensor, op)
+
+        return self._run("all-reduce", tensors, tensors, opts, move)
+
+    allreduce_coalesced = allreduce
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> StreamWork:
+        def move(outputs: list[Tensor], _: list[Tensor]) -> None:
+            self._gloo.broadcast(outputs, opts).wait()
+
+        return self._run("broadcast", tensors, tensors, opts, move)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> StreamWork:
+        def move(outputs: list[Tensor], parts: list[Tensor]) -> None:
+            self._gloo.scatter(outputs, [parts] if parts else [], opts).wait()
+
+        return self._run("scatter", outputs, inputs[0] if inputs else [], opts, move)
+
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> StreamWork:
+        def move(flat: list[Tensor], inputs: list[Tensor]) -> None:
+            self._gloo.allgather([flat], inputs).wait()
+
+        return self._run("all-gather", outputs[0], inputs, opts, move)
+
+    def barrier(self, opts: Any = None) -> StreamWork:
+        self._gloo.barrier().wait()
+        return StreamWork(None)
+
+    def _gather(self, outputs: list[Tensor], inputs: list[Tensor]) -> None:
+        for output, input_ in zip(outputs, inputs, strict=True):
+            parts = [torch.empty_like(input_) for _ in range(self.size())]
+            self._gloo.allgather([parts], [input_.clone()]).wait()
+            output.view(self.size(), -1).copy_(torch.stack(parts).view(self.size(), -1))
+
+    def _sum(self, tensor: Tensor, op: Any) -> None:
+        average = op == dist.ReduceOp.AVG
+        self._gloo.allreduce([tensor], _sum_options(dist.ReduceOp.SUM if average else op)).wait()
+        if average:
+            tensor.div_(self.size())
+
+
+class PackingGroup(StandInGroup):
+    """The same, for `PACKING`."""
+
+    backend = PACKING
+
+
+know("StandInGroup", Traits("stand-in", coalesces=True))
+
+
+def _sum_options(op: Any) -> Any:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    return options
+
+
+def _host_view(tensor: Tensor) -> Tensor:
+    if tensor.device.type != device.NAME:
+        return tensor
+    found: Tensor = torch.ops.stand_in.host_view(tensor)
+    return found
+
+
+def register() -> None:
+    """Make the backend known to c10d, in this process."""
+    for kind in (StandInGroup, PackingGroup):
+        if kind.backend not in dist.Backend.backend_list:
+            dist.Backend.register_backend(kind.backend, kind, devices=["cpu", device.NAME])

@@ -1,0 +1,533 @@
+"""A device that exists only on paper: streams, memory and collectives without data.
+
+The group, transports, reductions and scheduler run on it unchanged. Every operation says which
+buffers it reads and writes, and a happens-before checker finds every order that no event makes:
+
+    VirtualDevice ── Streams       record, wait, synchronize, on
+                  ── Kernels       transient, flat, empty, copy, …
+                  ── trace         [Op, Op, …] in the order of the host's calls
+                  ── races         ["…", …], empty if the schedule is right
+
+Each lane carries a vector clock: how far it is known to be behind each lane. An access happens
+before another if the second's clock covers it. For each buffer the checker demands that
+  - a read comes after the last write, and there was one;
+  - a write comes after the last write and after every read since;
+  - any access comes after all accesses of all buffers that were freed, in the host's order,
+    before this one was allocated on the same lane: a caching allocator may have handed out their
+    memory at once;
+  - no access comes after the free.
+
+Two more places than lanes have clocks. On HOST runs what touches CPU memory only: an optimizer that
+steps on offloaded shards, a gradient that arrived. Whatever is issued on a lane is behind the host;
+the host is behind a lane only where it waits (`synchronize`). CPU memory is reused late enough:
+torch keeps page-locked memory until its copies are over, and a copy with other memory is over when
+its call returns. USER is a stream of the user's, which the lanes know by its events only.
+
+Dropping a wait (`drop_wait`) shows that the checker notices.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+
+from fsdp2.core.device.collectives import ReduceKind
+from fsdp2.core.device.streams import Lane
+
+
+class Beside(IntEnum):
+    """What runs beside the lanes."""
+
+    HOST = len(Lane)
+    USER = len(Lane) + 1
+
+
+Place = Lane | Beside
+PLACES: tuple[Place, ...] = (*Lane, *Beside)
+HOST, USER = Beside.HOST, Beside.USER
+
+Clock = tuple[int, ...]
+_ZERO: Clock = (0,) * len(PLACES)
+
+
+def _join(a: Clock, b: Clock) -> Clock:
+    return tuple(map(max, a, b))
+
+
+class VirtualEvent(NamedTuple):
+    """What `VirtualDevice.record` returns: its number, and what its lane was behind."""
+
+    number: int
+    clock: Clock
+
+
+@dataclass(frozen=True)
+class Op:
+    """One entry of the trace.
+
+    Attributes:
+        lane: where it runs.
+        kind: "alloc", "free", "wait", "record", "synchronize" or the kernel's name.
+        label: what it is about.
+        reads: the buffers it reads.
+        writes: the buffers it writes; of "alloc" and "free" the buffer that comes or goes.
+        event: number of the event that is recorded or waited for, else -1.
+    """
+
+    lane: Place
+    kind: str
+    label: str
+    reads: tuple[Allocation, ...] = ()
+    writes: tuple[Allocation, ...] = ()
+    event: int = -1
+
+    def __str__(self) -> str:
+        parts = [f"{self.lane.name.lower():<11}{self.kind}"]
+        if self.label:
+            parts.append(self.label)
+        elif self.reads or self.writes:
+            parts.append(f"{_names(self.reads)} -> {_names(self.writes)}")
+        return " ".join(parts)
+
+
+class Allocation:
+    """One life of a buffer, from allocation to free."""
+
+    def __init__(self, name: str, lane: Place, after: Clock) -> None:
+        self.name = name
+        self.lane = lane  # whose allocator it is from; HOST for CPU memory
+        self.after = after  # all accesses of buffers whose memory this one may have
+        self.write: tuple[Place, int] | None = None
+        self.reads: dict[Place, int] = {}
+        self.last = list(_ZERO)  # the last access on each lane
+        self.freed = False
+
+
+class VirtualTensor:
+    """A handle to an allocation; frees it when the last handle goes, like a tensor."""
+
+    requires_grad = False
+
+    def __init__(self, owner: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.owner = owner  # keeps the allocation alive
+        self.shape = shape
+        self.dtype = dtype
+
+    @property
+    def allocation(self) -> Allocation | None:
+        found: Allocation | None = self.owner.allocation
+        return found
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def to(self, dtype: torch.dtype) -> VirtualTensor:
+        """A cast copy."""
+        device: VirtualDevice = self.owner.device
+        result = VirtualTensor(_Counted(device, "cast"), self.shape, dtype)
+        device.copy(result, self)
+        return result
+
+    def as_strided(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], start: int
+    ) -> VirtualTensor:
+        """A view of ``shape``."""
+        return VirtualTensor(self.owner, shape, self.dtype)
+
+    def split_with_sizes(self, sizes: Sequence[int]) -> list[VirtualTensor]:
+        """Views that differ in dim 0."""
+        return [VirtualTensor(self.owner, (n, *self.shape[1:]), self.dtype) for n in sizes]
+
+    def alias(self, *_: int) -> VirtualTensor:
+        """A view of whatever part: the checker knows whole buffers only."""
+        return VirtualTensor(self.owner, self.shape, self.dtype)
+
+    reshape = transpose = view = alias
+
+    def narrow(self, dim: int, start: int, length: int) -> VirtualTensor:
+        """A view of a part."""
+        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
+        return VirtualTensor(self.owner, shape, self.dtype)
+
+
+class _Counted:
+    """Frees its allocation when nothing refers to it any more."""
+
+    allocation: Allocation | None = None  # until there is memory
+    pinned = False
+
+    def __init__(self, device: VirtualDevice, name: str) -> None:
+        self.device = device
+        self.allocation = device.allocate(name)
+
+    def __del__(self) -> None:
+        if self.allocation is not None:
+            self.device.free(self.allocation)
+
+
+class VirtualTransient:
+    """A buffer that comes and goes; each life is an allocation of its own."""
+
+    def __init__(self, device: VirtualDevice, nbytes: int, name: str) -> None:
+        self.device = device
+        self.name = name
+        self.nbytes = nbytes
+        self.pinned = False
+        self.allocation: Allocation | None = None
+        self.acquire()
+
+    def view(
+        self,
+        dtype: torch.dtype,
+        byte_offset: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None = None,
+    ) -> VirtualTensor:
+        return VirtualTensor(self, shape, dtype)
+
+    piece = view
+
+    def acquire(self) -> None:
+        if self.allocation is None:
+            self.allocation = self.device.allocate(self.name)
+
+    def release(self) -> None:
+        if self.allocation is not None:
+            self.device.free(self.allocation)
+            self.allocation = None
+
+    @property
+    def allocated(self) -> bool:
+        return self.allocation is not None
+
+    def references(self) -> int:
+        """Nobody keeps views of it."""
+        return 0
+
+
+class VirtualDevice:
+    """Streams, kernels and the checker.
+
+    Args:
+        drop_wait: leave out the wait of this number (from 0), to test the checker.
+
+    Attributes:
+        trace: every operation, in the order of the host's calls.
+        races: what the checker found, a sentence each.
+        waits: labels of all waits so far, the dropped one included.
+        live: bytes are not simulated; names of the allocations that are live now.
+        others_had: whether other ranks are to have the gradients that this one lacks.
+    """
+
+    asynchronous = True
+    captures: Callable[[], bool] | None = None
+    fuses = True
+    others_had = False
+
+    def __init__(self, drop_wait: int | None = None) -> None:
+        self.trace: list[Op] = []
+        self.races: list[str] = []
+        self.waits: list[str] = []
+        self.live: set[Allocation] = set()
+        self._drop_wait = drop_wait
+        self._events = 0
+        self._lane: Place = Lane.COMPUTE
+        self._clocks: dict[Place, Clock] = dict.fromkeys(PLACES, _ZERO)
+        self._released: dict[Place, Clock] = dict.fromkeys(PLACES, _ZERO)
+
+    # ---- Streams
+
+    def make_event(self) -> None:
+        """Each record is an event of its own here."""
+
+    def record(self, lane: Place, label: str, event: None = None) -> VirtualEvent:
+        recorded = VirtualEvent(self._events, self._clocks[lane])
+        self._events += 1
+        self.trace.append(Op(lane, "record", label, event=recorded.number))
+        return recorded
+
+    def wait(self, lane: Place, event: VirtualEvent, label: str) -> None:
+        if not self._is_dropped(label):
+            self.follow(lane, event, label)
+
+    def follow(self, lane: Place, event: VirtualEvent, label: str = "") -> None:
+        """A wait that is never dropped, such as the user's own."""
+        self.trace.append(Op(lane, "wait", label, event=event.number))
+        self._clocks[lane] = _join(self._clocks[lane], event.clock)
+
+    def synchronize(self, event: VirtualEvent, label: str) -> None:
+        """The host waits, and whatever it issues next is behind the event."""
+        if not self._is_dropped(label):
+            self._synchronize(event, label)
+
+    def _synchronize(self, event: VirtualEvent, label: str) -> None:
+        self.trace.append(Op(HOST, "synchronize", label, event=event.number))
+        self._clocks[HOST] = _join(self._clocks[HOST], event.clock)
+
+    def _is_dropped(self, label: str) -> bool:
+        self.waits.append(label)
+        return len(self.waits) - 1 == self._drop_wait
+
+    @contextmanager
+    def on(self, lane: Place) -> Iterator[None]:
+        outer, self._lane = self._lane, lane
+        try:
+            yield
+        finally:
+            self._lane = outer
+
+    # ---- memory
+
+    def allocate(self, name: str) -> Allocation:
+        """A new allocation on the current lane."""
+        allocation = Allocation(name, self._lane, self._released[self._lane])
+        self.trace.append(Op(self._lane, "alloc", name, writes=(allocation,)))
+        self.live.add(allocation)
+        return allocation
+
+    def free(self, allocation: Allocation) -> None:
+        """Give it back to the lane that it was allocated on."""
+        self.trace.append(Op(self._lane, "free", allocation.name, writes=(allocation,)))
+        self.live.discard(allocation)
+        allocation.freed = True
+        lane = allocation.lane
+        if lane is HOST:
+            return
+        self._released[lane] = _join(self._released[lane], tuple(allocation.last))
+
+    # ---- operations
+
+    def run(
+        self, kind: str, reads: Sequence[VirtualTensor], writes: Sequence[VirtualTensor]
+    ) -> None:
+        """An operation on the current lane, or on the host if all it touches is CPU memory.
+
+        Of tensors without elements it touches nothing.
+        """
+        seen_reads = self._allocations(kind, reads)
+        seen_writes = self._allocations(kind, writes)
+        lane = self._place(seen_reads, seen_writes)
+        clock = list(self._clocks[lane])
+        if self._clocks[HOST] is not _ZERO:  # the host issues it
+            clock = list(map(max, clock, self._clocks[HOST]))
+        clock[lane] += 1
+        self._clocks[lane] = now = tuple(clock)
+        self.trace.append(Op(lane, kind, "", tuple(seen_reads), tuple(seen_writes)))
+        for allocation in seen_reads:
+            self._check_read(kind, lane, now, allocation)
+        for allocation in seen_writes:
+            self._check_write(kind, lane, now, allocation)
+
+    def _place(self, reads: list[Allocation], writes: list[Allocation]) -> Place:
+        for buffer in reads:
+            if buffer.lane is not HOST:
+                return self._lane
+        for buffer in writes:
+            if buffer.lane is not HOST:
+                return self._lane
+        return HOST if reads or writes else self._lane
+
+    def _allocations(self, kind: str, tensors: Sequence[VirtualTensor]) -> list[Allocation]:
+        found: dict[Allocation, None] = {}
+        for tensor in tensors:
+            if 0 in tensor.shape:
+                continue
+            allocation = tensor.allocation
+            if allocation is None or allocation.freed:
+                self.races.append(f"{kind} uses a buffer that is not allocated")
+            else:
+                found[allocation] = None
+        return list(found)
+
+    def _check_read(self, kind: str, lane: Place, now: Clock, buffer: Allocation) -> None:
+        self._check_reuse(kind, now, buffer)
+        if buffer.write is None:
+            self.races.append(f"{kind} reads {buffer.name}, which nothing wrote")
+        elif now[buffer.write[0]] < buffer.write[1]:
+            self.races.append(f"{kind} reads {buffer.name} while {_name(buffer.write)} writes it")
+        buffer.reads[lane] = now[lane]
+        buffer.last[lane] = now[lane]
+
+    def _check_write(self, kind: str, lane: Place, now: Clock, buffer: Allocation) -> None:
+        self._check_reuse(kind, now, buffer)
+        if buffer.write is not None and now[buffer.write[0]] < buffer.write[1]:
+            self.races.append(f"{kind} writes {buffer.name} while {_name(buffer.write)} writes it")
+        for reader, count in buffer.reads.items():
+            if now[reader] < count:
+                self.races.append(
+                    f"{kind} writes {buffer.name} while {_name((reader, count))} reads it"
+                )
+        buffer.write = (lane, now[lane])
+        buffer.reads.clear()
+        buffer.last[lane] = now[lane]
+
+    def _check_reuse(self, kind: str, now: Clock, buffer: Allocation) -> None:
+        if all(map(operator.ge, now, buffer.after)):
+            return
+        for lane, count in zip(PLACES, buffer.after, strict=True):
+            if now[lane] < count:
+                self.races.append(
+                    f"{kind} uses {buffer.name}, whose memory {_name((lane, count))} still uses"
+                )
+
+    # ---- Kernels
+
+    def transient(self, nbytes: int, name: str) -> VirtualTransient:
+        return VirtualTransient(self, nbytes, name)
+
+    def flat(self, nbytes: int, on_meta: bool) -> VirtualTransient:
+        return VirtualTransient(self, nbytes, "shard")
+
+    def host_flat(self, nbytes: int, on_meta: bool, pin: bool) -> VirtualTransient:
+        with self.on(HOST):
+            buffer = VirtualTransient(self, nbytes, "host shard")
+        buffer.pinned = pin
+        return buffer
+
+    def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> VirtualTensor:
+        with self.on(HOST):
+            owner = _Counted(self, "host gradient")
+        owner.pinned = pin
+        return VirtualTensor(owner, shape, dtype)
+
+    def to_host(self, target: VirtualTensor, source: VirtualTensor) -> None:
+        self.run("to_host", [source], [target])
+        if not target.owner.pinned:
+            self._come_back()
+
+    def _come_back(self) -> None:
+        """A copy with CPU memory that is not page-locked: its call returns when it is over."""
+        self._synchronize(self.record(self._lane, ""), "")
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> VirtualTensor:
+        """A new tensor on the current lane; freed when its last handle goes."""
+        return VirtualTensor(_Counted(self, name), shape, dtype)
+
+    def bind_empty(
+        self, shape: tuple[int, ...], dtype: torch.dtype, name: str
+    ) -> Callable[[], VirtualTensor]:
+        return lambda: self.empty(shape, dtype, name)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> VirtualTensor:
+        tensor = VirtualTensor(_Counted(self, name), shape, dtype)
+        self.run("zeros", [], [tensor])
+        return tensor
+
+    def constant(self, numel: int, value: float, dtype: torch.dtype, name: str) -> VirtualTensor:
+        return self.zeros((numel,), dtype, name)
+
+    def fetched(self, source: VirtualTensor) -> VirtualTensor:
+        target = self.host_empty(source.shape, source.dtype, pin=True)
+        self.to_host(target, source)
+        return target
+
+    def numbers(self, tensor: VirtualTensor) -> list[float]:
+        """What ``others_had`` says, for each: nothing has values here."""
+        self.run("numbers", [tensor], [])
+        return [float(self.others_had)] * math.prod(tensor.shape)
+
+    def pieces(self, flat: VirtualTensor, sizes: Sequence[int]) -> list[VirtualTensor]:
+        return [VirtualTensor(flat.owner, (size,), flat.dtype) for size in sizes]
+
+    def copy(self, target: VirtualTensor, source: VirtualTensor) -> None:
+        loads = source.allocation is not None and source.allocation.lane is HOST
+        self.run("load" if loads else "copy", [source], [target])
+        if loads and not source.owner.pinned:
+            self._come_back()
+
+    def copy_many(self, targets: Sequence[VirtualTensor], sources: Sequence[VirtualTensor]) -> None:
+        self.run("copy", sources, targets)
+
+    copy_strided = copy_many
+
+    def split_copy(
+        self, source: VirtualTensor, sizes: Sequence[int], targets: Sequence[VirtualTensor]
+    ) -> None:
+        self.run("copy_out", [source], targets)
+
+    def chunk_cat(
+        self, tensors: Sequence[VirtualTensor], dim: int, chunks: int, *, out: VirtualTensor
+    ) -> None:
+        self.run("chunk_cat", tensors, [out])
+
+    def divide(self, tensor: VirtualTensor, factor: float) -> None:
+        self.run("divide", [tensor], [tensor])
+
+    def add_many(self, targets: Sequence[VirtualTensor], sources: Sequence[VirtualTensor]) -> None:
+        self.run("add", [*targets, *sources], targets)
+
+
+def _names(buffers: Sequence[Allocation]) -> str:
+    return ", ".join(buffer.name for buffer in buffers) or "-"
+
+
+def _name(access: tuple[Place, int]) -> str:
+    return f"{access[0].name.lower()}#{access[1]}"
+
+
+class VirtualCollectives:
+    """Collectives that move nothing."""
+
+    premultiplies = False
+    group = None
+
+    def __init__(self, device: VirtualDevice, size: int, coalesces: bool) -> None:
+        self._device = device
+        self.size = size
+        self.rank = 0
+        self.coalesces = coalesces
+
+    def all_gather(self, output: VirtualTensor, input_: VirtualTensor) -> None:
+        self._device.run("all_gather", [input_], [output])
+
+    def bind_all_gather(
+        self, outputs: Sequence[VirtualTensor], inputs: Sequence[VirtualTensor]
+    ) -> Callable[[], None]:
+        return lambda: self._device.run("all_gather", inputs, outputs)
+
+    def bind_reduce_scatter(
+        self, kind: ReduceKind
+    ) -> Callable[[VirtualTensor, VirtualTensor], None]:
+        return lambda output, input_: self._device.run("reduce_scatter", [input_], [output])
+
+    def bind_reduce_scatter_many(
+        self, kind: ReduceKind
+    ) -> Callable[[Sequence[VirtualTensor], Sequence[VirtualTensor]], None]:
+        return lambda outputs, inputs: self._device.run("reduce_scatter", inputs, outputs)
+
+    def custom_all_gather(
+        self, comm: Callable[..., None], output: VirtualTensor, input_: VirtualTensor
+    ) -> Any:
+        return comm(output_tensor=output, input_tensor=input_, group=None)
+
+    def custom_reduce_scatter(
+        self,
+        comm: Callable[..., None],
+        output: VirtualTensor,
+        input_: VirtualTensor,
+        kind: ReduceKind,
+    ) -> Any:
+        return comm(output_tensor=output, input_tensor=input_, group=None, op=kind.op)
+
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        return [list(numbers)] * self.size
+
+
+class VirtualReplicas:
+    """All-reduces that move nothing."""
+
+    group = None
+
+    def __init__(self, device: VirtualDevice, size: int) -> None:
+        self._device = device
+        self.size = size
+
+    def all_reduce(self, tensor: VirtualTensor, kind: ReduceKind) -> None:
+        self._device.run("all_reduce", [tensor], [tensor])

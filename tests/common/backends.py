@@ -1,0 +1,219 @@
+"""Kinds of backends: what stands in for each of them, and gloo taken for one.
+
+    Recorded groups        one process claims to be rank 0 of some; launches are written down
+    FSDP2_TEST_BACKEND     rank processes of the suite take their gloo groups for that kind
+
+    FSDP2_TEST_BACKEND=nccl-legacy pytest tests/multiproc/test_gradients.py
+
+A backend is known by the class of what runs its collectives (`fsdp2.core.device.backends`). So an
+object of a class with the right name is all that a stand-in needs.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp2.core.device import presence
+from fsdp2.core.device.backends import Traits, know, traits_of
+from fsdp2.testing.null_group import _ALIASES, NullGroup
+
+VARIABLE = "FSDP2_TEST_BACKEND"
+
+# kind -> class of the backend, and what its name() says
+KINDS = {
+    "nccl-legacy": ("ProcessGroupNCCL", "nccl"),
+    "nccl2": ("ProcessGroupNCCL2", "nccl2"),
+    "gloo": ("ProcessGroupGloo", "gloo"),
+    "unknown": ("ProcessGroupXCCL", "xccl"),
+}
+
+
+class Config:
+    """As `ProcessGroupNCCL.NCCLConfig`."""
+
+    def __init__(self) -> None:
+        self.blocking = self.cga_cluster_size = self.min_ctas = self.max_ctas = -(2**31)
+
+
+class Options:
+    """As `ProcessGroupNCCL.Options` before torch 2.15."""
+
+    def __init__(self) -> None:
+        self._timeout = timedelta(seconds=600)
+        self.is_high_priority_stream = False
+        self.config = Config()
+
+
+class LazyOptions(Options):
+    """As those of torch 2.15."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy_init = False
+
+
+def stand_in(kind: str, options: object = None) -> Any:
+    """A backend object of ``kind``."""
+    name, said = KINDS[kind]
+    made: Any = type(name, (), {"name": lambda self: said})()
+    if options is not None:
+        made.options = options
+    return made
+
+
+class Served:
+    """As a process group that has one backend."""
+
+    def __init__(self, backend: object) -> None:
+        self._backend = backend
+
+    def _get_backend(self, device: torch.device) -> object:
+        return self._backend
+
+
+def known(kind: str) -> Traits:
+    """What the table says of ``kind``."""
+    return traits_of(Served(stand_in(kind)), torch.device("cpu"))
+
+
+# ---- gloo, taken for another kind
+
+
+def pretend() -> None:
+    """Take gloo for what the environment says: rank processes call this when they start.
+
+    Gloo has no premultiplied sums, whatever it is taken for.
+    """
+    kind = os.environ.get(VARIABLE)
+    if kind is not None:
+        know("ProcessGroupGloo", replace(known(kind), premultiplies=False))
+
+
+def pretended() -> str:
+    """The kind that rank processes take gloo for."""
+    return os.environ.get(VARIABLE, "gloo")
+
+
+packs = pytest.mark.skipif(
+    known(pretended()).coalesces,
+    reason="counts launches: uneven parameters travel apart where even ones are coalesced",
+)
+"""For tests that say how often something is launched, or that it travels packed."""
+
+
+# ---- launches, written down
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One collective of a step.
+
+    Attributes:
+        phase: "forward" or "backward".
+        unit: name of the unit that launched it; "-" for none.
+        collective: what c10d calls it, in the newer names.
+        tensors: that this rank gives.
+        nbytes: of those.
+        group: the process group's label.
+    """
+
+    phase: str
+    unit: str
+    collective: str
+    tensors: int
+    nbytes: int
+    group: str
+
+    def __str__(self) -> str:
+        what = f"{self.phase:<9}{self.unit:<10}{self.collective:<32}"
+        return f"{what}{self.tensors:>3} tensors{self.nbytes:>7} bytes  {self.group}"
+
+
+class Recorder:
+    """Writes down the launches of recorded groups.
+
+    Attributes:
+        kind: of groups that are made from now on.
+        phase: of the step.
+        unit: that communicates.
+        launches: all of them.
+    """
+
+    def __init__(self) -> None:
+        self.kind = "gloo"
+        self.phase = self.unit = "-"
+        self.launches: list[Launch] = []
+
+    def note(self, collective: str, tensors: list[Tensor], group: str) -> None:
+        given = tensors if collective == "allreduce" else tensors[len(tensors) // 2 :]
+        nbytes = sum(tensor.nbytes for tensor in given)
+        self.launches.append(Launch(self.phase, self.unit, collective, len(given), nbytes, group))
+
+
+RECORDER = Recorder()
+
+
+class RecordedGroup(NullGroup):
+    """A null group that is of a kind.
+
+    Attributes:
+        label: of the group, in what is written down.
+        served_by: its backend object.
+    """
+
+    backend = "recorded"
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.label = f"{size} ranks"
+        kind = RECORDER.kind
+        self.served_by = stand_in(kind, LazyOptions() if "nccl" in kind else None)
+        returns_work = kind != "nccl-legacy"
+        for name, told in _ALIASES.items():
+            setattr(self, name, self._recorded(told, getattr(self, name), returns_work))
+        presence._announced.add(self)  # this process is all of its ranks
+        presence._met.add(self)
+
+    def _recorded(self, told: str, method: Any, returns_work: bool) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensors = [t for arg in args for t in _flat(arg)]
+            RECORDER.note(told, tensors, self.label)
+            work = method(*args, **kwargs)
+            return work if returns_work else None
+
+        return call
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self.served_by
+
+
+def _flat(arg: object) -> list[Tensor]:
+    if isinstance(arg, Tensor):
+        return [arg]
+    if isinstance(arg, (list, tuple)):
+        return [tensor for each in arg for tensor in _flat(each)]
+    return []
+
+
+def init_recorded(kind: str, size: int) -> RecordedGroup:
+    """Make a recorded group of ``kind`` the default process group, and return it."""
+    RECORDER.__init__()  # type: ignore[misc]  # from the start
+    RECORDER.kind = kind
+    if RecordedGroup.backend not in dist.Backend.backend_list:
+        dist.Backend.register_backend(
+            RecordedGroup.backend,
+            lambda store, rank, size, timeout: RecordedGroup(rank, size),
+            devices=["cpu"],
+        )
+    dist.init_process_group(RecordedGroup.backend, store=dist.HashStore(), rank=0, world_size=size)
+    group = dist.group.WORLD
+    assert isinstance(group, RecordedGroup)
+    return group

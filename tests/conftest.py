@@ -1,0 +1,32 @@
+"""What all tests run under."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--rewrite-golden",
+        action="store_true",
+        help="write the files that tests compare with, as the code makes them now",
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imports_are_no_garbage() -> None:
+    """Spare collections the walk through all that torch has imported.
+
+    Many tests collect, to see what is freed: a million objects of modules would be nine tenths of
+    their time.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """No second process for one file: starting it takes longer than most files."""
+    return 0 if len(config.args) == 1 and ".py" in config.args[0] else None
