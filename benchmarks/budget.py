@@ -33,17 +33,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks import counting, host_cost, stats, variants
-from benchmarks.models import tiny_blocks
-from benchmarks.null_group import CallLog, NullGroup, init_null_group
+from benchmarks import host_cost, stats, variants
 from fsdp2 import MixedPrecisionPolicy
-from fsdp2.core.collectives import GroupCollectives
-from fsdp2.core.hooks import hooks_of
-from fsdp2.core.param import ShardedParam
-from fsdp2.core.sharding import wrap_local
-from fsdp2.core.simulate import Node, Simulation
-from fsdp2.core.streams import DeviceStreams, InlineStreams, Lane, Streams
-from fsdp2.core.virtual import VirtualDevice
+from fsdp2.core.device.collectives import GroupCollectives
+from fsdp2.core.device.streams import DeviceStreams, InlineStreams, Lane, Streams
+from fsdp2.core.layout.mesh import wrap_local
+from fsdp2.core.modules.registry import record_of
+from fsdp2.core.params.param import ShardedParam
+from fsdp2.testing import counting
+from fsdp2.testing.blocks import tiny_blocks
+from fsdp2.testing.null_group import CallLog, NullGroup, init_null_group
+from fsdp2.testing.simulation import Node, Simulation
+from fsdp2.testing.virtual import VirtualDevice
 
 PARAMS = 9
 DIM = 16
@@ -52,7 +53,12 @@ FEW, MANY = 2, 4  # units; a unit is half of the difference
 REPEATS, LOOPS = 9, 2000
 
 # Python functions that the engine or nn.Module enters fsdp2 by
-ENTRIES = ("pre_forward", "post_forward", "_on_output_grad", "exit_backward")
+ENTRIES = (
+    "modules.hooks.pre_forward",
+    "modules.hooks.post_forward",
+    "modules.hooks._on_output_grad",
+    "schedule.scheduler.exit_backward",
+)
 
 # What is counted, in the order of the table. The second column says when it happens.
 OPERATIONS = {
@@ -84,16 +90,16 @@ def _count_step(precision: str, blocks: int) -> Counter[str]:
     init_null_group(WORLD_SIZE, observer=log)
     try:
         made = tiny_blocks(blocks, PARAMS, DIM)
-        model, step = counting.steady_step(made, "fsdp2", precision, WORLD_SIZE)
+        model, step = variants.steady_step(made, "fsdp2", precision, WORLD_SIZE)
         log.clear()
         python, built_in = counting.called(step)
         collectives = log.counts()
         sharded = counting.operators(step)
         made = tiny_blocks(blocks, PARAMS, DIM)
-        unsharded = counting.operators(counting.steady_step(made, "none", precision, WORLD_SIZE)[1])
+        unsharded = counting.operators(variants.steady_step(made, "none", precision, WORLD_SIZE)[1])
         stores = 0
         for block in model.blocks:
-            for group in hooks_of(block).unit.groups:  # type: ignore[union-attr]  # it is sharded
+            for group in record_of(block).unit.groups:  # type: ignore[union-attr]  # it is sharded
                 # gathered twice and freed twice a step
                 stores += 2 * (len(group._to_unsharded) + len(group._to_sharded))
     finally:
@@ -102,7 +108,7 @@ def _count_step(precision: str, blocks: int) -> Counter[str]:
     resizes = built_in["UntypedStorage.resize_"]
     return Counter(
         {
-            "hook entered": sum(python[f"fsdp2.core.hooks.{entry}"] for entry in ENTRIES),
+            "hook entered": sum(python[f"fsdp2.core.{entry}"] for entry in ENTRIES),
             "all-gather": _like(collectives, "all_gather"),
             "reduce-scatter": _like(collectives, "reduce_scatter"),
             "storage allocated": resizes // 2,
@@ -114,7 +120,9 @@ def _count_step(precision: str, blocks: int) -> Counter[str]:
             "DTensor made": built_in["TensorBase._dtensor__new__"],
             "copy or cast": _like(beyond, "aten.copy_", "aten._foreach_copy_", "aten._to_copy"),
             "Python function called": sum(
-                count for name, count in python.items() if name.startswith("fsdp2.")
+                count
+                for name, count in python.items()
+                if name.startswith("fsdp2.") and not name.startswith("fsdp2.testing.")
             ),
         }
     )
@@ -144,7 +152,7 @@ def _count_streams(precision: str, blocks: int) -> Counter[str]:
     children = [Node(f"block {i}", shapes=shapes) for i in range(blocks)]
     root = Node("root", children, list(range(blocks)), shapes=())
     simulation = Simulation(root, device, world_size=WORLD_SIZE, precision=policy)
-    for _ in range(counting.STEADY):
+    for _ in range(variants.STEADY):
         simulation.iteration()
     start, switches = len(device.trace), device.switches
     simulation.forward()
@@ -213,7 +221,7 @@ def _time_operations(device: torch.device, precision: str) -> dict[str, float]:
     assert isinstance(group, NullGroup)
     collectives = GroupCollectives(group, device, device.type == "cuda")
     model = variants.place(tiny_blocks(1, PARAMS, DIM), "fsdp2", "fp32", WORLD_SIZE, device)
-    param: ShardedParam = hooks_of(model.blocks[0]).unit.groups[0].params[0]  # type: ignore[union-attr]
+    param: ShardedParam = record_of(model.blocks[0]).unit.groups[0].params[0]  # type: ignore[union-attr]
     spec, rows = param.sharded._spec, param.local
     storage = torch.empty(full.nbytes, dtype=torch.uint8, device=device).untyped_storage()
     nbytes = storage.size()

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 if __package__ in (None, ""):  # run as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -47,6 +48,11 @@ def host_microseconds(call: Callable[[], object], device: torch.device) -> float
     return statistics.median(bursts)
 
 
+def method(group: Any, new: str, old: str) -> Callable[..., dist.Work | None]:
+    """A collective of a process group, by its name since torch 2.13 and before."""
+    return getattr(group, new, None) or getattr(group, old)
+
+
 def collectives(n: int, numel: int, device: torch.device) -> dict[str, Callable[[], object]]:
     """The calls to time, on n tensors of `numel` elements each."""
     group = dist.group.WORLD
@@ -56,14 +62,13 @@ def collectives(n: int, numel: int, device: torch.device) -> dict[str, Callable[
     gather, scatter = AllgatherOptions(), ReduceScatterOptions()
     gather.asyncOp = scatter.asyncOp = False
 
-    def method(new: str, old: str) -> Callable[..., dist.Work | None]:
-        return getattr(group, new, None) or getattr(group, old)  # renamed in torch 2.13
-
-    all_gather = method("all_gather_single", "_allgather_base")
-    reduce_scatter = method("reduce_scatter_single", "_reduce_scatter_base")
-    all_gather_many = method("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+    all_gather = method(group, "all_gather_single", "_allgather_base")
+    reduce_scatter = method(group, "reduce_scatter_single", "_reduce_scatter_base")
+    all_gather_many = method(
+        group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
+    )
     reduce_scatter_many = method(
-        "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
+        group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
     )
     return {
         "all-gather, one tensor": lambda: _wait(all_gather(one_output, one_input, gather)),

@@ -33,7 +33,7 @@ import torch
 from benchmarks import options as common
 from benchmarks import stats, step, variants, workers
 from benchmarks.models import PRESETS, Llama, LlamaConfig
-from benchmarks.null_group import fill_gathered
+from fsdp2.testing.null_group import fill_gathered
 
 EAGER = "eager"
 BACKENDS = ("inductor", "aot_eager", "eager")

@@ -52,15 +52,7 @@ TIMEOUT = datetime.timedelta(minutes=2)  # of a collective, should the other ran
 
 
 def make_worker(spec: dict[str, Any]) -> workers.Handler:
-    torch.set_num_threads(1)
-    rank = spec["rank"]
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(spec["store"], RANKS),
-        rank=rank,
-        world_size=RANKS,
-        timeout=TIMEOUT,
-    )
+    rank = workers.join_ranks(spec, RANKS, TIMEOUT)
     run = make_run(spec["variant"], rank, spec["arguments"])
     done = 0
     for _ in range(WARMUP_STEPS):

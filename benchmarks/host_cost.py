@@ -42,7 +42,8 @@ from torch import nn
 
 from benchmarks import options as common
 from benchmarks import scaling, stats, variants, workers
-from benchmarks.models import tall_blocks, tiny_blocks
+from fsdp2.testing.blocks import tall_blocks, tiny_blocks
+from fsdp2.testing.stand_in import device as stand_in
 
 WARMUP_STEPS = 5
 BATCH = 4
@@ -135,6 +136,8 @@ def profile(spec: dict[str, Any], steps: int, lines: int = 40) -> None:
 
 def measure(options: argparse.Namespace, precision: str) -> dict[str, Any]:
     """All variants at all world sizes, in turns. Keys of "rounds" are variant@world_size."""
+    if options.device == stand_in.NAME:
+        stand_in.build()
     specs = {}
     for world_size in options.world_sizes:
         for variant in options.variants:
@@ -227,7 +230,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--precision", type=common.among(variants.PRECISIONS), default="fp32,mixed")
     common.add_variants(parser, variants.VARIANTS, ("none", "torch", "fsdp2"))
-    common.add_timing(parser, 20)
+    common.add_timing(parser, 20, devices=variants.DEVICES)
     parser.add_argument(
         "--c10d",
         action="store_true",

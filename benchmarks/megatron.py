@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from benchmarks.null_group import null_mesh
+from fsdp2.testing.null_group import null_mesh
 
 PACKAGE = "megatron_fsdp"
 

@@ -6,7 +6,7 @@
 
 Collectives move nothing; rank 0 of 8. Each figure is of a process of its own, one at a time.
 
-On the stand-in device (`benchmarks/stand_in`, needs a C++ compiler and ninja) fsdp2 and torch's
+On the stand-in device (`fsdp2/testing/stand_in`, needs a C++ compiler and ninja) fsdp2 and torch's
 FSDP2 use streams, events and transient storages as on a GPU, and every allocation is counted at the
 size that was asked for. What a caching allocator adds by rounding and fragmentation is not. On a
 GPU figures are the allocator's, which rounds, and ``reserved`` is what it holds.
@@ -40,12 +40,11 @@ if __package__ in (None, ""):  # run as a script
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from benchmarks import options as common
 from benchmarks import stats, variants, workers
-from benchmarks.models import PRESETS, Llama, LlamaConfig
-from benchmarks.stand_in import device as stand_in
+from benchmarks.models import PRESETS, Llama, LlamaConfig, recompute_blocks
+from fsdp2.testing.stand_in import device as stand_in
 
 KINDS = ("forward", "backward", "eval", "loss")
 RESERVED_LOSS, RESERVED = "reserved, loss", "reserved"
@@ -110,8 +109,7 @@ def make_worker(spec: dict[str, Any]) -> workers.Handler:
     if not on_gpu:
         _replace_norms(model)
     if spec["checkpoints"]:
-        for block in model.blocks:
-            _checkpoint(block)
+        recompute_blocks(model)
     reshard = RESHARD[spec["reshard"]]
     arguments = {} if reshard is None else {"reshard_after_forward": reshard}
     model = variants.place(model, spec["variant"], "mixed", WORLD_SIZE, device, **arguments)
@@ -138,11 +136,6 @@ def _replace_norms(model: nn.Module) -> None:
             if isinstance(child, nn.RMSNorm):
                 norm = nn.LayerNorm(child.normalized_shape, bias=False, device="meta")
                 setattr(module, name, norm)
-
-
-def _checkpoint(block: nn.Module) -> None:
-    run = block.forward
-    block.forward = lambda *args: checkpoint(run, *args, use_reentrant=False)
 
 
 def _loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -1,131 +1,31 @@
-"""The models that the benchmarks run: stacks of tiny blocks, and a Llama-like decoder.
+"""The large models that the benchmarks run: Llama-like decoders, dense and of experts.
 
-Every model is a module with a `blocks` list (each block becomes one communication group) and a
-`reset_parameters()` that fills parameters and buffers in place. So a model can be built on the meta
-device, sharded, given storage with `to_empty` and only then filled: no rank ever holds it whole.
+Like the stacks of small blocks in `fsdp2.testing.blocks` it is a module with a `blocks` list (each
+block becomes one unit) and a `reset_parameters()` that fills parameters and buffers in place. So it
+can be built on the meta device, sharded, given memory with `to_empty` and only then filled: no rank
+ever holds it whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; a plain tensor as it is. Shares the storage."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-@torch.no_grad()
-def fill_normal(tensor: Tensor, std: float) -> None:
-    """Fill in place, this rank's part only: DTensor's own random ops synchronise seeds first."""
-    local(tensor).normal_(0.0, std)
-
-
-# ---------------------------------------------------------------------------------------------
-# Tiny blocks: all host time, no compute to speak of
-
-
-class TinyBlock(nn.Module):
-    """`n` linear layers without bias, one after another: each parameter is [dim, dim].
-
-    With dim 16 a parameter's shard is 2 rows at world size 8: 128 bytes in fp32, 64 in bf16, both
-    multiples of 16.
-    """
-
-    def __init__(self, n: int, dim: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(dim, dim, bias=False) for _ in range(n))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class TallLayer(nn.Module):
-    """One [rows, cols] parameter, applied as cols -> rows, or transposed as rows -> cols."""
-
-    def __init__(self, rows: int, cols: int, transposed: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, cols))
-        self.transposed = transposed
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight if self.transposed else F.linear(x, self.weight)
-
-
-class TallBlock(nn.Module):
-    """`n` parameters of [rows, cols] each, alternately widening x to rows and narrowing it back.
-
-    Of its input it uses the first `cols` features: after an odd number of layers there are `rows`.
-
-    With 1024 rows of 8 the same model shards evenly at every world size up to 1024, where a shard
-    is one row: 32 bytes in fp32, 16 in bf16.
-    """
-
-    def __init__(self, n: int, rows: int, cols: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(TallLayer(rows, cols, bool(i % 2)) for i in range(n))
-        self.cols = cols
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x[..., : self.cols]
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class BlockStack(nn.Module):
-    """`blocks`, one after another, on inputs of `width` features. The root owns no parameters."""
-
-    def __init__(self, blocks: list[nn.Module], width: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-        self.width = width
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-    def reset_parameters(self) -> None:
-        for block in self.blocks:
-            for layer in block.layers:
-                fan_in = layer.weight.shape[0 if getattr(layer, "transposed", False) else 1]
-                fill_normal(layer.weight, fan_in**-0.5)  # outputs about as large as inputs
-
-
-def tiny_blocks(
-    n_blocks: int = 32, params_per_block: int | Sequence[int] = 9, dim: int = 16
-) -> BlockStack:
-    """Blocks of [dim, dim] linear layers; dim must be a multiple of 8 for world size 8.
-
-    Of several numbers of parameters the blocks take each in turn.
-    """
-    numbers = [params_per_block] if isinstance(params_per_block, int) else params_per_block
-    return BlockStack([TinyBlock(numbers[i % len(numbers)], dim) for i in range(n_blocks)], dim)
-
-
-def tall_blocks(
-    n_blocks: int = 32, params_per_block: int = 9, rows: int = 1024, cols: int = 8
-) -> BlockStack:
-    """Blocks of [rows, cols] parameters: one model for all world sizes up to `rows`."""
-    return BlockStack([TallBlock(params_per_block, rows, cols) for _ in range(n_blocks)], cols)
-
-
-# ---------------------------------------------------------------------------------------------
-# A Llama-like decoder
+from fsdp2.testing.blocks import fill_normal, local
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Shapes of a Llama-like decoder; `batch` and `seq` are the benchmark's own input."""
+    """Shapes of a Llama-like decoder; `batch` and `seq` are the benchmark's own input.
+
+    Attributes:
+        experts: of each block's feed-forward, ``ffn`` wide each; 0: it is dense.
+        active: experts that a token meets on average, where there are any.
+    """
 
     dim: int
     layers: int
@@ -135,13 +35,16 @@ class LlamaConfig:
     kv_heads: int
     batch: int = 1
     seq: int = 2048
+    experts: int = 0
+    active: int = 2
 
     @property
     def parameters(self) -> int:
         """Number of parameters: embedding and output projection are not tied."""
         kv_dim = self.dim // self.heads * self.kv_heads
         attention = 2 * self.dim * self.dim + 2 * self.dim * kv_dim
-        block = attention + 3 * self.dim * self.ffn + 2 * self.dim
+        router = self.experts * self.dim
+        block = attention + router + 3 * self.dim * self.ffn * (self.experts or 1) + 2 * self.dim
         return self.layers * block + 2 * self.vocab * self.dim + self.dim
 
 
@@ -152,8 +55,15 @@ PRESETS = {
     "2.8b": LlamaConfig(
         dim=4096, layers=12, ffn=14336, vocab=32000, heads=32, kv_heads=4, seq=8192
     ),
+    # 1.92 B parameters, of which a token meets 0.47 B
+    "moe": LlamaConfig(
+        dim=2048, layers=12, ffn=1408, vocab=32000, heads=16, kv_heads=4, seq=4096, experts=16
+    ),
     # For trying the benchmark out on a CPU. Every shard at world size 8 is a multiple of 16 bytes.
     "tiny": LlamaConfig(dim=64, layers=3, ffn=128, vocab=256, heads=4, kv_heads=2, seq=16),
+    "tiny-moe": LlamaConfig(
+        dim=64, layers=2, ffn=32, vocab=256, heads=4, kv_heads=2, seq=16, experts=8
+    ),
 }
 
 
@@ -205,6 +115,58 @@ class LlamaBlock(nn.Module):
         return x + self.w2(F.silu(self.w1(y)) * self.w3(y))
 
 
+class Experts(nn.Module):
+    """SwiGLU feed-forwards, each of which takes the tokens that its router scores highest.
+
+    Experts choose tokens (Zhou et al. 2022, "Mixture-of-Experts with Expert Choice Routing"): every
+    expert gets equally many, so that shapes are known without asking the device.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        shape = (config.experts, config.dim, config.ffn)
+        self.share = config.active / config.experts
+        self.router = nn.Linear(config.dim, config.experts, bias=False)
+        self.w1 = nn.Parameter(torch.empty(shape))
+        self.w2 = nn.Parameter(torch.empty(config.experts, config.ffn, config.dim))
+        self.w3 = nn.Parameter(torch.empty(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        taken = max(1, round(len(tokens) * self.share))
+        weight, index = self.router(tokens).softmax(-1).topk(taken, dim=0)  # [taken, experts]
+        chosen = tokens[index.T]  # [experts, taken, dim]
+        done = torch.bmm(F.silu(torch.bmm(chosen, self.w1)) * torch.bmm(chosen, self.w3), self.w2)
+        done = (done * weight.T.unsqueeze(-1)).flatten(0, 1)
+        return torch.zeros_like(tokens).index_add(0, index.T.flatten(), done).view_as(x)
+
+
+class MoEBlock(nn.Module):
+    """Pre-norm attention and experts: ten parameters."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim)
+        self.experts = Experts(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.experts(self.ffn_norm(x))
+
+
+def recompute_blocks(model: nn.Module) -> None:
+    """Activation checkpointing of each block; before it is sharded."""
+
+    def recomputed(block: nn.Module) -> None:
+        run = block.forward
+        block.forward = lambda *args: checkpoint(run, *args, use_reentrant=False)
+
+    for block in model.blocks:
+        recomputed(block)
+
+
 class Llama(nn.Module):
     """Embedding, `blocks`, norm, output projection: tokens [batch, seq] to logits in fp32."""
 
@@ -212,7 +174,8 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.dim)
-        self.blocks = nn.ModuleList(LlamaBlock(config) for _ in range(config.layers))
+        block = MoEBlock if config.experts else LlamaBlock
+        self.blocks = nn.ModuleList(block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim)
         self.output = nn.Linear(config.dim, config.vocab, bias=False)
         half = config.dim // config.heads // 2

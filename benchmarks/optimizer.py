@@ -33,7 +33,7 @@ from torch import nn
 import fsdp2
 from benchmarks import options as common
 from benchmarks import stats, variants, workers
-from benchmarks.models import local, tiny_blocks
+from fsdp2.testing.blocks import local, tiny_blocks
 
 WARMUP_STEPS = 5
 VARIANTS = ("none", "torch", "fsdp2", "flat")

@@ -74,6 +74,7 @@ def add_timing(
     *,
     rounds: int = 7,
     device: str | None = "cpu",
+    devices: Sequence[str] = ("cpu", "cuda"),
     clock: bool = True,
 ) -> None:
     """``None``: there is no such option."""
@@ -83,7 +84,7 @@ def add_timing(
             "--steps", type=int, default=steps, help=f"in a burst (default {steps})"
         )
     if device is not None:
-        parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
+        parser.add_argument("--device", choices=devices, default=device)
     if clock:
         parser.add_argument("--clock", choices=stats.CLOCKS, default="wall")
     parser.add_argument("--json", metavar="FILE")

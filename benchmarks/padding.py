@@ -37,7 +37,7 @@ from benchmarks import options as common
 from benchmarks import stats
 from benchmarks.public_models import MODELS, Shape, UnitShapes
 from fsdp2 import MixedPrecisionPolicy
-from fsdp2.core.layout import (
+from fsdp2.core.layout.layout import (
     COLLECTIVE_ALIGN_BYTES,
     ROWS,
     Cut,
@@ -47,8 +47,8 @@ from fsdp2.core.layout import (
     build_layout,
     default_cut,
 )
-from fsdp2.core.simulate import Node, Simulation
-from fsdp2.core.virtual import VirtualDevice
+from fsdp2.testing.simulation import Node, Simulation
+from fsdp2.testing.virtual import VirtualDevice
 
 WORLD_SIZES = (3, 24, 72, 96, 256, 768, 1024)
 SHARD_BYTES, FULL_BYTES = 4, 2  # an element of an fp32 shard, of a bf16 gathered parameter

@@ -1,12 +1,14 @@
 """Tables and plots of what the benchmarks wrote with `--json`.
 
-    python benchmarks/host_cost.py --json results/host_cost.json
+    python -m benchmarks.report                                 # docs/benchmarks.md and its plots
+    python -m benchmarks.report --measure host_cost             # the same, with a new measurement
     python -m benchmarks.report results/*.json                  # prints Markdown
     python -m benchmarks.report results/*.json --out report     # report/tables.md, report/*.png
 
-The Markdown is what docs/benchmarks.md is made of: for each file the facts that its figures depend
-on, a table, and ratios. The plots are bars of medians, with lines from the smallest to the largest
-round; they need matplotlib (`pip install -e '.[benchmarks]'`), without which there are only tables.
+Without files it takes the newest of each benchmark in benchmarks/results/ (`benchmarks/page.py`).
+The Markdown of given files has, for each, the facts that its figures depend on, a table, and
+ratios. The plots are bars of medians, with lines from the smallest to the largest round; they need
+matplotlib (`pip install -e '.[benchmarks]'`), without which there are only tables.
 The command that made a file says which benchmark it is from:
 
     file {"environment": {...}, "results": ...} ──> [Section] ──> Markdown, PNG
@@ -26,10 +28,20 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmarks import budget, compile, instructions, memory, padding, scaling, stats, step
-
-Bar = tuple[float, float, float]
-"""Median, smallest, largest."""
+from benchmarks import (
+    block_collectives,
+    budget,
+    compile,
+    instructions,
+    memory,
+    padding,
+    page,
+    scaling,
+    stats,
+    step,
+    window,
+)
+from benchmarks.page import Bar, Bars
 
 
 @dataclass
@@ -39,7 +51,9 @@ class Section:
     Attributes:
         title: what was measured.
         header, rows: the table.
-        notes: lines behind the table.
+        ratios: by what they say: median, smallest and largest round.
+        notes: lines behind the table and ratios.
+        table_counts: whether the table says more than its ratios do.
         unit: of the bars.
         bars: a series each: {label on the x axis: bar}; none where nothing is worth a plot.
     """
@@ -47,9 +61,11 @@ class Section:
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[object]]
+    ratios: dict[str, dict[str, float]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    table_counts: bool = False
     unit: str = "ms"
-    bars: dict[str, dict[str, Bar]] = field(default_factory=dict)
+    bars: Bars = field(default_factory=dict)
 
 
 class ReportError(Exception):
@@ -83,9 +99,9 @@ def _rounds(title: str, result: dict[str, Any], kinds: Sequence[str], primary: s
     rows = [
         (label, *(_summary(values[kind]) for kind in kinds)) for label, values in rounds.items()
     ]
-    notes = _ratio_notes(result.get("ratios", {}))
+    ratios = result.get("ratios", {})
     bars = {primary: {label: _bar(values[primary]) for label, values in rounds.items()}}
-    return Section(title, ("variant", *kinds), rows, notes, bars=bars)
+    return Section(title, ("variant", *kinds), rows, ratios, bars=bars)
 
 
 def _host_cost(results: list[dict[str, Any]], device: str) -> list[Section]:
@@ -118,7 +134,7 @@ def _step(results: dict[str, Any], device: str) -> list[Section]:
     primary = "device" if "device" in kinds else "wall"
     title = f"Step of a Llama-like model, {results['options']['preset']}, ms (memory: GB)"
     section = _rounds(title, results, kinds, primary)
-    section.notes += [*step.unsound(rounds), *step.copied(results)]
+    section.notes += [*step.unsound(rounds), *step.own_kernels(results), *step.copied(results)]
     return [section]
 
 
@@ -146,23 +162,23 @@ def _compile(results: dict[str, Any], device: str) -> list[Section]:
 
 def _scaling(results: dict[str, Any], device: str) -> list[Section]:
     header, rows = scaling.table(results)
-    bars: dict[str, dict[str, Bar]] = {}
+    bars: Bars = {}
     for case, by_variant in results["rounds"].items():
         for variant, values in by_variant.items():
             bars.setdefault(variant, {})[case] = _bar(values)
     title = f"Host time with more blocks and parameters, {results['precision']}"
-    return [Section(title, header, rows, _ratio_notes(results["ratios"]), bars=bars)]
+    return [Section(title, header, rows, results["ratios"], bars=bars)]
 
 
 def _instructions(results: dict[str, Any], device: str) -> list[Section]:
     header, rows = instructions.table(results)
-    bars: dict[str, dict[str, Bar]] = {}
+    bars: Bars = {}
     for case, by_variant in results["counts"].items():
         for variant, value in by_variant.items():
             bars.setdefault(variant, {})[case] = (value / 1e6,) * 3
     notes = [f"{label}: **{value:.3f}**" for label, value in results["ratios"].items()]
     title = f"Instructions of a step, {results['precision']}, thousands"
-    return [Section(title, header, rows, notes, unit="millions", bars=bars)]
+    return [Section(title, header, rows, notes=notes, unit="millions", bars=bars)]
 
 
 def _startup(results: dict[str, Any], device: str) -> list[Section]:
@@ -195,6 +211,27 @@ def _collective_cost(results: dict[str, dict[str, float]], device: str) -> list[
     return [Section("Host time of a real collective, us", header, rows, unit="us", bars=bars)]
 
 
+def _block_collectives(results: dict[str, Any], device: str) -> list[Section]:
+    header, rows = block_collectives.report(results)
+    bars: Bars = {}
+    for row in results["rows"]:
+        for layout, values in row["rounds"].items():
+            what = "gather" if row["collective"] == "all-gather" else "reduce"
+            label = f"{what} {row['width']}" + f"\n{row['backend']}"
+            bars.setdefault(layout, {})[label] = _bar(values["time"])
+    return [
+        Section(
+            "Collectives of a Llama block",
+            header,
+            rows,
+            results["ratios"],
+            block_collectives.notes(results),
+            table_counts=True,
+            bars=bars,
+        )
+    ]
+
+
 def _padding(results: list[dict[str, Any]], device: str) -> list[Section]:
     sections = []
     for model in dict.fromkeys(each["model"] for each in results):
@@ -215,6 +252,11 @@ def _memory(results: list[dict[str, Any]], device: str) -> list[Section]:
     return [Section("Memory of a step, GB", header, rows)]
 
 
+def _window(results: list[dict[str, Any]], device: str) -> list[Section]:
+    header, rows = window.report(results)
+    return [Section("All-gathers that compute does not hide, by simulation, ms", header, rows)]
+
+
 def _budget(results: dict[str, Any], device: str) -> list[Section]:
     header, rows = budget.report(results)
     return [Section("Budget of one unit's step", header, rows)]
@@ -230,8 +272,10 @@ READERS: dict[str, Callable[[Any, str], list[Section]]] = {
     "startup": _startup,
     "gloo": _gloo,
     "collective_cost": _collective_cost,
+    "block_collectives": _block_collectives,
     "padding": _padding,
     "memory": _memory,
+    "window": _window,
     "budget": _budget,
 }
 
@@ -267,34 +311,49 @@ def markdown(facts: str, sections: Sequence[Section]) -> str:
     for section in sections:
         lines = [f"### {section.title}", "", facts, ""]
         lines.append(stats.markdown(section.header, section.rows))
-        lines += ["", *(f"- {note}" for note in section.notes)] if section.notes else []
+        notes = [*_ratio_notes(section.ratios), *section.notes]
+        lines += ["", *(f"- {note}" for note in notes)] if notes else []
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
 
-def plot(section: Section, path: Path) -> None:
+COLORS = {
+    "not sharded": "#999999",
+    "plain tensors": "#999999",
+    "torch FSDP2": "#e08214",
+    "fsdp2": "#2166ac",
+    "fsdp2, FlatOptimizer": "#1b7837",
+    "fsdp2, two dims allowed": "#1b7837",
+}
+"""One for each variant, in all plots; others take matplotlib's in turn."""
+
+
+def plot(title: str, unit: str, all_bars: Bars, path: Path, log: bool = False) -> None:
     """Grouped bars, a group for each label. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")  # no screen
     from matplotlib import pyplot
 
-    labels = list(dict.fromkeys(label for bars in section.bars.values() for label in bars))
-    figure, axes = pyplot.subplots(figsize=(max(5.0, 1.1 * len(labels)), 3.5))
-    width = 0.8 / len(section.bars)
-    for number, (series, bars) in enumerate(section.bars.items()):
+    labels = list(dict.fromkeys(label for bars in all_bars.values() for label in bars))
+    figure, axes = pyplot.subplots(figsize=(max(5.5, 1.1 * len(labels)), 3.2), layout="constrained")
+    width = 0.8 / len(all_bars)
+    for number, (series, bars) in enumerate(all_bars.items()):
         at = [labels.index(label) + (number + 0.5) * width - 0.4 for label in bars]
         medians, smallest, largest = zip(*bars.values(), strict=True)
         below = [m - low for m, low in zip(medians, smallest, strict=True)]
         above = [high - m for m, high in zip(medians, largest, strict=True)]
-        axes.bar(at, medians, width, label=series, yerr=[below, above], capsize=2)
-    axes.set_xticks(range(len(labels)), labels, rotation=20, ha="right")
-    axes.set_ylabel(section.unit)
-    axes.set_title(section.title, fontsize=9)
-    if len(section.bars) > 1:
-        axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
+        look = {"label": series, "color": COLORS.get(series), "capsize": 2}
+        axes.bar(at, medians, width, yerr=[below, above], **look)
+    axes.set_xticks(range(len(labels)), labels, fontsize=8)
+    axes.set_ylabel(unit)
+    axes.set_title(title, fontsize=9)
+    if log:
+        axes.set_yscale("symlog", linthresh=1)
+        axes.set_ylim(top=axes.get_ylim()[1] * 2)
+    if len(all_bars) > 1:
+        figure.legend(loc="outside lower center", ncols=3, fontsize=8)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
     pyplot.close(figure)
 
 
@@ -315,15 +374,56 @@ def write(out: Path, text: str, sections: dict[str, Section]) -> list[Path]:
         for name, section in sections.items():
             if section.bars:
                 paths.append(out / f"{name}.png")
-                plot(section, paths[-1])
+                plot(section.title, section.unit, section.bars, paths[-1])
     return paths
 
 
-def main(arguments: list[str] | None = None) -> int:
+def write_page(runs: Sequence[str]) -> list[Path]:
+    """Measure the runs, then write docs/benchmarks.md and its plots anew; returns the paths."""
+    paths = [page.measure(run) for run in runs]
+    paths.append(page.write_tables())
+    if can_plot():
+        for path, figure, bars in page.drawable():
+            plot(figure.title, figure.unit, bars, path, figure.log)
+            paths.append(path)
+    return paths
+
+
+def _runs(text: str) -> list[str]:
+    runs = list(page.RUNS) if text == "all" else text.split(",")
+    if unknown := set(runs) - set(page.RUNS):
+        raise argparse.ArgumentTypeError(
+            f"{', '.join(sorted(unknown))} not known; known are {', '.join(page.RUNS)}"
+        )
+    return runs
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Tables and plots of benchmarks' --json files.")
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument(
+        "files", nargs="*", type=Path, metavar="FILE", help="none: write docs/benchmarks.md anew"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write tables.md and plots here")
+    parser.add_argument(
+        "--measure",
+        type=_runs,
+        default=[],
+        metavar="RUNS",
+        help=f"measure these first, comma list or all: {', '.join(page.RUNS)}",
+    )
     options = parser.parse_args(arguments)
+    if options.files and options.measure:
+        parser.error("--measure is for docs/benchmarks.md: give no files")
+    if options.out is not None and not options.files:
+        parser.error("--out needs files")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    if not options.files:
+        _print_paths(write_page(options.measure))
+        return 0
     texts: list[str] = []
     plots: dict[str, Section] = {}
     try:
@@ -340,11 +440,15 @@ def main(arguments: list[str] | None = None) -> int:
     if options.out is None:
         print(text, end="")
         return 0
-    for path in write(options.out, text, plots):
+    _print_paths(write(options.out, text, plots))
+    return 0
+
+
+def _print_paths(paths: Sequence[Path]) -> None:
+    for path in paths:
         print(path)
     if not can_plot():
         print("no plots: matplotlib is not installed (pip install -e '.[benchmarks]')")
-    return 0
 
 
 if __name__ == "__main__":

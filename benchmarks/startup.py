@@ -36,7 +36,7 @@ import torch
 
 from benchmarks import options as common
 from benchmarks import stats, variants, workers
-from benchmarks.models import tiny_blocks
+from fsdp2.testing.blocks import tiny_blocks
 
 PARTS = ("first use", "shard", "materialise", "first", "second")
 TOTAL = "shard + first"

@@ -2,6 +2,9 @@
 
     python benchmarks/step.py --preset 1.1b            # 1 x 2048 tokens: bound by the host
     python benchmarks/step.py --preset 2.8b --kernels  # 1 x 8192 tokens: bound by the device
+    python benchmarks/step.py --preset moe --variants none,torch,fsdp2,fsdp1
+    python benchmarks/step.py --preset 1.1b --variants fsdp2,window1,window2,window3
+    python benchmarks/step.py --preset 1.1b --ranks 2  # real ranks over NCCL, a GPU each
     python benchmarks/step.py --preset tiny --device cpu --rounds 2     # only to see it run
 
 What remains of a sharding runtime when communication is free: its host time, its own kernels
@@ -26,7 +29,14 @@ Per variant:
   allocated  most memory at once in such a burst, GB (10^9 bytes); reserved: of the allocator
   logits     their standard deviation in a step behind the burst
 
-With `--kernels` also a step's kernels by kind, and the bytes of fsdp2's own copies and casts.
+With `--kernels` also a step's kernels by kind, and the bytes of fsdp2's own copies and casts. With
+`--recompute` each block's activations are recomputed in backward.
+
+A variant that fails or runs out of memory is left out of what follows; the others go on, and the
+exit status is 1 in the end.
+
+With `--ranks` collectives are real: NCCL on GPUs, gloo on a CPU. Each variant then has as many
+processes, all of its figures are the slowest rank's, and nothing has to be filled.
 """
 
 from __future__ import annotations
@@ -37,8 +47,8 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +58,12 @@ if __package__ in (None, ""):  # run as a script
 import torch
 import torch.nn.functional as F
 
-from benchmarks import counting, kernels, stats, variants, workers
+from benchmarks import kernels, stats, variants, workers
 from benchmarks import options as common
-from benchmarks.models import PRESETS, Llama, LlamaConfig
-from benchmarks.null_group import fill_gathered
+from benchmarks.models import PRESETS, Llama, LlamaConfig, recompute_blocks
+from fsdp2.testing import counting
+from fsdp2.testing.null_group import fill_gathered
+from fsdp2.testing.stand_in import device as stand_in
 
 WARMUP_STEPS = 5
 PROFILED_STEPS = 3
@@ -64,10 +76,15 @@ APART = 2.0  # a factor that logits of sound variants stay within; garbage is of
 
 def make_worker(spec: dict[str, Any]) -> workers.Handler:
     variant, precision, world_size = spec["variant"], spec["precision"], spec["world_size"]
-    device = variants.prepare_process(spec["device"], world_size)
+    if spec["ranks"]:
+        device, world_size = variants.prepare_rank(spec, spec["ranks"]), spec["ranks"]
+    else:
+        device = variants.prepare_process(spec["device"], world_size)
     config = LlamaConfig(**spec["config"])
     with torch.device("meta"):
         model = Llama(config)
+    if spec["recompute"]:
+        recompute_blocks(model)
     model = variants.place(model, variant, precision, world_size, device)
     step = make_step(model, config, device)
 
@@ -93,10 +110,12 @@ def prepared(
         device: where it is.
         fill: whether gathers are filled inside, too.
     """
-    variants.observe(model, fill_gathered)
+    null = variants.is_null()
+    if null:
+        variants.observe(model, fill_gathered)
     for _ in range(WARMUP_STEPS):
         step()
-    if not fill:
+    if null and not fill:
         variants.observe(model, None)
     for _ in range(WARMUP_STEPS):
         step()
@@ -114,7 +133,7 @@ def make_step(
     model: torch.nn.Module, config: LlamaConfig, device: torch.device
 ) -> Callable[[], torch.Tensor]:
     """A step, which returns the logits."""
-    tokens, targets = torch.randint(config.vocab, (2, config.batch, config.seq), device=device)
+    tokens, targets = torch.randint(config.vocab, (2, config.batch, config.seq)).to(device)
 
     def step() -> torch.Tensor:
         logits = model(tokens)
@@ -129,7 +148,11 @@ def time_burst(
     step: Callable[[], torch.Tensor], steps: int, device: torch.device
 ) -> dict[str, Any]:
     """Times and peak memory of a burst; see the module's docstring for what each one is."""
-    figures = _time_on_cpu(step, steps) if device.type == "cpu" else _time_on_gpu(step, steps)
+    figures = _time_on_gpu(step, steps) if device.type == "cuda" else _time_on_cpu(step, steps)
+    if device.type == stand_in.NAME:
+        stand_in.peak_bytes()
+        step()
+        figures["allocated"] = stand_in.peak_bytes() / 1e9
     return {**figures, "logits": step().std().item()}
 
 
@@ -173,6 +196,8 @@ def _timed(step: Callable[[], object]) -> float:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
+    if options.device == stand_in.NAME:
+        stand_in.build()
     config = PRESETS[options.preset]
     if options.batch:
         config = dataclasses.replace(config, batch=options.batch)
@@ -180,7 +205,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         config = dataclasses.replace(config, seq=options.seq)
     print(
         f"{options.preset}: {config.parameters / 1e9:.2f} B parameters, {config.batch} x "
-        f"{config.seq} tokens, world size {options.world_size}, {options.precision}\n"
+        f"{config.seq} tokens, {_ranks(options)}, {options.precision}\n"
         f"{stats.describe(stats.environment(options.device))}\n"
     )
     specs = {
@@ -190,18 +215,29 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "world_size": options.world_size,
             "device": options.device,
             "fill": options.fill,
+            "recompute": options.recompute,
+            "ranks": options.ranks,
             "config": dataclasses.asdict(config),
         }
         for variant in options.variants
     }
     result: dict[str, Any] = {"config": config, "options": vars(options)}
     on_gpu = options.device == "cuda"
-    with workers.pool("step", specs, at_once=on_gpu) as pool:
-        answers = workers.take_turns(pool, options.rounds, steps=options.steps)
+    ready: AbstractContextManager[Mapping[str, workers.Asked]]
+    lost: dict[str, str] = {}
+    if options.ranks:
+        ready = workers.rank_pools("step", specs, options.ranks, lost)
+    else:
+        ready = workers.pool("step", specs, at_once=on_gpu, lost=lost)
+    with ready as pool:
+        answers = workers.take_turns(pool, options.rounds, lost, steps=options.steps)
         if options.kernels and on_gpu:
-            profiles = workers.take_turns(pool, 1, kernels=True)
+            profiles = workers.take_turns(pool, 1, lost, kernels=True)
             for kind in ("kernels", "copied"):
                 result[kind] = {label: each[0][kind] for label, each in profiles.items()}
+    result["lost"] = lost
+    if not answers:
+        raise SystemExit("no variant is left: " + "; ".join(lost.values()))
     result["rounds"] = {
         label: {kind: [answer[kind] for answer in each] for kind in each[0]}
         for label, each in answers.items()
@@ -210,10 +246,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def _ranks(options: argparse.Namespace) -> str:
+    real = f"{options.ranks} ranks on {variants.backend_of(options.device)}"
+    return real if options.ranks else f"world size {options.world_size}"
+
+
 def ratios(rounds: dict[str, dict[str, list[float]]]) -> dict[str, stats.Summary]:
     """What the targets are stated in: time over none's, time and memory over torch's FSDP2's."""
-    on_gpu = "device" in next(iter(rounds.values()))
-    duration, memory = ("device", ("allocated", "reserved")) if on_gpu else ("wall", ())
+    kinds = next(iter(rounds.values()))
+    duration = "device" if "device" in kinds else "wall"
+    memory = [kind for kind in ("allocated", "reserved") if kind in kinds]
     compared = [("none", duration), *(("torch", kind) for kind in (duration, "host", *memory))]
     return {
         f"{label} / {base}, {kind}": stats.ratio(values[kind], rounds[base][kind])
@@ -262,6 +304,8 @@ def report(result: dict[str, Any]) -> None:
     ]
     print(stats.table(("variant", *kinds), rows))
     stats.print_ratios(result["ratios"])
+    for variant, why in result["lost"].items():
+        print(f"{variant}: {why}")
     for sentence in unsound(rounds):
         print(sentence)
     if "kernels" in result:
@@ -279,6 +323,19 @@ def copied(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def own_kernels(result: dict[str, Any]) -> list[str]:
+    """A sentence for each variant about its kernels beyond the model's, if they were profiled."""
+    profiles = result.get("kernels", {})
+    if "none" not in profiles:
+        return []
+    found = []
+    for label, profile in profiles.items():
+        if label != "none":
+            own = kernels.runtimes_own(profile, profiles["none"])
+            found.append(f"{label}: {own['count']:.0f} kernels beyond none's, {own['ms']:.2f} ms")
+    return found
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="The step of a Llama-like model on one GPU, with free collectives."
@@ -289,8 +346,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--world-size", type=int, default=8)
     parser.add_argument("--precision", choices=variants.PRECISIONS, default="mixed")
     common.add_variants(parser, variants.VARIANTS, ("none", "torch", "fsdp2"))
-    common.add_timing(parser, 8, rounds=5, device="cuda", clock=False)
+    common.add_timing(parser, 8, rounds=5, device="cuda", devices=variants.DEVICES, clock=False)
     common.add_fill(parser)
+    parser.add_argument("--recompute", action="store_true", help="activation checkpointing")
+    parser.add_argument(
+        "--ranks", type=int, default=0, help="real ranks, one GPU each (default: none are)"
+    )
     parser.add_argument(
         "--kernels", action="store_true", help="count and time kernels by kind (GPU only)"
     )
@@ -302,6 +363,8 @@ def main(arguments: list[str] | None = None) -> None:
     result = measure(options)
     report(result)
     stats.write_json(options.json, options.device, result)
+    if result["lost"]:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks import megatron
-from benchmarks.null_group import NullGroup, Observer, c10d_cost, init_null_group, null_mesh
-from benchmarks.stand_in import device as stand_in
+from benchmarks import megatron, workers
+from fsdp2.module import FSDPModule
+from fsdp2.testing.blocks import BlockStack
+from fsdp2.testing.null_group import NullGroup, Observer, c10d_cost, init_null_group, null_mesh
+from fsdp2.testing.stand_in import device as stand_in
+
+# fsdp2 with set_prefetch_window of so many units
+WINDOWS = {"window1": 1, "window2": 2, "window3": 3}
 
 # "none": no sharding, the floor that every runtime adds to. "torch": torch's FSDP2. "kept": fsdp2
 # with set_keep_gradient_storage(True).
-VARIANTS = ("none", "torch", "fsdp2", "kept", "fsdp1", "ddp", "megatron")
+VARIANTS = ("none", "torch", "fsdp2", "kept", "fsdp1", "ddp", "megatron", *WINDOWS)
+OURS = ("fsdp2", "kept", *WINDOWS)
 IN_COMPUTE_DTYPE = ("none", "ddp", "megatron")  # the model itself, not only what it gathers
 
 # "mixed": parameters gathered and used in bf16, gradients reduced in fp32
 PRECISIONS = ("fp32", "mixed")
+
+STEADY = 3  # steps until buffers are made and the order of units is known
+
+DEVICES = ("cpu", "cuda", stand_in.NAME)
+RANK_TIMEOUT = datetime.timedelta(minutes=2)  # of a collective, should another rank have died
 
 
 def step_of(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
@@ -35,18 +48,45 @@ def step_of(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
 
 def prepare_process(device_type: str, world_size: int, *, c10d: bool = False) -> torch.device:
     """Set this process up to be rank 0 of `world_size`, with null collectives."""
+    device = _prepare_device(device_type, 0)
+    init_null_group(world_size, observer=c10d_cost() if c10d else None, device_type=device_type)
+    return device
+
+
+def prepare_rank(spec: dict[str, Any], ranks: int) -> torch.device:
+    """Set this process up to be a real rank; a GPU each, over NCCL.
+
+    Args:
+        spec: has "device", and what `workers.join_ranks` needs.
+        ranks: how many there are.
+    """
+    device = _prepare_device(spec["device"], spec["rank"])
+    workers.join_ranks(spec, ranks, RANK_TIMEOUT, backend_of(device.type))
+    return device
+
+
+def backend_of(device_type: str) -> str:
+    """The backend that real ranks on such a device communicate with; made known to torch."""
+    if device_type == stand_in.NAME:
+        from fsdp2.testing.stand_in import group
+
+        group.register()
+        return group.COALESCING
+    return "nccl" if device_type == "cuda" else "gloo"
+
+
+def _prepare_device(device_type: str, index: int) -> torch.device:
     torch.manual_seed(0)
     # Gathered memory holds anything, and arithmetic on denormal numbers is slow on a CPU.
     torch.set_flush_denormal(True)
     if device_type == stand_in.NAME:
         device = stand_in.load()
     elif device_type == "cuda":
-        torch.cuda.set_device(0)
-        device = torch.device("cuda", 0)
+        torch.cuda.set_device(index)
+        device = torch.device("cuda", index)
     else:
         torch.set_num_threads(1)
         device = torch.device("cpu")
-    init_null_group(world_size, observer=c10d_cost() if c10d else None, device_type=device_type)
     return device
 
 
@@ -78,16 +118,21 @@ def shard(
 ) -> None:
     """The first half of `place`: what can be done to a model that has no memory yet."""
     mixed = precision == "mixed"
-    if variant in ("torch", "fsdp2", "kept"):
+    if variant == "torch" or variant in OURS:
         fully_shard, policy = fsdp2_api(variant)
-        options: dict[str, Any] = {"mesh": null_mesh(world_size, device.type), **arguments}
+        mesh = null_mesh if is_null() else init_mesh
+        options: dict[str, Any] = {"mesh": mesh(world_size, device.type), **arguments}
         if mixed:
             options["mp_policy"] = policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in model.blocks:
             fully_shard(block, **options)
         fully_shard(model, **options)
+        if isinstance(model, FSDPModule) and isinstance(model, BlockStack):
+            model.set_packing_threshold(0)  # its small parameters stand for large ones
         if variant == "kept":
             model.set_keep_gradient_storage(True)
+        if variant in WINDOWS:
+            model.set_prefetch_window(WINDOWS[variant])
     elif variant in IN_COMPUTE_DTYPE:
         model.to(input_dtype(variant, precision))
     elif variant not in VARIANTS:
@@ -109,22 +154,48 @@ def materialise(
     return model
 
 
+def steady_step(
+    model: nn.Module, variant: str, precision: str, world_size: int
+) -> tuple[nn.Module, Callable[[], None]]:
+    """A model of blocks, placed on the CPU, and its step, which has been run until it is steady."""
+    model = place(model, variant, precision, world_size, torch.device("cpu"))
+    dtype = input_dtype(variant, precision)
+    x = torch.randn(4, model.width, dtype=dtype, requires_grad=True)
+    step = step_of(model, x)
+    for _ in range(STEADY):
+        step()
+    return model, step
+
+
+def is_null() -> bool:
+    """Whether collectives of this process move nothing."""
+    return isinstance(dist.group.WORLD, NullGroup)
+
+
+def init_mesh(world_size: int, device_type: str) -> DeviceMesh:
+    """Of all real ranks."""
+    return init_device_mesh(device_type, (world_size,))
+
+
 def observe(model: nn.Module, observer: Observer | None) -> None:
     """Let ``observer`` see the collectives of a placed model from now on; ``None``: nobody.
 
     fsdp2 keeps the methods that it found in its process group, so that it has to look again.
     """
-    from fsdp2.core.hooks import hooks_below  # not at the top: other variants are without fsdp2
+    # Not at the top: other variants are without fsdp2.
+    from fsdp2.core.modules.registry import records_below
 
     world = dist.group.WORLD
     assert isinstance(world, NullGroup)
     world.observe(observer)
-    groups = [group for hooks in hooks_below(model) for group in hooks.unit.groups]
+    groups = [group for record in records_below(model) for group in record.unit.groups]
     found = {id(group.collectives): group.collectives for group in groups}
     for collectives in found.values():
         collectives.__init__(collectives.group, collectives.device, collectives._asynchronous)
-    for group in groups:
-        group.reroute = True  # bind gathers to the methods found now
+    for group in groups:  # bind gathers and reductions to the methods found now
+        group.reroute = True
+        if group.bound:
+            group.bind_reductions()
 
 
 def input_dtype(variant: str, precision: str) -> torch.dtype:

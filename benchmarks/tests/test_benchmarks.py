@@ -1,0 +1,273 @@
+"""The benchmarks' own arithmetic, and that they run. No timing is asserted here."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from benchmarks import (
+    compile,
+    host_cost,
+    instructions,
+    kernels,
+    megatron,
+    scaling,
+    startup,
+    stats,
+    step,
+    variants,
+    workers,
+)
+from benchmarks.models import PRESETS
+from fsdp2.testing.blocks import tiny_blocks
+from fsdp2.testing.null_group import CallLog, null_world
+
+needs_megatron = pytest.mark.skipif(
+    not megatron.is_installed(), reason="megatron-fsdp is not installed"
+)
+
+
+def test_ratio_is_taken_round_by_round():
+    # the machine was twice as slow in the second round
+    ours, torchs, none = [3.0, 6.0, 3.0], [5.0, 10.0, 7.0], [1.0, 2.0, 1.0]
+    summary = stats.ratio(stats.added(ours, none), stats.added(torchs, none))
+    assert (summary.min, summary.median, summary.max) == (2 / 6, 0.5, 0.5)
+
+
+def test_table_aligns():
+    lines = stats.table(("variant", "ms"), [("none", 1), ("fsdp2", 20)]).splitlines()
+    assert lines == ["variant  ms", "-------  --", "none      1", "fsdp2    20"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("Memcpy DtoD (Device -> Device)", "memcpy, memset"),
+        ("nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_NNT", "matmul"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>", "matmul"),
+        ("void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128>>", "attention"),
+        (
+            "at::native::vectorized_elementwise_kernel<4, bfloat16_copy_kernel_cuda>",
+            "copy, cast, cat",
+        ),
+        ("at::native::detail::chunk_cat_cuda_kernel<float, BFloat16>", "copy, cast, cat"),
+        ("multi_tensor_apply_kernel<TensorListMetadata<2>, BinaryOpFunctor>", "multi-tensor"),
+        ("at::native::vectorized_elementwise_kernel<4, FillFunctor<float>>", "fill"),
+        ("at::native::vectorized_elementwise_kernel<4, BinaryFunctor>", "elementwise"),
+        ("something_new", "other"),
+    ],
+)
+def test_kinds_of_kernels(name, kind):
+    assert kernels.kind_of(name) == kind
+
+
+def test_kernels_beyond_the_model_are_the_runtimes_own():
+    none = {"sgemm": {"count": 4, "ms": 8.0}, "direct_copy": {"count": 1, "ms": 0.5}}
+    sharded = {"sgemm": {"count": 4, "ms": 9.0}, "direct_copy": {"count": 3, "ms": 2.0}}
+    assert kernels.runtimes_own(sharded, none) == {"count": 2, "ms": 1.5}
+    assert "runtime's own (beyond none)" in kernels.report({"none": none, "fsdp2": sharded})
+
+
+def test_one_model_serves_all_world_sizes():
+    assert host_cost.parse([]).model == "tiny"
+    assert host_cost.parse(["--world-size", "8,1024"]).model == "tall"
+
+
+def test_host_cost_measures_larger_models_unless_one_is_given():
+    assert host_cost.parse([]).scaling
+    assert host_cost.parse(["--rounds", "3"]).scaling
+    assert not host_cost.parse(["--blocks", "2"]).scaling
+    assert not host_cost.parse(["--no-scaling"]).scaling
+    options = host_cost.parse(["--rounds", "3", "--clock", "cpu", "--variants", "none,fsdp2,fsdp1"])
+    like = host_cost.like(options)
+    assert (like.rounds, like.clock, like.variants) == (3, "cpu", ["none", "fsdp2"])
+
+
+def test_presets_have_the_parameters_they_are_named_for():
+    assert round(PRESETS["1.1b"].parameters / 1e9, 2) == 1.10
+    assert round(PRESETS["2.8b"].parameters / 1e9, 2) == 2.83
+
+
+def test_cases_have_the_parameters_they_are_named_for():
+    assert [case.parameters for case in scaling.CASES.values()] == [288, 1152, 3200, 600]
+    case = scaling.CASES["300x1-3"].shrunk(60)
+    assert case.parameters == 1 + 2 + 3 + 1 + 2
+    model = tiny_blocks(case.blocks, case.params)
+    assert len(list(model.parameters())) == case.parameters
+
+
+def test_scaling_compares_what_is_added_a_block():
+    few = {"none": [1.0], "torch": [11.0], "fsdp2": [2.0], "kept": [1.5]}
+    many = {"none": [4.0], "torch": [54.0], "fsdp2": [8.0], "kept": [6.0]}
+    sizes = {"32x9": {"blocks": 32}, "128x9": {"blocks": 128}}
+    found = scaling.ratios({"32x9": few, "128x9": many}, sizes)
+    assert {label: summary.median for label, summary in found.items()} == {
+        "32x9: (fsdp2 - none) / (torch - none)": 0.1,
+        "128x9: (fsdp2 - none) / (torch - none)": 0.08,
+        "torch: added a block, 128x9 / 32x9": 1.25,
+        "fsdp2: added a block, 128x9 / 32x9": 1.0,
+        "32x9: (kept - none) / (torch - none)": 0.05,
+        "128x9: (kept - none) / (torch - none)": 0.04,
+        "kept: added a block, 128x9 / 32x9": 1.0,
+    }
+
+
+def test_start_up_is_sharding_and_the_first_step():
+    rounds = {
+        "torch": {part: [4.0] for part in (*startup.PARTS, startup.TOTAL)},
+        "fsdp2": {part: [1.0] for part in (*startup.PARTS, startup.TOTAL)},
+    }
+    found = startup.ratios(rounds)
+    assert next(iter(found)) == "fsdp2 / torch, shard + first"
+    assert {summary.median for summary in found.values()} == {0.25}
+    assert startup.ratios({"none": rounds["torch"], "fsdp2": rounds["fsdp2"]}) == {}
+
+
+def test_a_step_is_compared_in_what_targets_are_stated_in():
+    def figures(device, allocated, reserved):
+        return {"device": [device], "host": [1.0], "allocated": [allocated], "reserved": [reserved]}
+
+    rounds = {"none": figures(4.0, 8, 8), "torch": figures(6.0, 5, 10), "fsdp2": figures(5.0, 4, 9)}
+    found = {label: summary.median for label, summary in step.ratios(rounds).items()}
+    assert found == {
+        "torch / none, device": 1.5,
+        "fsdp2 / none, device": 1.25,
+        "fsdp2 / torch, device": 5 / 6,
+        "fsdp2 / torch, host": 1.0,
+        "fsdp2 / torch, allocated": 0.8,
+        "fsdp2 / torch, reserved": 0.9,
+    }
+    on_cpu = {label: {"wall": [2.0], "host": [1.0]} for label in ("torch", "kept")}
+    assert list(step.ratios(on_cpu)) == ["kept / torch, wall", "kept / torch, host"]
+
+
+@pytest.mark.parametrize(
+    ("logits", "sound"), [(1.1, True), (0.001, False), (1e20, False), (math.nan, False)]
+)
+def test_a_variant_with_other_logits_than_none_is_flagged(logits, sound):
+    none = {"device": [1.0, 1.0], "logits": [0.9, 0.9]}
+    fsdp2 = {"device": [1.0, 1.0], "logits": [0.9, logits]}
+    found = step.unsound({"none": none, "fsdp2": fsdp2})
+    flagged = [] if sound else ["UNSOUND: fsdp2"]
+    assert [sentence.split("'")[0] for sentence in found] == flagged
+    assert bool(step.unsound({"fsdp2": fsdp2})) is math.isnan(logits)  # nothing to compare with
+    assert not step.unsound({"fsdp2": {"wall": [1.0], "logits": [math.nan]}})  # on a CPU
+
+
+def test_compiled_blocks_are_mixed_on_a_gpu():
+    assert compile.parse([]).precision == "fp32"
+    assert compile.parse(["--device", "cuda"]).precision == "mixed"
+    assert compile.parse(["--device", "cuda", "--precision", "fp32"]).precision == "fp32"
+
+
+def test_instructions_belong_to_the_child_that_ran_them():
+    printed = [
+        '{"pid": 12, "label": "32x9 none", "steps": 0}',
+        "something else",
+        '{"pid": 13, "label": "32x9 none", "steps": 4}',
+    ]
+    # valgrind 3.19, and the format since 3.22; the parent comes last
+    counted = ["==12== I   refs:      1,000", "==13== I refs:        3,000", "==1== I refs: 9,999"]
+    found = instructions.parsed("\n".join(printed), "\n".join(counted))
+    assert found == {("32x9 none", 0): 1000, ("32x9 none", 4): 3000}
+
+
+@pytest.mark.parametrize("variant", ["torch", "fsdp2"])
+def test_collectives_of_a_sharded_model_can_be_observed_and_no_longer(variant):
+    """fsdp2 keeps the methods that it found in the process group when it was sharded."""
+    with null_world(8):
+        model = variants.place(tiny_blocks(1), variant, "fp32", 8, torch.device("cpu"))
+        x = torch.randn(4, 16, requires_grad=True)
+        log = CallLog()
+        variants.observe(model, log)
+        model(x).sum().backward()
+        assert len(log.calls) == 3
+        variants.observe(model, None)
+        model(x).sum().backward()
+        assert len(log.calls) == 3
+
+
+def test_a_peer_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setattr(megatron, "is_installed", lambda: False)
+    with null_world(8), pytest.raises(ModuleNotFoundError, match="pip install megatron-fsdp"):
+        variants.place(tiny_blocks(1), "megatron", "fp32", 8, torch.device("cpu"))
+
+
+@needs_megatron
+@pytest.mark.filterwarnings("ignore")  # its own
+@pytest.mark.parametrize("precision", variants.PRECISIONS)
+def test_megatron_gathers_and_reduces_each_block(monkeypatch, precision):
+    for owner, name in megatron.STAND_INS:
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # to be restored
+    log = CallLog()
+    with null_world(8, observer=log):
+        model = variants.place(tiny_blocks(3), "megatron", precision, 8, torch.device("cpu"))
+        dtype = variants.input_dtype("megatron", precision)
+        x = torch.randn(4, 16, requires_grad=True, dtype=dtype)
+        for _ in range(3):
+            log.clear()
+            model(x).sum().backward()
+            # All that rank 0 holds of a block lies in the first two of nine parameters.
+            with_grad = [name for name, p in model.named_parameters() if p.grad is not None]
+            assert len(with_grad) == 2 * 3
+            counts = log.counts()
+            assert sum(n for name, n in counts.items() if name.startswith("all_gather")) == 6
+            assert sum(n for name, n in counts.items() if name.startswith("reduce_scatter")) == 3
+            model.zero_grad()
+            assert not any(param.grad is not None for param in model.parameters())
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(
+            ["benchmarks/host_cost.py", "--blocks", "2", "--variants", "none,fsdp2,megatron"],
+            marks=needs_megatron,
+        ),
+        ["benchmarks/host_cost.py", "--blocks", "2", "--world-size", "8,16"],
+        ["-m", "benchmarks.host_cost", "--blocks", "2", "--precision", "mixed", "--c10d"],
+        ["benchmarks/step.py", "--preset", "tiny", "--device", "cpu"],
+        [
+            *("benchmarks/step.py", "--preset", "tiny-moe", "--device", "cpu", "--ranks", "2"),
+            *("--variants", "torch,fsdp2", "--recompute"),
+        ],
+        ["benchmarks/compile.py", "--layers", "1", "--backend", "aot_eager"],
+        ["benchmarks/scaling.py", "--shrink", "32"],
+        ["benchmarks/gloo.py", "--preset", "tiny", "--data", "docs"],
+    ],
+)
+def test_scripts_run(command, tmp_path):
+    burst = ["--rounds", "2", "--steps", "2"]
+    _run_and_check([*command, *burst], tmp_path)
+
+
+@pytest.mark.extended
+def test_start_up_runs(tmp_path):
+    _run_and_check(["benchmarks/startup.py", "--blocks", "2", "--rounds", "1"], tmp_path)
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(shutil.which("valgrind") is None, reason="valgrind is not installed")
+def test_instructions_are_counted(tmp_path):
+    command = ["benchmarks/instructions.py", "--cases", "32x9", "--shrink", "16", "--steps", "1"]
+    _run_and_check(command, tmp_path)
+
+
+def _run_and_check(command, folder):
+    file = folder / "result.json"
+    done = subprocess.run(
+        [sys.executable, *command, "--json", str(file)],
+        cwd=workers.ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "fsdp2" in done.stdout
+    content = json.loads(file.read_text())
+    assert content["environment"]["torch"]
+    assert content["results"]

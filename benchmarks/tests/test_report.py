@@ -1,0 +1,291 @@
+"""benchmarks/report.py: from `--json` files to tables; and what benchmarks/budget.py counts."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import budget, page, report
+from benchmarks.workers import ROOT
+
+ENVIRONMENT = {"date": "2026-11-20T10:00:00+00:00", "torch": "2.13.0", "python": "3.11.7"}
+MACHINE = {"cpu": "AMD EPYC", "cores": 2}
+
+
+def written(folder: Path, command: str, results: Any, **facts: Any) -> Path:
+    """A file as `stats.write_json` writes it."""
+    path = folder / f"{command.split()[0].removesuffix('.py')}.json"
+    environment = {**ENVIRONMENT, **MACHINE, "command": command, **facts}
+    path.write_text(json.dumps({"environment": environment, "results": results}))
+    return path
+
+
+GLOO = {
+    "options": {"preset": "small", "precision": "fp32"},
+    "rounds": {
+        "torch": {"step": [10.0, 20.0, 12.0], "loss": [1, 1, 1]},
+        "fsdp2": {"step": [5.0, 8.0, 9.0], "loss": [1, 1, 1]},
+    },
+    "ratios": {"fsdp2 / torch": {"median": 0.5, "min": 0.4, "max": 0.75}},
+}
+
+
+def test_a_file_becomes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path, "gloo.py --rounds 3 --json somewhere/gloo.json", GLOO)
+    assert report.main([str(file)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "### Training step on two gloo ranks, small, fp32, ms",
+        "",
+        "2026-11-20, torch 2.13.0, Python 3.11.7, AMD EPYC (2 cores): `gloo.py --rounds 3`",
+        "",
+        "| variant | step |",
+        "| --- | --- |",
+        "| torch | 12.00 [10.00 .. 20.00] |",
+        "| fsdp2 | 8.00 [5.00 .. 9.00] |",
+        "",
+        "- fsdp2 / torch: **0.500** [0.400 .. 0.750]",
+    ]
+
+
+def rounds(*variants: str, **kinds: list[float]) -> dict[str, Any]:
+    return {"rounds": dict.fromkeys(variants, kinds), "options": {}, "ratios": {}}
+
+
+STARTUP = rounds("torch", "fsdp2", **{"first": [1.0], "shard + first": [2.0]})
+STARTUP["options"] = {"blocks": 100, "params_per_block": 10, "precision": "fp32"}
+STEP = rounds(
+    "none",
+    "torch",
+    "fsdp2",
+    device=[2.0],
+    host=[1.0],
+    allocated=[3.0],
+    reserved=[4.0],
+    logits=[1.0],
+)
+STEP["options"] = {"preset": "tiny"}
+STEP["ratios"] = {"fsdp2 / torch, allocated": {"median": 1.0, "min": 0.9, "max": 1.1}}
+STEP["copied"] = {"none": {}, "fsdp2": {"copy_many": 2.5e9}}
+COMPILE = rounds("torch eager", "torch compiled", "fsdp2 eager", "fsdp2 compiled", wall=[2.0])
+COMPILE["options"] = {"backend": "inductor"}
+for values in COMPILE["rounds"].values():
+    values["host"] = values["logits"] = [1.0]
+PADDED = dict.fromkeys(("ours", "gathered", "packed", "two_dims", "two_dims_packed", "torch"), 0.02)
+HALF = {"median": 0.5, "min": 0.5, "max": 0.5}
+SCALING = {
+    "precision": "fp32",
+    "cases": {"2x5": {"blocks": 2, "parameters": 10}},
+    "rounds": {"2x5": {"none": [1.0], "fsdp2": [1.5]}},
+    "ratios": {},
+}
+COUNTS = dict.fromkeys(budget.OPERATIONS, 2.0)
+TIMES = dict.fromkeys(list(budget.OPERATIONS)[:-1], 0.5)
+
+
+def allocated(variant: str, **more: float) -> dict[str, Any]:
+    """A setting of benchmarks/memory.py; ``more`` as on a GPU."""
+    setting = {"preset": "1.1b", "variant": variant, "reshard": "always", "checkpoints": True}
+    sizes = {"forward": 4e9, "backward": 5e9, "eval": 1e9, "loss": 2e9, **more}
+    return {**setting, "bytes": sizes, "holders": {}}
+
+
+FILES: dict[str, tuple[Any, str]] = {
+    "host_cost": (
+        [
+            {**rounds("none", "fsdp2@8", host=[4.0], full=[4.0]), "precision": "mixed"},
+            SCALING,
+        ],
+        "| fsdp2@8 | 4.00 [4.00 .. 4.00] |",
+    ),
+    "optimizer": (
+        [{**rounds("none", "flat", clip=[1.0], step=[2.0], both=[3.0]), "optimizer": "sgd"}],
+        "| flat | 1.00 [1.00 .. 1.00] | 2.00 [2.00 .. 2.00] | 3.00 [3.00 .. 3.00] |",
+    ),
+    "memory": (
+        [allocated("torch", reserved=8e9), allocated("fsdp2", reserved=7e9)],
+        "| 1.1b | yes | always | fsdp2 | 4.000 | 5.000 | 1.000 | 2.000 | 7.000 "
+        "| 1.000 | 1.000 | 0.875 |",
+    ),
+    "step": (STEP, "- fsdp2 / torch, allocated: **1.000** [0.900 .. 1.100]"),
+    "compile": (COMPILE, "- fsdp2 compiled / torch compiled: **1.000** [1.000 .. 1.000]"),
+    "scaling": (
+        SCALING,
+        "| 2x5 | fsdp2 | 1.50  [1.50 .. 1.50] | 250.0 | 50.00 |",
+    ),
+    "instructions": (
+        {
+            "precision": "fp32",
+            "cases": {"2x5": {"blocks": 2, "parameters": 10}},
+            "counts": {"2x5": {"none": 1e6, "fsdp2": 1.5e6}},
+            "ratios": {"2x5: (fsdp2 - none) / (torch - none)": 0.1},
+        },
+        "| 2x5 | fsdp2 | 1500 | 250.0 | 50.00 |",
+    ),
+    "startup": (STARTUP, "### Start-up, 100 blocks of 10 parameters, fp32, ms"),
+    "gloo": (GLOO, "| torch | 12.00 [10.00 .. 20.00] |"),
+    "collective_cost": (
+        {"all-gather, one tensor": {"1": 30.0, "9": 40.0}},
+        "| all-gather, one tensor | 30.0 | 40.0 |",
+    ),
+    "block_collectives": (
+        {
+            "options": {"ranks": 1},
+            "ratios": {"all-gather, width 64, nccl: hybrid / packed": HALF},
+            "rows": [
+                {
+                    "backend": "nccl",
+                    "class": "ProcessGroupNCCL",
+                    "ranks": 1,
+                    "width": 64,
+                    "collective": "all-gather",
+                    "nbytes": 4e6,
+                    "rounds": {"packed": {"time": [2.0], "host": [30.0]}},
+                    "kernels": {"packed": 2.0},
+                    "absent": {"hybrid": "no coalesced call"},
+                }
+            ],
+        },
+        "| all-gather | 64 | nccl | packed | 2.000 | 2.0 | 30 | 2 |",
+    ),
+    "padding": (
+        [{"model": "M", "ranks": 3, **PADDED, "aligned": True, "torch_aligned": False}],
+        "| 3 | 2.00 | 2.00 | 2.00 | 2.00 | 2.00 | 2.00 | yes | no |",
+    ),
+    "window": (
+        [{"model": "M", "rule": "window 2", "forward": 1.0, "backward": 2.5}],
+        "| M | 1.0 / 2.5 |",
+    ),
+    "budget": (
+        {"precision": "fp32", "counts": COUNTS, "us": TIMES, "added": 50.0},
+        f"| above the floor |  |  | {50.0 - len(TIMES):.1f} | fsdp2's own Python |",
+    ),
+}
+
+
+def test_host_cost_has_the_cases_of_scaling_too(tmp_path: Path) -> None:
+    _, facts, sections = report.read(written(tmp_path, "host_cost.py", FILES["host_cost"][0]))
+    assert FILES["scaling"][1] in report.markdown(facts, sections).splitlines()
+
+
+def test_a_step_says_what_was_copied_and_whose_values_were_not_a_models(tmp_path: Path) -> None:
+    other = {**STEP, "rounds": {**STEP["rounds"], "torch": {**STEP["rounds"]["torch"]}}}
+    other["rounds"]["torch"]["logits"] = [float("nan")]
+    _, facts, (section,) = report.read(written(tmp_path, "step.py", other))
+    assert "- fsdp2: copy_many reads and writes 2.500 GB a step" in report.markdown(
+        facts, [section]
+    )
+    assert [note for note in section.notes if note.startswith("UNSOUND: torch's logits")]
+
+
+def test_memory_has_what_was_measured(tmp_path: Path) -> None:
+    """On the stand-in there is no allocator that reserves."""
+    results = [allocated("none"), allocated("torch"), allocated("fsdp2")]
+    _, _, (section,) = report.read(written(tmp_path, "memory.py", results))
+    measured = ("forward", "backward", "eval", "loss")
+    assert section.header[4:] == (*measured, "forward / torch's", "step / torch's")
+    assert [row[-2:] for row in section.rows] == [("", ""), ("", ""), ("1.000", "1.000")]
+
+
+@pytest.mark.parametrize("benchmark", FILES)
+def test_every_benchmark(benchmark: str, tmp_path: Path) -> None:
+    results, line = FILES[benchmark]
+    name, facts, sections = report.read(written(tmp_path, f"{benchmark}.py", results))
+    assert name == benchmark
+    assert line in report.markdown(facts, sections).splitlines()
+
+
+def test_every_benchmark_that_writes_json_has_a_reader() -> None:
+    writers = {
+        path.stem
+        for path in (ROOT / "benchmarks").glob("*.py")
+        if "stats.write_json(" in path.read_text()
+    }
+    assert writers == set(report.READERS) == set(FILES)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"environment": {}, "results": 1}'])
+def test_another_file_is_named(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    assert report.main([str(path)]) == 2
+    assert f"report: {path} is not what a benchmark writes with --json" in capsys.readouterr().err
+
+
+def test_without_matplotlib_there_are_tables_and_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "can_plot", lambda: False)
+    out = tmp_path / "out"
+    assert report.main([str(written(tmp_path, "gloo.py", GLOO)), "--out", str(out)]) == 0
+    assert [path.name for path in out.iterdir()] == ["tables.md"]
+    assert "no plots: matplotlib is not installed" in capsys.readouterr().out
+
+
+def test_bars_are_medians_with_their_range(tmp_path: Path) -> None:
+    (section,) = report.read(written(tmp_path, "gloo.py", GLOO))[2]
+    assert section.bars == {"step": {"torch": (12.0, 10.0, 20.0), "fsdp2": (8.0, 5.0, 9.0)}}
+
+
+def test_plots(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need the extra `benchmarks`")
+    out = tmp_path / "out"
+    assert report.main([str(written(tmp_path, "gloo.py", GLOO)), "--out", str(out)]) == 0
+    assert (out / "gloo.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---- docs/benchmarks.md
+
+
+def test_the_page_says_what_the_newest_files_say() -> None:
+    assert page.filled(page.PAGE.read_text()) == page.PAGE.read_text()
+
+
+def test_the_page_is_short_and_has_every_plot() -> None:
+    text = page.PAGE.read_text()
+    assert len(text.splitlines()) <= 120
+    assert set(re.findall(r"\(figures/(\w+)\.png\)", text)) == set(page.PLOTS)
+    assert {path.stem for path in page.FIGURES.glob("*.png")} == set(page.PLOTS)
+
+
+def test_results_are_named_by_date_machine_and_run() -> None:
+    for path in page.RESULTS.glob("*.json"):
+        environment = json.loads(path.read_text())["environment"]
+        (run,) = (r for r in page.RUNS if path.stem.endswith(f"core-{r}"))
+        assert path.stem == f"{environment['date'][:10]}-{page.machine(environment)}-{run}"
+
+
+def test_the_newest_file_counts(tmp_path: Path) -> None:
+    for day, value in (("2026-11-19", 2.0), ("2026-11-20", 0.5)):
+        environment = {**ENVIRONMENT, **MACHINE, "date": day, "command": "gloo.py"}
+        results = {**GLOO, "ratios": {"fsdp2 / torch": {"median": value, "min": 0.4, "max": 2.0}}}
+        path = tmp_path / f"{day}-epyc-2core-gloo.json"
+        path.write_text(json.dumps({"environment": environment, "results": results}))
+    (line,) = (line for line in page.targets(tmp_path).splitlines() if line.startswith("| 10 |"))
+    assert line.endswith("| 0.500 [0.400 .. 2.000] | met | 2026-11-20, epyc-2core |")
+
+
+def test_runs_that_are_not_known_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        report.main(["--measure", "host_cost,nothing"])
+    assert "nothing not known; known are host_cost" in capsys.readouterr().err
+
+
+# ---- the budget
+
+
+def documented() -> dict[str, tuple[float, float]]:
+    """Operation -> (fp32, mixed), of the table in docs/performance.md."""
+    text = (ROOT / "docs" / "performance.md").read_text()
+    rows = re.findall(r"^\| ([^|]+) \| (\d+) \| (\d+) \|", text, re.MULTILINE)
+    return {name: (float(fp32), float(mixed)) for name, fp32, mixed in rows}
+
+
+def test_the_documented_budget_is_what_is_counted() -> None:
+    fp32, mixed = budget.count("fp32"), budget.count("mixed")
+    assert documented() == {name: (fp32[name], mixed[name]) for name in budget.OPERATIONS}
