@@ -57,7 +57,13 @@ def test_random_models_with_larger_windows(
 @pytest.mark.extended
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_many_random_models(scenario: str) -> None:
-    _check_seeds(scenario, range(SEEDS, 6 * SEEDS))
+    _check_seeds(scenario, range(SEEDS, 2 * SEEDS))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_very_many_random_models(scenario: str) -> None:
+    _check_seeds(scenario, range(2 * SEEDS, 6 * SEEDS))
 
 
 def test_enough_random_models() -> None:
