@@ -106,7 +106,7 @@ def chosen(subjects: Sequence[Subject], names: Names) -> list[Subject]:
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise TypeError(
             f"gathered(names=…) takes a set of full names or a function of one, not {names!r}; "
-            f"pass for example {{'head.weight'}}"
+            f"pass names as in named_parameters()"
         )
     wanted = set(names)
     known = {name for subject in subjects for name in subject.names}
