@@ -11,5 +11,13 @@ unit: who does not call it pays nothing.
 """
 
 from fsdp2.full.gathered import gathered
+from fsdp2.full.loading import IncompatibleKeys, load_from_rank0, sync_module_states
+from fsdp2.full.stream import full_parameters
 
-__all__ = ["gathered"]
+__all__ = [
+    "IncompatibleKeys",
+    "full_parameters",
+    "gathered",
+    "load_from_rank0",
+    "sync_module_states",
+]

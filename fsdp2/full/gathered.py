@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -322,6 +322,20 @@ def _put(new: torch.Tensor, target: torch.Tensor, shown: torch.dtype) -> None:
 
 _holds: weakref.WeakKeyDictionary[ShardedParam, list[Hold]] = weakref.WeakKeyDictionary()
 """The contexts that hold a parameter now, the innermost last."""
+
+
+def require_released(subjects: Iterable[Subject], function: str) -> None:
+    """Raise if a parameter is whole in `gathered`, whose changes the shards do not have yet.
+
+    Raises:
+        ShardingStateError: it is.
+    """
+    for subject in subjects:
+        if subject.param in _holds:
+            raise ShardingStateError(
+                f"{function}() was called inside gathered(), which holds parameter "
+                f"'{subject.names[0]}'; leave the context first"
+            )
 
 
 @contextlib.contextmanager

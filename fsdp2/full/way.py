@@ -137,6 +137,10 @@ class Way:
         assert held is not None
         return held
 
+    def whole_shape(self, rows: torch.Tensor) -> tuple[int, ...]:
+        """Of a leaf of which this rank has ``rows``."""
+        return self._shapes(rows)[0]
+
     def _shapes(self, rows: torch.Tensor) -> list[tuple[int, ...]]:
         """Of a leaf: whole, below the first level, and so on, this rank's at last."""
         whole = tuple(
