@@ -19,7 +19,7 @@ from fsdp2.core.config import (
 )
 from fsdp2.core.device.collectives import AllGather, Comm, ReduceScatter
 from fsdp2.core.layout.mesh import FSDPMeshInfo, ShardPlacementResult
-from fsdp2.full import full_parameters, gathered, load_from_rank0, sync_module_states
+from fsdp2.full import deferred, full_parameters, gathered, load_from_rank0, sync_module_states
 from fsdp2.inspect import DebugSettings, GroupReport, debug, group_reports
 from fsdp2.install import install, uninstall
 from fsdp2.interop import (
@@ -62,6 +62,7 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grads_with_norm_",
     "debug",
+    "deferred",
     "full_parameters",
     "fully_shard",
     "gathered",

@@ -8,7 +8,7 @@
 
 Constructors run in their own order, whole, on every rank: the same random numbers are drawn as
 without sharding, so the weights are the same to the bit. While the context lasts, every module
-class tells when a constructor of it ends, and ``apply`` on a sharded module gathers it first.
+class tells when a constructor of it ends, and ``apply`` gathers what is sharded, block by block.
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ class _Construction:
         self._arguments = arguments
         self._open: list[nn.Module] = []
         self._outermost: list[nn.Module] = []
+        self._applying = 0
         self._units: list[weakref.ref[nn.Module]] = []
         self._versions: weakref.WeakKeyDictionary[nn.Module, list[int]]
         self._versions = weakref.WeakKeyDictionary()
@@ -144,11 +145,33 @@ class _Construction:
         self._initialise(module)
         fully_shard(module, **self._arguments)
         self._units.append(weakref.ref(module))
-        self.note(module)
-
-    def note(self, module: nn.Module) -> None:
-        """Remember how often a unit's shards were written."""
         self._versions[module] = _versions(module)
+
+    def apply(self, module: nn.Module, run: Callable[[], nn.Module]) -> nn.Module:
+        """Run ``module.apply(…)``, with what is sharded of the module's own whole meanwhile."""
+        names = {
+            prefix + key
+            for member, prefix in managed_modules((module,))
+            for key, param in member._parameters.items()
+            if self._units and isinstance(param, DTensor)
+        }
+        if not self._applying:
+            self._check()
+        self._applying += 1
+        try:
+            with gathered(module, recurse=False, names=names) if names else _NOTHING:
+                result = run()
+        finally:
+            self._applying -= 1
+        if not self._applying:
+            self._note()
+        return result
+
+    def _note(self) -> None:
+        """Remember how often units' shards were written."""
+        for reference in self._units:
+            if (unit := reference()) is not None:
+                self._versions[unit] = _versions(unit)
 
     def _initialise(self, module: nn.Module) -> None:
         init_fn = self._init_fn
@@ -185,6 +208,10 @@ class _Construction:
             if module not in inner and record_of(module) is None:
                 self._initialise(module)
                 fully_shard(module, **self._arguments)
+        self._check()
+
+    def _check(self) -> None:
+        """Raise if a unit's shards were written since."""
         for reference in self._units:
             unit = reference()
             if unit is not None and self._versions[unit] != _versions(unit):
@@ -196,7 +223,11 @@ class _Construction:
                 )
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 def _versions(unit: nn.Module) -> list[int]:
+    """Of its shards: torch counts writes."""
     groups = require_record(unit).unit.own_groups
     return [param.sharded._version for group in groups for param in group.params]
 
@@ -220,7 +251,7 @@ def _chooser(policy: object) -> Callable[[nn.Module], bool]:
             return lambda module: isinstance(module, classes)
     raise TypeError(
         f"deferred(policy=…) takes module classes, a function of a module or a policy object, not "
-        f"{policy!r}; pass for example {{Block}}"
+        f"{policy!r}; pass for example a set of your block classes"
     )
 
 
@@ -250,37 +281,36 @@ def _watched(construction: _Construction) -> Iterator[None]:
             kind.__init__ = construct  # type: ignore[misc]
 
     originals: dict[type, Any] = {}
+    plain_apply = nn.Module.apply
     for kind in _subclasses(nn.Module):
         watch(kind)
-    before = nn.Module.__init_subclass__
 
-    def made(cls: type, **kwargs: Any) -> None:
-        before.__func__(cls, **kwargs) if hasattr(before, "__func__") else before(**kwargs)
+    def made(cls: Any, /, **kwargs: Any) -> None:  # of a model file that is imported only now
+        super(nn.Module, cls).__init_subclass__(**kwargs)
         watch(cls)
 
-    nn.Module.__init_subclass__ = classmethod(made)  # type: ignore[assignment]
+    setattr(nn.Module, "__init_subclass__", classmethod(made))  # noqa: B010  # as below
 
+    @functools.wraps(plain_apply)
     def apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
-        with gathered(self, recurse=False):
-            nn.Module.apply(self, fn)
-        construction.note(self)
-        return self
+        return construction.apply(self, lambda: plain_apply(self, fn))
 
-    FSDPModule.apply = apply  # type: ignore[attr-defined]
+    setattr(nn.Module, "apply", apply)  # noqa: B010  # mypy knows the method
     try:
         yield
     finally:
-        del FSDPModule.apply  # type: ignore[attr-defined]
-        del nn.Module.__init_subclass__
+        setattr(nn.Module, "apply", plain_apply)  # noqa: B010
+        delattr(nn.Module, "__init_subclass__")
         for kind in patched:
             kind.__init__ = originals[kind]  # type: ignore[misc]
 
 
 def _subclasses(kind: type) -> list[type]:
     found: dict[type, None] = {}
-    waiting = [kind]
+    waiting: list[type] = [kind]
     while waiting:
-        for each in waiting.pop().__subclasses__():
+        below: list[type] = waiting.pop().__subclasses__()
+        for each in below:
             if each not in found:
                 found[each] = None
                 waiting.append(each)
