@@ -189,8 +189,9 @@ class _Construction:
             if param is None or not param.is_meta:
                 continue
             if self._init_fn is None:
+                name = prefix + key
                 raise ValueError(
-                    f"parameter '{prefix}{key}' is on the meta device, so that its constructor "
+                    f"parameter '{name}' is on the meta device, so that its constructor "
                     f"gave it no values; pass deferred(init_fn=…), or construct without the meta "
                     f"device, as one block at a time is whole anyway"
                 )

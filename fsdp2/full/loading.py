@@ -362,7 +362,11 @@ def _materialize_group(group: ParamGroup) -> None:
     for param in group.params:
         before = param.sharded
         assert isinstance(before, DTensor)
-        rows = torch.empty_like(param.local, device=home)
+        local = param.local
+        if is_extended(local):
+            rows = torch.empty_like(local, device=home)
+        else:  # what `adopt` moves has no memory of its own
+            rows = torch.zeros((), dtype=local.dtype, device=home).expand(local.shape)
         made = nn.Parameter(wrap_local(rows, before._spec), before.requires_grad)
         made.__dict__.update(before.__dict__)
         param.register(made)

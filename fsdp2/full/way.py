@@ -218,7 +218,9 @@ def _scatter(
     received = torch.empty(n, dtype=dtype, device=device)
     if n:
         pieces = None
-        if whole is not None:
+        if whole is not None and level.in_order(shape) and whole.numel() == level.size * n:
+            pieces = [_bytes(piece) for piece in whole.contiguous().view(-1).split(n)]
+        elif whole is not None:
             padded = torch.zeros(level.size, n, dtype=dtype, device=device)
             for rank in range(level.size):
                 part = level.part(whole, rank)
