@@ -235,8 +235,10 @@ def test_what_replaces_torchs_names_stands_on_public_modules(name: str, others: 
         ("shards", []),
         (
             "wrapper",
-            ["api", "core.layout.mesh", "core.modules.registry"]
-            + ["interop", "module", "norms", "xla.shards"],
+            [
+                *("api", "core.layout.mesh", "core.modules.registry"),
+                *("interop", "module", "norms", "xla.shards"),
+            ],
         ),
     ],
 )

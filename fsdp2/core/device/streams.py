@@ -201,6 +201,16 @@ class DeviceStreams:
         return self._streams[lane]
 
 
+def make_streams(device: torch.device) -> Streams:
+    """The lanes of ``device``: on streams, or one for all where it has none: it is tried."""
+    if device.type == "cpu":
+        return InlineStreams()
+    try:
+        return DeviceStreams(device)
+    except RuntimeError:  # such as XLA's, on which operations run in the order of their calls
+        return InlineStreams()
+
+
 @dataclass(frozen=True)
 class OnStream:
     """A function of a tensor that runs on a stream of the user's, in the order of the current one.
