@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
 from fsdp2.xla import XlaFullyShardedDataParallel as FSDP  # noqa: N814
@@ -205,6 +205,109 @@ def test_divide_factors() -> None:
     for name, grad in full_grads(model).items():
         factor = 4 if name.startswith("pairs.") else 1
         assert_equal(grad * factor, grads[0][name], name)
+
+
+# ---- what the documents show
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.left(x).tanh() * self.right(y)
+
+
+@ranks(2)
+def test_the_first_example() -> None:
+    """A module of two inputs, Adam, one step; between the passes it is whole, as with ZeRO-2."""
+    my_module = seeded(TwoInputs)
+    plain = seeded(TwoInputs)
+    x, y = (torch.randn(4, DIM, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    model: Any = FSDP(my_module)
+    optim = torch.optim.Adam(model.parameters(), lr=0.0001)
+    output = model(x, y)
+    assert not isinstance(model.left.weight, DTensor)
+    loss = output.sum()
+    loss.backward()
+    assert isinstance(model.left.weight, DTensor)
+    optim.step()
+    expected = torch.optim.Adam(plain.parameters(), lr=0.0001)
+    out = plain(x, y)
+    assert torch.equal(out, output)
+    out.sum().backward()
+    expected.step()
+    assert_equal(full_all(model.parameters()), [p.detach() for p in plain.parameters()])
+
+
+@ranks(2)
+def test_inner_modules_are_freed_between_the_passes() -> None:
+    """Nested wrapping is ZeRO-3: only the outermost wrapper stays gathered."""
+    model: Any = wrap_units(seeded(Nested))
+    loss = regression_loss(model, my_part(regression_batches(DIM, 3, steps=1)[0]))
+    whole = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
+    assert whole == ["first.weight", "first.bias", "last.weight", "last.bias"]
+    loss.backward()
+
+
+class Grown(nn.Module):
+    """Each layer is wrapped before the next is made."""
+
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for _ in range(3):
+            self.layers.append(wrap(nn.Linear(DIM, DIM)))
+        self.head = nn.Linear(DIM, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(x)
+
+
+@ranks(2)
+def test_construction_and_wrapping_in_turns() -> None:
+    batches = regression_batches(DIM, 3, steps=STEPS)
+    model = FSDP(seeded(partial(Grown, FSDP)))
+    ours = train_sharded(model, adamw, regression_loss, batches)
+    plain = seeded(partial(Grown, lambda layer: layer))
+    assert_equal(ours, train_unsharded(plain, adamw, regression_loss, batches, slices=True))
+
+
+class TwoLayers(nn.Module):
+    """Of the picture of gather, compute, discard: weights [model, hidden] and [hidden, model]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w0 = nn.Parameter(torch.randn(DIM, 6))
+        self.w1 = nn.Parameter(torch.randn(6, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x @ self.w0) @ self.w1
+
+
+@ranks(2)
+def test_gather_compute_discard() -> None:
+    """Both weights are cut on the model's dim; a rank ends with its part of averaged gradients."""
+    rank, local = dist.get_rank(), DIM // 2
+    mine = slice(rank * local, (rank + 1) * local)
+    plain, model = seeded(TwoLayers), seeded(TwoLayers)
+    fsdp2.fully_shard(model, shard_placement_fn=lambda p: Shard(0 if p.shape[0] == DIM else 1))
+    assert_equal(model.w0.to_local(), plain.w0.detach()[mine])
+    assert_equal(model.w1.to_local(), plain.w1.detach()[:, mine])
+    x = torch.randn(2, 5, DIM, generator=torch.Generator().manual_seed(4))
+    grads = torch.randn(2, 5, DIM, generator=torch.Generator().manual_seed(5))
+    model(x[rank]).backward(grads[rank])
+    total = []
+    for one, grad in zip(x, grads, strict=True):  # by hand
+        z = one @ plain.w0.detach()
+        back = (grad @ plain.w1.detach().t()) * (z > 0)
+        total.append((one.t() @ back, torch.relu(z).t() @ grad))
+    w0, w1 = ((a + b) / 2 for a, b in zip(*total, strict=True))
+    torch.testing.assert_close(model.w0.grad.to_local(), w0[mine], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model.w1.grad.to_local(), w1[:, mine], rtol=1e-5, atol=1e-6)
 
 
 # ---- checkpoints of activations

@@ -304,8 +304,12 @@ def test_memory_is_pages_of_files(tmp_path: Path) -> None:
     assert (found["p3"][0], found["p3"][-1]) == (3, 4)
 
 
-def test_the_command() -> None:
-    command = [sys.executable, "-m", "fsdp2.xla.consolidate", "--help"]
+def test_the_command(tmp_path: Path) -> None:
+    """As the document calls it."""
+    prefix, target = save(tmp_path, 2), tmp_path / "full.pth"
+    command = [sys.executable, "-m", "fsdp2.xla.consolidate"]
+    command += ["--ckpt_prefix", prefix, "--ckpt_suffix", SUFFIX, "--save_path", str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert all(f"--{name}" in done.stdout for name in ("ckpt_prefix", "ckpt_suffix", "save_path"))
+    assert done.stdout == f"saved 4 tensors to {target}\n"
     assert not done.stderr
+    assert torch.equal(torch.load(target)["model"]["wide"], full()["wide"])

@@ -2,7 +2,7 @@
 
 The scheduler speaks of *lanes*; what a lane is depends on the device:
 
-    lane          accelerator                         CPU
+    lane          accelerator                         CPU, or a device without streams
     COMPUTE       the user's current stream           the only one there is
     COPY_IN       casts and packs shards              (same)
     ALL_GATHER    runs all-gathers                    (same)
@@ -94,7 +94,7 @@ class _Stay:
 
 
 class InlineStreams:
-    """One lane for all: the CPU, on which an operation has run when its call returns."""
+    """One lane for all: an operation has run when its call returns, or before any later one."""
 
     asynchronous = False
     captures: Callable[[], bool] | None = None
