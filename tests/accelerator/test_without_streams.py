@@ -245,6 +245,51 @@ def test_checkpoints_around_units_keep_nothing_but_inputs(reentrant: bool) -> No
     assert torch.equal(found[0][1], found[1][1])
 
 
+class Odd(nn.Module):
+    """Saves a sparse tensor, and may take a derivative inside of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = False
+        self.weight = nn.Parameter(torch.linspace(-1, 1, DIM * DIM).view(DIM, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.inside:
+            return torch.func.grad(lambda v: (v @ self.weight).sin().sum())(x)
+        return torch.sparse.mm(torch.eye(len(x)).to_sparse(), (x @ self.weight).sin())
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@ranks(2)
+def test_derivatives_and_sparse_tensors(outside: bool) -> None:
+    """Tensors without storages are saved as they are; on the CPU, whose storages stay here."""
+    plain, model = Odd(), Odd()
+    swapped = mock.Mock(return_value=False)
+    with (
+        mock.patch("fsdp2.core.device.kernels.empties_storages", swapped),
+        mock.patch("fsdp2.core.modules.saved.empties_storages", swapped),
+    ):
+        fsdp2.fully_shard(model, mesh=_mesh("cpu", "gloo", (2,)), reshard_after_forward=True)
+    x = torch.randn(3, DIM, generator=torch.Generator().manual_seed(1))
+    results = []
+    for each in (plain, model):
+        if outside:
+            results.append(torch.func.grad(lambda v, m=each: m(v).square().sum())(x))
+        else:
+            loss = each(x).square().sum()
+            loss.backward()
+            grad: Any = each.weight.grad
+            results.append(grad.full_tensor() if each is model else grad)
+    assert isinstance(require_record(model), SavingUnitHooks)
+    assert torch.equal(results[0], results[1])
+    model.inside = True
+    with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
+        model(x)
+    model.inside = False
+    assert torch.equal(model(x), plain(x))
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
 # ---- what is refused
 
 

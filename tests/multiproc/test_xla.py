@@ -136,7 +136,7 @@ def test_gradients_are_reduced_in_the_compute_dtype() -> None:
 
 @ranks(2)
 def test_buffers() -> None:
-    def norm() -> nn.Module:
+    def norm() -> Any:
         return nn.Sequential(nn.Linear(DIM, 4), nn.BatchNorm1d(4))
 
     model: Any = FSDP(norm(), compute_dtype=torch.bfloat16)
@@ -148,6 +148,10 @@ def test_buffers() -> None:
     full = consolidate_sharded_state_dicts(_everyones(model), model.get_shard_metadata())
     assert full["1.running_mean"].dtype == torch.float32
     assert torch.equal(full["1.running_mean"], _of_rank_0(model[1].running_mean).float())
+    nested = norm()
+    nested[1] = FSDP(nested[1], buffer_dtype=torch.bfloat16)
+    info = FSDP(nested).get_shard_metadata()["buffer_info"]
+    assert info == {"1.running_mean": "float32", "1.running_var": "float32"}
     other: Any = FSDP(norm(), compute_dtype=torch.bfloat16, buffer_dtype=torch.float32)
     assert other[1].running_mean.dtype == torch.float32
     assert "running_mean" not in str(other.get_shard_metadata()["buffer_info"])

@@ -18,7 +18,8 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -227,7 +228,15 @@ class SavedPlace(NamedTuple):
         """The same part of what is gathered now; ``None`` while nothing is."""
         if not self.buffer.allocated:
             return None
-        return _aliased(self.buffer.raw, *self.place)
+        with _plainly():
+            return _aliased(self.buffer.raw, *self.place)
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """Tensors made inside are plain ones, whatever a transform or a mode around would make."""
+    with torch._C._DisableFuncTorch(), torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class SwappedBuffer(TransientBuffer):
@@ -285,7 +294,7 @@ class SwappedBuffer(TransientBuffer):
         """Bring new memory, if there is none, and point to it."""
         if self.allocated:
             return
-        with torch.inference_mode(False), torch.no_grad():
+        with _plainly():
             self._raw = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
             self._storage = self._raw.untyped_storage()
             _present[self._storage._cdata] = self
@@ -301,7 +310,7 @@ class SwappedBuffer(TransientBuffer):
             return
         self.allocated = False
         _present.pop(self._storage._cdata, None)
-        with torch.inference_mode(False), torch.no_grad():
+        with _plainly():
             for reference, place in self._followers:
                 tensor = reference()
                 if tensor is not None:
@@ -328,8 +337,8 @@ def _place_of(tensor: torch.Tensor) -> _Place:
 @functools.cache
 def absent(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """What a tensor has for data while its memory is gone: of shape ``(1,)``, not to be written."""
-    if dtype is torch.bool:
-        return torch.zeros(1, dtype=dtype, device=device)
-    with torch.inference_mode(False):
+    with _plainly():
+        if dtype is torch.bool:
+            return torch.zeros(1, dtype=dtype, device=device)
         ones = torch.full((dtype.itemsize,), 255, dtype=torch.uint8)
         return ones.view(dtype).to(device)

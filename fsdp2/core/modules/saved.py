@@ -28,7 +28,7 @@ from fsdp2.core.device.buffers import SavedPlace, absent, empties_storages, save
 from fsdp2.core.device.streams import Streams
 from fsdp2.core.layout.mesh import wrap_local
 from fsdp2.core.modules.dynamo import uncompiled, uncompiled_methods
-from fsdp2.core.modules.hooks import UnitHooks
+from fsdp2.core.modules.hooks import UnitHooks, _transformed
 from fsdp2.core.modules.registry import Args, Arguments, Kwargs
 from fsdp2.core.params.param import ModuleEntries
 from fsdp2.core.schedule.unit import Unit
@@ -104,6 +104,15 @@ def _unpack(packed: _Kept | _Handed | _Gathered) -> torch.Tensor:
     return packed.unpack()
 
 
+def _place_of(tensor: torch.Tensor) -> SavedPlace | None:
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        return None
+    try:
+        return saved_in(tensor)
+    except NotImplementedError:  # sparse ones, and those of torch.func, have no storage
+        return None
+
+
 def _packing(around: tuple[_Pack, _Unpack] | None) -> _Pack:
     """What packs, inside of other hooks."""
 
@@ -112,7 +121,7 @@ def _packing(around: tuple[_Pack, _Unpack] | None) -> _Pack:
         local, spec = tensor, None
         if isinstance(tensor, DTensor):
             local, spec = tensor._local_tensor, tensor._spec
-        place = saved_in(local) if type(local) in (torch.Tensor, nn.Parameter) else None
+        place = _place_of(local)
         if place is not None:
             return _Gathered(local, place, spec)
         if around is not None:
@@ -143,7 +152,8 @@ class SavingUnitHooks(UnitHooks):
         """As everywhere, and enter."""
         args, kwargs = super().pre_forward(module, args, kwargs)
         graph: Any = torch._C._autograd
-        if torch.is_grad_enabled() and graph._saved_tensors_hooks_is_enabled():
+        hooked = graph._saved_tensors_hooks_is_enabled() and not _transformed()
+        if hooked and torch.is_grad_enabled():
             outer = graph._top_saved_tensors_default_hooks(False)
             hooks = saved_tensors_hooks(_packing(outer), _unpack)
             hooks.__enter__()
