@@ -166,6 +166,7 @@ class XlaFullyShardedDataParallel(nn.Module):
         }
         super().__init__()
         _check_module(module)
+        _check_policy(auto_wrap_policy)
         _say_what_is_meaningless(given)
         self._settings = _settings(given)
         self._mesh = _mesh(sharding_groups, sharding_rank, sharding_world_size)
@@ -173,7 +174,7 @@ class XlaFullyShardedDataParallel(nn.Module):
         if auto_wrap_policy is not None:
             inner = {k: v for k, v in given.items() if not k.startswith("auto_wrap")}
             make = functools.partial(auto_wrapper_callable or type(self), **inner)
-            _wrap_below(module, auto_wrap_policy, make)
+            _wrap_below(module, auto_wrap_policy, make, {})
         self._init_fn = param_init_fn
         self.add_module(WRAPPED, module)
         self.register_load_state_dict_pre_hook(_rows_become_whole)
@@ -502,6 +503,14 @@ def _check_module(module: object) -> None:
         )
 
 
+def _check_policy(policy: object) -> None:
+    if policy is not None and not callable(policy):
+        raise TypeError(
+            f"auto_wrap_policy takes a function of (module, recurse, numel), not {policy!r}; pass "
+            f"for example size_based_auto_wrap_policy"
+        )
+
+
 def _say_what_is_meaningless(given: Mapping[str, object]) -> None:
     for name, default in _MEANINGLESS.items():
         if given[name] is not default:
@@ -556,18 +565,32 @@ def _on_dim_0(param: nn.Parameter) -> Shard:
 
 
 def _wrap_below(
-    module: nn.Module, policy: Callable[..., bool], make: Callable[[nn.Module], nn.Module]
+    module: nn.Module,
+    policy: Callable[..., bool],
+    make: Callable[[nn.Module], nn.Module],
+    made: dict[nn.Module, nn.Module],
 ) -> int:
-    """Wrap the modules below that a policy chooses; returns how many elements are in wrappers."""
+    """Wrap the modules below that a policy chooses; returns how many elements are in wrappers.
+
+    Args:
+        module: itself not wrapped.
+        policy: as of the wrapper.
+        make: wraps one.
+        made: gets the wrapper of each, which stands in all places of its module.
+    """
     wrapped = 0
     for name, child in module.named_children():
         numel = sum(param.numel() for param in child.parameters())
-        if isinstance(child, XlaFullyShardedDataParallel):
+        if child in made:
+            setattr(module, name, made[child])
+            wrapped += numel
+        elif isinstance(child, XlaFullyShardedDataParallel):
             wrapped += numel
         elif policy(child, True, numel):
-            inside = _wrap_below(child, policy, make)
+            inside = _wrap_below(child, policy, make, made)
             if policy(child, False, numel - inside):
-                setattr(module, name, make(child))
+                made[child] = make(child)
+                setattr(module, name, made[child])
                 inside = numel
             wrapped += inside
     return wrapped

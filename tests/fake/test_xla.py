@@ -49,6 +49,11 @@ def _() -> None:
     FSDP(FSDP(nn.Linear(2, 2)))
 
 
+@misuse("xla-policy")
+def _() -> None:
+    FSDP(nn.Sequential(nn.Linear(2, 2)), auto_wrap_policy={nn.Linear})  # type: ignore[arg-type]
+
+
 @misuse("xla-groups")
 def _() -> None:
     FSDP(nn.Linear(2, 2), sharding_groups=[[0, 1], [2]])
@@ -148,6 +153,18 @@ def test_what_is_meaningless_is_said_once(argument: str, monkeypatch: pytest.Mon
     (said,) = seen
     assert str(said.message).startswith(f"{argument} changes nothing")
     assert said.filename == __file__
+
+
+def test_a_module_in_two_places_gets_one_wrapper() -> None:
+    shared = nn.Linear(8, 8)
+    model: Any = FSDP(
+        nn.ModuleList([nn.Sequential(shared, nn.ReLU()), nn.Sequential(nn.ReLU(), shared)]),
+        auto_wrap_policy=lambda module, recurse, numel: recurse or isinstance(module, nn.Linear),
+        execute_sharding_on_init=False,
+    )
+    assert isinstance(model[0][0], FSDP)
+    assert model[0][0] is model[1][1]
+    assert model[0][0].module is shared
 
 
 def test_settings_of_units() -> None:
