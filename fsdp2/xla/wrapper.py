@@ -32,6 +32,7 @@ from fsdp2.core.modules.registry import records_below
 from fsdp2.interop import MixedPrecisionPolicy
 from fsdp2.module import FSDPModule
 from fsdp2.norms import clip_grad_norm_
+from fsdp2.wrap.choices import Policy, Wrapper, wrap_modules
 from fsdp2.xla.shards import FORMAT, ShardMetadata, describe, local, whole
 
 M = TypeVar("M", bound=nn.Module)
@@ -48,6 +49,9 @@ _MEANINGLESS: Mapping[str, object] = {
     "pin_layout_in_collective_ops": True,
 }
 """Arguments that only a lazy compiler reads, and their defaults."""
+
+_Given = Mapping[str, Any]
+"""The wrapper's arguments, by name."""
 
 _said: set[str] = set()
 
@@ -109,9 +113,10 @@ class XlaFullyShardedDataParallel(nn.Module):
         reduce_scatter_bucket_size_mb: MiB. Parameters of which a rank's piece is smaller travel
             packed in one buffer (`FSDPModule.set_packing_threshold`), when gathered, too. 0 or
             ``None`` (default 0) leave the threshold as it is.
-        auto_wrap_policy: ``policy(module, recurse, numel)`` says for each module below whether to
-            look into it (``recurse``), or whether to wrap it, where ``numel`` of its elements are
-            in no wrapper yet. ``None`` (default) wraps none.
+        auto_wrap_policy: which modules below are wrapped: a policy of `fsdp2.wrap` or of torch's,
+            classes of modules, or a function of ``(module, recurse, unwrapped_params)``. It says
+            for each module whether to look into it (``recurse``), or whether to wrap it, where so
+            many elements are in no wrapper yet. ``None`` (default) wraps none.
         auto_wrapper_callable: what the policy's modules are wrapped by: called with the module and
             this wrapper's arguments but for these two. Default: this class.
         param_init_fn: called with this module if parameters of it are on the meta device, to give
@@ -119,7 +124,7 @@ class XlaFullyShardedDataParallel(nn.Module):
             that has some. All ranks must make the same values: seed them alike.
 
     Raises:
-        TypeError: ``module`` is not a module, or a policy cannot be called.
+        TypeError: ``module`` is not a module, or ``auto_wrap_policy`` no policy.
         ValueError: it is a wrapper already, the groups do not fit, or as of `fully_shard`.
 
     Example::
@@ -155,8 +160,8 @@ class XlaFullyShardedDataParallel(nn.Module):
         pin_layout_in_collective_ops: bool = True,
         coalesce_all_gather_ops: bool = False,
         reduce_scatter_bucket_size_mb: float | None = 0,
-        auto_wrap_policy: Callable[..., bool] | None = None,
-        auto_wrapper_callable: Callable[..., nn.Module] | None = None,
+        auto_wrap_policy: Policy | None = None,
+        auto_wrapper_callable: Wrapper | None = None,
         param_init_fn: Callable[[nn.Module], object] | None = None,
     ) -> None:
         given = {
@@ -166,15 +171,12 @@ class XlaFullyShardedDataParallel(nn.Module):
         }
         super().__init__()
         _check_module(module)
-        _check_policy(auto_wrap_policy)
         _say_what_is_meaningless(given)
         self._settings = _settings(given)
         self._mesh = _mesh(sharding_groups, sharding_rank, sharding_world_size)
         self._buffer_dtypes: dict[str, str] = {}
         if auto_wrap_policy is not None:
-            inner = {k: v for k, v in given.items() if not k.startswith("auto_wrap")}
-            make = functools.partial(auto_wrapper_callable or type(self), **inner)
-            _wrap_below(module, auto_wrap_policy, make, {})
+            _wrap_below(module, auto_wrap_policy, auto_wrapper_callable or type(self), given)
         self._init_fn = param_init_fn
         self.add_module(WRAPPED, module)
         self.register_load_state_dict_pre_hook(_rows_become_whole)
@@ -503,15 +505,7 @@ def _check_module(module: object) -> None:
         )
 
 
-def _check_policy(policy: object) -> None:
-    if policy is not None and not callable(policy):
-        raise TypeError(
-            f"auto_wrap_policy takes a function of (module, recurse, numel), not {policy!r}; pass "
-            f"for example size_based_auto_wrap_policy"
-        )
-
-
-def _say_what_is_meaningless(given: Mapping[str, object]) -> None:
+def _say_what_is_meaningless(given: _Given) -> None:
     for name, default in _MEANINGLESS.items():
         if given[name] is not default:
             _say_once(name, "changes nothing here: it is for a compiler that runs later")
@@ -521,7 +515,7 @@ def _say_what_is_meaningless(given: Mapping[str, object]) -> None:
         )
 
 
-def _settings(given: Mapping[str, Any]) -> _Settings:
+def _settings(given: _Given) -> _Settings:
     reshard: bool | None = bool(given["reshard_after_forward"])
     if reshard and given["disable_reshard_on_root"]:
         reshard = None
@@ -564,36 +558,13 @@ def _on_dim_0(param: nn.Parameter) -> Shard:
 # ---- modules below
 
 
-def _wrap_below(
-    module: nn.Module,
-    policy: Callable[..., bool],
-    make: Callable[[nn.Module], nn.Module],
-    made: dict[nn.Module, nn.Module],
-) -> int:
-    """Wrap the modules below that a policy chooses; returns how many elements are in wrappers.
-
-    Args:
-        module: itself not wrapped.
-        policy: as of the wrapper.
-        make: wraps one.
-        made: gets the wrapper of each, which stands in all places of its module.
-    """
-    wrapped = 0
-    for name, child in module.named_children():
-        numel = sum(param.numel() for param in child.parameters())
-        if child in made:
-            setattr(module, name, made[child])
-            wrapped += numel
-        elif isinstance(child, XlaFullyShardedDataParallel):
-            wrapped += numel
-        elif policy(child, True, numel):
-            inside = _wrap_below(child, policy, make, made)
-            if policy(child, False, numel - inside):
-                made[child] = make(child)
-                setattr(module, name, made[child])
-                inside = numel
-            wrapped += inside
-    return wrapped
+def _wrap_below(module: nn.Module, policy: Policy, wrapper: Wrapper, given: _Given) -> None:
+    """Wrap the modules below that a policy chooses, and that are in no wrapper yet."""
+    wrappers = [m for m in module.modules() if isinstance(m, XlaFullyShardedDataParallel)]
+    taken = {below for each in wrappers for below in each.modules()}
+    params = [p for below in taken for p in below._parameters.values() if p is not None]
+    inner = {name: value for name, value in given.items() if not name.startswith("auto_wrap")}
+    wrap_modules(module, policy, wrapper, ignored_modules=taken, ignored_params=params, **inner)
 
 
 def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -49,11 +49,6 @@ def _() -> None:
     FSDP(FSDP(nn.Linear(2, 2)))
 
 
-@misuse("xla-policy")
-def _() -> None:
-    FSDP(nn.Sequential(nn.Linear(2, 2)), auto_wrap_policy={nn.Linear})  # type: ignore[arg-type]
-
-
 @misuse("xla-groups")
 def _() -> None:
     FSDP(nn.Linear(2, 2), sharding_groups=[[0, 1], [2]])
@@ -159,12 +154,28 @@ def test_a_module_in_two_places_gets_one_wrapper() -> None:
     shared = nn.Linear(8, 8)
     model: Any = FSDP(
         nn.ModuleList([nn.Sequential(shared, nn.ReLU()), nn.Sequential(nn.ReLU(), shared)]),
-        auto_wrap_policy=lambda module, recurse, numel: recurse or isinstance(module, nn.Linear),
+        auto_wrap_policy={nn.Linear},
         execute_sharding_on_init=False,
     )
     assert isinstance(model[0][0], FSDP)
     assert model[0][0] is model[1][1]
     assert model[0][0].module is shared
+
+
+def test_what_is_wrapped_already_is_left_alone() -> None:
+    """And its elements do not count."""
+    counted: list[tuple[str, bool, int]] = []
+
+    def policy(module: nn.Module, recurse: bool, unwrapped_params: int) -> bool:
+        counted.append((type(module).__name__, recurse, unwrapped_params))
+        return recurse
+
+    inner = FSDP(nn.Sequential(nn.Linear(4, 4, bias=False)))
+    FSDP(nn.Sequential(nn.Sequential(inner, nn.Linear(2, 2, bias=False))), auto_wrap_policy=policy)
+    assert set(counted) == {
+        *(("Sequential", recurse, 4) for recurse in (True, False)),
+        *(("Linear", recurse, 4) for recurse in (True, False)),
+    }
 
 
 def test_settings_of_units() -> None:

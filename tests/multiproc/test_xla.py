@@ -17,9 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchsPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
+from fsdp2.wrap import ModuleWrapPolicy
 from fsdp2.xla import XlaFullyShardedDataParallel as FSDP  # noqa: N814
 from fsdp2.xla import (
     checkpoint_module,
@@ -368,9 +370,10 @@ def test_auto_wrap_policy() -> None:
         seen.append(arguments)
         return FSDP(checkpoint_module(module), **arguments)
 
-    for make in (None, wrapper):
+    policies: list[Any] = [policy, ModuleWrapPolicy({fsdp2_block}), TorchsPolicy({fsdp2_block})]
+    for make, chosen in zip((wrapper, None, None), policies, strict=True):
         wrap = partial(
-            FSDP, auto_wrap_policy=policy, auto_wrapper_callable=make, reshard_after_forward=False
+            FSDP, auto_wrap_policy=chosen, auto_wrapper_callable=make, reshard_after_forward=False
         )
         model = wrap(seeded(Transformer))
         kinds = [type(m.module).__name__ for m in model.modules() if isinstance(m, FSDP)]
@@ -378,7 +381,7 @@ def test_auto_wrap_policy() -> None:
         ours, expected = _language(wrap)
         assert_equal(ours, expected)
     assert all(each["reshard_after_forward"] is False for each in seen)
-    assert len(seen) == 4
+    assert len(seen) == 4  # two blocks, twice
 
 
 @ranks(2)

@@ -237,7 +237,7 @@ def test_what_replaces_torchs_names_stands_on_public_modules(name: str, others: 
             "wrapper",
             [
                 *("api", "core.layout.mesh", "core.modules.registry"),
-                *("interop", "module", "norms", "xla.shards"),
+                *("interop", "module", "norms", "wrap.choices", "xla.shards"),
             ],
         ),
     ],
