@@ -9,7 +9,7 @@ Example::
     fully_shard(model)
 """
 
-from fsdp2 import optim
+from fsdp2 import optim, xla
 from fsdp2.api import fully_shard
 from fsdp2.core.config import (
     CommunicationError,
@@ -37,14 +37,30 @@ from fsdp2.module import (
 )
 from fsdp2.norms import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from fsdp2.optim import repoint_optimizer
+from fsdp2.wrap import (
+    Choice,
+    CustomPolicy,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    any_wrap_policy,
+    chosen_modules,
+    enable_wrap,
+    lambda_auto_wrap_policy,
+    options_for,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+    wrap_modules,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
+    "Choice",
     "Comm",
     "CommunicationError",
+    "CustomPolicy",
     "DataParallelMeshDims",
     "DebugSettings",
     "FSDPMeshInfo",
@@ -52,6 +68,7 @@ __all__ = [
     "GradientReductionHandle",
     "GroupReport",
     "MixedPrecisionPolicy",
+    "ModuleWrapPolicy",
     "NonFiniteGradientError",
     "OffloadPolicy",
     "RankMismatchError",
@@ -59,21 +76,31 @@ __all__ = [
     "ShardPlacementResult",
     "ShardingStateError",
     "UnshardHandle",
+    "always_wrap_policy",
+    "any_wrap_policy",
+    "chosen_modules",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
     "debug",
     "deferred",
     "full_parameters",
+    "enable_wrap",
     "fully_shard",
     "gathered",
     "get_total_norm",
     "group_reports",
     "install",
     "load_from_rank0",
+    "lambda_auto_wrap_policy",
     "optim",
+    "options_for",
     "register_fsdp_forward_method",
     "repoint_optimizer",
     "share_comm_ctx",
     "sync_module_states",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
     "uninstall",
+    "wrap_modules",
+    "xla",
 ]
