@@ -19,6 +19,7 @@ from fsdp2.core.config import (
 )
 from fsdp2.core.device.collectives import AllGather, Comm, ReduceScatter
 from fsdp2.core.layout.mesh import FSDPMeshInfo, ShardPlacementResult
+from fsdp2.full import gathered
 from fsdp2.inspect import DebugSettings, GroupReport, debug, group_reports
 from fsdp2.install import install, uninstall
 from fsdp2.interop import (
@@ -62,6 +63,7 @@ __all__ = [
     "clip_grads_with_norm_",
     "debug",
     "fully_shard",
+    "gathered",
     "get_total_norm",
     "group_reports",
     "install",

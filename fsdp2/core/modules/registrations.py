@@ -32,6 +32,7 @@ from fsdp2.core.params.param import (
     GATHERED,
     OWNER,
     REPLACED,
+    WHOLE,
     AttributeStore,
     ModuleEntry,
     ShardedParam,
@@ -174,6 +175,11 @@ def check_registered(
         for key, registered in module._parameters.items():
             name = f"{prefix}.{key}" if prefix else key
             param = managed.get((module, key))
+            if param is not None and registered is not None and WHOLE in registered.__dict__:
+                raise ShardingStateError(
+                    f"a forward began inside gathered(), which has registered parameter '{name}' "
+                    f"whole; leave the context first, as a forward gathers by itself"
+                )
             other = forms.get(id(registered))
             if param is not None and other is param:
                 continue

@@ -56,6 +56,9 @@ TIED = "_fsdp2_tied"
 GATHERED = "_fsdp2_gathered"
 """Attribute of a gathered parameter: its full name."""
 
+WHOLE = "_fsdp2_whole"
+"""Attribute of a full parameter that `fsdp2.gathered` has registered: its name."""
+
 PRE_HOOK, POST_HOOK = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 """Methods of tensor subclasses that say what travels, and what becomes of it."""
 
@@ -112,7 +115,8 @@ class AttributeStore:
                 AttributeStore.storing = None
 
 
-def _store_of(module: nn.Module) -> Store:
+def store_of(module: nn.Module) -> Store:
+    """Where parameters of ``module`` are registered, without a registration by the user."""
     # A store into the dictionary costs 0.05 µs; nn.Module.__setattr__ several.
     if type(module).__setattr__ is nn.Module.__setattr__:
         return cast(Store, module._parameters)
@@ -346,6 +350,8 @@ class ShardedParam:
         chosen = before
         for module, name in self.entries:
             registered = getattr(module, name)
+            if WHOLE in registered.__dict__:
+                return  # `fsdp2.gathered` writes its values back, and registers this one
             if registered is not before:
                 chosen = registered
         if chosen is not before and not self._fits(chosen):
@@ -539,7 +545,7 @@ class ShardedParam:
 
     def swaps(self, param: nn.Parameter) -> list[Swap]:
         """The stores that register ``param``, ready to be run in a loop."""
-        return [(_store_of(module), name, param) for module, name in self.entries]
+        return [(store_of(module), name, param) for module, name in self.entries]
 
 
 def compute_dtype(options: GroupOptions, param: Any) -> torch.dtype:

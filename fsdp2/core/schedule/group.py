@@ -549,6 +549,11 @@ class ParamGroup:
             self._follow_between()
         self.state = SHARDED
 
+    def reshard_unless_hidden(self) -> None:
+        """Let the sharded parameters be registered; what is hidden stays for who may read it."""
+        if self.state is not HIDDEN:
+            self.reshard()
+
     def hide(self) -> None:
         """Register the sharded parameters, with their gradients; what is gathered stays in memory.
 

@@ -1,0 +1,15 @@
+"""Whole tensors in and out of a sharded model.
+
+gathered   `gathered`: parameters and gradients that are whole for a while, and written back
+stream     `full_parameters`: one unit after another, for export
+loading    `load_from_rank0`, `sync_module_states`: rank 0's weights and buffers to all
+subjects   which parameters a call is about, and whether all ranks mean the same
+way        how one parameter becomes whole and is cut again, exactly
+
+The room owns nothing but what is whole at the moment. It stands on `fsdp2.core` and changes no
+unit: who does not call it pays nothing.
+"""
+
+from fsdp2.full.gathered import gathered
+
+__all__ = ["gathered"]

@@ -1,0 +1,497 @@
+"""`gathered`: parameters that are whole for a while, and what becomes of changes to them.
+
+    enter   ranks compare what they ask for ── rows of each go up its levels ── registered, whole
+    body    reads and writes plain parameters
+    leave   ranks tell each other how they leave ── rows of each come down ── shards, in place
+
+A parameter may be whole several times, as contexts nest: each one has tensors of its own, and
+leaves its changes to the one around it, the outermost to the shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fsdp2.core.config import RankMismatchError, ShardingStateError
+from fsdp2.core.params.param import GATHERED, REPLACED, WHOLE, ShardedParam, is_extended, store_of
+from fsdp2.core.progress import OptimizerSteps
+from fsdp2.full.subjects import (
+    Agreement,
+    Names,
+    Subject,
+    chosen,
+    require_idle,
+    require_memory,
+    settle,
+    subjects_of,
+)
+from fsdp2.full.way import leaves_of, rebuilt, way_of
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a call asks for; see `gathered`."""
+
+    writeback: bool = True
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+    with_grads: bool = False
+    dtype: torch.dtype | None = None
+
+
+class Hold:
+    """One parameter, whole in one context.
+
+    Attributes:
+        full: what is registered; ``None`` on ranks that do not hold it.
+        outer: the context's around this one that holds the parameter, too.
+    """
+
+    def __init__(self, subject: Subject, settings: Settings, outer: Hold | None) -> None:
+        self.subject = subject
+        self.outer = outer
+        self.full: nn.Parameter | None = None
+        self._settings = settings
+        self._way = way_of(subject.param)
+        self._before: nn.Parameter = subject.param.sharded
+        if outer is not None and outer.full is not None:
+            self._before = outer.full
+
+    @property
+    def _everywhere(self) -> bool:
+        return not self._settings.rank0_only
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is one now: on the shards, or in the context around."""
+        return self._before.grad is not None
+
+    @torch.no_grad()
+    def open(self, with_grad: bool) -> None:
+        """Make it whole and register it."""
+        with torch.inference_mode(False):
+            source = self._before if self.outer is None else self.outer.full
+            whole = self._whole(source)
+            grad = self._whole_gradient(source) if with_grad else None
+            if whole is None:
+                return
+            self.full = _parameter(self.subject.param, whole)
+            if grad is not None:
+                if grad.dtype != whole.dtype:
+                    self.full.grad_dtype = grad.dtype
+                self.full.grad = grad
+        self._register(self.full)
+
+    def _whole(self, source: torch.Tensor | None) -> torch.Tensor | None:
+        """A whole tensor in memory of its own.
+
+        Args:
+            source: the sharded parameter, or what the context around holds here.
+        """
+        local = self.subject.param.local
+        if not is_extended(local):
+            return self._made(self._moved(source, local))
+        rows = leaves_of(local)
+        sources: list[torch.Tensor | None] = [None] * len(rows)
+        if self.outer is not None and source is not None:
+            sources[:] = leaves_of(source.detach())
+        found = [self._moved(each, own) for each, own in zip(sources, rows, strict=True)]
+        leaves = [leaf for leaf in found if leaf is not None]
+        if len(leaves) < len(rows):
+            return None
+        if self._settings.offload_to_cpu:
+            leaves = [leaf.cpu() for leaf in leaves]
+        return rebuilt(local, leaves, self._way.shape)
+
+    def _whole_gradient(self, source: nn.Parameter | None) -> torch.Tensor | None:
+        """The same of its gradient."""
+        grad = None if source is None else source.grad
+        if self.outer is None:
+            assert grad is not None
+            return self._made(self._moved(None, leaves_of(grad)[0]))
+        return self._made(self._moved(grad, self._gradient_rows()))
+
+    def _gradient_rows(self) -> torch.Tensor:
+        """Zeros of the shape, the dtype and on the device of this rank's gradient."""
+        param = self.subject.param
+        before = param.sharded.grad
+        dtype = param.grad_dtype if before is None else before.dtype
+        return leaves_of(param.local)[0].new_zeros(param.local.shape, dtype=dtype)
+
+    def _shown(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a tensor that has ``dtype`` as shards is whole here."""
+        if is_extended(self.subject.param.local):
+            return dtype
+        around = dtype if self.outer is None else self.outer._shown(dtype)
+        return _cast_to(around, self._settings.dtype)
+
+    def _moved(self, source: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
+        """A plain tensor, whole where this context holds it.
+
+        Args:
+            source: what is whole in the context around, if there is one and it is so here.
+            rows: this rank's rows, or where they are not read, anything that looks like them.
+        """
+        param, way, outer = self.subject.param, self._way, self.outer
+        if outer is None:
+            found = way.gather(param.laid_out(rows), self._everywhere)
+            return None if found is None else _own(param.as_seen(found), rows)
+        if outer._everywhere or not self._everywhere:
+            held = self._everywhere or way.is_first
+            return source.detach().clone() if held and source is not None else None
+        return self._spread(source, rows, outer._shown(rows.dtype))
+
+    def _spread(
+        self, whole: torch.Tensor | None, rows: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """What is whole on the first rank, on all."""
+        param = self.subject.param
+        laid = None if whole is None else param.laid_out(whole.detach())
+        like = param.laid_out(rows.to(dtype))
+        return param.as_seen(self._way.spread(laid, like))
+
+    def _made(self, whole: torch.Tensor | None) -> torch.Tensor | None:
+        """On the device and of the dtype that was asked for."""
+        if whole is None:
+            return None
+        device = torch.device("cpu") if self._settings.offload_to_cpu else self._way.device
+        return whole.to(device, _cast_to(whole.dtype, self._settings.dtype))
+
+    # ---- the end
+
+    def problem(self) -> str | None:
+        """What is wrong with what the body left registered; ``None`` if nothing."""
+        if self.full is None:
+            return None
+        left = self._left()
+        if tuple(left.shape) != tuple(self.full.shape):
+            return f"is of shape {tuple(left.shape)} now, not {tuple(self.full.shape)}"
+        if left.is_meta:
+            return "is on the meta device now"
+        return None
+
+    def _left(self) -> torch.Tensor:
+        """What is registered now: the body may have put another tensor there."""
+        assert self.full is not None
+        for module, name in self.subject.entries:
+            left = getattr(module, name)
+            if left is not self.full and isinstance(left, torch.Tensor):
+                return left
+        return self.full
+
+    @torch.no_grad()
+    def write(self, has_gradient: bool) -> None:
+        """Write what the body left to where this context has it from, in place.
+
+        Args:
+            has_gradient: whether there is one to write, on ranks that hold the parameter.
+        """
+        left = None if self.full is None else self._left().detach()
+        with torch.inference_mode(False):
+            if self.outer is None:
+                self._write_rows(left)
+            else:
+                self._write_outer(left)
+            if self._settings.with_grads:
+                self._write_gradient(has_gradient)
+
+    def _write_rows(self, left: torch.Tensor | None) -> None:
+        param = self.subject.param
+        rows = leaves_of(param.local)
+        wholes: Sequence[torch.Tensor | None] = [None] * len(rows)
+        if left is not None:
+            if is_extended(param.local) and not is_extended(left):
+                left = param.local.new_zeros(left.shape).copy_(left)
+            wholes = leaves_of(left)
+        for whole, own in zip(wholes, rows, strict=True):
+            dtype = self._shown(own.dtype)
+            _put(self._cut(whole, own, dtype), own, dtype)
+
+    def _cut(
+        self, whole: torch.Tensor | None, own: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """This rank's rows of ``whole``, as users see them; it is ``None`` where others have it."""
+        param, way = self.subject.param, self._way
+        laid = None if whole is None else param.laid_out(whole)
+        if self._everywhere:
+            assert laid is not None
+            return param.as_seen(way.cut(laid))
+        like = param.laid_out(own).to(dtype)
+        return param.as_seen(way.scatter(laid, like))
+
+    def _write_outer(self, left: torch.Tensor | None) -> None:
+        """To the tensors of the context around this one."""
+        outer, rows = self.outer, leaves_of(self.subject.param.local)
+        assert outer is not None
+        sources: list[torch.Tensor | None] = [None] * len(rows)
+        if left is not None:
+            sources[:] = leaves_of(left)
+        if outer._everywhere and not self._everywhere:  # the first rank tells the others
+            pairs = zip(sources, rows, strict=True)
+            sources = [self._spread(each, own, self._shown(own.dtype)) for each, own in pairs]
+        if outer.full is None:
+            return
+        for target, source in zip(leaves_of(outer.full.detach()), sources, strict=True):
+            assert source is not None
+            _put(source, target, _cast_to(target.dtype, self._settings.dtype))
+
+    def _write_gradient(self, present: bool) -> None:
+        param, outer = self.subject.param, self.outer
+        grad = None if self.full is None else self._left().grad
+        if not present:
+            self._before.grad = None
+            return
+        rows = self._gradient_rows()
+        shown = self._shown(rows.dtype)
+        if outer is None:
+            before = param.sharded.grad
+            own = rows if before is None else leaves_of(before)[0]
+            _put(self._cut(grad, own, shown), own, shown)
+            if before is None:
+                param.sharded.grad = param.gradient_over(own)
+            return
+        if outer._everywhere and not self._everywhere:
+            grad = self._spread(grad, rows, shown)
+        if outer.full is not None and grad is not None:
+            if outer.full.grad is None:
+                outer.full.grad = torch.zeros_like(outer.full)
+            target = outer.full.grad
+            _put(grad, target, _cast_to(target.dtype, self._settings.dtype))
+
+    def close(self) -> None:
+        """Register what was registered before."""
+        if self.outer is None:
+            self.subject.group.reshard_unless_hidden()
+        self._register(self._before)
+
+    def left_gradient(self) -> bool:
+        """Whether the body left a gradient here."""
+        return self.full is not None and self._left().grad is not None
+
+    def _register(self, param: nn.Parameter) -> None:
+        for module, name in self.subject.entries:
+            store_of(module)[name] = param
+
+
+def _parameter(param: ShardedParam, whole: torch.Tensor) -> nn.Parameter:
+    requires_grad = param.sharded.requires_grad and (
+        whole.is_floating_point() or whole.is_complex()
+    )
+    full = nn.Parameter(whole, requires_grad=requires_grad)
+    full.__dict__.update(param.attributes)
+    full.__dict__.update({WHOLE: param.name, GATHERED: param.name, REPLACED: weakref.ref(param)})
+    return full
+
+
+def _own(whole: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """``whole`` in memory of its own: on one rank it may be the rows themselves."""
+    same = whole.untyped_storage()._cdata == rows.untyped_storage()._cdata
+    return whole.clone() if same else whole
+
+
+def _cast_to(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """``wanted`` for floating-point tensors; others stay what they are."""
+    return wanted if wanted is not None and own.is_floating_point else own
+
+
+def _put(new: torch.Tensor, target: torch.Tensor, shown: torch.dtype) -> None:
+    """Write ``new`` to ``target``; what was shown in another dtype and left alone, keeps its bits.
+
+    Args:
+        new: values.
+        target: where they go.
+        shown: the dtype in which the body saw ``target``.
+    """
+    if shown == target.dtype:
+        target.copy_(new)
+        return
+    new = new.to(target.device, shown)
+    kept = new == target.to(shown)
+    target.copy_(torch.where(kept, target, new.to(target.dtype)))
+
+
+# ---- the context
+
+_holds: weakref.WeakKeyDictionary[ShardedParam, list[Hold]] = weakref.WeakKeyDictionary()
+"""The contexts that hold a parameter now, the innermost last."""
+
+
+@contextlib.contextmanager
+def gathered(
+    module: nn.Module,
+    *,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+    names: Names = None,
+    dtype: torch.dtype | None = None,
+) -> Iterator[None]:
+    """Let parameters be whole: plain tensors, registered in their modules, exact to the bit.
+
+    Every rank enters and leaves together, with the same arguments, between iterations. Parameters
+    are gathered in their own dtype, whatever the mixed-precision policy computes in. All arguments
+    go with each other.
+
+    - *Changes* are written into the shards in place: DTensors stay the objects they are, and
+      optimizers that hold them see the new values. With ``rank0_only=False`` each rank takes its
+      rows of what it has itself, so make the same change on all ranks.
+    - *An exception* in the body, on any rank, drops all changes: the model is sharded, and as it
+      was. Where the body raised on another rank, this one raises `ShardingStateError`.
+    - *Nested* contexts have tensors of their own. An inner one starts from what the outer one has
+      now, and writes back to that.
+    - *Tied* parameters are one object under all their names. *Tensor-parallel* ones are whole over
+      those ranks, too. *Tensor subclasses* stay what they are, and keep their dtype.
+    - A module's state dict, taken inside, holds the whole tensors; one that is loaded inside may
+      be whole. Do not run a forward, call ``.to()``, or step an optimizer inside.
+
+    The model holds all that is asked for at once. `full_parameters` goes unit by unit.
+
+    Args:
+        module: a module with sharded parameters: the model, one unit, or any module in them.
+        recurse: ``False`` leaves out the parameters of units below. Default ``True``.
+        writeback: ``False`` drops changes. Default ``True``.
+        rank0_only: the first rank of each parameter's mesh has it whole. Others keep the shards
+            registered, and never hold the rest. Changes on that rank are scattered to all. Default
+            ``False``.
+        offload_to_cpu: whole parameters lie in CPU memory, and the device holds one at a time.
+            Default ``False``.
+        with_grads: whole gradients are there, too, as ``.grad``, as far as they are reduced. They
+            are written back like parameters; one that the body removes or adds is removed or
+            added. Default ``False``.
+        names: full names below ``module``, a set, or a function of one. A tied parameter goes by
+            any of its names. ``None`` (default): all.
+        dtype: floating-point parameters and gradients are cast to it. Elements that the body
+            leaves alone keep all bits of theirs. ``None`` (default): their own.
+
+    Raises:
+        ShardingStateError: a forward or a backward is under way; a parameter has no memory yet; an
+            optimizer stepped in the body; another rank left with an exception.
+        RankMismatchError: ranks ask for different things.
+        ValueError: a name is unknown; a parameter was given another shape in the body.
+        TypeError: ``names`` or ``dtype`` is of a wrong type.
+
+    Example::
+
+        with fsdp2.gathered(model.head, writeback=True), torch.no_grad():
+            model.head.weight /= model.head.weight.norm(dim=1, keepdim=True)
+    """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"gathered(dtype=…) takes a torch.dtype or None, not {dtype!r}")
+    settings = Settings(writeback, rank0_only, offload_to_cpu, with_grads, dtype)
+    subjects = subjects_of(module, recurse)
+    require_idle(subjects, "gathered")
+    selected = chosen(subjects, names)
+    require_memory(selected)
+    agreement = Agreement(subject.param for subject in subjects)
+    steps = OptimizerSteps.ended
+    holds = _open(selected, settings, agreement)
+    try:
+        yield
+    except BaseException as error:
+        # Others wait to hear of it; not of what ends the process.
+        if writeback and isinstance(error, Exception):
+            agreement.largest([_RAISED, *(0 for _ in holds)])
+        _close(holds)
+        raise
+    try:
+        if writeback:
+            _write(holds, settings, agreement, steps)
+    finally:
+        _close(holds)
+
+
+_RAISED, _STEPPED, _RESHAPED = 3, 2, 1
+"""How a rank leaves; the largest counts."""
+
+
+def _open(subjects: Sequence[Subject], settings: Settings, agreement: Agreement) -> list[Hold]:
+    settle([s for s in subjects if not _holds.get(s.param)], settings.with_grads)
+    holds = [Hold(s, settings, next(iter(_holds.get(s.param, [])[-1:]), None)) for s in subjects]
+    gradients = [settings.with_grads and hold.has_gradient for hold in holds]
+    depths = [len(_holds.get(subject.param, ())) for subject in subjects]
+    facts = (settings, [subject.names for subject in subjects], depths)
+    if not agreement.is_alike(facts):
+        raise RankMismatchError(
+            "ranks called gathered() with different arguments, or for different parameters; call "
+            "it on all ranks alike"
+        )
+    gradients = _checked_gradients(holds, gradients, settings, agreement)
+    opened: list[Hold] = []
+    try:
+        for hold, with_grad in zip(holds, gradients, strict=True):
+            hold.open(with_grad)
+            _holds.setdefault(hold.subject.param, []).append(hold)
+            opened.append(hold)
+    except BaseException:
+        _close(opened)
+        raise
+    return holds
+
+
+def _checked_gradients(
+    holds: Sequence[Hold], gradients: list[bool], settings: Settings, agreement: Agreement
+) -> list[bool]:
+    """Which gradients there are, on all ranks alike."""
+    if not settings.with_grads:
+        return gradients
+    # In a context around this one that is whole on the first rank alone, others have none.
+    known = [
+        hold.outer is None or hold.outer.full is not None or hold.outer._everywhere
+        for hold in holds
+    ]
+    there = [int(k and g) for k, g in zip(known, gradients, strict=True)]
+    absent = [int(k and not g) for k, g in zip(known, gradients, strict=True)]
+    most = agreement.largest([*there, *absent])
+    for hold, some, none in zip(holds, most[: len(there)], most[len(there) :], strict=True):
+        if some and none:
+            raise RankMismatchError(
+                f"parameter '{hold.subject.names[0]}' has a gradient on some ranks, but not on "
+                f"all; call gathered() without with_grads, or set_reduce_scatter_unused_params "
+                f"before backward"
+            )
+    return [bool(some) for some in most[: len(there)]]
+
+
+def _write(holds: Sequence[Hold], settings: Settings, agreement: Agreement, steps: int) -> None:
+    problems = {h.subject.names[0]: found for h in holds if (found := h.problem()) is not None}
+    own = _STEPPED if steps != OptimizerSteps.ended else _RESHAPED if problems else 0
+    gradients = [int(settings.with_grads and hold.left_gradient()) for hold in holds]
+    worst, *gradients = agreement.largest([own, *gradients])
+    for name, problem in problems.items():
+        raise ValueError(
+            f"parameter '{name}' {problem}, so that gathered() wrote nothing back; copy new values "
+            f"into it"
+        )
+    if worst == _STEPPED:
+        raise ShardingStateError(
+            "an optimizer stepped inside gathered(), which would be overwritten, so that nothing "
+            "was written back; step outside of it, or call it with writeback=False"
+        )
+    if worst:
+        raise ShardingStateError(
+            "another rank left gathered() with an exception, so that nothing was written back; see "
+            "what it raised"
+        )
+    for hold, gradient in zip(holds, gradients, strict=True):
+        hold.write(bool(gradient))
+    OptimizerSteps.count += 1  # what is gathered anywhere is out of date
+    for group in {hold.subject.group: None for hold in holds}:
+        group.free_if_outdated()
+
+
+def _close(holds: Sequence[Hold]) -> None:
+    for hold in reversed(holds):
+        found = _holds.get(hold.subject.param, [])
+        if hold in found:
+            found.remove(hold)
+            if not found:
+                del _holds[hold.subject.param]
+        hold.close()

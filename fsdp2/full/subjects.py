@@ -1,0 +1,196 @@
+"""Which parameters a call is about, whether it may come now, and whether all ranks mean the same.
+
+module ── subjects_of ──> [Subject(param, group, unit, names, entries), …], as modules come
+       ── require_idle ──> no forward or backward is under way
+       ── Agreement ──> a few numbers that all ranks compare, or of which they take the largest
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from fsdp2.core.config import ShardingStateError
+from fsdp2.core.device.collectives import GroupCollectives, ProcessGroup
+from fsdp2.core.modules.registrations import follow_replaced
+from fsdp2.core.modules.registry import record_of_unit, records_below
+from fsdp2.core.modules.selection import managed_modules
+from fsdp2.core.modules.ties import Owners
+from fsdp2.core.params.param import ModuleEntry, ShardedParam
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.unit import Unit, all_units
+
+Names = Callable[[str], bool] | Set[str] | None
+"""Which parameters: a predicate of a full name, full names, or all."""
+
+_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+"""What wrappers put into names."""
+
+
+def clean(name: str) -> str:
+    """A full name as it was before torch.compile and checkpoint wrappers."""
+    for prefix in _PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+@dataclass
+class Subject:
+    """A managed parameter below a module.
+
+    Attributes:
+        param: the parameter.
+        group: its group.
+        unit: the unit that owns it.
+        names: its full names below the module, the first registered first: several, where it is
+            tied.
+        entries: where it is registered, below the module or not.
+    """
+
+    param: ShardedParam
+    group: ParamGroup
+    unit: Unit
+    names: list[str] = field(default_factory=list)
+    entries: list[ModuleEntry] = field(default_factory=list)
+
+
+def walk(module: nn.Module, recurse: bool) -> Iterable[tuple[str, nn.Module]]:
+    """Prefixes and modules: all below, or those that belong to no unit below."""
+    if not recurse:
+        return [(prefix, member) for member, prefix in managed_modules((module,))]
+    named = module.named_modules(remove_duplicate=False)
+    return [(f"{name}." if name else "", member) for name, member in named]
+
+
+def subjects_of(module: nn.Module, recurse: bool) -> list[Subject]:
+    """The managed parameters below a module, each once."""
+    units = all_units()
+    known = {id(f) for u in units for g in u.own_groups for p in g.params for f in p.forms()}
+    for record in records_below(module):
+        for group in record.unit.own_groups:
+            follow_replaced(group, known)
+    owners = Owners(units)
+    found: dict[ShardedParam, Subject] = {}
+    for prefix, member in walk(module, recurse):
+        for key, registered in member._parameters.items():
+            owned = None if registered is None else owners.of(registered)
+            if owned is None:
+                continue
+            subject = found.get(owned.param)
+            if subject is None:
+                subject = found[owned.param] = Subject(owned.param, owned.group, owned.unit)
+                subject.entries = list(owned.param.entries)
+            name = clean(prefix + key)
+            if name not in subject.names:
+                subject.names.append(name)
+            if (member, key) not in subject.entries:
+                subject.entries.append((member, key))
+    return list(found.values())
+
+
+def chosen(subjects: Sequence[Subject], names: Names) -> list[Subject]:
+    """Those of ``subjects`` that ``names`` means.
+
+    Raises:
+        TypeError: ``names`` is neither callable nor a set of names.
+        ValueError: it has a name that no parameter has.
+    """
+    if names is None:
+        return list(subjects)
+    if callable(names):
+        return [subject for subject in subjects if any(map(names, subject.names))]
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise TypeError(
+            f"gathered(names=…) takes a set of full names or a function of one, not {names!r}; "
+            f"pass for example {{'head.weight'}}"
+        )
+    wanted = set(names)
+    known = {name for subject in subjects for name in subject.names}
+    for name in sorted(wanted - known):
+        raise ValueError(
+            f"gathered(names=…) names '{name}', but no sharded parameter below this module has "
+            f"that name; pass names as in named_parameters()"
+        )
+    return [subject for subject in subjects if wanted & set(subject.names)]
+
+
+def require_idle(subjects: Iterable[Subject], function: str) -> None:
+    """Raise if a forward or a backward of one of the units is under way.
+
+    Raises:
+        ShardingStateError: it is.
+    """
+    for unit in {subject.unit: None for subject in subjects}:
+        record = record_of_unit(unit)
+        scheduler = None if record is None else record.scheduler
+        if scheduler is None:
+            continue
+        in_backward = scheduler.in_backward or torch._C._current_graph_task_id() != -1
+        if in_backward or scheduler.forward_root is not None:
+            during = "backward" if in_backward else "forward"
+            raise ShardingStateError(
+                f"{function}() was called during {during} of '{unit.title}'; call it after its "
+                f"end, or after an exception call reset_iter_state() first"
+            )
+
+
+def require_memory(subjects: Iterable[Subject]) -> None:
+    """Raise, naming the parameter, if one has no memory or is on another device than its mesh."""
+    for subject in subjects:
+        group = subject.group
+        home = group.device if group.offload is None else torch.device("cpu")
+        subject.param.check_usable(home, group.offload is not None)
+
+
+def settle(subjects: Iterable[Subject], with_grads: bool) -> None:
+    """Let the sharded parameters be registered, and nothing read or write them any more."""
+    for group in {subject.group: None for subject in subjects}:
+        group.reshard_unless_hidden()
+        group.settle()
+    if with_grads:
+        records = [record_of_unit(unit) for unit in {subject.unit: None for subject in subjects}]
+        for scheduler in {record.scheduler: None for record in records if record is not None}:
+            if scheduler is not None:
+                scheduler.wait_for_reductions()
+
+
+class Agreement:
+    """What all ranks of the meshes of some parameters say, axis by axis.
+
+    Args:
+        params: the parameters; the same on all ranks.
+    """
+
+    def __init__(self, params: Iterable[ShardedParam]) -> None:
+        lines: dict[ProcessGroup, torch.device] = {}
+        for param in params:
+            device = param.axes.device
+            for group in (param.axes.group, param.axes.replicas):
+                if group is not None:
+                    lines.setdefault(group, device)
+            if param.parallel is not None:
+                for group in param.parallel.mesh.get_all_groups():
+                    lines.setdefault(group, device)
+        self._lines = [
+            GroupCollectives(group, device, asynchronous=False)
+            for group, device in lines.items()
+            if group.size() > 1
+        ]
+
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """The largest of each number over all ranks; equally many on each."""
+        found = list(numbers)
+        if found:
+            for line in self._lines:
+                found = [max(column) for column in zip(*line.exchange(found), strict=True)]
+        return found
+
+    def is_alike(self, facts: object) -> bool:
+        """Whether all ranks have the same facts, by their ``repr``."""
+        digest = hashlib.sha256(repr(facts).encode()).digest()
+        number = int.from_bytes(digest[:7], "little")
+        return self.largest([number, -number]) == [number, -number]

@@ -1,0 +1,370 @@
+"""How one parameter becomes whole and is cut again: exactly, in its own dtype, leaf by leaf.
+
+    global   [ 8, 6 ]      ── Level(tensor parallel dim) ──>  [ 4, 6 ]
+             [ 4, 6 ]      ── Level(replicas)            ──>  [ 4, 6 ]     the same on each
+             [ 4, 6 ]      ── Level(shard axis)          ──>  [ 2, 6 ]     this rank's rows
+
+Rows go up the levels to become whole: on every rank (all-gathers), or on the first alone (gathers
+to the first of each level, so that no other rank ever receives more than its part). They come down
+by cutting alone, where every rank has the whole, or are scattered by the first.
+
+A gather of the engine is made for compute: it casts. This one is made for values: it moves bytes.
+
+A tensor subclass travels as the plain tensors that it wraps, its *leaves*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fsdp2.core.config import ShardingStateError
+from fsdp2.core.device.collectives import (
+    GroupCollectives,
+    ProcessGroup,
+    broadcast_from_first,
+    gather_to_first,
+    scatter_from_first,
+)
+from fsdp2.core.layout.layout import Slot
+from fsdp2.core.layout.mesh import MeshAxes
+from fsdp2.core.params.param import ShardedParam, is_extended
+
+Part = Callable[[torch.Tensor, int], torch.Tensor]
+"""A rank's part of a whole tensor: a view."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """One dim of a mesh: what its ranks hold of what is above.
+
+    Attributes:
+        group: process group; ``None`` where there is one rank.
+        size: its number of ranks.
+        rank: this process's position.
+        part: how it is cut; ``None`` where each rank has a copy.
+        in_order: whether the parts of a tensor of some shape, padded, lie in it one behind another.
+    """
+
+    group: ProcessGroup | None
+    size: int
+    rank: int
+    part: Part | None
+    in_order: Callable[[Sequence[int]], bool]
+
+
+@dataclass(frozen=True)
+class Way:
+    """The levels of one parameter, the whole one's first.
+
+    Attributes:
+        name: the parameter's, for messages.
+        levels: as described above.
+        device: where collectives run.
+        dims: the dims that are cut, as the rows are laid out.
+        shape: of the whole parameter, laid out.
+    """
+
+    name: str
+    levels: tuple[Level, ...]
+    device: torch.device
+    dims: frozenset[int]
+    shape: tuple[int, ...]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of every level: "rank 0" of this parameter."""
+        return all(level.rank == 0 for level in self.levels)
+
+    def gather(self, rows: torch.Tensor, everywhere: bool) -> torch.Tensor | None:
+        """The whole of one leaf; ``None`` on ranks that do not get it.
+
+        Args:
+            rows: this rank's, a plain tensor, laid out; in the memory of any device.
+            everywhere: whether all ranks get it, or the first alone.
+        """
+        shapes = self._shapes(rows)
+        held = rows.to(self.device).contiguous()
+        for level, shape in zip(reversed(self.levels), reversed(shapes[:-1]), strict=True):
+            if level.part is not None and level.group is not None:
+                found = _gather(level, held, shape, everywhere)
+                if found is None:
+                    return None
+                held = found
+            elif not everywhere and level.rank != 0:
+                return None
+        return held
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a whole leaf: a view."""
+        for level in self.levels:
+            if level.part is not None:
+                whole = level.part(whole, level.rank)
+        return whole
+
+    def scatter(self, whole: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a leaf that is whole on the first rank.
+
+        Args:
+            whole: on the first rank; ``None`` elsewhere.
+            like: this rank's rows as they are: of the right shape.
+        """
+        shapes = self._shapes(like)
+        dtype = like.dtype
+        held = None if whole is None else whole.to(self.device, dtype)
+        for at, level in enumerate(self.levels):
+            if level.group is None or any(below.rank for below in self.levels[at + 1 :]):
+                continue
+            if level.part is not None:
+                held = _scatter(level, held, shapes[at], dtype, self.device)
+            else:
+                held = _broadcast(level.group, held, shapes[at], dtype, self.device)
+        assert held is not None
+        return held
+
+    def spread(self, whole: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        """A whole leaf, on every rank, that is on the first rank; arguments as `scatter`."""
+        held = None if whole is None else whole.to(self.device, like.dtype)
+        shape = self._shapes(like)[0]
+        for at, level in enumerate(self.levels):
+            if level.group is not None and not any(b.rank for b in self.levels[at + 1 :]):
+                held = _broadcast(level.group, held, shape, like.dtype, self.device)
+        assert held is not None
+        return held
+
+    def _shapes(self, rows: torch.Tensor) -> list[tuple[int, ...]]:
+        """Of a leaf: whole, below the first level, and so on, this rank's at last."""
+        whole = tuple(
+            self.shape[dim] if dim in self.dims else length for dim, length in enumerate(rows.shape)
+        )
+        shapes = [whole]
+        for level in self.levels:
+            shape = shapes[-1]
+            shapes.append(shape if level.part is None else _part_shape(level, shape, level.rank))
+        if shapes[-1] != tuple(rows.shape):
+            raise ShardingStateError(
+                f"parameter '{self.name}' is of a tensor subclass with a part of shape "
+                f"{tuple(rows.shape)}, which is not cut as the parameter is; pass names= without it"
+            )
+        return shapes
+
+
+def _part_shape(level: Level, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+    assert level.part is not None
+    return tuple(level.part(torch.empty(shape, device="meta"), rank).shape)
+
+
+def _numel(level: Level, shape: Sequence[int]) -> int:
+    """Elements of the largest part: the first rank's."""
+    return torch.Size(_part_shape(level, shape, 0)).numel()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat tensor as what every backend moves."""
+    return tensor.view(torch.uint8)
+
+
+def _gather(
+    level: Level, rows: torch.Tensor, shape: tuple[int, ...], everywhere: bool
+) -> torch.Tensor | None:
+    assert level.part is not None
+    assert level.group is not None
+    n = _numel(level, shape)
+    flat = rows.reshape(-1)
+    if flat.numel() != n:
+        flat = torch.cat([flat, flat.new_zeros(n - flat.numel())])
+    receives = everywhere or level.rank == 0
+    buffer = flat.new_empty(level.size * n if receives else 0)
+    if n:
+        if everywhere:
+            line = GroupCollectives(level.group, rows.device, asynchronous=False)
+            work = line.all_gather(_bytes(buffer), _bytes(flat))
+            if work is not None:
+                work.wait()
+        else:
+            pieces = [_bytes(piece) for piece in buffer.split(n)] if receives else None
+            gather_to_first(level.group, pieces, _bytes(flat))
+    if not receives:
+        return None
+    if level.in_order(shape):
+        return buffer[: torch.Size(shape).numel()].view(shape)
+    whole = buffer.new_empty(shape)
+    for rank in range(level.size):
+        part = level.part(whole, rank)
+        part.copy_(buffer[rank * n : rank * n + part.numel()].view(part.shape))
+    return whole
+
+
+def _scatter(
+    level: Level,
+    whole: torch.Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    assert level.part is not None
+    assert level.group is not None
+    n = _numel(level, shape)
+    own = _part_shape(level, shape, level.rank)
+    received = torch.empty(n, dtype=dtype, device=device)
+    if n:
+        pieces = None
+        if whole is not None:
+            padded = torch.zeros(level.size, n, dtype=dtype, device=device)
+            for rank in range(level.size):
+                part = level.part(whole, rank)
+                padded[rank, : part.numel()].view(part.shape).copy_(part)
+            pieces = [_bytes(piece) for piece in padded.unbind()]
+        scatter_from_first(level.group, _bytes(received), pieces)
+    return received[: torch.Size(own).numel()].view(own)
+
+
+def _broadcast(
+    group: ProcessGroup,
+    held: torch.Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    sent = torch.empty(shape, dtype=dtype, device=device) if held is None else held.contiguous()
+    if sent.numel():
+        broadcast_from_first(group, _bytes(sent.view(-1)))
+    return sent
+
+
+# ---- from a parameter to its levels
+
+
+def way_of(param: ShardedParam) -> Way:
+    """The levels of a parameter.
+
+    Raises:
+        ShardingStateError: its tensor-parallel placements are of a kind that is not known.
+    """
+    axes, slot = param.axes, slot_of(param)
+    levels: list[Level] = []
+    dims = set(slot.cut.dims)
+    shape = param.shape
+    if param.parallel is not None:
+        shape = tuple(param.parallel.shape)
+        for level, dim in _parallel_levels(param, axes):
+            levels.append(level)
+            if dim is not None:
+                dims.add(dim)
+    if axes.replicas is not None:
+        copies = axes.replicas
+        levels.append(Level(copies, axes.copies, copies.rank(), None, lambda _: False))
+    levels.append(Level(axes.group, axes.size, axes.rank, slot.part, _order_of(slot)))
+    return Way(param.name, tuple(levels), axes.device, frozenset(dims), shape)
+
+
+def slot_of(param: ShardedParam) -> Slot:
+    """A parameter's pieces, wherever they lie."""
+    return Slot(0, param.shape, param.cut, param.axes.size, 0, 0)
+
+
+def _order_of(slot: Slot) -> Callable[[Sequence[int]], bool]:
+    return lambda shape: slot.cut.in_order(shape, slot.world_size)
+
+
+def _parallel_levels(param: ShardedParam, axes: MeshAxes) -> Iterator[tuple[Level, int | None]]:
+    assert param.parallel is not None
+    mesh: DeviceMesh = param.parallel.mesh
+    own = () if axes.dims is None else (*axes.dims.shard_names, *axes.dims.replicate_names)
+    for at, placement in enumerate(param.parallel.placements):
+        if axes.full is not None and (mesh.mesh_dim_names or ())[at] in own:
+            continue  # a data-parallel dim of the full mesh: the shard axis or the replicas
+        group, size, rank = mesh.get_group(at), mesh.size(at), mesh.get_local_rank(at)
+        if placement.is_replicate():
+            yield Level(group, size, rank, None, lambda _: False), None
+        elif type(placement) is Shard:
+            dim = placement.dim
+            part, order = _chunks(dim, size), _chunks_order(dim, size)
+            yield Level(group, size, rank, part, order), dim
+        else:
+            raise ShardingStateError(
+                f"parameter '{param.name}' is {placement} on a tensor-parallel mesh, which "
+                f"cannot be made whole here; pass names= without it, and call its full_tensor()"
+            )
+
+
+def _chunks(dim: int, size: int) -> Part:
+    """How DTensor cuts on one dim: pieces of ``ceil(length / size)``, the last ones short."""
+
+    def part(whole: torch.Tensor, rank: int) -> torch.Tensor:
+        length = whole.shape[dim]
+        chunk = -(-length // size)
+        start = min(rank * chunk, length)
+        return whole.narrow(dim, start, min(chunk, length - start))
+
+    return part
+
+
+def _chunks_order(dim: int, size: int) -> Callable[[Sequence[int]], bool]:
+    def in_order(shape: Sequence[int]) -> bool:
+        before = torch.Size(shape[:dim]).numel()
+        return dim == 0 or (before == 1 and shape[dim] % size == 0)
+
+    return in_order
+
+
+# ---- leaves of tensor subclasses
+
+
+def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that make up a local tensor; itself where it is plain."""
+    if isinstance(tensor, DTensor):
+        return leaves_of(tensor._local_tensor)
+    if not is_extended(tensor):
+        return [tensor]
+    inner = _inner(tensor)
+    if not inner:
+        return [tensor.as_subclass(torch.Tensor)]
+    return [leaf for name in inner for leaf in leaves_of(getattr(tensor, name))]
+
+
+def rebuilt(
+    like: torch.Tensor, leaves: Sequence[torch.Tensor], shape: Sequence[int]
+) -> torch.Tensor:
+    """A tensor of ``like``'s class over ``leaves``.
+
+    Args:
+        like: a local tensor.
+        leaves: as `leaves_of` orders them, all of another length than ``like``'s.
+        shape: of the result.
+    """
+    if not is_extended(like):
+        return leaves[0]
+    inner = _inner(like)
+    if not inner:
+        return leaves[0].as_subclass(type(like))
+    if not is_traceable_wrapper_subclass(like):  # only its own operators know how to make one
+        made = like.new_zeros(tuple(shape))
+        for target, leaf in zip(leaves_of(made), leaves, strict=True):
+            target.copy_(leaf)
+        return made
+    taken = iter(leaves)
+    parts = {}
+    for name in inner:
+        below = getattr(like, name)
+        own = [next(taken) for _ in leaves_of(below)]
+        parts[name] = rebuilt(below, own, own[0].shape)
+    _, context = like.__tensor_flatten__()
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    made_of: torch.Tensor = type(like).__tensor_unflatten__(
+        parts, context, torch.Size(shape), stride
+    )
+    return made_of
+
+
+def _inner(tensor: torch.Tensor) -> list[str]:
+    """Names of the attributes that hold what a tensor subclass wraps."""
+    if is_traceable_wrapper_subclass(tensor):
+        names: list[str] = list(tensor.__tensor_flatten__()[0])
+        return names
+    return [name for name, value in vars(tensor).items() if isinstance(value, torch.Tensor)]
