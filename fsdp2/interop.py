@@ -15,6 +15,7 @@ left for a module of ours to run. One that a newer torch has and fsdp2 has not, 
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -694,6 +695,11 @@ WRAPPER_NAMES: dict[str, Any] = {
     name: getattr(fsdp, name) for name in fsdp.__all__ if name not in TORCHS_NAMES
 }
 """What torch exports of its FSDP1, by name, as it was when fsdp2 was imported."""
+
+with contextlib.suppress(ImportError):  # in the torch to come
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    WRAPPER_NAMES["ShardedGradScaler"] = ShardedGradScaler
 
 
 class _TorchsWrapperToo(type):

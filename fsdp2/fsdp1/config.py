@@ -1,7 +1,7 @@
 """What `FullyShardedDataParallel` is configured with: torch's names, fields, order and defaults.
 
-Objects of torch's own classes are taken, too. Enums of both are equal where their names are, so that
-a script may mix them. The documentation of torch's FSDP1 is the source of names and meanings.
+Objects of torch's own classes are taken, too. Enums of both are equal where their names are, so
+that a script may mix them. The documentation of torch's FSDP1 is the source of names and meanings.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fsdp2.core.config import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp2.interop import CPUOffloadPolicy, MixedPrecisionPolicy
 
 E = TypeVar("E", bound=Enum)
 
@@ -141,7 +141,8 @@ def checked_precision(value: Any) -> MixedPrecision:
             f"FullyShardedDataParallel(mixed_precision=…) takes a MixedPrecision, not {value!r}; "
             f"import it from fsdp2.fsdp1"
         )
-    return value  # type: ignore[no-any-return]  # of torch's class, with the same fields
+    found: MixedPrecision = value  # or of torch's class, with the same fields
+    return found
 
 
 def policy_of(precision: MixedPrecision) -> MixedPrecisionPolicy:

@@ -75,10 +75,9 @@ def ignored_of(
             "FullyShardedDataParallel got ignored_modules and ignored_states; pass ignored_states "
             "alone"
         )
-    named: list[Any] = list(ignored_modules if ignored_states is None else ignored_states) if (
-        ignored_modules is not None or ignored_states is not None
-    ) else []
-    kinds = (nn.Module,) if ignored_states is None else (nn.Module, nn.Parameter)
+    given: Iterable[Any] | None = ignored_modules if ignored_states is None else ignored_states
+    named: list[Any] = [] if given is None else list(given)
+    kinds: tuple[type, ...] = (nn.Module,) if ignored_states is None else (nn.Module, nn.Parameter)
     for member in named:
         if not isinstance(member, kinds):
             wanted = " or ".join(kind.__name__ for kind in kinds)
@@ -203,7 +202,7 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def synchronise(
-    module: nn.Module, groups: Iterable[ProcessGroup | None], device: torch.device, ignored: Ignored
+    module: nn.Module, groups: Iterable[ProcessGroup], device: torch.device, ignored: Ignored
 ) -> None:
     """Give all ranks the first one's parameters and buffers, before they are sharded.
 
@@ -221,7 +220,7 @@ def synchronise(
         if tensor not in ignored.params
     }
     for group in groups:
-        for tensor in tensors if group is not None else ():
+        for tensor in tensors:
             local = getattr(tensor, "_local_tensor", tensor).detach()
             sent = local.to(device).contiguous()
             broadcast_from_first(group, sent)
@@ -288,7 +287,7 @@ def keep_low_precision(params: Iterable[nn.Parameter], dtype: torch.dtype) -> No
     def narrow(param: torch.Tensor) -> None:
         grad = param.grad
         if grad is not None and grad.dtype != dtype:
-            param.grad_dtype = None  # type: ignore[attr-defined]  # any; not in torch's stubs
+            param.grad_dtype = None  # any
             param.grad = grad.to(dtype)
 
     for param in params:

@@ -87,11 +87,11 @@ class ShardedGradScaler(GradScaler):
                     rows = local_of(param.grad)
                     alike.setdefault((rows.device, rows.dtype), []).append(rows)
         with torch.no_grad():
-            for (device, _), rows in alike.items():
+            for (device, _), grads in alike.items():
                 found.setdefault(device, found_inf.to(device, copy=True))
                 inverse.setdefault(device, inv_scale.to(device))
                 torch._amp_foreach_non_finite_check_and_unscale_(
-                    rows, found[device], inverse[device]
+                    grads, found[device], inverse[device]
                 )
         return found
 

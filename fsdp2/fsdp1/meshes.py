@@ -162,4 +162,3 @@ def _group_mesh(device: torch.device, groups: Sequence[ProcessGroup]) -> DeviceM
         mesh=torch.tensor(rows, dtype=torch.int),
         mesh_dim_names=("replicate", "shard"),
     )
-

@@ -238,9 +238,7 @@ class FullyShardedDataParallel(TorchWrapperIdentity):
         return not self._is_inner
 
     @staticmethod
-    def fsdp_modules(
-        module: nn.Module, root_only: bool = False
-    ) -> list[FullyShardedDataParallel]:
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
         """The wrappers at and below ``module``, parents first.
 
         Args:
@@ -248,7 +246,7 @@ class FullyShardedDataParallel(TorchWrapperIdentity):
             root_only: whether to return only those that no other wrapper is around. Default
                 ``False``.
         """
-        found = [member for member in module.modules() if is_wrapper(member)]
+        found: list[Any] = [member for member in module.modules() if is_wrapper(member)]
         return [member for member in found if not (root_only and member._is_inner)]
 
     def named_parameters(
@@ -300,7 +298,7 @@ class FullyShardedDataParallel(TorchWrapperIdentity):
             offload_to_cpu: whether whole parameters are in CPU memory. Default ``False``.
             with_grads: whether gradients are whole, too. Default ``False``.
         """
-        inside = module._modules[INSIDE] if is_wrapper(module) and not recurse else module
+        inside: Any = module._modules[INSIDE] if is_wrapper(module) and not recurse else module
         return gathered(
             inside,
             recurse=recurse,
@@ -424,8 +422,9 @@ def _shard(module: nn.Module, settings: _Settings) -> None:
     """Make a unit of what no wrapper below has, with the settings."""
     precision = settings.precision
     replicates = settings.strategy == ShardingStrategy.NO_SHARD
+    unit: Any = module  # an FSDPModule behind this
     fully_shard(
-        module,
+        unit,
         mesh=settings.mesh,
         reshard_after_forward=False if settings.strategy in KEEPS_GATHERED else None,
         shard_placement_fn=_Replicated(settings.mesh) if replicates else None,
@@ -434,7 +433,6 @@ def _shard(module: nn.Module, settings: _Settings) -> None:
         ignored_params=set(settings.ignored.params),
     )
     record = require_record(module)
-    unit: Any = module  # an FSDPModule by now
     times = {BackwardPrefetch.BACKWARD_PRE: "before", BackwardPrefetch.BACKWARD_POST: "after"}
     when = "never" if settings.prefetch is None else times[settings.prefetch]
     unit.set_backward_prefetch(when, recurse=False)
@@ -468,6 +466,7 @@ def _wrap_below(
     if any((precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype)):
         apart = tuple(precision._module_classes_to_ignore)
     if apart and not hasattr(policy, "_run_policy") and callable(policy):
+
         def stays(module: nn.Module, recurse: bool, *_: object, **__: object) -> bool:
             return recurse or isinstance(module, apart)
 
