@@ -19,7 +19,7 @@ from fsdp2.core.config import (
 )
 from fsdp2.core.device.collectives import AllGather, Comm, ReduceScatter
 from fsdp2.core.layout.mesh import FSDPMeshInfo, ShardPlacementResult
-from fsdp2.full import gathered
+from fsdp2.full import deferred, full_parameters, gathered, load_from_rank0, sync_module_states
 from fsdp2.inspect import DebugSettings, GroupReport, debug, group_reports
 from fsdp2.install import install, uninstall
 from fsdp2.interop import (
@@ -62,14 +62,18 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grads_with_norm_",
     "debug",
+    "deferred",
+    "full_parameters",
     "fully_shard",
     "gathered",
     "get_total_norm",
     "group_reports",
     "install",
+    "load_from_rank0",
     "optim",
     "register_fsdp_forward_method",
     "repoint_optimizer",
     "share_comm_ctx",
+    "sync_module_states",
     "uninstall",
 ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -145,7 +145,8 @@ class Hold:
         if outer._everywhere or not self._everywhere:
             held = self._everywhere or way.is_first
             return source.detach().clone() if held and source is not None else None
-        return self._spread(source, rows, outer._shown(rows.dtype))
+        spread = self._spread(source, rows, outer._shown(rows.dtype))
+        return spread if source is None else _own(spread, source)
 
     def _spread(
         self, whole: torch.Tensor | None, rows: torch.Tensor, dtype: torch.dtype
@@ -170,8 +171,9 @@ class Hold:
         if self.full is None:
             return None
         left = self._left()
-        if tuple(left.shape) != tuple(self.full.shape):
-            return f"is of shape {tuple(left.shape)} now, not {tuple(self.full.shape)}"
+        shape = tuple(self.subject.param.sharded.shape)
+        if tuple(left.shape) != shape:
+            return f"is of shape {tuple(left.shape)} now, not {shape}"
         if left.is_meta:
             return "is on the meta device now"
         return None
@@ -320,6 +322,20 @@ def _put(new: torch.Tensor, target: torch.Tensor, shown: torch.dtype) -> None:
 
 _holds: weakref.WeakKeyDictionary[ShardedParam, list[Hold]] = weakref.WeakKeyDictionary()
 """The contexts that hold a parameter now, the innermost last."""
+
+
+def require_released(subjects: Iterable[Subject], function: str) -> None:
+    """Raise if a parameter is whole in `gathered`, whose changes the shards do not have yet.
+
+    Raises:
+        ShardingStateError: it is.
+    """
+    for subject in subjects:
+        if subject.param in _holds:
+            raise ShardingStateError(
+                f"{function}() was called inside gathered(), which holds parameter "
+                f"'{subject.names[0]}'; leave the context first"
+            )
 
 
 @contextlib.contextmanager

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.core.config import ShardingStateError
-from fsdp2.core.device.collectives import GroupCollectives, ProcessGroup
+from fsdp2.core.device.collectives import GroupCollectives, ProcessGroup, broadcast_from_first
+from fsdp2.core.layout.mesh import device_of
 from fsdp2.core.modules.registrations import follow_replaced
 from fsdp2.core.modules.registry import record_of_unit, records_below
 from fsdp2.core.modules.selection import managed_modules
@@ -106,7 +108,7 @@ def chosen(subjects: Sequence[Subject], names: Names) -> list[Subject]:
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise TypeError(
             f"gathered(names=…) takes a set of full names or a function of one, not {names!r}; "
-            f"pass for example {{'head.weight'}}"
+            f"pass names as in named_parameters()"
         )
     wanted = set(names)
     known = {name for subject in subjects for name in subject.names}
@@ -163,9 +165,13 @@ class Agreement:
 
     Args:
         params: the parameters; the same on all ranks.
+        mesh: where there are none, whose ranks are meant.
+
+    Attributes:
+        device: of its collectives.
     """
 
-    def __init__(self, params: Iterable[ShardedParam]) -> None:
+    def __init__(self, params: Iterable[ShardedParam], mesh: DeviceMesh | None = None) -> None:
         lines: dict[ProcessGroup, torch.device] = {}
         for param in params:
             device = param.axes.device
@@ -175,11 +181,51 @@ class Agreement:
             if param.parallel is not None:
                 for group in param.parallel.mesh.get_all_groups():
                     lines.setdefault(group, device)
+        if mesh is not None:
+            device = device_of(mesh)
+            lines.update(dict.fromkeys(mesh.get_all_groups(), device))
+        self._use(lines)
+
+    @classmethod
+    def of_group(cls, group: ProcessGroup, device: torch.device) -> Agreement:
+        """Of the ranks of one process group."""
+        made = cls(())
+        made._use({group: device})
+        return made
+
+    def _use(self, lines: dict[ProcessGroup, torch.device]) -> None:
+        self.device = next(iter(lines.values()), torch.device("cpu"))
         self._lines = [
             GroupCollectives(group, device, asynchronous=False)
             for group, device in lines.items()
             if group.size() > 1
         ]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first on every axis: rank 0."""
+        return all(line.rank == 0 for line in self._lines)
+
+    def spread(self, tensor: torch.Tensor) -> None:
+        """Give all ranks rank 0's values of a contiguous tensor, in place.
+
+        Each axis in turn: the last one's first ranks have them by then.
+        """
+        if tensor.numel():
+            flat = tensor.view(-1).view(torch.uint8)
+            for line in self._lines:
+                broadcast_from_first(line.group, flat)
+
+    def told(self, text: str) -> str:
+        """Rank 0's text, on all ranks."""
+        said = text.encode() if self.is_first else b""
+        (length,) = self.largest([len(said)])
+        letters = torch.zeros(length, dtype=torch.uint8)
+        if length and said:
+            letters.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+        letters = letters.to(self.device)
+        self.spread(letters)
+        return bytes(letters.tolist()).decode()
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
         """The largest of each number over all ranks; equally many on each."""

@@ -137,6 +137,10 @@ class Way:
         assert held is not None
         return held
 
+    def whole_shape(self, rows: torch.Tensor) -> tuple[int, ...]:
+        """Of a leaf of which this rank has ``rows``."""
+        return self._shapes(rows)[0]
+
     def _shapes(self, rows: torch.Tensor) -> list[tuple[int, ...]]:
         """Of a leaf: whole, below the first level, and so on, this rank's at last."""
         whole = tuple(
@@ -214,7 +218,9 @@ def _scatter(
     received = torch.empty(n, dtype=dtype, device=device)
     if n:
         pieces = None
-        if whole is not None:
+        if whole is not None and level.in_order(shape) and whole.numel() == level.size * n:
+            pieces = [_bytes(piece) for piece in whole.contiguous().view(-1).split(n)]
+        elif whole is not None:
             padded = torch.zeros(level.size, n, dtype=dtype, device=device)
             for rank in range(level.size):
                 part = level.part(whole, rank)

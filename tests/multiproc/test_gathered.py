@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import fsdp2
 from fsdp2 import gathered
@@ -210,24 +211,27 @@ def test_nested() -> None:
         inner = {"rank0_only": inner0, "writeback": inner_writes, "with_grads": True}
         _trained(model)
         grads = full_grads(model)
-        with torch.no_grad():
-            with gathered(model, **outer):
-                outside = model.layers[0].weight
-                if _is_first() or not outer0:
-                    outside += 1
-                    outside.grad += 1
-                with gathered(model.layers[0], **inner):
-                    if _is_first() or not inner0:
-                        assert model.layers[0].weight is not outside
-                        assert_equal(model.layers[0].weight.detach(), plain["layers.0.weight"] + 1)
-                        model.layers[0].weight += 2
-                        model.layers[0].weight.grad += 2
-                assert model.layers[0].weight is outside
-                if _is_first() or not outer0:
-                    more = 3 if inner_writes else 1
-                    assert_equal(outside.detach(), plain["layers.0.weight"] + 1 + (more - 1), "in")
-                    before = grads["layers.0.weight"]
-                    assert_equal(outside.grad, before + 1 + (more - 1), "gradient")
+        with torch.no_grad(), gathered(model, **outer):
+            outside = model.layers[0].weight
+            if _is_first() or not outer0:
+                outside += 1
+                outside.grad += 1
+            with gathered(model.layers[0], **inner):
+                if _is_first() or not inner0:
+                    assert model.layers[0].weight is not outside
+                    assert_equal(model.layers[0].weight.detach(), plain["layers.0.weight"] + 1)
+                    model.layers[0].weight += 2
+                    model.layers[0].weight.grad += 2
+            assert model.layers[0].weight is outside
+            if _is_first() or not outer0:
+                more = 3 if inner_writes else 1
+                assert_equal(
+                    outside.detach(),
+                    plain["layers.0.weight"] + 1 + (more - 1),
+                    f"in {outer} {inner}",
+                )
+                before = grads["layers.0.weight"]
+                assert_equal(outside.grad, before + 1 + (more - 1), "gradient")
         assert model.layers[0].weight is weight
         if outer_writes:
             change = (lambda t: t + 1 + 2) if inner_writes else (lambda t: t + 1)
@@ -327,7 +331,7 @@ def test_misuse() -> None:
         model(batch[0])
     with torch.device("meta"):
         meta = OddMLP()
-    with raises("on-meta"), gathered(_sharded(meta)):
+    with raises("still-on-meta"), gathered(_sharded(meta)):
         pass
     regression_loss(model, batch).backward()
 
@@ -360,6 +364,12 @@ def test_tensor_subclasses() -> None:
             whole = -whole
         with gathered(model, writeback=False):
             assert_equal(getattr(model.layers[1].weight.detach(), leaf), whole, "written")
+    for layer in model.layers:
+        local = layer.weight._local_tensor
+        local._scales = local._scales.view(-1)[:1]
+    with raises("subclass-parts"), gathered(model):
+        pass
+    assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
 @ranks(4)
@@ -383,14 +393,22 @@ def test_copies_and_tensor_parallel() -> None:
         for rank0_only, inner0 in itertools.product((False, True), repeat=2):
             held = _is_first() or not rank0_only
             with gathered(model, rank0_only=rank0_only), torch.no_grad():
-                _check_whole(model, plain, held)
+                if name == "hsdp" or held:
+                    _check_whole(model, plain, held)
+                outside = set(model.parameters())
                 with gathered(model, rank0_only=inner0):
-                    if _is_first() or not inner0:
-                        for param in model.parameters():
-                            param += 1
+                    # What is no tensor-parallel DTensor has a first rank in each such pair.
+                    for param in set(model.parameters()) - outside:
+                        param += 1
             plain = {n: v + 1 for n, v in plain.items()}
             assert_equal(full_params(model), {n: plain[n] for n in full_params(model)}, name)
         plain = _values(seeded(partial(Transformer, blocks=1, vocab=14)))
+    strided = nn.Linear(8, 8, bias=False)
+    line = mesh("shard", "tp", shape=(2, 2))
+    rows = DTensor.from_local(torch.zeros(4, 8), line["tp"], [_StridedShard(0, split_factor=2)])
+    strided.weight = nn.Parameter(rows)
+    with raises("strided-parallel"), gathered(_sharded(strided, mesh=line["shard"])):
+        pass
 
 
 @ranks(2)

@@ -205,7 +205,7 @@ def axes_of_info(name: str, info: MeshInfo) -> MeshAxes:
 
 
 def _axes(mesh: DeviceMesh, shard: int | None, replicate: int | None) -> MeshAxes:
-    device = _device_of(mesh)
+    device = device_of(mesh)
     group = None if shard is None else mesh.get_group(shard)
     replicas = None if replicate is None else mesh.get_group(replicate)
     return MeshAxes(
@@ -219,7 +219,7 @@ def _axes(mesh: DeviceMesh, shard: int | None, replicate: int | None) -> MeshAxe
     )
 
 
-def _device_of(mesh: DeviceMesh) -> torch.device:
+def device_of(mesh: DeviceMesh) -> torch.device:
     """This process's."""
     device = torch.device(mesh.device_type)
     if device.type == "cpu":
@@ -267,7 +267,7 @@ def _smaller_mesh(mesh: DeviceMesh, size: int, around: tuple[dist.ProcessGroup, 
     # Equal meshes may have different groups: of other backends and time-outs, or of another world
     # (destroyed and started again).
     ranks = mesh.mesh.view(-1, size)
-    groups = _grid_groups(ranks, list(around[::-1]), _device_of(mesh))
+    groups = _grid_groups(ranks, list(around[::-1]), device_of(mesh))
     return DeviceMesh.from_group(
         groups, mesh.device_type, mesh=ranks, mesh_dim_names=("replicate", "shard")
     )

@@ -1,0 +1,318 @@
+"""A model that is sharded while it is made: one block whole at a time.
+
+    with deferred(mesh, {Block}):
+        model = Model()
+          Block.__init__ ... ends ──> initialised ── fully_shard(block) ──> its shards alone stay
+          Block.__init__ ... ends ──> …
+    end of the context ──> fully_shard(model)
+
+Constructors run in their own order, whole, on every rank: the same random numbers are drawn as
+without sharding, so the weights are the same to the bit. While the context lasts, every module
+class tells when a constructor of it ends, and ``apply`` gathers what is sharded, block by block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp2.api import fully_shard
+from fsdp2.core.config import ShardingStateError
+from fsdp2.core.layout.mesh import device_of
+from fsdp2.core.modules.registry import record_of, require_record
+from fsdp2.core.modules.selection import managed_modules
+from fsdp2.full.gathered import gathered
+from fsdp2.module import FSDPModule
+
+
+class WrapPolicy(Protocol):
+    """A policy as torch's wrapping API calls it."""
+
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
+    ) -> dict[nn.Module, dict[str, Any]]:
+        """The modules below, or ``root_module`` itself, that become units."""
+
+
+Policy = Iterable[type[nn.Module]] | Callable[..., bool] | WrapPolicy
+"""Which modules become units: classes, a function, or a policy object."""
+
+
+@contextlib.contextmanager
+def deferred(
+    mesh: DeviceMesh | None,
+    policy: Policy,
+    init_fn: Callable[[nn.Module], object] | None = None,
+    **fully_shard_options: Any,
+) -> Iterator[None]:
+    """Shard a model while it is made: each block is made, initialised, sharded and freed.
+
+    Inside, a module that ``policy`` names is sharded when its constructor ends. The modules around
+    them are sharded when the context ends, with what is left: embeddings, heads. Name those in the
+    policy, too, if they are large. At any time this rank holds its shards, one block, and what is
+    to be sharded at the end.
+
+    The weights are those of a model that was made without it, to the bit, if all ranks start from
+    one seed: constructors run whole, in their order. A constructor may call ``self.apply(init)``
+    on blocks that are sharded already, as many do: each of them is gathered meanwhile. It must not
+    write into them in other ways, which raises at the end.
+
+    Run it on every rank alike. Do not run the model inside. Tie parameters inside, in a
+    constructor, or after the context.
+
+    Args:
+        mesh: as for `fully_shard`; ``None`` for all ranks.
+        policy: module classes (a class, or a set of them; subclasses count), a function of a module
+            that says whether it becomes a unit, or a policy object of torch's kind. A function with
+            the arguments ``module``, ``recurse`` and ``nonwrapped_numel`` is asked with
+            ``recurse=False``.
+        init_fn: called with each module of a block, the block first, before the block is sharded,
+            to initialise the parameters that the module itself holds. Needed where they are on the
+            meta device: they get memory first. ``None`` (default): constructors initialise.
+        fully_shard_options: further arguments of each `fully_shard` call.
+
+    Raises:
+        TypeError: ``policy`` is of none of these kinds.
+        ValueError: a parameter is on the meta device and there is no ``init_fn``.
+        ShardingStateError: a block's parameter was written after the block was sharded.
+
+    Example::
+
+        torch.manual_seed(0)
+        with fsdp2.deferred(mesh, {Block}):
+            model = Transformer(config)
+        optimizer = torch.optim.AdamW(model.parameters())
+    """
+    names = _chooser(policy)
+    construction = _Construction(names, init_fn, {**fully_shard_options, "mesh": mesh})
+    with _watched(construction):
+        yield
+    construction.finish()
+
+
+class _Construction:
+    """What is under construction, and what has become of it.
+
+    Args:
+        names: whether a module becomes a unit.
+        init_fn: of the user.
+        arguments: of `fully_shard`.
+    """
+
+    def __init__(
+        self,
+        names: Callable[[nn.Module], bool],
+        init_fn: Callable[[nn.Module], object] | None,
+        arguments: dict[str, Any],
+    ) -> None:
+        self._names = names
+        self._init_fn = init_fn
+        self._arguments = arguments
+        self._open: list[nn.Module] = []
+        self._outermost: list[nn.Module] = []
+        self._applying = 0
+        self._units: list[weakref.ref[nn.Module]] = []
+        self._versions: weakref.WeakKeyDictionary[nn.Module, list[int]]
+        self._versions = weakref.WeakKeyDictionary()
+
+    def construct(self, module: nn.Module, initialise: Callable[[], object]) -> None:
+        """Run a constructor; shard what it has made, if that is a unit."""
+        if any(module is each for each in self._open):
+            initialise()  # of a base class
+            return
+        self._open.append(module)
+        try:
+            initialise()
+        finally:
+            self._open.pop()
+        if isinstance(module, FSDPModule) or not hasattr(module, "_parameters"):
+            return
+        if self._names(module):
+            self._shard(module)
+        elif not self._open:
+            self._outermost.append(module)
+
+    def _shard(self, module: nn.Module) -> None:
+        self._initialise(module)
+        fully_shard(module, **self._arguments)
+        self._units.append(weakref.ref(module))
+        self._versions[module] = _versions(module)
+
+    def apply(self, module: nn.Module, run: Callable[[], nn.Module]) -> nn.Module:
+        """Run ``module.apply(…)``, with what is sharded of the module's own whole meanwhile."""
+        names = {
+            prefix + key
+            for member, prefix in managed_modules((module,))
+            for key, param in member._parameters.items()
+            if self._units and isinstance(param, DTensor)
+        }
+        if not self._applying:
+            self._check()
+        self._applying += 1
+        try:
+            with gathered(module, recurse=False, names=names) if names else _NOTHING:
+                result = run()
+        finally:
+            self._applying -= 1
+        if not self._applying:
+            self._note()
+        return result
+
+    def _note(self) -> None:
+        """Remember how often units' shards were written."""
+        for reference in self._units:
+            if (unit := reference()) is not None:
+                self._versions[unit] = _versions(unit)
+
+    def _initialise(self, module: nn.Module) -> None:
+        init_fn = self._init_fn
+        for member, prefix in managed_modules((module,)):
+            self._materialise(member, prefix)
+        if init_fn is not None:
+            with torch.no_grad():
+                for member, _ in list(managed_modules((module,))):
+                    init_fn(member)
+
+    def _materialise(self, member: nn.Module, prefix: str) -> None:
+        mesh = self._arguments["mesh"]
+        device = torch.device("cpu") if mesh is None else device_of(mesh)
+        for key, param in member._parameters.items():
+            if param is None or not param.is_meta:
+                continue
+            if self._init_fn is None:
+                name = prefix + key
+                raise ValueError(
+                    f"parameter '{name}' is on the meta device, so that its constructor "
+                    f"gave it no values; pass deferred(init_fn=…), or construct without the meta "
+                    f"device, as one block at a time is whole anyway"
+                )
+            made = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+            made.__dict__.update(param.__dict__)
+            member._parameters[key] = made
+        for key, buffer in member._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                member._buffers[key] = torch.empty_like(buffer, device=device)
+
+    def finish(self) -> None:
+        """Shard what is left of the outermost modules."""
+        inner = {below for m in self._outermost for below in list(m.modules())[1:]}
+        for module in self._outermost:
+            if module not in inner and record_of(module) is None:
+                self._initialise(module)
+                fully_shard(module, **self._arguments)
+        self._check()
+
+    def _check(self) -> None:
+        """Raise if a unit's shards were written since."""
+        for reference in self._units:
+            unit = reference()
+            if unit is not None and self._versions[unit] != _versions(unit):
+                name = require_record(unit).unit.title
+                raise ShardingStateError(
+                    f"a constructor wrote into '{name}' after that was sharded, which is not what "
+                    f"it does to a whole block; initialise it in its own constructor, by "
+                    f"self.apply(…), or in deferred(init_fn=…)"
+                )
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _versions(unit: nn.Module) -> list[int]:
+    """Of its shards: torch counts writes."""
+    groups = require_record(unit).unit.own_groups
+    return [param.sharded._version for group in groups for param in group.params]
+
+
+def _chooser(policy: object) -> Callable[[nn.Module], bool]:
+    """A policy of any kind as a function of one module."""
+    if isinstance(policy, type):
+        policy = (policy,)
+    run = getattr(policy, "_run_policy", None)
+    if run is not None:
+        return lambda module: module in run(module, ignored_modules=set(), root_kwargs={})
+    if callable(policy):
+        if "nonwrapped_numel" not in inspect.signature(policy).parameters:
+            return lambda module: bool(policy(module))
+        return lambda module: bool(
+            policy(module=module, recurse=False, nonwrapped_numel=_unsharded_numel(module))
+        )
+    if isinstance(policy, Iterable) and not isinstance(policy, str):
+        classes = tuple(policy)
+        if all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes):
+            return lambda module: isinstance(module, classes)
+    raise TypeError(
+        f"deferred(policy=…) takes module classes, a function of a module or a policy object, not "
+        f"{policy!r}; pass for example a set of your block classes"
+    )
+
+
+def _unsharded_numel(module: nn.Module) -> int:
+    params = {param for param in module.parameters() if not isinstance(param, DTensor)}
+    return sum(param.numel() for param in params)
+
+
+# ---- what is watched
+
+
+@contextlib.contextmanager
+def _watched(construction: _Construction) -> Iterator[None]:
+    """Constructors of all module classes tell when they end; ``apply`` gathers units."""
+    patched: list[type] = []
+
+    def watch(kind: type) -> None:
+        if "__init__" in kind.__dict__ and kind is not nn.Module:
+            original = kind.__dict__["__init__"]
+
+            @functools.wraps(original)
+            def construct(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+                construction.construct(self, lambda: original(self, *args, **kwargs))
+
+            originals[kind] = original
+            patched.append(kind)
+            kind.__init__ = construct  # type: ignore[misc]
+
+    originals: dict[type, Any] = {}
+    plain_apply = nn.Module.apply
+    for kind in _subclasses(nn.Module):
+        watch(kind)
+
+    def made(cls: Any, /, **kwargs: Any) -> None:  # of a model file that is imported only now
+        super(nn.Module, cls).__init_subclass__(**kwargs)
+        watch(cls)
+
+    setattr(nn.Module, "__init_subclass__", classmethod(made))  # noqa: B010  # as below
+
+    @functools.wraps(plain_apply)
+    def apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
+        return construction.apply(self, lambda: plain_apply(self, fn))
+
+    setattr(nn.Module, "apply", apply)  # noqa: B010  # mypy knows the method
+    try:
+        yield
+    finally:
+        setattr(nn.Module, "apply", plain_apply)  # noqa: B010
+        delattr(nn.Module, "__init_subclass__")
+        for kind in patched:
+            kind.__init__ = originals[kind]  # type: ignore[misc]
+
+
+def _subclasses(kind: type) -> list[type]:
+    found: dict[type, None] = {}
+    waiting: list[type] = [kind]
+    while waiting:
+        below: list[type] = waiting.pop().__subclasses__()
+        for each in below:
+            if each not in found:
+                found[each] = None
+                waiting.append(each)
+    return list(found)

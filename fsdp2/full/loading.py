@@ -1,0 +1,381 @@
+"""Rank 0's weights and buffers to all ranks, one tensor after another.
+
+    ranks compare what their models are ── rank 0 looks at its values ── its verdict goes to all
+    for each tensor: rank 0's ── broadcast over each axis ──> each rank keeps its rows
+
+No rank but 0 ever holds more than its shards and one whole tensor. Rank 0 is the rank that is the
+first of all axes of the model's meshes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp2.core.config import RankMismatchError
+from fsdp2.core.layout.mesh import default_mesh, wrap_local
+from fsdp2.core.params.param import is_extended
+from fsdp2.core.progress import OptimizerSteps
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.full.gathered import require_released
+from fsdp2.full.subjects import (
+    Agreement,
+    Subject,
+    clean,
+    require_idle,
+    settle,
+    subjects_of,
+)
+from fsdp2.full.way import leaves_of, way_of
+
+
+class IncompatibleKeys(NamedTuple):
+    """What `load_from_rank0` did not load, as ``load_state_dict`` names it.
+
+    Attributes:
+        missing_keys: names of the model that the state dict has not.
+        unexpected_keys: names of the state dict that the model has not.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+class _Verdict(NamedTuple):
+    """What rank 0 found: a problem, or names that do not match."""
+
+    problem: str = ""
+    missing: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
+
+
+@dataclass
+class _Item:
+    """One tensor of a model.
+
+    Attributes:
+        names: its full names, several where it is tied.
+        tensor: a sharded parameter, another parameter, or a buffer.
+        subject: of a sharded parameter.
+        required: whether a state dict has it.
+        places: the modules' dictionaries that hold it, and under which name.
+    """
+
+    names: list[str]
+    tensor: torch.Tensor
+    subject: Subject | None
+    required: bool
+    places: list[tuple[dict[str, torch.Tensor | None], str]]
+
+
+def load_from_rank0(
+    model: nn.Module, full_state_dict: Mapping[str, torch.Tensor] | None, *, strict: bool = True
+) -> IncompatibleKeys:
+    """Load a full state dict that only rank 0 has into a sharded model.
+
+    Parameters and buffers go to all ranks one after another. Each rank keeps its rows; no rank but
+    0 holds more than its shards and one whole tensor at a time. Parameters and buffers on the meta
+    device get memory on the way. Buffers that are in no state dict (``persistent=False``) take rank
+    0's values of its own model, unless the state dict has them.
+
+    Call it on every rank, between iterations. Rank 0 is the first rank of the model's mesh. It
+    checks all names, shapes and dtypes, and all ranks raise what it finds, before anything is
+    written. Names are those of ``named_parameters()``. Values of another floating-point dtype are
+    cast, as ``load_state_dict`` does. The values of a tied parameter may stand under any of its
+    names.
+
+    Args:
+        model: a module with sharded parameters.
+        full_state_dict: on rank 0, name to whole tensor, on any device. ``None`` on other ranks,
+            where it is not read.
+        strict: ``False`` leaves parameters alone that the state dict has not, and does not mind
+            names that the model has not. Default ``True``.
+
+    Returns:
+        Missing and unexpected names, the same on all ranks.
+
+    Raises:
+        ValueError: the model has no sharded parameters; rank 0 found something wrong.
+        RankMismatchError: ranks have different models.
+        ShardingStateError: a forward, a backward or `gathered` is under way.
+
+    Example::
+
+        with torch.device("meta"):
+            model = Model()
+        shard(model)
+        weights = torch.load("model.pt") if rank == 0 else None
+        fsdp2.load_from_rank0(model, weights)
+    """
+    subjects = subjects_of(model, recurse=True)
+    if not subjects:
+        raise ValueError(
+            "load_from_rank0() got a model without sharded parameters; call fully_shard on it, or "
+            "use load_state_dict()"
+        )
+    require_idle(subjects, "load_from_rank0")
+    require_released(subjects, "load_from_rank0")
+    agreement = Agreement(subject.param for subject in subjects)
+    items = _items(model, subjects)
+    _require_alike(items, agreement, "load_from_rank0")
+    values: dict[str, torch.Tensor] = {}
+    verdict = _Verdict()
+    if agreement.is_first:
+        verdict = _verdict(items, full_state_dict, strict)
+        if not verdict.problem:
+            assert full_state_dict is not None
+            values = {clean(name): value for name, value in full_state_dict.items()}
+    verdict = _Verdict(*json.loads(agreement.told(json.dumps(verdict))))
+    if verdict.problem:
+        raise ValueError(
+            f"load_from_rank0() wrote nothing, as rank 0 found that {verdict.problem}; pass it "
+            f"a full state dict of this model, or strict=False for one with other names"
+        )
+    _write_all(items, values, set(verdict.missing), agreement)
+    return IncompatibleKeys(list(verdict.missing), list(verdict.unexpected))
+
+
+def sync_module_states(model: nn.Module, *, mesh: DeviceMesh | None = None) -> None:
+    """Give all ranks rank 0's values of what each of them has a copy of.
+
+    That is what is not sharded: before `fully_shard` all parameters, later the ignored ones; and
+    buffers always. Of sharded parameters, replicas (HSDP) take the shards of the first of them.
+    Rows that no other rank has stay as they are. To load a sharded model from one rank, use
+    `load_from_rank0`.
+
+    Call it on every rank. Tensors travel one by one. On other ranks than 0 they may be on the meta
+    device; they get memory then.
+
+    Args:
+        model: any module. Parameters may be tied.
+        mesh: whose ranks take part, while nothing of the model is sharded. ``None`` (default): the
+            ranks of the sharded parameters' meshes, or else all ranks.
+
+    Raises:
+        ValueError: a tensor is on the meta device on rank 0.
+        RankMismatchError: ranks have different models.
+        ShardingStateError: a forward, a backward or `gathered` is under way.
+
+    Example::
+
+        model = Model()                      # other random numbers on each rank
+        fsdp2.sync_module_states(model)      # now rank 0's, on all
+        shard(model)
+    """
+    subjects = subjects_of(model, recurse=True)
+    require_idle(subjects, "sync_module_states")
+    require_released(subjects, "sync_module_states")
+    agreement = Agreement(
+        (subject.param for subject in subjects),
+        None if subjects else default_mesh() if mesh is None else mesh,
+    )
+    items = _items(model, subjects)
+    _require_alike(items, agreement, "sync_module_states")
+    meta = [item.names[0] for item in items if item.tensor.is_meta]
+    found = agreement.told(meta[0] if meta and agreement.is_first else "")
+    if found:
+        raise ValueError(
+            f"sync_module_states() found '{found}' on the meta device on rank 0; give it values "
+            f"there, with to_empty() and an initialisation"
+        )
+    settle(subjects, with_grads=False)
+    for group in {subject.group: None for subject in subjects}:
+        _materialize_group(group)
+    for item in items:
+        if item.subject is None:
+            _write_copy(item, item.tensor, agreement)
+        else:
+            for leaf in leaves_of(item.subject.param.local):
+                _from_first_replica(item.subject, leaf)
+    _outdate(subjects)
+
+
+# ---- what a model has
+
+
+def _items(model: nn.Module, subjects: list[Subject]) -> list[_Item]:
+    """Sharded parameters first, then all else; each once."""
+    managed = {entry: subject for subject in subjects for entry in subject.entries}
+    items = [_Item(s.names, s.param.sharded, s, True, []) for s in subjects]
+    found: dict[int, _Item] = {}
+    for prefix, member in model.named_modules(remove_duplicate=False):
+        for key, tensor, required in _own(member):
+            if tensor is None or (member, key) in managed:
+                continue
+            item = found.get(id(tensor))
+            if item is None:
+                item = found[id(tensor)] = _Item([], tensor, None, required, [])
+                items.append(item)
+            item.required = item.required or required
+            name = clean(f"{prefix}.{key}" if prefix else key)
+            if name not in item.names:
+                item.names.append(name)
+                store = member._parameters if key in member._parameters else member._buffers
+                item.places.append((store, key))
+    return items
+
+
+def _own(member: nn.Module) -> Iterator[tuple[str, torch.Tensor | None, bool]]:
+    for key, param in member._parameters.items():
+        yield key, param, True
+    for key, buffer in member._buffers.items():
+        yield key, buffer, key not in member._non_persistent_buffers_set
+
+
+def _require_alike(items: list[_Item], agreement: Agreement, function: str) -> None:
+    facts = [(item.names, tuple(item.tensor.shape), str(item.tensor.dtype)) for item in items]
+    if not agreement.is_alike((function, facts)):
+        raise RankMismatchError(
+            f"{function}() was called on models that differ in names, shapes or dtypes; build the "
+            f"same model on all ranks, and call it on all of them"
+        )
+
+
+def _verdict(items: list[_Item], values: object, strict: bool) -> _Verdict:
+    """What rank 0 finds."""
+    if not isinstance(values, Mapping):
+        return _Verdict(f"it was given a {type(values).__name__} instead of a state dict")
+    names = {clean(name): value for name, value in values.items()}
+    known = {name for item in items for name in item.names}
+    absent = [item for item in items if not names.keys() & set(item.names)]
+    missing = [item.names[0] for item in absent if item.required]
+    unexpected = sorted(names.keys() - known)
+    if strict and (missing or unexpected):
+        what = "the model's" if missing else "no name of the model,"
+        name = (missing or unexpected)[0]
+        how = "is not in its state dict" if missing else "is in its state dict"
+        return _Verdict(f"{what} '{name}' {how}")
+    for item in absent:
+        if item.tensor.is_meta:
+            return _Verdict(f"'{item.names[0]}' is on the meta device and not in its state dict")
+    for item in items:
+        given = [(name, names[name]) for name in item.names if name in names]
+        for name, value in given:
+            problem = _mismatch(item.tensor, value)
+            if problem is not None:
+                return _Verdict(f"'{name}' {problem}")
+            if value is not given[0][1] and not _same(value, given[0][1]):
+                return _Verdict(f"'{name}' and '{given[0][0]}' are tied, but differ there")
+    return _Verdict("", missing, unexpected)
+
+
+def _mismatch(tensor: torch.Tensor, value: object) -> str | None:
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.is_meta:
+        kind = "meta tensor" if isinstance(value, torch.Tensor) and value.is_meta else None
+        return f"is a {kind or type(value).__name__}, not a whole tensor with values"
+    if value.shape != tensor.shape:
+        return f"is of shape {tuple(value.shape)}, not {tuple(tensor.shape)}"
+    if value.dtype != tensor.dtype and not (
+        value.is_floating_point() and tensor.is_floating_point()
+    ):
+        return f"is {value.dtype}, not {tensor.dtype}"
+    return None
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() or torch.equal(one, other)
+
+
+# ---- from rank 0 to all
+
+
+@torch.no_grad()
+def _write_all(
+    items: list[_Item], values: Mapping[str, torch.Tensor], missing: set[str], agreement: Agreement
+) -> None:
+    subjects = [item.subject for item in items if item.subject is not None]
+    settle(subjects, with_grads=False)
+    for group in {subject.group: None for subject in subjects}:
+        _materialize_group(group)
+    for item in items:
+        if item.required and item.names[0] in missing:
+            continue
+        value = next((values[name] for name in item.names if name in values), None)
+        if item.subject is None:
+            own = item.tensor if agreement.is_first and value is None else value
+            _write_copy(item, own, agreement)
+        else:
+            _write_rows(item.subject, value, agreement)
+    _outdate(subjects)
+
+
+def _write_rows(subject: Subject, value: torch.Tensor | None, agreement: Agreement) -> None:
+    param, way = subject.param, way_of(subject.param)
+    rows = leaves_of(param.local)
+    wholes: list[torch.Tensor | None] = [None] * len(rows)
+    if value is not None:
+        if is_extended(param.local) and not is_extended(value):
+            value = param.local.new_zeros(value.shape).copy_(value)
+        wholes[:] = leaves_of(value.detach())
+    for whole, own in zip(wholes, rows, strict=True):
+        shape = way.whole_shape(param.laid_out(own))
+        sent = torch.empty(shape, dtype=own.dtype, device=way.device)
+        if whole is not None:
+            sent.copy_(param.laid_out(whole))
+        agreement.spread(sent)
+        param.laid_out(own).copy_(way.cut(sent))
+
+
+@torch.no_grad()
+def _write_copy(item: _Item, value: torch.Tensor | None, agreement: Agreement) -> None:
+    """What each rank has whole."""
+    target = item.tensor
+    if target.is_meta:
+        made = torch.empty_like(target, device=agreement.device)
+        if isinstance(target, nn.Parameter):
+            made = nn.Parameter(made, target.requires_grad)
+            made.__dict__.update(target.__dict__)
+        for store, key in item.places:
+            store[key] = made
+        item.tensor = target = made
+    local = target._local_tensor if isinstance(target, DTensor) else target.detach()
+    sent = torch.empty(local.shape, dtype=local.dtype, device=agreement.device)
+    if value is not None:
+        given = value._local_tensor if isinstance(value, DTensor) else value.detach()
+        if not given.is_meta:
+            sent.copy_(given)
+    agreement.spread(sent)
+    local.copy_(sent)
+
+
+def _from_first_replica(subject: Subject, rows: torch.Tensor) -> None:
+    """Of HSDP: the shards of the first replica to the others."""
+    param = subject.param
+    if param.axes.replicas is not None and rows.numel():
+        sent = rows.detach().to(param.axes.device).contiguous()
+        Agreement.of_group(param.axes.replicas, param.axes.device).spread(sent)
+        rows.detach().copy_(sent)
+
+
+def _materialize_group(group: ParamGroup) -> None:
+    """Give the shards of a group memory, if they have none."""
+    if not any(param.is_meta for param in group.params):
+        return
+    home = group.device if group.offload is None else torch.device("cpu")
+    for param in group.params:
+        before = param.sharded
+        assert isinstance(before, DTensor)
+        local = param.local
+        if is_extended(local):
+            rows = torch.empty_like(local, device=home)
+        else:  # what `adopt` moves has no memory of its own
+            rows = torch.zeros((), dtype=local.dtype, device=home).expand(local.shape)
+        made = nn.Parameter(wrap_local(rows, before._spec), before.requires_grad)
+        made.__dict__.update(before.__dict__)
+        param.register(made)
+    group.reregister()
+    group.adopt()
+
+
+def _outdate(subjects: list[Subject]) -> None:
+    """What is gathered anywhere is out of date."""
+    OptimizerSteps.count += 1
+    for group in {subject.group: None for subject in subjects}:
+        group.free_if_outdated()

@@ -1,0 +1,186 @@
+"""`full_parameters`: a model's whole parameters as a stream, one unit in memory at a time.
+
+ranks compare ── each unit: is everybody still here? ── gather it ── yield its parameters
+end, or left early ── tell the others, who raise at their next unit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from fsdp2.core.config import RankMismatchError, ShardingStateError
+from fsdp2.core.params.param import is_extended
+from fsdp2.core.progress import OptimizerSteps
+from fsdp2.full.gathered import require_released
+from fsdp2.full.subjects import (
+    Agreement,
+    Subject,
+    clean,
+    require_idle,
+    require_memory,
+    settle,
+    subjects_of,
+)
+from fsdp2.full.way import leaves_of, rebuilt, way_of
+
+_HERE, _GONE, _CHANGED = 0, 1, 2
+"""How a rank comes to the next unit; the largest counts."""
+
+
+def full_parameters(
+    module: nn.Module,
+    *,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    dtype: torch.dtype | None = None,
+    with_buffers: bool = False,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each parameter of a sharded model, whole, with its name: for export between steps.
+
+    Parameters come unit by unit, in the order of the modules, then those that are not sharded. One
+    unit is whole at a time: that is the peak on the device, besides what you keep. Each tensor is a
+    copy of its own, exact in its dtype, and yours. A tied parameter comes once, by the name that
+    comes first in ``named_parameters()``. Names have no parts that wrappers of torch.compile and
+    checkpointing put there.
+
+    Every rank must run through it, also those that get nothing, between iterations, and all to the
+    end. If one stops early, by a ``break`` or an exception, the model stays as it is, and the
+    others raise `RankMismatchError` when they come to their next unit or to the end. For that, the
+    generator of that rank has to be closed: a ``break`` does it; where an exception is kept, use
+    ``contextlib.closing``. Do not train before it has ended.
+
+    Args:
+        module: a module with sharded parameters; names are those below it.
+        rank0_only: the first rank of each parameter's mesh alone gets it, the others nothing, and
+            they never hold it. Default ``False``.
+        offload_to_cpu: tensors are yielded in CPU memory, each made when it is asked for. With
+            ``rank0_only``, the first rank alone has one at a time. Default ``False``.
+        dtype: floating-point tensors are cast to it. ``None`` (default): their own.
+        with_buffers: whether buffers that a state dict has come, too, at the end. Default
+            ``False``.
+
+    Raises:
+        RankMismatchError: ranks ask for different things, or one has stopped early.
+        ShardingStateError: a forward, a backward or `gathered` is under way; a parameter has no
+            memory yet; an optimizer stepped since the first was yielded.
+        TypeError: ``dtype`` is of a wrong type.
+
+    Example::
+
+        for name, tensor in fsdp2.full_parameters(model, rank0_only=True, dtype=torch.bfloat16):
+            engine.update_weight(name, tensor)      # on other ranks the loop has no turns
+    """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"full_parameters(dtype=…) takes a torch.dtype or None, not {dtype!r}")
+    subjects = subjects_of(module, recurse=True)
+    require_idle(subjects, "full_parameters")
+    require_released(subjects, "full_parameters")
+    require_memory(subjects)
+    agreement = Agreement(subject.param for subject in subjects)
+    facts = (rank0_only, str(dtype), with_buffers, [subject.names for subject in subjects])
+    if not agreement.is_alike(facts):
+        raise RankMismatchError(
+            "ranks called full_parameters() with different arguments, or on different models; call "
+            "it on all ranks alike"
+        )
+    copies = (
+        [] if rank0_only and not agreement.is_first else _copies(module, subjects, with_buffers)
+    )
+    return _stream(subjects, copies, agreement, rank0_only, offload_to_cpu, dtype)
+
+
+def _stream(
+    subjects: list[Subject],
+    copies: list[tuple[str, torch.Tensor]],
+    agreement: Agreement,
+    rank0_only: bool,
+    offload_to_cpu: bool,
+    dtype: torch.dtype | None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    units: dict[int, list[Subject]] = {}
+    for subject in subjects:
+        units.setdefault(id(subject.unit), []).append(subject)
+    steps, here = OptimizerSteps.ended, True
+    device = torch.device("cpu") if offload_to_cpu else None
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        kind = tensor.dtype
+        if dtype is not None and kind.is_floating_point and not is_extended(tensor):
+            kind = dtype
+        return tensor.to(device or tensor.device, kind)
+
+    try:
+        for members in units.values():
+            here = False  # where this raises, it does so on all ranks
+            _meet(agreement, steps)
+            whole = _whole_unit(members, not rank0_only)
+            here = True
+            whole.reverse()
+            while whole:
+                name, tensor = whole.pop()
+                yield name, cast(tensor)
+                del tensor
+        for name, tensor in copies:
+            yield name, cast(tensor.detach().clone())
+        here = False
+        _meet(agreement, steps)
+    except GeneratorExit:
+        if here:
+            agreement.largest([_GONE])
+        raise
+
+
+def _meet(agreement: Agreement, steps: int) -> None:
+    """Every rank is here, and the model is what it was."""
+    found = agreement.largest([_HERE if steps == OptimizerSteps.ended else _CHANGED])[0]
+    if found == _CHANGED:
+        raise ShardingStateError(
+            "an optimizer stepped while full_parameters() was under way, so that its tensors would "
+            "be of different steps; run it to its end first"
+        )
+    if found == _GONE:
+        raise RankMismatchError(
+            "another rank has left full_parameters() before its end; let all ranks run through it, "
+            "also those that get nothing"
+        )
+
+
+@torch.no_grad()
+def _whole_unit(members: list[Subject], everywhere: bool) -> list[tuple[str, torch.Tensor]]:
+    settle(members, with_grads=False)
+    found = []
+    for subject in members:
+        param, way = subject.param, way_of(subject.param)
+        rows = leaves_of(param.local)
+        moved = [way.gather(param.laid_out(own), everywhere) for own in rows]
+        leaves = [param.as_seen(leaf) for leaf in moved if leaf is not None]
+        if len(leaves) == len(rows):
+            shared = {own.untyped_storage()._cdata for own in rows}
+            leaves = [x.clone() if x.untyped_storage()._cdata in shared else x for x in leaves]
+            found.append((subject.names[0], rebuilt(param.local, leaves, way.shape)))
+    return found
+
+
+def _copies(
+    module: nn.Module, subjects: list[Subject], with_buffers: bool
+) -> list[tuple[str, torch.Tensor]]:
+    """Parameters that no unit has, and buffers, each once."""
+    managed = {entry for subject in subjects for entry in subject.entries}
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for prefix, member in module.named_modules():
+        own: list[tuple[str, torch.Tensor | None]] = [
+            (key, param)
+            for key, param in member._parameters.items()
+            if (member, key) not in managed
+        ]
+        if with_buffers:
+            hidden = member._non_persistent_buffers_set
+            own += [(key, b) for key, b in member._buffers.items() if key not in hidden]
+        for key, tensor in own:
+            if tensor is not None:
+                name = clean(f"{prefix}.{key}" if prefix else key)
+                found.setdefault(id(tensor), (name, tensor))
+    return list(found.values())
