@@ -54,7 +54,7 @@ from fsdp2.fsdp1.construction import (
 )
 from fsdp2.fsdp1.meshes import device_of, mesh_of
 from fsdp2.full import gathered
-from fsdp2.interop import TorchWrapperIdentity
+from fsdp2.interop import CPUOffloadPolicy, TorchWrapperIdentity
 from fsdp2.module import FSDPModule
 from fsdp2.norms import clip_grad_norm_
 from fsdp2.wrap import any_wrap_policy, chosen_modules
@@ -131,24 +131,23 @@ class FullyShardedDataParallel(TorchWrapperIdentity):
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(
-                f"FullyShardedDataParallel takes a module, not a {type(module).__name__}"
+                f"FullyShardedDataParallel takes a module, not {type(module).__name__}; pass one"
             )
-        strategy = ShardingStrategy.FULL_SHARD
-        if sharding_strategy is not None:
-            strategy = checked_member(ShardingStrategy, sharding_strategy, "sharding_strategy")
-        prefetch = backward_prefetch
-        if prefetch is not None:
-            prefetch = checked_member(BackwardPrefetch, prefetch, "backward_prefetch")
-        precision, offload = checked_precision(mixed_precision), offload_of(cpu_offload)
-        ignored = ignored_of(ignored_modules, ignored_states)
+        settings = _settings_of(
+            sharding_strategy,
+            cpu_offload,
+            backward_prefetch,
+            mixed_precision,
+            ignored_of(ignored_modules, ignored_states),
+        )
         one = process_group if isinstance(process_group, ProcessGroup) else None
         device = device_of(module, device_id, one)
-        mesh = mesh_of(process_group, device_mesh, strategy in HYBRID, device)
+        mesh = mesh_of(process_group, device_mesh, settings.strategy in HYBRID, device)
         if auto_wrap_policy is not None:
             options = {
-                "sharding_strategy": strategy,
+                "sharding_strategy": sharding_strategy,
                 "cpu_offload": cpu_offload,
-                "backward_prefetch": prefetch,
+                "backward_prefetch": backward_prefetch,
                 "mixed_precision": mixed_precision,
                 "param_init_fn": param_init_fn,
                 "device_id": device_id,
@@ -156,27 +155,28 @@ class FullyShardedDataParallel(TorchWrapperIdentity):
                 "forward_prefetch": forward_prefetch,
                 "limit_all_gathers": limit_all_gathers,
                 "use_orig_params": use_orig_params,
-                "ignored_states": ignored.params,
+                "ignored_states": settings.ignored.params,
                 "device_mesh": mesh,
             }
-            _wrap_below(module, auto_wrap_policy, ignored, precision, options)
+            _wrap_below(module, auto_wrap_policy, settings, options)
         nn.Module.__init__(self)
-        self.sharding_strategy = strategy
-        self.backward_prefetch = prefetch
-        self.mixed_precision = precision
-        self.cpu_offload = CPUOffload(offload is not None)
         self.compute_device = device
-        self.forward_prefetch = forward_prefetch
-        self.limit_all_gathers = limit_all_gathers
-        self._use_orig_params = use_orig_params
-        self._is_inner = False
+        self.forward_prefetch, self.limit_all_gathers = forward_prefetch, limit_all_gathers
+        self._use_orig_params, self._is_inner = use_orig_params, False
+        materialise(module, param_init_fn, device, settings.ignored)
+        if sync_module_states:
+            axes = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+            synchronise(module, axes, device, settings.ignored)
+        _shard(module, mesh, settings)
+        self._take(module, mesh, settings)
+
+    def _take(self, module: nn.Module, mesh: DeviceMesh, settings: _Settings) -> None:
+        """Hold the sharded module, and what it was sharded with."""
+        self.sharding_strategy, self.backward_prefetch = settings.strategy, settings.prefetch
+        self.mixed_precision = settings.precision
+        self.cpu_offload = CPUOffload(settings.offload is not None)
         self.process_group = mesh.get_group(mesh.ndim - 1)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
-        materialise(module, param_init_fn, device, ignored)
-        if sync_module_states:
-            synchronise(module, [mesh.get_group(dim) for dim in range(mesh.ndim)], device, ignored)
-        cast_buffers(module, precision.buffer_dtype, ignored)
-        _shard(module, _Settings(mesh, strategy, precision, prefetch, offload, ignored))
         self.add_module(INSIDE, module)
         clean_states(self)
         for below in self.modules():
@@ -373,7 +373,7 @@ class FullyShardedDataParallel(TorchWrapperIdentity):
         """
         self._require_root("register_comm_hook")
         if not callable(hook):
-            raise TypeError(f"register_comm_hook takes a function, not {hook!r}")
+            raise TypeError(f"register_comm_hook takes a function, not {hook!r}; pass one")
         wrappers = self.fsdp_modules(self)
         for wrapper in wrappers:
             if wrapper.sharding_strategy in HYBRID:
@@ -410,24 +410,36 @@ class FullyShardedDataParallel(TorchWrapperIdentity):
 class _Settings:
     """What a wrapper's arguments come to."""
 
-    mesh: DeviceMesh
     strategy: ShardingStrategy
-    precision: MixedPrecision
+    offload: CPUOffloadPolicy | None
     prefetch: BackwardPrefetch | None
-    offload: Any
+    precision: MixedPrecision
     ignored: Ignored
 
 
-def _shard(module: nn.Module, settings: _Settings) -> None:
+def _settings_of(
+    strategy: object, offload: object, prefetch: object, precision: object, ignored: Ignored
+) -> _Settings:
+    chosen = ShardingStrategy.FULL_SHARD
+    if strategy is not None:
+        chosen = checked_member(ShardingStrategy, strategy, "sharding_strategy")
+    when = None
+    if prefetch is not None:
+        when = checked_member(BackwardPrefetch, prefetch, "backward_prefetch")
+    return _Settings(chosen, offload_of(offload), when, checked_precision(precision), ignored)
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh, settings: _Settings) -> None:
     """Make a unit of what no wrapper below has, with the settings."""
     precision = settings.precision
     replicates = settings.strategy == ShardingStrategy.NO_SHARD
     unit: Any = module  # an FSDPModule behind this
+    cast_buffers(module, precision.buffer_dtype, settings.ignored)
     fully_shard(
         unit,
-        mesh=settings.mesh,
+        mesh=mesh,
         reshard_after_forward=False if settings.strategy in KEEPS_GATHERED else None,
-        shard_placement_fn=_Replicated(settings.mesh) if replicates else None,
+        shard_placement_fn=_Replicated(mesh) if replicates else None,
         mp_policy=policy_of(precision),
         offload_policy=settings.offload,
         ignored_params=set(settings.ignored.params),
@@ -456,12 +468,12 @@ class _Replicated:
 def _wrap_below(
     module: nn.Module,
     policy: Policy,
-    ignored: Ignored,
-    precision: MixedPrecision,
+    settings: _Settings,
     options: Mapping[str, Any],
 ) -> None:
     """Wrap the modules below that a policy chooses, and those that stay in full precision."""
     check_nothing_wrapped(module)
+    precision, ignored = settings.precision, settings.ignored
     apart: tuple[type[nn.Module], ...] = ()
     if any((precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype)):
         apart = tuple(precision._module_classes_to_ignore)
