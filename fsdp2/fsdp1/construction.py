@@ -4,6 +4,7 @@
     policy                          ──> chosen          which modules get wrappers of their own
     meta parameters                 ──> materialise     param_init_fn, or reset_parameters()
     sync_module_states              ──> synchronise     the first rank's parameters and buffers
+    use_orig_params                 ──> follow_original_parameters   optimizers made before
     buffer_dtype                    ──> cast_buffers    and back in state dicts
     classes left in full precision  ──> in_full_precision   inputs to float32, outputs back
 
@@ -12,17 +13,21 @@ All of it ends at wrappers that are there already.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.optim.optimizer as torch_optimizer
 from torch import nn
 
 from fsdp2.core.device.collectives import ProcessGroup, broadcast_from_first
 from fsdp2.core.modules.containers import cast
+from fsdp2.core.modules.registrations import Registrations
 from fsdp2.core.modules.registry import record_of
+from fsdp2.optim import repoint_optimizer
 
 INSIDE = "_fsdp_wrapped_module"
 """Under which a wrapper holds its module, as torch's."""
@@ -226,6 +231,33 @@ def synchronise(
             broadcast_from_first(group, sent)
             if sent is not local:
                 local.copy_(sent)
+
+
+# ---- optimizers that were made before
+
+WRAPPED = "_fsdp2_wrapped"
+"""Attribute of an original parameter that a wrapper with ``use_orig_params=True`` has sharded."""
+
+
+@functools.cache
+def follow_original_parameters() -> None:
+    """From now on optimizers that hold original parameters hold the sharded ones when they step.
+
+    torch's FSDP1 keeps the parameter objects where ``use_orig_params=True``, so that clients make
+    optimizers first. Each optimizer is looked at when anything was registered or sharded since.
+    """
+    seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+
+    def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if seen.get(optimizer) != Registrations.count:
+            held = (param for group in optimizer.param_groups for param in group["params"])
+            if any(WRAPPED in param.__dict__ for param in held):
+                repoint_optimizer(optimizer)
+            seen[optimizer] = Registrations.count
+
+    handle = torch_optimizer.register_optimizer_step_pre_hook(before)
+    # In front of the one that refuses such parameters.
+    torch_optimizer._global_optimizer_pre_hooks.move_to_end(handle.id, last=False)
 
 
 # ---- dtypes

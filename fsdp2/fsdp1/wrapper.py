@@ -40,10 +40,12 @@ from fsdp2.fsdp1.config import (
 )
 from fsdp2.fsdp1.construction import (
     INSIDE,
+    WRAPPED,
     Ignored,
     cast_buffers,
     check_nothing_wrapped,
     clean_states,
+    follow_original_parameters,
     ignored_of,
     in_full_precision,
     is_wrapper,
@@ -94,7 +96,8 @@ class FullyShardedDataParallel(TorchWrapperIdentity):
             ``False``.
         forward_prefetch: taken, and changes nothing: forward always gathers the next unit ahead.
         limit_all_gathers: taken, and changes nothing: no more than two units are ever gathered.
-        use_orig_params: taken, and changes nothing: parameters always are the original ones.
+        use_orig_params: parameters have their own names and shapes in any case. ``True`` also lets
+            optimizers that were made before train them. Default ``False``.
         ignored_states: modules, or parameters, that are left alone.
         device_mesh: in place of ``process_group``: (shard,), or (replicate, shard).
 
@@ -167,6 +170,10 @@ class FullyShardedDataParallel(TorchWrapperIdentity):
         if sync_module_states:
             axes = [mesh.get_group(dim) for dim in range(mesh.ndim)]
             synchronise(module, axes, device, settings.ignored)
+        if use_orig_params:
+            follow_original_parameters()
+            for param in module.parameters():
+                param.__dict__[WRAPPED] = True
         _shard(module, mesh, settings)
         self._take(module, mesh, settings)
 

@@ -50,7 +50,7 @@ class Seen:
 
 def run(script: str, *arguments: str, ranks: int = 2) -> tuple[Seen, Seen]:
     """(torch's, ours)."""
-    path = str(SCRIPTS / script)
+    path = str(Path(__file__).parent / "scripts" / script)
     return _launch([path, *arguments], ranks), _launch(["-m", "fsdp2.run", path, *arguments], ranks)
 
 
@@ -59,9 +59,17 @@ def check(script: str, *arguments: str, ranks: int = 2) -> None:
     _compare(*run(script, *arguments, ranks=ranks), arguments, ranks)
 
 
+def check_alone(script: str, case: str, ranks: int = 2) -> list[str]:
+    """Run a case through `fsdp2.run` alone; returns its losses."""
+    path = str(Path(__file__).parent / "scripts" / script)
+    ours = _launch(["-m", "fsdp2.run", path, case], ranks)
+    assert all("fsdp2.module" in ours.classes[case][rank] for rank in range(ranks))
+    return ours.losses[case]
+
+
 def check_started(script: str, case: str, ranks: int = 2) -> None:
     """As `check`, of a script that is started once and starts its ranks itself."""
-    path = str(SCRIPTS / script)
+    path = str(Path(__file__).parent / "scripts" / script)
     torchs = _launch([path, case], ranks, by_itself=True)
     ours = _launch(["-m", "fsdp2.run", path, case], ranks, by_itself=True)
     _compare(torchs, ours, (case,), ranks)

@@ -701,3 +701,20 @@ def test_parameters_keep_names_and_shapes() -> None:
     assert {n: p.shape for n, p in model.named_parameters()} == {
         n: p.shape for n, p in plain.items()
     }
+
+
+@ranks(2)
+def test_optimizers_made_before() -> None:
+    """With ``use_orig_params=True`` they train the model, as with torch's."""
+
+    def scenario(api: Any) -> Any:
+        model = seeded(Net)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        wrapped = wrap(api, model)
+        for batch in batches(3):
+            wrapped(batch).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole(api, wrapped)
+
+    as_torch(scenario)

