@@ -239,13 +239,19 @@ WRAPPED = "_fsdp2_wrapped"
 """Attribute of an original parameter that a wrapper with ``use_orig_params=True`` has sharded."""
 
 
-@functools.cache
-def follow_original_parameters() -> None:
-    """From now on optimizers that hold original parameters hold the sharded ones when they step.
+def follow_original_parameters(module: nn.Module) -> None:
+    """Let optimizers that hold a module's original parameters hold the sharded ones when they step.
 
     torch's FSDP1 keeps the parameter objects where ``use_orig_params=True``, so that clients make
     optimizers first. Each optimizer is looked at when anything was registered or sharded since.
     """
+    _watch_optimizers()
+    for param in module.parameters():
+        param.__dict__[WRAPPED] = True
+
+
+@functools.cache
+def _watch_optimizers() -> None:
     seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
     def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -257,7 +263,8 @@ def follow_original_parameters() -> None:
 
     handle = torch_optimizer.register_optimizer_step_pre_hook(before)
     # In front of the one that refuses such parameters.
-    torch_optimizer._global_optimizer_pre_hooks.move_to_end(handle.id, last=False)
+    hooks: Any = torch_optimizer._global_optimizer_pre_hooks  # an OrderedDict
+    hooks.move_to_end(handle.id, last=False)
 
 
 # ---- dtypes

@@ -40,7 +40,6 @@ from fsdp2.fsdp1.config import (
 )
 from fsdp2.fsdp1.construction import (
     INSIDE,
-    WRAPPED,
     Ignored,
     cast_buffers,
     check_nothing_wrapped,
@@ -163,17 +162,14 @@ class FullyShardedDataParallel(TorchWrapperIdentity):
             }
             _wrap_below(module, auto_wrap_policy, settings, options)
         nn.Module.__init__(self)
-        self.compute_device = device
+        self.compute_device, self._use_orig_params, self._is_inner = device, use_orig_params, False
         self.forward_prefetch, self.limit_all_gathers = forward_prefetch, limit_all_gathers
-        self._use_orig_params, self._is_inner = use_orig_params, False
         materialise(module, param_init_fn, device, settings.ignored)
         if sync_module_states:
             axes = [mesh.get_group(dim) for dim in range(mesh.ndim)]
             synchronise(module, axes, device, settings.ignored)
         if use_orig_params:
-            follow_original_parameters()
-            for param in module.parameters():
-                param.__dict__[WRAPPED] = True
+            follow_original_parameters(module)
         _shard(module, mesh, settings)
         self._take(module, mesh, settings)
 

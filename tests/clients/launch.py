@@ -50,7 +50,7 @@ class Seen:
 
 def run(script: str, *arguments: str, ranks: int = 2) -> tuple[Seen, Seen]:
     """(torch's, ours)."""
-    path = str(Path(__file__).parent / "scripts" / script)
+    path = str(SCRIPTS / script)
     return _launch([path, *arguments], ranks), _launch(["-m", "fsdp2.run", path, *arguments], ranks)
 
 
@@ -61,7 +61,7 @@ def check(script: str, *arguments: str, ranks: int = 2) -> None:
 
 def check_alone(script: str, case: str, ranks: int = 2) -> list[str]:
     """Run a case through `fsdp2.run` alone; returns its losses."""
-    path = str(Path(__file__).parent / "scripts" / script)
+    path = str(SCRIPTS / script)
     ours = _launch(["-m", "fsdp2.run", path, case], ranks)
     assert all("fsdp2.module" in ours.classes[case][rank] for rank in range(ranks))
     return ours.losses[case]
@@ -69,7 +69,7 @@ def check_alone(script: str, case: str, ranks: int = 2) -> list[str]:
 
 def check_started(script: str, case: str, ranks: int = 2) -> None:
     """As `check`, of a script that is started once and starts its ranks itself."""
-    path = str(Path(__file__).parent / "scripts" / script)
+    path = str(SCRIPTS / script)
     torchs = _launch([path, case], ranks, by_itself=True)
     ours = _launch(["-m", "fsdp2.run", path, case], ranks, by_itself=True)
     _compare(torchs, ours, (case,), ranks)
