@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks import megatron, workers
+from fsdp2 import fsdp1
 from fsdp2.module import FSDPModule
 from fsdp2.testing.blocks import BlockStack
 from fsdp2.testing.null_group import NullGroup, Observer, c10d_cost, init_null_group, null_mesh
@@ -21,8 +23,8 @@ from fsdp2.testing.stand_in import device as stand_in
 WINDOWS = {"window1": 1, "window2": 2, "window3": 3}
 
 # "none": no sharding, the floor that every runtime adds to. "torch": torch's FSDP2. "kept": fsdp2
-# with set_keep_gradient_storage(True).
-VARIANTS = ("none", "torch", "fsdp2", "kept", "fsdp1", "ddp", "megatron", *WINDOWS)
+# with set_keep_gradient_storage(True). "fsdp1": torch's FSDP1. "wrapped": fsdp2 by FSDP1's wrapper.
+VARIANTS = ("none", "torch", "fsdp2", "kept", "fsdp1", "wrapped", "ddp", "megatron", *WINDOWS)
 OURS = ("fsdp2", "kept", *WINDOWS)
 IN_COMPUTE_DTYPE = ("none", "ddp", "megatron")  # the model itself, not only what it gathers
 
@@ -147,8 +149,8 @@ def materialise(
     model.reset_parameters()
     if variant == "ddp":
         return nn.parallel.DistributedDataParallel(model)
-    if variant == "fsdp1":
-        return _fsdp1(model, precision == "mixed", device)
+    if variant in ("fsdp1", "wrapped"):
+        return _fsdp1(model, variant, precision == "mixed", device)
     if variant == "megatron":
         return megatron.wrap(model, precision == "mixed", world_size, device)
     return model
@@ -213,16 +215,19 @@ def fsdp2_api(variant: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return fully_shard, MixedPrecisionPolicy
 
 
-def _fsdp1(model: nn.Module, mixed: bool, device: torch.device) -> nn.Module:
-    """torch's FSDP1, wrapping the same modules. It has to see the whole model first."""
-    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+def _fsdp1(model: nn.Module, variant: str, mixed: bool, device: torch.device) -> nn.Module:
+    """FSDP1, wrapping the same modules: torch's, or fsdp2's. torch's has to see the whole model."""
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return FullyShardedDataParallel(
+    api: Any = torch.distributed.fsdp if variant == "fsdp1" else fsdp1
+    policy = api.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    wrapped: nn.Module = api.FullyShardedDataParallel(
         model,
         auto_wrap_policy=ModuleWrapPolicy({type(model.blocks[0])}),
         mixed_precision=policy if mixed else None,
         use_orig_params=True,
         device_id=device,
     )
+    if variant == "wrapped":
+        wrapped.set_packing_threshold(0)  # as for the others of ours
+    return wrapped

@@ -1,10 +1,12 @@
-"""Make the names of torch's FSDP2 resolve to ours, for frameworks that import them themselves.
+"""Make torch's names of FSDP2 and FSDP1 resolve to ours, for frameworks that import them.
 
     holder of names                                    before    installed    after
     torch.distributed.fsdp                             torch's   ours         torch's
     torch.distributed.fsdp._fully_shard                torch's   ours         torch's
     torch.distributed._composable.fsdp[.fully_shard]   torch's   ours         torch's
     torch.distributed.pipelining.stage, .schedules     torch's   ours         torch's
+    torch.distributed.fsdp.fully_sharded_data_parallel torch's   ours         torch's
+    torch.distributed.fsdp.sharded_grad_scaler         torch's   ours         torch's
 
 A parameter that is added to a sharded module, and that no unit manages, is left alone with a
 warning meanwhile, as torch does it in silence: frameworks reduce its gradients themselves. Without
@@ -12,6 +14,9 @@ warning meanwhile, as torch does it in silence: frameworks reduce its gradients 
 
 Processes that are started meanwhile install as well (`fsdp2.startup`): a launcher that starts ranks
 from within a script would else make a world of two implementations.
+
+Of FSDP1 the wrapper and its gradient scaler are replaced. Strategies, configurations and wrap
+policies stay torch's, and ours takes them: so they are the same objects for whoever imported them.
 
 Two things stay torch's. ``FSDPModule``, the base of our class: ``isinstance`` holds for modules
 that either implementation sharded, and for whoever imported the name, at any time. And the modules
@@ -27,8 +32,10 @@ from types import ModuleType
 
 from fsdp2.api import fully_shard
 from fsdp2.core.modules.registrations import Registrations
+from fsdp2.fsdp1 import FullyShardedDataParallel, ShardedGradScaler
 from fsdp2.interop import (
     TORCHS_NAMES,
+    WRAPPER_NAMES,
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -49,6 +56,8 @@ HOLDERS = (
     "torch.distributed._composable.fsdp.fully_shard",
     "torch.distributed.pipelining.stage",
     "torch.distributed.pipelining.schedules",
+    "torch.distributed.fsdp.fully_sharded_data_parallel",
+    "torch.distributed.fsdp.sharded_grad_scaler",
 )
 """Modules whose names are replaced. One that is imported later finds ours in the first."""
 
@@ -64,6 +73,8 @@ OURS: dict[str, object] = {
         OffloadPolicy,
         CPUOffloadPolicy,
         DataParallelMeshDims,
+        FullyShardedDataParallel,
+        ShardedGradScaler,
     )
 }
 
@@ -102,9 +113,9 @@ def install() -> None:
     missed = _missed()
     if missed:
         warnings.warn(
-            f"torch's fully_shard was imported before fsdp2.install() by {', '.join(missed)}, "
-            f"which will go on using it; call install() before that import, or start the script "
-            f"with python -m fsdp2.run",
+            f"torch's FSDP was imported before fsdp2.install() by {', '.join(missed)}, which will "
+            f"go on using it; call install() before that import, or start the script with "
+            f"python -m fsdp2.run",
             stacklevel=2,
         )
 
@@ -116,7 +127,8 @@ def uninstall() -> None:
     """
     for holder, name in _held_names():
         if getattr(holder, name) is OURS[name]:  # else somebody else has replaced it since
-            before = _replaced.get((holder.__name__, name), TORCHS_NAMES[name])
+            torchs = TORCHS_NAMES.get(name, WRAPPER_NAMES.get(name))
+            before = _replaced.get((holder.__name__, name), torchs)
             setattr(holder, name, before)
     _replaced.clear()
     Registrations.leave_unmanaged = None
@@ -141,11 +153,16 @@ def _held_names() -> Iterator[tuple[ModuleType, str]]:
 
 
 def _missed() -> list[str]:
-    """Modules outside torch that hold torch's ``fully_shard`` under any name."""
-    torchs = TORCHS_NAMES["fully_shard"]
+    """Modules outside torch that hold torch's ``fully_shard`` or its wrapper under any name."""
+    torchs = [TORCHS_NAMES["fully_shard"], WRAPPER_NAMES.get("FullyShardedDataParallel")]
     return sorted(
         name
         for name, module in list(sys.modules.items())
         if not name.startswith(("torch.", "fsdp2."))
-        and any(value is torchs for value in list(getattr(module, "__dict__", {}).values()))
+        and any(
+            value is known
+            for value in list(getattr(module, "__dict__", {}).values())
+            for known in torchs
+            if known is not None
+        )
     )

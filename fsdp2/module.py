@@ -42,7 +42,7 @@ from fsdp2.core.params.param import ModuleEntries
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.side_doors import refresh_scheduler
 from fsdp2.core.schedule.states import SHARDED
-from fsdp2.core.schedule.unit import Unit
+from fsdp2.core.schedule.unit import PrefetchTime, Unit
 from fsdp2.interop import TORCHS, replicated_parameters
 
 _WALKS = ("zero_grad", "parameters", "named_parameters", "named_modules")
@@ -413,6 +413,39 @@ class FSDPModule(CommunicationControls):
         records = records_below(self, recurse)
         for record in records:
             record.unit.prefetch_window = units
+        for scheduler in {record.scheduler for record in records}:
+            if scheduler is not None:
+                refresh_scheduler(scheduler)
+
+    def set_backward_prefetch(
+        self, when: Literal["before", "after", "never"], *, recurse: bool = True
+    ) -> None:
+        """Choose when backward gathers the unit that comes next.
+
+        Units with a list of their own (`set_modules_to_backward_prefetch`) follow that.
+
+        Args:
+            when: ``"before"`` (default behaviour) gathers it before this unit's backward computes,
+                so that the gather hides behind the compute. ``"after"`` gathers it when this unit
+                is freed, before its gradients are reduced: one gathered unit less in memory, and
+                only the reduction to hide behind. ``"never"`` gathers each unit when it is needed.
+            recurse: whether units below follow. Default ``True``.
+
+        Raises:
+            ValueError: it is none of these.
+
+        Example::
+
+            model.set_backward_prefetch("after")
+        """
+        times = {time.value: time for time in PrefetchTime}
+        if when not in times:
+            raise ValueError(
+                f"set_backward_prefetch takes 'before', 'after' or 'never', not {when!r}"
+            )
+        records = records_below(self, recurse)
+        for record in records:
+            record.unit.prefetches = times[when]
         for scheduler in {record.scheduler for record in records}:
             if scheduler is not None:
                 refresh_scheduler(scheduler)

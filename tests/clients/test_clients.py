@@ -10,7 +10,7 @@ import importlib.util
 
 import pytest
 
-from tests.clients.launch import check, check_started
+from tests.clients.launch import check, check_alone, check_started
 
 pytestmark = pytest.mark.clients
 
@@ -68,6 +68,19 @@ def test_lightning_fabric() -> None:
 def test_lightning_trainer() -> None:
     _needs("lightning", "transformers")
     check("with_lightning.py", "trainer", "accumulated")
+
+
+def test_fsdp1() -> None:
+    """accelerate with ``fsdp_version=1``, the Trainer with ``fsdp="full_shard auto_wrap"``."""
+    _needs("accelerate", "transformers")
+    check("with_fsdp1.py", "accelerate", "trainer")
+
+
+def test_lightning_fsdp1() -> None:
+    """Lightning's FSDPStrategy; torch's own does not run without an accelerator there."""
+    _needs("lightning", "transformers")
+    losses = check_alone("with_fsdp1.py", "lightning")
+    assert len(losses) == 9
 
 
 def test_verl() -> None:

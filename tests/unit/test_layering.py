@@ -228,7 +228,10 @@ def test_the_room_of_whole_tensors_stands_on_the_core() -> None:
 @pytest.mark.parametrize(
     ("name", "others"),
     [
-        ("install", ["core.modules.registrations", "api", "interop", "module", "startup"]),
+        (
+            "install",
+            ["core.modules.registrations", "api", "fsdp1", "interop", "module", "startup"],
+        ),
         ("run", ["install"]),
     ],
 )
@@ -257,6 +260,15 @@ def test_xlas_interface_stands_on_public_modules(name: str, others: list[str]) -
     """Of core it reads units' flags and makes meshes of groups; files need neither."""
     own = {m for m in _modules_of(ROOT / "xla" / f"{name}.py") if _below(m, "fsdp2")}
     assert own == {f"fsdp2.{other}" for other in others}
+
+
+def test_fsdp1_says_what_lives_there() -> None:
+    """Its docstring names each module; no room below, and nobody in core, knows of it."""
+    text = ast.get_docstring(_tree(ROOT / "fsdp1" / "__init__.py")) or ""
+    for path in (ROOT / "fsdp1").glob("*.py"):
+        assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
+    users = {_name(path) for path in FILES if any(_below(m, "fsdp1") for m in _own_modules(path))}
+    assert {name for name in users if not _below(name, "fsdp1")} <= {"", "install"}
 
 
 def test_every_exported_name_exists() -> None:
@@ -290,6 +302,7 @@ def test_only_three_modules_import_torch_distributed(path: Path) -> None:
         exactly += ["torch.distributed.fsdp", "torch.distributed._composable.contract"]
         exactly.append("torch.distributed._composable_state")
         exactly += [f"torch.distributed.fsdp._fully_shard._fsdp_{part}" for part in TORCHS_OWN]
+        exactly.append("torch.distributed.fsdp.sharded_grad_scaler")
     for module in _modules_of(path):
         if _below(module, "torch.distributed") or "c10d" in module:
             known = any(_below(module, parent) for parent in allowed)

@@ -260,6 +260,34 @@ def run_reduce_scatter(
     return work
 
 
+def scatter_sums(output: torch.Tensor, input_: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Sum ``input_`` [ranks * n] over ``group``, and keep this rank's part in ``output`` [n]."""
+    work = _method(group, _SCATTER)(output, input_, ReduceScatterOptions())
+    if work is not None:
+        work.wait()
+
+
+def gather_numbers(
+    group: dist.ProcessGroup, numbers: Sequence[int], device: torch.device
+) -> list[list[int]]:
+    """The numbers of each rank of ``group``, as many of each, in the order of its ranks."""
+    return GroupCollectives(group, device, asynchronous=False).exchange(numbers)
+
+
+def default_group() -> dist.ProcessGroup:
+    """The default process group, which is started from torchrun's environment if there is none."""
+    if not dist.is_initialized():
+        dist.init_process_group()
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def ranks_of(group: dist.ProcessGroup) -> list[int]:
+    """The global ranks of a process group, in its order."""
+    return list(dist.get_process_group_ranks(group))
+
+
 def run_first_collective(group: dist.ProcessGroup, device: torch.device) -> None:
     """An all-reduce of one number, which makes the communicator of ``group`` for ``device``.
 

@@ -145,6 +145,10 @@ class UnitHooks(UnitRecord):
         # Units that prefetch each other are a cycle.
         self.unit.forward_prefetch = self.unit.backward_prefetch = []
 
+    def cast_inputs_to(self, dtype: torch.dtype | None) -> None:
+        """Cast floating-point inputs of the unit's forward from now on; ``None``: no longer."""
+        self._cast_to = dtype
+
     def serve(self, scheduler: Scheduler) -> None:
         """Let ``scheduler`` serve the unit from now on: in graphs that are there already, too."""
         self.scheduler = scheduler

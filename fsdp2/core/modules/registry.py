@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from fsdp2.core.config import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -104,6 +105,10 @@ class UnitRecord(abc.ABC):
     @abc.abstractmethod
     def serve(self, scheduler: Scheduler) -> None:
         """Let ``scheduler`` serve the unit from now on."""
+
+    @abc.abstractmethod
+    def cast_inputs_to(self, dtype: torch.dtype | None) -> None:
+        """Cast floating-point inputs of the unit's forward from now on; ``None``: no longer."""
 
     @abc.abstractmethod
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

@@ -2,6 +2,7 @@
 
     scheduler  order, prefetch and windows of the units below one root
     window     a scheduler that gathers several units ahead
+    backward_order  a scheduler of units that say when backward gathers the next one
     in_flight  reductions on their way, and the memory that they hold
     unit       what one call of fully_shard made, and its flags
     group      parameters that share collectives

@@ -310,6 +310,12 @@ class ParamGroup:
         if self.bound:
             self.bind_reductions()
 
+    def set_replicas(self, replicas: Replicas) -> None:
+        """Sum over the same copies in another way."""
+        self.replicas = replicas
+        if self.bound:
+            self.bind_reductions()
+
     def set_smaller_group(self, smaller: SmallerGroup | None) -> None:
         """Choose the ranks to reshard to after forward; ``None`` for all or none."""
         self.reroute = self.reroute or smaller is not self.smaller_group

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp2.core.device.streams import Streams
+from fsdp2.core.schedule.backward_order import ChoosingScheduler, chooses
 from fsdp2.core.schedule.retrace import RetracingScheduler, next_node
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.unit import Unit
@@ -116,7 +117,9 @@ class NotingScheduler(Scheduler):
 
 
 @functools.cache
-def _kind(notes: bool, misses_none: bool, looks_ahead: bool) -> type[Scheduler]:
+def _kind(
+    notes: bool, misses_none: bool, chooses_order: bool, looks_ahead: bool
+) -> type[Scheduler]:
     """The class of schedulers that do these things; always the same object.
 
     A backward that misses no unit enters units by itself, and looks ahead from those as well.
@@ -124,6 +127,7 @@ def _kind(notes: bool, misses_none: bool, looks_ahead: bool) -> type[Scheduler]:
     all_kinds = (
         (NotingScheduler, notes),
         (RetracingScheduler, misses_none),
+        (ChoosingScheduler, chooses_order),
         (LookingAhead, looks_ahead),
     )
     kinds = tuple(kind for kind, wanted in all_kinds if wanted)
@@ -189,7 +193,8 @@ def stop_noting_unused() -> None:
 def _become(scheduler: Scheduler, notes: bool) -> None:
     misses_none = any(group.options.reduce_unused for group in scheduler.groups)
     window = window_of(scheduler.units)
-    kind, before = _kind(notes, misses_none, window > 1), type(scheduler)
+    order = chooses(scheduler.units)
+    kind, before = _kind(notes, misses_none, order, window > 1), type(scheduler)
     if before is not kind:
         if isinstance(scheduler, LookingAhead) and window == 1:
             scheduler.stop_looking()

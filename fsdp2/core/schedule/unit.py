@@ -33,6 +33,14 @@ class Phase(Enum):
     REDUCED = "reduced"
 
 
+class PrefetchTime(Enum):
+    """When a unit's backward gathers the unit that comes next."""
+
+    BEFORE = "before"
+    AFTER = "after"
+    NEVER = "never"
+
+
 IDLE, FORWARD, BACKWARD, REDUCED = Phase
 """For the hot path, as in `fsdp2.core.device.streams`."""
 
@@ -60,6 +68,7 @@ class Unit:
         all_reduce: whether reductions sum over copies too; otherwise partial sums are kept.
         unshard_in_backward: whether backward needs the gathered parameters.
         input_buffers: reductions of which the inputs may be alive at a time.
+        prefetches: when its backward gathers the next unit: before it computes, after, or never.
         prefetch_window: how many units are gathered ahead; the most that a unit asks for counts.
         forward_prefetch: units to gather when this one's forward starts; empty for the recorded
             order.
@@ -81,6 +90,7 @@ class Unit:
         "options",
         "phase",
         "prefetch_window",
+        "prefetches",
         "reshard_after_backward",
         "reshard_after_forward",
         "sync",
@@ -104,6 +114,7 @@ class Unit:
         self.unshard_in_backward = True
         self.input_buffers = 1
         self.prefetch_window = 1
+        self.prefetches = PrefetchTime.BEFORE
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
         self.is_root = False

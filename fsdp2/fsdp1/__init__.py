@@ -1,0 +1,28 @@
+"""torch's FSDP1 on units of `fully_shard`: `FullyShardedDataParallel`, and all around it.
+
+wrapper       `FullyShardedDataParallel`
+config        strategies, prefetch, mixed precision, offload
+meshes        process groups, meshes and devices: which ranks a wrapper shards over
+construction  what a constructor does before it shards
+comm_hooks    hooks that reduce gradients, and how units call them
+grad_scaler   `ShardedGradScaler`
+
+Names, arguments, defaults and results are those of ``torch.distributed.fsdp``; docs/compat_fsdp1.md
+has a row for each, and a table of what torch's cannot do. Who does not import it pays nothing.
+"""
+
+from fsdp2.fsdp1.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp2.fsdp1.grad_scaler import ShardedGradScaler
+from fsdp2.fsdp1.wrapper import FullyShardedDataParallel
+
+FSDP = FullyShardedDataParallel
+
+__all__ = [
+    "FSDP",
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullyShardedDataParallel",
+    "MixedPrecision",
+    "ShardedGradScaler",
+    "ShardingStrategy",
+]

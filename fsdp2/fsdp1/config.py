@@ -1,0 +1,170 @@
+"""What `FullyShardedDataParallel` is configured with: torch's names, fields, order and defaults.
+
+Objects of torch's own classes are taken, too. Enums of both are equal where their names are, so
+that a script may mix them. The documentation of torch's FSDP1 is the source of names and meanings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fsdp2.interop import CPUOffloadPolicy, MixedPrecisionPolicy
+
+E = TypeVar("E", bound=Enum)
+
+
+class TwinOfTorchs(Enum):
+    """An enum that is equal to torch's of the same name, member by member."""
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Enum) or type(other).__name__ != type(self).__name__:
+            return NotImplemented
+        return self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)  # as torch's
+
+
+class ShardingStrategy(TwinOfTorchs):
+    """What a wrapper shards, and over which ranks.
+
+    - ``FULL_SHARD``: parameters, gradients and optimizer states. Forward frees what it gathered.
+    - ``SHARD_GRAD_OP``: the same, but parameters stay gathered from forward to backward.
+    - ``NO_SHARD``: nothing. Gradients are all-reduced.
+    - ``HYBRID_SHARD``: as ``FULL_SHARD`` inside a node, with copies on the others.
+    - ``_HYBRID_SHARD_ZERO2``: as ``SHARD_GRAD_OP`` inside a node, with copies on the others.
+    """
+
+    FULL_SHARD = auto()
+    SHARD_GRAD_OP = auto()
+    NO_SHARD = auto()
+    HYBRID_SHARD = auto()
+    _HYBRID_SHARD_ZERO2 = auto()
+
+
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+KEEPS_GATHERED = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
+"""Strategies that do not free parameters between forward and backward."""
+
+
+class BackwardPrefetch(TwinOfTorchs):
+    """When backward gathers the next wrapper's parameters.
+
+    - ``BACKWARD_PRE``: before the current one computes: most overlap, most memory.
+    - ``BACKWARD_POST``: when the current one is freed, before its gradients are reduced.
+
+    ``None`` in place of a member gathers each when it is needed.
+    """
+
+    BACKWARD_PRE = auto()
+    BACKWARD_POST = auto()
+
+
+@dataclass
+class MixedPrecision:
+    """Dtypes of parameters, reductions and buffers, and which inputs are cast.
+
+    Args:
+        param_dtype: dtype of gathered parameters, and of compute. ``None`` (default): their own.
+        reduce_dtype: dtype of the gradient reduction. ``None`` (default): ``param_dtype``.
+        buffer_dtype: dtype that floating-point buffers are cast to. ``None`` (default): their own.
+            State dicts hold them in their own dtype.
+        keep_low_precision_grads: whether ``.grad`` stays in ``param_dtype``. Default ``False``:
+            it has the dtype of the sharded parameter.
+        cast_forward_inputs: whether floating-point inputs of the wrapper's forward are cast to
+            ``param_dtype``. Default ``False``.
+        cast_root_forward_inputs: the same for the outermost wrapper alone. Default ``True``.
+        _module_classes_to_ignore: with an ``auto_wrap_policy``, modules of these classes become
+            wrappers of their own that compute in full precision: their inputs are cast to float32,
+            their outputs back. Default: batch norms.
+
+    Example::
+
+        MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+    _module_classes_to_ignore: tuple[type[nn.Module], ...] = (_BatchNorm,)
+
+
+@dataclass
+class CPUOffload:
+    """Whether shards, gradients and optimizer states live in CPU memory.
+
+    Args:
+        offload_params: ``True`` keeps them there. Default ``False``.
+    """
+
+    offload_params: bool = False
+
+
+# ---- what the units are given
+
+
+def checked_member(kind: type[E], value: object, argument: str) -> E:
+    """A member of our enum for one of ours or torch's.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    for member in kind:
+        if member == value:
+            return member
+    raise TypeError(
+        f"FullyShardedDataParallel({argument}=…) takes a member of {kind.__name__}, not {value!r}"
+    )
+
+
+def checked_precision(value: Any) -> MixedPrecision:
+    """A `MixedPrecision` for one of ours or torch's, or for ``None``.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if value is None:
+        return MixedPrecision()
+    if type(value).__name__ != "MixedPrecision" or not hasattr(value, "cast_root_forward_inputs"):
+        raise TypeError(
+            f"FullyShardedDataParallel(mixed_precision=…) takes a MixedPrecision, not {value!r}; "
+            f"import it from fsdp2.fsdp1"
+        )
+    found: MixedPrecision = value  # or of torch's class, with the same fields
+    return found
+
+
+def policy_of(precision: MixedPrecision) -> MixedPrecisionPolicy:
+    """What a unit is given: FSDP1 reduces in the parameters' dtype where nothing else is said."""
+    return MixedPrecisionPolicy(
+        param_dtype=precision.param_dtype,
+        reduce_dtype=precision.reduce_dtype or precision.param_dtype,
+        cast_forward_inputs=bool(precision.cast_forward_inputs),
+    )
+
+
+def offload_of(value: Any) -> CPUOffloadPolicy | None:
+    """A unit's offload policy for a `CPUOffload` of ours or torch's.
+
+    Raises:
+        TypeError: it is neither, nor ``None``.
+    """
+    if value is None:
+        return None
+    if not hasattr(value, "offload_params"):
+        raise TypeError(
+            f"FullyShardedDataParallel(cpu_offload=…) takes a CPUOffload, not {value!r}; import it "
+            f"from fsdp2.fsdp1"
+        )
+    return CPUOffloadPolicy() if value.offload_params else None

@@ -1,0 +1,365 @@
+"""What a wrapper's constructor does before it shards: choose, materialise, synchronise, cast.
+
+    ignored_modules, ignored_states ──> Ignored         what is left alone
+    policy                          ──> chosen          which modules get wrappers of their own
+    meta parameters                 ──> materialise     param_init_fn, or reset_parameters()
+    sync_module_states              ──> synchronise     the first rank's parameters and buffers
+    use_orig_params                 ──> follow_original_parameters   optimizers made before
+    buffer_dtype                    ──> cast_buffers    and back in state dicts
+    classes left in full precision  ──> in_full_precision   inputs to float32, outputs back
+
+All of it ends at wrappers that are there already.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.optim.optimizer as torch_optimizer
+from torch import nn
+
+from fsdp2.core.device.collectives import ProcessGroup, broadcast_from_first
+from fsdp2.core.modules.containers import cast
+from fsdp2.core.modules.registrations import Registrations
+from fsdp2.core.modules.registry import record_of
+from fsdp2.optim import repoint_optimizer
+
+INSIDE = "_fsdp_wrapped_module"
+"""Under which a wrapper holds its module, as torch's."""
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether ``module`` is a wrapper of ours."""
+    return getattr(type(module), "_is_fsdp2_wrapper", False)
+
+
+def own_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """``module`` and those below it, breadth first, without what a wrapper or a unit has."""
+    queue, seen = [module], {module}
+    for member in queue:  # which grows
+        yield member
+        for child in member.children():
+            if child not in seen and not is_wrapper(child) and record_of(child) is None:
+                seen.add(child)
+                queue.append(child)
+
+
+# ---- what is left alone
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """What a wrapper leaves alone.
+
+    Attributes:
+        modules: with all that is below them, except wrappers.
+        params: parameters of these modules, and those that were named themselves.
+    """
+
+    modules: frozenset[nn.Module]
+    params: frozenset[nn.Parameter]
+
+
+def ignored_of(
+    ignored_modules: Iterable[nn.Module] | None,
+    ignored_states: Iterable[nn.Module] | Iterable[nn.Parameter] | None,
+) -> Ignored:
+    """What the two arguments name.
+
+    Raises:
+        ValueError: both are given, or they name wrappers, or both parameters and modules.
+        TypeError: they name anything else.
+    """
+    if ignored_modules is not None and ignored_states is not None:
+        raise ValueError(
+            "FullyShardedDataParallel got ignored_modules and ignored_states; pass ignored_states "
+            "alone"
+        )
+    given: Iterable[Any] | None = ignored_modules if ignored_states is None else ignored_states
+    named: list[Any] = [] if given is None else list(given)
+    kinds: tuple[type, ...] = (nn.Module,) if ignored_states is None else (nn.Module, nn.Parameter)
+    for member in named:
+        if not isinstance(member, kinds):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise TypeError(
+                f"FullyShardedDataParallel's ignored modules and states are of {wanted}, but got "
+                f"a {type(member).__name__}; leave it out"
+            )
+        if isinstance(member, nn.Module) and is_wrapper(member):
+            raise ValueError(
+                "FullyShardedDataParallel got a FullyShardedDataParallel to ignore; name the "
+                "modules or parameters to ignore when that is made"
+            )
+    roots = [member for member in named if isinstance(member, nn.Module)]
+    if roots and len(roots) < len(named):
+        raise ValueError(
+            "FullyShardedDataParallel(ignored_states=…) got modules and parameters; pass only one "
+            "kind"
+        )
+    modules = {below for root in roots for below in own_modules(root)}
+    params = {param for module in modules for param in module.parameters(recurse=False)}
+    params |= {member for member in named if isinstance(member, nn.Parameter)}
+    return Ignored(frozenset(modules), frozenset(params))
+
+
+# ---- which modules are wrapped
+
+
+Chosen = Mapping[nn.Module, Mapping[str, Any]]
+"""Modules to wrap, and the arguments that differ from the outermost wrapper's."""
+
+
+def check_nothing_wrapped(module: nn.Module) -> None:
+    """Raise if a policy would find wrappers below ``module``.
+
+    Raises:
+        ValueError: there are some; the message names the first.
+    """
+    for name, below in module.named_modules():
+        if is_wrapper(below) or record_of(below) is not None:
+            raise ValueError(
+                f"FullyShardedDataParallel(auto_wrap_policy=…) found that '{name}' is sharded "
+                f"already; leave the policy out, or wrap nothing before"
+            )
+
+
+def order_of(module: nn.Module, chosen: Chosen) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Chosen modules below ``module``, innermost first: parent, name, child; each child once a
+    parent that has it."""
+    seen: set[nn.Module] = {module}
+    yield from _below(module, chosen, seen)
+
+
+def _below(
+    module: nn.Module, chosen: Chosen, seen: set[nn.Module]
+) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    for name, child in list(module._modules.items()):
+        if child is None:
+            continue
+        if child not in seen:
+            seen.add(child)
+            yield from _below(child, chosen, seen)
+        if child in chosen:
+            yield module, name, child
+
+
+# ---- values
+
+
+def materialise(
+    module: nn.Module,
+    init_fn: Callable[[nn.Module], None] | None,
+    device: torch.device,
+    ignored: Ignored,
+) -> None:
+    """Give memory and values to parameters and buffers on the meta device, if there are any.
+
+    Args:
+        module: what is about to be sharded.
+        init_fn: called with each module; ``None``: ``to_empty()`` and ``reset_parameters()``.
+        device: where ``to_empty()`` allocates.
+        ignored: what is left as it is.
+
+    Raises:
+        TypeError: ``init_fn`` cannot be called.
+        ValueError: a module has tensors on the meta device, and no ``reset_parameters()``; or some
+            are still there when it was initialised.
+    """
+    if init_fn is not None and not callable(init_fn):
+        raise TypeError(
+            f"FullyShardedDataParallel(param_init_fn=…) takes a function of a module, not "
+            f"{init_fn!r}"
+        )
+    members = [member for member in own_modules(module) if member not in ignored.modules]
+    if not any(tensor.is_meta for member in members for tensor in _tensors(member)):
+        return
+    for member in members:
+        if init_fn is not None:
+            init_fn(member)
+        elif any(True for _ in _tensors(member)):
+            reset = getattr(member, "reset_parameters", None)
+            if reset is None:
+                raise ValueError(
+                    f"{type(member).__name__} has parameters or buffers on the meta device, and no "
+                    f"reset_parameters() to initialise them; pass param_init_fn"
+                )
+            member.to_empty(device=device, recurse=False)
+            with torch.no_grad():
+                reset()
+    for member in members:
+        for name, tensor in (*member._parameters.items(), *member._buffers.items()):
+            if tensor is not None and tensor.is_meta and tensor not in ignored.params:
+                raise ValueError(
+                    f"param_init_fn left '{name}' of {type(member).__name__} on the meta device; "
+                    f"let it call to_empty(device=…, recurse=False) on each module, and initialise "
+                    f"it"
+                )
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
+def synchronise(
+    module: nn.Module, groups: Iterable[ProcessGroup], device: torch.device, ignored: Ignored
+) -> None:
+    """Give all ranks the first one's parameters and buffers, before they are sharded.
+
+    Args:
+        module: what is about to be sharded, alike on all ranks.
+        groups: to broadcast over, one after the other: copies first, then shards.
+        device: that the groups communicate on.
+        ignored: what is left as it is.
+    """
+    tensors = {
+        tensor: None
+        for member in own_modules(module)
+        if member not in ignored.modules
+        for tensor in _tensors(member)
+        if tensor not in ignored.params
+    }
+    for group in groups:
+        for tensor in tensors:
+            local = getattr(tensor, "_local_tensor", tensor).detach()
+            sent = local.to(device).contiguous()
+            broadcast_from_first(group, sent)
+            if sent is not local:
+                local.copy_(sent)
+
+
+# ---- optimizers that were made before
+
+WRAPPED = "_fsdp2_wrapped"
+"""Attribute of an original parameter that a wrapper with ``use_orig_params=True`` has sharded."""
+
+
+def follow_original_parameters(module: nn.Module) -> None:
+    """Let optimizers that hold a module's original parameters hold the sharded ones when they step.
+
+    torch's FSDP1 keeps the parameter objects where ``use_orig_params=True``, so that clients make
+    optimizers first. Each optimizer is looked at when anything was registered or sharded since.
+    """
+    _watch_optimizers()
+    for param in module.parameters():
+        param.__dict__[WRAPPED] = True
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+
+    def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if seen.get(optimizer) != Registrations.count:
+            held = (param for group in optimizer.param_groups for param in group["params"])
+            if any(WRAPPED in param.__dict__ for param in held):
+                repoint_optimizer(optimizer)
+            seen[optimizer] = Registrations.count
+
+    handle = torch_optimizer.register_optimizer_step_pre_hook(before)
+    # In front of the one that refuses such parameters.
+    hooks: Any = torch_optimizer._global_optimizer_pre_hooks  # an OrderedDict
+    hooks.move_to_end(handle.id, last=False)
+
+
+# ---- dtypes
+
+
+def cast_buffers(module: nn.Module, dtype: torch.dtype | None, ignored: Ignored) -> None:
+    """Cast floating-point buffers of a wrapper's own modules; state dicts hold their own dtypes."""
+    if dtype is None:
+        return
+    for member in own_modules(module):
+        if member in ignored.modules:
+            continue
+        before: dict[str, torch.dtype] = {}
+        for name, buffer in member._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+                before[name] = buffer.dtype
+                buffer.data = buffer.to(dtype)
+        if before:
+            member.register_state_dict_post_hook(_CastsBack(before))
+
+
+class _CastsBack:
+    """Gives buffers in a state dict the dtypes that they had before they were cast."""
+
+    def __init__(self, dtypes: dict[str, torch.dtype]) -> None:
+        self._dtypes = dtypes
+
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object
+    ) -> None:
+        for name, dtype in self._dtypes.items():
+            held = state_dict.get(prefix + name)
+            if isinstance(held, torch.Tensor):
+                state_dict[prefix + name] = held.to(dtype)
+
+
+def in_full_precision(module: nn.Module) -> None:
+    """Let ``module`` compute in float32: its inputs are cast to it, its outputs back."""
+    dtypes: list[torch.dtype] = []
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        dtypes[:] = [
+            value.dtype
+            for value in (*args, *kwargs.values())
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+        ][:1]
+        return cast(args, torch.float32), cast(kwargs, torch.float32)
+
+    def after(_: nn.Module, args: object, output: object) -> object:
+        return cast(output, dtypes.pop()) if dtypes else output
+
+    module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+    module.register_forward_hook(after)
+
+
+def keep_low_precision(params: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    """Let the gradients of sharded parameters stay in ``dtype``."""
+
+    def narrow(param: torch.Tensor) -> None:
+        grad = param.grad
+        if grad is not None and grad.dtype != dtype:
+            param.grad_dtype = None  # any
+            param.grad = grad.to(dtype)
+
+    for param in params:
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(narrow)
+
+
+# ---- names
+
+
+def clean_states(wrapper: nn.Module) -> None:
+    """Let state dicts of a wrapper, and those that it loads, have no word of it in their names."""
+    reference = weakref.ref(wrapper)
+
+    def saved(_: nn.Module, state_dict: dict[str, Any], prefix: str, __: object) -> None:
+        rename(state_dict, f"{prefix}{INSIDE}.", prefix)
+        versions: dict[str, Any] = getattr(state_dict, "_metadata", {})
+        for key in list(versions):
+            value = versions.pop(key)
+            versions[f"{key}.".replace(f"{INSIDE}.", "")[:-1]] = value
+
+    def loaded(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: object) -> None:
+        if reference() is not None:
+            rename(state_dict, prefix, f"{prefix}{INSIDE}.")
+
+    wrapper.register_state_dict_post_hook(saved)
+    wrapper.register_load_state_dict_pre_hook(loaded)
+
+
+def rename(state_dict: dict[str, Any], old: str, new: str) -> None:
+    """Replace a prefix of keys in place; other keys stay where they are in the order."""
+    for key in list(state_dict):
+        value = state_dict.pop(key)
+        if key.startswith(old):
+            key = new + key[len(old) :]
+        state_dict[key] = value

@@ -1,0 +1,505 @@
+"""`FullyShardedDataParallel`: the wrapper of torch's FSDP1 over units of `fully_shard`.
+
+    FullyShardedDataParallel(module, …)
+      auto_wrap_policy ──> wrappers of modules below, first
+      the arguments    ──> mesh, reshard_after_forward, mp_policy, offload_policy, ignored_params
+      fully_shard(module, …), and setters of its unit
+    forward ──> the module's own; its unit does all the rest
+
+So a step costs what it costs without the wrapper, and one call a wrapper.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp2.api import fully_shard
+from fsdp2.core.device.collectives import ProcessGroup
+from fsdp2.core.layout.mesh import FSDPMeshInfo, ShardPlacementResult
+from fsdp2.core.modules.registry import UnitRecord, require_record
+from fsdp2.fsdp1.comm_hooks import Hook, HookedReduceScatter, HookedReplicas
+from fsdp2.fsdp1.config import (
+    HYBRID,
+    KEEPS_GATHERED,
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    checked_member,
+    checked_precision,
+    offload_of,
+    policy_of,
+)
+from fsdp2.fsdp1.construction import (
+    INSIDE,
+    Ignored,
+    cast_buffers,
+    check_nothing_wrapped,
+    clean_states,
+    follow_original_parameters,
+    ignored_of,
+    in_full_precision,
+    is_wrapper,
+    keep_low_precision,
+    materialise,
+    order_of,
+    synchronise,
+)
+from fsdp2.fsdp1.meshes import device_of, mesh_of
+from fsdp2.full import gathered
+from fsdp2.interop import CPUOffloadPolicy, TorchWrapperIdentity
+from fsdp2.module import FSDPModule
+from fsdp2.norms import clip_grad_norm_
+from fsdp2.wrap import any_wrap_policy, chosen_modules
+from fsdp2.wrap.choices import Policy
+
+PREFIX = f"{INSIDE}."
+
+ProcessGroups = ProcessGroup | tuple[ProcessGroup, ProcessGroup]
+"""One group, or two to shard and to copy over."""
+
+
+class FullyShardedDataParallel(TorchWrapperIdentity):
+    """Wrap a module and shard its parameters, with the interface of torch's FSDP1.
+
+    Names, order, defaults and meaning of the arguments are those of torch's documentation of
+    ``torch.distributed.fsdp.FullyShardedDataParallel``; docs/compat_fsdp1.md has a row for each.
+    Parameters are DTensors with their own names and shapes. Wrap bottom-up, or pass a policy; make
+    the optimizer afterwards.
+
+    Args:
+        module: the module. Wrappers below it keep their parameters.
+        process_group: the ranks to shard over; for hybrid strategies a pair, to shard and to copy
+            over. ``None`` (default): all ranks, for hybrid strategies shards inside a node.
+        sharding_strategy: a `ShardingStrategy`. ``None`` (default): ``FULL_SHARD``.
+        cpu_offload: a `CPUOffload`. ``None`` (default): shards stay on the device.
+        auto_wrap_policy: which modules below get wrappers of their own: an object or function of
+            `fsdp2.wrap`, or of torch's. ``None`` (default): none.
+        backward_prefetch: a `BackwardPrefetch`, or ``None`` for no prefetch in backward. Default
+            ``BACKWARD_PRE``.
+        mixed_precision: a `MixedPrecision`. ``None`` (default): each parameter's own dtype.
+        ignored_modules: modules whose parameters are left alone, with those below.
+        param_init_fn: called with each module if some have parameters on the meta device.
+            ``None`` (default): their ``reset_parameters()``.
+        device_id: the device to compute on. ``None`` (default): where the parameters are, or the
+            accelerator, or the CPU where there is none.
+        sync_module_states: whether all ranks get the first one's parameters and buffers. Default
+            ``False``.
+        forward_prefetch: taken, and changes nothing: forward always gathers the next unit ahead.
+        limit_all_gathers: taken, and changes nothing: no more than two units are ever gathered.
+        use_orig_params: parameters have their own names and shapes in any case. ``True`` also lets
+            optimizers that were made before train them. Default ``False``.
+        ignored_states: modules, or parameters, that are left alone.
+        device_mesh: in place of ``process_group``: (shard,), or (replicate, shard).
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: arguments do not fit together or with the module; the message names what.
+
+    Example::
+
+        model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+        optimizer = torch.optim.AdamW(model.parameters())
+    """
+
+    _is_fsdp2_wrapper = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: ProcessGroups | None = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Policy | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"FullyShardedDataParallel takes a module, not {type(module).__name__}; pass one"
+            )
+        settings = _settings_of(
+            sharding_strategy,
+            cpu_offload,
+            backward_prefetch,
+            mixed_precision,
+            ignored_of(ignored_modules, ignored_states),
+        )
+        one = process_group if isinstance(process_group, ProcessGroup) else None
+        device = device_of(module, device_id, one)
+        mesh = mesh_of(process_group, device_mesh, settings.strategy in HYBRID, device)
+        if auto_wrap_policy is not None:
+            options = {
+                "sharding_strategy": sharding_strategy,
+                "cpu_offload": cpu_offload,
+                "backward_prefetch": backward_prefetch,
+                "mixed_precision": mixed_precision,
+                "param_init_fn": param_init_fn,
+                "device_id": device_id,
+                "sync_module_states": sync_module_states,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
+                "use_orig_params": use_orig_params,
+                "ignored_states": settings.ignored.params,
+                "device_mesh": mesh,
+            }
+            _wrap_below(module, auto_wrap_policy, settings, options)
+        nn.Module.__init__(self)
+        self.compute_device, self._use_orig_params, self._is_inner = device, use_orig_params, False
+        self.forward_prefetch, self.limit_all_gathers = forward_prefetch, limit_all_gathers
+        materialise(module, param_init_fn, device, settings.ignored)
+        if sync_module_states:
+            axes = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+            synchronise(module, axes, device, settings.ignored)
+        if use_orig_params:
+            follow_original_parameters(module)
+        _shard(module, mesh, settings)
+        self._take(module, mesh, settings)
+
+    def _take(self, module: nn.Module, mesh: DeviceMesh, settings: _Settings) -> None:
+        """Hold the sharded module, and what it was sharded with."""
+        self.sharding_strategy, self.backward_prefetch = settings.strategy, settings.prefetch
+        self.mixed_precision = settings.precision
+        self.cpu_offload = CPUOffload(settings.offload is not None)
+        self.process_group = mesh.get_group(mesh.ndim - 1)
+        self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
+        self.add_module(INSIDE, module)
+        clean_states(self)
+        for below in self.modules():
+            if is_wrapper(below) and below is not self:
+                below._become_inner()
+
+    # ---- the module inside
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward; its unit gathers and frees the parameters."""
+        return self._fsdp_wrapped_module(*args, **kwargs)
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module; the one that a checkpoint wrapper directly inside holds."""
+        inside: nn.Module = self._modules[INSIDE]
+        held = inside._modules.get("_checkpoint_wrapped_module")
+        return inside if held is None else held
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes that the wrapper has not are the module's."""
+        try:
+            return nn.Module.__getattr__(self, name)
+        except AttributeError:
+            inside = self.__dict__.get("_modules", {}).get(INSIDE)
+            if inside is None:
+                raise
+            return getattr(inside, name)
+
+    def __getitem__(self, key: int) -> Any:
+        """A module of the wrapped ``nn.Sequential``."""
+        return self._modules[INSIDE][key]
+
+    def __dir__(self) -> list[str]:
+        """Its own names."""
+        return nn.Module.__dir__(self)
+
+    # ---- what is below
+
+    def _become_inner(self) -> None:
+        """A wrapper around this one was made: its inputs are cast if it says so for itself."""
+        self._is_inner = True
+        precision = self.mixed_precision
+        casts = precision.param_dtype if precision.cast_forward_inputs else None
+        self._record.cast_inputs_to(casts)
+
+    @property
+    def _record(self) -> UnitRecord:
+        return require_record(self._modules[INSIDE])
+
+    @property
+    def _unit_module(self) -> FSDPModule:
+        """The wrapped module, which has the methods of its unit."""
+        found: FSDPModule = self._modules[INSIDE]
+        return found
+
+    def check_is_root(self) -> bool:
+        """Whether no other wrapper was made around this one."""
+        return not self._is_inner
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """The wrappers at and below ``module``, parents first.
+
+        Args:
+            module: any module.
+            root_only: whether to return only those that no other wrapper is around. Default
+                ``False``.
+        """
+        found: list[Any] = [member for member in module.modules() if is_wrapper(member)]
+        return [member for member in found if not (root_only and member._is_inner)]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of ``nn.Module``; no name has a trace of wrappers."""
+        for name, param in nn.Module.named_parameters(self, prefix, recurse, remove_duplicate):
+            yield name.replace(PREFIX, ""), param
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """As of ``nn.Module``; no name has a trace of wrappers."""
+        for name, buffer in nn.Module.named_buffers(self, prefix, recurse, remove_duplicate):
+            yield name.replace(PREFIX, ""), buffer
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Call ``fn`` with each module below and with this one, its parameters whole meanwhile.
+
+        Each wrapper's parameters are whole in turn, and what ``fn`` changes is written back. All
+        ranks must call it, and change the same.
+
+        Args:
+            fn: called with each module, children first.
+
+        Returns:
+            The wrapper.
+        """
+        with gathered(self._modules[INSIDE], recurse=False):
+            nn.Module.apply(self, fn)
+        return self
+
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """A context in which parameters are whole; as `fsdp2.gathered`, every combination works.
+
+        Args:
+            module: a wrapper, or any module.
+            recurse: whether wrappers below follow. Default ``True``.
+            writeback: whether changes are kept. Default ``True``.
+            rank0_only: whether other ranks keep their shards. Default ``False``.
+            offload_to_cpu: whether whole parameters are in CPU memory. Default ``False``.
+            with_grads: whether gradients are whole, too. Default ``False``.
+        """
+        inside: Any = module._modules[INSIDE] if is_wrapper(module) and not recurse else module
+        return gathered(
+            inside,
+            recurse=recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        )
+
+    # ---- gradients
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context whose backwards add up gradients on each rank, without communication.
+
+        The first backward behind it reduces the sum. It works with offloaded parameters, too.
+        Strategies that keep parameters from forward to backward keep them over backward here.
+
+        Raises:
+            RuntimeError: called on a wrapper inside of another.
+        """
+        self._require_root("no_sync")
+        before = []
+        for wrapper in self.fsdp_modules(self):
+            unit = wrapper._record.unit
+            before.append((wrapper, unit.sync, unit.all_reduce, unit.reshard_after_backward))
+            wrapper._unit_module.set_requires_gradient_sync(False, recurse=False)
+            if wrapper.sharding_strategy in KEEPS_GATHERED:
+                unit.reshard_after_backward = False
+        try:
+            yield
+        finally:
+            for wrapper, sync, all_reduce, reshard in before:
+                unit = wrapper._record.unit
+                unit.sync, unit.all_reduce, unit.reshard_after_backward = sync, all_reduce, reshard
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
+        """Scale all gradients in place so that their norm is at most ``max_norm``.
+
+        All ranks must call it. As `fsdp2.clip_grad_norm_` of the wrapper's parameters.
+
+        Args:
+            max_norm: the largest norm.
+            norm_type: p of the p-norm; ``inf`` too. Default 2.
+
+        Returns:
+            The norm before, of shape ``()``, in the widest dtype of the gradients.
+
+        Raises:
+            RuntimeError: called on a wrapper inside of another.
+        """
+        self._require_root("clip_grad_norm_")
+        total = clip_grad_norm_(self.parameters(), max_norm, norm_type)
+        dtypes = [param.grad.dtype for param in self.parameters() if param.grad is not None]
+        return total.to(functools.reduce(torch.promote_types, dtypes)) if dtypes else total
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Let a function reduce the gradients of all wrappers below, and of this one.
+
+        Args:
+            state: the function's first argument.
+            hook: with sharded parameters called as ``hook(state, grad, output)``: reduces the flat
+                gradient [ranks * n] and leaves this rank's part in the output [n]. With
+                ``NO_SHARD`` called as ``hook(state, grad)``: reduces in place. It divides itself.
+                `fsdp2.fsdp1.comm_hooks` has the usual ones; torch's are taken.
+
+        Raises:
+            RuntimeError: called on a wrapper inside of another, or a second time.
+            ValueError: a wrapper has a hybrid strategy.
+            TypeError: ``hook`` cannot be called.
+        """
+        self._require_root("register_comm_hook")
+        if not callable(hook):
+            raise TypeError(f"register_comm_hook takes a function, not {hook!r}; pass one")
+        wrappers = self.fsdp_modules(self)
+        for wrapper in wrappers:
+            if wrapper.sharding_strategy in HYBRID:
+                raise ValueError(
+                    f"register_comm_hook cannot be used with {wrapper.sharding_strategy.name}, "
+                    f"whose gradients are reduced over two groups; use another strategy"
+                )
+            if wrapper.__dict__.get("_comm_hook") is not None:
+                raise RuntimeError(
+                    "register_comm_hook was called before on this model; call it once"
+                )
+        for wrapper in wrappers:
+            wrapper._comm_hook = hook
+            unit = wrapper._unit_module
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+            unit.set_custom_reduce_scatter(HookedReduceScatter(state, hook))
+            for group in wrapper._record.unit.own_groups:
+                if group.replicas is not None:
+                    group.set_replicas(HookedReplicas(group.replicas, state, hook))
+
+    def _require_root(self, method: str) -> None:
+        if self._is_inner:
+            raise RuntimeError(
+                f"{method}() was called on a FullyShardedDataParallel inside of another; call it "
+                f"on the outermost one"
+            )
+
+
+# ---- construction
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What a wrapper's arguments come to."""
+
+    strategy: ShardingStrategy
+    offload: CPUOffloadPolicy | None
+    prefetch: BackwardPrefetch | None
+    precision: MixedPrecision
+    ignored: Ignored
+
+
+def _settings_of(
+    strategy: object, offload: object, prefetch: object, precision: object, ignored: Ignored
+) -> _Settings:
+    chosen = ShardingStrategy.FULL_SHARD
+    if strategy is not None:
+        chosen = checked_member(ShardingStrategy, strategy, "sharding_strategy")
+    when = None
+    if prefetch is not None:
+        when = checked_member(BackwardPrefetch, prefetch, "backward_prefetch")
+    return _Settings(chosen, offload_of(offload), when, checked_precision(precision), ignored)
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh, settings: _Settings) -> None:
+    """Make a unit of what no wrapper below has, with the settings."""
+    precision = settings.precision
+    replicates = settings.strategy == ShardingStrategy.NO_SHARD
+    unit: Any = module  # an FSDPModule behind this
+    cast_buffers(module, precision.buffer_dtype, settings.ignored)
+    fully_shard(
+        unit,
+        mesh=mesh,
+        reshard_after_forward=False if settings.strategy in KEEPS_GATHERED else None,
+        shard_placement_fn=_Replicated(mesh) if replicates else None,
+        mp_policy=policy_of(precision),
+        offload_policy=settings.offload,
+        ignored_params=set(settings.ignored.params),
+    )
+    record = require_record(module)
+    times = {BackwardPrefetch.BACKWARD_PRE: "before", BackwardPrefetch.BACKWARD_POST: "after"}
+    when = "never" if settings.prefetch is None else times[settings.prefetch]
+    unit.set_backward_prefetch(when, recurse=False)
+    if precision.cast_root_forward_inputs:  # until another wrapper is made around it
+        record.cast_inputs_to(precision.param_dtype)
+    if precision.keep_low_precision_grads and precision.param_dtype is not None:
+        params = (param for group in record.unit.own_groups for param in group.params)
+        keep_low_precision((param.sharded for param in params), precision.param_dtype)
+
+
+class _Replicated:
+    """A ``shard_placement_fn`` that shards nothing."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._result = ShardPlacementResult(None, FSDPMeshInfo(mesh, None, 0))
+
+    def __call__(self, _: nn.Parameter) -> ShardPlacementResult:
+        return self._result
+
+
+def _wrap_below(
+    module: nn.Module,
+    policy: Policy,
+    settings: _Settings,
+    options: Mapping[str, Any],
+) -> None:
+    """Wrap the modules below that a policy chooses, and those that stay in full precision."""
+    check_nothing_wrapped(module)
+    precision, ignored = settings.precision, settings.ignored
+    apart: tuple[type[nn.Module], ...] = ()
+    if any((precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype)):
+        apart = tuple(precision._module_classes_to_ignore)
+    if apart and not hasattr(policy, "_run_policy") and callable(policy):
+
+        def stays(module: nn.Module, recurse: bool, *_: object, **__: object) -> bool:
+            return recurse or isinstance(module, apart)
+
+        policy = functools.partial(any_wrap_policy, policies=[policy, stays])
+    choices = chosen_modules(
+        module,
+        policy,
+        ignored_modules=ignored.modules,
+        ignored_params=ignored.params,
+        options=options,
+    )
+    chosen: dict[nn.Module, dict[str, Any]] = {c.module: dict(c.options) for c in choices}
+    for below in module.modules():
+        if isinstance(below, apart) and below is not module and below not in ignored.modules:
+            chosen[below] = {**options, **chosen.get(below, {}), "mixed_precision": None}
+            in_full_precision(below)
+    made: dict[nn.Module, FullyShardedDataParallel] = {}
+    for parent, name, child in list(order_of(module, chosen)):
+        if child not in made:
+            made[child] = FullyShardedDataParallel(child, **chosen[child])
+        setattr(parent, name, made[child])
