@@ -12,8 +12,8 @@ are not counted. The figures:
     load_from_rank0 shards, and one whole tensor; rank 0 besides: the state dict
     full_parameters shards, one unit, and the tensor that the loop still holds; with rank0_only, on
                     other ranks: shards, and a piece of one tensor
-    gathered        shards, and the model; with rank0_only, on other ranks: shards, and pieces of two
-                    tensors, as gloo lets the last one go late
+    gathered        shards, and the model; with rank0_only, on other ranks: shards, and pieces of
+                    two tensors, as gloo lets the last one go late
 """
 
 from __future__ import annotations

@@ -316,7 +316,7 @@ def _write_rows(subject: Subject, value: torch.Tensor | None, agreement: Agreeme
         wholes[:] = leaves_of(value.detach())
     for whole, own in zip(wholes, rows, strict=True):
         shape = way.whole_shape(param.laid_out(own))
-        sent = torch.empty(shape, dtype=own.dtype, device=way.device)
+        sent = agreement.scratch(shape, own.dtype)
         if whole is not None:
             sent.copy_(param.laid_out(whole))
         agreement.spread(sent)
@@ -336,7 +336,7 @@ def _write_copy(item: _Item, value: torch.Tensor | None, agreement: Agreement) -
             store[key] = made
         item.tensor = target = made
     local = target._local_tensor if isinstance(target, DTensor) else target.detach()
-    sent = torch.empty(local.shape, dtype=local.dtype, device=agreement.device)
+    sent = agreement.scratch(local.shape, local.dtype)
     if value is not None:
         given = value._local_tensor if isinstance(value, DTensor) else value.detach()
         if not given.is_meta:

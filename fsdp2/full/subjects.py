@@ -184,6 +184,7 @@ class Agreement:
         if mesh is not None:
             device = device_of(mesh)
             lines.update(dict.fromkeys(mesh.get_all_groups(), device))
+        self._scratch: torch.Tensor | None = None
         self._use(lines)
 
     @classmethod
@@ -215,6 +216,14 @@ class Agreement:
             flat = tensor.view(-1).view(torch.uint8)
             for line in self._lines:
                 broadcast_from_first(line.group, flat)
+
+    def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for what is spread: the same at each call, of the size of the largest so far."""
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        if self._scratch is None or self._scratch.numel() < nbytes:
+            self._scratch = None
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return self._scratch[:nbytes].view(dtype).view(tuple(shape))
 
     def told(self, text: str) -> str:
         """Rank 0's text, on all ranks."""

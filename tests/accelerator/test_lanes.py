@@ -476,3 +476,33 @@ def test_the_device_notices_what_is_not_waited_for() -> None:
     assert any("all-gather" in race and "writes" in race for race in found)
     assert any("reduce-scatter" in race for race in found)
     assert any("whose memory" in race for race in found)
+
+
+@ranks(2)
+@pytest.mark.parametrize("case", ["usual", "mixed", "pinned"])
+def test_whole_tensors(case: str) -> None:
+    """Between steps they are read, changed and loaded, on the device or from host memory."""
+    seen = []
+    for kind in ("cpu", device.NAME):
+        mesh = _mesh(kind, group.COALESCING, (2,))
+        with coalescing():
+            model = _build(mesh, case)
+        device.races()
+        rows = [_train(model, mesh)[-1]]
+        for rank0_only in (False, True):
+            held = dist.get_rank() == 0 or not rank0_only
+            with fsdp2.gathered(model, rank0_only=rank0_only, with_grads=True), torch.no_grad():
+                for param in model.parameters() if held else ():
+                    assert param.device.type == mesh.device_type
+                    param.mul_(1.5)
+            rows += [list(map(_local, model.parameters())), _train(model, mesh)[-1]]
+        streamed = fsdp2.full_parameters(model, rank0_only=True, offload_to_cpu=True)
+        weights = {name: tensor * 2 for name, tensor in streamed}
+        rows.append(list(weights.values()))
+        fsdp2.load_from_rank0(model, weights or None)
+        seen.append([*rows, list(map(_local, model.parameters())), _train(model, mesh)[-1]])
+    _assert_ordered()
+    expected, found = seen
+    for before, after in zip(expected, found, strict=True):
+        assert len(before) == len(after)
+        assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))

@@ -214,6 +214,17 @@ def test_public_modules_stand_on_the_core(name: str, others: list[str]) -> None:
     assert all(_below(module, "fsdp2.core") or module in others for module in own)
 
 
+def test_the_room_of_whole_tensors_stands_on_the_core() -> None:
+    """And says what lives there; deferred construction alone calls `fully_shard`."""
+    room = ROOT / "full"
+    text = ast.get_docstring(_tree(room / "__init__.py")) or ""
+    for path in room.glob("*.py"):
+        assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
+        public = {"api", "module"} if path.stem == "deferred" else set()
+        for module in _own_modules(path):
+            assert _below(module, "core") or _below(module, "full") or module in public, path
+
+
 @pytest.mark.parametrize(
     ("name", "others"),
     [

@@ -350,7 +350,7 @@ class ShardedParam:
         chosen = before
         for module, name in self.entries:
             registered = getattr(module, name)
-            if WHOLE in registered.__dict__:
+            if WHOLE in getattr(registered, "__dict__", ()):
                 return  # `fsdp2.gathered` writes its values back, and registers this one
             if registered is not before:
                 chosen = registered

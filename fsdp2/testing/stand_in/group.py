@@ -132,6 +132,12 @@ class StandInGroup(PythonGroup):
 
         return self._run("scatter", outputs, inputs[0] if inputs else [], opts, move)
 
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> StreamWork:
+        def move(parts: list[Tensor], inputs: list[Tensor]) -> None:
+            self._gloo.gather([parts] if parts else [], inputs, opts).wait()
+
+        return self._run("gather", outputs[0] if outputs else [], inputs, opts, move)
+
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> StreamWork:
