@@ -53,6 +53,12 @@ from fsdp2.fsdp1.construction import (
     synchronise,
 )
 from fsdp2.fsdp1.meshes import device_of, mesh_of
+from fsdp2.fsdp1.state_dicts import (
+    get_state_dict_type,
+    set_state_dict_type,
+    state_dict_type,
+    use_full_state_dicts,
+)
 from fsdp2.full import gathered
 from fsdp2.interop import CPUOffloadPolicy, TorchWrapperIdentity
 from fsdp2.module import FSDPModule
@@ -179,6 +185,7 @@ class FullyShardedDataParallel(TorchWrapperIdentity):
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.add_module(INSIDE, module)
         clean_states(self)
+        use_full_state_dicts(self._record)
         for below in self.modules():
             if is_wrapper(below) and below is not self:
                 below._become_inner()
@@ -307,6 +314,12 @@ class FullyShardedDataParallel(TorchWrapperIdentity):
             offload_to_cpu=offload_to_cpu,
             with_grads=with_grads,
         )
+
+    # ---- state dicts
+
+    set_state_dict_type = staticmethod(set_state_dict_type)
+    get_state_dict_type = staticmethod(get_state_dict_type)
+    state_dict_type = staticmethod(state_dict_type)
 
     # ---- gradients
 
