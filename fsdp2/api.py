@@ -9,7 +9,7 @@ Everything is checked before anything is changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -27,6 +27,7 @@ from fsdp2.core.modules.optimizers import watch_optimizers
 from fsdp2.core.modules.registrations import watch_registrations
 from fsdp2.core.modules.registry import Arguments, record_of
 from fsdp2.core.modules.selection import (
+    NamedEntry,
     PlacementFn,
     entries_of,
     managed_parameters,
@@ -178,6 +179,39 @@ def fully_shard(
     if places:
         take_strays(places)
     return module
+
+
+def check_call(
+    modules: Sequence[nn.Module],
+    found: Mapping[nn.Parameter, list[NamedEntry]],
+    ignored: set[nn.Parameter],
+    *,
+    mesh: DeviceMesh,
+    reshard_after_forward: bool | int | None,
+    shard_placement_fn: PlacementFn | None,
+    mp_policy: MixedPrecisionPolicy | None,
+    offload_policy: OffloadPolicy | None,
+) -> None:
+    """Raise what `fully_shard` would with these arguments; change nothing.
+
+    Args:
+        modules: the modules.
+        found: the parameters that the call would take, and where they are registered.
+        ignored: parameters to leave alone.
+        mesh: as for `fully_shard`, as all that follow.
+        reshard_after_forward: see there.
+        shard_placement_fn: see there; called with each parameter.
+        mp_policy: see there.
+        offload_policy: see there.
+    """
+    _checked_modules(list(modules))
+    policy = _checked_policy(mp_policy)
+    _checked_offload(offload_policy)
+    _checked_ignored(ignored)
+    _check_callable(shard_placement_fn)
+    axes = resolve_axes(mesh)
+    plans = plan_parameters(dict(found), axes, shard_placement_fn, policy)
+    _checked_reshard(reshard_after_forward, axes, plans)
 
 
 setattr(fully_shard, "state", state_of)  # noqa: B010  # where torch's clients look for a state

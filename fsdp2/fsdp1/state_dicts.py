@@ -242,6 +242,7 @@ class _Call:
 
     def __init__(self, module: nn.Module, prefix: str) -> None:
         self._module, self._prefix = weakref.ref(module), prefix
+        self._below = {id(member) for member in module.modules()}
         self.destination: object = None
         self.whole: dict[ShardedParam, torch.Tensor | None] = {}
         subjects = subjects_of(module, recurse=True)
@@ -262,7 +263,7 @@ class _Call:
         """Whether a module that is about to be saved is below; not after a call that raised."""
         first = self._module()
         below = prefix != self._prefix and prefix.startswith(self._prefix)
-        return below and first is not None and any(module is each for each in first.modules())
+        return below and first is not None and id(module) in self._below
 
 
 def _require_alike(module: nn.Module, subjects: Sequence[Subject], agreement: Agreement) -> None:

@@ -1,0 +1,50 @@
+"""Which modules of a model become units, and how.
+
+policies     rules that choose modules: by class, by size, by a function of the user's
+choices      a policy asked about a model: the chosen modules, bottom-up, with their options
+whole        `shard_model`: the chosen modules and the model itself, by a strategy
+annotations  `enable_wrap` and `wrap`: modules that a model's own code marks
+
+The names, arguments and choices are those of ``torch.distributed.fsdp.wrap``. Policies of torch's
+are taken as well, by what they can do: nothing here imports torch's FSDP.
+
+Example::
+
+    from fsdp2.wrap import ModuleWrapPolicy
+
+    for choice in chosen_modules(model, ModuleWrapPolicy({Block})):
+        fully_shard(choice.module, **choice.options)
+"""
+
+from fsdp2.wrap.annotations import enable_wrap, wrap
+from fsdp2.wrap.choices import Choice, chosen_modules, options_for, wrap_modules
+from fsdp2.wrap.policies import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    any_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+from fsdp2.wrap.whole import ShardReport, Strategy, UnitReport, shard_model
+
+__all__ = [
+    "Choice",
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "ShardReport",
+    "Strategy",
+    "UnitReport",
+    "always_wrap_policy",
+    "any_wrap_policy",
+    "chosen_modules",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "options_for",
+    "shard_model",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+    "wrap_modules",
+]

@@ -1,0 +1,253 @@
+"""A policy asked about a model: what it chooses, and how to wrap that.
+
+    a function   asked top-down which modules to look below, bottom-up which to choose;
+                 elements of chosen modules no longer count for those around
+    an object    gives all its choices at once
+    classes      as ModuleWrapPolicy
+
+The model itself is never among the choices: who wraps it does that last.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fsdp2.wrap.policies import ModuleWrapPolicy, Options, WrapFunction, WrapPolicy
+
+Policy = WrapPolicy | WrapFunction | Iterable[type[nn.Module]]
+"""What says which modules become units."""
+
+Wrapper = Callable[..., nn.Module]
+"""A class or function: takes a module and options, returns the module to use in its place."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A module that a policy chose.
+
+    Attributes:
+        name: its name below the model, the first one where it has several.
+        module: the module.
+        options: what to wrap it with: those of the model, and its own over them.
+    """
+
+    name: str
+    module: nn.Module
+    options: Mapping[str, Any]
+
+
+def chosen_modules(
+    model: nn.Module,
+    policy: Policy | None,
+    *,
+    ignored_modules: Iterable[nn.Module] = (),
+    ignored_params: Iterable[nn.Parameter] = (),
+    options: Mapping[str, Any] | None = None,
+) -> list[Choice]:
+    """The modules of a model that a policy chooses, those below others first.
+
+    Args:
+        model: the model, which is not wrapped yet. It is not among the choices itself.
+        policy: `ModuleWrapPolicy`, `CustomPolicy`, a function such as
+            `size_based_auto_wrap_policy`, one of torch's, classes of modules, or ``None`` for
+            nothing.
+        ignored_modules: modules that are not chosen. Functions are not asked about modules below
+            them either.
+        ignored_params: parameters that a function's ``nonwrapped_numel`` leaves out.
+        options: those of the model, which chosen modules inherit. Default: none.
+
+    Returns:
+        A `Choice` each, in the order in which they are to be wrapped.
+
+    Raises:
+        TypeError: ``policy`` is none of these.
+
+    Example::
+
+        for choice in chosen_modules(model, ModuleWrapPolicy({Block}), options={"mesh": mesh}):
+            fully_shard(choice.module, **choice.options)
+        fully_shard(model, mesh=mesh)
+    """
+    checked = _checked(policy)
+    if checked is None:
+        return []
+    ignored, root_options = set(ignored_modules), dict(options or {})
+    run = getattr(checked, "_run_policy", None)
+    if run is not None:
+        found = run(model, ignored, root_options)
+    else:
+        asked = _Asked(_by_keyword(checked), ignored, set(ignored_params))
+        asked.ask_below(model, asked.numel(model))
+        found = {module: dict(root_options) for module in asked.chosen}
+    return [
+        Choice(name, module, found[module])
+        for name, module in _bottom_up(model, "", {model})
+        if module in found and module is not model
+    ]
+
+
+def options_for(
+    module: nn.Module,
+    policy: Policy | None,
+    *,
+    numel: int | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Options | None:
+    """Whether a policy chooses one module that has no model around it yet, and with what.
+
+    Args:
+        module: the module.
+        policy: as for `chosen_modules`.
+        numel: its elements that no unit below it has. Default: all.
+        options: those of the model.
+
+    Returns:
+        The options to wrap it with; ``None`` where it is not chosen.
+
+    Example::
+
+        if (options := options_for(block, policy)) is not None:
+            fully_shard(block, **options)
+    """
+    checked, root_options = _checked(policy), dict(options or {})
+    if checked is None:
+        return None
+    run = getattr(checked, "_run_policy", None)
+    if run is not None:
+        found: dict[nn.Module, Options] = run(
+            module, set(module.modules()) - {module}, root_options
+        )
+        return found.get(module)
+    left = sum(param.numel() for param in module.parameters()) if numel is None else numel
+    return root_options if _by_keyword(checked)(module, False, left) else None
+
+
+def wrap_modules(
+    model: nn.Module,
+    policy: Policy | None,
+    wrapper: Wrapper,
+    *,
+    ignored_modules: Iterable[nn.Module] = (),
+    ignored_params: Iterable[nn.Parameter] = (),
+    **options: Any,
+) -> list[Choice]:
+    """Wrap what a policy chooses, in place; the model itself is left to the caller.
+
+    Args:
+        model: the model.
+        policy: as for `chosen_modules`.
+        wrapper: called with each chosen module and its options. What it returns takes the module's
+            place, wherever the model registers it.
+        ignored_modules: as for `chosen_modules`.
+        ignored_params: as for `chosen_modules`.
+        **options: for ``wrapper``.
+
+    Returns:
+        What was chosen; ``module`` is the module inside of its wrapper.
+
+    Example::
+
+        wrap_modules(model, {Block}, checkpoint_wrapper)
+    """
+    choices = chosen_modules(
+        model,
+        policy,
+        ignored_modules=ignored_modules,
+        ignored_params=ignored_params,
+        options=options,
+    )
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for parent in list(model.modules()):
+        for key, child in parent._modules.items():
+            if child is not None:
+                places.setdefault(child, []).append((parent, key))
+    for choice in choices:
+        wrapped = wrapper(choice.module, **choice.options)
+        if wrapped is not choice.module:
+            for parent, key in places[choice.module]:
+                setattr(parent, key, wrapped)
+    return choices
+
+
+# ---- asking
+
+
+class _Asked:
+    """A function's choices, one module after the other.
+
+    A module with several parents is asked about once.
+    """
+
+    def __init__(
+        self,
+        policy: Callable[[nn.Module, bool, int], bool],
+        ignored: set[nn.Module],
+        ignored_params: set[nn.Parameter],
+    ) -> None:
+        self._policy = policy
+        self._ignored = ignored
+        self._ignored_params = ignored_params
+        self._wrapped: dict[nn.Module, int] = {}
+        self.chosen: dict[nn.Module, None] = {}
+
+    def numel(self, module: nn.Module) -> int:
+        """Elements of its parameters that are not ignored."""
+        return sum(p.numel() for p in module.parameters() if p not in self._ignored_params)
+
+    def ask(self, module: nn.Module) -> int:
+        """Ask about a module and those below; returns how many of its elements units have."""
+        if module not in self._wrapped:
+            numel = self.numel(module)
+            below = self.ask_below(module, numel)
+            if below is not None and self._policy(module, False, numel - below):
+                self.chosen[module] = None
+                below = numel
+            self._wrapped[module] = below or 0
+        return self._wrapped[module]
+
+    def ask_below(self, module: nn.Module, numel: int) -> int | None:
+        """Ask about the modules below one; ``None`` where the function does not want to."""
+        if not self._policy(module, True, numel):
+            return None
+        children = (child for child in module.children() if child not in self._ignored)
+        return sum(self.ask(child) for child in children)
+
+
+def _by_keyword(policy: Any) -> Callable[[nn.Module, bool, int], bool]:
+    """A function called by keywords, as torch does; XLA's call the third ``unwrapped_params``."""
+    try:
+        known = set(inspect.signature(policy).parameters)
+    except (TypeError, ValueError):
+        known = set()
+    count = "unwrapped_params" if "unwrapped_params" in known else "nonwrapped_numel"
+    return lambda module, recurse, numel: bool(
+        policy(module=module, recurse=recurse, **{count: numel})
+    )
+
+
+def _bottom_up(
+    module: nn.Module, prefix: str, seen: set[nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Modules with their first names, children before parents, each once."""
+    for name, child in module.named_children():
+        if child not in seen:
+            seen.add(child)
+            yield from _bottom_up(child, f"{prefix}{name}.", seen)
+    yield prefix.removesuffix("."), module
+
+
+def _checked(policy: Any) -> WrapPolicy | WrapFunction | None:
+    kind = isinstance(policy, type | str | nn.Module)
+    if policy is None or (not kind and (hasattr(policy, "_run_policy") or callable(policy))):
+        return policy
+    if not kind and isinstance(policy, Iterable):
+        return ModuleWrapPolicy(policy)
+    raise TypeError(
+        f"a wrap policy is a ModuleWrapPolicy, a CustomPolicy, a function of (module, recurse, "
+        f"nonwrapped_numel), or classes of modules, not {policy!r}; pass for example [Block]"
+    )

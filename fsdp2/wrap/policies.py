@@ -1,0 +1,245 @@
+"""Rules that choose which modules become units.
+
+    objects      ModuleWrapPolicy, CustomPolicy        see all modules of a model at once
+    functions    size_based_auto_wrap_policy, …        are asked twice about each module:
+                   recurse=True    shall the modules below be asked?
+                   recurse=False   shall this one be a unit, with so many elements left in it?
+
+Functions that need an argument of their own get it with ``functools.partial``. Names, arguments
+and choices are those of ``torch.distributed.fsdp.wrap``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+from torch import nn
+
+Options = dict[str, Any]
+"""What a wrapper is called with, besides the module."""
+
+
+class WrapFunction(Protocol):
+    """A policy that is a function; arguments of its own have defaults or are bound."""
+
+    def __call__(self, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        """Whether to look below ``module`` (``recurse``), or to make it a unit."""
+
+
+class WrapPolicy(Protocol):
+    """A policy that is an object: ours, or one of torch's."""
+
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Options
+    ) -> dict[nn.Module, Options]:
+        """The chosen modules, the model itself perhaps among them, with options for each."""
+
+
+class ModuleWrapPolicy:
+    """Every module of these classes becomes a unit, with the options of the whole model.
+
+    Args:
+        module_classes: classes of modules; instances of subclasses count, too.
+
+    Raises:
+        TypeError: one of them is not a class of modules.
+
+    Example::
+
+        shard_model(model, ModuleWrapPolicy({TransformerBlock}))
+    """
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        self._module_classes = set(module_classes)
+        for found in self._module_classes:
+            if not (isinstance(found, type) and issubclass(found, nn.Module)):
+                raise TypeError(
+                    f"ModuleWrapPolicy takes classes of modules, but one is {found!r}; pass for "
+                    f"example [TransformerBlock]"
+                )
+
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Options
+    ) -> dict[nn.Module, Options]:
+        classes = tuple(self._module_classes)
+        return {
+            module: dict(root_kwargs)
+            for module in root_module.modules()
+            if module not in ignored_modules and isinstance(module, classes)
+        }
+
+    def __call__(self, module: nn.Module, recurse: bool, *_: object, **__: object) -> bool:
+        """As a function: the same choices, for code that asks module by module."""
+        return recurse or isinstance(module, tuple(self._module_classes))
+
+    def __repr__(self) -> str:
+        names = ", ".join(sorted(found.__name__ for found in self._module_classes))
+        return f"ModuleWrapPolicy({{{names}}})"
+
+
+class CustomPolicy:
+    """A function decides for each module, and may give it options of its own.
+
+    Args:
+        lambda_fn: called with each module that is not ignored, the model itself included. ``False``
+            or an empty dict: no unit. ``True``: a unit with the options of the whole model. A dict:
+            a unit whose options it overrides.
+
+    Example::
+
+        def choose(module):
+            if isinstance(module, TransformerBlock):
+                return True
+            return {"reshard_after_forward": False} if module is model.head else False
+
+        shard_model(model, CustomPolicy(choose))
+    """
+
+    def __init__(self, lambda_fn: Callable[[nn.Module], bool | Options]) -> None:
+        self._lambda_fn = lambda_fn
+
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Options
+    ) -> dict[nn.Module, Options]:
+        chosen = {}
+        for name, module in root_module.named_modules():
+            if module in ignored_modules:
+                continue
+            answer: object = self._lambda_fn(module)
+            if not isinstance(answer, bool | Mapping):
+                raise ValueError(
+                    f"the function of CustomPolicy returned {answer!r} for '{name or '(root)'}'; "
+                    f"return True, False, or a dict of options"
+                )
+            if answer:
+                own = answer if isinstance(answer, Mapping) else {}
+                chosen[module] = {**root_kwargs, **own}
+        return chosen
+
+    def __repr__(self) -> str:
+        return f"CustomPolicy({getattr(self._lambda_fn, '__qualname__', self._lambda_fn)})"
+
+
+# ---- functions
+
+
+def always_wrap_policy(*args: object, **kwargs: object) -> bool:
+    """Every module becomes a unit: small units, many collectives. Arguments do not matter."""
+    return True
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    lambda_fn: Callable[[nn.Module], bool],
+) -> bool:
+    """Every module for which ``lambda_fn`` says so becomes a unit.
+
+    Args:
+        module: the module that is asked about.
+        recurse: whether it is asked to look below ``module``, which it always does.
+        nonwrapped_numel: elements of ``module`` that no unit has yet; not used.
+        lambda_fn: says whether a module becomes a unit.
+
+    Example::
+
+        policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: m in chosen)
+    """
+    return recurse or lambda_fn(module)
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    transformer_layer_cls: set[type[nn.Module]],
+) -> bool:
+    """Every module of these classes becomes a unit; the rest of the model is the root's.
+
+    Args:
+        module: the module that is asked about.
+        recurse: whether it is asked to look below ``module``, which it always does.
+        nonwrapped_numel: elements of ``module`` that no unit has yet; not used.
+        transformer_layer_cls: classes of modules.
+
+    Example::
+
+        policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
+    """
+    return recurse or isinstance(module, tuple(transformer_layer_cls))
+
+
+class _SizeBased:
+    """`size_based_auto_wrap_policy`: a function with two settings that users may change."""
+
+    FORCE_LEAF_MODULES: set[type[nn.Module]]
+    EXCLUDE_WRAP_MODULES: set[type[nn.Module]]
+
+    def __init__(self) -> None:
+        self.FORCE_LEAF_MODULES = {nn.MultiheadAttention}
+        self.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}
+        self.__name__ = self.__qualname__ = "size_based_auto_wrap_policy"
+
+    def __call__(
+        self,
+        module: nn.Module,
+        recurse: bool,
+        nonwrapped_numel: int,
+        min_num_params: int = int(1e8),
+        force_leaf_modules: set[type[nn.Module]] | None = None,
+        exclude_wrap_modules: set[type[nn.Module]] | None = None,
+    ) -> bool:
+        """A module with at least ``min_num_params`` elements that no unit below it has.
+
+        Args:
+            module: the module that is asked about.
+            recurse: whether it is asked to look below ``module``, or to make it a unit.
+            nonwrapped_numel: elements of ``module`` that no unit has yet.
+            min_num_params: the least number of elements of a unit. Default 100 million.
+            force_leaf_modules: classes below whose instances nothing becomes a unit. Default: the
+                attribute ``FORCE_LEAF_MODULES``, ``{nn.MultiheadAttention}``.
+            exclude_wrap_modules: classes whose instances never become units. Default: the attribute
+                ``EXCLUDE_WRAP_MODULES``, ``{nn.ModuleList, nn.ModuleDict}``.
+
+        Example::
+
+            policy = functools.partial(size_based_auto_wrap_policy, min_num_params=20_000_000)
+        """
+        if nonwrapped_numel < min_num_params:
+            return False
+        leaves, excluded = force_leaf_modules, exclude_wrap_modules
+        if recurse:
+            return not isinstance(
+                module, tuple(self.FORCE_LEAF_MODULES if leaves is None else leaves)
+            )
+        excluded = self.EXCLUDE_WRAP_MODULES if excluded is None else excluded
+        return not isinstance(module, tuple(excluded))
+
+    def __repr__(self) -> str:
+        return "size_based_auto_wrap_policy"
+
+
+size_based_auto_wrap_policy = _SizeBased()
+
+
+def any_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[WrapFunction]
+) -> bool:
+    """What any of several functions chooses; torch has it as ``_or_policy``.
+
+    Args:
+        module: the module that is asked about.
+        recurse: whether the functions are asked to look below ``module``.
+        nonwrapped_numel: elements of ``module`` that no unit has yet.
+        policies: functions, and `ModuleWrapPolicy`.
+
+    Example::
+
+        policy = functools.partial(any_wrap_policy, policies=[by_class, by_size])
+    """
+    return any(
+        policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
+        for policy in policies
+    )

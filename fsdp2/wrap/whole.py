@@ -1,0 +1,436 @@
+"""`shard_model`: one call for a whole model.
+
+    ignored     ──> parameters and modules that are left alone
+    policy      ──> modules, bottom-up; modules that share parameters become one unit
+    strategy    ──> a mesh, and when gathered parameters are freed
+    everything is checked ──> fully_shard on each unit, then on the model ──> ShardReport
+
+A strategy is nothing but settings of units: `fully_shard` and setters give the same.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp2.api import check_call, fully_shard
+from fsdp2.core.config import CPUOffloadPolicy
+from fsdp2.core.device.collectives import GroupCollectives
+from fsdp2.core.layout.mesh import default_mesh
+from fsdp2.core.modules.registry import record_of, require_record
+from fsdp2.core.modules.selection import NamedEntry, PlacementFn
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.interop import MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.module import FSDPModule
+from fsdp2.wrap.choices import Policy, chosen_modules
+
+Strategy = Literal["zero3", "zero2", "zero1", "replicated", "hybrid", "hybrid-zero2"]
+
+
+class _Settings(NamedTuple):
+    """What a strategy sets; ``frees_forward=None`` is `fully_shard`'s own default."""
+
+    mesh_dims: int
+    frees_forward: bool | None
+    frees_backward: bool
+
+
+_STRATEGIES: dict[str, _Settings] = {
+    "zero3": _Settings(1, None, True),
+    "zero2": _Settings(1, False, True),
+    "zero1": _Settings(1, False, False),
+    "replicated": _Settings(2, False, True),
+    "hybrid": _Settings(2, None, True),
+    "hybrid-zero2": _Settings(2, False, True),
+}
+
+_OPTIONS = (
+    "mesh",
+    "reshard_after_forward",
+    "shard_placement_fn",
+    "mp_policy",
+    "offload_policy",
+)
+"""What a policy may choose for a module of its own."""
+
+
+@dataclass(frozen=True)
+class UnitReport:
+    """One unit that `shard_model` made.
+
+    Attributes:
+        names: names of its modules below the model, "(root)" for the model itself.
+        num_params: number of parameters.
+        numel: number of elements, over all ranks.
+        shard_bytes: bytes of its flat shards on one rank, padding included.
+        reshard_after_forward: whether forward frees gathered parameters. The root's ``None`` frees
+            none, as its backward comes at once.
+        reshard_after_backward: whether backward does.
+        param_dtype: dtype of compute; ``None``: the parameters' own.
+        offloaded: whether shards live in CPU memory.
+        tied: whether it was made as its modules share parameters.
+    """
+
+    names: tuple[str, ...]
+    num_params: int
+    numel: int
+    shard_bytes: int
+    reshard_after_forward: bool | int | None
+    reshard_after_backward: bool
+    param_dtype: torch.dtype | None
+    offloaded: bool
+    tied: bool
+
+
+@dataclass(frozen=True)
+class ShardReport:
+    """What `shard_model` did; ``print`` shows a table.
+
+    Attributes:
+        strategy: the strategy.
+        mesh: shape of the mesh: (shard,) or (replicate, shard).
+        units: in the order in which they were made, the root last.
+        ignored: names of parameters that were left alone.
+    """
+
+    strategy: str
+    mesh: tuple[int, ...]
+    units: tuple[UnitReport, ...]
+    ignored: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.strategy} over {' x '.join(map(str, self.mesh))} ranks"]
+        width = max(len(" + ".join(unit.names)) for unit in self.units)
+        for unit in self.units:
+            frees = [
+                word
+                for word, on in (
+                    ("forward", unit.reshard_after_forward),
+                    ("backward", unit.reshard_after_backward),
+                )
+                if on
+            ]
+            notes = [f"freed after {' and '.join(frees)}" if frees else "kept until a step"]
+            notes += ["tied"] if unit.tied else []
+            notes += [f"computes in {unit.param_dtype}"] if unit.param_dtype else []
+            notes += ["offloaded"] if unit.offloaded else []
+            lines.append(
+                f"  {' + '.join(unit.names):{width}}  {unit.num_params:>4} parameters"
+                f"  {unit.numel:>13,} elements  {unit.shard_bytes:>13,} bytes a rank  "
+                f"{', '.join(notes)}"
+            )
+        if self.ignored:
+            lines.append(f"  left alone: {', '.join(self.ignored)}")
+        return "\n".join(lines)
+
+
+@dataclass
+class _Plan:
+    """A unit to be."""
+
+    names: list[str]
+    modules: list[nn.Module]
+    options: dict[str, Any]
+    tied: bool = False
+    found: dict[nn.Parameter, list[NamedEntry]] = field(default_factory=dict)
+
+
+def shard_model(
+    model: nn.Module,
+    policy: Policy | None,
+    *,
+    strategy: Strategy = "zero3",
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    ignored: Iterable[nn.Module | nn.Parameter | str] = (),
+) -> ShardReport:
+    """Shard a whole model in place: what a policy chooses, bottom-up, then the model.
+
+    Modules that share a parameter and would be in different units, such as an embedding and the
+    head in another block, become one unit. Chosen modules without a forward, and those with no
+    parameters that are left to them, are not made units.
+
+    ================ ==================== =========== ====================================
+    strategy         mesh                 gathers     set by
+    ================ ==================== =========== ====================================
+    ``zero3``        (shard,)             forward and nothing: the default
+                                          backward
+    ``zero2``        (shard,)             forward     ``reshard_after_forward=False``
+    ``zero1``        (shard,)             once a step that and
+                                                      ``set_reshard_after_backward(False)``
+    ``replicated``   (ranks, 1)           no          as ``zero2``; gradients are all-reduced
+    ``hybrid``       (replicate, shard)   as zero3    the mesh
+    ``hybrid-zero2`` (replicate, shard)   as zero2    the mesh, as ``zero2``
+    ================ ==================== =========== ====================================
+
+    Gradients are reduced in each backward. With accumulation, call
+    ``model.set_requires_gradient_sync(last)`` before each micro-batch: they are then reduced once a
+    step.
+
+    Args:
+        model: the model; its class becomes ``FSDP<Original>``.
+        policy: which modules become units: as for `chosen_modules`. `CustomPolicy` may give a
+            module ``mesh``, ``reshard_after_forward``, ``shard_placement_fn``, ``mp_policy`` and
+            ``offload_policy`` of its own. ``None``: the model is one unit.
+        strategy: see the table. Default ``"zero3"``.
+        mesh: 1-D, or (replicate, shard) for ``replicated``, whose shard dim is 1, and hybrids.
+            ``None`` (default): all ranks; for hybrids, shards within ``LOCAL_WORLD_SIZE`` ranks,
+            which torchrun sets, and copies across.
+        mp_policy: as for `fully_shard`.
+        offload_policy: as for `fully_shard`.
+        shard_placement_fn: as for `fully_shard`.
+        ignored: modules, parameters, or names of them: left alone with all that is below them.
+
+    Returns:
+        What became a unit, and with what.
+
+    Raises:
+        ValueError: something does not fit, the arguments or a parameter; nothing was changed then.
+        TypeError: an argument is of the wrong type.
+
+    Example::
+
+        print(fsdp2.shard_model(model, {Block}, strategy="zero2"))
+    """
+    settings = _STRATEGIES.get(strategy)
+    if settings is None:
+        raise ValueError(
+            f"shard_model(strategy=…) takes one of {', '.join(_STRATEGIES)}, not {strategy!r}"
+        )
+    modules, params = _ignored(model, ignored)
+    options: dict[str, Any] = {
+        "mesh": _mesh_of(strategy, settings, mesh),
+        "reshard_after_forward": settings.frees_forward,
+        "shard_placement_fn": shard_placement_fn,
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+    }
+    choices = chosen_modules(
+        model, policy, ignored_modules=modules, ignored_params=params, options=options
+    )
+    plans = [_Plan([c.name], [c.module], dict(c.options)) for c in choices if _runs(c.module)]
+    for plan in plans:
+        _check_options(plan)
+    plans = _with_ties(model, plans, params, options)
+    root = _Plan(["(root)"], [model], options)
+    plans = [plan for plan in _filled([*plans, root], params) if plan.found or plan is root]
+    for plan in plans:
+        check_call(plan.modules, plan.found, params, **plan.options)
+    for plan in plans:
+        fully_shard(plan.modules, ignored_params=params, **plan.options)
+        for member in plan.modules:
+            if isinstance(member, FSDPModule):
+                member.set_reshard_after_backward(settings.frees_backward, recurse=False)
+        if not settings.frees_backward:
+            _show_gradients(plan.modules[0])
+    names = tuple(name for name, param in model.named_parameters() if param in params)
+    shape = tuple(options["mesh"].shape)
+    return ShardReport(strategy, shape, tuple(_report(plan) for plan in plans), names)
+
+
+# ---- arguments
+
+
+def _ignored(
+    model: nn.Module, ignored: Iterable[nn.Module | nn.Parameter | str]
+) -> tuple[set[nn.Module], set[nn.Parameter]]:
+    """Modules and parameters that are left alone."""
+    below: dict[str, nn.Module | nn.Parameter] = dict(model.named_modules(remove_duplicate=False))
+    below |= dict(model.named_parameters(remove_duplicate=False))
+    present = set(below.values())
+    modules: set[nn.Module] = set()
+    params: set[nn.Parameter] = set()
+    for item in [ignored] if isinstance(ignored, str | nn.Module | nn.Parameter) else ignored:
+        found: object = below.get(item) if isinstance(item, str) else item
+        if not isinstance(found, nn.Module | nn.Parameter) or found not in present:
+            what = repr(item) if isinstance(item, str) else f"a {type(item).__name__}"
+            raise ValueError(
+                f"shard_model(ignored=…) names {what}, which is no module or parameter of the "
+                f"model; pass those of this model, or their names in it"
+            )
+        if found is model:
+            raise ValueError(
+                "shard_model(ignored=…) names the model itself, so that nothing is left to shard; "
+                "name modules or parameters in it"
+            )
+        if isinstance(found, nn.Module):
+            modules |= set(found.modules())
+            params |= set(found.parameters())
+        else:
+            params.add(found)
+    return modules, params
+
+
+def _mesh_of(strategy: str, settings: _Settings, mesh: DeviceMesh | None) -> DeviceMesh:
+    if mesh is None:
+        return _default_mesh(strategy, settings)
+    if isinstance(mesh, DeviceMesh):
+        wrong = mesh.ndim != settings.mesh_dims
+        if wrong or (strategy == "replicated" and mesh.size(1) != 1):
+            wanted = {"replicated": "(ranks, 1)"}.get(
+                strategy, "(shard,)" if settings.mesh_dims == 1 else "(replicate, shard)"
+            )
+            raise ValueError(
+                f"shard_model(strategy={strategy!r}) takes a mesh {wanted}, but got one of shape "
+                f"{tuple(mesh.shape)}; pass another mesh, or another strategy"
+            )
+    return mesh
+
+
+def _default_mesh(strategy: str, settings: _Settings) -> DeviceMesh:
+    world = default_mesh()
+    if settings.mesh_dims == 1:
+        return world
+    size, local = world.size(), 1
+    if strategy != "replicated":
+        text = os.environ.get("LOCAL_WORLD_SIZE", "")
+        local = int(text) if text.isdecimal() else 0
+        device = torch.device(world.device_type)
+        everyones = GroupCollectives(world.get_group(), device, asynchronous=False)
+        found = sorted({each[0] for each in everyones.exchange([local])})
+        if len(found) > 1:
+            raise ValueError(
+                f"shard_model(strategy={strategy!r}) shards within a node, but LOCAL_WORLD_SIZE "
+                f"differs among ranks: {found}; pass mesh"
+            )
+        if local < 1 or size % local:
+            raise ValueError(
+                f"shard_model(strategy={strategy!r}) shards within a node, but LOCAL_WORLD_SIZE is "
+                f"{text!r}, which does not divide {size} ranks; start ranks with torchrun, or pass "
+                f"mesh"
+            )
+    names = ("replicate", "shard")
+    return init_device_mesh(world.device_type, (size // local, local), mesh_dim_names=names)
+
+
+def _check_options(plan: _Plan) -> None:
+    for key in plan.options:
+        if key not in _OPTIONS:
+            raise ValueError(
+                f"the policy gives '{plan.names[0]}' the option {key!r}, which shard_model does "
+                f"not have; use mesh, reshard_after_forward, shard_placement_fn, mp_policy, "
+                f"offload_policy"
+            )
+
+
+# ---- units
+
+
+def _runs(module: nn.Module) -> bool:
+    """Whether it has a forward, which is where a unit is gathered."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _registrations(model: nn.Module) -> dict[nn.Parameter, dict[nn.Module, str]]:
+    """Where each parameter is registered: modules and their names."""
+    found: dict[nn.Parameter, dict[nn.Module, str]] = {}
+    for name, module in model.named_modules():
+        for param in module._parameters.values():
+            if param is not None:
+                found.setdefault(param, {})[module] = name
+    return found
+
+
+def _units_of(
+    module: nn.Module, unit: int, owners: Mapping[nn.Module, int]
+) -> Iterator[tuple[nn.Module, int]]:
+    """Each module below, once for every way to it, with the unit that it would be in."""
+    unit = owners.get(module, unit)
+    yield module, unit
+    for child in module.children():
+        yield from _units_of(child, unit, owners)
+
+
+def _with_ties(
+    model: nn.Module, plans: list[_Plan], ignored: set[nn.Parameter], options: dict[str, Any]
+) -> list[_Plan]:
+    """Put modules that share parameters across units into one unit, in front of the others.
+
+    Only modules around which there is no other unit of this call: other ties are left to
+    `fully_shard`, whose units then share a group.
+    """
+    owners = {plan.modules[0]: index for index, plan in enumerate(plans)}
+    used: dict[nn.Module, set[int]] = {}
+    for module, unit in _units_of(model, -1, owners):
+        used.setdefault(module, set()).add(unit)
+    clusters: list[dict[nn.Module, str]] = []
+    for param, places in _registrations(model).items():
+        units = set().union(*(used[module] for module in places))
+        if param in ignored or len(units) == 1:
+            continue
+        joined = dict(places)
+        for other in [other for other in clusters if other.keys() & places.keys()]:
+            joined |= other
+            clusters.remove(other)
+        clusters.append(joined)
+    tied = []
+    for cluster in clusters:
+        inner = {below for module in cluster for below in list(module.modules())[1:]}
+        taken = {m for other in clusters for m in other} | owners.keys()
+        if model in cluster or inner & taken or not all(map(_runs, cluster)):
+            continue
+        own = [plans[owners[module]].options for module in cluster if module in owners]
+        tied.append(_Plan(list(cluster.values()), list(cluster), own[0] if own else options, True))
+    gone = {module for plan in tied for module in plan.modules}
+    return [*tied, *(plan for plan in plans if plan.modules[0] not in gone)]
+
+
+def _filled(plans: Sequence[_Plan], ignored: set[nn.Parameter]) -> Sequence[_Plan]:
+    """Say for each unit which parameters it takes, as `fully_shard` will."""
+    taken: set[nn.Parameter] = set(ignored)
+    for plan in plans:
+        for module in plan.modules:
+            for prefix, owner in module.named_modules():
+                for key, param in owner._parameters.items():
+                    if param is not None and param not in taken:
+                        name = f"{prefix}.{key}" if prefix else key
+                        plan.found.setdefault(param, []).append(NamedEntry(owner, key, name))
+        taken |= plan.found.keys()
+    return plans
+
+
+def _show_gradients(module: nn.Module) -> None:
+    """Register sharded parameters once they have gradients, although gathered ones are kept.
+
+    Else ``model.parameters()`` would be gathered ones, without gradients: clipping would clip none.
+    """
+    for group in require_record(module).unit.own_groups:
+        reference = weakref.ref(group)
+
+        def hide(_: torch.Tensor, reference: weakref.ref[ParamGroup] = reference) -> None:
+            found = reference()
+            if found is not None:
+                found.hide()
+
+        for param in group.params:
+            if param.sharded.requires_grad:
+                param.sharded.register_post_accumulate_grad_hook(hide)
+
+
+def _report(plan: _Plan) -> UnitReport:
+    record = next(record for m in plan.modules if (record := record_of(m)) is not None)
+    unit, precision = record.unit, require_record(plan.modules[0]).arguments.precision
+    layouts = [group.layout for group in unit.own_groups if group.layout is not None]
+    reshard = plan.options["reshard_after_forward"]
+    return UnitReport(
+        names=tuple(plan.names),
+        num_params=len(plan.found),
+        numel=sum(slot.numel for layout in layouts for slot in layout.slots),
+        shard_bytes=sum(layout.shard_bytes for layout in layouts),
+        reshard_after_forward=(
+            None if reshard is None and plan.names == ["(root)"] else reshard is None or reshard
+        ),
+        reshard_after_backward=unit.reshard_after_backward,
+        param_dtype=precision.param_dtype,
+        offloaded=isinstance(record.arguments.offload, CPUOffloadPolicy),
+        tied=plan.tied,
+    )
