@@ -7,6 +7,7 @@ construction  what a constructor does before it shards
 comm_hooks    hooks that reduce gradients, and how units call them
 grad_scaler   `ShardedGradScaler`
 state_dicts   what ``state_dict()`` holds: full or sharded tensors
+optimizer_states  state dicts of optimizers by names, and the way back
 
 Names, arguments, defaults and results are those of ``torch.distributed.fsdp``; docs/compat_fsdp1.md
 has a row for each, and a table of what torch's cannot do. Who does not import it pays nothing.

@@ -25,6 +25,7 @@ from fsdp2.api import fully_shard
 from fsdp2.core.device.collectives import ProcessGroup
 from fsdp2.core.layout.mesh import FSDPMeshInfo, ShardPlacementResult
 from fsdp2.core.modules.registry import UnitRecord, require_record
+from fsdp2.fsdp1 import optimizer_states as states
 from fsdp2.fsdp1.comm_hooks import Hook, HookedReduceScatter, HookedReplicas
 from fsdp2.fsdp1.config import (
     HYBRID,
@@ -320,6 +321,14 @@ class FullyShardedDataParallel(TorchWrapperIdentity):
     set_state_dict_type = staticmethod(set_state_dict_type)
     get_state_dict_type = staticmethod(get_state_dict_type)
     state_dict_type = staticmethod(state_dict_type)
+    full_optim_state_dict = staticmethod(states.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(states.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(states.shard_full_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(states.scatter_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(states.flatten_sharded_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(states.rekey_optim_state_dict)
+    optim_state_dict = staticmethod(states.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(states.optim_state_dict_to_load)
 
     # ---- gradients
 
