@@ -536,10 +536,7 @@ def _to_load(
 ) -> StateDict:
     agreement = _agreement(positions, group) if only_first else None
     if agreement is None:
-        assert given is not None
-        plan = _plan(given, positions, model)
-        if plan.problem:
-            raise ValueError(_refusal(plan.problem))
+        plan = _checked(_plan(given, positions, model))
         return _assembled(plan, positions, lambda item: _own_part(item, positions))
     names = [positions.names, [str(tuple(param.shape)) for param in positions.params]]
     if not agreement.is_alike(names):
@@ -554,20 +551,12 @@ def _to_load(
         tensors = {(item.at, item.key): item.value for item in plan.items if item.travels}
         plan = plan.without_tensors()
     told = agreement.told(base64.b64encode(pickle.dumps(plan)).decode())
-    plan = pickle.loads(base64.b64decode(told))  # what rank 0 of this very run has written
-    if plan.problem:
-        raise ValueError(_refusal(plan.problem))
+    # What rank 0 of this very run has written.
+    plan = _checked(pickle.loads(base64.b64decode(told)))
     return _assembled(
         plan,
         positions,
         lambda item: _scattered(item, positions, tensors.get((item.at, item.key)), agreement),
-    )
-
-
-def _refusal(problem: str) -> str:
-    return (
-        f"the optimizer's state dict cannot be loaded, as {problem}; pass one by names of this "
-        f"model, of optim_state_dict() or rekey_optim_state_dict()"
     )
 
 
@@ -615,6 +604,15 @@ class _Plan:
             for i in self.items
         ]
         return _Plan(self.problem, items, self.others, self.groups)
+
+
+def _checked(plan: _Plan) -> _Plan:
+    if plan.problem:
+        raise ValueError(
+            f"the optimizer's state dict cannot be loaded, as {plan.problem}; pass one by names of "
+            f"this model, of optim_state_dict() or rekey_optim_state_dict()"
+        )
+    return plan
 
 
 def _plan(given: object, positions: _Positions, model: nn.Module) -> _Plan:

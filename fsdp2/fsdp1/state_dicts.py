@@ -150,14 +150,17 @@ def state_dict_type(
         with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=path)
     """
-    before = set_state_dict_type(
-        module, state_dict_type, state_dict_config, optim_state_dict_config
-    )
+    records = records_below(module)
+    before = {record: _settings.get(record) for record in records}
+    set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
         yield
     finally:
-        for record in records_below(module):
-            _settings[record] = before
+        for record, settings in before.items():
+            if settings is None:
+                _settings.pop(record, None)
+            else:
+                _settings[record] = settings
 
 
 def use_full_state_dicts(record: UnitRecord) -> None:
@@ -226,6 +229,12 @@ def _watch(record: UnitRecord) -> None:
             member.register_load_state_dict_pre_hook(_before_load)
 
 
+def _record_of(module: nn.Module) -> UnitRecord | None:
+    """Of the unit that a module with hooks belongs to."""
+    reference = _records.get(module)
+    return None if reference is None else reference()
+
+
 class _Call:
     """One call of ``state_dict()``, from the first module with settings on.
 
@@ -277,16 +286,17 @@ def _require_alike(module: nn.Module, subjects: Sequence[Subject], agreement: Ag
 
 
 def _before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    call = _Call.current
+    call, record = _Call.current, _record_of(module)
+    if record is None or record not in _settings:
+        return
     if call is None or not call.encloses(module, prefix):
         _Call.current = None
         _Call.current = _Call(module, prefix)
 
 
 def _after_save(module: nn.Module, destination: dict[str, Any], prefix: str, _: object) -> None:
-    call, reference = _Call.current, _records.get(module)
-    record = None if reference is None else reference()
-    if call is None or record is None:
+    call, record = _Call.current, _record_of(module)
+    if call is None or record is None or record not in _settings:
         return
     try:
         if call.destination is not destination:  # another one below a hook of the user's
@@ -350,8 +360,7 @@ def _before_load(
     error_msgs: list[str],
 ) -> None:
     """Put DTensors of this rank's rows in the place of a module's whole tensors."""
-    reference = _records.get(module)
-    record = None if reference is None else reference()
+    record = _record_of(module)
     if record is None or record not in _settings:
         return
     known = {

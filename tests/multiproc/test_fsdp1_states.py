@@ -88,9 +88,14 @@ def by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     )
 
 
+def in_order(states: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By name; torch's has other orders."""
+    return {name: dict(sorted(state.items())) for name, state in sorted(states.items())}
+
+
 def assert_same_states(found: dict[str, Any], expected: dict[str, Any], where: str) -> None:
     """States and groups; the order of names within a group may differ."""
-    assert_equal(found["state"], expected["state"], where)
+    assert_equal(in_order(found["state"]), in_order(expected["state"]), where)
     for one, other in zip(found["param_groups"], expected["param_groups"], strict=True):
         assert sorted(one["params"]) == sorted(other["params"])
         assert {**one, "params": []} == {**other, "params": []}
@@ -124,7 +129,8 @@ def test_full_and_sharded_state_dicts() -> None:
     assert isinstance(units.state_dict()["embed.weight"], DTensor)
     with FSDP.state_dict_type(units, FULL):
         assert_equal(dict(units.state_dict()), dict(expected), "units")
-    assert isinstance(units.state_dict()["embed.weight"], DTensor)
+    if dist.get_rank() == 0:  # as ever: without communication
+        assert isinstance(units.state_dict()["embed.weight"], DTensor)
 
 
 @ranks(2)
@@ -273,30 +279,39 @@ def test_optimizer_states_of_torchs_fsdp1(orig: bool) -> None:
     make = OPTIMIZERS["adamw"]
     its = make(other.parameters())
     train(other, its)
+
+    def states(of: Any, its: Optimizer, kind: str) -> dict[str, Any]:
+        """Of torch's, not offloaded: where memory is the CPU's already, it would reuse its own."""
+        configs = (
+            getattr(torchs, f"{kind}StateDictConfig")(),
+            getattr(torchs, f"{kind}OptimStateDictConfig")(offload_to_cpu=False),
+        )
+        of_kind = torchs.StateDictType[f"{kind.upper()}_STATE_DICT"]
+        with theirs.state_dict_type(of, of_kind, *configs):
+            return theirs.optim_state_dict(of, its)
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected = theirs.full_optim_state_dict(other, its, rank0_only=False)
-        with theirs.state_dict_type(other, torchs.StateDictType.SHARDED_STATE_DICT):
-            shards = theirs.optim_state_dict(other, its)
+        expected, shards = states(other, its, "Full"), states(other, its, "Sharded")
         model = sharded()
         optimizer = make(model.parameters())
         train(model, optimizer)
         found = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
-        assert_equal(found["state"], expected["state"], "alike")
+        assert_equal(in_order(found["state"]), in_order(expected["state"]), "alike")
         for given in (expected, shards):
             fresh = make(model.parameters())
             fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, given))
             loaded = FSDP.full_optim_state_dict(model, fresh, rank0_only=False)
-            assert_equal(loaded["state"], expected["state"], "from torch's")
+            assert_equal(in_order(loaded["state"]), in_order(expected["state"]), "from torch's")
         fresh = make(other.parameters())
         fresh.load_state_dict(theirs.shard_full_optim_state_dict(found, other, optim=fresh))
-        loaded = theirs.full_optim_state_dict(other, fresh, rank0_only=False)
-        assert_equal(loaded["state"], expected["state"], "into torch's")
+        loaded = states(other, fresh, "Full")
+        assert_equal(in_order(loaded["state"]), in_order(expected["state"]), "into torch's")
 
 
 @ranks(2)
 def test_other_optimizers() -> None:
-    """`FlatOptimizer`, and Adafactor, whose states have other shapes than parameters."""
+    """`FlatOptimizer`, and states of Adafactor, which have other shapes than parameters."""
     model, optimizer = trained(sharded())
     expected = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
     other = sharded()
@@ -309,10 +324,9 @@ def test_other_optimizers() -> None:
     assert_same_states(loaded, expected, "into flat")
     alone, model = plain(), sharded()
     make = partial(torch.optim.Adafactor, lr=1e-2)
-    optimizers = [make(each.parameters()) for each in (alone, model)]
-    for each, its in zip((alone, model), optimizers, strict=True):
-        train(each, its, steps=1)
-    states = by_name(alone, optimizers[0])
+    adafactor = make(alone.parameters())
+    train(alone, adafactor, steps=1)  # torch's cannot step DTensors (2.13), but states travel
+    states = by_name(alone, adafactor)
     fresh = make(model.parameters())
     for scatter in (False, True):
         load = FSDP.scatter_full_optim_state_dict if scatter else FSDP.shard_full_optim_state_dict
