@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
 import fsdp2.fsdp1 as ours
@@ -360,6 +361,38 @@ def test_replicas() -> None:
     found = FSDP.full_optim_state_dict(other, its, rank0_only=False)
     assert_same_states(found, expected, "scattered")
     assert_equal(dict(other.state_dict()), dict(alone.state_dict()), "loaded")
+
+
+class LargestMade(TorchDispatchMode):
+    """The bytes of the largest tensor that an operator returned."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for made in result if isinstance(result, (list, tuple)) else [result]:
+            if type(made) is torch.Tensor:
+                self.nbytes = max(self.nbytes, made.nbytes)
+        return result
+
+
+@ranks(2)
+def test_other_ranks_hold_no_more_than_their_rows() -> None:
+    """Full state dicts of rank 0 alone, out and in again."""
+    model = ours.FSDP(seeded(partial(nn.Linear, 256, 256)), device_id=CPU)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 256)).sum().backward()
+    optimizer.step()
+    config = ours.FullStateDictConfig(rank0_only=True)
+    with LargestMade() as largest:
+        with FSDP.state_dict_type(model, FULL, config):
+            model.state_dict()
+        states = FSDP.full_optim_state_dict(model, optimizer)
+        FSDP.scatter_full_optim_state_dict(states, model, optim=optimizer)
+    whole = 256 * 256 * 4
+    assert largest.nbytes >= whole if dist.get_rank() == 0 else largest.nbytes <= whole // 2
 
 
 @ranks(2)
