@@ -9,7 +9,7 @@ Example::
     fully_shard(model)
 """
 
-from fsdp2 import optim
+from fsdp2 import optim, xla
 from fsdp2.api import fully_shard
 from fsdp2.core.config import (
     CommunicationError,
@@ -108,4 +108,5 @@ __all__ = [
     "transformer_auto_wrap_policy",
     "uninstall",
     "wrap_modules",
+    "xla",
 ]

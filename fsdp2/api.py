@@ -22,10 +22,10 @@ from fsdp2.core.config import GroupOptions
 from fsdp2.core.layout.mesh import MeshAxes, default_mesh, resolve_axes
 from fsdp2.core.modules.assembly import make_groups, move_buffers, streams_for, watch_state_dicts
 from fsdp2.core.modules.engine import watch_backwards
-from fsdp2.core.modules.hooks import UnitHooks
 from fsdp2.core.modules.optimizers import watch_optimizers
 from fsdp2.core.modules.registrations import watch_registrations
 from fsdp2.core.modules.registry import Arguments, record_of
+from fsdp2.core.modules.saved import hooks_for
 from fsdp2.core.modules.selection import (
     NamedEntry,
     PlacementFn,
@@ -165,7 +165,8 @@ def fully_shard(
     unit.reshard_after_forward = reshard
     move_buffers(modules, axes.device)
     left_alone = ModuleEntries(entries_of(modules, ignored))
-    record = UnitHooks(unit, modules, arguments, left_alone, streams_for(axes.device))
+    hooks = hooks_for(axes.device)
+    record = hooks(unit, modules, arguments, left_alone, streams_for(axes.device))
     announce(modules, record)
     watch_optimizers()
     watch_registrations()

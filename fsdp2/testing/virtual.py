@@ -207,6 +207,9 @@ class VirtualTransient:
     def allocated(self) -> bool:
         return self.allocation is not None
 
+    def follow(self, tensor: object) -> None:
+        """Each tensor asks its buffer."""
+
     def references(self) -> int:
         """Nobody keeps views of it."""
         return 0

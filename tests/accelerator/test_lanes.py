@@ -143,7 +143,7 @@ def _build(mesh: DeviceMesh, case: str) -> nn.Module:
     model.set_packing_threshold(0 if case == "usual" else SMALL)
     if change is not None:
         on_device = mesh.device_type != "cpu"
-        change(model, torch.Stream(device.load()) if on_device else None)
+        change(model, torch.Stream(device.load()) if on_device and case == "hooked" else None)
     return model
 
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp2.core.device.buffers import FlatBuffer, TransientBuffer
+from fsdp2.core.device.buffers import (
+    FlatBuffer,
+    SwappedBuffer,
+    TransientBuffer,
+    absent,
+    saved_in,
+)
 
 CPU = torch.device("cpu")
 
@@ -197,3 +203,83 @@ def test_flat_buffer_on_meta_has_shapes_only() -> None:
     view = FlatBuffer(64, torch.device("meta")).view(torch.float32, 16, (2, 2))
     assert view.is_meta
     assert tuple(view.shape) == (2, 2)
+
+
+# ---- SwappedBuffer
+
+
+def _swapped() -> tuple[SwappedBuffer, torch.Tensor, torch.nn.Parameter]:
+    """A buffer, a view of it, and a parameter over a part of the view, which follows."""
+    buffer = SwappedBuffer(64, CPU, "gathered")
+    view = buffer.view(torch.float32, 16, (3, 4))
+    param = torch.nn.Parameter(view.t()[1:])
+    buffer.follow(param)
+    return buffer, view, param
+
+
+def test_what_follows_has_the_memory_of_each_gather() -> None:
+    buffer, view, param = _swapped()
+    versions = view._version, param._version
+    for value in (1.0, 2.0):
+        buffer.release()
+        assert view.shape == (3, 4)
+        assert param.shape == (3, 3)
+        assert bool(view.isnan().all())
+        assert view.untyped_storage().nbytes() == 4
+        buffer.acquire()
+        buffer.raw.view(torch.float32).fill_(value)
+        assert bool((view == value).all())
+        assert param.stride() == (1, 4)
+        assert param.data_ptr() == view.data_ptr() + 4
+    assert (view._version, param._version) == versions
+
+
+def test_the_memory_is_gone_unless_somebody_has_it() -> None:
+    buffer, view, _ = _swapped()
+    assert buffer.references() == 0
+    kept = view.detach()
+    assert buffer.references() == 1
+    kept.fill_(3)
+    buffer.release()
+    assert buffer.references() == 0
+    assert bool((kept == 3).all())
+    del kept
+    buffer.acquire()
+    assert buffer.references() == 0
+
+
+def test_a_place_in_memory_that_comes_and_goes() -> None:
+    buffer, view, param = _swapped()
+    place = saved_in(param.detach())
+    assert place is not None
+    assert saved_in(torch.ones(3)) is None
+    buffer.release()
+    assert place.tensor() is None
+    assert saved_in(view) is None
+    buffer.acquire()
+    view.copy_(torch.arange(12.0).view(3, 4))
+    found = place.tensor()
+    assert found is not None
+    assert torch.equal(found, param)
+
+
+def test_what_is_dead_or_not_over_it_does_not_follow() -> None:
+    buffer, view, param = _swapped()
+    other = torch.ones(4)
+    buffer.follow(other)
+    del view
+    for _ in range(2):
+        buffer.release()
+        assert bool((other == 1).all())
+        buffer.acquire()
+    assert param.untyped_storage().data_ptr() == buffer.raw.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_what_is_absent_is_no_number(dtype: torch.dtype) -> None:
+    assert bool(absent(dtype, CPU).float().isnan().all())
+
+
+def test_other_dtypes_that_are_absent() -> None:
+    assert absent(torch.int64, CPU).item() == -1
+    assert absent(torch.bool, CPU).item() is False

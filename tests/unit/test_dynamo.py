@@ -16,6 +16,7 @@ from fsdp2.communication import CommunicationControls
 from fsdp2.core.modules import dynamo as marks
 from fsdp2.core.modules.dynamo import see_through, uncompiled, uncompiled_methods
 from fsdp2.core.modules.hooks import UnitHooks
+from fsdp2.core.modules.saved import SavingUnitHooks
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.testing.null_group import null_world
 
@@ -59,7 +60,8 @@ def test_a_marked_function_is_the_same_function() -> None:
 
 
 def test_every_hook_and_method_is_marked() -> None:
-    for cls in (UnitHooks, fsdp2.FSDPModule, CommunicationControls, fsdp2.UnshardHandle):
+    own = (UnitHooks, SavingUnitHooks)
+    for cls in (*own, fsdp2.FSDPModule, CommunicationControls, fsdp2.UnshardHandle):
         methods = {
             name: value
             for name, value in vars(cls).items()

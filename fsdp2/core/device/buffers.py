@@ -2,6 +2,7 @@
 
     FlatBuffer        persistent: the group's shards        [segment 0 | pad | segment 1 | …]
     TransientBuffer   comes and goes: gathered parameters, casts and packed collectives
+    SwappedBuffer     the same where storages cannot be emptied: views are given other ``.data``
 
 A TransientBuffer keeps its tensors for ever and gives their storage back in between. Autograd
 saves views of gathered parameters for backward; when the storage is filled again, those views are
@@ -14,9 +15,12 @@ the view that they write to, never that of the parameter that autograd saved (in
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import Protocol
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -73,6 +77,22 @@ def separate(tensor: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.
         return _aliased(_own_storage(part), tensor.dtype, 0, shape, None)
 
 
+@functools.cache
+def empties_storages(device: torch.device) -> bool:
+    """Whether a storage on ``device`` can give its memory back while tensors have it: it is tried.
+
+    XLA's cannot. Gathers then bring new memory, and `SwappedBuffer` points the tensors to it.
+    """
+    if device.type in ("cpu", "meta"):
+        return True
+    storage = torch.empty(1, dtype=torch.uint8, device=device).untyped_storage()
+    try:
+        storage.resize_(0)
+    except RuntimeError:
+        return False
+    return storage.nbytes() == 0
+
+
 class Buffer(Protocol):
     """Memory that tensors are views of."""
 
@@ -84,6 +104,9 @@ class Buffer(Protocol):
         strides: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
         """A tensor over the buffer; ``strides`` in elements, contiguous by default."""
+
+    def follow(self, tensor: torch.Tensor) -> None:
+        """Let ``tensor``, made of a view of the buffer, be as valid as the view is."""
 
 
 class FlatBuffer:
@@ -123,6 +146,9 @@ class FlatBuffer:
             end = byte_offset + math.prod(shape) * dtype.itemsize
             return separate(self._raw[byte_offset:end].view(dtype), 0, shape)
 
+    def follow(self, tensor: torch.Tensor) -> None:
+        """Nothing to do: the memory stays."""
+
     @property
     def storage(self) -> torch.UntypedStorage:
         """The storage that every view shares."""
@@ -161,6 +187,9 @@ class TransientBuffer:
         with torch.inference_mode(False):
             return _aliased(self._raw, dtype, byte_offset, shape, strides)
 
+    def follow(self, tensor: torch.Tensor) -> None:
+        """Nothing to do: what shares the storage finds its memory there."""
+
     def references(self) -> int:
         """How many tensors and others refer to the memory, autograd's among them."""
         return torch._C._storage_Use_Count(self._storage._cdata)
@@ -175,3 +204,141 @@ class TransientBuffer:
         """Give the memory back to the current stream's allocator."""
         self.allocated = not self.nbytes  # first: an interrupt in between costs a copy at most
         self._storage.resize_(0)
+
+
+# ---- where storages cannot be emptied
+
+
+class _Place(NamedTuple):
+    """Where a tensor belongs in a buffer."""
+
+    dtype: torch.dtype
+    byte_offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class SavedPlace(NamedTuple):
+    """What stands for a tensor over gathered memory that autograd has saved; see `saved_in`."""
+
+    buffer: SwappedBuffer
+    place: _Place
+
+    def tensor(self) -> torch.Tensor | None:
+        """The same part of what is gathered now; ``None`` while nothing is."""
+        if not self.buffer.allocated:
+            return None
+        with _plainly():
+            return _aliased(self.buffer.raw, *self.place)
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """Tensors made inside are plain ones, whatever a transform or a mode around would make."""
+    with torch._C._DisableFuncTorch(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+class SwappedBuffer(TransientBuffer):
+    """As `TransientBuffer`, for devices where only a tensor that is gone gives memory back.
+
+    Views stay the objects that they are. While the memory is not there, each has one element for
+    ``.data``, seen in its own shape: NaN, or -1 of an integer dtype. A gather brings new memory and
+    gives each its part of that. Version counters are the tensors' own and do not move.
+
+    What is made of a view (``weight.t()``) is a tensor of its own, which would hold the old memory.
+    Those that are made at bind time are told to `follow`. Those that autograd saves are replaced
+    by a `SavedPlace`, in hooks around forward (`fsdp2.core.modules.saved`). What somebody else
+    keeps stays valid, and keeps its memory.
+    """
+
+    __slots__ = ("__weakref__", "_device", "_followers")
+
+    def __init__(self, nbytes: int, device: torch.device, name: str) -> None:
+        super().__init__(nbytes, device, name)
+        self._device = device
+        self._followers: list[tuple[weakref.ref[torch.Tensor], _Place]] = []
+        _present[self._storage._cdata] = self
+
+    @property
+    def raw(self) -> torch.Tensor:
+        """The memory, as bytes."""
+        return self._raw
+
+    def view(
+        self,
+        dtype: torch.dtype,
+        byte_offset: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None = None,
+    ) -> torch.Tensor:
+        """A tensor over the buffer, which must be allocated; ``strides`` in elements."""
+        made = super().view(dtype, byte_offset, shape, strides)
+        self.follow(made)
+        return made
+
+    def follow(self, tensor: torch.Tensor) -> None:
+        """Let ``tensor`` have the memory of each gather; no-op for one that is not over it."""
+        if tensor.untyped_storage()._cdata == self._storage._cdata:
+            self._followers = [each for each in self._followers if each[0]() is not None]
+            self._followers.append((weakref.ref(tensor), _place_of(tensor)))
+
+    def references(self) -> int:
+        """How many refer to the memory besides this buffer and what follows it."""
+        if not self.allocated or not self.nbytes:
+            return 0
+        own = sum(tensor() is not None for tensor, _ in self._followers)
+        return super().references() - own - 2  # and `_raw` and `_storage`
+
+    def acquire(self) -> None:
+        """Bring new memory, if there is none, and point to it."""
+        if self.allocated:
+            return
+        with _plainly():
+            self._raw = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
+            self._storage = self._raw.untyped_storage()
+            _present[self._storage._cdata] = self
+            for reference, place in self._followers:
+                tensor = reference()
+                if tensor is not None:
+                    tensor.data = _aliased(self._raw, *place)
+        self.allocated = True
+
+    def release(self) -> None:
+        """Point to nothing, so that the memory goes."""
+        if not self.nbytes or not self.allocated:
+            return
+        self.allocated = False
+        _present.pop(self._storage._cdata, None)
+        with _plainly():
+            for reference, place in self._followers:
+                tensor = reference()
+                if tensor is not None:
+                    tensor.data = absent(place.dtype, self._device).expand(place.shape)
+            self._raw = torch.empty(0, dtype=torch.uint8, device=self._device)
+            self._storage = self._raw.untyped_storage()
+
+
+_present: weakref.WeakValueDictionary[int, SwappedBuffer] = weakref.WeakValueDictionary()
+"""By the address of the storage that is there now."""
+
+
+def saved_in(tensor: torch.Tensor) -> SavedPlace | None:
+    """Where ``tensor`` is in memory of a `SwappedBuffer`, if it is over some."""
+    buffer = _present.get(tensor.untyped_storage()._cdata)
+    return None if buffer is None else SavedPlace(buffer, _place_of(tensor))
+
+
+def _place_of(tensor: torch.Tensor) -> _Place:
+    offset = int(tensor.storage_offset()) * tensor.dtype.itemsize
+    return _Place(tensor.dtype, offset, tuple(tensor.shape), tensor.stride())
+
+
+@functools.cache
+def absent(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What a tensor has for data while its memory is gone: of shape ``(1,)``, not to be written."""
+    with _plainly():
+        if dtype is torch.bool:
+            return torch.zeros(1, dtype=dtype, device=device)
+        ones = torch.full((dtype.itemsize,), 255, dtype=torch.uint8)
+        return ones.view(dtype).to(device)

@@ -14,7 +14,12 @@ from typing import Protocol
 
 import torch
 
-from fsdp2.core.device.buffers import FlatBuffer, TransientBuffer
+from fsdp2.core.device.buffers import (
+    FlatBuffer,
+    SwappedBuffer,
+    TransientBuffer,
+    empties_storages,
+)
 
 Tensors = tuple[torch.Tensor, ...] | list[torch.Tensor]
 """What torch's functions of many tensors take."""
@@ -109,10 +114,11 @@ class TorchKernels:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._transient = TransientBuffer if empties_storages(device) else SwappedBuffer
 
     def transient(self, nbytes: int, name: str) -> TransientBuffer:
         """A buffer on the device."""
-        return TransientBuffer(nbytes, self._device, name)
+        return self._transient(nbytes, self._device, name)
 
     def flat(self, nbytes: int, on_meta: bool) -> FlatBuffer:
         """A persistent buffer of zeros on the device, or without memory on meta."""
@@ -199,6 +205,24 @@ class FusedKernels(TorchKernels):
         return None
 
 
-def kernels_for(device: torch.device) -> Kernels:
+class BlockingKernels(TorchKernels):
+    """Those of a device without streams: a copy is there when its call returns."""
+
+    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """One copy."""
+        target.copy_(source)
+
+    def fetched(self, source: torch.Tensor) -> torch.Tensor:
+        """A copy, to memory that need not be page-locked."""
+        return source.cpu()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """One copy."""
+        target.copy_(source)
+
+
+def kernels_for(device: torch.device, has_streams: bool) -> Kernels:
     """Those of ``device``."""
-    return TorchKernels(device) if device.type == "cpu" else FusedKernels(device)
+    if device.type == "cpu":
+        return TorchKernels(device)
+    return FusedKernels(device) if has_streams else BlockingKernels(device)

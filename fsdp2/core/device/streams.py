@@ -2,7 +2,7 @@
 
 The scheduler speaks of *lanes*; what a lane is depends on the device:
 
-    lane          accelerator                         CPU
+    lane          accelerator                         CPU, or a device without streams
     COMPUTE       the user's current stream           the only one there is
     COPY_IN       casts and packs shards              (same)
     ALL_GATHER    runs all-gathers                    (same)
@@ -94,7 +94,7 @@ class _Stay:
 
 
 class InlineStreams:
-    """One lane for all: the CPU, on which an operation has run when its call returns."""
+    """One lane for all: an operation has run when its call returns, or before any later one."""
 
     asynchronous = False
     captures: Callable[[], bool] | None = None
@@ -199,6 +199,16 @@ class DeviceStreams:
         if lane is COMPUTE:
             return torch.accelerator.current_stream(self._index)
         return self._streams[lane]
+
+
+def make_streams(device: torch.device) -> Streams:
+    """The lanes of ``device``: on streams, or one for all where it has none: it is tried."""
+    if device.type == "cpu":
+        return InlineStreams()
+    try:
+        return DeviceStreams(device)
+    except RuntimeError:  # such as XLA's, on which operations run in the order of their calls
+        return InlineStreams()
 
 
 @dataclass(frozen=True)

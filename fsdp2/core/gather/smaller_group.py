@@ -33,6 +33,7 @@ from fsdp2.core.layout.layout import (
     Slot,
     Transport,
 )
+from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.params.param import ShardedParam, Swap
 
 
@@ -127,12 +128,17 @@ class SmallerRows:
         gathered = {slot.index: tensor for t in transports for slot, tensor in t.parameters()}
         for smaller in segments:
             for slot in smaller.slots:
-                self._add(params[slot.index], slot, smaller, gathered[slot.index])
+                self._add(params[slot.index], slot, smaller, gathered[slot.index], full)
         self.route = Route(transports)
         self._rows.release()
 
     def _add(
-        self, param: ShardedParam, slot: Slot, segment: Segment, gathered: torch.Tensor
+        self,
+        param: ShardedParam,
+        slot: Slot,
+        segment: Segment,
+        gathered: torch.Tensor,
+        full: TransientBuffer,
     ) -> None:
         rank = self._group.collectives.rank
         dtype = segment.full_dtype
@@ -140,7 +146,10 @@ class SmallerRows:
         rows = self._rows.view(dtype, start, slot.local_shape(rank))
         self._targets.append(rows)
         self._sources.append(slot.part(gathered, rank))
-        self.swaps += param.swaps(param.between(rows, self._group.mesh))
+        between = param.between(rows, self._group.mesh)
+        for buffer, tensor in ((full, self._sources[-1]), (self._rows, local_of(between))):
+            buffer.follow(tensor)
+        self.swaps += param.swaps(between)
 
     def keep(self) -> None:
         """Copy this rank's rows out of the gathered buffer."""

@@ -158,6 +158,8 @@ class CoalescedTransport(SegmentTransport):
         if segment.tail:
             sizes.append(segment.tail)
         self._shards = list(kernels.pieces(self._shard_flat(), sizes))[: len(slots)]
+        for piece in self._shards:
+            shard.follow(piece)
         self._outputs = [self._slot_view(slot, (slot.full_numel,)) for slot in slots]
         self._inputs = [self._own_piece(slot) for slot in slots] if self.casts else self._shards
         self.gather = self.collectives.bind_all_gather(self._outputs, self._inputs)

@@ -149,10 +149,44 @@ def default_mesh() -> DeviceMesh:
         dist.init_process_group()
     group = dist.group.WORLD
     assert group is not None
+    return init_device_mesh(_device_type(group), (group.size(),))
+
+
+def _device_type(group: dist.ProcessGroup) -> str:
+    """The accelerator's if there is one that the group serves, else "cpu"."""
     device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None or not serves(group, device):
-        device = torch.device("cpu")
-    return init_device_mesh(device.type, (group.size(),))
+    return "cpu" if device is None or not serves(group, device) else device.type
+
+
+def mesh_of_groups(groups: tuple[tuple[int, ...], ...]) -> DeviceMesh:
+    """A 1-D mesh over this rank's of several groups, which know nothing of each other.
+
+    All ranks of the default process group must call it together. The same groups get one mesh.
+
+    Args:
+        groups: ranks of the default process group, each in one of them; all groups are of one size.
+            They hold pieces in ascending order, as torch numbers the ranks of a process group.
+
+    Raises:
+        ValueError: they are not like that.
+    """
+    world = default_mesh()  # starts the default process group
+    named = sorted(rank for group in groups for rank in group)
+    if named != list(range(world.size())) or len({len(group) for group in groups}) != 1:
+        raise ValueError(
+            f"sharding_groups={[list(group) for group in groups]} are not groups of one size that "
+            f"name each of the {world.size()} ranks once; pass for example "
+            f"[[0, 1], [2, 3]] for 4 ranks"
+        )
+    ordered = tuple(tuple(sorted(group)) for group in groups)
+    return _mesh_of_groups(ordered, world.device_type, dist.group.WORLD)
+
+
+@functools.lru_cache(maxsize=64)
+def _mesh_of_groups(
+    groups: tuple[tuple[int, ...], ...], device_type: str, world: object
+) -> DeviceMesh:
+    return DeviceMesh(device_type, torch.tensor(groups), mesh_dim_names=("group", "shard"))["shard"]
 
 
 def resolve_axes(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> MeshAxes:

@@ -15,6 +15,7 @@ from torch import nn
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
 from fsdp2.core.debug.checks import check_plans, follow
+from fsdp2.core.device.buffers import empties_storages
 from fsdp2.core.device.collectives import (
     Collectives,
     GroupCollectives,
@@ -24,14 +25,21 @@ from fsdp2.core.device.collectives import (
 )
 from fsdp2.core.device.kernels import kernels_for
 from fsdp2.core.device.presence import announce
-from fsdp2.core.device.streams import DeviceStreams, InlineStreams, Streams
+from fsdp2.core.device.streams import Streams, make_streams
 from fsdp2.core.gather.smaller_group import SmallerGroup
-from fsdp2.core.layout.mesh import MeshAxes, smaller_mesh
+from fsdp2.core.layout.mesh import MeshAxes, local_of, smaller_mesh
 from fsdp2.core.modules.explain import explain_loading
 from fsdp2.core.modules.registrations import mark_managed
 from fsdp2.core.modules.registry import Arguments, UnitRecord
 from fsdp2.core.modules.selection import managed_modules
-from fsdp2.core.params.param import OWNER, REPLACED, Plan, ShardedParam, axes_in
+from fsdp2.core.params.param import (
+    OWNER,
+    REPLACED,
+    Plan,
+    ShardedParam,
+    axes_in,
+    is_extended,
+)
 from fsdp2.core.schedule.group import ParamGroup, Runtime
 from fsdp2.core.schedule.unit import Unit
 
@@ -43,6 +51,7 @@ def make_groups(
 ) -> list[ParamGroup]:
     """A group for each mesh, in the order in which parameters name them."""
     check_plans(name, plans, options)
+    _check_memory(plans)
     meshes = axes_in(plans)
     # What makes process groups, and may raise: before anything changes.
     for plan in plans:
@@ -59,7 +68,7 @@ def make_groups(
         runtime = Runtime(
             _collectives(axes, streams),
             streams,
-            kernels_for(axes.device),
+            kernels_for(axes.device, streams.asynchronous),
             axes.device,
             None if axes.replicas is None else _replicas(axes, streams),
             _effective_offload(arguments.offload, axes.device),
@@ -75,6 +84,17 @@ def make_groups(
         follow(group)
         groups.append(group)
     return groups
+
+
+def _check_memory(plans: list[Plan]) -> None:
+    """Extended parameters are made by their own hooks, and freed by emptying their storages."""
+    for plan in plans:
+        if not empties_storages(plan.axes.device) and is_extended(local_of(plan.param)):
+            raise ValueError(
+                f"parameter '{plan.name}' has all-gather hooks, and the memory of what they make "
+                f"cannot be freed on {plan.axes.device}, where storages cannot be emptied; shard "
+                f"it as a plain tensor, or name it in ignored_params"
+            )
 
 
 def _collectives(axes: MeshAxes, streams: Streams) -> Collectives:
@@ -161,7 +181,7 @@ def move_buffers(modules: tuple[nn.Module, ...], device: torch.device) -> None:
 def streams_for(device: torch.device) -> Streams:
     """The lanes of a device, the same for all roots."""
     if device not in _streams:
-        _streams[device] = InlineStreams() if device.type == "cpu" else DeviceStreams(device)
+        _streams[device] = make_streams(device)
     return _streams[device]
 
 

@@ -37,6 +37,7 @@ from fsdp2.core.gather.smaller_group import SmallerGroup, SmallerRows
 from fsdp2.core.gather.transport import GatherTransport, Load, Route, make_transports
 from fsdp2.core.layout.layout import GroupLayout, ParamShape, Slot, Transport, build_layout
 from fsdp2.core.layout.logs import BIND, BindReason
+from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.params.gradients import COUNTS_ARE_TRUE, Gradients, gradients_of
 from fsdp2.core.params.param import ShardedParam, Swap, follow_requires_grad, shapes_of
 from fsdp2.core.progress import OptimizerSteps, communication_error
@@ -413,8 +414,11 @@ class ParamGroup:
         self._to_sharded, self._to_unsharded = [], []
         for transport in self._transports:
             for slot, gathered in transport.parameters():
-                self.params[slot.index].materialize(gathered)
-                self._bind_swaps(self.params[slot.index])
+                param = self.params[slot.index]
+                param.materialize(gathered)
+                assert param.unsharded is not None
+                self._full.follow(local_of(param.unsharded))
+                self._bind_swaps(param)
 
     def _bind_swaps(self, param: ShardedParam) -> None:
         assert param.unsharded is not None

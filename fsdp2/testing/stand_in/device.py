@@ -107,6 +107,11 @@ def count_of(what: str) -> int:
     return found
 
 
+def take_away() -> None:
+    """Let it have no streams and events any more, and no storages that can be emptied; for good."""
+    torch.ops.stand_in.take_away()
+
+
 def live_bytes() -> int:
     """What is allocated."""
     found: int = torch.ops.stand_in.live_bytes()

@@ -59,7 +59,10 @@ class StandInGroup(PythonGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._stream = torch.Stream(device.load())
+        try:
+            self._stream: torch.Stream | None = torch.Stream(device.load())
+        except RuntimeError:  # `device.take_away`
+            self._stream = None
 
     def _run(
         self,
@@ -71,12 +74,13 @@ class StandInGroup(PythonGroup):
     ) -> StreamWork:
         on_host = [[_host_view(t) for t in tensors] for tensors in (outputs, inputs)]
         on_device = any(t.device.type == device.NAME for t in (*outputs, *inputs))
-        done = None
-        if on_device and (self.own_stream or getattr(opts, "asyncOp", True)):
-            self._stream.wait_stream(torch.accelerator.current_stream(0))
-            with self._stream:
+        done, stream = None, self._stream
+        apart = self.own_stream or getattr(opts, "asyncOp", True)
+        if on_device and apart and stream is not None:
+            stream.wait_stream(torch.accelerator.current_stream(0))
+            with stream:
                 torch.ops.stand_in.accessed(what, list(inputs), list(outputs))
-            done = self._stream.record_event()
+            done = stream.record_event()
         elif on_device:
             torch.ops.stand_in.accessed(what, list(inputs), list(outputs))
         move(*on_host)

@@ -58,6 +58,8 @@ struct Device {
   std::vector<std::string> races;
   std::map<std::string, int64_t> counts;
   int64_t streams = 1;
+  bool has_streams = true;  // and events
+  bool empties = true;      // storages
   int64_t live = 0, peak = 0;                  // bytes
   std::map<std::string, int64_t> at_peak;      // bytes alive there, by what wrote them last
 };

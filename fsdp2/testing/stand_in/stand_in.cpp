@@ -126,6 +126,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
               const c10::EventFlag) const override {
     count("record");
     std::lock_guard<std::mutex> lock(device().mutex);
+    TORCH_CHECK(device().has_streams, "this device has no events");
     if (*event == nullptr) *event = new Clock;
     auto clock = device().clocks[stream.id()];
     join(clock, device().clocks[kHost]);
@@ -170,6 +171,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   static c10::Stream make() {
     std::lock_guard<std::mutex> lock(device().mutex);
+    TORCH_CHECK(device().has_streams, "this device has no streams");
     return stream(device().streams++);
   }
 };
@@ -192,6 +194,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   at::Device getDeviceFromPtr(void*) const override { return kOnly; }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
+    TORCH_CHECK(device().empties || nbytes >= storage.nbytes(), "storages cannot be emptied");
     auto memory = allocator.allocate(nbytes);
     if (nbytes && storage.nbytes())
       std::memcpy(memory.get(), storage.data(), std::min(nbytes, storage.nbytes()));
@@ -482,6 +485,12 @@ int64_t count_of(c10::string_view what) {
   return device().counts[std::string(what)];
 }
 
+// As a device without streams, whose storages keep their memory until they go.
+void take_away() {
+  std::lock_guard<std::mutex> lock(device().mutex);
+  device().has_streams = device().empties = false;
+}
+
 int64_t live_bytes() {
   std::lock_guard<std::mutex> lock(device().mutex);
   return device().live;
@@ -507,6 +516,7 @@ TORCH_LIBRARY(stand_in, m) {
   m.def("accessed(str what, Tensor[] reads, Tensor[] writes) -> ()", &accessed);
   m.def("races() -> str[]", &races);
   m.def("count_of(str what) -> int", &count_of);
+  m.def("take_away() -> ()", &take_away);
   m.def("live_bytes() -> int", &live_bytes);
   m.def("peak_bytes() -> int", &peak_bytes);
   m.def("at_peak() -> str[]", &at_peak);

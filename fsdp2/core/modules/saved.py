@@ -1,0 +1,184 @@
+"""What autograd saves of gathered parameters, on devices where storages cannot be emptied.
+
+    weight, weight.t()   ── pack ──>    a place in the gathered buffer      the memory can go
+                         <── unpack ──  that place in what is gathered now
+
+Elsewhere a saved tensor keeps an emptied storage, which costs nothing, and units have no such
+hooks. Here a saved view would keep the whole parameter from forward to backward: a parameter's
+``.data`` can be swapped, but a view made of it (a linear layer saves ``weight.t()``) is another
+tensor. So hooks on saved tensors stand around each forward of a unit. All else they hand to the
+hooks around, such as a checkpoint's, or keep as it is.
+
+With hooks, torch (2.11 to 2.15) does not look whether a saved tensor was modified since. These do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from fsdp2.core.config import ShardingStateError
+from fsdp2.core.device.buffers import SavedPlace, absent, empties_storages, saved_in
+from fsdp2.core.device.streams import Streams
+from fsdp2.core.layout.mesh import wrap_local
+from fsdp2.core.modules.dynamo import uncompiled, uncompiled_methods
+from fsdp2.core.modules.hooks import UnitHooks, _transformed
+from fsdp2.core.modules.registry import Args, Arguments, Kwargs
+from fsdp2.core.params.param import ModuleEntries
+from fsdp2.core.schedule.unit import Unit
+
+_Pack = Callable[[torch.Tensor], Any]
+_Unpack = Callable[[Any], torch.Tensor]
+
+
+class _Kept:
+    """A saved tensor that no other hooks want."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Without its node: a node that saves its output would keep itself alive. The version
+        # counter is shared, and torch puts the node back.
+        self._tensor = tensor.detach()
+        self._version = _version_of(tensor)
+
+    def unpack(self) -> torch.Tensor:
+        if _version_of(self._tensor) != self._version:
+            raise RuntimeError(
+                f"a {tuple(self._tensor.shape)} tensor that backward reads was modified in place "
+                f"since forward; modify a clone of it, or run forward under "
+                f"torch.autograd.set_detect_anomaly(True) to see where it was saved"
+            )
+        return self._tensor
+
+
+class _Handed:
+    """A saved tensor that other hooks have taken."""
+
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, packed: Any, unpack: _Unpack) -> None:
+        self._packed = packed
+        self._unpack = unpack
+
+    def unpack(self) -> torch.Tensor:
+        return self._unpack(self._packed)
+
+
+class _Gathered:
+    """A place in gathered memory, instead of a tensor there."""
+
+    __slots__ = ("_counter", "_place", "_spec", "_version")
+
+    def __init__(self, tensor: torch.Tensor, place: SavedPlace, spec: DTensorSpec | None) -> None:
+        self._place = place
+        self._spec = spec
+        counter = tensor.detach()  # it shares the version counter, and is to have no memory
+        counter.data = absent(tensor.dtype, tensor.device)
+        self._counter = counter
+        self._version = _version_of(counter)
+
+    def unpack(self) -> torch.Tensor:
+        found = self._place.tensor()
+        if found is None or _version_of(self._counter) != self._version:
+            raise ShardingStateError(
+                f"backward reads a {self._place.place.shape} tensor of '{self._place.buffer.name}',"
+                f" which was freed or modified since forward; call set_unshard_in_backward(True) "
+                f"on its unit, and step the optimizer after backward"
+            )
+        return found if self._spec is None else wrap_local(found, self._spec)
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+@uncompiled
+def _unpack(packed: _Kept | _Handed | _Gathered) -> torch.Tensor:
+    return packed.unpack()
+
+
+def _place_of(tensor: torch.Tensor) -> SavedPlace | None:
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        return None
+    try:
+        return saved_in(tensor)
+    except NotImplementedError:  # sparse ones, and those of torch.func, have no storage
+        return None
+
+
+def _packing(around: tuple[_Pack, _Unpack] | None) -> _Pack:
+    """What packs, inside of other hooks."""
+
+    @uncompiled
+    def pack(tensor: torch.Tensor) -> _Kept | _Handed | _Gathered:
+        local, spec = tensor, None
+        if isinstance(tensor, DTensor):
+            local, spec = tensor._local_tensor, tensor._spec
+        place = _place_of(local)
+        if place is not None:
+            return _Gathered(local, place, spec)
+        if around is not None:
+            return _Handed(around[0](tensor), around[1])
+        return _Kept(tensor)
+
+    return pack
+
+
+@uncompiled_methods
+class SavingUnitHooks(UnitHooks):
+    """The hooks of a unit, and around its forward those on saved tensors."""
+
+    __slots__ = ("_around",)
+
+    def __init__(
+        self,
+        unit: Unit,
+        modules: Sequence[nn.Module],
+        arguments: Arguments,
+        ignored: ModuleEntries,
+        streams: Streams,
+    ) -> None:
+        self._around: list[saved_tensors_hooks] = []  # entered, of calls that are under way
+        super().__init__(unit, modules, arguments, ignored, streams)
+
+    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """As everywhere, and enter."""
+        args, kwargs = super().pre_forward(module, args, kwargs)
+        graph: Any = torch._C._autograd
+        hooked = graph._saved_tensors_hooks_is_enabled() and not _transformed()
+        if hooked and torch.is_grad_enabled():
+            outer = graph._top_saved_tensors_default_hooks(False)
+            hooks = saved_tensors_hooks(_packing(outer), _unpack)
+            hooks.__enter__()
+            self._around.append(hooks)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, args: Args, output: object) -> object:
+        """As everywhere, and leave, unless the forward raised and has been left."""
+        entered = len(self._around)
+        try:
+            return super().post_forward(module, args, output)
+        finally:
+            if len(self._around) == entered:
+                self._leave()
+
+    def forward_raised(self, failure: BaseException) -> None:
+        """Leave, and as everywhere."""
+        self._leave()
+        super().forward_raised(failure)
+
+    def _leave(self) -> None:
+        if self._around:
+            self._around.pop().__exit__()
+
+
+def hooks_for(device: torch.device) -> type[UnitHooks]:
+    """The class of a unit's hooks on ``device``."""
+    return UnitHooks if empties_storages(device) else SavingUnitHooks

@@ -1,0 +1,144 @@
+"""This rank's rows as plain tensors, and what says whose rows they are.
+
+    state dict of a sharded model  ── local ──>   plain tensors: this rank's rows
+                                   <── whole ──   DTensors over such rows
+    model ── describe ──> ShardInfo of each parameter: shape, and the dim on which it is cut
+
+Equal pieces: of a dim of n elements over N ranks, rank r holds [r·c, (r+1)·c), c = ceil(n / N).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypedDict
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+FORMAT = "fsdp2.xla 1"
+"""In each rank's metadata: which files are ours, and how they are to be read."""
+
+
+class ShardInfo(TypedDict):
+    """Of one parameter: its shape, and the dim on which it is cut into a piece a rank."""
+
+    shape: list[int]
+    dim: int
+
+
+class ShardMetadata(TypedDict):
+    """What `XlaFullyShardedDataParallel.get_shard_metadata` returns: plain values alone.
+
+    Attributes:
+        format: `FORMAT`.
+        rank: whose rows these are: a position in the sharding group.
+        world_size: ranks of the sharding group.
+        shard_info: of each sharded parameter, by its name in the unwrapped model.
+        buffer_info: dtypes that buffers had before ``buffer_dtype``, as "float32".
+        flatten_info: empty: parameters keep their shapes and names.
+    """
+
+    format: str
+    rank: int
+    world_size: int
+    shard_info: dict[str, ShardInfo]
+    buffer_info: dict[str, str]
+    flatten_info: dict[str, object]
+
+
+def rows_of(shape: Sequence[int], dim: int, world_size: int, rank: int) -> tuple[int, int]:
+    """First index and number of a rank's rows of a parameter."""
+    length = shape[dim]
+    piece = -(-length // world_size)
+    start = min(rank * piece, length)
+    return start, min(piece, length - start)
+
+
+def local_shape(info: ShardInfo, world_size: int, rank: int) -> tuple[int, ...]:
+    """The shape of a rank's piece."""
+    shape, dim = info["shape"], info["dim"]
+    rows = rows_of(shape, dim, world_size, rank)[1]
+    return (*shape[:dim], rows, *shape[dim + 1 :])
+
+
+def describe(params: Iterable[tuple[str, torch.Tensor]], world_size: int) -> dict[str, ShardInfo]:
+    """What says whose rows a state dict has.
+
+    Args:
+        params: sharded parameters by name; others are left out.
+        world_size: ranks of the sharding group.
+
+    Raises:
+        ValueError: a parameter is sharded over other ranks, or on more than one dim.
+    """
+    found: dict[str, ShardInfo] = {}
+    for name, param in params:
+        if not isinstance(param, DTensor):
+            continue
+        placement = param.placements[0]
+        alone = len(param.placements) == 1 and type(placement) is Shard
+        if not alone or param.device_mesh.size() != world_size:
+            raise ValueError(
+                f"parameter '{name}' is {param.placements} on a mesh of "
+                f"{tuple(param.device_mesh.shape)}, not cut on one dim over the {world_size} ranks "
+                f"of its wrapper; save it with torch.distributed.checkpoint"
+            )
+        assert isinstance(placement, Shard)
+        found[name] = {"shape": list(param.shape), "dim": placement.dim}
+    return found
+
+
+def local(value: Any) -> Any:
+    """The rows of a DTensor, as a plain tensor; all else as it is."""
+    return value.to_local().detach() if isinstance(value, DTensor) else value
+
+
+def whole(name: str, value: Any, param: torch.Tensor) -> Any:
+    """What can be loaded into ``param``: a DTensor over ``value``, if that is this rank's rows.
+
+    Args:
+        name: of the parameter, for messages.
+        value: what a state dict has for it.
+        param: the parameter that is there.
+
+    Raises:
+        ValueError: ``value`` has another shape than this rank's rows.
+    """
+    if not isinstance(param, DTensor) or not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, DTensor):
+        return value
+    rows = param.to_local()
+    if value.shape != rows.shape:
+        raise ValueError(
+            f"'{name}' is {tuple(value.shape)} in the state dict, but this rank's rows are "
+            f"{tuple(rows.shape)} of {tuple(param.shape)}; load the file that this rank has saved, "
+            f"or load a full one before wrapping"
+        )
+    return DTensor.from_local(
+        value.to(rows.device),
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+
+
+def check_metadata(metadata: object, where: str) -> ShardMetadata:
+    """``metadata`` itself, if `describe` made it.
+
+    Args:
+        metadata: what a file or a caller says that it is.
+        where: the file, for messages.
+
+    Raises:
+        ValueError: it is not.
+    """
+    found = metadata.get("format") if isinstance(metadata, Mapping) else None
+    if found != FORMAT:
+        raise ValueError(
+            f"{where} has no shard_metadata of this version of fsdp2.xla; save what "
+            f"get_shard_metadata() returns beside the state dict, on each rank"
+        )
+    return metadata  # type: ignore[return-value]  # said by its format

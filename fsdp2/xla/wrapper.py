@@ -1,0 +1,607 @@
+"""`XlaFullyShardedDataParallel`: a module around a unit, with the interface of XLA's FSDP.
+
+    XlaFullyShardedDataParallel
+      └ _fsdp_wrapped_module    the module, which `fully_shard` has sharded in place
+          └ … other wrappers, made before this one: units of their own
+
+Each argument becomes one of `fully_shard`'s, or a setting of its unit. What only a lazy compiler
+needs is accepted, and a warning says so once. State dicts have the names of the unwrapped model,
+and this rank's rows as plain tensors, so that each rank saves a file of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2.api import fully_shard
+from fsdp2.core.layout.mesh import default_mesh, mesh_of_groups
+from fsdp2.core.modules.registry import records_below
+from fsdp2.interop import MixedPrecisionPolicy
+from fsdp2.module import FSDPModule
+from fsdp2.norms import clip_grad_norm_
+from fsdp2.wrap.choices import Policy, Wrapper, wrap_modules
+from fsdp2.xla.shards import FORMAT, ShardMetadata, describe, local, whole
+
+M = TypeVar("M", bound=nn.Module)
+
+WRAPPED = "_fsdp_wrapped_module"
+"""The attribute of a wrapper that is the module."""
+
+_PREFIX = f"{WRAPPED}."
+
+_MEANINGLESS: Mapping[str, object] = {
+    "optimization_barrier_in_forward": True,
+    "optimization_barrier_in_backward": True,
+    "sync_on_finalization": False,
+    "pin_layout_in_collective_ops": True,
+}
+"""Arguments that only a lazy compiler reads, and their defaults."""
+
+_Given = Mapping[str, Any]
+"""The wrapper's arguments, by name."""
+
+_said: set[str] = set()
+
+
+def _say_once(argument: str, words: str) -> None:
+    if argument not in _said:
+        _said.add(argument)
+        warnings.warn(f"{argument} {words}", stacklevel=4)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What `fully_shard` and its unit are to be told, once it is time to shard."""
+
+    reshard_after_forward: bool | None
+    precision: MixedPrecisionPolicy
+    buffer_dtype: torch.dtype | None
+    on_dim_0: bool
+    pack_below: int | None
+
+
+class XlaFullyShardedDataParallel(nn.Module):
+    """Shard a module's parameters over ranks, behind the interface of XLA's FSDP, on any device.
+
+    The module becomes a unit of `fully_shard`: its parameters are gathered before its forward and
+    its backward and freed after, and its gradients are reduce-scattered. Wrap inner modules first,
+    then the model: each wrapper is a unit. What the wrapper does not have is looked up on the
+    module, the methods of `FSDPModule` among it. Make optimizers after wrapping, and call their
+    ``step()``.
+
+    Args:
+        module: what is wrapped. Parameters and buffers are moved to the device of the ranks.
+        reshard_after_forward: ``True`` (default) frees parameters after forward.
+        flatten_parameters: parameters share one flat shard and travel together either way, and keep
+            names and shapes of their own. Both values give the same results. Default ``False``.
+        execute_sharding_on_init: ``False`` leaves parameters whole until the wrapper is first used
+            (its forward, parameters, state dicts), or until `execute_sharding`. Default ``True``.
+        optimization_barrier_in_forward: accepted: there is no compiler that it could hold up.
+        optimization_barrier_in_backward: accepted, as well.
+        sync_on_finalization: accepted: what is computed is computed at once.
+        disable_reshard_on_root: ``True`` (default) keeps the parameters of the outermost wrapper
+            between forward and backward, whatever ``reshard_after_forward`` says.
+        compute_dtype: dtype of gathered parameters and of floating inputs of forward. ``None``
+            (default): that of the parameters. Shards keep theirs.
+        buffer_dtype: dtype of floating buffers. Default: ``compute_dtype``.
+        fp32_reduce_scatter: ``True`` reduces gradients in float32, ``False`` (default) in the
+            dtype that they are computed in.
+        sharding_groups: lists of ranks, of one size, that name every rank once. Parameters are
+            sharded over the list that this rank is in, and gradients averaged over it; nothing goes
+            from list to list. ``None`` (default): all ranks. All ranks pass the same lists.
+        sharding_rank: this rank's position in its list, by ascending ranks. It is known, and
+            compared where given.
+        sharding_world_size: length of the list; the same.
+        shard_param_on_dim_0: ``True`` cuts all parameters on dim 0. ``False`` (default) cuts those
+            on another dim that would pad too much (`fully_shard` says when).
+        pin_layout_in_collective_ops: accepted: layouts do not change here.
+        coalesce_all_gather_ops: all-gathers of a unit are one launch wherever the backend can; both
+            values do that.
+        reduce_scatter_bucket_size_mb: MiB. Parameters of which a rank's piece is smaller travel
+            packed in one buffer (`FSDPModule.set_packing_threshold`), when gathered, too. 0 or
+            ``None`` (default 0) leave the threshold as it is.
+        auto_wrap_policy: which modules below are wrapped: a policy of `fsdp2.wrap` or of torch's,
+            classes of modules, or a function of ``(module, recurse, unwrapped_params)``. It says
+            for each module whether to look into it (``recurse``), or whether to wrap it, where so
+            many elements are in no wrapper yet. ``None`` (default) wraps none.
+        auto_wrapper_callable: what the policy's modules are wrapped by: called with the module and
+            this wrapper's arguments but for these two. Default: this class.
+        param_init_fn: called with this module if parameters of it are on the meta device, to give
+            them memory and values. Default: ``to_empty`` and ``reset_parameters()`` of each module
+            that has some. All ranks must make the same values: seed them alike.
+
+    Raises:
+        TypeError: ``module`` is not a module, or ``auto_wrap_policy`` no policy.
+        ValueError: it is a wrapper already, the groups do not fit, or as of `fully_shard`.
+
+    Example::
+
+        from fsdp2.xla import XlaFullyShardedDataParallel as FSDP
+
+        model.block = FSDP(model.block)
+        model = FSDP(model, compute_dtype=torch.bfloat16)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+        model(x).sum().backward()
+        optimizer.step()
+
+    The interface is that of torch_xla 2.7's class of this name.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        reshard_after_forward: bool = True,
+        flatten_parameters: bool = False,
+        execute_sharding_on_init: bool = True,
+        optimization_barrier_in_forward: bool = True,
+        optimization_barrier_in_backward: bool = True,
+        sync_on_finalization: bool = False,
+        disable_reshard_on_root: bool = True,
+        compute_dtype: torch.dtype | None = None,
+        buffer_dtype: torch.dtype | None = None,
+        fp32_reduce_scatter: bool = False,
+        sharding_groups: Sequence[Sequence[int]] | None = None,
+        sharding_rank: int | None = None,
+        sharding_world_size: int | None = None,
+        shard_param_on_dim_0: bool = False,
+        pin_layout_in_collective_ops: bool = True,
+        coalesce_all_gather_ops: bool = False,
+        reduce_scatter_bucket_size_mb: float | None = 0,
+        auto_wrap_policy: Policy | None = None,
+        auto_wrapper_callable: Wrapper | None = None,
+        param_init_fn: Callable[[nn.Module], object] | None = None,
+    ) -> None:
+        given = {
+            name: value
+            for name, value in locals().items()
+            if name not in ("self", "module", "__class__")
+        }
+        super().__init__()
+        _check_module(module)
+        _say_what_is_meaningless(given)
+        self._settings = _settings(given)
+        self._mesh = _mesh(sharding_groups, sharding_rank, sharding_world_size)
+        self._buffer_dtypes: dict[str, str] = {}
+        if auto_wrap_policy is not None:
+            _wrap_below(module, auto_wrap_policy, auto_wrapper_callable or type(self), given)
+        self._init_fn = param_init_fn
+        self.add_module(WRAPPED, module)
+        self.register_load_state_dict_pre_hook(_rows_become_whole)
+        if execute_sharding_on_init:
+            self.execute_sharding()
+
+    # ---- sharding
+
+    def execute_sharding(self) -> None:
+        """Shard what ``execute_sharding_on_init=False`` has left whole; wrappers below first.
+
+        It does nothing where all is sharded. All ranks call it alike.
+
+        Example::
+
+            model = XlaFullyShardedDataParallel(model, execute_sharding_on_init=False)
+            model.load_state_dict(full)  # the unwrapped model's
+            model.execute_sharding()
+        """
+        if isinstance(self.module, FSDPModule):
+            return
+        for below in reversed(list(self.module.modules())):
+            if isinstance(below, XlaFullyShardedDataParallel):
+                below.execute_sharding()
+        _materialize(self.module, self._init_fn, self._mesh.device_type)
+        chosen = self._settings
+        fully_shard(
+            self.module,
+            mesh=self._mesh,
+            reshard_after_forward=chosen.reshard_after_forward,
+            shard_placement_fn=_on_dim_0 if chosen.on_dim_0 else None,
+            mp_policy=chosen.precision,
+        )
+        if chosen.pack_below is not None:
+            self._unit.set_packing_threshold(chosen.pack_below, recurse=False)
+        if chosen.buffer_dtype is not None:
+            self._cast_buffers(chosen.buffer_dtype)
+
+    def _cast_buffers(self, dtype: torch.dtype) -> None:
+        for name, owner in _own_modules(self.module):
+            for key, buffer in owner._buffers.items():
+                if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+                    self._buffer_dtypes[f"{name}{key}"] = str(buffer.dtype).removeprefix("torch.")
+                    owner._buffers[key] = buffer.to(dtype)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that is wrapped."""
+        module = self._modules[WRAPPED]
+        assert module is not None
+        return module
+
+    @property
+    def _unit(self) -> FSDPModule:
+        self.execute_sharding()
+        module = self.module
+        assert isinstance(module, FSDPModule)
+        return module
+
+    @property
+    def rank(self) -> int:
+        """This rank's position in its sharding group."""
+        return self._mesh.get_local_rank()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the sharding group."""
+        return self._mesh.size()
+
+    def __getattr__(self, name: str) -> Any:
+        """Of the wrapper, else of the module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if WRAPPED not in self.__dict__.get("_modules", {}):
+                raise
+            return getattr(self._modules[WRAPPED], name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Of the module, such as a ``Sequential``."""
+        module: Any = self.module
+        return module[key]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        self.execute_sharding()
+        return self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]  # it is there
+
+    # ---- parameters
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As ``nn.Module.named_parameters``, by the names of the unwrapped model."""
+        self.execute_sharding()
+        for name, param in super().named_parameters(*args, **kwargs):
+            yield name.replace(_PREFIX, ""), param
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """As ``nn.Module.named_buffers``, by the names of the unwrapped model."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield name.replace(_PREFIX, ""), buffer
+
+    @property
+    def params_with_grad(self) -> list[nn.Parameter]:
+        """The parameters that have a ``.grad``."""
+        return [param for param in self.parameters() if param.grad is not None]
+
+    def get_original_names_and_sharded_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Names of the unwrapped model, and the parameters as optimizers see them.
+
+        Returns:
+            Pairs of a name and a DTensor of the parameter's full shape, of which this rank holds
+            its rows; of wrappers below, too.
+
+        Example::
+
+            decay = [p for n, p in model.get_original_names_and_sharded_parameters() if p.ndim > 1]
+        """
+        return list(self.named_parameters())
+
+    # ---- gradients
+
+    def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool = True) -> None:
+        """Divide summed gradients by ``pre * post``, not by the number of ranks.
+
+        XLA's divides by ``pre`` before the reduction and by ``post`` behind it. Here the product is
+        divided by where the backend does it best: results differ by a rounding at most.
+
+        Args:
+            pre: a positive number.
+            post: a positive number.
+            recursive: whether wrappers below follow. Default ``True``.
+
+        Raises:
+            ValueError: a factor is no positive number.
+        """
+        for factor in (pre, post):
+            if not isinstance(factor, int | float) or not 0 < factor < math.inf:
+                raise ValueError(
+                    f"set_gradient_divide_factors takes two positive numbers, not {pre!r} and "
+                    f"{post!r}; pass for example 1.0 and 1.0 to sum over the ranks"
+                )
+        for record in records_below(self._unit, recursive):
+            record.unit.change(divide_factor=float(pre * post))
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        groups: Sequence[Sequence[int]] | None = None,
+    ) -> torch.Tensor:
+        """Scale gradients in place so that their total norm is at most ``max_norm``.
+
+        Call it on the outermost wrapper of every rank, after backward.
+
+        Args:
+            max_norm: of all gradients together, over all ranks of the sharding group.
+            norm_type: p of the p-norm; ``inf`` for the largest absolute value. Default 2.
+            groups: lists of ranks over which the norm is taken; only the sharding groups
+                themselves. Default ``None``: these.
+
+        Returns:
+            The norm before clipping: shape ``()``, the same on all ranks of the group.
+
+        Raises:
+            ValueError: ``groups`` are others, or as of `fsdp2.clip_grad_norm_`.
+
+        Example::
+
+            loss.backward()
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+        """
+        mine = self._mesh.mesh.tolist()
+        if groups is not None and mine not in [list(group) for group in groups]:
+            raise ValueError(
+                f"clip_grad_norm_(groups={[list(group) for group in groups]}) leaves out the "
+                f"sharding group {mine}, which holds the gradients; leave groups out, or use "
+                f"fsdp2.get_total_norm and fsdp2.clip_grads_with_norm_"
+            )
+        return clip_grad_norm_(self.parameters(), max_norm, norm_type)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside add up full gradients on each rank, without communication.
+
+        The first backward outside reduces the sum. Wrappers below follow. Flags are as before at
+        the end, also where something raises.
+
+        Example::
+
+            with model.no_sync():
+                model(first).sum().backward()
+            model(second).sum().backward()
+        """
+        unit = self._unit
+        before = [(r.unit, r.unit.sync, r.unit.all_reduce) for r in records_below(unit)]
+        unit.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for each, sync, all_reduce in before:
+                each.sync, each.all_reduce = sync, all_reduce
+
+    # ---- state dicts
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """This rank's rows and the buffers, as plain tensors by the names of the unwrapped model.
+
+        Wrappers below are the same, also in a model around that is not wrapped. Save it in a file
+        of each rank, together with `get_shard_metadata`. The tensors are the shards' own memory:
+        clone those that are to stay as they are.
+
+        Args:
+            args: as of ``nn.Module.state_dict``.
+            kwargs: as well: ``destination``, ``prefix``, and ``keep_vars``, with which parameters
+                are themselves.
+
+        Example::
+
+            checkpoint = {
+                "model": model.state_dict(),
+                "shard_metadata": model.get_shard_metadata(),
+                "optimizer": optimizer.state_dict(),
+            }
+            torch.save(checkpoint, f"ckpt_rank-{model.rank}-of-{model.world_size}.pth")
+        """
+        self.execute_sharding()
+        found = self.module.state_dict(*args, **kwargs)
+        if not kwargs.get("keep_vars", False):
+            for name in [name for name in found if name.startswith(kwargs.get("prefix", ""))]:
+                found[name] = local(found[name])
+        return found
+
+    def get_shard_metadata(self) -> ShardMetadata:
+        """Whose rows `state_dict` has: plain values, to be saved with it on each rank.
+
+        Returns:
+            Rank and number of ranks, the shape of each parameter and the dim on which it is cut,
+            and the dtypes that buffers had before ``buffer_dtype``.
+
+        Raises:
+            ValueError: a parameter is sharded over other ranks than this wrapper's, or on two dims.
+        """
+        self.execute_sharding()
+        params = self.named_parameters(remove_duplicate=False)
+        buffers: dict[str, str] = {}
+        for name, below in self.named_modules():
+            if isinstance(below, XlaFullyShardedDataParallel):
+                prefix = f"{name}.".replace(_PREFIX, "") if name else ""
+                buffers.update({prefix + k: v for k, v in below._buffer_dtypes.items()})
+        return {
+            "format": FORMAT,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "shard_info": describe(params, self.world_size),
+            "buffer_info": buffers,
+            "flatten_info": {},
+        }
+
+
+def _rows_become_whole(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Before a load: the wrapper's names for the unwrapped model's, DTensors over rows."""
+    assert isinstance(wrapper, XlaFullyShardedDataParallel)
+    named = nn.Module.named_parameters(wrapper, remove_duplicate=False)  # which shards nothing
+    params = {name.replace(_PREFIX, ""): param for name, param in named}
+    found: dict[str, Any] = {}
+    for key in [key for key in state if key.startswith(prefix)]:
+        name = key.removeprefix(prefix).replace(_PREFIX, "")
+        value = state[key]
+        found[prefix + _PREFIX + name] = whole(name, value, params.get(name, value))
+    for key in [key for key in state if key.startswith(prefix)]:
+        del state[key]
+    state.update(found)
+
+
+# ---- functions
+
+
+def checkpoint_module(module: M) -> M:
+    """Let a module's forward keep only its inputs, and run again in backward.
+
+    It is ``torch.utils.checkpoint.checkpoint`` around ``module.forward``, without re-entry. Inside
+    of a wrapper, ``FSDP(checkpoint_module(block))``, parameters are gathered once in backward;
+    around one, ``checkpoint_module(FSDP(block))``, it works as well.
+
+    Args:
+        module: changed in place: its ``forward`` is replaced.
+
+    Returns:
+        The module itself.
+
+    Raises:
+        TypeError: it is not a module.
+
+    Example::
+
+        block = XlaFullyShardedDataParallel(checkpoint_module(block))
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"checkpoint_module takes a module, not {type(module).__name__}")
+    own = module.__dict__.get("forward")
+    reference = weakref.ref(module)  # a module does not keep itself alive
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        found = reference()
+        assert found is not None
+        run = functools.partial(type(found).forward, found) if own is None else own
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+    module.forward = forward
+    return module
+
+
+# ---- arguments
+
+
+def _check_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"XlaFullyShardedDataParallel takes a module, not {type(module).__name__}")
+    if isinstance(module, XlaFullyShardedDataParallel):
+        raise ValueError(
+            f"XlaFullyShardedDataParallel was given a wrapper around "
+            f"{type(module.module).__name__}; wrap each module once, inner ones first"
+        )
+
+
+def _say_what_is_meaningless(given: _Given) -> None:
+    for name, default in _MEANINGLESS.items():
+        if given[name] is not default:
+            _say_once(name, "changes nothing here: it is for a compiler that runs later")
+    if given["coalesce_all_gather_ops"]:
+        _say_once(
+            "coalesce_all_gather_ops", "changes nothing: the backend's coalesced calls are used"
+        )
+
+
+def _settings(given: _Given) -> _Settings:
+    reshard: bool | None = bool(given["reshard_after_forward"])
+    if reshard and given["disable_reshard_on_root"]:
+        reshard = None
+    compute, megabytes = given["compute_dtype"], given["reduce_scatter_bucket_size_mb"]
+    if megabytes is not None and (isinstance(megabytes, bool) or not 0 <= megabytes < math.inf):
+        raise ValueError(
+            f"reduce_scatter_bucket_size_mb={megabytes!r} is no number of MiB; pass 0 or more"
+        )
+    reduce = torch.float32 if given["fp32_reduce_scatter"] else compute
+    return _Settings(
+        reshard,
+        MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce),
+        given["buffer_dtype"] or compute,
+        bool(given["shard_param_on_dim_0"]),
+        int(megabytes * (1 << 20)) if megabytes else None,
+    )
+
+
+def _mesh(groups: Sequence[Sequence[int]] | None, rank: int | None, size: int | None) -> DeviceMesh:
+    if groups is None:
+        mesh = default_mesh()
+    else:
+        mesh = mesh_of_groups(tuple(tuple(int(r) for r in group) for group in groups))
+    for name, told, known in (
+        ("sharding_rank", rank, mesh.get_local_rank()),
+        ("sharding_world_size", size, mesh.size()),
+    ):
+        if told is not None and told != known:
+            raise ValueError(
+                f"{name}={told} does not fit the sharding group {mesh.mesh.tolist()}, of which "
+                f"it is {known}; leave {name} out"
+            )
+    return mesh
+
+
+def _on_dim_0(param: nn.Parameter) -> Shard:
+    return Shard(0)
+
+
+# ---- modules below
+
+
+def _wrap_below(module: nn.Module, policy: Policy, wrapper: Wrapper, given: _Given) -> None:
+    """Wrap the modules below that a policy chooses, and that are in no wrapper yet."""
+    wrappers = [m for m in module.modules() if isinstance(m, XlaFullyShardedDataParallel)]
+    taken = {below for each in wrappers for below in each.modules()}
+    params = [p for below in taken for p in below._parameters.values() if p is not None]
+    inner = {name: value for name, value in given.items() if not name.startswith("auto_wrap")}
+    wrap_modules(module, policy, wrapper, ignored_modules=taken, ignored_params=params, **inner)
+
+
+def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """A module and those below that are in no other wrapper, with what their names begin with."""
+    yield prefix, module
+    for name, child in module.named_children():
+        if not isinstance(child, XlaFullyShardedDataParallel):
+            yield from _own_modules(child, f"{prefix}{name}.")
+
+
+def _materialize(
+    module: nn.Module, init: Callable[[nn.Module], object] | None, device: str
+) -> None:
+    """Give parameters on the meta device memory and values."""
+    found = [(name, m) for name, m in _own_modules(module) if _is_meta(m)]
+    if not found:
+        return
+    if init is not None:
+        init(module)
+    else:
+        for name, owner in found:
+            if not callable(getattr(owner, "reset_parameters", None)):
+                raise ValueError(
+                    f"'{name.removesuffix('.') or '(root)'}' is on the meta device, and its class "
+                    f"{type(owner).__name__} has no reset_parameters(); pass param_init_fn"
+                )
+        for _, owner in found:
+            owner.to_empty(device=device, recurse=False)
+            owner.reset_parameters()  # type: ignore[operator]  # it was looked for
+    for name, owner in _own_modules(module):
+        if _is_meta(owner):
+            raise ValueError(
+                f"'{name.removesuffix('.') or '(root)'}' is still on the meta device behind "
+                f"param_init_fn; let it give each parameter memory, for example with to_empty()"
+            )
+
+
+def _is_meta(module: nn.Module) -> bool:
+    own = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None and tensor.is_meta for tensor in own)
