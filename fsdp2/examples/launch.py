@@ -60,7 +60,7 @@ def run_workers(module: str, argv: Sequence[str], world_size: int, threads: int)
                 # blocked signal stays blocked in a child, and waits for the parent.
                 with _blocked(signal.SIGINT):
                     workers.append(subprocess.Popen(command, env=env, pass_fds=(lifeline,)))
-            return _watch(workers, caught, Path(folder))
+            return _watch(module, workers, caught, Path(folder))
         finally:
             _end(workers)
             os.close(lifeline)
@@ -93,20 +93,22 @@ def _worker_env(
     )
 
 
-def _watch(workers: list[subprocess.Popen[bytes]], caught: list[int], folder: Path) -> int:
+def _watch(
+    module: str, workers: list[subprocess.Popen[bytes]], caught: list[int], folder: Path
+) -> int:
     """Wait until all workers ended well (0), one did not, or a signal came."""
     while not caught:
         codes = [worker.poll() for worker in workers]
         failed = {rank: code for rank, code in enumerate(codes) if code}
         if failed:
-            return _report_failure(failed, folder)
+            return _report_failure(module, failed, folder)
         if all(code == 0 for code in codes):
             return 0
         time.sleep(_POLL_SECONDS)
     return 128 + caught[0]
 
 
-def _report_failure(failed: dict[int, int], folder: Path) -> int:
+def _report_failure(module: str, failed: dict[int, int], folder: Path) -> int:
     """Name the worker that failed first and print its traceback; the exit code to leave with.
 
     A rank that dies takes its peers down with connection errors, so of those that had ended by the
@@ -125,7 +127,8 @@ def _report_failure(failed: dict[int, int], folder: Path) -> int:
     if code == 2 and not file.exists():
         return 2  # the worker has said in one sentence what was wrong
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
-    print(f"train_lm: worker {rank} {how}; the others were ended.", file=sys.stderr)
+    name = module.rpartition(".")[2]
+    print(f"{name}: worker {rank} {how}; the others were ended.", file=sys.stderr)
     return code if code > 0 else 1
 
 
