@@ -373,7 +373,7 @@ class LargestMade(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         for made in result if isinstance(result, (list, tuple)) else [result]:
-            if type(made) is torch.Tensor:
+            if type(made) is torch.Tensor and not made.is_meta:
                 self.nbytes = max(self.nbytes, made.nbytes)
         return result
 
