@@ -241,7 +241,7 @@ def print_plan(plan: Plan, title: str) -> None:
         f"{_gib(plan.total('shards'))}, one block {_gib(plan.largest.whole)}, the root's own "
         f"{_gib(root.whole)}.\n"
         f"In a step, at most {_gib(plan.gathered)} GiB gathered besides: {BLOCKS_AT_A_TIME} blocks "
-        f"and the root. Activations and the gradients on their way come on top.",
+        f"and the root.\nActivations and gradients that are not reduced yet come on top.",
         flush=True,
     )
 
@@ -354,7 +354,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if ranks is not None:
         launch.run_as_worker(lambda: _train(options, ranks))
-    return launch.run_workers(MODULE, argv, options.world_size, options.threads)
+    return launch.run_workers(MODULE, argv, options.world_size, options.threads, name="vit_10b")
 
 
 def _plan_of(options: Options) -> Plan:

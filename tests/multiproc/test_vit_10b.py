@@ -1,4 +1,4 @@
-"""``python -m fsdp2.examples.vit_10b``: its plan by hand and by the units, and a run of two ranks."""
+"""``python -m fsdp2.examples.vit_10b``: its plan by hand and by the units; two ranks for real."""
 
 from __future__ import annotations
 
