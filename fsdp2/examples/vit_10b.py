@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -69,7 +69,7 @@ class ViTConfig:
 
 
 SIZES: dict[str, ViTConfig] = {
-    "tiny": ViTConfig(width=64, depth=2, heads=4, image=28, classes=10),
+    "tiny": ViTConfig(width=64, depth=4, heads=4, image=28, classes=10),
     "0.5b": ViTConfig(width=1536, depth=18, heads=16),
     "1b": ViTConfig(width=2048, depth=20, heads=16),
     "10b": ViTConfig(width=5120, depth=32, heads=32),
@@ -241,7 +241,7 @@ def print_plan(plan: Plan, title: str) -> None:
         f"{_gib(plan.total('shards'))}, one block {_gib(plan.largest.whole)}, the root's own "
         f"{_gib(root.whole)}.\n"
         f"In a step, at most {_gib(plan.gathered)} GiB gathered besides: {BLOCKS_AT_A_TIME} blocks "
-        f"and the root. Activations and the gradients on their way come on top.",
+        f"and the root.\nActivations and gradients that are not reduced yet come on top.",
         flush=True,
     )
 
@@ -258,6 +258,7 @@ class Options:
     """A run, complete. `batch_size` images a step, over all ranks."""
 
     size: str
+    image: int | None  # pixels a side; None: the size's own
     plan: bool
     world_size: int
     local_world_size: int
@@ -271,7 +272,8 @@ class Options:
 
     @property
     def model(self) -> ViTConfig:
-        return SIZES[self.size]
+        config = SIZES[self.size]
+        return config if self.image is None else replace(config, image=self.image)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -285,6 +287,7 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
     )
     add = parser.add_argument
     add("--size", choices=list(SIZES), default="10b", help="parameters (default: 10b)")
+    add("--image", type=_count, metavar="PIXELS", help="a side of an image (default: the size's)")
     add("--plan", action="store_true", help="print what each rank would hold, and leave")
     add("--world-size", type=_count, help="ranks of --plan (default: 128)")
     add("--nproc", type=_count, help="processes to start (default: 2)")
@@ -298,6 +301,9 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
     args = parser.parse_args(argv)
     if args.world_size is not None and not args.plan:
         parser.error("--world-size belongs to --plan; --nproc says how many processes to start")
+    patch = SIZES[args.size].patch
+    if args.image is not None and args.image % patch:
+        parser.error(f"--image {args.image} is no multiple of a patch's {patch} pixels")
     if ranks is not None and args.nproc not in (None, ranks.world_size):
         parser.error(f"--nproc {args.nproc} contradicts the launcher's {ranks.world_size} ranks")
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -311,6 +317,7 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
     device = "cuda" if args.device == "auto" and torch.cuda.is_available() else args.device
     return Options(
         size=args.size,
+        image=args.image,
         plan=args.plan,
         world_size=world_size,
         local_world_size=local,
@@ -347,7 +354,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if ranks is not None:
         launch.run_as_worker(lambda: _train(options, ranks))
-    return launch.run_workers(MODULE, argv, options.world_size, options.threads)
+    return launch.run_workers(MODULE, argv, options.world_size, options.threads, name="vit_10b")
 
 
 def _plan_of(options: Options) -> Plan:

@@ -340,7 +340,7 @@ def test_a_failing_worker_shows_its_traceback(
     assert time.monotonic() - begin < 60
     err = capfd.readouterr().err
     assert "RuntimeError: rank 1 cannot go on" in err
-    assert err.endswith("failing: worker 1 left with code 1; the others were ended.\n")
+    assert err.endswith("train_lm: worker 1 left with code 1; the others were ended.\n")
 
 
 # --- wrong usage ---------------------------------------------------------------------------------
