@@ -42,10 +42,12 @@ _TIMEOUT = timedelta(minutes=10)
 # --- the parent ----------------------------------------------------------------------------------
 
 
-def run_workers(module: str, argv: Sequence[str], world_size: int, threads: int) -> int:
+def run_workers(
+    module: str, argv: Sequence[str], world_size: int, threads: int, name: str = "train_lm"
+) -> int:
     """Run ``python -m module *argv`` on `world_size` ranks; the exit code of the whole.
 
-    0 where every rank ended well. Where one fails, the others are ended, its traceback goes to
+    `name` is what messages begin with. 0 where every rank ended well. Where one fails, the others are ended, its traceback goes to
     stderr and its exit code (or 1) is returned; 128 + number for a signal to this process.
     """
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
@@ -60,7 +62,7 @@ def run_workers(module: str, argv: Sequence[str], world_size: int, threads: int)
                 # blocked signal stays blocked in a child, and waits for the parent.
                 with _blocked(signal.SIGINT):
                     workers.append(subprocess.Popen(command, env=env, pass_fds=(lifeline,)))
-            return _watch(workers, caught, Path(folder))
+            return _watch(workers, caught, Path(folder), name)
         finally:
             _end(workers)
             os.close(lifeline)
@@ -93,20 +95,22 @@ def _worker_env(
     )
 
 
-def _watch(workers: list[subprocess.Popen[bytes]], caught: list[int], folder: Path) -> int:
+def _watch(
+    workers: list[subprocess.Popen[bytes]], caught: list[int], folder: Path, name: str
+) -> int:
     """Wait until all workers ended well (0), one did not, or a signal came."""
     while not caught:
         codes = [worker.poll() for worker in workers]
         failed = {rank: code for rank, code in enumerate(codes) if code}
         if failed:
-            return _report_failure(failed, folder)
+            return _report_failure(failed, folder, name)
         if all(code == 0 for code in codes):
             return 0
         time.sleep(_POLL_SECONDS)
     return 128 + caught[0]
 
 
-def _report_failure(failed: dict[int, int], folder: Path) -> int:
+def _report_failure(failed: dict[int, int], folder: Path, name: str) -> int:
     """Name the worker that failed first and print its traceback; the exit code to leave with.
 
     A rank that dies takes its peers down with connection errors, so of those that had ended by the
@@ -125,7 +129,7 @@ def _report_failure(failed: dict[int, int], folder: Path) -> int:
     if code == 2 and not file.exists():
         return 2  # the worker has said in one sentence what was wrong
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
-    print(f"train_lm: worker {rank} {how}; the others were ended.", file=sys.stderr)
+    print(f"{name}: worker {rank} {how}; the others were ended.", file=sys.stderr)
     return code if code > 0 else 1
 
 
