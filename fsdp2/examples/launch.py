@@ -47,8 +47,9 @@ def run_workers(
 ) -> int:
     """Run ``python -m module *argv`` on `world_size` ranks; the exit code of the whole.
 
-    `name` is what messages begin with. 0 where every rank ended well. Where one fails, the others are ended, its traceback goes to
+    0 where every rank ended well. Where one fails, the others are ended, its traceback goes to
     stderr and its exit code (or 1) is returned; 128 + number for a signal to this process.
+    `name` is what messages begin with.
     """
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="fsdp2-train-") as folder, _caught_signals() as caught:

@@ -63,9 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="fsdp2-digits-") as folder:
         if options.ckpt_prefix is None:
             argv = [*argv, "--ckpt_prefix", f"{folder}/final"]
-        return launch.run_workers(
-            MODULE, argv, options.nproc, options.threads, name="train_digits"
-        )
+        return launch.run_workers(MODULE, argv, options.nproc, options.threads, name="train_digits")
 
 
 # --- options -------------------------------------------------------------------------------------
@@ -240,13 +238,33 @@ def _read_idx(folder: Path, name: str, dims: int) -> Tensor:
 # --- the model -----------------------------------------------------------------------------------
 
 
+class BatchNorm(nn.BatchNorm2d):
+    """Batch norm in float32 whatever the compute dtype.
+
+    In bfloat16 running statistics stand still once a step is less than 1/256 of their value.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = F.batch_norm(
+            x.float(),
+            self.running_mean,
+            self.running_var,
+            self.weight.float(),
+            self.bias.float(),
+            self.training,
+            self.momentum or 0.0,
+            self.eps,
+        )
+        return normed.to(x.dtype)
+
+
 class Block(nn.Module):
     """Convolution, batch norm, ReLU: [n, inputs, h, w] to [n, outputs, h, w]."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(outputs)
+        self.norm = BatchNorm(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.norm(self.conv(x)))
@@ -278,8 +296,6 @@ def build_model(options: Options) -> tuple[nn.Module, xla.XlaFullyShardedDataPar
             xla.checkpoint_module(block)
     dtype = None if options.compute_dtype == torch.float32 else options.compute_dtype
     if not (options.flat or options.nested):
-        # As XLA's wrapper does: batch norm takes weights and statistics of one dtype alone.
-        _cast_buffers(model, options.compute_dtype)
         report = shard_model(
             model,
             {Block},
@@ -292,7 +308,7 @@ def build_model(options: Options) -> tuple[nn.Module, xla.XlaFullyShardedDataPar
     if options.nested:
         for i, block in enumerate(model.blocks):
             model.blocks[i] = _wrapped(block, dtype)
-        model.head = _wrapped(model.head, dtype)
+        model.add_module("head", _wrapped(model.head, dtype))
     wrapper = _wrapped(model, dtype, reshard=options.nested)
     wrappers = [m for m in wrapper.modules() if isinstance(m, xla.XlaFullyShardedDataParallel)]
     return wrapper, wrapper, f"{len(wrappers)} of XLA's wrappers over {options.nproc} ranks"
@@ -302,15 +318,12 @@ def _wrapped(
     module: nn.Module, dtype: torch.dtype | None, reshard: bool = True
 ) -> xla.XlaFullyShardedDataParallel:
     return xla.XlaFullyShardedDataParallel(
-        module, reshard_after_forward=reshard, compute_dtype=dtype, fp32_reduce_scatter=True
+        module,
+        reshard_after_forward=reshard,
+        compute_dtype=dtype,
+        buffer_dtype=torch.float32,
+        fp32_reduce_scatter=True,
     )
-
-
-def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(dtype)
 
 
 # --- training ------------------------------------------------------------------------------------
@@ -359,7 +372,9 @@ def run(options: Options, digits: Digits) -> Result:
     for epoch in range(options.num_epochs):
         loss = train_epoch(model, optimizer, digits, epoch, options)
         average_statistics(model)
-        answers = answers_of(model, digits.held_out_images, dist.get_world_size())
+        answers = answers_of(
+            model, digits.held_out_images, dist.get_world_size(), options.compute_dtype
+        )
         if rank == 0:
             print(
                 f"epoch {epoch + 1:2d}/{options.num_epochs}  loss {loss:.4f}  "
@@ -369,7 +384,8 @@ def run(options: Options, digits: Digits) -> Result:
     path = save(saver, options)
     joined = torch.empty_like(answers)
     if rank == 0:
-        joined = answers_of(load_unsharded(path, options), digits.held_out_images, 1)
+        unsharded = load_unsharded(path, options)
+        joined = answers_of(unsharded, digits.held_out_images, 1, options.compute_dtype)
     dist.broadcast(joined, 0)
     differ = int((joined != answers).sum())
     result = Result(accuracy(answers, digits), accuracy(joined, digits), differ, path)
@@ -420,20 +436,18 @@ def average_statistics(model: nn.Module) -> None:
     """
     for buffer in model.buffers():
         if buffer.is_floating_point():
-            mean = buffer.float()
-            dist.all_reduce(mean)
-            buffer.copy_(mean / dist.get_world_size())
+            dist.all_reduce(buffer)
+            buffer /= dist.get_world_size()
 
 
 @torch.no_grad()
-def answers_of(model: nn.Module, images: Tensor, num_ranks: int) -> Tensor:
+def answers_of(model: nn.Module, images: Tensor, num_ranks: int, dtype: torch.dtype) -> Tensor:
     """The digit for each image, int64 [n], on every rank; forwards are shared out over the ranks.
 
     Every rank runs as many, as each gathers parameters from all: those left over run the first
     images once more, and drop the answers.
     """
     model.eval()
-    dtype = next(b for b in model.buffers() if b.is_floating_point()).dtype
     rank = dist.get_rank() if num_ranks > 1 else 0
     chunks = torch.arange(len(images)).split(EVALUATED_AT_ONCE)
     answers = torch.zeros(len(images), dtype=torch.int64)
@@ -479,11 +493,13 @@ def save(saver: xla.XlaFullyShardedDataParallel, options: Options) -> str:
 
 
 def load_unsharded(path: str, options: Options) -> nn.Module:
-    """A model that is not sharded, with what a full file holds, in the dtype of compute."""
+    """A model that is not sharded, with what a full file holds; parameters in compute's dtype."""
     model = CNN()
     found = cast("dict[str, dict[str, Tensor]]", torch.load(path, weights_only=True))
     model.load_state_dict(found["model"])
-    return model.to(options.compute_dtype)
+    for param in model.parameters():
+        param.data = param.data.to(options.compute_dtype)
+    return model
 
 
 if __name__ == "__main__":
