@@ -1,1 +1,5 @@
-"""Runnable examples: ``python -m fsdp2.examples.train_lm`` trains a small language model."""
+"""Runnable examples.
+
+``python -m fsdp2.examples.train_lm`` trains a small language model,
+``python -m fsdp2.examples.train_digits`` a CNN on handwritten digits.
+"""

@@ -109,24 +109,29 @@ needs_images = pytest.mark.skipif(
 )
 
 
+def noisy_digits(images: int = 320, held_out: int = 200) -> train_digits.Digits:
+    """Ten random pictures under noise, which a CNN tells apart after a few steps, but not all."""
+    torch.manual_seed(0)
+    pictures = torch.rand(10, 1, 8, 8)
+    labels = torch.arange(images + held_out) % 10
+    seen = pictures[labels] + 0.4 * torch.randn(len(labels), 1, 8, 8)
+    return train_digits.Digits(seen[:images], labels[:images], seen[images:], labels[images:])
+
+
 def _options(folder: Path, *argv: str) -> train_digits.Options:
-    given = ["--ckpt_prefix", f"{folder}/final", "--num_epochs", "1", "--threads", "1", *argv]
+    given = ["--data", ".", "--ckpt_prefix", f"{folder}/final", "--num_epochs", "2", *argv]
     return train_digits.parse(given, GivenRanks(dist.get_rank(), 2, dist.get_rank(), 2))
 
 
-@needs_images
 @ranks(2)
 def test_each_way_is_joined_to_what_was_evaluated(tmp_path: Path) -> None:
-    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
-        _each_way(tmp_path)
-
-
-def _each_way(tmp_path: Path) -> None:
-    digits = train_digits.load_digits(_options(tmp_path))
+    digits = noisy_digits()
     for name, argv in WAYS.items():
-        result = train_digits.run(_options(tmp_path / name, *argv), digits)
+        with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
+            result = train_digits.run(_options(tmp_path / name, *argv), digits)
         assert result.answers_that_differ == 0, name
-        assert result.accuracy == result.unsharded_accuracy > 0.3, name
+        assert result.accuracy == result.unsharded_accuracy, name
+        assert 0.3 < result.accuracy < 1, name
         copies = ["final_copy-0_rank-0-of-1.pth", "final_copy-1_rank-0-of-1.pth"]
         rows = ["final_rank-0-of-2.pth", "final_rank-1-of-2.pth"]
         saved = copies if name == "replicated" else rows
