@@ -2,7 +2,7 @@
 # make test PYTHON=.venv/bin/python
 PYTHON ?= python
 
-.PHONY: help lint format types quick test extended clients bench docs
+.PHONY: help lint format types quick test extended exhaustive clients bench docs
 
 help:
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,6 +26,9 @@ test: ## the default tests
 
 extended: ## the long ones that the default leaves out
 	$(PYTHON) -m pytest -m extended
+
+exhaustive: ## all other combinations, for an hour and more
+	$(PYTHON) -m pytest -m exhaustive
 
 clients: ## accelerate, transformers, Lightning: needs the extra `clients`
 	$(PYTHON) -m pytest -m clients tests/clients

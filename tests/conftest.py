@@ -26,6 +26,14 @@ def _imports_are_no_garbage() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is `exhaustive` by one of its arguments is not `extended` by another."""
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "extended"]
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """No second process for one file: starting it takes longer than most files."""

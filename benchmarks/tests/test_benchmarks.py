@@ -221,23 +221,27 @@ def test_megatron_gathers_and_reduces_each_block(monkeypatch, precision):
             assert not any(param.grad is not None for param in model.parameters())
 
 
+def _seldom(*command):
+    return pytest.param([*command], marks=[pytest.mark.exhaustive])
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize(
     "command",
     [
         pytest.param(
             ["benchmarks/host_cost.py", "--blocks", "2", "--variants", "none,fsdp2,megatron"],
-            marks=needs_megatron,
+            marks=[needs_megatron],
         ),
-        ["benchmarks/host_cost.py", "--blocks", "2", "--world-size", "8,16"],
-        ["-m", "benchmarks.host_cost", "--blocks", "2", "--precision", "mixed", "--c10d"],
+        _seldom("benchmarks/host_cost.py", "--blocks", "2", "--world-size", "8,16"),
+        _seldom("-m", "benchmarks.host_cost", "--blocks", "2", "--precision", "mixed", "--c10d"),
         ["benchmarks/step.py", "--preset", "tiny", "--device", "cpu"],
         [
             *("benchmarks/step.py", "--preset", "tiny-moe", "--device", "cpu", "--ranks", "2"),
             *("--variants", "torch,fsdp2", "--recompute"),
         ],
         ["benchmarks/compile.py", "--layers", "1", "--backend", "aot_eager"],
-        ["benchmarks/scaling.py", "--shrink", "32"],
+        _seldom("benchmarks/scaling.py", "--shrink", "32"),
         ["benchmarks/gloo.py", "--preset", "tiny", "--data", "docs"],
     ],
 )
@@ -251,7 +255,7 @@ def test_start_up_runs(tmp_path):
     _run_and_check(["benchmarks/startup.py", "--blocks", "2", "--rounds", "1"], tmp_path)
 
 
-@pytest.mark.extended
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("valgrind") is None, reason="valgrind is not installed")
 def test_instructions_are_counted(tmp_path):
     command = ["benchmarks/instructions.py", "--cases", "32x9", "--shrink", "16", "--steps", "1"]

@@ -42,14 +42,11 @@ _TIMEOUT = timedelta(minutes=10)
 # --- the parent ----------------------------------------------------------------------------------
 
 
-def run_workers(
-    module: str, argv: Sequence[str], world_size: int, threads: int, name: str = "train_lm"
-) -> int:
+def run_workers(module: str, argv: Sequence[str], world_size: int, threads: int) -> int:
     """Run ``python -m module *argv`` on `world_size` ranks; the exit code of the whole.
 
     0 where every rank ended well. Where one fails, the others are ended, its traceback goes to
     stderr and its exit code (or 1) is returned; 128 + number for a signal to this process.
-    `name` is what messages begin with.
     """
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="fsdp2-train-") as folder, _caught_signals() as caught:
@@ -63,7 +60,7 @@ def run_workers(
                 # blocked signal stays blocked in a child, and waits for the parent.
                 with _blocked(signal.SIGINT):
                     workers.append(subprocess.Popen(command, env=env, pass_fds=(lifeline,)))
-            return _watch(workers, caught, Path(folder), name)
+            return _watch(module, workers, caught, Path(folder))
         finally:
             _end(workers)
             os.close(lifeline)
@@ -97,21 +94,21 @@ def _worker_env(
 
 
 def _watch(
-    workers: list[subprocess.Popen[bytes]], caught: list[int], folder: Path, name: str
+    module: str, workers: list[subprocess.Popen[bytes]], caught: list[int], folder: Path
 ) -> int:
     """Wait until all workers ended well (0), one did not, or a signal came."""
     while not caught:
         codes = [worker.poll() for worker in workers]
         failed = {rank: code for rank, code in enumerate(codes) if code}
         if failed:
-            return _report_failure(failed, folder, name)
+            return _report_failure(module, failed, folder)
         if all(code == 0 for code in codes):
             return 0
         time.sleep(_POLL_SECONDS)
     return 128 + caught[0]
 
 
-def _report_failure(failed: dict[int, int], folder: Path, name: str) -> int:
+def _report_failure(module: str, failed: dict[int, int], folder: Path) -> int:
     """Name the worker that failed first and print its traceback; the exit code to leave with.
 
     A rank that dies takes its peers down with connection errors, so of those that had ended by the
@@ -130,6 +127,7 @@ def _report_failure(failed: dict[int, int], folder: Path, name: str) -> int:
     if code == 2 and not file.exists():
         return 2  # the worker has said in one sentence what was wrong
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
+    name = module.rpartition(".")[2]
     print(f"{name}: worker {rank} {how}; the others were ended.", file=sys.stderr)
     return code if code > 0 else 1
 

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="fsdp2-digits-") as folder:
         if options.ckpt_prefix is None:
             argv = [*argv, "--ckpt_prefix", f"{folder}/final"]
-        return launch.run_workers(MODULE, argv, options.nproc, options.threads, name="train_digits")
+        return launch.run_workers(MODULE, argv, options.nproc, options.threads)
 
 
 # --- options -------------------------------------------------------------------------------------

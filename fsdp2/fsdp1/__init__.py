@@ -6,12 +6,30 @@ meshes        process groups, meshes and devices: which ranks a wrapper shards o
 construction  what a constructor does before it shards
 comm_hooks    hooks that reduce gradients, and how units call them
 grad_scaler   `ShardedGradScaler`
+state_dicts   what ``state_dict()`` holds: full or sharded tensors
+optimizer_states  state dicts of optimizers by names, and the way back
 
 Names, arguments, defaults and results are those of ``torch.distributed.fsdp``; docs/compat_fsdp1.md
 has a row for each, and a table of what torch's cannot do. Who does not import it pays nothing.
 """
 
-from fsdp2.fsdp1.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp2.fsdp1.config import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 from fsdp2.fsdp1.grad_scaler import ShardedGradScaler
 from fsdp2.fsdp1.wrapper import FullyShardedDataParallel
 
@@ -21,8 +39,19 @@ __all__ = [
     "FSDP",
     "BackwardPrefetch",
     "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
     "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
     "ShardedGradScaler",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
     "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
 ]

@@ -111,6 +111,132 @@ class CPUOffload:
     offload_params: bool = False
 
 
+# ---- state dicts
+
+
+class StateDictType(TwinOfTorchs):
+    """What ``state_dict()`` holds.
+
+    - ``FULL_STATE_DICT``: whole plain tensors, as of a model that is not sharded.
+    - ``LOCAL_STATE_DICT``: torch's flat layout, which does not exist here: refused.
+    - ``SHARDED_STATE_DICT``: DTensors, of which each rank has its rows.
+    """
+
+    FULL_STATE_DICT = auto()
+    LOCAL_STATE_DICT = auto()
+    SHARDED_STATE_DICT = auto()
+
+
+class OptimStateKeyType(TwinOfTorchs):
+    """What the states of an optimizer's state dict are named by.
+
+    - ``PARAM_NAME``: full names of parameters.
+    - ``PARAM_ID``: their positions in the optimizer.
+    """
+
+    PARAM_NAME = auto()
+    PARAM_ID = auto()
+
+
+@dataclass
+class StateDictConfig:
+    """Of a model's state dicts; use one of the subclasses.
+
+    Args:
+        offload_to_cpu: whether tensors are in CPU memory. Default ``False``: on the device.
+    """
+
+    offload_to_cpu: bool = False
+
+
+@dataclass
+class FullStateDictConfig(StateDictConfig):
+    """Of full state dicts.
+
+    Args:
+        offload_to_cpu: whether tensors are in CPU memory. Default ``False``: on the device.
+        rank0_only: whether other ranks than the first get an empty one, and never hold more than
+            their shards. Default ``False``.
+    """
+
+    rank0_only: bool = False
+
+
+@dataclass
+class LocalStateDictConfig(StateDictConfig):
+    """Of torch's flat layout, which does not exist here."""
+
+
+@dataclass
+class ShardedStateDictConfig(StateDictConfig):
+    """Of sharded state dicts.
+
+    Args:
+        offload_to_cpu: whether shards are in CPU memory. Default ``False``: where they are.
+        _use_dtensor: torch's private field; changes nothing: values always are DTensors.
+    """
+
+    _use_dtensor: bool = False
+
+
+@dataclass
+class OptimStateDictConfig:
+    """Of an optimizer's state dicts; use one of the subclasses.
+
+    Args:
+        offload_to_cpu: whether tensors are in CPU memory. Default ``True``.
+    """
+
+    offload_to_cpu: bool = True
+
+
+@dataclass
+class FullOptimStateDictConfig(OptimStateDictConfig):
+    """Of an optimizer's full state dicts.
+
+    Args:
+        offload_to_cpu: whether tensors are in CPU memory. Default ``True``.
+        rank0_only: whether other ranks than the first get an empty one, and need none to load.
+            Default ``False``.
+    """
+
+    rank0_only: bool = False
+
+
+@dataclass
+class LocalOptimStateDictConfig(OptimStateDictConfig):
+    """Of torch's flat layout, which does not exist here."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclass
+class ShardedOptimStateDictConfig(OptimStateDictConfig):
+    """Of an optimizer's sharded state dicts.
+
+    Args:
+        offload_to_cpu: whether shards are in CPU memory. Default ``True``.
+        _use_dtensor: torch's private field; changes nothing: values always are DTensors.
+    """
+
+    _use_dtensor: bool = False
+
+
+@dataclass
+class StateDictSettings:
+    """What state dicts of a model and its optimizer are.
+
+    Args:
+        state_dict_type: full or sharded.
+        state_dict_config: of the model's.
+        optim_state_dict_config: of the optimizer's.
+    """
+
+    state_dict_type: StateDictType
+    state_dict_config: StateDictConfig
+    optim_state_dict_config: OptimStateDictConfig
+
+
 # ---- what the units are given
 
 

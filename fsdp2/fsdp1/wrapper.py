@@ -25,6 +25,7 @@ from fsdp2.api import fully_shard
 from fsdp2.core.device.collectives import ProcessGroup
 from fsdp2.core.layout.mesh import FSDPMeshInfo, ShardPlacementResult
 from fsdp2.core.modules.registry import UnitRecord, require_record
+from fsdp2.fsdp1 import optimizer_states as states
 from fsdp2.fsdp1.comm_hooks import Hook, HookedReduceScatter, HookedReplicas
 from fsdp2.fsdp1.config import (
     HYBRID,
@@ -54,6 +55,12 @@ from fsdp2.fsdp1.construction import (
     synchronise,
 )
 from fsdp2.fsdp1.meshes import device_of, mesh_of
+from fsdp2.fsdp1.state_dicts import (
+    get_state_dict_type,
+    set_state_dict_type,
+    state_dict_type,
+    use_full_state_dicts,
+)
 from fsdp2.full import gathered
 from fsdp2.interop import CPUOffloadPolicy, TorchWrapperIdentity
 from fsdp2.module import FSDPModule
@@ -182,6 +189,7 @@ class FullyShardedDataParallel(TorchWrapperIdentity):
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.add_module(INSIDE, module)
         clean_states(self)
+        use_full_state_dicts(self._record)
         for below in self.modules():
             if is_wrapper(below) and below is not self:
                 below._become_inner()
@@ -310,6 +318,20 @@ class FullyShardedDataParallel(TorchWrapperIdentity):
             offload_to_cpu=offload_to_cpu,
             with_grads=with_grads,
         )
+
+    # ---- state dicts
+
+    set_state_dict_type = staticmethod(set_state_dict_type)
+    get_state_dict_type = staticmethod(get_state_dict_type)
+    state_dict_type = staticmethod(state_dict_type)
+    full_optim_state_dict = staticmethod(states.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(states.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(states.shard_full_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(states.scatter_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(states.flatten_sharded_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(states.rekey_optim_state_dict)
+    optim_state_dict = staticmethod(states.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(states.optim_state_dict_to_load)
 
     # ---- gradients
 

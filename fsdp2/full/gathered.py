@@ -324,6 +324,11 @@ _holds: weakref.WeakKeyDictionary[ShardedParam, list[Hold]] = weakref.WeakKeyDic
 """The contexts that hold a parameter now, the innermost last."""
 
 
+def is_held(param: ShardedParam) -> bool:
+    """Whether a parameter is whole in `gathered`."""
+    return param in _holds
+
+
 def require_released(subjects: Iterable[Subject], function: str) -> None:
     """Raise if a parameter is whole in `gathered`, whose changes the shards do not have yet.
 

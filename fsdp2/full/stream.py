@@ -24,7 +24,7 @@ from fsdp2.full.subjects import (
     settle,
     subjects_of,
 )
-from fsdp2.full.way import leaves_of, rebuilt, way_of
+from fsdp2.full.way import made_whole
 
 _HERE, _GONE, _CHANGED = 0, 1, 2
 """How a rank comes to the next unit; the largest counts."""
@@ -153,14 +153,9 @@ def _whole_unit(members: list[Subject], everywhere: bool) -> list[tuple[str, tor
     settle(members, with_grads=False)
     found = []
     for subject in members:
-        param, way = subject.param, way_of(subject.param)
-        rows = leaves_of(param.local)
-        moved = [way.gather(param.laid_out(own), everywhere) for own in rows]
-        leaves = [param.as_seen(leaf) for leaf in moved if leaf is not None]
-        if len(leaves) == len(rows):
-            shared = {own.untyped_storage()._cdata for own in rows}
-            leaves = [x.clone() if x.untyped_storage()._cdata in shared else x for x in leaves]
-            found.append((subject.names[0], rebuilt(param.local, leaves, way.shape)))
+        whole = made_whole(subject.param, subject.param.local, everywhere)
+        if whole is not None:
+            found.append((subject.names[0], whole))
     return found
 
 

@@ -374,3 +374,48 @@ def _inner(tensor: torch.Tensor) -> list[str]:
         names: list[str] = list(tensor.__tensor_flatten__()[0])
         return names
     return [name for name, value in vars(tensor).items() if isinstance(value, torch.Tensor)]
+
+
+# ---- whole tensors and rows of a parameter, or of what is shaped like it
+
+
+@torch.no_grad()
+def made_whole(param: ShardedParam, rows: torch.Tensor, everywhere: bool) -> torch.Tensor | None:
+    """What all ranks' rows make: memory of its own; ``None`` on ranks that do not get it.
+
+    Args:
+        param: the parameter.
+        rows: this rank's, of the parameter or of an optimizer's state: a local tensor.
+        everywhere: whether all ranks get it, or the first alone.
+    """
+    way = way_of(param)
+    own = leaves_of(rows)
+    moved = [way.gather(param.laid_out(leaf), everywhere) for leaf in own]
+    leaves = [param.as_seen(leaf) for leaf in moved if leaf is not None]
+    if len(leaves) < len(own):
+        return None
+    shared = {leaf.untyped_storage()._cdata for leaf in own}
+    leaves = [x.clone() if x.untyped_storage()._cdata in shared else x for x in leaves]
+    return rebuilt(rows, leaves, way.shape)
+
+
+@torch.no_grad()
+def cut_rows(param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a whole plain tensor of the parameter's shape: a view."""
+    return param.as_seen(way_of(param).cut(param.laid_out(whole.detach())))
+
+
+@torch.no_grad()
+def scattered_rows(
+    param: ShardedParam, whole: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """This rank's rows of a tensor of the parameter's shape that the first rank has.
+
+    Args:
+        param: the parameter.
+        whole: on the first rank; ``None`` elsewhere.
+        dtype: its dtype.
+    """
+    like = torch.empty_like(param.laid_out(param.local), dtype=dtype, device="meta")
+    laid_out = None if whole is None else param.laid_out(whole.detach())
+    return param.as_seen(way_of(param).scatter(laid_out, like))

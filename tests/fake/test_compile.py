@@ -222,8 +222,7 @@ def test_compiled_graphs_keep_no_gathered_parameter(backend: str, way: str, mixe
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
-@pytest.mark.parametrize("way", [BLOCK_WAYS[0], BLOCK_WAYS[2], ROOT_WAYS[0]])
+@each_once(way=[BLOCK_WAYS[0], BLOCK_WAYS[2], ROOT_WAYS[0]], mixed={"fp32": False, "mixed": True})
 def test_inductors_graphs_keep_no_gathered_parameter(way: str, mixed: bool) -> None:
     _check_that_graphs_keep_no_gathered_parameter("inductor", way, mixed)
 

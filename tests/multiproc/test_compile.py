@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.common.combinations import each_once
 from tests.common.compiling import (
     BLOCK_WAYS,
     CHECKPOINTS,
@@ -159,25 +160,25 @@ def test_mixed_precision_checkpointing_and_accumulation_together() -> None:
 
 @ranks(2, timeout=240)
 @pytest.mark.extended
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("way", [*BLOCK_WAYS, *ROOT_WAYS])
+@each_once(way=[*BLOCK_WAYS, *ROOT_WAYS], backend=["eager", "aot_eager"])
 def test_every_way(way: str, backend: str) -> None:
     _check(way, backend)
 
 
 @ranks(2, timeout=300)
 @pytest.mark.extended
-@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
-@pytest.mark.parametrize("way", [BLOCK_WAYS[0], BLOCK_WAYS[2], ROOT_WAYS[0]])
+@each_once(way=[BLOCK_WAYS[0], BLOCK_WAYS[2], ROOT_WAYS[0]], mixed={"fp32": False, "mixed": True})
 def test_inductor(way: str, mixed: bool) -> None:
     _check(way, "inductor", mixed=mixed)
 
 
 @ranks(2, timeout=240)
 @pytest.mark.extended
-@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
-@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
-@pytest.mark.parametrize("way", [BLOCK_WAYS[2], BLOCK_WAYS[3], ROOT_WAYS[0]])
+@each_once(
+    way=[BLOCK_WAYS[2], BLOCK_WAYS[3], ROOT_WAYS[0]],
+    checkpoints=CHECKPOINTS,
+    mixed={"fp32": False, "mixed": True},
+)
 def test_activation_checkpointing(way: str, checkpoints: str, mixed: bool) -> None:
     _check(way, "aot_eager", checkpoints=checkpoints, mixed=mixed)
 

@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 
+from tests.common.combinations import seldom
+
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 600
 STEPS = 8
@@ -145,16 +147,14 @@ def test_restarted_by_the_elastic_agent(undisturbed: Yardstick, tmp_path: Path) 
     _check_restarted(undisturbed, tmp_path, f"1:save:{moments // 2}")
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("number", range(KILLS))
+@pytest.mark.parametrize("number", seldom(range(KILLS), extended=1))
 def test_restarted_wherever_it_is_killed(
     undisturbed: Yardstick, tmp_path: Path, number: int
 ) -> None:
     _check_restarted(undisturbed, tmp_path, undisturbed.kill_at(number))
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", seldom(PHASES, extended=1))
 def test_the_parent_ends_the_run_and_says_which_worker_died(
     undisturbed: Yardstick, tmp_path: Path, phase: str
 ) -> None:
@@ -182,8 +182,7 @@ def _free_port() -> int:
         return port
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", seldom(PHASES, extended=1))
 @pytest.mark.parametrize("victim", [0, 1])
 def test_survivors_end_by_themselves(
     undisturbed: Yardstick, tmp_path: Path, phase: str, victim: int

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
+from tests.common.combinations import seldom
 from tests.common.meshes import TORCH_VERSION, like_torch, mesh, specs, train_micro, train_plain
 from tests.common.meshes import micro_batches as _batches
 from tests.common.models import DIM, seeded
@@ -146,9 +147,8 @@ def test_training(case: str) -> None:
     assert_close(ours, expected, FP32, "unsharded")
 
 
-@pytest.mark.extended
 @ranks(8, timeout=400)  # DTensor tries all placements of each tensor on four mesh dims: slow
-@pytest.mark.parametrize("case", WIDE)
+@pytest.mark.parametrize("case", seldom(WIDE, extended=1))
 def test_training_on_eight_ranks(case: str) -> None:
     ours = _train(OURS, case)
     expected = train_plain(seeded(Net), _batches(DIM, DIM), parts=_part(case)[1])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.common.combinations import seldom
 from tests.common.programs import Program, run_program
 from tests.common.workers import ranks
 
@@ -65,9 +66,8 @@ def test_programs_that_were_wrong_themselves(seed: int) -> None:
     run_program(seed)
 
 
-@pytest.mark.extended
 @ranks(2, 3, 4)
-@pytest.mark.parametrize("seed", range(100, 115))
+@pytest.mark.parametrize("seed", seldom(range(100, 115), extended=4))
 def test_more_programs(seed: int) -> None:
     run_program(seed)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fsdp2.examples import launch
+from tests.common.combinations import seldom
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 90
@@ -134,14 +135,14 @@ def test_micro_batches_print_the_losses_of_one_batch(two_ranks: str) -> None:
     assert_same_losses(losses_of(out), losses_of(two_ranks))
 
 
-@pytest.mark.extended
+@pytest.mark.exhaustive
 def test_four_ranks_under_torchrun(two_ranks: str) -> None:
     out = train(command=torchrun(4))
     assert "4 rank(s)" in out
     assert_same_losses(losses_of(out), losses_of(two_ranks))
 
 
-@pytest.mark.extended
+@pytest.mark.exhaustive
 def test_bf16_stays_close(two_ranks: str) -> None:
     out = train("--precision", "bf16", "--reshard-after-forward", "always")
     expected = losses_of(two_ranks)
@@ -168,8 +169,8 @@ def adapters_on_one_rank() -> Losses:
     return losses_of(train("--nproc", "1", *LORA))
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("layout", [REPLICATE, TP], ids=" ".join)
+@pytest.mark.exhaustive
 def test_a_mesh_of_ranks_prints_the_losses_of_two(two_ranks: str, layout: tuple[str, ...]) -> None:
     out = train(*layout, "--grad-accum", "2", "--steps", str(FEW), timeout=300)
     assert "rank(s) (replicate " in out
@@ -182,7 +183,7 @@ def test_offloaded_shards_print_the_losses_of_resident_ones(two_ranks: str) -> N
     assert_same_losses(losses_of(out), losses_of(two_ranks))
 
 
-@pytest.mark.extended
+@pytest.mark.exhaustive
 def test_adapters_learn_and_print_the_losses_of_one_rank(adapters_on_one_rank: Losses) -> None:
     out = train("--nproc", "2", *LORA)
     assert_same_losses(losses_of(out), adapters_on_one_rank)
@@ -190,14 +191,17 @@ def test_adapters_learn_and_print_the_losses_of_one_rank(adapters_on_one_rank: L
     assert re.search(r"parameters \([\d,]+ trained\)", out)
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(
     ("layout", "more"),
-    [
-        *((ALL, more) for more in ((), ("--grad-accum", "2"), OFFLOAD, LORA)),
-        (REPLICATE, LORA),
-        (TP, OFFLOAD),
-    ],
+    seldom(
+        [
+            (TP, OFFLOAD),
+            (ALL, ("--grad-accum", "2")),
+            *((ALL, more) for more in ((), OFFLOAD, LORA)),
+            (REPLICATE, LORA),
+        ],
+        extended=1,
+    ),
     ids=" ".join,
 )
 def test_combinations(
@@ -211,15 +215,17 @@ def test_combinations(
     assert_same_losses(losses_of(out), first(expected, 20))
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(
     ("before", "after", "more"),
-    [
-        (TP, ("--nproc", "1"), OFFLOAD),
-        (REPLICATE, TP, LORA),
-        (("--nproc", "2"), REPLICATE, ("--grad-accum", "2")),
-        (ALL, TP, OFFLOAD),
-    ],
+    seldom(
+        [
+            (TP, ("--nproc", "1"), OFFLOAD),
+            (REPLICATE, TP, LORA),
+            (("--nproc", "2"), REPLICATE, ("--grad-accum", "2")),
+            (ALL, TP, OFFLOAD),
+        ],
+        extended=1,
+    ),
     ids=" ".join,
 )
 def test_resumed_on_another_mesh(
@@ -334,7 +340,7 @@ def test_a_failing_worker_shows_its_traceback(
     assert time.monotonic() - begin < 60
     err = capfd.readouterr().err
     assert "RuntimeError: rank 1 cannot go on" in err
-    assert err.endswith("train_lm: worker 1 left with code 1; the others were ended.\n")
+    assert err.endswith("failing: worker 1 left with code 1; the others were ended.\n")
 
 
 # --- wrong usage ---------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def _transformer_cases() -> list[Any]:
     return [
         pytest.param(
             *(optimizer, mixed, reshard),
-            marks=[] if (optimizer, mixed, reshard) in default else [pytest.mark.extended],
+            marks=[] if (optimizer, mixed, reshard) in default else [pytest.mark.exhaustive],
             id=f"{optimizer}-{'mixed' if mixed else 'fp32'}-{reshard}",
         )
         for optimizer in OPTIMIZERS

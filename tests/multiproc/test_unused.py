@@ -232,20 +232,26 @@ class Around(nn.Module):
         self.parts = nn.ModuleList([Bent(2), nn.Linear(DIM, DIM)])
         self.bias = nn.Parameter(torch.ones(DIM))
 
-    def forward(self, x: Tensor, rank: int, reentrant: bool) -> Tensor:
-        x = checkpoint(self.parts[0], x + self.bias, rank, use_reentrant=reentrant)
-        return self.parts[1](x)
+    def forward(self, x: Tensor, rank: int, reentrant: bool, newest: bool) -> Tensor:
+        x = x + self.bias
+        between = None if newest else x * 2  # a node between the input's own and the call
+        x = checkpoint(self.parts[0], x, rank, use_reentrant=reentrant)
+        return self.parts[1](x) if between is None else self.parts[1](x) + between
 
 
 @ranks(2)
+@pytest.mark.parametrize("newest", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_unit_inside_a_list_in_a_checkpoint(reentrant: bool) -> None:
-    """The list is entered before: its first module runs again in the middle of its backward."""
+def test_a_unit_inside_a_list_in_a_checkpoint(reentrant: bool, newest: bool) -> None:
+    """The list is entered before: its first module runs again in the middle of its backward.
+
+    Where its input is not autograd's newest, the list's backward ends at a view of it.
+    """
     model, plain = models.seeded(Around), models.seeded(Around)
     fully_shard(model.parts[0].linear, mesh=world_mesh())
     fully_shard([*model.parts], mesh=world_mesh())
     fully_shard(model, mesh=world_mesh())
-    _assert_like_unsharded(model, plain, reentrant)
+    _assert_like_unsharded(model, plain, reentrant, newest)
 
 
 class Inner(nn.Module):

@@ -240,6 +240,28 @@ def test_what_replaces_torchs_names_stands_on_public_modules(name: str, others: 
     assert own == {f"fsdp2.{other}" for other in others}
 
 
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("__init__", ["xla.files", "xla.wrapper"]),
+        ("consolidate", ["xla.files"]),
+        ("files", ["xla.shards"]),
+        ("shards", []),
+        (
+            "wrapper",
+            [
+                *("api", "core.layout.mesh", "core.modules.registry"),
+                *("interop", "module", "norms", "wrap.choices", "xla.shards"),
+            ],
+        ),
+    ],
+)
+def test_xlas_interface_stands_on_public_modules(name: str, others: list[str]) -> None:
+    """Of core it reads units' flags and makes meshes of groups; files need neither."""
+    own = {m for m in _modules_of(ROOT / "xla" / f"{name}.py") if _below(m, "fsdp2")}
+    assert own == {f"fsdp2.{other}" for other in others}
+
+
 def test_fsdp1_says_what_lives_there() -> None:
     """Its docstring names each module; no room below, and nobody in core, knows of it."""
     text = ast.get_docstring(_tree(ROOT / "fsdp1" / "__init__.py")) or ""

@@ -20,7 +20,7 @@ from tests.unit._random_models import Watch, random_settings, random_tree
 from tests.unit._replay import replay, with_early_frees, with_stale_events
 from tests.unit._scenarios import SCENARIOS
 
-SEEDS = 160  # schedules of each scenario
+SEEDS = 120  # schedules of each scenario
 MUTATED = 4  # schedules of each scenario that are mutated …
 MAX_WAITS = 56  # … and have at most so many waits
 
@@ -44,7 +44,7 @@ def test_random_models(scenario: str) -> None:
     _check_seeds(scenario, range(SEEDS))
 
 
-@pytest.mark.parametrize("window", [2, 3])
+@pytest.mark.parametrize("window", [2, pytest.param(3, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_random_models_with_larger_windows(
     scenario: str, window: int, monkeypatch: pytest.MonkeyPatch
@@ -57,7 +57,13 @@ def test_random_models_with_larger_windows(
 @pytest.mark.extended
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_many_random_models(scenario: str) -> None:
-    _check_seeds(scenario, range(SEEDS, 6 * SEEDS))
+    _check_seeds(scenario, range(SEEDS, 3 * SEEDS))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_very_many_random_models(scenario: str) -> None:
+    _check_seeds(scenario, range(3 * SEEDS, 8 * SEEDS))
 
 
 def test_enough_random_models() -> None:

@@ -14,7 +14,7 @@ gets an engine of a subclass. It costs a Python call for a whole backward, and n
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,14 @@ from fsdp2.core.modules.explain import explain, explain_freed_in
 from fsdp2.core.modules.registry import record_of_unit
 from fsdp2.core.progress import Backwards
 from fsdp2.core.schedule.scheduler import Scheduler, scheduler_of
-from fsdp2.core.schedule.side_doors import Calls, calls_of, note_calls, noting, stop_noting_unused
+from fsdp2.core.schedule.side_doors import (
+    Call,
+    Calls,
+    calls_of,
+    note_calls,
+    noting,
+    stop_noting_unused,
+)
 from fsdp2.core.schedule.unit import Unit, all_units
 
 if TYPE_CHECKING:
@@ -35,6 +42,9 @@ else:
     _Engine = type(Variable._execution_engine)
 
 _OUTSIDE = -1
+
+_MARKS = ("AliasBackward0", "_ExitBackwardBackward")
+"""Nodes that `fsdp2.core.modules.hooks` puts behind a unit's inputs; they read no parameter."""
 
 Ends = Iterable[torch.Tensor | GradientEdge]
 """Where a backward begins."""
@@ -96,11 +106,24 @@ def _hook_side_doors(ends: Ends) -> None:
         doors = {node: inside[node] for node in _first(ends)}
         for node, owner in inside.items():
             for following, _ in node.next_functions:
-                if following is not None and inside[following] is not owner:
+                if following is None or inside[following] is owner:
+                    continue
+                if not _ends_call(following, inside):
                     doors[following] = inside[following]
         for node, call in doors.items():
             if call is not None:
                 _hook(node, call.unit, calls)
+
+
+def _ends_call(node: Node, inside: Mapping[Node, Call | None]) -> bool:
+    """Whether it is the mark at which the backward of its call ends: nothing inside comes after.
+
+    The hook that leaves the unit runs before those of the node. To enter there is to enter again.
+    """
+    return node.name() in _MARKS and all(
+        following is None or inside[following] is not inside[node]
+        for following, _ in node.next_functions
+    )
 
 
 def _first(ends: Ends) -> list[Node]:

@@ -1,0 +1,761 @@
+"""An optimizer's state dicts by full names, full or sharded, and the way back into an optimizer.
+
+    optim.state_dict()      {"state": {0: {"exp_avg": DTensor, "step": tensor}}, "param_groups": …}
+      by_name               {"state": {"blocks.0.weight": {…}}, "param_groups": names}
+        full                rows ── made_whole ──> plain tensors, as of an unsharded model
+        sharded             DTensors
+    loading                 plain tensors ── cut_rows ──> DTensors, by position in the optimizer
+                            or ── scattered_rows ──> from the first rank, one tensor at a time
+
+A tensor of its parameter's shape is cut like the parameter. Others are copies, on each rank: a step
+count, the row and column statistics of Adafactor.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import pickle
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from fsdp2.core.config import RankMismatchError
+from fsdp2.core.device.collectives import ProcessGroup
+from fsdp2.core.layout.mesh import local_of, wrap_local
+from fsdp2.core.params.param import ShardedParam
+from fsdp2.fsdp1.config import OptimStateKeyType, StateDictType
+from fsdp2.fsdp1.state_dicts import (
+    as_dtensor,
+    get_state_dict_type,
+    is_sharded_tensor,
+    rows_of_sharded_tensor,
+    wrong_rows,
+)
+from fsdp2.full.gathered import require_released
+from fsdp2.full.subjects import Agreement, require_idle, settle, subjects_of
+from fsdp2.full.way import cut_rows, made_whole, scattered_rows
+
+StateDict = dict[str, Any]
+"""An optimizer's: "state" and "param_groups"."""
+
+ParamState = dict[str, Any]
+"""What an optimizer keeps for one parameter."""
+
+OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
+"""What an optimizer was made of."""
+
+_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+# ---- by name
+
+
+def optim_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_state_dict: StateDict | None = None,
+    group: ProcessGroup | None = None,
+) -> StateDict:
+    """An optimizer's state dict by full names, of the type that `set_state_dict_type` chose.
+
+    All ranks must call it. Full tensors are made one at a time; sharded ones are the optimizer's
+    own memory, unless they are offloaded from a device.
+
+    Args:
+        model: the module whose parameters the optimizer has.
+        optim: the optimizer.
+        optim_state_dict: its state dict. ``None`` (default): ``optim.state_dict()``.
+        group: whose ranks compare what they have. ``None`` (default): those of the meshes.
+
+    Returns:
+        ``{"state": {name: {…}}, "param_groups": […]}``; with ``rank0_only`` ``{}`` on other ranks
+        than the first. A tied parameter goes by its first name.
+
+    Raises:
+        RankMismatchError: ranks have other states or settings.
+        ValueError: the optimizer has a parameter that the model has not.
+
+    Example::
+
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            states = FSDP.optim_state_dict(model, optimizer)
+    """
+    settings = get_state_dict_type(model)
+    config = settings.optim_state_dict_config
+    given = optim.state_dict() if optim_state_dict is None else optim_state_dict
+    view = _View(
+        full=settings.state_dict_type == StateDictType.FULL_STATE_DICT,
+        only_first=bool(getattr(config, "rank0_only", False)),
+        offload=config.offload_to_cpu,
+    )
+    return _by_name(model, _positions(model, optim), given, view, group)
+
+
+def full_optim_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_input: OptimInput = None,
+    rank0_only: bool = True,
+    group: ProcessGroup | None = None,
+) -> StateDict:
+    """A full state dict by names, in CPU memory; as `optim_state_dict`, whatever is set.
+
+    Args:
+        model: the module whose parameters the optimizer has.
+        optim: the optimizer.
+        optim_input: what the optimizer was made of. ``None`` (default): not needed.
+        rank0_only: whether other ranks than the first get ``{}``. Default ``True``.
+        group: as for `optim_state_dict`.
+    """
+    view = _View(full=True, only_first=rank0_only, offload=True)
+    return _by_name(model, _positions(model, optim, optim_input), optim.state_dict(), view, group)
+
+
+def sharded_optim_state_dict(
+    model: nn.Module, optim: torch.optim.Optimizer, group: ProcessGroup | None = None
+) -> StateDict:
+    """A sharded state dict by names, of DTensors; as `optim_state_dict`, whatever is set.
+
+    Args:
+        model: the module whose parameters the optimizer has.
+        optim: the optimizer.
+        group: as for `optim_state_dict`.
+    """
+    view = _View(full=False, only_first=False, offload=True)
+    return _by_name(model, _positions(model, optim), optim.state_dict(), view, group)
+
+
+def rekey_optim_state_dict(
+    optim_state_dict: StateDict,
+    optim_state_key_type: OptimStateKeyType,
+    model: nn.Module,
+    optim_input: OptimInput = None,
+    optim: torch.optim.Optimizer | None = None,
+) -> StateDict:
+    """The same states by names, or by positions in an optimizer.
+
+    So a full state dict goes into a model that is not sharded, and the other way round.
+
+    Args:
+        optim_state_dict: the states, by either.
+        optim_state_key_type: an `OptimStateKeyType`, ours or torch's.
+        model: a module, sharded or not, whose parameters the optimizer has.
+        optim_input: what the optimizer was made of. ``None`` (default): ``optim``, or else
+            ``model.parameters()``.
+        optim: the optimizer. Default ``None``.
+
+    Raises:
+        ValueError: some states are by name and others by position, or one is not the model's.
+
+    Example::
+
+        states = FSDP.full_optim_state_dict(model, optimizer)
+        plain = FSDP.rekey_optim_state_dict(states, OptimStateKeyType.PARAM_ID, plain_model)
+        plain_optimizer.load_state_dict(plain)
+    """
+    to_names = optim_state_key_type == OptimStateKeyType.PARAM_NAME
+    if not to_names and optim_state_key_type != OptimStateKeyType.PARAM_ID:
+        raise TypeError(
+            f"rekey_optim_state_dict takes a member of OptimStateKeyType, not "
+            f"{optim_state_key_type!r}; import it from fsdp2.fsdp1"
+        )
+    groups = optim_state_dict.get("param_groups", [])
+    keys = [*optim_state_dict["state"], *(key for group in groups for key in group["params"])]
+    kinds = {type(key) for key in keys}
+    if kinds - {str} and kinds - {int}:
+        raise ValueError(
+            "rekey_optim_state_dict got states by name and by position at once; pass what "
+            "full_optim_state_dict() or an optimizer's state_dict() returned"
+        )
+    if kinds <= {str if to_names else int}:
+        return optim_state_dict
+    positions = _positions(model, optim, optim_input)
+    other: dict[Any, Any] = {}
+    for position, names in enumerate(positions.names):
+        if to_names:
+            other[position] = names[0]
+        else:
+            other.update(dict.fromkeys(names, position))
+    for key in keys:
+        if key not in other:
+            raise ValueError(
+                f"rekey_optim_state_dict got a state of {key!r}, which is no parameter of the "
+                f"model that is in the optimizer; pass the model and the optimizer of these states"
+            )
+    rekeyed: StateDict = {
+        "state": {other[key]: state for key, state in optim_state_dict["state"].items()},
+        "param_groups": [],
+    }
+    for each in groups:
+        options = copy.deepcopy({key: value for key, value in each.items() if key != "params"})
+        rekeyed["param_groups"].append(
+            {**options, "params": sorted(other[key] for key in each["params"])}
+        )
+    return rekeyed
+
+
+# ---- into an optimizer
+
+
+def optim_state_dict_to_load(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_state_dict: StateDict,
+    is_named_optimizer: bool = False,
+    load_directly: bool = False,
+    group: ProcessGroup | None = None,
+) -> StateDict:
+    """What ``optim.load_state_dict()`` takes, of a state dict by names.
+
+    Args:
+        model: the module whose parameters the optimizer has.
+        optim: the optimizer.
+        optim_state_dict: full or sharded, of `optim_state_dict`, of torch's FSDP1 or of a model
+            that is not sharded, by names. Full and ``rank0_only``: other ranks' are not read.
+        is_named_optimizer: whether the optimizer's own state dicts are by names. Default ``False``.
+        load_directly: whether the result is loaded, too. Default ``False``.
+        group: as for `optim_state_dict`.
+
+    Raises:
+        ValueError: the state dict does not fit the model and the optimizer; nothing is loaded then.
+        RankMismatchError: ranks have other models.
+
+    Example::
+
+        states = FSDP.optim_state_dict_to_load(model, optimizer, states)
+        optimizer.load_state_dict(states)
+    """
+    settings = get_state_dict_type(model)
+    full = settings.state_dict_type == StateDictType.FULL_STATE_DICT
+    only_first = full and bool(getattr(settings.optim_state_dict_config, "rank0_only", False))
+    positions = _positions(model, optim, named=is_named_optimizer)
+    found = _to_load(model, positions, optim_state_dict, only_first, group)
+    if load_directly:
+        optim.load_state_dict(found)
+    return found
+
+
+def shard_full_optim_state_dict(
+    full_optim_state_dict: StateDict,
+    model: nn.Module,
+    optim_input: OptimInput = None,
+    optim: torch.optim.Optimizer | None = None,
+) -> StateDict:
+    """What an optimizer loads, of a full state dict that each rank has; without communication.
+
+    Args:
+        full_optim_state_dict: by names.
+        model: the module whose parameters the optimizer has.
+        optim_input: what the optimizer was made of. ``None`` (default): ``optim``, or else
+            ``model.parameters()``.
+        optim: the optimizer. Default ``None``.
+
+    Raises:
+        ValueError: it does not fit the model and the optimizer.
+    """
+    positions = _positions(model, optim, optim_input)
+    return _to_load(model, positions, full_optim_state_dict, False, None)
+
+
+def flatten_sharded_optim_state_dict(
+    sharded_optim_state_dict: StateDict, model: nn.Module, optim: torch.optim.Optimizer
+) -> StateDict:
+    """What an optimizer loads, of a sharded state dict by names.
+
+    Args:
+        sharded_optim_state_dict: of `sharded_optim_state_dict`.
+        model: the module whose parameters the optimizer has.
+        optim: the optimizer.
+
+    Raises:
+        ValueError: it does not fit the model and the optimizer.
+    """
+    return _to_load(model, _positions(model, optim), sharded_optim_state_dict, False, None)
+
+
+def scatter_full_optim_state_dict(
+    full_optim_state_dict: StateDict | None,
+    model: nn.Module,
+    optim_input: OptimInput = None,
+    optim: torch.optim.Optimizer | None = None,
+    group: ProcessGroup | None = None,
+) -> StateDict:
+    """What an optimizer loads, of a full state dict that the first rank alone has.
+
+    Tensors travel one at a time. Other ranks receive their rows, and never more; with replicas
+    (HSDP) the first of each copy has one whole tensor meanwhile.
+
+    Args:
+        full_optim_state_dict: on the first rank, by names; not read on others.
+        model: the module whose parameters the optimizer has.
+        optim_input: what the optimizer was made of. ``None`` (default): ``optim``, or else
+            ``model.parameters()``.
+        optim: the optimizer. Default ``None``.
+        group: as for `optim_state_dict`.
+
+    Raises:
+        ValueError: it does not fit the model and the optimizer; on all ranks.
+        RankMismatchError: ranks have other models.
+    """
+    positions = _positions(model, optim, optim_input)
+    return _to_load(model, positions, full_optim_state_dict, True, group)
+
+
+# ---- which parameter is which
+
+
+@dataclass(frozen=True)
+class _View:
+    """What a state dict is to be.
+
+    Attributes:
+        full: whole tensors; else DTensors.
+        only_first: ``{}`` on other ranks than the first.
+        offload: in CPU memory.
+    """
+
+    full: bool
+    only_first: bool
+    offload: bool
+
+
+@dataclass(frozen=True)
+class _Positions:
+    """The parameters of an optimizer, in its order.
+
+    Attributes:
+        params: as a list.
+        names: the full names of each, the first registered first.
+        keys: what the optimizer's own state dicts name each by.
+        groups: how many each parameter group has; ``None`` if that is not known.
+        subjects: those that units manage, by id.
+    """
+
+    params: list[torch.Tensor]
+    names: list[list[str]]
+    keys: list[int | str]
+    groups: list[int] | None
+    subjects: dict[int, ShardedParam]
+
+
+def _clean(name: str) -> str:
+    for prefix in _PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+def _positions(
+    model: nn.Module,
+    optim: torch.optim.Optimizer | None,
+    optim_input: OptimInput = None,
+    named: bool = False,
+) -> _Positions:
+    subjects = subjects_of(model, recurse=True)
+    require_idle(subjects, "optim_state_dict")
+    require_released(subjects, "optim_state_dict")
+    settle(subjects, with_grads=False)
+    names: dict[int, list[str]] = {}
+    raw: dict[int, str] = {}
+    registered = list(nn.Module.named_parameters(model, remove_duplicate=False))
+    for name, param in registered:
+        raw.setdefault(id(param), name)
+        if _clean(name) not in names.setdefault(id(param), []):
+            names[id(param)].append(_clean(name))
+    for subject in subjects:  # an optimizer may hold what another was registered in place of
+        for former in subject.param.absorbed:
+            names.setdefault(id(former.sharded), subject.names)
+    params, groups = _params_of(model, optim, optim_input)
+    for at, each in enumerate(params):
+        if id(each) not in names:
+            raise ValueError(
+                f"the optimizer's parameter {at} of shape {tuple(each.shape)} is none of "
+                f"{type(model).__name__}'s; pass the model whose parameters it has, and make it "
+                f"after wrapping"
+            )
+    keys: list[int | str] = [raw[id(p)] for p in params] if named else list(range(len(params)))
+    managed = {id(subject.param.sharded): subject.param for subject in subjects}
+    return _Positions(params, [names[id(each)] for each in params], keys, groups, managed)
+
+
+def _params_of(
+    model: nn.Module, optim: torch.optim.Optimizer | None, optim_input: OptimInput
+) -> tuple[list[torch.Tensor], list[int] | None]:
+    """What an optimizer has, and how many in each group."""
+    if optim_input is None and optim is None:
+        return list(model.parameters()), None
+    given: list[Any] = list(optim.param_groups) if optim_input is None and optim else []
+    if optim_input is not None:
+        given = list(optim_input)
+    if given and isinstance(given[0], dict):
+        members = [
+            [group["params"]] if isinstance(group["params"], torch.Tensor) else group["params"]
+            for group in given
+        ]
+        lists = [list(each) for each in members]
+        return [param for each in lists for param in each], [len(each) for each in lists]
+    return given, [len(given)]
+
+
+# ---- out of an optimizer
+
+
+_ROWS, _COPY, _VALUE = "rows", "copy", "value"
+
+
+def _kind(value: object, param: torch.Tensor, managed: ShardedParam | None) -> str:
+    """Whether a state is cut as its parameter, a tensor that each rank has, or no tensor."""
+    if not isinstance(value, torch.Tensor):
+        return _VALUE
+    if managed is None or value.dim() == 0:
+        return _COPY
+    if isinstance(value, DTensor):
+        same = value.shape == param.shape and value.placements == param.placements  # type: ignore[attr-defined]  # managed: a DTensor
+        return _ROWS if same else _COPY
+    return _ROWS if value.shape == local_of(param).shape else _COPY
+
+
+def _facts(states: Mapping[Any, ParamState], positions: _Positions) -> Iterator[object]:
+    """What all ranks must have alike, and do not share else."""
+    for name, param, state in _with_state(states, positions):
+        managed = positions.subjects.get(id(param))
+        kinds = []
+        for key in sorted(state, key=str):
+            value = state[key]
+            kind = _kind(value, param, managed)
+            kinds.append((str(key), kind, str(value.dtype) if kind != _VALUE else ""))
+        yield name, kinds
+
+
+def _with_state(
+    states: Mapping[Any, ParamState], positions: _Positions
+) -> Iterator[tuple[str, torch.Tensor, ParamState]]:
+    """(name, parameter, state), in the optimizer's order; of those that have state."""
+    by_name = {_clean(key): state for key, state in states.items() if isinstance(key, str)}
+    for at, (param, names) in enumerate(zip(positions.params, positions.names, strict=True)):
+        state = states.get(at)
+        for name in names if state is None else ():
+            state = by_name.get(name, state)
+        if state is not None:
+            yield names[0], param, state
+
+
+@torch.no_grad()
+def _by_name(
+    model: nn.Module,
+    positions: _Positions,
+    given: StateDict,
+    view: _View,
+    group: ProcessGroup | None,
+) -> StateDict:
+    agreement = _agreement(positions, group)
+    states = given["state"]
+    if not agreement.is_alike((view, list(_facts(states, positions)))):
+        raise RankMismatchError(
+            "ranks called optim_state_dict() with different settings, or on optimizers whose "
+            "states differ; set the same type on all ranks, and step all optimizers alike"
+        )
+    kept = not view.only_first or agreement.is_first
+    found: dict[Any, Any] = {}
+    for name, param, state in _with_state(states, positions):
+        managed = positions.subjects.get(id(param))
+        converted = {key: _shown(v, param, managed, view) for key, v in state.items()}
+        if kept:
+            found[name] = converted
+    if not kept:
+        return {}
+    known = {name for names in positions.names for name in names}
+    for key, value in states.items():
+        if key in range(len(positions.params)) or (isinstance(key, str) and _clean(key) in known):
+            continue
+        warnings.warn(
+            f"the optimizer's state {key!r} belongs to no parameter of {type(model).__name__}; it "
+            f"is copied as it is",
+            stacklevel=3,
+        )
+        found[key] = value
+    result: StateDict = {"state": found}
+    if "param_groups" in given:
+        result["param_groups"] = _named_groups(given["param_groups"], positions)
+    return result
+
+
+def _agreement(positions: _Positions, group: ProcessGroup | None) -> Agreement:
+    managed = list(positions.subjects.values())
+    if group is None or not managed:
+        return Agreement(managed)
+    return Agreement.of_group(group, managed[0].axes.device)
+
+
+def _shown(value: object, param: torch.Tensor, managed: ShardedParam | None, view: _View) -> object:
+    """A state as a state dict has it; ``None`` in place of a whole tensor where it is not kept."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    made: torch.Tensor | None
+    if managed is not None and _kind(value, param, managed) == _ROWS:
+        if view.full:
+            made = made_whole(managed, local_of(value), everywhere=not view.only_first)
+        else:
+            made = value if isinstance(value, DTensor) else as_dtensor(managed, value)
+    elif isinstance(value, DTensor) and view.full:
+        made = value.full_tensor()
+    else:
+        made = value
+    if made is not None and view.full and made is value:
+        made = made.detach().clone()
+    return made.cpu() if made is not None and view.offload else made
+
+
+def _named_groups(groups: Sequence[Mapping[str, Any]], positions: _Positions) -> list[StateDict]:
+    by_key: dict[Any, str] = {key: names[0] for key, names in enumerate(positions.names)}
+    by_key.update({name: names[0] for names in positions.names for name in names})
+    named = []
+    for each in groups:
+        options = copy.deepcopy({key: value for key, value in each.items() if key != "params"})
+        keys = [_clean(key) if isinstance(key, str) else key for key in each["params"]]
+        named.append({**options, "params": [by_key[key] for key in keys]})
+    return named
+
+
+# ---- into an optimizer
+
+
+@torch.no_grad()
+def _to_load(
+    model: nn.Module,
+    positions: _Positions,
+    given: StateDict | None,
+    only_first: bool,
+    group: ProcessGroup | None,
+) -> StateDict:
+    agreement = _agreement(positions, group) if only_first else None
+    if agreement is None:
+        plan = _checked(_plan(given, positions, model))
+        return _assembled(plan, positions, lambda item: _own_part(item, positions))
+    names = [positions.names, [str(tuple(param.shape)) for param in positions.params]]
+    if not agreement.is_alike(names):
+        raise RankMismatchError(
+            "ranks scatter an optimizer's states into models that differ; build the same model and "
+            "the same optimizer on all ranks"
+        )
+    tensors: dict[tuple[int, str], torch.Tensor] = {}
+    plan = _Plan("", [], {}, None)
+    if agreement.is_first:
+        plan = _plan(given, positions, model)
+        tensors = {(item.at, item.key): item.value for item in plan.items if item.travels}
+        plan = plan.without_tensors()
+    told = agreement.told(base64.b64encode(pickle.dumps(plan)).decode())
+    # What rank 0 of this very run has written.
+    plan = _checked(pickle.loads(base64.b64decode(told)))
+    return _assembled(
+        plan,
+        positions,
+        lambda item: _scattered(item, positions, tensors.get((item.at, item.key)), agreement),
+    )
+
+
+@dataclass
+class _Item:
+    """One entry of a parameter's state.
+
+    Attributes:
+        at: the parameter's position in the optimizer.
+        key: name of the entry.
+        value: it, whole or sharded; ``None`` for a tensor that travels.
+        shape: of a tensor; else ``None``.
+        dtype: of a tensor; else ``None``.
+        travels: whether it is a tensor that is more than one number.
+    """
+
+    at: int
+    key: str
+    value: Any
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    travels: bool
+
+
+@dataclass
+class _Plan:
+    """What is to be loaded, or what is wrong with it.
+
+    Attributes:
+        problem: in words; empty if there is none.
+        items: of all parameters, in the optimizer's order.
+        others: states that belong to no parameter.
+        groups: parameter groups by the optimizer's keys; ``None`` without any.
+    """
+
+    problem: str
+    items: list[_Item]
+    others: dict[Any, Any]
+    groups: list[StateDict] | None
+
+    def without_tensors(self) -> _Plan:
+        """As it is told to other ranks."""
+        items = [
+            _Item(i.at, i.key, None if i.travels else i.value, i.shape, i.dtype, i.travels)
+            for i in self.items
+        ]
+        return _Plan(self.problem, items, self.others, self.groups)
+
+
+def _checked(plan: _Plan) -> _Plan:
+    if plan.problem:
+        raise ValueError(
+            f"the optimizer's state dict cannot be loaded, as {plan.problem}; pass one by names of "
+            f"this model, of optim_state_dict() or rekey_optim_state_dict()"
+        )
+    return plan
+
+
+def _plan(given: object, positions: _Positions, model: nn.Module) -> _Plan:
+    """What a state dict by names means for an optimizer; looks at everything."""
+    wrong = _Plan("", [], {}, None)
+    if not isinstance(given, Mapping) or "state" not in given:
+        wrong.problem = f"it is a {type(given).__name__} without 'state'"
+        return wrong
+    states, groups = given["state"], given.get("param_groups")
+    by_position = [key for key in states if isinstance(key, int)]
+    if by_position or any(isinstance(key, int) for g in groups or () for key in g["params"]):
+        wrong.problem = "it is by positions and not by names"
+        return wrong
+    at_of = {name: at for at, names in enumerate(positions.names) for name in names}
+    known = {_clean(name) for name, _ in nn.Module.named_parameters(model, remove_duplicate=False)}
+    found: dict[int, ParamState] = {}
+    others: dict[Any, Any] = {}
+    for name, state in states.items():
+        if name in at_of:
+            found.setdefault(at_of[name], state)
+        elif name not in known:
+            others[name] = copy.copy(state)
+    items = []
+    for at in sorted(found):
+        for key, value in found[at].items():
+            wrong.problem = _mismatch(f"{positions.names[at][0]}.{key}", value, at, positions)
+            if wrong.problem:
+                return wrong
+            items.append(_item(at, key, value))
+    placed, wrong.problem = _placed_groups(groups, at_of, positions)
+    return wrong if wrong.problem else _Plan("", items, others, placed)
+
+
+def _item(at: int, key: str, value: Any) -> _Item:
+    if not isinstance(value, torch.Tensor) and not is_sharded_tensor(value):
+        return _Item(at, key, copy.copy(value), None, None, False)
+    shape = tuple(value.size())
+    single = not shape and not isinstance(value, DTensor)
+    return _Item(at, key, value.detach().cpu() if single else value, shape, value.dtype, not single)
+
+
+def _mismatch(name: str, value: object, at: int, positions: _Positions) -> str:
+    """What is wrong with one entry; a dim may be one long, or left out, where a mean was taken."""
+    param = positions.params[at]
+    if is_sharded_tensor(value):
+        managed = positions.subjects.get(id(param))
+        if managed is None or rows_of_sharded_tensor(managed, value) is None:
+            return wrong_rows(name).replace("; ", ", ")
+        return ""
+    if not isinstance(value, torch.Tensor) or value.dim() < param.dim() or value.numel() == 1:
+        return ""
+    fits = value.dim() == param.dim() and all(
+        own in (1, wanted) for own, wanted in zip(value.shape, param.shape, strict=True)
+    )
+    if fits:
+        return ""
+    return f"'{name}' is of shape {tuple(value.shape)}, and its parameter {tuple(param.shape)}"
+
+
+def _placed_groups(
+    groups: Sequence[Mapping[str, Any]] | None, at_of: Mapping[str, int], positions: _Positions
+) -> tuple[list[StateDict] | None, str]:
+    """Parameter groups by the optimizer's keys, and what is wrong with them."""
+    if groups is None:
+        return None, ""
+    placed = []
+    start = 0
+    for number, each in enumerate(groups):
+        for name in each["params"]:
+            if name not in at_of:
+                return None, f"'{name}' of its parameter group {number} is not in the optimizer"
+        members = sorted({at_of[name] for name in each["params"]})
+        if positions.groups is not None and number < len(positions.groups):
+            wanted = list(range(start, start + positions.groups[number]))
+            start += len(wanted)
+            for at in sorted({*members} ^ {*wanted}):
+                return None, (
+                    f"'{positions.names[at][0]}' is in another parameter group than in the "
+                    f"optimizer"
+                )
+        options = copy.deepcopy({key: value for key, value in each.items() if key != "params"})
+        placed.append({**options, "params": [positions.keys[at] for at in members]})
+    if positions.groups is not None and len(placed) != len(positions.groups):
+        return None, (
+            f"it has {len(placed)} parameter groups, and the optimizer {len(positions.groups)}"
+        )
+    return placed, ""
+
+
+def _assembled(plan: _Plan, positions: _Positions, part_of: Callable[[_Item], object]) -> StateDict:
+    states: dict[Any, Any] = {}
+    for item in plan.items:
+        states.setdefault(positions.keys[item.at], {})[item.key] = part_of(item)
+    states.update(plan.others)
+    if plan.groups is None:
+        return {"state": states}
+    return {"state": states, "param_groups": plan.groups}
+
+
+def _own_part(item: _Item, positions: _Positions) -> object:
+    """This rank's part of what every rank has."""
+    value, param = item.value, positions.params[item.at]
+    managed = positions.subjects.get(id(param))
+    if not item.travels or managed is None:
+        return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    device = managed.local.device
+    if is_sharded_tensor(value):
+        rows = rows_of_sharded_tensor(managed, value)
+        assert rows is not None  # `_mismatch` has looked
+        return as_dtensor(managed, rows.to(device, copy=True))
+    if isinstance(value, DTensor):
+        if _kind(value, param, managed) == _ROWS and value.device_mesh == param.device_mesh:  # type: ignore[attr-defined]  # managed: a DTensor
+            return as_dtensor(managed, local_of(value).to(device, copy=True))
+        value = value.full_tensor()
+    if value.shape == param.shape:
+        return as_dtensor(managed, cut_rows(managed, value).to(device, copy=True))
+    return _copied(value.detach().to(device, copy=True), param)
+
+
+def _scattered(
+    item: _Item, positions: _Positions, value: torch.Tensor | None, agreement: Agreement
+) -> object:
+    """This rank's part of what the first rank has."""
+    if not item.travels:
+        return item.value
+    assert item.shape is not None
+    assert item.dtype is not None
+    param = positions.params[item.at]
+    managed = positions.subjects.get(id(param))
+    if managed is not None and item.shape == tuple(param.shape):
+        rows = scattered_rows(managed, value, item.dtype)
+        return as_dtensor(managed, rows.to(managed.local.device, copy=True))
+    sent = agreement.scratch(item.shape, item.dtype)
+    if value is not None:
+        sent.copy_(value)
+    agreement.spread(sent)
+    return _copied(sent.to(local_of(param).device, copy=True), param)
+
+
+def _copied(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """A tensor that each rank has whole, as an optimizer of DTensors has it."""
+    if not isinstance(param, DTensor) or value.dim() == 0:
+        return value
+    mesh = param.device_mesh
+    meta = TensorMeta(value.shape, value.stride(), value.dtype)
+    return wrap_local(value, DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta))

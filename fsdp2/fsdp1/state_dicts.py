@@ -1,0 +1,429 @@
+"""What ``state_dict()`` of a model holds and ``load_state_dict()`` takes: full or sharded tensors.
+
+    set_state_dict_type ──> settings of each unit below, and hooks on the modules that are its own
+    model.state_dict()
+      the first module        ranks compare their settings, parameters become sharded
+      each module             DTensor ── made_whole ──> plain tensor      one parameter at a time
+    model.load_state_dict()
+      each module             plain tensor ── cut_rows ──> DTensor        no communication
+
+Units without settings are as ever: their state dicts hold DTensors, and nothing here runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2.core.config import RankMismatchError
+from fsdp2.core.layout.mesh import local_of, with_dtype, wrap_local
+from fsdp2.core.modules.registry import UnitRecord, records_below
+from fsdp2.core.modules.selection import managed_modules
+from fsdp2.core.params.param import ModuleEntry, ShardedParam, is_extended
+from fsdp2.fsdp1.config import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from fsdp2.full.gathered import is_held
+from fsdp2.full.subjects import Agreement, Subject, require_idle, settle, subjects_of
+from fsdp2.full.way import cut_rows, made_whole
+
+C = TypeVar("C")
+
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+
+_settings: weakref.WeakKeyDictionary[UnitRecord, StateDictSettings] = weakref.WeakKeyDictionary()
+_records: weakref.WeakKeyDictionary[nn.Module, weakref.ref[UnitRecord]]
+_records = weakref.WeakKeyDictionary()
+"""Of each module with hooks, the unit that it belongs to."""
+
+
+# ---- what users set
+
+
+def set_state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> StateDictSettings:
+    """Choose what state dicts of the units at and below a module hold.
+
+    ``state_dict()`` of the module and of modules below follows, wherever it is called; so does
+    `optim_state_dict`. All ranks must choose alike. Full tensors are made one parameter at a time.
+    Loading takes full tensors as well as DTensors of the same mesh, whatever is set.
+
+    Args:
+        module: a wrapper, or any module with units below.
+        state_dict_type: a `StateDictType`, ours or torch's.
+        state_dict_config: the config of that type, ours or torch's. ``None`` (default): a new one.
+        optim_state_dict_config: the same for the optimizer's.
+
+    Returns:
+        What was set before.
+
+    Raises:
+        NotImplementedError: the type is ``LOCAL_STATE_DICT``.
+        RuntimeError: a config is of another type than ``state_dict_type``.
+        ValueError: there is no unit, or units below have different settings.
+
+    Example::
+
+        FSDP.set_state_dict_type(
+            model,
+            StateDictType.FULL_STATE_DICT,
+            FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
+        )
+        weights = model.state_dict()        # empty on other ranks than the first
+    """
+    kind = _checked_type(state_dict_type)
+    kinds = _CONFIGS[kind]
+    config = _checked_config(state_dict_config, kinds[0], "state_dict_config")
+    optim_config = _checked_config(optim_state_dict_config, kinds[1], "optim_state_dict_config")
+    before = get_state_dict_type(module)
+    for record in records_below(module):
+        _settings[record] = StateDictSettings(kind, config, optim_config)
+        _watch(record)
+    return before
+
+
+def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+    """What state dicts of the units at and below a module hold.
+
+    Args:
+        module: a wrapper, or any module with units below. Without a setting, wrappers have full
+            state dicts, and units that `fully_shard` made have sharded ones.
+
+    Raises:
+        ValueError: there is no unit, or units below have different settings.
+    """
+    found = [settings_of(record) for record in records_below(module)]
+    if not found:
+        raise ValueError(
+            f"{type(module).__name__} has no sharded modules whose state dicts could be of a type; "
+            f"wrap it, or call fully_shard on it"
+        )
+    for other in found[1:]:
+        if other != found[0]:
+            raise ValueError(
+                f"sharded modules below {type(module).__name__} have state dicts of different "
+                f"types, {_words(found[0])} and {_words(other)}; set one type on the outermost"
+            )
+    return found[0]
+
+
+@contextlib.contextmanager
+def state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> Iterator[None]:
+    """A context in which `set_state_dict_type` holds; behind it, what was set before.
+
+    Args:
+        module: as for `set_state_dict_type`, and so the others.
+        state_dict_type: a `StateDictType`.
+        state_dict_config: the model's config. ``None`` (default): a new one.
+        optim_state_dict_config: the optimizer's config. ``None`` (default): a new one.
+
+    Example::
+
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=path)
+    """
+    records = records_below(module)
+    before = {record: _settings.get(record) for record in records}
+    set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+    try:
+        yield
+    finally:
+        for record, settings in before.items():
+            if settings is None:
+                _settings.pop(record, None)
+            else:
+                _settings[record] = settings
+
+
+def use_full_state_dicts(record: UnitRecord) -> None:
+    """What a wrapper's unit has from the start: torch's default."""
+    _settings[record] = StateDictSettings(
+        StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
+    )
+    _watch(record)
+
+
+def settings_of(record: UnitRecord) -> StateDictSettings:
+    """Those of a unit; sharded ones where nobody set any."""
+    found = _settings.get(record)
+    if found is None:
+        found = StateDictSettings(
+            StateDictType.SHARDED_STATE_DICT,
+            ShardedStateDictConfig(_use_dtensor=True),
+            ShardedOptimStateDictConfig(_use_dtensor=True),
+        )
+    return found
+
+
+def _checked_type(value: object) -> StateDictType:
+    for member in StateDictType:
+        if member == value:
+            if member == StateDictType.LOCAL_STATE_DICT:
+                raise NotImplementedError(
+                    "LOCAL_STATE_DICT is the flat layout of torch's FSDP, which fsdp2 does not "
+                    "have; use SHARDED_STATE_DICT, whose checkpoints torch.distributed.checkpoint."
+                    "format_utils.dcp_to_torch_save converts to full ones, and save flat ones "
+                    "that exist as FULL_STATE_DICT where they were made"
+                )
+            return member
+    raise TypeError(
+        f"set_state_dict_type takes a member of StateDictType, not {value!r}; import it from "
+        f"fsdp2.fsdp1"
+    )
+
+
+def _checked_config(value: C | None, kind: type[C], argument: str) -> C:
+    if value is None:
+        return kind()
+    if type(value).__name__ != kind.__name__ or not hasattr(value, "offload_to_cpu"):
+        raise RuntimeError(
+            f"set_state_dict_type({argument}=…) takes a {kind.__name__} for this type, not "
+            f"{type(value).__name__}; pass one, or leave it out"
+        )
+    return value
+
+
+def _words(settings: StateDictSettings) -> str:
+    return f"{settings.state_dict_type.name} with {settings.state_dict_config}"
+
+
+# ---- hooks
+
+
+def _watch(record: UnitRecord) -> None:
+    """Let the modules that belong to a unit, and to none below, have hooks; each once."""
+    for member, _ in managed_modules(record.modules):
+        known = member in _records
+        _records[member] = weakref.ref(record)
+        if not known:
+            member.register_state_dict_pre_hook(_before_save)
+            member.register_state_dict_post_hook(_after_save)
+            member.register_load_state_dict_pre_hook(_before_load)
+
+
+def _record_of(module: nn.Module) -> UnitRecord | None:
+    """Of the unit that a module with hooks belongs to."""
+    reference = _records.get(module)
+    return None if reference is None else reference()
+
+
+class _Call:
+    """One call of ``state_dict()``, from the first module with settings on.
+
+    Args:
+        module: that module.
+        prefix: of its names in the call.
+
+    Attributes:
+        owned: the managed parameters, by where they are registered.
+        whole: those that were made whole in this call already, tied ones once.
+    """
+
+    current: _Call | None = None
+
+    def __init__(self, module: nn.Module, prefix: str) -> None:
+        self._module, self._prefix = weakref.ref(module), prefix
+        self._below = {id(member) for member in module.modules()}
+        self.destination: object = None
+        self.whole: dict[ShardedParam, torch.Tensor | None] = {}
+        subjects = subjects_of(module, recurse=True)
+        require_idle(subjects, "state_dict")
+        agreement = Agreement(subject.param for subject in subjects)
+        _require_alike(module, subjects, agreement)
+        self.is_first = agreement.is_first
+        self.owned: dict[ModuleEntry, Subject] = {
+            entry: subject for subject in subjects for entry in subject.entries
+        }
+        settle([s for s in subjects if not is_held(s.param)], with_grads=False)
+
+    def begins_at(self, module: nn.Module, prefix: str) -> bool:
+        """Whether this is the module that the call came to first."""
+        return self._module() is module and self._prefix == prefix
+
+    def encloses(self, module: nn.Module, prefix: str) -> bool:
+        """Whether a module that is about to be saved is below; not after a call that raised."""
+        first = self._module()
+        below = prefix != self._prefix and prefix.startswith(self._prefix)
+        return below and first is not None and id(module) in self._below
+
+
+def _require_alike(module: nn.Module, subjects: Sequence[Subject], agreement: Agreement) -> None:
+    chosen = [repr(settings_of(record)) for record in records_below(module)]
+    facts = chosen, [(subject.names, str(subject.param.dtype)) for subject in subjects]
+    if not agreement.is_alike(facts):
+        raise RankMismatchError(
+            "ranks called state_dict() with different types of state dicts, or on different "
+            "models; set the same type with the same configuration on all ranks"
+        )
+
+
+def _before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    call, record = _Call.current, _record_of(module)
+    if record is None or record not in _settings:
+        return
+    if call is None or not call.encloses(module, prefix):
+        _Call.current = None
+        _Call.current = _Call(module, prefix)
+
+
+def _after_save(module: nn.Module, destination: dict[str, Any], prefix: str, _: object) -> None:
+    call, record = _Call.current, _record_of(module)
+    if call is None or record is None or record not in _settings:
+        return
+    try:
+        if call.destination is not destination:  # another one below a hook of the user's
+            call.destination = destination
+            call.whole.clear()
+        settings = settings_of(record)
+        if settings.state_dict_type == StateDictType.FULL_STATE_DICT:
+            _make_full(module, destination, prefix, settings.state_dict_config, call)
+        elif settings.state_dict_config.offload_to_cpu:
+            for key in _own_keys(module, prefix):
+                if isinstance(destination.get(key), torch.Tensor):
+                    destination[key] = destination[key].cpu()
+    except BaseException:
+        _Call.current = None
+        raise
+    if call.begins_at(module, prefix):
+        _Call.current = None
+
+
+def _own_keys(module: nn.Module, prefix: str) -> list[str]:
+    return [f"{prefix}{name}" for name in (*module._parameters, *module._buffers)]
+
+
+def _make_full(
+    module: nn.Module, destination: dict[str, Any], prefix: str, config: Any, call: _Call
+) -> None:
+    """Put whole tensors in the place of a module's DTensors, or nothing."""
+    only_first = bool(getattr(config, "rank0_only", False))
+    for name in module._parameters:
+        subject = call.owned.get((module, name))
+        key = prefix + name
+        if subject is None or key not in destination or is_held(subject.param):
+            continue
+        if subject.param not in call.whole:
+            whole = made_whole(subject.param, subject.param.local, everywhere=not only_first)
+            if whole is not None and config.offload_to_cpu:
+                whole = whole.cpu()
+            call.whole[subject.param] = whole
+        destination[key] = call.whole[subject.param]
+    if only_first and not call.is_first:
+        for key in (*_own_keys(module, prefix), f"{prefix}_extra_state"):
+            destination.pop(key, None)
+    elif config.offload_to_cpu:
+        for key in _own_keys(module, prefix):
+            held = destination.get(key)
+            if isinstance(held, torch.Tensor) and held.device.type != "cpu":
+                destination[key] = held.cpu()
+
+
+# ---- loading
+
+
+def _before_load(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Put DTensors of this rank's rows in the place of a module's whole tensors."""
+    record = _record_of(module)
+    if record is None or record not in _settings:
+        return
+    known = {
+        id(form): param
+        for group in record.unit.groups
+        for param in group.params
+        for form in param.forms()
+    }
+    for name, registered in module._parameters.items():
+        param, value = known.get(id(registered)), state_dict.get(prefix + name)
+        if param is None or not isinstance(registered, DTensor):
+            continue
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            continue
+        rows: torch.Tensor | None
+        if is_sharded_tensor(value):
+            rows = rows_of_sharded_tensor(param, value)
+            if rows is None:
+                error_msgs.append(wrong_rows(prefix + name))
+                state_dict.pop(prefix + name)
+                continue
+        elif is_extended(param.local) or value.shape != registered.shape:
+            continue  # nn.Module says what is wrong
+        else:
+            rows = cut_rows(param, value)
+        if local_metadata.get("assign_to_params_buffers", False):
+            rows = rows.to(param.local.device).clone()
+        state_dict[prefix + name] = as_dtensor(param, rows)
+
+
+def as_dtensor(param: ShardedParam, rows: torch.Tensor) -> DTensor:
+    """Rows of a parameter, or of a state that is shaped like it, as a DTensor sharded like it."""
+    spec = param.sharded._spec  # type: ignore[attr-defined]  # a DTensor
+    return wrap_local(rows, with_dtype(spec, rows.dtype))
+
+
+def is_sharded_tensor(value: object) -> bool:
+    """Whether it is what torch's FSDP1 has in sharded state dicts where it was given no mesh."""
+    return hasattr(value, "local_shards") and hasattr(value, "metadata")
+
+
+def rows_of_sharded_tensor(param: ShardedParam, value: Any) -> torch.Tensor | None:
+    """This rank's rows in torch's ``ShardedTensor``; ``None`` if it has others."""
+    local = local_of(param.sharded)
+    if tuple(value.metadata().size) != tuple(param.sharded.shape) or param.cut.dims != (0,):
+        return None
+    shards = value.local_shards()
+    if not shards:
+        return local.new_empty(local.shape) if local.numel() == 0 else None
+    if len(shards) > 1 or param.parallel is not None:
+        return None
+    whole_rows, size, rank = param.sharded.shape[0], param.axes.size, param.axes.rank
+    first = min(rank * -(-whole_rows // size), whole_rows)
+    start = tuple(shards[0].metadata.shard_offsets)
+    found: torch.Tensor = shards[0].tensor
+    if found.shape != local.shape or (found.numel() and start[0] != first):
+        return None
+    return found.detach()
+
+
+def wrong_rows(name: str) -> str:
+    """The sentence for one that has other rows."""
+    return (
+        f"'{name}' is a ShardedTensor of other rows than this rank's; load it with "
+        f"torch.distributed.checkpoint, or save it as FULL_STATE_DICT"
+    )
