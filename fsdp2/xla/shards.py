@@ -75,9 +75,10 @@ def describe(params: Iterable[tuple[str, torch.Tensor]], world_size: int) -> dic
     for name, param in params:
         if not isinstance(param, DTensor):
             continue
-        placement = param.placements[0]
-        alone = len(param.placements) == 1 and type(placement) is Shard
-        if not alone or param.device_mesh.size() != world_size:
+        *outer, placement = param.placements
+        # Copies on other dims of the mesh are other ranks' affair: each group has all rows.
+        alone = type(placement) is Shard and all(each.is_replicate() for each in outer)
+        if not alone or param.device_mesh.size(-1) != world_size:
             raise ValueError(
                 f"parameter '{name}' is {param.placements} on a mesh of "
                 f"{tuple(param.device_mesh.shape)}, not cut on one dim over the {world_size} ranks "

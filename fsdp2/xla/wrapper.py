@@ -83,7 +83,10 @@ class XlaFullyShardedDataParallel(nn.Module):
     ``step()``.
 
     Args:
-        module: what is wrapped. Parameters and buffers are moved to the device of the ranks.
+        module: what is wrapped. Parameters and buffers are moved to the device of the ranks. One
+            that `fully_shard` or `shard_model` has sharded stays as it is, and the wrapper only
+            saves and loads its rows. Of a mesh (replicate, shard) its ``sharding_groups`` are the
+            groups along the shard dim.
         reshard_after_forward: ``True`` (default) frees parameters after forward.
         flatten_parameters: parameters share one flat shard and travel together either way, and keep
             names and shapes of their own. Both values give the same results. Default ``False``.

@@ -7,11 +7,13 @@ so the same bits (`tests.common.parity`).
 from __future__ import annotations
 
 import gc
+import os
 import tempfile
 import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -526,6 +528,33 @@ def test_each_rank_saves_and_resumes() -> None:
     optimizer.load_state_dict(ckpt["optimizer"])
     assert_equal(steps(again, optimizer, batches[2:]), expected)
     assert_equal(full_all(again.parameters()), full_all(model.parameters()))
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["zero2", "replicated", "hybrid"])
+def test_a_model_that_is_sharded_already_is_saved_and_loaded(strategy: Any) -> None:
+    expected = seeded(OddMLP).state_dict()
+    model = seeded(OddMLP)
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
+        shape = fsdp2.shard_model(model, {nn.Linear}, strategy=strategy).mesh
+    groups = torch.arange(2).view(-1, shape[-1]).tolist()
+    wrapper = FSDP(model, sharding_groups=groups)
+    assert wrapper.world_size == shape[-1]
+    rows = {name: value.clone() for name, value in wrapper.state_dict().items()}
+    metadata = wrapper.get_shard_metadata()
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, rows)
+    mine = groups[dist.get_rank() // shape[-1]]
+    full = consolidate_sharded_state_dicts([both[rank] for rank in mine], metadata)
+    assert full.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_equal(full[name], value)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    wrapper.load_state_dict(rows)
+    for name, value in wrapper.state_dict().items():
+        assert_equal(value, rows[name])
 
 
 @pytest.mark.parametrize("tied", [False, True])
