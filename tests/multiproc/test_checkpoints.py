@@ -1,4 +1,4 @@
-"""fsdp2.checkpoint: bits between numbers of ranks, DCP's own reader, and what is refused, by all."""
+"""fsdp2.checkpoint: bits between numbers of ranks, DCP's own reader, and what all refuse."""
 
 from __future__ import annotations
 
@@ -390,9 +390,9 @@ def test_load_refuses(tmp_path: Path) -> None:
         with _changed(path, bytes_), refusal:
             checkpoint.load(run, model)
     assert not Path("evil").exists()
-    with mock.patch.object(together, "gather_objects", side_effect=RuntimeError("closed")):
-        with raises("ckpt-lost-rank"):
-            checkpoint.load(run, model)
+    gone = mock.patch.object(together, "gather_objects", side_effect=RuntimeError("closed"))
+    with gone, raises("ckpt-lost-rank"):
+        checkpoint.load(run, model)
     assert_same(everything(model, optimizer), before)
     assert not optimizer.state
     checkpoint.load(run, model)
