@@ -54,7 +54,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, rng: boo
 def rng_states() -> dict[str, torch.Tensor]:
     """The CPU's, and the current accelerator's."""
     states = {"cpu": torch.get_rng_state()}
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         module = torch.get_device_module(accelerator)
         if hasattr(module, "get_rng_state"):
