@@ -9,9 +9,10 @@ Example::
     fully_shard(model)
 """
 
-from fsdp2 import optim, xla
+from fsdp2 import checkpoint, optim, xla
 from fsdp2.api import fully_shard
 from fsdp2.core.config import (
+    CheckpointError,
     CommunicationError,
     NonFiniteGradientError,
     RankMismatchError,
@@ -60,6 +61,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
+    "CheckpointError",
     "Choice",
     "Comm",
     "CommunicationError",
@@ -83,6 +85,7 @@ __all__ = [
     "UnshardHandle",
     "always_wrap_policy",
     "any_wrap_policy",
+    "checkpoint",
     "chosen_modules",
     "clip_grad_norm_",
     "clip_grads_with_norm_",

@@ -49,6 +49,14 @@ class CommunicationError(RuntimeError):
     """
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be saved, found or loaded.
+
+    Raised by `fsdp2.checkpoint` on all ranks alike, with one sentence. Complete steps have not been
+    changed then.
+    """
+
+
 class NonFiniteGradientError(FloatingPointError):
     """A unit's gradients hold NaN or infinity.
 

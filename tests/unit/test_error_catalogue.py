@@ -19,6 +19,7 @@ MINIMUM = 60
 
 NOT_CATALOGUED = {
     "AssertionError('one rank has nobody to communicate with')": "an assertion",
+    "CheckpointError(sentence)": "what a rank has said: a message of `checkpoint`",
     "failure": "what the user's hook raised, once the other ranks know of it",
     "RankMismatchError(sentence)": "what a rank has claimed: a message of `agreement`",
     "communication_error(operation, name, error)": "`core.progress` has it",

@@ -271,6 +271,23 @@ def test_fsdp1_says_what_lives_there() -> None:
     assert {name for name in users if not _below(name, "fsdp1")} <= {"", "install"}
 
 
+def test_the_room_of_checkpoints_stands_on_public_modules() -> None:
+    """And says what lives there; ranks talk through `together`, `files` alone writes."""
+    room = ROOT / "checkpoint"
+    text = ast.get_docstring(_tree(room / "__init__.py")) or ""
+    others = {"module", "core.config", "core.device.collectives"}
+    for path in room.glob("*.py"):
+        assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
+        assert all(_below(m, "checkpoint") or m in others for m in _own_modules(path)), path
+        imported = {name for _, name in _imports_of(path)}
+        assert "gather_objects" not in imported or path.stem == "together"
+        called = {ast.unparse(n.func) for n in ast.walk(_tree(path)) if isinstance(n, ast.Call)}
+        writing = {"os.rename", "os.unlink", "os.mkdir", "os.rmdir", "os.fsync", "open"}
+        assert not called & writing or path.stem == "files", path
+    users = {_name(p) for p in FILES if any(_below(m, "checkpoint") for m in _own_modules(p))}
+    assert all(_below(name, "checkpoint") for name in users)  # the package imports it by name
+
+
 def test_every_exported_name_exists() -> None:
     exported = set(fsdp2.__all__)
     assert len(exported) == len(fsdp2.__all__)
@@ -303,6 +320,8 @@ def test_only_three_modules_import_torch_distributed(path: Path) -> None:
         exactly.append("torch.distributed._composable_state")
         exactly += [f"torch.distributed.fsdp._fully_shard._fsdp_{part}" for part in TORCHS_OWN]
         exactly.append("torch.distributed.fsdp.sharded_grad_scaler")
+    if _below(_name(path), "checkpoint"):
+        allowed.append("torch.distributed.checkpoint")
     for module in _modules_of(path):
         if _below(module, "torch.distributed") or "c10d" in module:
             known = any(_below(module, parent) for parent in allowed)

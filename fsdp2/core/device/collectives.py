@@ -20,7 +20,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn, ParamSpec, Protocol
+from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ from torch.distributed.distributed_c10d import _hash_ranks_to_str
 from fsdp2.core.device.backends import backend_of, traits_of
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 _GATHER = ("all_gather_single", "_allgather_base")
 _GATHER_MANY = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
@@ -272,6 +273,23 @@ def gather_numbers(
 ) -> list[list[int]]:
     """The numbers of each rank of ``group``, as many of each, in the order of its ranks."""
     return GroupCollectives(group, device, asynchronous=False).exchange(numbers)
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This rank and their number in the default process group; (0, 1) where there is none."""
+    if not dist.is_available() or not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
+def gather_objects(value: T) -> list[T]:
+    """What each rank of the default process group has; picklable. Not for steady steps."""
+    _, size = rank_and_size()
+    if size == 1:
+        return [value]
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, value)
+    return found
 
 
 def default_group() -> dist.ProcessGroup:

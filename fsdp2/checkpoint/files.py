@@ -1,0 +1,154 @@
+"""Every file operation that writes, in one place, and what is found of files.
+
+`DISK` makes, writes, syncs, renames and removes; nobody else in the room does. Tests put one in its
+place that writes down what is done, so that a crash can be played after each operation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+HASH = "sha256"
+_CHUNK = 1 << 22  # bytes that are read at once
+
+
+class Disk:
+    """What is done to files."""
+
+    def make_folder(self, path: Path) -> None:
+        os.mkdir(path)
+
+    def create(self, path: Path) -> BinaryIO:
+        return path.open("xb")
+
+    def write(self, file: BinaryIO, data: bytes) -> None:
+        file.write(data)
+
+    def sync(self, file: BinaryIO) -> None:
+        """Return when all that was written is on the disk."""
+        file.flush()
+        os.fsync(file.fileno())
+
+    def sync_folder(self, path: Path) -> None:
+        """Return when the names in a folder are on the disk."""
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def rename(self, path: Path, other: Path) -> None:
+        os.rename(path, other)
+
+    def remove(self, path: Path) -> None:
+        os.unlink(path)
+
+    def remove_folder(self, path: Path) -> None:
+        os.rmdir(path)
+
+
+DISK = Disk()
+
+
+class _HashedFile(io.RawIOBase):
+    """A file that is hashed while it is written, and on the disk when it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = DISK.create(path)
+        self._hash = hashlib.new(HASH)
+        self._bytes = 0
+        self._synced = False
+
+    def write(self, data: object) -> int:
+        piece = bytes(data)  # type: ignore[call-overload]  # anything with a buffer
+        DISK.write(self._file, piece)
+        self._hash.update(piece)
+        self._bytes += len(piece)
+        return len(piece)
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._bytes
+
+    def close(self) -> None:
+        if not self._file.closed:
+            with self._file:
+                DISK.sync(self._file)
+            self._synced = True
+        super().close()
+
+    def facts(self) -> tuple[int, str]:
+        """Bytes, and their hash."""
+        return self._bytes, self._hash.hexdigest()
+
+
+class DurableFiles(FileSystem):
+    """What DCP's writer writes to.
+
+    Attributes:
+        written: by name, the bytes and the hash of each file.
+    """
+
+    def __init__(self) -> None:
+        self.written: dict[str, tuple[int, str]] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        stream = _HashedFile(Path(path))
+        try:
+            yield stream
+        finally:
+            stream.close()
+        self.written[Path(path).name] = stream.facts()
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        DISK.rename(Path(path), Path(new_path))
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Nothing: the folder is there."""
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Make a file, and return when its bytes are on the disk."""
+    with DISK.create(path) as file:
+        DISK.write(file, data)
+        DISK.sync(file)
+
+
+def make_folders(path: Path) -> None:
+    """Make a folder and those above it that are not there, durably."""
+    if path.is_dir():
+        return
+    make_folders(path.parent)
+    DISK.make_folder(path)
+    DISK.sync_folder(path.parent)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder and all below."""
+    for entry in sorted(path.iterdir()):
+        if entry.is_dir() and not entry.is_symlink():
+            remove_tree(entry)
+        else:
+            DISK.remove(entry)
+    DISK.remove_folder(path)
+
+
+def hash_of(path: Path) -> str:
+    """The hash of a file's bytes."""
+    found = hashlib.new(HASH)
+    with path.open("rb") as file:
+        while piece := file.read(_CHUNK):
+            found.update(piece)
+    return found.hexdigest()

@@ -1,0 +1,284 @@
+"""What is saved of a model, an optimizer and a run, by name; and how that differs from a step's.
+
+model.<name>                              parameters and persistent buffers
+optimizer.state.<parameter>.<key>         the names of torch's get_optimizer_state_dict
+optimizer.param_groups                    with names in the place of parameters
+rng.<rank>.<device>                       states of random number generators
+extra.<place>                             tensors of the user's
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from fsdp2.checkpoint.folder import Json
+from fsdp2.core.config import CheckpointError
+from fsdp2.core.device.collectives import rank_and_size
+
+Extra: TypeAlias = Any
+"""None, bool, int, float, str, tensors, and lists, tuples and dicts with str keys of them."""
+
+Nested = dict[str, Any]
+"""A state dict: tensors and the user's values."""
+
+_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+# ---- what is there
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, rng: bool) -> Nested:
+    """All that is saved but ``extra``; tensors are those of the model, not copies."""
+    state: Nested = {"model": dict(get_model_state_dict(model))}
+    if optimizer is not None:
+        state["optimizer"] = named_optimizer_state(model, optimizer)
+    if rng:
+        state["rng"] = {str(rank_and_size()[0]): rng_states()}
+    return state
+
+
+def rng_states() -> dict[str, torch.Tensor]:
+    """The CPU's, and the current accelerator's."""
+    states = {"cpu": torch.get_rng_state()}
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        module = torch.get_device_module(accelerator)
+        if hasattr(module, "get_rng_state"):
+            states[accelerator.type] = module.get_rng_state()
+    return states
+
+
+def set_rng_states(states: Mapping[str, torch.Tensor]) -> None:
+    for kind, value in states.items():
+        if kind == "cpu":
+            torch.set_rng_state(value)
+        else:
+            torch.get_device_module(kind).set_rng_state(value)
+
+
+def params_by_place(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:
+    """(name, parameter) of the optimizer's parameters, in the order of their numbers.
+
+    Raises:
+        CheckpointError: the model does not have one of them.
+    """
+    names: dict[int, str] = {}
+    for name, param in model.named_parameters():
+        for prefix in _PREFIXES:
+            name = name.replace(prefix, "")
+        names[id(param)] = name
+    found = []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if id(param) not in names:
+                raise CheckpointError(
+                    f"the optimizer has a parameter of shape {tuple(param.shape)} that the model "
+                    f"does not have now; make the optimizer of model.parameters(), or call "
+                    f"model.reshard() before"
+                )
+            found.append((names[id(param)], param))
+    return found
+
+
+def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Nested:
+    """An optimizer's state dict, with names in the place of numbers."""
+    names = [name for name, _ in params_by_place(model, optimizer)]
+    plain = optimizer.state_dict()
+    groups = [
+        {key: value for key, value in group.items() if key != "param_names"}
+        | {"params": [names[place] for place in group["params"]]}
+        for group in plain["param_groups"]
+    ]
+    state = {names[place]: dict(kept) for place, kept in plain["state"].items()}
+    return {"state": state, "param_groups": groups}
+
+
+def packed(extra: Extra) -> tuple[str | None, Json, dict[str, torch.Tensor]]:
+    """The first class in it that cannot be saved; what JSON has of it; its tensors by place."""
+    tensors: dict[str, torch.Tensor] = {}
+    wrong: list[str] = []
+
+    def pack(value: object) -> Json:
+        if isinstance(value, torch.Tensor):
+            tensors[str(len(tensors))] = value.detach()
+            return {"tensor": len(tensors) - 1}
+        if isinstance(value, dict) and all(type(key) is str for key in value):
+            return {"dict": {key: pack(held) for key, held in value.items()}}
+        if isinstance(value, (list, tuple)):
+            return [pack(held) for held in value]
+        if value is None or type(value) in (bool, int, float, str):
+            return value  # type: ignore[return-value]  # checked
+        wrong.append(type(value).__qualname__)
+        return None
+
+    content = pack(extra)
+    return (wrong[0] if wrong else None), content, tensors
+
+
+def unpacked(content: Json, tensors: Mapping[str, torch.Tensor]) -> Extra:
+    """What `packed` was given."""
+    if isinstance(content, list):
+        return [unpacked(held, tensors) for held in content]
+    if isinstance(content, dict):
+        if "tensor" in content:
+            return tensors[str(content["tensor"])]
+        held = content["dict"]
+        assert isinstance(held, dict)
+        return {key: unpacked(value, tensors) for key, value in held.items()}
+    return content
+
+
+# ---- what differs
+
+
+@dataclass
+class Differences:
+    """Names that a model or an optimizer and a step do not have alike.
+
+    Attributes:
+        missing: the model or the optimizer has it, the step does not.
+        unexpected: the step has it, nobody takes it.
+        reshaped: both have it, of other shapes.
+        retyped: both have it, in other dtypes.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    reshaped: list[str] = field(default_factory=list)
+    retyped: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.reshaped or self.retyped)
+
+    def left(self) -> set[str]:
+        """What is not loaded of what is there."""
+        return {*self.missing, *self.reshaped, *self.retyped}
+
+    def compare(self, name: str, value: object, saved: object) -> bool:
+        """Whether ``value`` is of the shape and dtype that was saved; noted if not."""
+        if not isinstance(saved, TensorStorageMetadata):
+            return not isinstance(value, torch.Tensor)
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(saved.size):
+            self.reshaped.append(name)
+            return False
+        if value.dtype != saved.properties.dtype:
+            self.retyped.append(name)
+            return False
+        return True
+
+    @classmethod
+    def over_ranks(cls, parts: Sequence[Differences]) -> Differences:
+        """What is so on any rank; unexpected is what is so on all."""
+        unexpected = set(parts[0].unexpected).intersection(*(part.unexpected for part in parts))
+        return cls(
+            sorted({name for part in parts for name in part.missing}),
+            sorted(unexpected),
+            sorted({name for part in parts for name in part.reshaped}),
+            sorted({name for part in parts for name in part.retyped}),
+        )
+
+
+# ---- DCP's reader, which runs no code
+
+
+_HARMLESS = {
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )
+} | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+    ("collections", "OrderedDict"),
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Takes what DCP's index consists of, and nothing that could do something."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = (module, name) in _HARMLESS
+        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise CheckpointError(
+            f"the index of the step names '{module}.{name}', which no index of DCP has; load only "
+            f"what save() has written"
+        )
+
+
+class Reader(FileSystemReader):
+    """DCP's, with an index that runs no code."""
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        try:
+            metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
+        except CheckpointError:
+            raise
+        except Exception as error:  # a pickle may break in any way
+            raise CheckpointError(
+                f"'{path}' is no index of DCP; load another step, or copy the file again"
+            ) from error
+        assert isinstance(metadata, Metadata)
+        return metadata
+
+
+class _Planner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+def read_into(path: Path, metadata: Metadata, state: Nested) -> None:
+    """Fill tensors, and replace values, of a flat state dict; each rank reads what it needs."""
+    if not state:
+        return
+    reader, planner = Reader(path), _Planner(flatten_state_dict=False)
+    planner.set_up_planner(state, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    (whole,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
+    reader.read_data(planner.finish_plan(whole), planner).wait()
+    state.update(planner.state_dict)  # values; tensors are the same
+
+
+def read_below(path: Path, metadata: Metadata, prefix: str) -> Any:
+    """Whatever was saved under a name, nested as it was; plain tensors on the CPU."""
+    saved = metadata.state_dict_metadata
+    flat: Nested = {
+        name: torch.empty(about.size, dtype=about.properties.dtype)
+        if isinstance(about, TensorStorageMetadata)
+        else None
+        for name, about in saved.items()
+        if name == prefix or name.startswith(prefix + ".")
+    }
+    read_into(path, metadata, flat)
+    nested: Nested = {}
+    for name, value in flat.items():
+        set_element(nested, metadata.planner_data[name], value)
+    for key in prefix.split("."):
+        nested = nested.get(key, {})
+    return nested
