@@ -96,7 +96,7 @@ def _module() -> ModuleType:
 
 
 def races() -> list[str]:
-    """What was out of order since the last call; each a sentence."""
+    """What was out of order since the last call; each a sentence. All that has run is over then."""
     found: list[str] = torch.ops.stand_in.races()
     return found
 
