@@ -141,6 +141,7 @@ def _check_restarted(undisturbed: Yardstick, folder: Path, kill: str) -> None:
         assert names == ["latest", "step-000006", "step-000008"]
 
 
+@pytest.mark.extended
 def test_restarted_by_the_elastic_agent(undisturbed: Yardstick, tmp_path: Path) -> None:
     """Killed in the middle of its second save, the run goes on from the first."""
     moments = undisturbed.moments[1]["save"]

@@ -69,6 +69,7 @@ def test_the_plan_says_what_the_units_hold(ranks: int) -> None:
         assert shard_numel((1000, 2048), ranks) == 2000
 
 
+@pytest.mark.extended
 def test_two_ranks_train_as_one_process_does_and_hold_what_is_planned() -> None:
     command = [sys.executable, "-m", "fsdp2.examples.vit_10b", "--size", "tiny", "--nproc", "2"]
     with subprocess.Popen(
