@@ -99,6 +99,10 @@ class SegmentTransport(GatherTransport):
         self._itemsize = dtype.itemsize
         self.casts = segment.shard_dtype != segment.full_dtype
         self._wire = segment.full_dtype  # what copies and collectives see
+        self._bind()
+
+    def _bind(self) -> None:
+        """Make the views that every gather uses."""
 
     def gathered(self, slot: Slot) -> torch.Tensor:
         """The tensor of the gathered parameter: its global shape, over the gathered buffer."""
@@ -144,22 +148,15 @@ class CoalescedTransport(SegmentTransport):
     early = True
     stages = False
 
-    def __init__(
-        self,
-        segment: Segment,
-        shard: Buffer,
-        full: TransientBuffer,
-        collectives: Collectives,
-        kernels: Kernels,
-    ) -> None:
-        super().__init__(segment, shard, full, collectives, kernels)
+    def _bind(self) -> None:
+        segment = self.segment
         slots = segment.slots
         sizes = [slot.shard_numel for slot in slots]
         if segment.tail:
             sizes.append(segment.tail)
-        self._shards = list(kernels.pieces(self._shard_flat(), sizes))[: len(slots)]
+        self._shards = list(self.kernels.pieces(self._shard_flat(), sizes))[: len(slots)]
         for piece in self._shards:
-            shard.follow(piece)
+            self._shard.follow(piece)
         self._outputs = [self._slot_view(slot, (slot.full_numel,)) for slot in slots]
         self._inputs = [self._own_piece(slot) for slot in slots] if self.casts else self._shards
         self.gather = self.collectives.bind_all_gather(self._outputs, self._inputs)
@@ -190,20 +187,13 @@ class PackedTransport(SegmentTransport):
         input: what it reads.
     """
 
-    def __init__(
-        self,
-        segment: Segment,
-        shard: Buffer,
-        full: TransientBuffer,
-        collectives: Collectives,
-        kernels: Kernels,
-    ) -> None:
-        super().__init__(segment, shard, full, collectives, kernels)
+    def _bind(self) -> None:
+        segment, collectives, kernels = self.segment, self.collectives, self.kernels
         ranks, width = collectives.size, segment.shard_numel
         self.communicates = width > 0  # a segment of empty parameters has nothing to say
         if not (self.casts or collectives.coalesces) and self._itemsize == 1:
             self._wire = torch.uint8  # gloo knows no 8-bit floats
-        self._flat = shard.view(
+        self._flat = self._shard.view(
             segment.shard_dtype if self.casts else self._wire,
             segment.shard_byte_offset,
             (segment.shard_numel,),
@@ -269,20 +259,13 @@ class LocalTransport(SegmentTransport):
 
     communicates = False
 
-    def __init__(
-        self,
-        segment: Segment,
-        shard: Buffer,
-        full: TransientBuffer,
-        collectives: Collectives,
-        kernels: Kernels,
-    ) -> None:
-        super().__init__(segment, shard, full, collectives, kernels)
+    def _bind(self) -> None:
+        segment = self.segment
         self._flat = self._shard_flat()
         self._target: torch.Tensor | None = None
         self.aliases = not self.casts
         if self.casts:
-            self._target = full.view(
+            self._target = self._full.view(
                 segment.full_dtype, segment.full_byte_offset, (segment.shard_numel,)
             )
 
