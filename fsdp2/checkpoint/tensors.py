@@ -236,8 +236,9 @@ class Writer:
 
         writer = Writer(folder, layout)
         writer.create()              # one process; all others after it
-        writer.write("weight", rows, (first_row, 0))
-        writer.close()               # what this process has written is on the disk
+        with writer:
+            writer.write("weight", rows, (first_row, 0))
+        # what this process has written is on the disk
     """
 
     def __init__(self, folder: Path, layout: Layout) -> None:
@@ -287,6 +288,15 @@ class Writer:
             _, file = self._open.popitem()
             with file:
                 files.DISK.sync(file)
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, raised: object, *_: object) -> None:
+        if raised is None:
+            self.close()
+        while self._open:
+            self._open.popitem()[1].close()
 
 
 # ---- reading
