@@ -1,8 +1,8 @@
 """`export`: a folder that Hugging Face's libraries load, written by all ranks at once.
 
 1. every rank   what it has of which tensor            ─> all ranks: files, headers, offsets
-2. rank 0       files with headers and lengths, synced    .exporting-OUT/
-3. every rank   its slices, at their offsets, synced
+2. rank 0       files with headers and lengths            .exporting-OUT/
+3. every rank   its slices, at their offsets; what it has written is synced
 4. rank 0       the folder synced, renamed                .exporting-OUT -> OUT
 
 Nothing is gathered, and nothing is put together afterwards. A rank stages at most 8 MiB of a live
@@ -131,6 +131,7 @@ def export(
         together(what, lambda: job.write(writer, shared, progress))
         together(what, lambda: _commit(out, writing) if is_first() else None)
     except CheckpointError:
+        writer.abandon()
         if is_first() and not out.exists():
             with contextlib.suppress(OSError):
                 files.remove_tree(writing)

@@ -247,12 +247,11 @@ class Writer:
         self._open: dict[str, BinaryIO] = {}
 
     def create(self) -> None:
-        """Make all files, with their headers and lengths, and the index; synced."""
+        """Make all files, with their headers and lengths, and the index; `close` syncs them."""
         for name, header in self._layout.headers.items():
-            with files.DISK.create(self._folder / name) as file:
-                files.DISK.resize(file, self._layout.lengths[name])
-                files.DISK.write_at(file, header, 0)
-                files.DISK.sync(file)
+            file = self._open[name] = files.DISK.create(self._folder / name)
+            files.DISK.resize(file, self._layout.lengths[name])
+            files.DISK.write_at(file, header, 0)
         if self._layout.index is not None:
             files.write_durably(self._folder / INDEX, self._layout.index)
 
@@ -283,7 +282,7 @@ class Writer:
                 done += length
 
     def close(self) -> None:
-        """Sync and close what was written; call it again to no effect."""
+        """Sync and close what was made or written; call it again to no effect."""
         while self._open:
             _, file = self._open.popitem()
             with file:
@@ -295,6 +294,10 @@ class Writer:
     def __exit__(self, raised: object, *_: object) -> None:
         if raised is None:
             self.close()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close all files, as what was written is of no use."""
         while self._open:
             self._open.popitem()[1].close()
 
