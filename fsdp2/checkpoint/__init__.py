@@ -2,24 +2,32 @@
 
 saving     `save`: written beside, hashed, synced, renamed
 loading    `load`: compared on all ranks before anything is written
+exporting  `export`: a folder that Hugging Face's libraries load, written by all ranks at once
+pretrained `load_pretrained`: such a folder into a model, each rank its own slices
 folder     `steps`, `verify`, `unfinished`, `remove`; the manifest that makes a step one
 state      what is saved under which name, and what differs; DCP's reader, which runs no code
+tensors    the safetensors format by offsets: slices written and read at their places
 together   ranks that succeed together or fail together
 files      all that is done to files, in one place
 
-The room stands on public modules and on ``torch.distributed.checkpoint``; ``python -m
-fsdp2.checkpoint`` is `__main__`. It adds nothing to a step of training.
+The room stands on public modules, on `fsdp2.full` and on ``torch.distributed.checkpoint``;
+``python -m fsdp2.checkpoint`` is `__main__`. It adds nothing to a step of training.
 """
 
+from fsdp2.checkpoint.exporting import Exported, export
 from fsdp2.checkpoint.folder import remove, steps, unfinished, verify
 from fsdp2.checkpoint.loading import Loaded, load
+from fsdp2.checkpoint.pretrained import load_pretrained
 from fsdp2.checkpoint.saving import save
 from fsdp2.checkpoint.state import Differences
 
 __all__ = [
     "Differences",
+    "Exported",
     "Loaded",
+    "export",
     "load",
+    "load_pretrained",
     "remove",
     "save",
     "steps",

@@ -1,30 +1,46 @@
 """python -m fsdp2.checkpoint ls|show|verify FOLDER [--step N]
+python -m fsdp2.checkpoint export FOLDER OUT [--step N] [--dtype bfloat16] [--shard-size 5GB]
 
 ls      steps, their sizes, how many ranks have written them, and what is half-done
 show    names, shapes and dtypes of a step
 verify  reads every byte; says which files are not what was saved, and exits with 1
+export  a step as a new folder OUT of safetensors files, which Hugging Face's libraries load
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from fsdp2.checkpoint.exporting import Progress, export
 from fsdp2.checkpoint.folder import read_manifest, step_folder, steps, unfinished, verify
 from fsdp2.checkpoint.state import Reader
 from fsdp2.core.config import CheckpointError
 
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
+
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fsdp2.checkpoint")
-    parser.add_argument("command", choices=["ls", "show", "verify"])
+    parser.add_argument("command", choices=["ls", "show", "verify", "export"])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--step", type=int, help="default: show the newest, verify all")
+    parser.add_argument("out", type=Path, nargs="?", help="of export: the new folder")
+    parser.add_argument("--step", type=int, help="default: verify all, else the newest")
+    parser.add_argument("--dtype", choices=_DTYPES, help="of export: of floating-point tensors")
+    parser.add_argument("--shard-size", default="5GB", help="of export: of a file, at most (5GB)")
     given = parser.parse_args(arguments)
+    if (given.out is not None) != (given.command == "export"):
+        parser.error("export takes FOLDER and OUT, every other command FOLDER")
     try:
+        if given.command == "export":
+            dtype = None if given.dtype is None else getattr(torch, given.dtype)
+            return _export(given.folder, given.out, given.step, dtype, given.shard_size)
         if given.command == "ls":
             return _ls(given.folder)
         if given.command == "show":
@@ -66,6 +82,46 @@ def _verify(folder: Path, step: int | None) -> int:
         checked = steps(folder) if step is None else [step]
         print(f"{len(checked)} steps, every byte as it was saved")
     return 1 if wrong else 0
+
+
+def _export(
+    folder: Path, out: Path, step: int | None, dtype: torch.dtype | None, shard_size: str
+) -> int:
+    with _shown(f"export {out}") as progress:
+        found = export(
+            out, folder, step=step, dtype=dtype, shard_size=shard_size, progress=progress
+        )
+    print(f"{out}: {len(found.files)} files, {found.nbytes:,} bytes")
+    return 0
+
+
+@contextmanager
+def _shown(title: str) -> Iterator[Progress]:
+    """A bar where rich is installed, else a line at each tenth; on stderr."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+    except ImportError:
+        yield _lines(title)
+        return
+    columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _lines(title: str) -> Progress:
+    said = 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal said
+        tenth = 10 * done // max(1, total)
+        if tenth > said:
+            said = tenth
+            print(f"{title}: {done:,} of {total:,} bytes", file=sys.stderr, flush=True)
+
+    return progress
 
 
 if __name__ == "__main__":

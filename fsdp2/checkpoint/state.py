@@ -5,25 +5,34 @@ optimizer.state.<parameter>.<key>         the names of torch's get_optimizer_sta
 optimizer.param_groups                    with names in the place of parameters
 rng.<rank>.<device>                       states of random number generators
 extra.<place>                             tensors of the user's
+
+And which part of each tensor this rank has: `held_by`.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp2.checkpoint.folder import Json
 from fsdp2.core.config import CheckpointError
@@ -70,6 +79,13 @@ def set_rng_states(states: Mapping[str, torch.Tensor]) -> None:
             torch.get_device_module(kind).set_rng_state(value)
 
 
+def _clean(name: str) -> str:
+    """A full name as it was before torch.compile and checkpoint wrappers."""
+    for prefix in _PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
 def params_by_place(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:
     """(name, parameter) of the optimizer's parameters, in the order of their numbers.
 
@@ -78,9 +94,7 @@ def params_by_place(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
     """
     names: dict[int, str] = {}
     for name, param in model.named_parameters():
-        for prefix in _PREFIXES:
-            name = name.replace(prefix, "")
-        names[id(param)] = name
+        names[id(param)] = _clean(name)
     found = []
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -282,3 +296,144 @@ def read_below(path: Path, metadata: Metadata, prefix: str) -> Any:
     for key in prefix.split("."):
         nested = nested.get(key, {})
     return nested
+
+
+def read_chunk(path: Path, metadata: Metadata, name: str, chunk: ChunkStorageMetadata) -> Tensor:
+    """One saved piece of a tensor, on the CPU; about three times its bytes are held on the way."""
+    about = metadata.state_dict_metadata[name]
+    assert isinstance(about, TensorStorageMetadata)
+    out = torch.empty(chunk.sizes, dtype=about.properties.dtype)
+    origin = torch.Size([0] * out.dim())
+    item = ReadItem(
+        type=LoadItemType.TENSOR,
+        dest_index=MetadataIndex(name, origin),
+        dest_offsets=origin,
+        storage_index=MetadataIndex(name, chunk.offsets),
+        storage_offsets=origin,
+        lengths=chunk.sizes,
+    )
+    reader, planner = Reader(path), _Planner(flatten_state_dict=False)
+    planner.set_up_planner({name: out}, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, True)
+    (plan,) = reader.prepare_global_plan([reader.prepare_local_plan(LoadPlan([item]))])
+    reader.read_data(plan, planner).wait()
+    return out
+
+
+# ---- where a rank's part of a tensor lies
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor of a model, and what this rank has of it.
+
+    Attributes:
+        shape: of the whole tensor.
+        local: this rank's part, a plain tensor.
+        offsets: of its first element in the whole, in each dim.
+        sharded: whether it is a part: a DTensor's.
+    """
+
+    shape: tuple[int, ...]
+    local: Tensor
+    offsets: tuple[int, ...]
+    sharded: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
+
+    @property
+    def identity(self) -> object:
+        """Which memory it is: the same for tied tensors."""
+        local = self.local
+        storage = local.untyped_storage()._cdata
+        return storage, local.storage_offset(), tuple(local.shape), local.stride(), local.dtype
+
+
+def held_by(model: nn.Module) -> tuple[dict[str, Held], dict[str, str], list[str]]:
+    """Parameters and persistent buffers by name; names tied to others; names of other values.
+
+    Raises:
+        CheckpointError: one is of a class whose bytes are not its values.
+    """
+    found: dict[str, Held] = {}
+    tied: dict[str, str] = {}
+    others: list[str] = []
+    first: dict[object, str] = {}
+    state = get_model_state_dict(model)
+    registered = {_clean(name): id(param) for name, param in _registered(model)}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            others.append(name)
+            continue
+        held = _held(name, value.detach())
+        # What has no memory is tied where it is the same object; its storage tells nothing.
+        same = registered.get(name, name) if held.local.is_meta else held.identity
+        kept = first.setdefault((same, held.shape), name)
+        if kept == name:
+            found[name] = held
+        else:
+            tied[name] = kept
+    return found, tied, others
+
+
+def _registered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers under all of their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _held(name: str, value: Tensor) -> Held:
+    shape = tuple(value.shape)
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if type(local) not in (Tensor, nn.Parameter) or local.layout is not torch.strided:
+        kind = type(local).__name__ if local.layout is torch.strided else str(local.layout)
+        raise CheckpointError(
+            f"'{name}' is a {kind}, not a plain tensor, so that its bytes are not its values; "
+            f"convert it, or pass names= that returns None for it"
+        )
+    if not isinstance(value, DTensor):
+        return Held(shape, local, (0,) * len(shape), False)
+    offsets, lengths = _part(shape, value)
+    if lengths != tuple(local.shape):
+        raise CheckpointError(
+            f"'{name}' has a part of shape {tuple(local.shape)} here, which its placements "
+            f"{value.placements} do not tell; redistribute it to Shard and Replicate"
+        )
+    return Held(shape, local, offsets, True)
+
+
+def _part(shape: tuple[int, ...], value: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and lengths of this rank's part, as the placements say.
+
+    Several dims of a mesh may cut one dim of a tensor: from the left to the right, but a strided
+    one comes behind those to its right, whose pieces its ``split_factor`` counts.
+    """
+    mesh, coordinate = value.device_mesh, value.device_mesh.get_coordinate()
+    offsets, lengths = [0] * len(shape), list(shape)
+    if coordinate is None:  # of another mesh
+        return tuple(offsets), (0,) * len(shape)
+    order: list[int] = []  # mesh dims that cut, in turn
+    for at in reversed(range(mesh.ndim)):
+        placement, place = value.placements[at], 0
+        if isinstance(placement, _StridedShard):
+            pieces = 1
+            while place < len(order) and pieces < placement.split_factor:
+                behind = value.placements[order[place]]
+                pieces *= mesh.size(order[place]) if behind.is_shard(placement.dim) else 1
+                place += 1
+        elif not isinstance(placement, Shard):
+            if placement.is_replicate():
+                continue
+            return (-1,) * len(shape), (-1,) * len(shape)  # which is no part
+        order.insert(place, at)
+    for at in order:
+        placement = value.placements[at]
+        assert isinstance(placement, (Shard, _StridedShard))
+        dim = placement.dim
+        piece = -(-lengths[dim] // mesh.size(at))
+        start = min(coordinate[at] * piece, lengths[dim])
+        offsets[dim] += start
+        lengths[dim] = min(piece, lengths[dim] - start)
+    return tuple(offsets), tuple(lengths)

@@ -100,6 +100,7 @@ class Options:
     checkpoint: Path | None
     checkpoint_every: int
     resume: bool
+    export: Path | None  # a folder of safetensors files, made at the end
     seed: int
     device: str  # "cpu" or "cuda"
     backend: str  # "gloo", "nccl", or one for each kind of tensor: "cpu:gloo,cuda:nccl"
@@ -141,9 +142,12 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
     world_size = _world_size(args.nproc, ranks, device, micro_batch, args.replicate, args.tp)
     _check_world_size(world_size, micro_batch, args.replicate, args.tp, args.preset)
     local_world_size = ranks.local_world_size if ranks else world_size
-    if args.checkpoint is not None and importlib.util.find_spec("numpy") is None:
-        # torch.distributed.checkpoint plans with object collectives, which convert with NumPy.
-        raise UsageError("--checkpoint needs NumPy: pip install numpy")
+    for flag, folder in (("--checkpoint", args.checkpoint), ("--export", args.export)):
+        if folder is not None and importlib.util.find_spec("numpy") is None:
+            # Plans are exchanged by torch's object collectives, which convert with NumPy.
+            raise UsageError(f"{flag} needs NumPy: pip install numpy")
+    if args.export is not None and args.export.exists():
+        raise UsageError(f"--export {args.export} is there already: name a new folder")
     if args.checkpoint is None and args.resume:
         raise UsageError("--resume needs --checkpoint DIR to say what to resume from")
     if args.checkpoint is None and args.checkpoint_every is not None:
@@ -170,6 +174,7 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
         checkpoint=args.checkpoint,
         checkpoint_every=args.checkpoint_every or 50,
         resume=args.resume,
+        export=args.export,
         seed=args.seed,
         device=device,
         backend=_backend(device, local_world_size, args.cpu_offload),
@@ -221,6 +226,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--checkpoint", type=Path, metavar="DIR", help="save the run here, the last 2 checkpoints")
     add("--checkpoint-every", type=count, metavar="N", help="steps between checkpoints (50)")
     add("--resume", action="store_true", help="continue from the latest checkpoint in DIR, if any")
+    add("--export", type=Path, metavar="OUT", help="at the end, weights as safetensors files here")
     seed = _number(int, 0, MAX_SEED, f"a whole number between 0 and {MAX_SEED}")
     add("--seed", type=seed, default=0, help="fixes weights and data order")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")

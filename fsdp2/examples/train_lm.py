@@ -24,7 +24,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from fsdp2 import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    checkpoint,
+    fully_shard,
+)
 
 from . import checkpointing, data, launch, lora, parallel, reporting
 from .checkpointing import RunState
@@ -131,6 +138,11 @@ def _train(
     sample = sample_text(run)
     if ranks.rank == 0:
         _print_end(run, first_loss, final_loss, tokens_per_second, sizes, sample)
+    if options.export is not None:
+        made = checkpoint.export(options.export, run.model)
+        if ranks.rank == 0:
+            size = reporting.format_bytes(made.nbytes)
+            print(f"exported to {made.folder}: {len(made.files)} file(s), {size}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

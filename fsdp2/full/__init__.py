@@ -2,7 +2,8 @@
 
 gathered   `gathered`: parameters and gradients that are whole for a while, and written back
 stream     `full_parameters`: one unit after another, for export
-loading    `load_from_rank0`, `sync_module_states`: rank 0's weights and buffers to all
+loading    `load_from_rank0`, `sync_module_states`: rank 0's weights and buffers to all;
+           `rewritten`: for what writes a model's shards by itself
 deferred   `deferred`: a model that is sharded while it is made
 subjects   which parameters a call is about, and whether all ranks mean the same
 way        how one parameter becomes whole and is cut again, exactly

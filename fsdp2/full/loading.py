@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -197,6 +198,45 @@ def sync_module_states(model: nn.Module, *, mesh: DeviceMesh | None = None) -> N
     _outdate(subjects)
 
 
+# ---- for what writes by itself
+
+
+def require_writable(model: nn.Module, function: str) -> None:
+    """Raise unless the parameters of a model may be written now.
+
+    Args:
+        model: sharded or not.
+        function: that will write, for the message.
+
+    Raises:
+        ShardingStateError: a forward, a backward or `gathered` is under way.
+    """
+    subjects = subjects_of(model, recurse=True)
+    require_idle(subjects, function)
+    require_released(subjects, function)
+
+
+@contextmanager
+def rewritten(model: nn.Module) -> Iterator[None]:
+    """A model whose shards, other parameters and buffers are written inside, on this rank.
+
+    Sharded parameters are registered, what is on the meta device gets memory, tied as it was, and
+    what is gathered anywhere is out of date afterwards. `require_writable` comes first.
+    """
+    subjects = subjects_of(model, recurse=True)
+    settle(subjects, with_grads=False)
+    for group in {subject.group: None for subject in subjects}:
+        _materialize_group(group)
+    devices = [subject.param.axes.device for subject in subjects]
+    for item in _items(model, subjects):
+        if item.subject is None and item.tensor.is_meta:
+            _give_memory(item, devices[0] if devices else torch.device("cpu"))
+    try:
+        yield
+    finally:
+        _outdate(subjects)
+
+
 # ---- what a model has
 
 
@@ -326,15 +366,9 @@ def _write_rows(subject: Subject, value: torch.Tensor | None, agreement: Agreeme
 @torch.no_grad()
 def _write_copy(item: _Item, value: torch.Tensor | None, agreement: Agreement) -> None:
     """What each rank has whole."""
+    if item.tensor.is_meta:
+        _give_memory(item, agreement.device)
     target = item.tensor
-    if target.is_meta:
-        made = torch.empty_like(target, device=agreement.device)
-        if isinstance(target, nn.Parameter):
-            made = nn.Parameter(made, target.requires_grad)
-            made.__dict__.update(target.__dict__)
-        for store, key in item.places:
-            store[key] = made
-        item.tensor = target = made
     local = target._local_tensor if isinstance(target, DTensor) else target.detach()
     sent = agreement.scratch(local.shape, local.dtype)
     if value is not None:
@@ -343,6 +377,17 @@ def _write_copy(item: _Item, value: torch.Tensor | None, agreement: Agreement) -
             sent.copy_(given)
     agreement.spread(sent)
     local.copy_(sent)
+
+
+def _give_memory(item: _Item, device: torch.device) -> None:
+    """To a tensor on the meta device, wherever it is registered."""
+    made = torch.empty_like(item.tensor, device=device)
+    if isinstance(item.tensor, nn.Parameter):
+        made = nn.Parameter(made, item.tensor.requires_grad)
+        made.__dict__.update(item.tensor.__dict__)
+    for store, key in item.places:
+        store[key] = made
+    item.tensor = made
 
 
 def _from_first_replica(subject: Subject, rows: torch.Tensor) -> None:

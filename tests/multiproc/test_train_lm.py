@@ -11,8 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
+from fsdp2 import checkpoint
 from fsdp2.examples import launch
+from fsdp2.examples.model import PRESETS, Transformer
 from tests.common.combinations import seldom
 
 ROOT = Path(__file__).parents[2]
@@ -244,6 +248,18 @@ def test_resumed_on_another_mesh(
 
 
 # --- interrupted ---------------------------------------------------------------------------------
+
+
+def test_exported_weights_are_those_of_the_last_checkpoint(tmp_path: Path) -> None:
+    """In the files that Hugging Face's libraries read."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    end = ("--steps", "2", "--checkpoint", str(run), "--export", str(out))
+    assert f"exported to {out}: 1 file(s)" in train("--nproc", "2", *end)
+    model = Transformer(PRESETS["tiny"])
+    checkpoint.load_pretrained(model, out)
+    saved = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    dcp.load({"model": saved}, checkpoint_id=run / "step-000002")
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.extended

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp2.checkpoint import files, load, remove, save, steps, unfinished, verify
+from fsdp2.checkpoint import export, files, load, remove, save, steps, unfinished, verify
 from fsdp2.checkpoint.folder import MANIFEST
 
 Op = tuple[Any, ...]
@@ -54,6 +54,19 @@ class Recorder(files.Disk):
         if self.ops[-1][:2] == ("write", inode):  # one after the other is one
             data = self.ops.pop()[2] + data
         self.ops.append(("write", inode, data))
+
+    def open(self, path: Path) -> Any:
+        file = super().open(path)
+        self._of_file[id(file)] = self.inodes[path]
+        return file
+
+    def resize(self, file: Any, length: int) -> None:
+        super().resize(file, length)
+        self.ops.append(("write", self._of_file[id(file)], b"\0" * length))
+
+    def write_at(self, file: Any, data: Any, offset: int) -> None:
+        super().write_at(file, data, offset)
+        self.ops.append(("write at", self._of_file[id(file)], bytes(data), offset))
 
     def sync(self, file: Any) -> None:
         super().sync(file)
@@ -112,6 +125,9 @@ def play(ops: list[Op]) -> dict[int, Inode]:
             change: Op = ("add", op[2], op[3])
         elif kind == "write":
             inode.data += op[2]
+            continue
+        elif kind == "write at":
+            inode.data = inode.data[: op[3]] + op[2] + inode.data[op[3] + len(op[2]) :]
             continue
         elif kind == "sync":
             inode.synced, inode.durable, inode.changes = inode.data, dict(inode.names), []
@@ -288,6 +304,38 @@ def test_what_a_crash_leaves_is_loaded(
             save(root / "run", model, optimizer, step=9)
             assert steps(root / "run")[-1] == 9
     assert {".saving-", ".removing-"} <= seen
+
+
+def _torn(ops: list[Op], whole: Tree) -> list[str]:
+    """Crashes of an export that leave another folder than the whole one, or none behind its end."""
+    found = []
+    for length in range(len(ops) + 1):
+        for tree in crashes(ops[:length]):
+            left = tree.get("out")
+            if left not in (None, whole) or (left is None and length == len(ops)):
+                found.append(f"{length}: {left}")
+    return found
+
+
+def test_an_export_is_whole_or_not_there(tmp_path: Path) -> None:
+    """After any crash; without one of the syncs, or with the rename earlier, it is torn by some."""
+    recorder = Recorder(tmp_path)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
+    with mock.patch.object(files, "DISK", recorder):
+        export(tmp_path / "out", model, shard_size=80)
+    ops = recorder.ops
+    whole = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert len(whole) == 3
+    assert _torn(ops, whole) == []
+    syncs = [place for place, op in enumerate(ops) if op[0] == "sync"]
+    assert len(syncs) == len(whole) + 2
+    for place in syncs:
+        assert _torn(ops[:place] + ops[place + 1 :], whole), ops[place]
+    rename = next(place for place, op in enumerate(ops) if op[0] == "rename")
+    for earlier in (1, 2):
+        moved = list(ops)
+        moved.insert(rename - earlier, moved.pop(rename))
+        assert _torn(moved, whole), earlier
 
 
 def test_a_written_file_is_read_back() -> None:

@@ -70,6 +70,7 @@ TINY = PRESETS["tiny"]
         (["--replicate", "100000"], "too many for this machine"),
         (["--resume"], "--resume needs --checkpoint"),
         (["--checkpoint-every", "5"], "--checkpoint-every needs --checkpoint"),
+        (["--export", "/"], "--export / is there already"),
         (["--seq-len", "100000000"], "too little text"),
     ],
 )
@@ -595,8 +596,9 @@ def test_a_fresh_run_does_not_touch_a_good_checkpoint(tmp_path: Path) -> None:
 
 def test_checkpoint_without_numpy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="--checkpoint needs NumPy"):
-        parse(["--checkpoint", "somewhere"], None)
+    for flag in ("--checkpoint", "--export"):
+        with pytest.raises(UsageError, match=f"{flag} needs NumPy"):
+            parse([flag, "somewhere"], None)
 
 
 # --- restarted by an elastic agent ---------------------------------------------------------------

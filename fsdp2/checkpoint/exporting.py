@@ -1,0 +1,485 @@
+"""`export`: a folder that Hugging Face's libraries load, written by all ranks at once.
+
+1. every rank   what it has of which tensor            ─> all ranks: files, headers, offsets
+2. rank 0       files with headers and lengths            .exporting-OUT/
+3. every rank   its slices, at their offsets; what it has written is synced
+4. rank 0       the folder synced, renamed                .exporting-OUT -> OUT
+
+Nothing is gathered, and nothing is put together afterwards. A rank stages at most 8 MiB of a live
+model; of a saved step, one saved piece of a tensor at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+
+from fsdp2.checkpoint import files
+from fsdp2.checkpoint.folder import PathLike, check_files, read_manifest, step_folder
+from fsdp2.checkpoint.state import Held, Reader, held_by, read_chunk
+from fsdp2.checkpoint.tensors import About, Layout, Writer, plan
+from fsdp2.checkpoint.together import is_first, together
+from fsdp2.core.config import CheckpointError
+from fsdp2.core.device.collectives import rank_and_size
+
+Names = Callable[[str], str | None]
+"""A model's name of a tensor -> its name in the files; ``None``: it is not there."""
+
+Progress = Callable[[int, int], object]
+"""Is told how many bytes this rank has written, and how many it will."""
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and lengths."""
+
+_EXPORTING = ".exporting-"
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What `export` has made.
+
+    Attributes:
+        folder: the folder.
+        files: its safetensors files.
+        nbytes: bytes of all files.
+        tied: names that were left out, each with the name under which its values are.
+    """
+
+    folder: Path
+    files: list[str]
+    nbytes: int
+    tied: dict[str, str]
+
+
+def export(
+    folder: PathLike,
+    source: nn.Module | PathLike,
+    *,
+    step: int | None = None,
+    format: str = "safetensors",
+    dtype: torch.dtype | None = None,
+    shard_size: int | str = "5GB",
+    names: Names | None = None,
+    progress: Progress | None = None,
+) -> Exported:
+    """Write a model's parameters and persistent buffers as Hugging Face's libraries read them.
+
+    One file ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and an index. Every rank
+    of the default process group calls it, with the same arguments, between steps; without a process
+    group one process does. Each rank writes its own slices, and of a tensor that several ranks have
+    one of them. The folder is there when it is complete and durable, and not before. What a crash
+    leaves is ``.exporting-FOLDER`` beside it, which the next call removes.
+
+    The package ``safetensors`` is not needed: it has no writer for several processes. The bytes are
+    those that it writes. Shards that are not cut on dim 0 are written run by run: the shorter the
+    runs, the slower.
+
+    Args:
+        folder: where it will be; it must not be there yet. All ranks must see it.
+        source: a model, sharded in any way or not at all; or a folder of steps, as of `save`, whose
+            tensors the ranks share out, piece by piece.
+        step: of a folder of steps: which. Default ``None``: the newest complete one.
+        format: "safetensors".
+        dtype: floating-point tensors are cast to it. Default ``None``: their own.
+        shard_size: of tensors in a file, at most: bytes, or "5GB" (10**9) or "5GiB" (2**30). A
+            larger tensor has a file of its own. Default "5GB".
+        names: the model's name of a tensor -> its name in the files; ``None`` leaves it out.
+            Default: the same.
+        progress: called with the bytes that this rank has written, and that it will write.
+
+    Returns:
+        The folder, its files, and which tied names stand for others. A tied tensor is written once,
+        under the name that comes first, and the metadata of its file have the others, as
+        ``safetensors.torch.save_model`` has them. A saved step has all names, and knows no ties.
+
+    Raises:
+        CheckpointError: on all ranks alike; the folder is not there then.
+
+    Example::
+
+        fsdp2.checkpoint.export("out", model, dtype=torch.bfloat16)
+        transformers.AutoModelForCausalLM.from_pretrained("out")     # with its config.json in it
+    """
+    out = Path(folder)
+    what = f"export('{out}')"
+    jobs: list[_Job] = []
+    facts = together(
+        what, lambda: _facts(jobs, out, source, step, format, dtype, shard_size, names)
+    )
+    (job,) = jobs
+    shared = _Shared.of(facts)
+    layout = plan(shared.tensors, shard_bytes=facts[0].shard_bytes, tied=shared.tied)
+    writing = out.with_name(_EXPORTING + out.name)
+    writer = Writer(writing, layout)
+    try:
+        together(what, lambda: _begin(out, writing, layout, writer) if is_first() else None)
+        together(what, lambda: job.write(writer, shared, progress))
+        together(what, lambda: _commit(out, writing) if is_first() else None)
+    except CheckpointError:
+        writer.abandon()
+        if is_first() and not out.exists():
+            with contextlib.suppress(OSError):
+                files.remove_tree(writing)
+        raise
+    return Exported(out, sorted(layout.lengths), layout.total, shared.tied)
+
+
+# ---- what there is
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What a rank tells the others.
+
+    Attributes:
+        arguments: which must be the same on all.
+        shard_bytes: one of them.
+        tensors: by the name in the files, in order; dtypes as they will be there.
+        sources: the source's name of each.
+        boxes: what it has of each; none of one of which it has nothing.
+        whole: names of those that every rank has whole, such as buffers.
+        tied: names of the files for others of them.
+    """
+
+    arguments: tuple[str, ...]
+    shard_bytes: int
+    tensors: dict[str, About]
+    sources: dict[str, str]
+    boxes: dict[str, list[Box]]
+    whole: set[str]
+    tied: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What all ranks know then; the same on each.
+
+    Attributes:
+        tensors: by name, in order.
+        tied: other names.
+        owners: which rank writes which box of which tensor.
+    """
+
+    tensors: dict[str, About]
+    tied: dict[str, str]
+    owners: dict[tuple[str, Box], int]
+
+    @classmethod
+    def of(cls, facts: Sequence[_Facts]) -> _Shared:
+        """Raises what cannot be written, from what all have told: on all ranks alike."""
+        if any(other.arguments != facts[0].arguments for other in facts):
+            raise CheckpointError(
+                f"export() got other arguments on other ranks "
+                f"({[other.arguments for other in facts]}); pass the same on all"
+            )
+        tensors: dict[str, About] = {}
+        sources: dict[str, str] = {}
+        tied: dict[str, str] = {}
+        for other in facts:
+            for name, about in other.tensors.items():
+                if tensors.setdefault(name, about) != about:
+                    raise CheckpointError(
+                        f"'{name}' is {about} on one rank and {tensors[name]} on another; build "
+                        f"the same model on all ranks"
+                    )
+            for name, own in other.sources.items():
+                if sources.setdefault(name, own) != own:
+                    raise CheckpointError(
+                        f"export(names=…) made '{name}' of '{sources[name]}' and of '{own}' on "
+                        f"another rank; return another name for one, or None to leave it out"
+                    )
+            tied |= other.tied
+        tied = {name: kept for name, kept in tied.items() if name not in tensors}
+        return cls(tensors, tied, _owners(facts, tensors))
+
+
+def _owners(facts: Sequence[_Facts], tensors: Mapping[str, About]) -> dict[tuple[str, Box], int]:
+    """One rank for each box: of replicas in turn; of what is whole everywhere the first."""
+    ranks: dict[tuple[str, Box], list[int]] = {}
+    for rank, other in enumerate(facts):
+        for name, boxes in other.boxes.items():
+            for box in boxes:
+                ranks.setdefault((name, box), []).append(rank)
+    whole = set().union(*(other.whole for other in facts))
+    found = {}
+    elements = dict.fromkeys(tensors, 0)
+    for number, ((name, box), holders) in enumerate(ranks.items()):
+        turn = 0 if name in whole else number % len(holders)
+        found[name, box] = holders[turn]
+        elements[name] += math.prod(box[1])
+    for name, about in tensors.items():
+        if elements[name] != math.prod(about.shape):
+            raise CheckpointError(
+                f"the ranks have {elements[name]} of {math.prod(about.shape)} elements of "
+                f"'{name}'; call export() in a job with all ranks of the model's meshes"
+            )
+    return found
+
+
+@dataclass
+class _Job(ABC):
+    """One export, on one rank.
+
+    Attributes:
+        names: the name in the files of each of the source's; ``None``: left out.
+        dtype: of floating-point tensors.
+        tensors: by the source's name.
+        boxes: what this rank has of each, by the source's name.
+        tied: the source's names for others of them.
+    """
+
+    names: Names
+    dtype: torch.dtype | None
+    tensors: dict[str, About] = field(default_factory=dict)
+    boxes: dict[str, list[Box]] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+
+    def mapped(self) -> dict[str, str]:
+        """The names of what is written, by the source's.
+
+        Raises:
+            CheckpointError: two tensors have one name, or a name is no string.
+        """
+        found: dict[str, str] = {}
+        taken: dict[str, str] = {}
+        for name in [*self.tensors, *self.tied]:
+            other = self.names(name)
+            if other is None:
+                continue
+            if not isinstance(other, str):
+                raise CheckpointError(
+                    f"export(names=…) made {other!r} of '{name}'; return a string, or None to "
+                    f"leave it out"
+                )
+            if other in taken:
+                raise CheckpointError(
+                    f"export(names=…) made '{other}' of '{taken[other]}' and of '{name}'; return "
+                    f"another name for one, or None to leave it out"
+                )
+            taken[other] = name
+            found[name] = other
+        return found
+
+    def about(self, name: str) -> About:
+        """As it will be in the files."""
+        about = self.tensors[name]
+        if self.dtype is None or not about.dtype.is_floating_point:
+            return about
+        return About(about.shape, self.dtype)
+
+    def facts(self, arguments: tuple[str, ...], shard_bytes: int) -> _Facts:
+        mapped = self.mapped()
+        kept = {name: mapped[name] for name in self.tensors if name in mapped}
+        tied: dict[str, str] = {}
+        for other, first in self.tied.items():
+            if other in mapped and first in kept:
+                tied[mapped[other]] = kept[first]
+        return _Facts(
+            arguments,
+            shard_bytes,
+            {other: self.about(name) for name, other in kept.items()},
+            {other: name for name, other in kept.items()},
+            {other: self.boxes[name] for name, other in kept.items() if name in self.boxes},
+            {kept[name] for name in self.whole() if name in kept},
+            tied,
+        )
+
+    def whole(self) -> set[str]:
+        """Of what every rank has whole the first rank's is meant."""
+        return set()
+
+    @abstractmethod
+    def parts(self, name: str) -> Iterator[tuple[Box, Callable[[], Tensor]]]:
+        """What this rank has of a tensor, and how to get it."""
+
+    def write(self, writer: Writer, shared: _Shared, progress: Progress | None) -> None:
+        rank, _ = rank_and_size()
+        mapped = self.mapped()
+        mine = [
+            (other, box, get)
+            for name, other in mapped.items()
+            if name in self.tensors
+            for box, get in self.parts(name)
+            if shared.owners[other, box] == rank
+        ]
+        sizes = [math.prod(box[1]) * shared.tensors[o].dtype.itemsize for o, box, _ in mine]
+        done, total = 0, sum(sizes)
+        with writer:
+            for (other, box, get), size in zip(mine, sizes, strict=True):
+                writer.write(other, get(), box[0])
+                done += size
+                if progress is not None:
+                    progress(done, total)
+
+
+@dataclass
+class _LiveJob(_Job):
+    """Of a model."""
+
+    held: dict[str, Held] = field(default_factory=dict)
+
+    def take(self, model: nn.Module) -> None:
+        self.held, self.tied, others = held_by(model)
+        for name in others:
+            if self.names(name) is not None:
+                raise CheckpointError(
+                    f"'{name}' is no tensor, and safetensors knows tensors alone; pass names= that "
+                    f"returns None for it"
+                )
+        for name, held in self.held.items():
+            if held.local.is_meta and self.names(name) is not None:
+                raise CheckpointError(
+                    f"'{name}' is on the meta device and has no values; give it some before "
+                    f"export()"
+                )
+            self.tensors[name] = About(held.shape, held.dtype)
+            if held.local.numel():
+                self.boxes[name] = [(held.offsets, tuple(held.local.shape))]
+
+    def whole(self) -> set[str]:
+        return {name for name, held in self.held.items() if not held.sharded}
+
+    def parts(self, name: str) -> Iterator[tuple[Box, Callable[[], Tensor]]]:
+        for box in self.boxes.get(name, ()):
+            yield box, lambda: self.held[name].local
+
+
+@dataclass
+class _SavedJob(_Job):
+    """Of a saved step: pieces go round the ranks."""
+
+    path: Path = Path()
+    metadata: Metadata = field(default_factory=lambda: Metadata({}))
+    chunks: dict[str, list[ChunkStorageMetadata]] = field(default_factory=dict)
+
+    def take(self, root: Path, step: int | None) -> None:
+        manifest = read_manifest(root, step)
+        check_files(root, manifest)
+        self.path = step_folder(root, manifest.step)
+        self.metadata = Reader(self.path).read_metadata()
+        rank, size = rank_and_size()
+        number = 0
+        for saved, about in self.metadata.state_dict_metadata.items():
+            if not saved.startswith("model."):
+                continue
+            name = saved.removeprefix("model.")
+            if not isinstance(about, TensorStorageMetadata):
+                if self.names(name) is None:
+                    continue
+                raise CheckpointError(
+                    f"'{name}' is no tensor, and safetensors knows tensors alone; pass names= that "
+                    f"returns None for it"
+                )
+            self.tensors[name] = About(tuple(about.size), about.properties.dtype)
+            for chunk in about.chunks:
+                number += 1
+                if number % size == rank and chunk.sizes.numel():
+                    self.chunks.setdefault(name, []).append(chunk)
+        self.boxes = {n: [_box_of(chunk) for chunk in chunks] for n, chunks in self.chunks.items()}
+
+    def parts(self, name: str) -> Iterator[tuple[Box, Callable[[], Tensor]]]:
+        def get(chunk: ChunkStorageMetadata) -> Callable[[], Tensor]:
+            return lambda: read_chunk(self.path, self.metadata, f"model.{name}", chunk)
+
+        for chunk in self.chunks.get(name, ()):
+            yield _box_of(chunk), get(chunk)
+
+
+def _box_of(chunk: ChunkStorageMetadata) -> Box:
+    return tuple(chunk.offsets), tuple(chunk.sizes)
+
+
+def _facts(
+    jobs: list[_Job],
+    out: Path,
+    source: nn.Module | PathLike,
+    step: int | None,
+    format: str,
+    dtype: torch.dtype | None,
+    shard_size: int | str,
+    names: Names | None,
+) -> _Facts:
+    """Check the arguments, look at the source; the job is put into ``jobs``."""
+    if format != "safetensors":
+        raise CheckpointError(f"export(format=…) takes 'safetensors', not {format!r}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise CheckpointError(f"export(dtype=…) takes a floating-point dtype or None, not {dtype}")
+    shard_bytes = _bytes_in(shard_size)
+    if out.exists() or out.is_symlink():
+        raise CheckpointError(
+            f"'{out}' is there already, and export() replaces nothing; name another folder, or "
+            f"remove it"
+        )
+    job: _LiveJob | _SavedJob
+    named = names or (lambda name: name)
+    if isinstance(source, nn.Module):
+        if step is not None:
+            raise CheckpointError(
+                f"export(step={step}) is of a folder of steps, but was given a model; leave step "
+                f"out, or pass the folder"
+            )
+        job = _LiveJob(named, dtype)
+        job.take(source)
+    else:
+        job = _SavedJob(named, dtype)
+        job.take(Path(source), step)
+    jobs.append(job)
+    kind = "model" if isinstance(source, nn.Module) else str(source)
+    return job.facts((str(out), kind, str(step), str(dtype), str(shard_bytes)), shard_bytes)
+
+
+def _bytes_in(size: int | str) -> int:
+    """5 * 10**9 of "5GB", 5 * 2**30 of "5GiB"."""
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(size), re.IGNORECASE)
+    bytes_ = 0
+    if isinstance(size, str) and match is not None:
+        number, unit, binary = match.groups()
+        units = _BINARY if binary else _UNITS
+        bytes_ = int(float(number) * units.get(unit.upper(), 0))
+    if bytes_ < 1:
+        raise CheckpointError(
+            f"export(shard_size=…) takes bytes, or a string such as '5GB' or '500MiB', not {size!r}"
+        )
+    return bytes_
+
+
+# ---- the folder
+
+
+def _begin(out: Path, writing: Path, layout: Layout, writer: Writer) -> None:
+    """All files with their headers, beside the place; what an earlier crash left is gone."""
+    if writing.exists():
+        files.remove_tree(writing)
+    above = next(path for path in out.absolute().parents if path.is_dir())
+    free = files.free_bytes(above)
+    if free < layout.total:
+        raise CheckpointError(
+            f"'{out}' will have {layout.total:,} bytes, and the disk of '{above}' has {free:,} "
+            f"free; make room, or name a folder on another disk"
+        )
+    files.make_folders(out.parent)
+    files.DISK.make_folder(writing)
+    writer.create()
+
+
+def _commit(out: Path, writing: Path) -> None:
+    files.DISK.sync_folder(writing)
+    files.DISK.rename(writing, out)
+    files.DISK.sync_folder(out.parent)

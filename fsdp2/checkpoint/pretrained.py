@@ -1,0 +1,218 @@
+"""`load_pretrained`: a folder of Hugging Face's libraries into a model, each rank its own slices.
+
+1. rank 0       headers of all files                   ─> all ranks
+2. every rank   names, shapes, dtypes, lengths of files; tied names that differ
+3. all          what differs on any rank               ─> raised on all, or reported
+4. every rank   memory for what is on meta; its slices, into it
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fsdp2.checkpoint.exporting import Names
+from fsdp2.checkpoint.folder import PathLike
+from fsdp2.checkpoint.state import Differences, Held, held_by
+from fsdp2.checkpoint.tensors import Catalogue, Reader, catalogue
+from fsdp2.checkpoint.together import is_first, together
+from fsdp2.core.config import CheckpointError
+from fsdp2.full.loading import require_writable, rewritten
+
+_PIECE = 1 << 20  # elements that are compared at once
+
+
+def load_pretrained(
+    model: nn.Module, folder: PathLike, *, names: Names | None = None, strict: bool = True
+) -> Differences:
+    """Load a folder of safetensors files, or one file, into a model, sharded or not.
+
+    Every rank of the default process group calls it, with the same arguments, between steps;
+    without a process group one process does. Each rank reads the bytes of its own slices alone,
+    into its shards; runs of less than 4 KiB with what lies between them. No code is run that a file
+    holds, and the package ``safetensors`` is not needed.
+
+    Floating-point tensors are cast to the dtype of the model's, as ``load_state_dict`` does; all
+    others must be of that dtype. A tied tensor may stand in the files under any of its names, or
+    under several, if they are equal. Names that the files' metadata tie to another are found there.
+
+    What is on the meta device gets memory first, and stays tied. A buffer that no file has
+    (``persistent=False``) is then set by ``reset_parameters()`` of its module; without one make it
+    on a real device, or build the model in `fsdp2.deferred`.
+
+    Args:
+        model: takes parameters and persistent buffers.
+        folder: as of `export` or ``save_pretrained``; or a ``.safetensors`` file, or an index.
+        names: the model's name of a tensor -> its name in the files; ``None``: it is not in them
+            and stays as it is. Default: the same.
+        strict: raise if names, shapes or dtypes differ. ``False``: load the others.
+
+    Returns:
+        What differed and was left; with ``strict=True`` it is empty. ``unexpected`` are names of
+        the files, all others the model's.
+
+    Raises:
+        CheckpointError: on all ranks alike, before anything is changed; unless a file turns out to
+            be broken while it is read, which leaves the model partly loaded.
+
+    Example::
+
+        with torch.device("meta"):
+            model = Transformer()
+        shard(model)
+        fsdp2.checkpoint.load_pretrained(model, "llama", names=lambda name: "model." + name)
+    """
+    what = f"load_pretrained('{folder}')"
+    found = together(what, lambda: catalogue(Path(folder)) if is_first() else None)[0]
+    assert found is not None
+    job = _Job(model, found, names or (lambda name: name))
+    left = Differences.over_ranks(together(what, job.compare))
+    if left and strict:
+        raise CheckpointError(
+            f"'{folder}' is not of this model: missing {left.missing}, unexpected "
+            f"{left.unexpected}, of other shapes {left.reshaped}, of other dtypes {left.retyped}; "
+            f"pass names= that maps them, or strict=False to load what is alike"
+        )
+    together(what, lambda: job.check(left.left()))
+    together(what, lambda: job.read(left.left()))
+    return left
+
+
+class _Job:
+    """One load, on one rank."""
+
+    def __init__(self, model: nn.Module, found: Catalogue, names: Names) -> None:
+        self._model = model
+        self._found = found
+        self._names = names
+        self._sources: dict[str, list[str]] = {}  # the model's name -> tensors of the files
+
+    def compare(self) -> Differences:
+        """What differs; changes nothing."""
+        require_writable(self._model, "load_pretrained")
+        self._check_files()
+        held, tied, others = held_by(self._model)
+        known: dict[str, list[str]] = {name: [name] for name in held}
+        for other, name in tied.items():
+            known[name].append(other)
+        differences, used = Differences(), set()
+        for name, alike in known.items():
+            wanted = [file for file in map(self._names, alike) if file is not None]
+            there = [self._found.tied.get(file, file) for file in wanted]
+            sources = [file for file in dict.fromkeys(there) if file in self._found.places]
+            used |= set(sources)
+            if not sources:
+                if wanted:
+                    differences.missing.append(name)
+            elif all(self._alike(name, held[name], source, differences) for source in sources):
+                self._sources[name] = sources
+        differences.missing += [name for name in others if self._names(name) is not None]
+        differences.unexpected += [name for name in self._found.places if name not in used]
+        return differences
+
+    def _check_files(self) -> None:
+        for name, length in self._found.lengths.items():
+            path = self._found.folder / name
+            seen = path.stat().st_size if path.is_file() else None
+            if seen != length:
+                raise CheckpointError(
+                    f"'{path}' has {seen} bytes on one rank and {length} on another; let all ranks "
+                    f"see the same folder"
+                )
+
+    def _alike(self, name: str, held: Held, source: str, differences: Differences) -> bool:
+        about = self._found.places[source].about
+        if about.shape != held.shape:
+            differences.reshaped.append(name)
+            return False
+        cast = about.dtype.is_floating_point and held.dtype.is_floating_point
+        if about.dtype != held.dtype and not cast:
+            differences.retyped.append(name)
+            return False
+        return True
+
+    def check(self, left: set[str]) -> None:
+        """Raise if tied names have different values, or something would have none."""
+        held, _, _ = held_by(self._model)
+        loaded = {name for name in self._sources if name not in left}
+        with Reader(self._found) as reader:
+            for name in sorted(loaded):
+                first, *others = self._sources[name]
+                for other in others:
+                    if not _equal(reader, first, other, held[name]):
+                        raise CheckpointError(
+                            f"'{first}' and '{other}' are tied in the model, but differ in "
+                            f"'{self._found.folder}'; pass names= that returns None for one"
+                        )
+        for name, part in held.items():
+            if part.local.is_meta and name not in loaded:
+                self._check_reset(name)
+        for name in _hidden(self._model):
+            self._check_reset(name)
+
+    def _check_reset(self, name: str) -> None:
+        owner = self._model.get_submodule(name.rpartition(".")[0])
+        if not callable(getattr(owner, "reset_parameters", None)):
+            raise CheckpointError(
+                f"'{name}' is on the meta device and not in '{self._found.folder}', so that it "
+                f"would have no values; give its module a reset_parameters(), or build the model "
+                f"in fsdp2.deferred(…)"
+            )
+
+    @torch.no_grad()
+    def read(self, left: set[str]) -> None:
+        """Read all but what is left into this rank's shards."""
+        held, _, _ = held_by(self._model)
+        loaded = {name for name in self._sources if name not in left}
+        unset = [name for name, part in held.items() if part.local.is_meta and name not in loaded]
+        unset += _hidden(self._model)
+        owners = {self._model.get_submodule(name.rpartition(".")[0]): None for name in unset}
+        with rewritten(self._model), contextlib.ExitStack() as stack:
+            for owner in owners:
+                owner.reset_parameters()  # type: ignore[operator]  # `check` has found it
+            held, _, _ = held_by(self._model)
+            reader = stack.enter_context(Reader(self._found))
+            for name in sorted(loaded, key=lambda name: self._order(self._sources[name][0])):
+                part = held[name]
+                if part.local.numel():
+                    reader.read(self._sources[name][0], part.local, part.offsets)
+
+    def _order(self, source: str) -> tuple[str, int]:
+        """Files are read from the beginning to the end."""
+        place = self._found.places[source]
+        return place.file, place.offset
+
+
+def _hidden(model: nn.Module) -> list[str]:
+    """Names of buffers on the meta device that no state dict has."""
+    return [
+        f"{prefix}.{key}" if prefix else key
+        for prefix, member in model.named_modules()
+        for key in sorted(member._non_persistent_buffers_set)
+        if (buffer := member._buffers.get(key)) is not None and buffer.is_meta
+    ]
+
+
+def _equal(reader: Reader, one: str, other: str, held: Held) -> bool:
+    """Whether two tensors of the files have the same bits in this rank's part, piece by piece."""
+    places = reader.catalogue.places
+    if places[one].about != places[other].about:
+        return False
+    lengths = tuple(held.local.shape)
+    if not held.local.numel():
+        return True
+    rows = lengths[0] if lengths else 1
+    step = max(1, _PIECE * rows // held.local.numel())
+    for start in range(0, rows, step):
+        shape = (min(step, rows - start), *lengths[1:]) if lengths else ()
+        offsets = (held.offsets[0] + start, *held.offsets[1:]) if lengths else ()
+        found: list[Tensor] = []
+        for name in (one, other):
+            found.append(torch.empty(shape, dtype=places[name].about.dtype))
+            reader.read(name, found[-1], offsets)
+        if not torch.equal(*(tensor.view(-1).view(torch.uint8) for tensor in found)):
+            return False
+    return True
