@@ -28,14 +28,13 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from fsdp2.checkpoint.folder import Json
 from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.collectives import rank_and_size
+from fsdp2.core.names import clean
 
 Extra: TypeAlias = Any
 """None, bool, int, float, str, tensors, and lists, tuples and dicts with str keys of them."""
 
 Nested = dict[str, Any]
 """A state dict: tensors and the user's values."""
-
-_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 # ---- what is there
@@ -76,11 +75,7 @@ def params_by_place(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
     Raises:
         CheckpointError: the model does not have one of them.
     """
-    names: dict[int, str] = {}
-    for name, param in model.named_parameters():
-        for prefix in _PREFIXES:
-            name = name.replace(prefix, "")
-        names[id(param)] = name
+    names = {id(param): clean(name) for name, param in model.named_parameters()}
     found = []
     for group in optimizer.param_groups:
         for param in group["params"]:
