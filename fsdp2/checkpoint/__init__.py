@@ -4,6 +4,7 @@ saving     `save`: written beside, hashed, synced, renamed
 loading    `load`: compared on all ranks before anything is written
 folder     `steps`, `verify`, `unfinished`, `remove`; the manifest that makes a step one
 state      what is saved under which name, and what differs; DCP's reader, which runs no code
+tensors    the safetensors format by offsets: slices written and read at their places
 together   ranks that succeed together or fail together
 files      all that is done to files, in one place
 

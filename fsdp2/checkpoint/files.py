@@ -45,6 +45,21 @@ class Disk:
         finally:
             os.close(handle)
 
+    def open(self, path: Path) -> BinaryIO:
+        """A file that is there, to write into it."""
+        return path.open("r+b", buffering=0)
+
+    def resize(self, file: BinaryIO, length: int) -> None:
+        """Give a new file its length; what is not written reads as zeros."""
+        os.ftruncate(file.fileno(), length)
+
+    def write_at(self, file: BinaryIO, data: bytes | memoryview, offset: int) -> None:
+        """Write at a place of a file; others may write elsewhere at the same time."""
+        view = memoryview(data)
+        while len(view):
+            written = os.pwrite(file.fileno(), view, offset)
+            view, offset = view[written:], offset + written
+
     def rename(self, path: Path, other: Path) -> None:
         os.rename(path, other)
 
@@ -124,6 +139,23 @@ def write_durably(path: Path, data: bytes) -> None:
     with DISK.create(path) as file:
         DISK.write(file, data)
         DISK.sync(file)
+
+
+def read_at(file: BinaryIO, into: memoryview, offset: int) -> int:
+    """Fill memory with a file's bytes from a place on; how many there were."""
+    done = 0
+    while done < len(into):
+        read = os.preadv(file.fileno(), [into[done:]], offset + done)
+        if not read:
+            break
+        done += read
+    return done
+
+
+def free_bytes(path: Path) -> int:
+    """What the disk below a folder that is there takes of this user."""
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
 
 
 def make_folders(path: Path) -> None:

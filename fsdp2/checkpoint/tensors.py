@@ -1,0 +1,545 @@
+"""The safetensors format by offsets: what is in which byte, many writers at once, slices alone.
+
+    names, shapes, dtypes ── plan ──> Layout: files, headers, the first byte of every tensor
+    Layout                ── Writer ─> create on one rank; write slices on all ranks; synced
+    a folder or a file    ── catalogue ─> Catalogue: the same of what is there, checked
+    Catalogue             ── Reader ─> slices of tensors into memory that is there
+
+    [ 8 bytes: n ][ n bytes: JSON, padded to 8 ][ tensor ][ tensor ] …       one file
+
+Nothing here knows a model or communicates; it is about plain names, shapes and dtypes.
+
+The package ``safetensors`` writes a file from one process that has all tensors whole, and does not
+say where a tensor's bytes are. Here each rank writes and reads its own slices, so that both are
+done by offsets. Order, header and padding are the package's, byte for byte; tests compare them. The
+format is described at https://github.com/huggingface/safetensors#format, the folder at
+https://huggingface.co/docs/transformers/main_classes/model (``save_pretrained``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from fsdp2.checkpoint import files
+from fsdp2.core.config import CheckpointError
+
+DTYPES = {
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F32": torch.float32,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The format's names, in the order in which the package puts tensors into a file."""
+
+INDEX = "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+METADATA = "__metadata__"
+BLOCK = 8 << 20  # bytes that are staged at once, where they cannot be used as they lie
+_SMALL = 4096  # bytes; shorter runs are read with what lies between them
+_MAX_HEADER = 100_000_000  # bytes; the package takes no longer one
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_RANKS = {dtype: rank for rank, dtype in enumerate(DTYPES.values())}
+
+
+@dataclass(frozen=True)
+class About:
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a whole tensor's bytes are.
+
+    Attributes:
+        file: the file's name, in the folder.
+        offset: of its first byte, from the file's beginning.
+        about: shape and dtype there.
+    """
+
+    file: str
+    offset: int
+    about: About
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """What a folder, or one file, holds.
+
+    Attributes:
+        folder: where the files are.
+        lengths: of each file, in bytes, by its name.
+        places: of each tensor, by its name.
+        tied: names that stand for another tensor of the folder, as the files' metadata say.
+    """
+
+    folder: Path
+    lengths: Mapping[str, int]
+    places: Mapping[str, Place]
+    tied: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The files that tensors become.
+
+    Attributes:
+        headers: the first bytes of each file, by its name.
+        lengths: of each file, in bytes.
+        places: of each tensor, by its name.
+        index: the bytes of the index; ``None`` where there is one file.
+    """
+
+    headers: Mapping[str, bytes]
+    lengths: Mapping[str, int]
+    places: Mapping[str, Place]
+    index: bytes | None
+
+    @property
+    def total(self) -> int:
+        """Bytes of all files."""
+        return sum(self.lengths.values()) + len(self.index or b"")
+
+
+# ---- what will be where
+
+
+def plan(
+    tensors: Mapping[str, About],
+    *,
+    shard_bytes: int | None = None,
+    tied: Mapping[str, str] | None = None,
+) -> Layout:
+    """Decide files and offsets from facts that all ranks share; the same on each.
+
+    Tensors go into files in their order: a file takes the next tensor as long as it stays within
+    ``shard_bytes``, and a larger tensor has a file of its own, as ``save_pretrained`` does it.
+
+    Args:
+        tensors: shapes and dtypes by name, in order.
+        shard_bytes: bytes of tensors that a file has at most. Default ``None``: one file.
+        tied: other names of tensors, which the header's metadata tell, as ``save_model`` of the
+            package does. Default: none.
+
+    Raises:
+        CheckpointError: the format does not know a dtype or a name.
+    """
+    for name, about in tensors.items():
+        if about.dtype not in _NAMES:
+            raise CheckpointError(
+                f"'{name}' is of {about.dtype}, which safetensors does not know; pass dtype= where "
+                f"it is a floating-point tensor, or names= that returns None for it"
+            )
+        if name == METADATA:
+            raise CheckpointError(
+                f"'{name}' is a name that safetensors keeps for itself; pass names= that returns "
+                f"another for it"
+            )
+    shards = _shards(tensors, shard_bytes)
+    headers: dict[str, bytes] = {}
+    lengths: dict[str, int] = {}
+    places: dict[str, Place] = {}
+    for number, names in enumerate(shards, 1):
+        file = f"model{SUFFIX}"
+        if len(shards) > 1:
+            file = f"model-{number:05d}-of-{len(shards):05d}{SUFFIX}"
+        others = {other: name for other, name in (tied or {}).items() if name in set(names)}
+        header, offsets = _header({name: tensors[name] for name in names}, others)
+        headers[file] = header
+        lengths[file] = len(header) + sum(tensors[name].nbytes for name in names)
+        places |= {n: Place(file, len(header) + at, tensors[n]) for n, at in offsets.items()}
+    index = None
+    if len(shards) > 1:
+        total = sum(about.nbytes for about in tensors.values())
+        where = {name: places[name].file for name in tensors}
+        content = {"metadata": {"total_size": total}, "weight_map": where}
+        index = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+    return Layout(headers, lengths, {name: places[name] for name in tensors}, index)
+
+
+def _shards(tensors: Mapping[str, About], limit: int | None) -> list[list[str]]:
+    """Names of each file."""
+    closed: list[list[str]] = []
+    current: list[str] = []
+    size = 0
+    for name, about in tensors.items():
+        if limit is not None and about.nbytes > limit:
+            closed.append([name])
+            continue
+        if limit is not None and current and size + about.nbytes > limit:
+            closed.append(current)
+            current, size = [], 0
+        current.append(name)
+        size += about.nbytes
+    return [*closed, current] if current or not closed else closed
+
+
+def _header(tensors: Mapping[str, About], tied: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """A file's first bytes, and where behind them each tensor begins."""
+    ordered = sorted(tensors, key=lambda name: (_RANKS[tensors[name].dtype], name.encode()))
+    content: dict[str, object] = {METADATA: {"format": "pt", **tied}}
+    offsets, at = {}, 0
+    for name in ordered:
+        about = tensors[name]
+        offsets[name] = at
+        content[name] = {
+            "dtype": _NAMES[about.dtype],
+            "shape": list(about.shape),
+            "data_offsets": [at, at + about.nbytes],
+        }
+        at += about.nbytes
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, offsets
+
+
+# ---- writing
+
+
+class Writer:
+    """The files of a layout, to which any number of processes write their slices at once.
+
+    Args:
+        folder: where the files are.
+        layout: of `plan`.
+
+    Example::
+
+        writer = Writer(folder, layout)
+        writer.create()              # one process; all others after it
+        writer.write("weight", rows, (first_row, 0))
+        writer.close()               # what this process has written is on the disk
+    """
+
+    def __init__(self, folder: Path, layout: Layout) -> None:
+        self._folder = folder
+        self._layout = layout
+        self._open: dict[str, BinaryIO] = {}
+
+    def create(self) -> None:
+        """Make all files, with their headers and lengths, and the index; synced."""
+        for name, header in self._layout.headers.items():
+            with files.DISK.create(self._folder / name) as file:
+                files.DISK.resize(file, self._layout.lengths[name])
+                files.DISK.write_at(file, header, 0)
+                files.DISK.sync(file)
+        if self._layout.index is not None:
+            files.write_durably(self._folder / INDEX, self._layout.index)
+
+    def write(self, name: str, tensor: torch.Tensor, offsets: Sequence[int] | None = None) -> None:
+        """Write a tensor, or a box of one; no other bytes are touched.
+
+        At most 8 MiB are staged: where they must be cast, copied from a device or put in order.
+
+        Args:
+            name: of the whole tensor.
+            tensor: a plain tensor of any device and stride; cast to the dtype of the file.
+            offsets: of its first element in the whole one, in each dim. Default: all 0.
+        """
+        place = self._layout.places[name]
+        first = tuple(offsets or (0,) * tensor.dim())
+        _check_box(name, place.about.shape, first, tuple(tensor.shape))
+        file = self._open.get(place.file)
+        if file is None:
+            file = self._open[place.file] = files.DISK.open(self._folder / place.file)
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        for block in _blocks(place.about, tuple(tensor.shape)):
+            part = tensor[block].to("cpu", place.about.dtype).contiguous()
+            begin = tuple(s.start + o for s, o in zip(block, first, strict=True))
+            data = _bytes_of(part)
+            done = 0
+            for at, length in _runs(place.about, begin, tuple(part.shape)):
+                files.DISK.write_at(file, data[done : done + length], place.offset + at)
+                done += length
+
+    def close(self) -> None:
+        """Sync and close what was written; call it again to no effect."""
+        while self._open:
+            _, file = self._open.popitem()
+            with file:
+                files.DISK.sync(file)
+
+
+# ---- reading
+
+
+def catalogue(path: Path) -> Catalogue:
+    """Read the headers of a file or a folder; no tensor.
+
+    Of a folder: the files that its index names; else ``model.safetensors``; else all that end so.
+
+    Raises:
+        CheckpointError: there is none; one is missing, cut short, or no file of the format.
+    """
+    folder, names, wanted = _files_of(path)
+    lengths: dict[str, int] = {}
+    places: dict[str, Place] = {}
+    tied: dict[str, str] = {}
+    for file in names:
+        lengths[file], found, metadata = _read_header(folder / file)
+        for name, place in found.items():
+            if wanted.get(name, file) != file:
+                continue
+            if name in places:
+                raise CheckpointError(
+                    f"'{name}' is in '{folder / file}' and in '{places[name].file}', and no index "
+                    f"says which is meant; pass the file instead of the folder"
+                )
+            places[name] = place
+        tied |= {key: value for key, value in metadata.items() if value in found}
+    for name, file in wanted.items():
+        if name not in places:
+            raise CheckpointError(
+                f"the index of '{folder}' says that '{name}' is in '{file}', where it is not; copy "
+                f"the file again"
+            )
+    tied = {other: name for other, name in tied.items() if other not in places}
+    return Catalogue(folder, lengths, places, tied)
+
+
+def _files_of(path: Path) -> tuple[Path, list[str], dict[str, str]]:
+    """The folder, the names of its files, and in which file which tensor is, where that is said."""
+    if path.is_file() and path.suffix != ".json":
+        return path.parent, [path.name], {}
+    index = path if path.is_file() else path / INDEX
+    if index.is_file():
+        try:
+            wanted = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = sorted({Path(file).name for file in wanted.values()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"'{index}' is no index of safetensors files; pass the folder of save_pretrained, "
+                f"or one of its files"
+            ) from error
+        return index.parent, names, {name: Path(file).name for name, file in wanted.items()}
+    single = path / f"model{SUFFIX}"
+    found = [single] if single.is_file() else sorted(path.glob(f"*{SUFFIX}"))
+    if not found:
+        raise CheckpointError(
+            f"'{path}' is no safetensors file, and no folder with one; pass what export() or "
+            f"save_pretrained() has made"
+        )
+    return path, [file.name for file in found], {}
+
+
+def _read_header(path: Path) -> tuple[int, dict[str, Place], dict[str, str]]:
+    """Length, tensors and metadata of one file; checked as the package does."""
+    if not path.is_file():
+        raise CheckpointError(
+            f"'{path}' is missing; copy all files that the index of the folder names"
+        )
+    length = path.stat().st_size
+    parsed = _parsed(path, length)
+    if parsed is None:
+        raise CheckpointError(
+            f"'{path}' is no safetensors file, or its beginning is damaged; copy it again"
+        )
+    places, metadata, end = parsed
+    if end != length:
+        raise CheckpointError(f"'{path}' has {length} bytes of {end}; copy the file again")
+    return length, places, metadata
+
+
+def _parsed(path: Path, length: int) -> tuple[dict[str, Place], dict[str, str], int] | None:
+    """Tensors, metadata, and where the last tensor ends; ``None`` if it is another format."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if not 0 < size <= min(_MAX_HEADER, length):
+                return None
+            content = json.loads(file.read(size))
+        metadata = {str(key): str(value) for key, value in content.pop(METADATA, {}).items()}
+        places: dict[str, Place] = {}
+        end = 8 + size
+        for name, said in content.items():
+            begin, behind = said["data_offsets"]
+            shape = tuple(int(extent) for extent in said["shape"])
+            if said["dtype"] not in DTYPES:
+                raise CheckpointError(
+                    f"'{path}' has '{name}' in dtype {said['dtype']}, which this version does not "
+                    f"read; write it in another dtype"
+                )
+            about = About(shape, DTYPES[said["dtype"]])
+            if begin < 0 or min(shape, default=0) < 0 or behind - begin != about.nbytes:
+                return None
+            places[name] = Place(path.name, 8 + size + begin, about)
+            end = max(end, 8 + size + behind)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return places, metadata, end
+
+
+@dataclass
+class Reader:
+    """Slices of the tensors of a catalogue, into memory that is there.
+
+    Example::
+
+        with Reader(catalogue(folder)) as reader:
+            reader.read("weight", rows, (first_row, 0))
+
+    Attributes:
+        catalogue: what there is.
+    """
+
+    catalogue: Catalogue
+    _open: dict[str, BinaryIO] = field(default_factory=dict)
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def read(self, name: str, out: torch.Tensor, offsets: Sequence[int] | None = None) -> None:
+        """Fill a tensor with the whole of one in the files, or with a box of it.
+
+        Bytes are read to where they belong if ``out`` is on the CPU, in order, and of the file's
+        dtype. Else at most 8 MiB are staged. Runs of less than 4 KiB are read with what lies
+        between them.
+
+        Args:
+            name: of the whole tensor.
+            out: a plain tensor of any device, stride and dtype; values are cast to it.
+            offsets: of its first element in the whole one, in each dim. Default: all 0.
+
+        Raises:
+            CheckpointError: the file has become shorter.
+        """
+        place = self.catalogue.places[name]
+        first = tuple(offsets or (0,) * out.dim())
+        _check_box(name, place.about.shape, first, tuple(out.shape))
+        file = self._open.get(place.file)
+        if file is None:
+            file = self._open[place.file] = (self.catalogue.folder / place.file).open("rb")
+        out = out.detach()
+        for block in _blocks(place.about, tuple(out.shape)):
+            begin = tuple(s.start + o for s, o in zip(block, first, strict=True))
+            self._read_block(file, place, out[block], begin)
+
+    def _read_block(
+        self, file: BinaryIO, place: Place, out: torch.Tensor, begin: tuple[int, ...]
+    ) -> None:
+        about, shape = place.about, tuple(out.shape)
+        runs = _runs(about, begin, shape)
+        start, length = next(runs)
+        count = out.numel() * about.dtype.itemsize // length
+        if count > 1 and length < _SMALL:
+            strides = _strides(about.shape)
+            span = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+            staged = torch.empty(span, dtype=about.dtype)
+            self._fill(file, place, staged, iter([(start, staged.nbytes)]))
+            out.copy_(staged.as_strided(shape, strides))
+            return
+        there = out.is_cpu and out.dtype == about.dtype and out.is_contiguous()
+        staged = out if there else torch.empty(shape, dtype=about.dtype)
+        self._fill(file, place, staged, itertools.chain([(start, length)], runs))
+        if not there:
+            out.copy_(staged)
+
+    def _fill(
+        self,
+        file: BinaryIO,
+        place: Place,
+        staged: torch.Tensor,
+        runs: Iterator[tuple[int, int]],
+    ) -> None:
+        data, done = _bytes_of(staged), 0
+        for at, length in runs:
+            if files.read_at(file, data[done : done + length], place.offset + at) != length:
+                path = self.catalogue.folder / place.file
+                raise CheckpointError(
+                    f"'{path}' has become shorter while it was read; copy the file again"
+                )
+            done += length
+
+
+# ---- boxes and runs
+
+
+def _check_box(
+    name: str, whole: tuple[int, ...], first: tuple[int, ...], shape: tuple[int, ...]
+) -> None:
+    """What calls with a wrong box would overwrite or read is another tensor."""
+    fits = len(whole) == len(first) == len(shape) and all(
+        at >= 0 and at + length <= full
+        for at, length, full in zip(first, shape, whole, strict=True)
+        if length
+    )
+    assert fits, f"a box of {shape} at {first} does not lie in '{name}' of {whole}"
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Elements from one index of each dim to the next, in order."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _blocks(about: About, shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+    """Parts of a box of ``shape`` that each span at most a block of the file; none of an empty."""
+
+    def below(shape: tuple[int, ...], strides: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+        if not shape:
+            yield ()
+            return
+        step = BLOCK // (strides[0] * about.dtype.itemsize)
+        rest = tuple(slice(0, length) for length in shape[1:])
+        for start in range(0, shape[0], max(1, step)):
+            if step:
+                yield slice(start, min(start + step, shape[0])), *rest
+            else:
+                for inner in below(shape[1:], strides[1:]):
+                    yield slice(start, start + 1), *inner
+
+    return below(shape, _strides(about.shape)) if math.prod(shape) else iter(())
+
+
+def _runs(
+    about: About, first: tuple[int, ...], shape: tuple[int, ...]
+) -> Iterator[tuple[int, int]]:
+    """(first byte in the tensor, bytes) of what lies together of a box that is not empty."""
+    strides, item = _strides(about.shape), about.dtype.itemsize
+    split = len(shape)
+    while split and shape[split - 1] == about.shape[split - 1]:
+        split -= 1
+    split = max(0, split - 1)  # of this dim a part lies together
+    length = math.prod(shape[split:]) * item
+    start = sum(at * stride for at, stride in zip(first, strides, strict=True))
+    for outer in itertools.product(*(range(n) for n in shape[:split])):
+        at = start + sum(i * stride for i, stride in zip(outer, strides[:split], strict=True))
+        yield at * item, length
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, which must outlive it."""
+    size = tensor.numel() * tensor.dtype.itemsize
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr()))
