@@ -4,6 +4,10 @@ saving     `save`: written beside, hashed, synced, renamed
 loading    `load`: compared on all ranks before anything is written
 folder     `steps`, `verify`, `unfinished`, `remove`; the manifest that makes a step one
 state      what is saved under which name, and what differs; DCP's reader, which runs no code
+convert    `convert`: from any kind of checkpoint to any other, streamed
+contents   model, optimizer by name and the rest, of any kind; files of ranks joined
+archives   files of torch.save, read without running code and written tensor by tensor
+entries    tensors that stay in their files, read block by block
 tensors    the safetensors format by offsets: slices written and read at their places
 together   ranks that succeed together or fail together
 files      all that is done to files, in one place
@@ -12,14 +16,17 @@ The room stands on public modules and on ``torch.distributed.checkpoint``; ``pyt
 fsdp2.checkpoint`` is `__main__`. It adds nothing to a step of training.
 """
 
+from fsdp2.checkpoint.convert import Converted, convert
 from fsdp2.checkpoint.folder import remove, steps, unfinished, verify
 from fsdp2.checkpoint.loading import Loaded, load
 from fsdp2.checkpoint.saving import save
 from fsdp2.checkpoint.state import Differences
 
 __all__ = [
+    "Converted",
     "Differences",
     "Loaded",
+    "convert",
     "load",
     "remove",
     "save",
