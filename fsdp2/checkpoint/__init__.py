@@ -6,6 +6,10 @@ exporting  `export`: a folder that Hugging Face's libraries load, written by all
 pretrained `load_pretrained`: such a folder into a model, each rank its own slices
 folder     `steps`, `verify`, `unfinished`, `remove`; the manifest that makes a step one
 state      what is saved under which name, and what differs; DCP's reader, which runs no code
+convert    `convert`: from any kind of checkpoint to any other, streamed
+contents   model, optimizer by name and the rest, of any kind; files of ranks joined
+archives   files of torch.save, read without running code and written tensor by tensor
+entries    tensors that stay in their files, read block by block
 tensors    the safetensors format by offsets: slices written and read at their places
 together   ranks that succeed together or fail together
 files      all that is done to files, in one place
@@ -14,6 +18,7 @@ The room stands on public modules, on `fsdp2.full` and on ``torch.distributed.ch
 ``python -m fsdp2.checkpoint`` is `__main__`. It adds nothing to a step of training.
 """
 
+from fsdp2.checkpoint.convert import Converted, convert
 from fsdp2.checkpoint.exporting import Exported, export
 from fsdp2.checkpoint.folder import remove, steps, unfinished, verify
 from fsdp2.checkpoint.loading import Loaded, load
@@ -22,9 +27,11 @@ from fsdp2.checkpoint.saving import save
 from fsdp2.checkpoint.state import Differences
 
 __all__ = [
+    "Converted",
     "Differences",
     "Exported",
     "Loaded",
+    "convert",
     "export",
     "load",
     "load_pretrained",

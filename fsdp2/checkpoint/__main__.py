@@ -1,10 +1,12 @@
 """python -m fsdp2.checkpoint ls|show|verify FOLDER [--step N]
+python -m fsdp2.checkpoint convert SOURCE TARGET [--from KIND] [--to KIND] [--step N] [--ranks N]
 python -m fsdp2.checkpoint export FOLDER OUT [--step N] [--dtype bfloat16] [--shard-size 5GB]
 
-ls      steps, their sizes, how many ranks have written them, and what is half-done
-show    names, shapes and dtypes of a step
-verify  reads every byte; says which files are not what was saved, and exits with 1
-export  a step as a new folder OUT of safetensors files, which Hugging Face's libraries load
+ls       steps, their sizes, how many ranks have written them, and what is half-done
+show     names, shapes and dtypes of a step
+verify   reads every byte; says which files are not what was saved, and exits with 1
+convert  makes a checkpoint of another kind, a block of a tensor at a time
+export   a step as a new folder OUT of safetensors files, which Hugging Face's libraries load
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from fsdp2.checkpoint.convert import KINDS, convert
 from fsdp2.checkpoint.exporting import Progress, export
 from fsdp2.checkpoint.folder import read_manifest, step_folder, steps, unfinished, verify
 from fsdp2.checkpoint.state import Reader
@@ -28,24 +31,37 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fsdp2.checkpoint")
-    parser.add_argument("command", choices=["ls", "show", "verify", "export"])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("out", type=Path, nargs="?", help="of export: the new folder")
-    parser.add_argument("--step", type=int, help="default: verify all, else the newest")
-    parser.add_argument("--dtype", choices=_DTYPES, help="of export: of floating-point tensors")
-    parser.add_argument("--shard-size", default="5GB", help="of export: of a file, at most (5GB)")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("ls", "show", "verify"):
+        command = commands.add_parser(name)
+        command.add_argument("folder", type=Path)
+        command.add_argument("--step", type=int, help="default: show the newest, verify all")
+    command = commands.add_parser("convert")
+    command.add_argument("source", help="a file, a folder, or a pattern of files of ranks")
+    command.add_argument("target", type=Path, help="what is made; not there yet")
+    command.add_argument("--from", dest="from_kind", choices=KINDS, help="default: recognised")
+    command.add_argument("--to", dest="to_kind", choices=KINDS, help="default: by the name")
+    command.add_argument("--step", type=int, help="of the source; or to make")
+    command.add_argument("--ranks", type=int, default=1, help="files that --to xla makes")
+    command = commands.add_parser("export")
+    command.add_argument("folder", type=Path)
+    command.add_argument("out", type=Path, help="the new folder")
+    command.add_argument("--step", type=int, help="default: the newest")
+    command.add_argument(
+        "--dtype", choices=_DTYPES, help="of floating-point tensors; default: as saved"
+    )
+    command.add_argument("--shard-size", default="5GB", help="of a file, at most (5GB)")
     given = parser.parse_args(arguments)
-    if (given.out is not None) != (given.command == "export"):
-        parser.error("export takes FOLDER and OUT, every other command FOLDER")
     try:
-        if given.command == "export":
-            dtype = None if given.dtype is None else getattr(torch, given.dtype)
-            return _export(given.folder, given.out, given.step, dtype, given.shard_size)
         if given.command == "ls":
             return _ls(given.folder)
         if given.command == "show":
             return _show(given.folder, given.step)
-        return _verify(given.folder, given.step)
+        if given.command == "verify":
+            return _verify(given.folder, given.step)
+        if given.command == "export":
+            return _export(given)
+        return _convert(given)
     except CheckpointError as error:
         print(error, file=sys.stderr)
         return 2
@@ -84,14 +100,35 @@ def _verify(folder: Path, step: int | None) -> int:
     return 1 if wrong else 0
 
 
-def _export(
-    folder: Path, out: Path, step: int | None, dtype: torch.dtype | None, shard_size: str
-) -> int:
-    with _shown(f"export {out}") as progress:
-        found = export(
-            out, folder, step=step, dtype=dtype, shard_size=shard_size, progress=progress
+def _convert(given: argparse.Namespace) -> int:
+    with _shown(f"convert {given.target}") as progress:
+        found = convert(
+            given.source,
+            given.target,
+            from_kind=given.from_kind,
+            to_kind=given.to_kind,
+            step=given.step,
+            ranks=given.ranks,
+            progress=progress,
         )
-    print(f"{out}: {len(found.files)} files, {found.nbytes:,} bytes")
+    print(f"{found.from_kind} -> {found.to_kind}: {given.target}")
+    if found.left:
+        print(f"not in {found.to_kind}: {', '.join(found.left)}")
+    return 0
+
+
+def _export(given: argparse.Namespace) -> int:
+    dtype = None if given.dtype is None else getattr(torch, given.dtype)
+    with _shown(f"export {given.out}") as progress:
+        found = export(
+            given.out,
+            given.folder,
+            step=given.step,
+            dtype=dtype,
+            shard_size=given.shard_size,
+            progress=progress,
+        )
+    print(f"{given.out}: {len(found.files)} files, {found.nbytes:,} bytes")
     return 0
 
 

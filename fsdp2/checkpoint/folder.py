@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -66,6 +66,22 @@ class Manifest:
         return self.digest == self._digest()
 
 
+def local_path(path: PathLike) -> Path:
+    """A path of this machine's file system.
+
+    Raises:
+        CheckpointError: it is one of a store, as "s3://bucket/run".
+    """
+    found = Path(path)
+    scheme = found.parts[0] if found.parts else ""
+    if len(scheme) > 2 and scheme.endswith(":") and not found.exists():
+        raise CheckpointError(
+            f"'{path}' is not on a file system, whose renames and syncs a step is made whole by; "
+            f"mount the store, or save on a disk and copy complete steps to it"
+        )
+    return found
+
+
 def step_folder(folder: Path, step: int) -> Path:
     """Where a complete step is."""
     return folder / f"{_STEP}{step:08d}"
@@ -84,7 +100,7 @@ def steps(folder: PathLike) -> list[int]:
         >>> fsdp2.checkpoint.steps("run")
         [100, 200]
     """
-    root = Path(folder)
+    root = local_path(folder)
     found = []
     for path in root.glob(f"{_STEP}*") if root.is_dir() else ():
         number = path.name.removeprefix(_STEP)
@@ -98,7 +114,7 @@ def unfinished(folder: PathLike) -> list[str]:
 
     Do not call `remove` for them while a save into the folder runs.
     """
-    root = Path(folder)
+    root = local_path(folder)
     found = [path.name for kind in (_SAVING, _REMOVING) for path in root.glob(f"{kind}*")]
     headless = (p for p in root.glob(f"{_STEP}*") if p.is_dir() and not (p / MANIFEST).is_file())
     return sorted([*found, *(path.name for path in headless)])
@@ -162,6 +178,21 @@ def check_files(folder: Path, manifest: Manifest) -> None:
             )
 
 
+def check_hashes(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Read every byte of some files of a step, and raise unless it is what was saved.
+
+    Raises:
+        CheckpointError: a file has other bytes, named.
+    """
+    for name in names:
+        path = step_folder(folder, manifest.step) / name
+        if files.hash_of(path) != manifest.files[name][1]:
+            raise CheckpointError(
+                f"'{path}' has other bytes than were saved; load another step, or copy the file "
+                f"again"
+            )
+
+
 def verify(folder: PathLike, step: int | None = None) -> list[str]:
     """Read every byte of a step, and name the files that are not what was saved.
 
@@ -183,7 +214,7 @@ def verify(folder: PathLike, step: int | None = None) -> list[str]:
         >>> fsdp2.checkpoint.verify("run")
         ['run/step-00000100/__1_0.distcp: its bytes have changed']
     """
-    root = Path(folder)
+    root = local_path(folder)
     wrong = []
     for each in steps(root) if step is None else [step]:
         try:
@@ -219,7 +250,7 @@ def remove(folder: PathLike, step: int | None = None) -> list[str]:
     Raises:
         CheckpointError: there is no such step.
     """
-    root = Path(folder)
+    root = local_path(folder)
     if step is None:
         names = unfinished(root)
         for name in names:

@@ -24,7 +24,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from fsdp2.checkpoint.folder import Manifest, PathLike, check_files, read_manifest, step_folder
+from fsdp2.checkpoint.folder import (
+    Manifest,
+    PathLike,
+    check_files,
+    check_hashes,
+    local_path,
+    read_manifest,
+    step_folder,
+)
 from fsdp2.checkpoint.state import (
     Differences,
     Extra,
@@ -69,6 +77,7 @@ def load(
     step: int | None = None,
     strict: bool = True,
     rng: bool = False,
+    verify: bool = False,
 ) -> Loaded:
     """Load a complete step, which any number of ranks, mesh or strategy may have saved.
 
@@ -85,6 +94,9 @@ def load(
             was left.
         rng: set this rank's random number generators, as ``save(rng=True)`` has found them on the
             rank of the same number. Default ``False``.
+        verify: read every byte of the step before, each rank its part of the files, and raise if
+            one is not what was saved. Default ``False``: files are there, and of their lengths. It
+            costs about as long as reading the step once more, divided by the ranks.
 
     Returns:
         The step, ``extra``, and what was left.
@@ -99,10 +111,15 @@ def load(
     """
     root = Path(folder)
     what = f"load('{root}')"
-    manifests = together(what, lambda: read_manifest(root, step) if is_first() else None)
-    manifest = manifests[0]
+    told = together(what, lambda: _told(root, step, strict, rng, verify, optimizer))
+    if any(asked != told[0][0] for asked, _ in told):
+        raise CheckpointError(
+            f"load() got other folders, steps, optimizers or options on other ranks "
+            f"({[asked for asked, _ in told]}); pass the same on all"
+        )
+    manifest = told[0][1]
     assert manifest is not None
-    job = _Job(root, manifest, model, optimizer, strict, rng)
+    job = _Job(root, manifest, model, optimizer, rng, verify)
     left = Differences.over_ranks(together(what, job.compare))
     if left and strict:
         raise CheckpointError(
@@ -110,8 +127,21 @@ def load(
             f"unexpected {left.unexpected}, of other shapes {left.reshaped}, of other dtypes "
             f"{left.retyped}; pass strict=False to load what is alike"
         )
-    extra = together(what, lambda: job.read(left))[rank_and_size()[0]]
-    return Loaded(manifest.step, extra, left)
+    together(what, lambda: job.read(left))
+    return Loaded(manifest.step, job.extra, left)
+
+
+def _told(
+    root: Path,
+    step: int | None,
+    strict: bool,
+    rng: bool,
+    verify: bool,
+    optimizer: torch.optim.Optimizer | None,
+) -> tuple[tuple[object, ...], Manifest | None]:
+    """What ranks must agree on, and rank 0's manifest."""
+    asked = (str(local_path(root)), step, strict, rng, verify, optimizer is not None)
+    return asked, read_manifest(root, step) if is_first() else None
 
 
 class _Job:
@@ -123,8 +153,8 @@ class _Job:
         manifest: Manifest,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        strict: bool,
         rng: bool,
+        verify: bool,
     ) -> None:
         self._root = root
         self._manifest = manifest
@@ -132,6 +162,8 @@ class _Job:
         self._model = model
         self._optimizer = optimizer
         self._rng = rng
+        self._verify = verify
+        self.extra: Extra = None
         self._metadata = Metadata({})
         self._model_state: Nested = {}
         self._groups: list[Nested] = []  # the saved options, by place
@@ -143,7 +175,15 @@ class _Job:
         Raises:
             CheckpointError: the step cannot be loaded by anybody, or the groups are others.
         """
+        if not self._path.is_dir():
+            raise CheckpointError(
+                f"rank {rank_and_size()[0]} does not see '{self._path}', which rank 0 has listed; "
+                f"pass a folder on a file system that all ranks share"
+            )
         check_files(self._root, self._manifest)
+        if self._verify:
+            rank, size = rank_and_size()
+            check_hashes(self._root, self._manifest, sorted(self._manifest.files)[rank::size])
         self._metadata = Reader(self._path).read_metadata()
         found = Differences()
         saved = self._metadata.state_dict_metadata
@@ -205,8 +245,8 @@ class _Job:
                     found.compare(keys[key], value, saved[keys[key]])
             found.unexpected += [keys[key] for key in keys if key not in state]
 
-    def read(self, left: Differences) -> Extra:
-        """Read and put in place all but what is left; return ``extra``."""
+    def read(self, left: Differences) -> None:
+        """Read and put in place all but what is left; and ``extra``."""
         out = left.left()
         flat = {name: value for name, value in self._model_state.items() if name not in out}
         with torch.no_grad():
@@ -224,7 +264,7 @@ class _Job:
             states = read_below(self._path, self._metadata, f"rng.{rank_and_size()[0]}")
             set_rng_states(states)
         tensors = read_below(self._path, self._metadata, "extra")
-        return unpacked(self._manifest.extra, tensors)
+        self.extra = unpacked(self._manifest.extra, tensors)
 
     def _read_optimizer(
         self, optimizer: torch.optim.Optimizer, out: set[str], unexpected: set[str]

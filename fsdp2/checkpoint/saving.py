@@ -25,6 +25,7 @@ from fsdp2.checkpoint.folder import (
     Json,
     Manifest,
     PathLike,
+    local_path,
     remove_steps,
     saving_folder,
     step_folder,
@@ -105,6 +106,7 @@ def save(
 
 def _checked(root: Path, step: int, extra: Extra, keep: int | None) -> tuple[str, int, int | None]:
     """What ranks must agree on."""
+    local_path(root)
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise CheckpointError(
             f"save(step=…) takes a whole number that is not negative, not {step!r}"

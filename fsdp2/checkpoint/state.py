@@ -37,14 +37,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from fsdp2.checkpoint.folder import Json
 from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.collectives import rank_and_size
+from fsdp2.core.names import clean
 
 Extra: TypeAlias = Any
 """None, bool, int, float, str, tensors, and lists, tuples and dicts with str keys of them."""
 
 Nested = dict[str, Any]
 """A state dict: tensors and the user's values."""
-
-_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 # ---- what is there
@@ -79,22 +78,13 @@ def set_rng_states(states: Mapping[str, torch.Tensor]) -> None:
             torch.get_device_module(kind).set_rng_state(value)
 
 
-def _clean(name: str) -> str:
-    """A full name as it was before torch.compile and checkpoint wrappers."""
-    for prefix in _PREFIXES:
-        name = name.replace(prefix, "")
-    return name
-
-
 def params_by_place(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:
     """(name, parameter) of the optimizer's parameters, in the order of their numbers.
 
     Raises:
         CheckpointError: the model does not have one of them.
     """
-    names: dict[int, str] = {}
-    for name, param in model.named_parameters():
-        names[id(param)] = _clean(name)
+    names = {id(param): clean(name) for name, param in model.named_parameters()}
     found = []
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -362,7 +352,7 @@ def held_by(model: nn.Module) -> tuple[dict[str, Held], dict[str, str], list[str
     others: list[str] = []
     first: dict[object, str] = {}
     state = get_model_state_dict(model)
-    registered = {_clean(name): id(param) for name, param in _registered(model)}
+    registered = {clean(name): id(param) for name, param in _registered(model)}
     for name, value in state.items():
         if not isinstance(value, Tensor):
             others.append(name)

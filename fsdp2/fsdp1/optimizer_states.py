@@ -29,6 +29,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from fsdp2.core.config import RankMismatchError
 from fsdp2.core.device.collectives import ProcessGroup
 from fsdp2.core.layout.mesh import local_of, wrap_local
+from fsdp2.core.names import clean_as_fsdp1
 from fsdp2.core.params.param import ShardedParam
 from fsdp2.fsdp1.config import OptimStateKeyType, StateDictType
 from fsdp2.fsdp1.state_dicts import (
@@ -50,8 +51,6 @@ ParamState = dict[str, Any]
 
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 """What an optimizer was made of."""
-
-_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 # ---- by name
@@ -345,12 +344,6 @@ class _Positions:
     subjects: dict[int, ShardedParam]
 
 
-def _clean(name: str) -> str:
-    for prefix in _PREFIXES:
-        name = name.replace(prefix, "")
-    return name
-
-
 def _positions(
     model: nn.Module,
     optim: torch.optim.Optimizer | None,
@@ -366,8 +359,8 @@ def _positions(
     registered = list(nn.Module.named_parameters(model, remove_duplicate=False))
     for name, param in registered:
         raw.setdefault(id(param), name)
-        if _clean(name) not in names.setdefault(id(param), []):
-            names[id(param)].append(_clean(name))
+        if clean_as_fsdp1(name) not in names.setdefault(id(param), []):
+            names[id(param)].append(clean_as_fsdp1(name))
     for subject in subjects:  # an optimizer may hold what another was registered in place of
         for former in subject.param.absorbed:
             names.setdefault(id(former.sharded), subject.names)
@@ -437,7 +430,7 @@ def _with_state(
     states: Mapping[Any, ParamState], positions: _Positions
 ) -> Iterator[tuple[str, torch.Tensor, ParamState]]:
     """(name, parameter, state), in the optimizer's order; of those that have state."""
-    by_name = {_clean(key): state for key, state in states.items() if isinstance(key, str)}
+    by_name = {clean_as_fsdp1(key): state for key, state in states.items() if isinstance(key, str)}
     for at, (param, names) in enumerate(zip(positions.params, positions.names, strict=True)):
         state = states.get(at)
         for name in names if state is None else ():
@@ -472,7 +465,9 @@ def _by_name(
         return {}
     known = {name for names in positions.names for name in names}
     for key, value in states.items():
-        if key in range(len(positions.params)) or (isinstance(key, str) and _clean(key) in known):
+        if key in range(len(positions.params)) or (
+            isinstance(key, str) and clean_as_fsdp1(key) in known
+        ):
             continue
         warnings.warn(
             f"the optimizer's state {key!r} belongs to no parameter of {type(model).__name__}; it "
@@ -518,7 +513,7 @@ def _named_groups(groups: Sequence[Mapping[str, Any]], positions: _Positions) ->
     named = []
     for each in groups:
         options = copy.deepcopy({key: value for key, value in each.items() if key != "params"})
-        keys = [_clean(key) if isinstance(key, str) else key for key in each["params"]]
+        keys = [clean_as_fsdp1(key) if isinstance(key, str) else key for key in each["params"]]
         named.append({**options, "params": [by_key[key] for key in keys]})
     return named
 
@@ -627,7 +622,10 @@ def _plan(given: object, positions: _Positions, model: nn.Module) -> _Plan:
         wrong.problem = "it is by positions and not by names"
         return wrong
     at_of = {name: at for at, names in enumerate(positions.names) for name in names}
-    known = {_clean(name) for name, _ in nn.Module.named_parameters(model, remove_duplicate=False)}
+    known = {
+        clean_as_fsdp1(name)
+        for name, _ in nn.Module.named_parameters(model, remove_duplicate=False)
+    }
     found: dict[int, ParamState] = {}
     others: dict[Any, Any] = {}
     for name, state in states.items():

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core.config import RankMismatchError
 from fsdp2.core.layout.mesh import default_mesh, wrap_local
+from fsdp2.core.names import clean
 from fsdp2.core.params.param import is_extended
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.schedule.group import ParamGroup
@@ -29,7 +30,6 @@ from fsdp2.full.gathered import require_released
 from fsdp2.full.subjects import (
     Agreement,
     Subject,
-    clean,
     require_idle,
     settle,
     subjects_of,

@@ -22,22 +22,13 @@ from fsdp2.core.modules.registrations import follow_replaced
 from fsdp2.core.modules.registry import record_of_unit, records_below
 from fsdp2.core.modules.selection import managed_modules
 from fsdp2.core.modules.ties import Owners
+from fsdp2.core.names import clean
 from fsdp2.core.params.param import ModuleEntry, ShardedParam
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.unit import Unit, all_units
 
 Names = Callable[[str], bool] | Set[str] | None
 """Which parameters: a predicate of a full name, full names, or all."""
-
-_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-"""What wrappers put into names."""
-
-
-def clean(name: str) -> str:
-    """A full name as it was before torch.compile and checkpoint wrappers."""
-    for prefix in _PREFIXES:
-        name = name.replace(prefix, "")
-    return name
 
 
 @dataclass

@@ -97,13 +97,12 @@ def consolidate_sharded_model_checkpoints(
         )
     files = [(path, _read(path)) for path in paths]
     metadata = {path: check_metadata(file.get("shard_metadata"), path) for path, file in files}
-    _check_ranks(metadata, pattern)
+    check_ranks(metadata, pattern)
     files.sort(key=lambda file: metadata[file[0]]["rank"])
     ordered = [path for path, _ in files]
     models = [file["model"] for _, file in files]
     first = metadata[ordered[0]]
-    _check_alike([metadata[path] for path in ordered], ordered)
-    _check_models(models, ordered, first)
+    check_models(models, ordered, [metadata[path] for path in ordered])
     if not save_model:
         return _joined(models, first, _in_memory), None
     full = _joined(models, first, _Mapped(Path(target)).allocate)
@@ -205,8 +204,13 @@ def _write(target: Path, value: object) -> None:
 # ---- checks
 
 
-def _check_ranks(metadata: Mapping[str, ShardMetadata], pattern: str) -> None:
-    """One file of each rank, all of the same number of ranks."""
+def check_ranks(metadata: Mapping[str, ShardMetadata], pattern: str) -> None:
+    """One file of each rank, all of the same number of ranks.
+
+    Raises:
+        FileNotFoundError: there is none, or that of a rank is missing.
+        ValueError: they are not of one run.
+    """
     seen: dict[int, str] = {}
     (first, told), *others = metadata.items()
     size = told["world_size"]
@@ -229,6 +233,18 @@ def _check_ranks(metadata: Mapping[str, ShardMetadata], pattern: str) -> None:
             f"'{pattern}' finds {len(seen)} of {size} ranks' files, those of ranks {missing} are "
             f"missing; copy them there"
         )
+
+
+def check_models(
+    models: Sequence[StateDict], names: Sequence[str], metadata: Sequence[ShardMetadata]
+) -> None:
+    """All ranks describe one model, and every state dict is what they say.
+
+    Raises:
+        ValueError: it is not.
+    """
+    _check_alike(metadata, names)
+    _check_models(models, names, metadata[0])
 
 
 def _check_alike(metadata: Sequence[ShardMetadata], names: Sequence[str]) -> None:

@@ -276,17 +276,42 @@ def test_a_flipped_bit_names_its_file(
 
 
 class Full(files.Disk):
-    """Has no space left, on rank 1."""
+    """Has no space left, or no quota, on rank 1."""
+
+    def __init__(self, code: int) -> None:
+        self._code = code
 
     def write(self, file: Any, data: bytes) -> None:
         if dist.get_rank() == 1:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(self._code, os.strerror(self._code))
         super().write(file, data)
 
 
-class ReadOnly(files.Disk):
+class Refuses(files.Disk):
+    """Folders and names: a disk that is read-only, a permission that was lost."""
+
+    def __init__(self, code: int, at: str) -> None:
+        self._code, self._at = code, at
+
+    def _refuse(self, at: str) -> None:
+        if at == self._at:
+            raise OSError(self._code, os.strerror(self._code))
+
     def make_folder(self, path: Path) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        self._refuse("folder")
+        super().make_folder(path)
+
+    def create(self, path: Path) -> Any:
+        self._refuse("create")
+        return super().create(path)
+
+    def sync(self, file: Any) -> None:
+        self._refuse("sync")
+        super().sync(file)
+
+    def rename(self, path: Path, other: Path) -> None:
+        self._refuse("rename")
+        super().rename(path, other)
 
 
 def _tree(folder: Path) -> dict[str, bytes]:
@@ -302,6 +327,8 @@ def test_save_refuses(tmp_path: Path) -> None:
     before = _tree(run)
     with raises("ckpt-step"):
         save(step=-1)
+    with raises("ckpt-not-local"):
+        checkpoint.save("s3://bucket/run", model, step=1)
     with raises("ckpt-keep"):
         save(step=2, keep=0)
     with raises("ckpt-extra"):
@@ -314,9 +341,17 @@ def test_save_refuses(tmp_path: Path) -> None:
         checkpoint.save(run / "step-00000001" / "manifest.json", model, step=2)
     with raises("ckpt-foreign-parameter"):
         checkpoint.save(run, model, torch.optim.SGD([torch.zeros(2)]), step=2)
-    for disk in (ReadOnly(), Full()):
-        with mock.patch.object(files, "DISK", disk), raises("ckpt-rank-failed"):
+    for disk, code in (
+        (Refuses(errno.EROFS, "folder"), errno.EROFS),
+        (Refuses(errno.EACCES, "create"), errno.EACCES),
+        (Refuses(errno.EIO, "sync"), errno.EIO),
+        (Refuses(errno.EACCES, "rename"), errno.EACCES),
+        (Full(errno.ENOSPC), errno.ENOSPC),
+        (Full(errno.EDQUOT), errno.EDQUOT),
+    ):
+        with mock.patch.object(files, "DISK", disk), raises("ckpt-rank-failed") as caught:
             save(step=2)
+        assert os.strerror(code) in str(caught.value)
     assert checkpoint.steps(run) == [1]
     dist.barrier()
     if rank == 0:
@@ -358,6 +393,8 @@ def test_load_refuses(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with raises("ckpt-none"):
         checkpoint.load(run, model)
+    with raises("ckpt-not-local"):
+        checkpoint.load("memory://run", model)
     checkpoint.save(run, model, optimizer, step=1)
     place = checkpoint.save(run, model, step=2)
     model, optimizer = made(seed=1)
@@ -372,6 +409,18 @@ def test_load_refuses(tmp_path: Path) -> None:
     groups = [{"params": [p]} for p in model.parameters()]
     with raises("ckpt-groups"):
         checkpoint.load(run, model, torch.optim.AdamW(groups), step=1)
+
+    with raises("ckpt-load-ranks-differ"):
+        checkpoint.load(run, model, step=1 + dist.get_rank())
+    own = tmp_path / str(dist.get_rank())
+    own.mkdir()
+    if dist.get_rank() == 0:
+        shutil.copytree(run, own / "run")
+    before_it = Path.cwd()
+    os.chdir(own)
+    with raises("ckpt-not-shared"):
+        checkpoint.load("run", model)
+    os.chdir(before_it)
 
     manifest, data, index = place / "manifest.json", place / "__1_0.distcp", place / ".metadata"
     content = json.loads(manifest.read_text())

@@ -19,7 +19,12 @@ MINIMUM = 60
 
 NOT_CATALOGUED = {
     "AssertionError('one rank has nobody to communicate with')": "an assertion",
+    "CheckpointError(str(error))": "what `fsdp2.xla` says of its files",
     "CheckpointError(sentence)": "what a rank has said: a message of `checkpoint`",
+    "OSError(errno.EINVAL, os.strerror(errno.EINVAL))": "as files raise it; zipfile expects it",
+    "_BrokenError()": "`archives` has a message for it",
+    "_unlike(source, name)": "a message of `checkpoint.contents`",
+    "_unlike(source, str(key))": "the same",
     "failure": "what the user's hook raised, once the other ranks know of it",
     "RankMismatchError(sentence)": "what a rank has claimed: a message of `agreement`",
     "communication_error(operation, name, error)": "`core.progress` has it",

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 import fsdp2
+from fsdp2.core.names import clean, clean_as_fsdp1
 
 ROOT = Path(fsdp2.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 INSIDE = [p for p in FILES if not {"examples", "testing"} & {*p.relative_to(ROOT).parts}]
 
 # The rooms of core, lowest first: each may import the rooms that it names, and the ground floor.
-GROUND = ("config", "progress")
+GROUND = ("config", "names", "progress")
 ROOMS: dict[str, tuple[str, ...]] = {
     "device": (),
     "layout": ("device",),
@@ -131,6 +132,28 @@ def test_every_module_of_core_is_in_a_room() -> None:
     rooms = {path.name for path in core.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert rooms == set(ROOMS)
     assert {path.stem for path in core.glob("*.py")} == {"__init__", *GROUND}
+
+
+@pytest.mark.parametrize(
+    ("name", "cleaned", "as_fsdp1"),
+    [
+        ("layer.weight", "layer.weight", "layer.weight"),
+        ("_fsdp_wrapped_module.a._checkpoint_wrapped_module.b", "a.b", "a.b"),
+        ("_orig_mod.a._orig_mod.b", "a.b", "_orig_mod.a._orig_mod.b"),
+        ("_orig_mod._fsdp_wrapped_module.a", "a", "_orig_mod.a"),
+        ("orig_mod.a", "orig_mod.a", "orig_mod.a"),
+    ],
+)
+def test_wrappers_names(name: str, cleaned: str, as_fsdp1: str) -> None:
+    assert clean(name) == cleaned
+    assert clean_as_fsdp1(name) == as_fsdp1
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_one_module_takes_wrappers_out_of_names(path: Path) -> None:
+    constants = {node.value for node in ast.walk(_tree(path)) if isinstance(node, ast.Constant)}
+    prefixes = {"_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."}
+    assert bool(constants & prefixes) == (_name(path) == "core.names")
 
 
 def test_rooms_are_named_from_the_ground_up() -> None:
@@ -275,7 +298,8 @@ def test_the_room_of_checkpoints_stands_on_public_modules() -> None:
     """And says what lives there; ranks talk through `together`, `files` alone writes."""
     room = ROOT / "checkpoint"
     text = ast.get_docstring(_tree(room / "__init__.py")) or ""
-    others = {"module", "core.config", "core.device.collectives", "full.loading"}
+    others = {"module", "core.config", "core.device.collectives", "core.names", "full.loading"}
+    others |= {"core.layout.layout", "xla.files", "xla.shards"}  # of `convert`
     for path in room.glob("*.py"):
         assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
         assert all(_below(m, "checkpoint") or m in others for m in _own_modules(path)), path

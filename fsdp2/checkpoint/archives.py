@@ -1,0 +1,360 @@
+"""Files of torch.save: read as entries without running code, and written entry by entry.
+
+    archive/data.pkl     the nesting; a tensor in it is (storage, offset, shape, strides)
+    archive/data/0       the bytes of storage 0, mapped where they are
+    archive/data/1       …
+
+Objects of torch's distributed classes are not made: a `Record` keeps what the file says of them.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+
+from fsdp2.checkpoint.entries import Entry, MappedFile, Tree, Window, entries_of
+from fsdp2.core.config import CheckpointError
+
+_ALIGNMENT = 64  # bytes, of storages in the file, as torch.save does it
+_SMALL, _ZIP64 = 30, 20  # bytes: of a member's header without names, and of its sizes of 64 bits
+_MEMBER = struct.Struct("<26xHH")  # lengths of a member's name and of what else stands there
+
+
+class Sink(Protocol):
+    """What is written to, from the begin to the end."""
+
+    def write(self, data: Any, /) -> int: ...
+
+
+# ---- reading
+
+
+class Record:
+    """An object that was not made: of a class of torch's for tensors of several ranks.
+
+    Attributes:
+        kind: name of its class.
+        args: what it is made of.
+        state: what it is set to.
+    """
+
+    kind = ""
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any) -> Record:
+        made = super().__new__(cls)
+        made.args, made.state = args, {}
+        return made
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, tuple) and len(state) == 2:  # of __dict__, of __slots__
+            state = {**(state[0] or {}), **(state[1] or {})}
+        self.state = state
+
+    def __getitem__(self, name: str) -> Any:
+        return self.state[name]
+
+
+_RECORDED = (
+    "torch.distributed._mesh_layout",
+    "torch.distributed._shard.",
+    "torch.distributed.device_mesh",
+    "torch.distributed.remote_device",
+    "torch.distributed.tensor",
+)
+_HARMLESS = {
+    ("_codecs", "encode"),
+    ("builtins", "bytearray"),
+    ("builtins", "complex"),
+    ("builtins", "frozenset"),
+    ("builtins", "set"),
+    ("collections", "Counter"),
+    ("collections", "OrderedDict"),
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("torch.serialization", "_get_layout"),
+}
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """Bytes in a file."""
+
+    key: str
+    offset: int
+    length: int
+    dtype: torch.dtype
+
+
+class _BrokenError(Exception):
+    """Of a file: what is in it fits nothing."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes entries and plain values, and nothing that could do something."""
+
+    def __init__(self, data: bytes, file: MappedFile, members: dict[str, tuple[int, int]]) -> None:
+        super().__init__(io.BytesIO(data), encoding="utf-8")
+        self._file = file
+        self._members = members
+        self._made: dict[object, Entry] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        module = {"__builtin__": "builtins"}.get(module, module)
+        own: dict[tuple[str, str], Callable[..., Any]] = {
+            ("builtins", "getattr"): self._inner,
+            ("torch._tensor", "_rebuild_from_type_v2"): self._typed,
+            ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
+            ("torch._utils", "_rebuild_parameter_with_state"): lambda data, *_: data,
+            ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
+            ("torch._utils", "_rebuild_tensor_v3"): self._untyped,
+            ("torch._utils", "_rebuild_wrapper_subclass"): Record,
+            ("torch", "Tensor"): Record,
+            ("torch.nn.parameter", "Parameter"): Record,
+            ("torch.nn.parameter", "Buffer"): Record,
+        }
+        if (module, name) in own:
+            return own[module, name]
+        if any(module == each.rstrip(".") or module.startswith(each) for each in _RECORDED):
+            return type(name, (Record,), {"kind": name})
+        if module in ("torch", "torch.storage") and name.endswith("Storage"):
+            return torch.uint8 if name == "UntypedStorage" else _dtype_of(name)
+        found = getattr(torch, name, None) if module == "torch" else None
+        if (module, name) in _HARMLESS or isinstance(found, torch.dtype):
+            return super().find_class(module, name)
+        raise CheckpointError(
+            f"'{self._file.path}' names '{module}.{name}', which no plain value has; save tensors, "
+            f"numbers, strings, lists and dicts alone"
+        )
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        _, dtype, key, _, count = pid
+        offset, length = self._members[f"data/{key}"]
+        if count * dtype.itemsize > length:
+            raise _BrokenError()
+        return _Storage(key, offset, length, dtype)
+
+    def _inner(self, outer: Any, name: str) -> Any:
+        """A class in a class, which this version of pickle asks for so."""
+        if not (isinstance(outer, type) and issubclass(outer, Record)):
+            raise _BrokenError()
+        return type(name, (Record,), {"kind": name})
+
+    def _typed(self, make: Callable[..., Any], kind: Any, args: Any, state: Any) -> Any:
+        if isinstance(kind, type) and issubclass(kind, Record) and make is Record:
+            found = kind()
+            found.__setstate__(state)
+            return found
+        return make(*args)
+
+    def _tensor(
+        self,
+        storage: _Storage,
+        offset: int,
+        shape: Any,
+        strides: Any,
+        _grad: bool = False,
+        _hooks: Any = None,
+        flags: Any = None,
+    ) -> Entry:
+        return self._entry(storage, storage.dtype, offset, shape, strides, flags)
+
+    def _untyped(
+        self,
+        storage: _Storage,
+        offset: int,
+        shape: Any,
+        strides: Any,
+        _grad: bool,
+        _hooks: Any,
+        dtype: torch.dtype,
+        flags: Any = None,
+    ) -> Entry:
+        return self._entry(storage, dtype, offset, shape, strides, flags)
+
+    def _entry(
+        self,
+        storage: _Storage,
+        dtype: torch.dtype,
+        offset: int,
+        shape: Any,
+        strides: Any,
+        flags: Any,
+    ) -> Entry:
+        place = (storage.key, dtype, offset, tuple(shape), tuple(strides), str(flags))
+        if place not in self._made:
+            count = storage.length // dtype.itemsize
+            if torch.Size(shape).numel():
+                flat = self._file.values(storage.offset, count, dtype)
+                tensor = flat.as_strided(tuple(shape), tuple(strides), offset)
+            else:
+                tensor = torch.empty(tuple(shape), dtype=dtype)
+            if (flags or {}).get("conj"):
+                tensor = tensor.conj()
+            if (flags or {}).get("neg"):
+                tensor = torch._neg_view(tensor)
+            self._made[place] = Entry.of(tensor, self._file if tensor.numel() else None)
+        return self._made[place]
+
+
+def _dtype_of(storage: str) -> torch.dtype:
+    """FloatStorage -> torch.float32"""
+    known = torch.storage._dtype_to_storage_type_map().items()
+    return {name: dtype for dtype, name in known}[storage]
+
+
+def read_archive(file: MappedFile, begin: int = 0, end: int | None = None) -> Tree:
+    """What ``torch.save`` was given, tensors as entries.
+
+    Args:
+        file: the file.
+        begin: where it begins there. Default 0.
+        end: where it ends. Default ``None``: with the file.
+
+    Raises:
+        CheckpointError: it is cut short, or has other classes than plain ones.
+    """
+    end = file.length if end is None else end
+    try:
+        with zipfile.ZipFile(cast(Any, Window(file, begin, end))) as archive:
+            members = {
+                info.filename.partition("/")[2]: (_data_of(file, begin, info), info.file_size)
+                for info in archive.infolist()
+            }
+            root = archive.infolist()[0].filename.partition("/")[0]
+            text = archive.read(f"{root}/data.pkl")
+            if "byteorder" in members and archive.read(f"{root}/byteorder") != b"little":
+                raise _BrokenError()
+        return _Unpickler(text, file, members).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # zip files and pickles may break in any way
+        raise CheckpointError(
+            f"'{file.path}' is no whole file of torch.save; save it again, or copy the whole file"
+        ) from error
+    finally:
+        file.release_all()
+
+
+def _data_of(file: MappedFile, begin: int, info: zipfile.ZipInfo) -> int:
+    """Where a member's bytes begin in the file."""
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise _BrokenError()
+    header = begin + info.header_offset
+    name, more = _MEMBER.unpack(file.read(header, header + _SMALL))
+    return header + _SMALL + cast(int, name) + cast(int, more)
+
+
+# ---- writing
+
+
+class _Counted(io.RawIOBase):
+    """Counts what is written; cannot seek, so that zip files have sizes behind the bytes."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self.count = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._sink.write(data)
+        self.count += len(data)
+        return len(data)
+
+
+@dataclass(frozen=True, eq=False)
+class _Token:
+    """The storage of an entry, in a pickle."""
+
+    number: int
+    entry: Entry
+
+
+class _Pickler(pickle.Pickler):
+    """Entries as tensors of storages, which are numbered."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.entries: dict[Entry, _Token] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Entry):
+            return NotImplemented
+        token = self.entries.setdefault(obj, _Token(len(self.entries), obj))
+        strides = torch.empty(obj.shape, dtype=obj.dtype, device="meta").stride()
+        hooks: dict[int, object] = collections.OrderedDict()
+        args = (token, 0, obj.shape, strides, False, hooks)
+        if _storage_class(obj.dtype) is torch.UntypedStorage:
+            return torch._utils._rebuild_tensor_v3, (*args, obj.dtype)
+        return torch._utils._rebuild_tensor_v2, args
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, _Token):
+            return None
+        kind = _storage_class(obj.entry.dtype)
+        count = obj.entry.nbytes if kind is torch.UntypedStorage else obj.entry.numel
+        return "storage", kind, str(obj.number), "cpu", count
+
+
+def _storage_class(dtype: torch.dtype) -> type:
+    """The class that ``torch.save`` names: `torch.UntypedStorage` for newer dtypes."""
+    name = torch.storage._dtype_to_storage_type_map().get(dtype)
+    return torch.UntypedStorage if name is None else cast(type, getattr(torch, name))
+
+
+def write_archive(sink: Sink, tree: Tree) -> None:
+    """Write what ``torch.load(weights_only=True, mmap=True)`` reads, a block at a time.
+
+    Args:
+        sink: takes the bytes.
+        tree: entries and plain values. An entry that is there twice is one tensor.
+    """
+    text = io.BytesIO()
+    pickler = _Pickler(text)
+    pickler.dump(tree)
+    counted = _Counted(sink)
+    with zipfile.ZipFile(cast(Any, counted), "w") as archive:
+
+        def member(name: str, blocks: Any, size: int) -> None:
+            info = zipfile.ZipInfo(f"archive/{name}", (1980, 1, 1, 0, 0, 0))
+            info.file_size = size
+            wide = size * 1.05 > zipfile.ZIP64_LIMIT
+            start = counted.count + _SMALL + len(info.filename) + 4 + _ZIP64 * wide
+            fill = -start % _ALIGNMENT
+            info.extra = struct.pack("<2sH", b"FB", fill) + b"\0" * fill
+            with archive.open(info, "w", force_zip64=wide) as file:
+                for block in blocks:
+                    file.write(block)
+
+        member("data.pkl", [text.getvalue()], len(text.getvalue()))
+        member(".format_version", [b"1"], 1)
+        member(".storage_alignment", [str(_ALIGNMENT).encode()], 2)
+        member("byteorder", [b"little"], 6)
+        for entry, token in pickler.entries.items():
+            member(f"data/{token.number}", entry.blocks(), entry.nbytes)
+        member("version", [b"3\n"], 2)
+
+
+def read_file(path: Path) -> Tree:
+    """What one file of ``torch.save`` holds."""
+    return read_archive(MappedFile(path))
+
+
+def size_of(tree: Tree) -> int:
+    """Bytes of all entries, tied ones once."""
+    return sum(entry.nbytes for entry in {id(e): e for e in entries_of(tree)}.values())

@@ -1,0 +1,280 @@
+"""What a checkpoint of any kind holds: a model, an optimizer by name, and the rest.
+
+{"app": {"model": …, "optim": numbered}}   ┐
+{"model": …, "optimizer": by name}         ├── contents_of ──> Contents ── tree ──> {"model": …,
+{name: tensor, …}                          ┘                                "optimizer": …, …}
+files of ranks ── joined ──> one tree
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp2.checkpoint.archives import Record
+from fsdp2.checkpoint.entries import Entry, Piece, Tree, whole_of
+from fsdp2.core.config import CheckpointError
+from fsdp2.core.names import clean
+
+Nested = dict[str, Any]
+
+_MODEL = ("model", "state_dict", "model_state_dict", "model_state")
+_OPTIMIZER = (
+    *("optimizer", "optim", "optimizer_state_dict", "optim_state_dict"),
+    *("optimizer_state", "optim_state"),
+)
+
+
+@dataclass
+class Contents:
+    """A checkpoint without its kind.
+
+    Attributes:
+        model: tensors, and values of modules, by name.
+        optimizer: "state" by name and key, "param_groups" with names; ``None`` if there is none.
+        rng: by rank and device.
+        extra: whatever else there is.
+    """
+
+    model: Nested
+    optimizer: Nested | None = None
+    rng: Nested = field(default_factory=dict)
+    extra: Tree = None
+
+    def tree(self, numbered: bool = False) -> Nested:
+        """Nested as state dicts are, the optimizer by name or by number."""
+        found: Nested = {"model": self.model}
+        if self.optimizer is not None:
+            found["optimizer"] = _numbered(self.optimizer) if numbered else self.optimizer
+        if self.rng:
+            found["rng"] = self.rng
+        if self.extra is not None:
+            found["extra"] = self.extra
+        return found
+
+
+def contents_of(tree: Tree, source: Path) -> Contents:
+    """Find model and optimizer in what a file or a folder holds.
+
+    Args:
+        tree: entries and plain values, nested as they were saved.
+        source: where they are, for messages.
+
+    Raises:
+        CheckpointError: what is the model cannot be told, or which name the optimizer's state
+            belongs to.
+    """
+    while isinstance(tree, dict) and len(tree) == 1:  # {"app": {"model": …}}
+        (inner,) = tree.values()
+        if not isinstance(inner, dict) or not any(key in inner for key in _MODEL):
+            break
+        tree = inner
+    if not isinstance(tree, dict):
+        tree = {}
+    models = [key for key in _MODEL if isinstance(tree.get(key), dict)]
+    optimizers = [key for key in _OPTIMIZER if isinstance(tree.get(key), dict)]
+    if not models and _is_model(tree):
+        return Contents(_cleaned(tree, source))
+    if len(models) != 1 or len(optimizers) > 1 or not _is_model(tree[models[0]]):
+        raise CheckpointError(
+            f"'{source}' has no one model that can be told apart among {sorted(map(str, tree))}; "
+            f"save a dict with model.state_dict() as 'model' and optimizer.state_dict() as "
+            f"'optimizer'"
+        )
+    found = Contents(_cleaned(tree[models[0]], source))
+    if optimizers:
+        found.optimizer = _by_name(tree[optimizers[0]], found.model, source)
+    rest = {key: value for key, value in tree.items() if key not in (*models, *optimizers)}
+    if isinstance(rest.get("rng"), dict):
+        found.rng = rest.pop("rng")
+    if rest:
+        found.extra = rest["extra"] if list(rest) == ["extra"] else rest
+    return found
+
+
+def _is_model(tree: Nested) -> bool:
+    """Whether it is a state dict of tensors by name; modules may have values beside."""
+    return any(isinstance(v, Entry) for v in tree.values()) and not any(
+        isinstance(value, dict) or not isinstance(key, str) for key, value in tree.items()
+    )
+
+
+def _cleaned(model: Mapping[str, Any], source: Path) -> Nested:
+    found: Nested = {}
+    for name, value in model.items():
+        if clean(name) in found:
+            raise CheckpointError(
+                f"'{source}' has several tensors that are '{clean(name)}' without what wrappers "
+                f"put into names; rename all but one"
+            )
+        found[clean(name)] = value
+    return found
+
+
+def _by_name(optimizer: Nested, model: Nested, source: Path) -> Nested:
+    """An optimizer's state dict with names, whatever its parameters are called by."""
+    state, groups = optimizer.get("state", {}), optimizer.get("param_groups", [])
+    keys = [key for group in groups for key in group["params"]]
+    names = {key: clean(key) for key in keys if isinstance(key, str)}
+    if len(names) != len(keys):
+        names = _names_of(groups, model)
+    known = all(key in names for key in state)
+    if not known or len({*names.values()}) != len(keys) or not _fits(state, names, model):
+        raise CheckpointError(
+            f"'{source}' has an optimizer of {len(keys)} parameters whose names it does not tell, "
+            f"and a model of {len(model)} tensors; save what get_state_dict() of "
+            f"torch.distributed.checkpoint.state_dict returns, or make it of named_parameters()"
+        )
+    return {
+        "state": {names[key]: dict(kept) for key, kept in state.items()},
+        "param_groups": [
+            {key: value for key, value in group.items() if key != "param_names"}
+            | {"params": [names[key] for key in group["params"]]}
+            for group in groups
+        ],
+    }
+
+
+def _names_of(groups: Sequence[Nested], model: Nested) -> dict[Any, str]:
+    """Names by number: said by the groups, or one group over all of the model in its order."""
+    if all("param_names" in group for group in groups):
+        pairs = [
+            pair
+            for group in groups
+            for pair in zip(group["params"], group["param_names"], strict=True)
+        ]
+        return {key: clean(name) for key, name in pairs}
+    once: dict[Any, str] = {}
+    for name, value in model.items():  # tied ones are one parameter, called by the first name
+        once.setdefault(value if isinstance(value, Entry) else name, name)
+    keys = [key for group in groups for key in group["params"]]
+    if len(groups) != 1 or len(once) != len(keys):
+        return {}
+    return dict(zip(keys, once.values(), strict=True))
+
+
+def _fits(state: Mapping[Any, Nested], names: Mapping[Any, str], model: Nested) -> bool:
+    """Whether averages have the shapes of their parameters."""
+    for key, kept in state.items():
+        param, like = model.get(names[key]), kept.get("exp_avg", kept.get("momentum_buffer"))
+        if not isinstance(param, Entry):
+            return False
+        if isinstance(like, Entry) and like.shape != param.shape:
+            return False
+    return True
+
+
+def _numbered(optimizer: Nested) -> Nested:
+    """As the optimizer of an unsharded model has it; names beside the numbers."""
+    names = [name for group in optimizer["param_groups"] for name in group["params"]]
+    number = {name: place for place, name in enumerate(names)}
+    return {
+        "state": {number[name]: kept for name, kept in optimizer["state"].items()},
+        "param_groups": [
+            group
+            | {"params": [number[name] for name in group["params"]], "param_names": group["params"]}
+            for group in optimizer["param_groups"]
+        ],
+    }
+
+
+# ---- files of ranks
+
+
+def joined(trees: Sequence[Tree], source: Path) -> Tree:
+    """What ranks have saved of one checkpoint, each its parts, as one tree.
+
+    ShardedTensors and DTensors become whole; of all else it is rank 0's.
+
+    Raises:
+        CheckpointError: they are not alike, or parts are missing.
+    """
+
+    def join(name: str, values: list[Any]) -> Tree:
+        first = values[0]
+        if any(type(value) is not type(first) for value in values) and not isinstance(
+            first, Record
+        ):
+            raise _unlike(source, name)
+        if isinstance(first, dict):
+            for key in {key for value in values for key in value}:
+                if any(key not in value for value in values):
+                    raise _unlike(source, str(key))
+            return {
+                key: join(f"{name}.{key}" if name else str(key), [value[key] for value in values])
+                for key in first
+            }
+        if isinstance(first, (list, tuple)):
+            lengths = {len(value) for value in values}
+            if len(lengths) > 1:
+                raise _unlike(source, name)
+            return [
+                join(f"{name}.{n}", list(each)) for n, each in enumerate(zip(*values, strict=True))
+            ]
+        if isinstance(first, Record):
+            reader = _READERS.get(first.kind)
+            if reader is None or any(
+                not isinstance(value, Record) or value.kind != first.kind for value in values
+            ):
+                raise _unlike(source, name)
+            try:
+                shape, dtype, pieces = reader(values)
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise _unlike(source, name) from error
+            return whole_of(name, shape, dtype, pieces, source)
+        return first
+
+    return join("", list(trees))
+
+
+def _unlike(source: Path, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"'{source}' has files of ranks that do not have '{name}' alike; pass a folder with the "
+        f"files of one step and of nothing else"
+    )
+
+
+Parts = tuple[tuple[int, ...], torch.dtype, list[Piece]]
+
+
+def _of_sharded_tensors(values: Sequence[Record]) -> Parts:
+    """Each rank's local shards, which say where they begin."""
+    pieces = []
+    for shards, *_ in (value.state for value in values):
+        for shard in shards:
+            (piece,) = shard["tensor"].pieces
+            offsets = tuple(shard["metadata"]["shard_offsets"])
+            pieces.append(Piece(piece.tensor, offsets, piece.file))
+    metadata = values[0].state[1]
+    dtype = metadata["tensor_properties"].state[0]
+    return tuple(metadata["size"]), dtype, pieces
+
+
+def _of_dtensors(values: Sequence[Record]) -> Parts:
+    """Each rank's local tensor; where it begins follows from its place in the mesh."""
+    specs = [value["_spec"] for value in values]
+    places = [tuple(spec["mesh"]["_coordinate_on_dim"]) for spec in specs]
+    sizes = [max(column) + 1 for column in zip(*places, strict=True)]
+    shape = tuple(specs[0]["tensor_meta"].args[0])
+    pieces = []
+    for value, spec, place in zip(values, specs, places, strict=True):
+        (piece,) = value["_local_tensor"].pieces
+        starts, lengths = [0] * len(shape), list(shape)
+        for placement, at, size in zip(spec["placements"], place, sizes, strict=True):
+            if {"Shard": True, "Replicate": False}[placement.kind]:  # others: a KeyError
+                dim = placement["dim"]
+                chunk = -(-lengths[dim] // size)
+                start = min(at * chunk, lengths[dim])
+                starts[dim], lengths[dim] = starts[dim] + start, min(chunk, lengths[dim] - start)
+        pieces.append(Piece(piece.tensor, tuple(starts), piece.file))
+    return shape, pieces[0].tensor.dtype, pieces
+
+
+_READERS: dict[str, Callable[[Sequence[Record]], Parts]] = {
+    "DTensor": _of_dtensors,
+    "ShardedTensor": _of_sharded_tensors,
+}

@@ -1,0 +1,620 @@
+"""`convert`: from one kind of checkpoint to another, on one process, a block of a tensor at a time.
+
+    steps          a folder of steps, or one step of it        ┐            ┌─> steps
+    dcp            a folder of torch.distributed.checkpoint    │            ├─> dcp
+    torch, fsdp1   a file of torch.save                        ├─ Contents ─┼─> torch, fsdp1
+    ranks          torch FSDP1's sharded state dicts, a file   │            │
+                   of torch.save a rank                        │            │
+    xla            a file of `fsdp2.xla` a rank                │            ├─> xla
+    safetensors    a file, or a folder of Hugging Face's       ┘            └─> safetensors
+
+What is written stands beside its place until it is whole and durable.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from fsdp2.checkpoint import files
+from fsdp2.checkpoint.archives import read_archive, read_file, write_archive
+from fsdp2.checkpoint.contents import Contents, contents_of, joined
+from fsdp2.checkpoint.entries import Entry, MappedFile, Piece, Tree, entries_of, whole_of
+from fsdp2.checkpoint.folder import (
+    MANIFEST,
+    Manifest,
+    PathLike,
+    check_files,
+    check_hashes,
+    local_path,
+    read_manifest,
+    saving_folder,
+    step_folder,
+    steps,
+)
+from fsdp2.checkpoint.state import Reader, packed, unpacked
+from fsdp2.checkpoint.tensors import SUFFIX, About, catalogue, plan
+from fsdp2.core.config import CheckpointError
+from fsdp2.core.layout.layout import default_cut
+from fsdp2.xla.files import check_models, check_ranks
+from fsdp2.xla.shards import FORMAT, check_metadata, rows_of
+
+KINDS = ("steps", "dcp", "torch", "fsdp1", "ranks", "xla", "safetensors")
+_FILES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+_OLDER = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # what files of torch.save began with
+
+Nested = dict[str, Any]
+Progress = Callable[[int, int], object]
+T = TypeVar("T")
+
+
+@dataclass
+class Converted:
+    """What `convert` has done.
+
+    Attributes:
+        from_kind: what the source was.
+        to_kind: what the target is.
+        step: of the source or the target, where one of them is a folder of steps.
+        left: what the target's kind does not have: "optimizer", "rng", "extra", and names of the
+            model's that are no tensors.
+    """
+
+    from_kind: str
+    to_kind: str
+    step: int | None = None
+    left: list[str] = field(default_factory=list)
+
+
+def convert(
+    source: PathLike,
+    target: PathLike,
+    *,
+    from_kind: str | None = None,
+    to_kind: str | None = None,
+    step: int | None = None,
+    ranks: int = 1,
+    progress: Progress | None = None,
+) -> Converted:
+    """Make a checkpoint of another kind, on one process, without a process group or a model.
+
+    Kinds: "steps", of `save`; "dcp", a folder of `torch.distributed.checkpoint`, also with sharded
+    state dicts of torch's FSDP1 and FSDP2; "torch", one file of ``torch.save`` with {"model": …,
+    "optimizer": …}, the optimizer's parameters by number, as without sharding; "fsdp1", the same
+    file by name, as of FSDP1's FULL_STATE_DICT; "ranks", SHARDED_STATE_DICT in a file of
+    ``torch.save`` a rank; "xla", files of `fsdp2.xla`; "safetensors". "ranks" is only read.
+
+    Memory holds 1 MiB of a tensor at a time; one tensor, where ranks have cut it on another dim
+    than the first. No code that a file holds is run. Of a step, hashes are compared before.
+
+    Args:
+        source: a file, a folder, or a pattern of files of ranks ("run/ckpt_rank-*.pth").
+        target: a file or a folder that is not there yet; of kind "steps" also one that has other
+            steps. It is there when it is complete and durable.
+        from_kind: what the source is. Default ``None``: recognised by what is there.
+        to_kind: what the target becomes. Default ``None``: "steps" if it is such a folder,
+            "safetensors" and "torch" by the ending of its name.
+        step: of the source, by default the newest; for a target of kind "steps" also the step to
+            make, which must be given if the source is of another kind.
+        ranks: how many files an "xla" target has. Default 1.
+        progress: is called with bytes done and bytes in all, ever so often. Default ``None``.
+
+    Returns:
+        Kinds, step, and what the target could not take.
+
+    Raises:
+        CheckpointError: the source is of no kind or of several, is broken, or does not say what
+            belongs to which name; the target is there. Nothing has been written then.
+
+    Example::
+
+        >>> fsdp2.checkpoint.convert("run", "model.safetensors").left
+        ['optimizer']
+    """
+    origin, place = local_path(source), local_path(target)
+    for kind in (from_kind, to_kind):
+        if kind is not None and kind not in KINDS:
+            raise CheckpointError(f"convert() knows no kind '{kind}'; pass one of {list(KINDS)}")
+    found = Converted(from_kind or kind_of(origin), to_kind or _kind_to_be(place), step)
+    if found.to_kind == "ranks":
+        raise CheckpointError(
+            "convert() does not write kind 'ranks'; pass to_kind='dcp', which FSDP1's sharded "
+            "state dicts load from"
+        )
+    with _one_sentence(origin, place):
+        contents = _read(origin, found)
+        _write(place, contents, found, ranks, progress)
+    return found
+
+
+@contextmanager
+def _one_sentence(source: Path, target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"convert('{source}', '{target}') failed ({type(error).__name__}: "
+            f"{error.strerror or error}); nothing that was there has changed, so mend that and "
+            f"call it again"
+        ) from error
+
+
+# ---- which kind
+
+
+def kind_of(path: Path) -> str:
+    """The kind of what is there.
+
+    Raises:
+        CheckpointError: it is of none or of several.
+    """
+    if path.is_file():
+        found = _kinds_of_file(path)
+    elif path.is_dir():
+        found = _kinds_of_folder(path)
+    else:
+        found = _kinds_of_files(_matching(path))
+    if not found:
+        raise CheckpointError(
+            f"'{path}' is no checkpoint that convert() knows; pass a folder of steps or of DCP, "
+            f"files of torch.save or of safetensors"
+        )
+    if len(found) > 1:
+        raise CheckpointError(
+            f"'{path}' may be of kinds {found}; pass from_kind=, or the path of one of them"
+        )
+    return found[0]
+
+
+def _kinds_of_file(path: Path) -> list[str]:
+    with path.open("rb") as file:
+        begin = file.read(len(_OLDER))
+    if begin == _OLDER:
+        raise CheckpointError(
+            f"'{path}' is of torch.save's format before torch 1.6; load it, and save it again"
+        )
+    if begin[8:9] == b"{":  # behind the length of the header
+        return ["safetensors"]
+    return ["torch"] if begin[:2] == b"PK" and path.suffix != ".distcp" else []
+
+
+def _kinds_of_folder(path: Path) -> list[str]:
+    found = []
+    if steps(path) or ((path / MANIFEST).is_file() and steps(path.parent)):
+        found.append("steps")
+    elif (path / ".metadata").is_file():
+        found.append("dcp")
+    if any(path.glob(f"*{SUFFIX}")):
+        found.append("safetensors")
+    return found + _kinds_of_files(_matching(path))
+
+
+def _kinds_of_files(paths: Sequence[Path]) -> list[str]:
+    """Of files of ranks."""
+    kinds = {"xla" if _is_xla(read_file(path)) else "ranks" for path in paths}
+    return sorted(kinds)
+
+
+def _is_xla(tree: Tree) -> bool:
+    return isinstance(tree, dict) and "shard_metadata" in tree
+
+
+def _matching(path: Path) -> list[Path]:
+    """Files of torch.save in a folder, or of a pattern."""
+    if path.is_dir():
+        return sorted(each for each in path.iterdir() if each.suffix in _FILES)
+    return sorted(path.parent.glob(path.name)) if path.parent.is_dir() else []
+
+
+def _kind_to_be(path: Path) -> str:
+    if path.is_dir() and steps(path):
+        return "steps"
+    kind = "torch" if path.suffix in _FILES else "safetensors" if path.suffix == SUFFIX else None
+    if kind is None:
+        raise CheckpointError(
+            f"'{path}' does not say of which kind it shall be; pass to_kind=, one of {list(KINDS)}"
+        )
+    return kind
+
+
+# ---- reading
+
+
+def _read(path: Path, found: Converted) -> Contents:
+    if found.from_kind == "steps":
+        return _read_step(path, found)
+    if found.from_kind == "dcp":
+        return contents_of(_read_dcp(path), path)
+    if found.from_kind == "safetensors":
+        return _read_safetensors(path)
+    if found.from_kind == "xla":
+        return _read_xla(path)
+    paths = [path] if path.is_file() else _matching(path)
+    if found.from_kind != "ranks" and len(paths) != 1:
+        raise CheckpointError(
+            f"'{path}' is not one file of torch.save; pass the file, or from_kind='ranks'"
+        )
+    return contents_of(joined([read_file(each) for each in paths], path), path)
+
+
+def _read_step(path: Path, found: Converted) -> Contents:
+    root, step = path, found.step
+    if (path / MANIFEST).is_file():  # a step of a folder
+        root, step = path.parent, int(path.name.rpartition("-")[2])
+    manifest = read_manifest(root, step)
+    check_files(root, manifest)
+    check_hashes(root, manifest, list(manifest.files))
+    tree = _read_dcp(step_folder(root, manifest.step))
+    extra = unpacked(manifest.extra, tree.pop("extra", {}))
+    contents = contents_of(tree, path)
+    contents.extra = extra
+    if found.step is None or found.to_kind != "steps":
+        found.step = manifest.step
+    return contents
+
+
+def _read_dcp(folder: Path) -> Nested:
+    """The state dict, nested as it was."""
+    metadata = Reader(folder).read_metadata()
+    stored, mapped = metadata.storage_data, dict[str, MappedFile]()
+
+    def slice_of(index: MetadataIndex) -> tuple[Tree, MappedFile]:
+        info = stored[index]
+        path = folder / info.relative_path
+        if not path.is_file():
+            raise CheckpointError(
+                f"'{path}' is missing; load another step, or copy all files of this one"
+            )
+        if getattr(info, "transform_descriptors", None):
+            raise CheckpointError(
+                f"'{path}' is compressed; load it with torch.distributed.checkpoint, and save it "
+                f"without extensions"
+            )
+        file = mapped.setdefault(info.relative_path, MappedFile(path))
+        return read_archive(file, info.offset, info.offset + info.length), file
+
+    found: Nested = {}
+    for name, about in metadata.state_dict_metadata.items():
+        value: Tree
+        if isinstance(about, TensorStorageMetadata):
+            pieces = []
+            for chunk in about.chunks:
+                entry, _ = slice_of(MetadataIndex(name, chunk.offsets))
+                (piece,) = entry.pieces
+                pieces.append(Piece(piece.tensor, tuple(chunk.offsets), piece.file))
+            value = whole_of(name, about.size, about.properties.dtype, pieces, folder)
+        else:
+            value, _ = slice_of(MetadataIndex(name))
+        set_element(found, (metadata.planner_data or {}).get(name, (name,)), value)
+    return found
+
+
+def _read_xla(path: Path) -> Contents:
+    paths = _matching(path)
+    trees = {str(each): read_file(each) for each in paths}
+    try:
+        metadata = {
+            name: check_metadata(tree["shard_metadata"], name) for name, tree in trees.items()
+        }
+        check_ranks(metadata, str(path))
+        ordered = sorted(trees, key=lambda name: metadata[name]["rank"])
+        models = [trees[name]["model"] for name in ordered]
+        about = metadata[ordered[0]]
+        tensors = [
+            {k: v.pieces[0].tensor if isinstance(v, Entry) else v for k, v in model.items()}
+            for model in models
+        ]
+        check_models(tensors, ordered, [metadata[name] for name in ordered])
+    except (ValueError, FileNotFoundError) as error:
+        raise CheckpointError(str(error)) from error
+    found: Nested = {}
+    made: dict[object, Entry] = {}
+    for name, value in models[0].items():
+        info = about["shard_info"].get(name)
+        if info is None:
+            before = about["buffer_info"].get(name)
+            found[name] = value if before is None else _as_dtype(value, getattr(torch, before))
+            continue
+        same = tuple(model[name] for model in models)
+        if same not in made:  # tied parameters are one entry of each rank
+            pieces = []
+            for rank, model in enumerate(models):
+                (piece,) = model[name].pieces
+                start, _ = rows_of(info["shape"], info["dim"], len(models), rank)
+                offsets = tuple(start * (d == info["dim"]) for d in range(len(info["shape"])))
+                pieces.append(Piece(piece.tensor, offsets, piece.file))
+            dtype = pieces[0].tensor.dtype
+            made[same] = whole_of(name, info["shape"], dtype, pieces, path)
+        found[name] = made[same]
+    return contents_of({"model": found}, path)
+
+
+def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
+    return Entry.of(value.whole().to(dtype)) if isinstance(value, Entry) else value
+
+
+def _read_safetensors(path: Path) -> Contents:
+    listed = catalogue(path)
+    mapped = {name: MappedFile(listed.folder / name) for name in listed.lengths}
+    model: Nested = {}
+    for name, place in listed.places.items():
+        count, dtype, file = (
+            torch.Size(place.about.shape).numel(),
+            place.about.dtype,
+            mapped[place.file],
+        )
+        if count:
+            values = file.values(place.offset, count, dtype).view(place.about.shape)
+            model[name] = Entry.of(values, file)
+        else:
+            model[name] = Entry.of(torch.empty(place.about.shape, dtype=dtype))
+    for other, name in listed.tied.items():
+        model[other] = model[name]
+    return contents_of(model, path)
+
+
+# ---- writing
+
+
+class _Stream:
+    """Passes bytes on, and says how many there were."""
+
+    def __init__(self, sink: Any, progress: Progress | None, total: int) -> None:
+        self._sink, self._progress, self._total = sink, progress, total
+        self.done = 0
+
+    def write(self, data: Any) -> int:
+        self._sink.write(data)
+        self.done += len(data)
+        if self._progress is not None:
+            self._progress(min(self.done, self._total), self._total)
+        return len(data)
+
+
+def _write(
+    place: Path, contents: Contents, found: Converted, ranks: int, progress: Progress | None
+) -> None:
+    kind = found.to_kind
+    if kind != "steps" and place.exists():
+        raise CheckpointError(
+            f"'{place}' is there already; pass another target, or remove it before"
+        )
+    if kind in ("xla", "safetensors"):
+        rest = {"optimizer": contents.optimizer, "rng": contents.rng, "extra": contents.extra}
+        found.left = [name for name, value in rest.items() if value]
+        found.left += [n for n, value in contents.model.items() if not isinstance(value, Entry)]
+    if kind == "steps":
+        _write_step(place, contents, found, progress)
+    elif kind == "dcp":
+        with _beside_folder(place) as folder:
+            _write_dcp(folder, contents.tree(), files.DurableFiles(), progress)
+    elif kind == "xla":
+        with _beside_folder(place) as folder:
+            _write_xla(folder, contents, ranks, progress)
+    elif kind == "safetensors":
+        _write_safetensors(place, contents, progress)
+    else:
+        with _beside_file(place) as path:
+            _write_file(path, contents.tree(numbered=kind == "torch"), progress)
+
+
+def _saving(place: Path) -> Path:
+    """Where a target is written; what a crash has left there goes."""
+    path = place.with_name(f".saving-{place.name}")
+    _discard(path)
+    files.make_folders(place.parent)
+    return path
+
+
+def _discard(path: Path) -> None:
+    if path.is_dir():
+        files.remove_tree(path)
+    elif path.exists():
+        files.DISK.remove(path)
+
+
+@contextmanager
+def _beside_file(place: Path) -> Iterator[Path]:
+    path = _saving(place)
+    try:
+        yield path
+    except BaseException:
+        _discard(path)
+        raise
+    files.DISK.rename(path, place)
+    files.DISK.sync_folder(place.parent)
+
+
+@contextmanager
+def _beside_folder(place: Path) -> Iterator[Path]:
+    path = _saving(place)
+    files.DISK.make_folder(path)
+    try:
+        yield path
+        files.DISK.sync_folder(path)
+    except BaseException:
+        _discard(path)
+        raise
+    files.DISK.rename(path, place)
+    files.DISK.sync_folder(place.parent)
+
+
+def _total(tree: Tree) -> int:
+    return sum(entry.nbytes for entry in entries_of(tree))
+
+
+def _write_file(path: Path, tree: Tree, progress: Progress | None) -> None:
+    with files.DurableFiles().create_stream(path, "wb") as stream:
+        write_archive(_Stream(stream, progress, _total(tree)), tree)
+
+
+def _write_step(
+    root: Path, contents: Contents, found: Converted, progress: Progress | None
+) -> None:
+    step = found.step
+    if step is None:
+        raise CheckpointError("convert() to kind 'steps' needs the number of the step; pass step=")
+    if root.exists() and not root.is_dir():
+        raise CheckpointError(f"'{root}' is a file; pass a folder")
+    if step in steps(root):
+        raise CheckpointError(
+            f"'{root}' has step {step} already; save another, or call "
+            f"fsdp2.checkpoint.remove(folder, {step}) before"
+        )
+    wrong, content, places = packed(_metas(contents.extra, {}))
+    if wrong is not None:
+        raise CheckpointError(
+            f"save(extra=…) has a {wrong}, which cannot be loaded without running code; pass None, "
+            f"numbers, strings, tensors, and lists and dicts with str keys of them"
+        )
+    tree = contents.tree()
+    tree.pop("extra", None)
+    if places:
+        tree["extra"] = dict(zip(places, entries_of(contents.extra), strict=True))
+    files.make_folders(root)
+    saving, disk = saving_folder(root, step), files.DurableFiles()
+    for left in (saving, step_folder(root, step)):
+        _discard(left)
+    files.DISK.make_folder(saving)
+    try:
+        _write_dcp(saving, tree, disk, progress)
+        manifest = Manifest(
+            step=step,
+            ranks=1,
+            files=dict(sorted(disk.written.items())),
+            extra=content,
+            has_optimizer=contents.optimizer is not None,
+            torch=torch.__version__,
+        )
+        files.write_durably(saving / MANIFEST, manifest.encoded())
+        files.DISK.sync_folder(saving)
+    except BaseException:
+        _discard(saving)
+        raise
+    files.DISK.rename(saving, step_folder(root, step))
+    files.DISK.sync_folder(root)
+
+
+def _metas(tree: Tree, entries: dict[int, Entry]) -> Tree:
+    """The same, with a tensor without memory for each entry; which, by the tensor's ``id``."""
+    if isinstance(tree, Entry):
+        meta = torch.empty(tree.shape, dtype=tree.dtype, device="meta")
+        entries[id(meta)] = tree
+        return meta
+    if isinstance(tree, dict):
+        return {key: _metas(value, entries) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_metas(value, entries) for value in tree)
+    return tree
+
+
+def _write_dcp(
+    folder: Path, tree: Nested, disk: files.DurableFiles, progress: Progress | None
+) -> None:
+    """One file, and the index."""
+    entries: dict[int, Entry] = {}
+    flat, paths = flatten_state_dict(_metas(tree, entries))
+    about: dict[str, Any] = {}
+    stored: dict[MetadataIndex, Any] = {}
+    with disk.create_stream(folder / "__0_0.distcp", "wb") as stream:
+        counted = _Stream(stream, progress, _total(tree))
+        for name, value in flat.items():
+            begin = counted.done
+            if isinstance(value, torch.Tensor):
+                zeros = torch.Size([0] * value.dim())
+                index = MetadataIndex(name, zeros)
+                chunk = ChunkStorageMetadata(zeros, value.shape)
+                properties = TensorProperties(dtype=value.dtype)
+                about[name] = TensorStorageMetadata(properties, value.shape, [chunk])
+                write_archive(counted, entries[id(value)])
+            else:
+                index = MetadataIndex(name)
+                about[name] = BytesStorageMetadata()
+                write_archive(counted, value)
+            info = filesystem._StorageInfo("__0_0.distcp", begin, counted.done - begin)
+            stored[index] = info
+    metadata = Metadata(about, paths, stored, version=filesystem.CURRENT_DCP_VERSION)
+    with disk.create_stream(folder / ".metadata", "wb") as stream:
+        stream.write(pickle.dumps(metadata))
+
+
+def _write_xla(folder: Path, contents: Contents, ranks: int, progress: Progress | None) -> None:
+    """A file a rank, cut on the dims that wrappers cut on."""
+    if not isinstance(ranks, int) or ranks < 1:
+        raise CheckpointError(f"convert(ranks=…) takes a number of ranks from 1, not {ranks!r}")
+    model = {name: value for name, value in contents.model.items() if isinstance(value, Entry)}
+    params = set(model)
+    if contents.optimizer is not None:
+        params = {n for group in contents.optimizer["param_groups"] for n in group["params"]}
+    infos = {
+        name: {
+            "shape": list(value.shape),
+            "dim": default_cut(value.shape, ranks, value.dtype.itemsize).dim,
+        }
+        for name, value in model.items()
+        if name in params and value.shape
+    }
+    for rank in range(ranks):
+        tree = {
+            "model": _rows(model, infos, ranks, rank),
+            "shard_metadata": {
+                "format": FORMAT,
+                "rank": rank,
+                "world_size": ranks,
+                "shard_info": infos,
+                "buffer_info": {},
+                "flatten_info": {},
+            },
+        }
+        _write_file(folder / f"rank-{rank}-of-{ranks}.pth", tree, progress)
+
+
+def _rows(
+    model: Mapping[str, Entry], infos: Mapping[str, Any], ranks: int, rank: int
+) -> dict[str, Entry]:
+    """What one rank has of each; tied ones stay tied."""
+    made: dict[Entry, Entry] = {}
+    for name, value in model.items():
+        info = infos.get(name)
+        if value not in made and info is not None:
+            start, rows = rows_of(value.shape, info["dim"], ranks, rank)
+            made[value] = value.narrow(info["dim"], start, rows)
+        made.setdefault(value, value)
+    return {name: made[value] for name, value in model.items()}
+
+
+def _write_safetensors(place: Path, contents: Contents, progress: Progress | None) -> None:
+    """One file; tied tensors once, their other names in its metadata."""
+    names: dict[Entry, str] = {}
+    tied: dict[str, str] = {}
+    for name, value in contents.model.items():
+        if isinstance(value, Entry) and names.setdefault(value, name) != name:
+            tied[name] = names[value]
+    layout = plan({n: About(e.shape, e.dtype) for e, n in names.items()}, tied=tied)
+    (header,) = layout.headers.values()
+    by_name = {name: entry for entry, name in names.items()}
+    with _beside_file(place) as path, files.DurableFiles().create_stream(path, "wb") as stream:
+        counted = _Stream(stream, progress, _total(by_name))
+        counted.write(header)
+        for name in sorted(
+            by_name, key=lambda name: (layout.places[name].offset, by_name[name].nbytes)
+        ):
+            for block in by_name[name].blocks():
+                counted.write(block)
