@@ -25,10 +25,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint.folder import Manifest, PathLike, check_files, read_manifest, step_folder
+from fsdp2.checkpoint.saving import end_saves
+from fsdp2.checkpoint.snapshot import Nested, snapshot
 from fsdp2.checkpoint.state import (
     Differences,
     Extra,
-    Nested,
     Reader,
     named_optimizer_state,
     params_by_place,
@@ -69,6 +70,7 @@ def load(
     step: int | None = None,
     strict: bool = True,
     rng: bool = False,
+    buffers: bool = False,
 ) -> Loaded:
     """Load a complete step, which any number of ranks, mesh or strategy may have saved.
 
@@ -85,6 +87,8 @@ def load(
             was left.
         rng: set this rank's random number generators, as ``save(rng=True)`` has found them on the
             rank of the same number. Default ``False``.
+        buffers: load buffers that are not persistent, too, as ``save(buffers=True)`` has saved
+            them. Default ``False``.
 
     Returns:
         The step, ``extra``, and what was left.
@@ -99,10 +103,11 @@ def load(
     """
     root = Path(folder)
     what = f"load('{root}')"
+    end_saves()
     manifests = together(what, lambda: read_manifest(root, step) if is_first() else None)
     manifest = manifests[0]
     assert manifest is not None
-    job = _Job(root, manifest, model, optimizer, strict, rng)
+    job = _Job(root, manifest, model, optimizer, rng, buffers)
     left = Differences.over_ranks(together(what, job.compare))
     if left and strict:
         raise CheckpointError(
@@ -123,8 +128,8 @@ class _Job:
         manifest: Manifest,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        strict: bool,
         rng: bool,
+        buffers: bool,
     ) -> None:
         self._root = root
         self._manifest = manifest
@@ -132,6 +137,7 @@ class _Job:
         self._model = model
         self._optimizer = optimizer
         self._rng = rng
+        self._buffers = dict(snapshot(model).buffers) if buffers else {}
         self._metadata = Metadata({})
         self._model_state: Nested = {}
         self._groups: list[Nested] = []  # the saved options, by place
@@ -148,7 +154,7 @@ class _Job:
         found = Differences()
         saved = self._metadata.state_dict_metadata
         self._model_state, _ = flatten_state_dict({"model": get_model_state_dict(self._model)})
-        for name, value in self._model_state.items():
+        for name, value in {**self._model_state, **self._own_buffers()}.items():
             if name not in saved:
                 found.missing.append(name)
             else:
@@ -162,6 +168,9 @@ class _Job:
             own = [f"rng.{rank_and_size()[0]}.{kind}" for kind in rng_states()]
             found.missing += [name for name in own if name not in saved]
         return found
+
+    def _own_buffers(self) -> Nested:
+        return {f"buffers.{name}": value for name, value in self._buffers.items()}
 
     def _compare_optimizer(self, optimizer: torch.optim.Optimizer, found: Differences) -> None:
         if not self._manifest.has_optimizer:
@@ -211,6 +220,8 @@ class _Job:
         flat = {name: value for name, value in self._model_state.items() if name not in out}
         with torch.no_grad():
             read_into(self._path, self._metadata, flat)
+            own = self._own_buffers()
+            read_into(self._path, self._metadata, {k: own[k] for k in own if k not in out})
             _reshard(self._model)
             whole = get_model_state_dict(self._model)
             chosen = {key: value for key, value in whole.items() if f"model.{key}" in flat}

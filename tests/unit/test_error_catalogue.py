@@ -19,7 +19,11 @@ MINIMUM = 60
 
 NOT_CATALOGUED = {
     "AssertionError('one rank has nobody to communicate with')": "an assertion",
+    "BlockingIOError(file.read().decode(errors='replace'))": "reworded by `checkpoint.saving`",
     "CheckpointError(sentence)": "what a rank has said: a message of `checkpoint`",
+    "LostRankError(str(error))": "reworded by `checkpoint.together`",
+    "lost_rank(what)": "`checkpoint.together` has it",
+    "self._failure": "what a save has failed with: a message of `checkpoint`",
     "failure": "what the user's hook raised, once the other ranks know of it",
     "RankMismatchError(sentence)": "what a rank has claimed: a message of `agreement`",
     "communication_error(operation, name, error)": "`core.progress` has it",
