@@ -1,6 +1,8 @@
 """A folder of steps that a crash at any moment leaves whole, in the files of DCP.
 
-saving     `save`: written beside, hashed, synced, renamed
+saving     `save`, `async_save`: written beside, hashed, synced, renamed
+staging    copies to host memory, beside training
+snapshot   `snapshot`: what is there, looked at without touching it
 loading    `load`: compared on all ranks before anything is written
 exporting  `export`: a folder that Hugging Face's libraries load, written by all ranks at once
 pretrained `load_pretrained`: such a folder into a model, each rank its own slices
@@ -23,7 +25,8 @@ from fsdp2.checkpoint.exporting import Exported, export
 from fsdp2.checkpoint.folder import remove, steps, unfinished, verify
 from fsdp2.checkpoint.loading import Loaded, load
 from fsdp2.checkpoint.pretrained import load_pretrained
-from fsdp2.checkpoint.saving import save
+from fsdp2.checkpoint.saving import Saving, async_save, save
+from fsdp2.checkpoint.snapshot import Snapshot, snapshot
 from fsdp2.checkpoint.state import Differences
 
 __all__ = [
@@ -31,12 +34,16 @@ __all__ = [
     "Differences",
     "Exported",
     "Loaded",
+    "Saving",
+    "Snapshot",
+    "async_save",
     "convert",
     "export",
     "load",
     "load_pretrained",
     "remove",
     "save",
+    "snapshot",
     "steps",
     "unfinished",
     "verify",

@@ -10,11 +10,17 @@ import hashlib
 import io
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from torch.distributed.checkpoint.filesystem import FileSystem
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 HASH = "sha256"
 _CHUNK = 1 << 22  # bytes that are read at once
@@ -29,8 +35,14 @@ class Disk:
     def create(self, path: Path) -> BinaryIO:
         return path.open("xb")
 
-    def write(self, file: BinaryIO, data: bytes) -> None:
+    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
         file.write(data)
+
+    def start_writing(self, file: BinaryIO, start: int, length: int) -> None:
+        """Let the system bring bytes to the disk while others are made; promises nothing."""
+        file.flush()
+        if hasattr(os, "posix_fadvise"):  # on Linux, what is dirty is written at once
+            os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_DONTNEED)
 
     def sync(self, file: BinaryIO) -> None:
         """Return when all that was written is on the disk."""
@@ -76,16 +88,24 @@ DISK = Disk()
 class _HashedFile(io.RawIOBase):
     """A file that is hashed while it is written, and on the disk when it is closed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, hashing: ThreadPoolExecutor) -> None:
         self._file = DISK.create(path)
+        self._hashing = hashing
         self._hash = hashlib.new(HASH)
         self._bytes = 0
-        self._synced = False
 
     def write(self, data: object) -> int:
-        piece = bytes(data)  # type: ignore[call-overload]  # anything with a buffer
-        DISK.write(self._file, piece)
-        self._hash.update(piece)
+        piece = memoryview(data).cast("B")  # type: ignore[arg-type]  # anything with a buffer
+        if len(piece) < _CHUNK:
+            DISK.write(self._file, piece)
+            self._hash.update(piece)
+        else:  # both let go of the interpreter; the buffer is the caller's again afterwards
+            hashed = self._hashing.submit(self._hash.update, piece)
+            try:
+                DISK.write(self._file, piece)
+            finally:
+                hashed.result()
+            DISK.start_writing(self._file, self._bytes, len(piece))
         self._bytes += len(piece)
         return len(piece)
 
@@ -99,7 +119,6 @@ class _HashedFile(io.RawIOBase):
         if not self._file.closed:
             with self._file:
                 DISK.sync(self._file)
-            self._synced = True
         super().close()
 
     def facts(self) -> tuple[int, str]:
@@ -119,11 +138,8 @@ class DurableFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        stream = _HashedFile(Path(path))
-        try:
+        with ThreadPoolExecutor(1) as hashing, _HashedFile(Path(path), hashing) as stream:
             yield stream
-        finally:
-            stream.close()
         self.written[Path(path).name] = stream.facts()
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
@@ -163,8 +179,14 @@ def make_folders(path: Path) -> None:
     if path.is_dir():
         return
     make_folders(path.parent)
-    DISK.make_folder(path)
+    make_folder(path)
     DISK.sync_folder(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, if another rank has not."""
+    with suppress(FileExistsError):
+        DISK.make_folder(path)
 
 
 def remove_tree(path: Path) -> None:
@@ -184,3 +206,72 @@ def hash_of(path: Path) -> str:
         while piece := file.read(_CHUNK):
             found.update(piece)
     return found.hexdigest()
+
+
+# ---- one job at a time
+
+
+@contextmanager
+def owned(path: Path, about: str) -> Iterator[None]:
+    """Hold the file ``path`` while inside; it is gone afterwards.
+
+    The system lets go of it when the process ends, however it does. Where the file system knows no
+    locks, the file alone says that it is held.
+
+    Args:
+        path: the file.
+        about: what is written into it, of who holds it.
+
+    Raises:
+        BlockingIOError: somebody else does; its text is what they wrote.
+    """
+    held = _hold(path)
+    try:
+        held.write(about.encode())
+        held.flush()
+        yield
+    finally:
+        with suppress(OSError):  # not there any more: the folder was removed
+            os.unlink(path)
+        held.close()
+
+
+def _hold(path: Path) -> BinaryIO:
+    while True:
+        try:
+            made, file = True, path.open("x+b")
+        except FileExistsError:
+            try:
+                made, file = False, path.open("r+b")
+            except FileNotFoundError:
+                continue
+        try:
+            locked = _lock(file)
+            if not locked and not made:
+                raise BlockingIOError(file.read().decode(errors="replace"))
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                file.truncate()  # what one that has died had written
+                return file
+        except FileNotFoundError:
+            pass  # removed between the two by who held it: it is free
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Whether it is locked now; not where the file system knows no locks.
+
+    Raises:
+        BlockingIOError: somebody else has locked it; its text is what they wrote.
+    """
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BlockingIOError(file.read().decode(errors="replace")) from None
+    except OSError:
+        return False
+    return True

@@ -3,8 +3,9 @@
 FOLDER/step-00000100/manifest.json   what the step consists of; a step is one that has it
 FOLDER/step-00000100/.metadata       DCP's index
 FOLDER/step-00000100/__0_0.distcp    what rank 0 wrote
-FOLDER/.saving-step-00000200/        half-written: never read, removed on request
+FOLDER/.saving-step-00000200-TOKEN/  half-written: never read, removed on request
 FOLDER/.removing-step-00000050/      half-removed: the same
+FOLDER/.owner                        who saves into FOLDER just now
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fsdp2.checkpoint import files
 from fsdp2.core.config import CheckpointError
 
 MANIFEST = "manifest.json"
+OWNER = ".owner"
 FORMAT = 1
 _STEP, _SAVING, _REMOVING = "step-", ".saving-", ".removing-"
 
@@ -87,9 +89,16 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"{_STEP}{step:08d}"
 
 
-def saving_folder(folder: Path, step: int) -> Path:
-    """Where a step is written."""
-    return folder / f"{_SAVING}{_STEP}{step:08d}"
+def saving_folder(folder: Path, step: int, token: str = "") -> Path:
+    """Where a step is written; ``token`` tells it from what another run has left there."""
+    return folder / f"{_SAVING}{_STEP}{step:08d}{token and '-'}{token}"
+
+
+def left_of(folder: Path, step: int) -> list[Path]:
+    """What runs that have ended had begun to write of a step."""
+    name, headless = saving_folder(folder, step).name, step_folder(folder, step)
+    found = [path for path in folder.glob(f"{name}*") if path.name.removeprefix(name)[:1] in "-"]
+    return [*found, headless] if headless.exists() else found
 
 
 def steps(folder: PathLike) -> list[int]:

@@ -33,10 +33,11 @@ from fsdp2.checkpoint.folder import (
     read_manifest,
     step_folder,
 )
+from fsdp2.checkpoint.saving import end_saves
+from fsdp2.checkpoint.snapshot import Nested, snapshot
 from fsdp2.checkpoint.state import (
     Differences,
     Extra,
-    Nested,
     Reader,
     named_optimizer_state,
     params_by_place,
@@ -78,6 +79,7 @@ def load(
     strict: bool = True,
     rng: bool = False,
     verify: bool = False,
+    buffers: bool = False,
 ) -> Loaded:
     """Load a complete step, which any number of ranks, mesh or strategy may have saved.
 
@@ -97,6 +99,8 @@ def load(
         verify: read every byte of the step before, each rank its part of the files, and raise if
             one is not what was saved. Default ``False``: files are there, and of their lengths. It
             costs about as long as reading the step once more, divided by the ranks.
+        buffers: load buffers that are not persistent, too, as ``save(buffers=True)`` has saved
+            them. Default ``False``.
 
     Returns:
         The step, ``extra``, and what was left.
@@ -111,7 +115,8 @@ def load(
     """
     root = Path(folder)
     what = f"load('{root}')"
-    told = together(what, lambda: _told(root, step, strict, rng, verify, optimizer))
+    end_saves()
+    told = together(what, lambda: _told(root, step, strict, rng, verify, buffers, optimizer))
     if any(asked != told[0][0] for asked, _ in told):
         raise CheckpointError(
             f"load() got other folders, steps, optimizers or options on other ranks "
@@ -119,7 +124,7 @@ def load(
         )
     manifest = told[0][1]
     assert manifest is not None
-    job = _Job(root, manifest, model, optimizer, rng, verify)
+    job = _Job(root, manifest, model, optimizer, rng, verify, buffers)
     left = Differences.over_ranks(together(what, job.compare))
     if left and strict:
         raise CheckpointError(
@@ -137,10 +142,11 @@ def _told(
     strict: bool,
     rng: bool,
     verify: bool,
+    buffers: bool,
     optimizer: torch.optim.Optimizer | None,
 ) -> tuple[tuple[object, ...], Manifest | None]:
     """What ranks must agree on, and rank 0's manifest."""
-    asked = (str(local_path(root)), step, strict, rng, verify, optimizer is not None)
+    asked = (str(local_path(root)), step, strict, rng, verify, buffers, optimizer is not None)
     return asked, read_manifest(root, step) if is_first() else None
 
 
@@ -155,6 +161,7 @@ class _Job:
         optimizer: torch.optim.Optimizer | None,
         rng: bool,
         verify: bool,
+        buffers: bool,
     ) -> None:
         self._root = root
         self._manifest = manifest
@@ -164,6 +171,7 @@ class _Job:
         self._rng = rng
         self._verify = verify
         self.extra: Extra = None
+        self._buffers = dict(snapshot(model).buffers) if buffers else {}
         self._metadata = Metadata({})
         self._model_state: Nested = {}
         self._groups: list[Nested] = []  # the saved options, by place
@@ -188,7 +196,7 @@ class _Job:
         found = Differences()
         saved = self._metadata.state_dict_metadata
         self._model_state, _ = flatten_state_dict({"model": get_model_state_dict(self._model)})
-        for name, value in self._model_state.items():
+        for name, value in {**self._model_state, **self._own_buffers()}.items():
             if name not in saved:
                 found.missing.append(name)
             else:
@@ -202,6 +210,9 @@ class _Job:
             own = [f"rng.{rank_and_size()[0]}.{kind}" for kind in rng_states()]
             found.missing += [name for name in own if name not in saved]
         return found
+
+    def _own_buffers(self) -> Nested:
+        return {f"buffers.{name}": value for name, value in self._buffers.items()}
 
     def _compare_optimizer(self, optimizer: torch.optim.Optimizer, found: Differences) -> None:
         if not self._manifest.has_optimizer:
@@ -251,6 +262,8 @@ class _Job:
         flat = {name: value for name, value in self._model_state.items() if name not in out}
         with torch.no_grad():
             read_into(self._path, self._metadata, flat)
+            own = self._own_buffers()
+            read_into(self._path, self._metadata, {k: own[k] for k in own if k not in out})
             _reshard(self._model)
             whole = get_model_state_dict(self._model)
             chosen = {key: value for key, value in whole.items() if f"model.{key}" in flat}

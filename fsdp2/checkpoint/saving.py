@@ -1,42 +1,67 @@
-"""`save`: written beside, synced, listed with hashes, renamed.
+"""`save`, `async_save`: staged, written beside, synced, listed with hashes, renamed.
 
-1. every rank    __r_0.distcp   written, hashed, synced        .saving-step-N/
-2. rank 0        .metadata      written, synced
-3. rank 0        manifest.json  written, synced; the folder synced
-4. rank 0        rename         .saving-step-N -> step-N; FOLDER synced: now the step exists
-5. rank 0        older steps    removed, where `keep` says so
+1. every rank    what is saved, by name; copied beside training where the call returns at once
+2. every rank    __r_0.distcp   written, hashed, synced        .saving-step-N-TOKEN/
+3. all           tell rank 0 what they have written, or why not                    one exchange
+4. rank 0        .metadata      written, synced
+5. rank 0        manifest.json  written, synced; the folder synced
+6. rank 0        rename         .saving-step-N-TOKEN -> step-N; FOLDER synced: now the step exists
+7. rank 0        older steps    removed, where `keep` says so; and tells all
+
+Who writes what is planned in the first save, in one more exchange before 2, and again when a rank's
+layout has changed: a rank that has no plan for its layout says so in 3.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.folder import (
     MANIFEST,
+    OWNER,
     Json,
     Manifest,
     PathLike,
+    left_of,
     local_path,
     remove_steps,
     saving_folder,
     step_folder,
     steps,
 )
+from fsdp2.checkpoint.snapshot import Nested, named_parameters
+from fsdp2.checkpoint.staging import Copy, HostMemory, plain, watch_loads, watch_optimizers
 from fsdp2.checkpoint.state import Extra, packed, state_of
-from fsdp2.checkpoint.together import is_first, together
+from fsdp2.checkpoint.together import Outcome, agree, attempt, is_first, side_channel
 from fsdp2.core.config import CheckpointError
-from fsdp2.core.device.collectives import rank_and_size
+from fsdp2.core.device.collectives import LostRankError, rank_and_size
 
-Written = tuple[list[WriteResult], dict[str, tuple[int, str]]]
+LOG = logging.getLogger("fsdp2.checkpoint")
+
+Facts = tuple[str, int, int | None]
+"""What ranks must agree on: folder, step, keep."""
+
+Layout = list[tuple[str, object]]
+"""By name, what a plan depends on: of a DTensor its spec, of a tensor its shape and dtype."""
 
 
 def save(
@@ -48,6 +73,7 @@ def save(
     extra: Extra = None,
     keep: int | None = None,
     rng: bool = False,
+    buffers: bool = False,
 ) -> Path:
     """Save a step, which exists when it is complete and durable, and not before.
 
@@ -60,11 +86,13 @@ def save(
         optimizer: over parameters of ``model``. Default ``None``: none is saved.
         step: the number of the step, not negative.
         extra: what else the run needs: None, bool, int, float, str, tensors, and lists, tuples and
-            dicts with str keys of them. Rank 0's is saved. Tuples come back as lists.
+            dicts with str keys of them; a scheduler's, a scaler's, a data loader's
+            ``state_dict()``. Rank 0's is saved. Tuples come back as lists.
         keep: how many complete steps stay at most; older ones are removed when this one is
             complete. Default ``None``: all stay.
         rng: whether the states of this rank's random number generators are saved: the CPU's, and
             the current accelerator's. Default ``False``.
+        buffers: whether buffers that are not persistent are saved, too. Default ``False``.
 
     Returns:
         The folder of the step; ``torch.distributed.checkpoint`` alone can load from it.
@@ -76,37 +104,459 @@ def save(
 
         fsdp2.checkpoint.save("run", model, optimizer, step=100, extra={"lr": 0.1}, keep=3)
     """
-    root = Path(folder)
-    what = f"save('{root}', step={step})"
-    told = together(what, lambda: _checked(root, step, extra, keep))
-    if any(other != told[0] for other in told):
-        raise CheckpointError(
-            f"save() got other steps, folders or keep on other ranks ({told}); pass the same on all"
+    job = _Job(Path(folder), step, keep, f"save('{folder}', step={step})")
+    job.take(model, optimizer, extra, rng, buffers, beside=False)
+    return job.start(beside=False).result()
+
+
+def async_save(
+    folder: PathLike,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    extra: Extra = None,
+    keep: int | None = None,
+    rng: bool = False,
+    buffers: bool = False,
+) -> Saving:
+    """As `save`, but train on meanwhile: what is saved is what was there at the call.
+
+    Returns when all is taken note of. Shards and the optimizer's states are copied to host memory
+    by a thread (on an accelerator by a stream of its own) while the next forward computes; the
+    first that may write them waits for the rest of the copy: an optimizer's step, `load`,
+    ``load_state_dict``, and what fsdp2 itself writes. Buffers and values are copied at the call.
+    Call ``wait_staged()`` on what is returned before you write parameters in another way: in place,
+    the save fails; through ``.data``, nobody sees it.
+
+    The host memory is this rank's shards once, allocated by the first of these saves and kept. The
+    next save waits until this one is durable, and raises if it has failed. At the end of the
+    process Python waits for it. Call ``result()`` before ``destroy_process_group()``.
+
+    Args:
+        folder: as all others, as of `save`.
+        model: as of `save`.
+        optimizer: as of `save`.
+        step: as of `save`.
+        extra: as of `save`.
+        keep: as of `save`.
+        rng: as of `save`.
+        buffers: as of `save`.
+
+    Returns:
+        What becomes of it. Errors are raised there, or by the next save, on all ranks alike.
+
+    Raises:
+        CheckpointError: the save before has failed.
+
+    Example::
+
+        saving = fsdp2.checkpoint.async_save("run", model, optimizer, step=100, keep=3)
+        train_on()
+        saving.result()
+    """
+    job = _Job(Path(folder), step, keep, f"async_save('{folder}', step={step})")
+    job.take(model, optimizer, extra, rng, buffers, beside=True)
+    return job.start(beside=True)
+
+
+class Saving:
+    """A save under way.
+
+    Attributes:
+        step: the number of the step.
+    """
+
+    def __init__(self, step: int, copy: Copy | None) -> None:
+        self.step = step
+        self._copy = copy
+        self._ended = threading.Event()
+        self._path: Path | None = None
+        self._failure: CheckpointError | None = None
+        self._told = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def staged(self) -> bool:
+        """Whether shards are in host memory, so that nobody waits for them any more."""
+        return self._copy is None or self._copy.is_done
+
+    @property
+    def durable(self) -> bool:
+        """Whether the step is complete and durable."""
+        return self._path is not None
+
+    def wait_staged(self) -> None:
+        """Return when parameters and states may be written in whatever way."""
+        if self._copy is not None:
+            self._copy.finish()
+
+    def result(self, timeout: float | None = None) -> Path:
+        """Wait until the step is durable; return its folder.
+
+        Args:
+            timeout: in seconds. Default ``None``: none.
+
+        Raises:
+            CheckpointError: it has failed; on all ranks alike.
+            TimeoutError: it is not over yet.
+        """
+        if not self._wait(timeout):
+            raise TimeoutError(
+                f"step {self.step} is not durable after {timeout} seconds; wait for longer"
+            )
+        if self._failure is not None:
+            self._told = True
+            raise self._failure
+        assert self._path is not None
+        return self._path
+
+    def _wait(self, timeout: float | None = None) -> bool:
+        """Whether it is over; then its thread is, too."""
+        if not self._ended.wait(timeout):
+            return False
+        if self._thread is not None:
+            self._thread.join()
+        return True
+
+    def _run(self, job: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=job, name=f"fsdp2 saves step {self.step}")
+        self._thread.start()
+
+    def _end(self, path: Path | None, failure: CheckpointError | None) -> None:
+        self._path, self._failure = path, failure
+        self._ended.set()
+
+    def _raise_once(self) -> None:
+        self._wait()
+        if self._failure is not None and not self._told:
+            self.result()
+
+
+# ---- what is kept from save to save
+
+
+@dataclass
+class _Plan:
+    """Who writes what, as long as every rank's layout is the same.
+
+    Attributes:
+        token: rank 0's name of it; of the folder that is written into, too.
+        mine: this rank's part.
+        metadata: DCP's, of all; on rank 0.
+    """
+
+    token: str
+    mine: SavePlan
+    metadata: Metadata | None
+
+
+class _Process:
+    """What this process keeps: plans by layout, host memory, and the save under way.
+
+    Attributes:
+        tokens: of plans that this process has made, as rank 0.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[str] = []
+        self.memory = HostMemory()
+        self.latest: Saving | None = None
+        self._plans: list[tuple[Layout, object, _Plan]] = []
+
+    def plan_of(self, layout: Layout) -> _Plan | None:
+        group = side_channel()
+        for known, channel, plan in self._plans:
+            if channel is group and known == layout:
+                return plan
+        return None
+
+    def remember(self, layout: Layout, plan: _Plan) -> None:
+        group = side_channel()
+        others = [kept for kept in self._plans if kept[1] is group and kept[0] != layout]
+        self._plans = [*others[-_PLANS:], (layout, group, plan)]
+
+
+_PLANS = 3
+"""Plans of other layouts that are kept, where a process saves several models in turn."""
+
+_process = _Process()
+
+
+def end_saves() -> None:
+    """Wait for the save under way; what it has failed with is raised by the next save, not here."""
+    if _process.latest is not None:
+        _process.latest._wait()
+
+
+# ---- one save, on one rank
+
+
+class _Source(DefaultSavePlanner):
+    """Takes what is written from staged rows, which are plain tensors."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.state_dict[index.fqn]
+
+
+@dataclass
+class _Written:
+    """What a rank tells of one attempt.
+
+    Attributes:
+        facts: see `Facts`.
+        token: of the plan that it has followed; ``None``: it has none for its layout.
+        results: DCP's, of each item.
+        files: by name, bytes and hash.
+        local: what it would write, where all are asked for it.
+    """
+
+    facts: Facts
+    token: str | None
+    results: list[WriteResult]
+    files: dict[str, tuple[int, str]]
+    local: SavePlan | None = None
+
+
+@dataclass
+class _Answer:
+    """What rank 0 says: it is done, or a new plan, or (neither) that all shall make one."""
+
+    is_done: bool = False
+    plan: _Plan | None = None
+
+
+class _Job:
+    def __init__(self, root: Path, step: int, keep: int | None, what: str) -> None:
+        if _process.latest is not None:
+            _process.latest._raise_once()
+        self._root = root
+        self._step = step
+        self._keep = keep
+        self._what = what
+        self._channel = side_channel()
+        self._taken: Outcome[None] = Outcome()
+        self._cause: Exception | None = None
+        self._content: Json = None
+        self._has_optimizer = False
+        self._planner = DefaultSavePlanner()
+        self._state: Nested = {}
+        self._layout: Layout = []
+        self._copy: Copy | None = None
+        self._plan: _Plan | None = None
+        self._local = False  # whether to tell what this rank would write
+        self._held = ExitStack()  # on rank 0, the folder
+        self._holds = False
+
+    # ---- in the call
+
+    def take(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        extra: Extra,
+        rng: bool,
+        buffers: bool,
+        beside: bool,
+    ) -> None:
+        """Take note of all that is saved; what it fails with is told to all ranks."""
+        self._taken, self._cause = attempt(
+            self._what, lambda: self._take(model, optimizer, extra, rng, buffers, beside)
         )
-    _, content, tensors = packed(extra)
-    if is_first():
-        together(what, lambda: _begin(root, step))
-    else:
-        together(what, lambda: None)
-    planner = DefaultSavePlanner()
-    plans = together(what, lambda: _plan(planner, model, optimizer, tensors, rng))
-    writer = FileSystemWriter(saving_folder(root, step), sync_files=False)  # closing syncs
-    disk = writer.fs = files.DurableFiles()
-    whole: list[Metadata] = []
-    results = together(what, lambda: _write(planner, writer, disk, plans, whole))
-    if is_first():
-        facts = (step, content, optimizer is not None)
-        together(what, lambda: _commit(root, writer, disk, whole[0], results, facts))
-        together(what, lambda: _prune(root, step, keep))
-    else:
-        together(what, lambda: None)
-        together(what, lambda: None)
-    return step_folder(root, step)
+
+    def _take(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        extra: Extra,
+        rng: bool,
+        buffers: bool,
+        beside: bool,
+    ) -> None:
+        _check(self._step, extra, self._keep)
+        _, self._content, tensors = packed(extra)
+        self._has_optimizer = optimizer is not None
+        state = state_of(model, optimizer, rng, buffers)
+        if tensors and is_first():
+            state["extra"] = tensors
+        self._planner.set_up_planner(state, is_coordinator=is_first())
+        self._state = flat = self._planner.state_dict
+        self._layout = [(name, _facts_of(value)) for name, value in flat.items()]
+        self._plan = _process.plan_of(self._layout)
+        if beside:
+            watch_optimizers()
+            watch_loads(model)
+            trained = {k: v for k, v in flat.items() if k.startswith("optimizer.state.")}
+            trained |= {f"model.{name}": param for name, param in named_parameters(model)}
+            self._copy = Copy(flat, trained, _process.memory)
+
+    def start(self, beside: bool) -> Saving:
+        """Write, now or in a thread of its own."""
+        saving = _process.latest = Saving(self._step, self._copy)
+        if beside:
+            saving._run(lambda: self._run(saving))
+        else:
+            self._run(saving)
+        return saving
+
+    # ---- beside training
+
+    def _run(self, saving: Saving) -> None:
+        path: Path | None = None
+        failure: CheckpointError | None = None
+        try:
+            if self._copy is not None and self._cause is None:
+                self._taken, self._cause = attempt(self._what, self._copy.run)
+            path = self._save()
+        except CheckpointError as error:
+            failure = error
+            if self._copy is not None:
+                LOG.error("%s", error)  # in case that nobody asks
+        except BaseException as error:
+            failure = CheckpointError(str(error))
+            raise
+        finally:
+            self._held.close()
+            if self._copy is not None:
+                self._copy.staged = {}
+            saving._end(path, failure)
+
+    def _save(self) -> Path:
+        try:
+            while True:
+                own: Outcome[_Written] = Outcome(sentence=self._taken.sentence)
+                cause = self._cause
+                if cause is None:
+                    own, cause = attempt(self._what, self._attempt)
+                answer = agree(self._what, self._channel, own, cause, self._decide)
+                if answer.is_done:
+                    return step_folder(self._root, self._step)
+                self._clear()
+                self._local = answer.plan is None
+                if answer.plan is not None:
+                    self._plan = answer.plan
+                    _process.remember(self._layout, answer.plan)
+        except CheckpointError as error:
+            # Unless rank 0 has decided so, it may be about to commit what this rank has written.
+            if is_first() or not isinstance(error.__cause__, LostRankError):
+                self._clear()
+            raise
+
+    @property
+    def _folder(self) -> Path:
+        assert self._plan is not None
+        return saving_folder(self._root, self._step, self._plan.token)
+
+    def _attempt(self) -> _Written:
+        """Write this rank's file, or say that there is no plan."""
+        facts = (str(self._root), self._step, self._keep)
+        if self._local or self._plan is None:
+            self._begin()
+            local = self._planner.create_local_plan()
+            return _Written(facts, None, [], {}, local if self._local or not self._plan else None)
+        self._begin()
+        files.make_folder(self._folder)
+        writer, disk = self._writer()
+        source = _Source()
+        staged = self._state if self._copy is None else self._copy.staged
+        mine = self._plan.mine
+        source.state_dict = {i.index.fqn: plain(staged[i.index.fqn]) for i in mine.items}
+        results = writer.write_data(mine, source).wait() if mine.items else []
+        return _Written(facts, self._plan.token, results, disk.written)
+
+    def _writer(self) -> tuple[FileSystemWriter, files.DurableFiles]:
+        writer = FileSystemWriter(self._folder, sync_files=False)  # closing syncs
+        disk = writer.fs = files.DurableFiles()
+        return writer, disk
+
+    def _begin(self) -> None:
+        """See that the step may be written; rank 0 holds the folder, and clears it of old tries."""
+        root, step = local_path(self._root), self._step
+        if root.exists() and not root.is_dir():
+            raise CheckpointError(f"'{root}' is a file; pass a folder")
+        if step in steps(root):
+            raise CheckpointError(
+                f"'{root}' has step {step} already; save another, or call "
+                f"fsdp2.checkpoint.remove(folder, {step}) before"
+            )
+        files.make_folders(root)
+        if is_first() and not self._holds:
+            self._held.enter_context(_owned(root))
+            self._holds = True
+            own = tuple(_process.tokens)
+            for left in left_of(root, step):
+                if not left.name.endswith(own):
+                    files.remove_tree(left)
+
+    def _clear(self) -> None:
+        """Remove what this rank has written of a try that has ended, as far as that works."""
+        if self._plan is None:
+            return
+        prefix = f"__{rank_and_size()[0]}_"
+        for path in list(self._folder.glob("*")) if self._folder.is_dir() else ():
+            if is_first() or path.name.startswith(prefix):
+                with suppress(OSError):
+                    files.DISK.remove(path)
+        with suppress(OSError):  # others have files in it: the last removes it
+            files.DISK.remove_folder(self._folder)
+
+    # ---- on rank 0
+
+    def _decide(self, told: list[_Written]) -> Sequence[_Answer]:
+        facts = [written.facts for written in told]
+        if any(other != facts[0] for other in facts):
+            raise CheckpointError(
+                f"save() got other steps, folders or keep on other ranks ({facts}); pass the same "
+                f"on all"
+            )
+        plans = [written.local for written in told]
+        if all(plan is not None for plan in plans):
+            return self._plan_for([plan for plan in plans if plan is not None])
+        if told[0].token is None or any(written.token != told[0].token for written in told):
+            return [_Answer()] * len(told)
+        self._commit(told)
+        self._prune()
+        return [_Answer(is_done=True)] * len(told)
+
+    def _plan_for(self, local: list[SavePlan]) -> list[_Answer]:
+        planner = DefaultSavePlanner()
+        finished, metadata = planner.create_global_plan(local)
+        token = secrets.token_hex(4)
+        _process.tokens.append(token)
+        placed = FileSystemWriter(self._root).prepare_global_plan(finished)
+        return [
+            _Answer(plan=_Plan(token, mine, None if rank else metadata))
+            for rank, mine in enumerate(placed)
+        ]
+
+    def _commit(self, told: list[_Written]) -> None:
+        """The index, the manifest, and the one rename."""
+        assert self._plan is not None
+        assert self._plan.metadata is not None
+        writer, disk = self._writer()
+        writer.finish(self._plan.metadata, [written.results for written in told])
+        listed = {name: fact for written in told for name, fact in written.files.items()}
+        manifest = Manifest(
+            step=self._step,
+            ranks=len(told),
+            files=dict(sorted((listed | disk.written).items())),
+            extra=self._content,
+            has_optimizer=self._has_optimizer,
+            torch=torch.__version__,
+        )
+        files.write_durably(self._folder / MANIFEST, manifest.encoded())
+        files.DISK.sync_folder(self._folder)
+        files.DISK.rename(self._folder, step_folder(self._root, self._step))
+        files.DISK.sync_folder(self._root)
+
+    def _prune(self) -> None:
+        """Remove older steps; never the newest, and never the one that was just saved."""
+        if self._keep is not None:
+            older = steps(self._root)[: -self._keep]
+            remove_steps(self._root, [step for step in older if step != self._step])
 
 
-def _checked(root: Path, step: int, extra: Extra, keep: int | None) -> tuple[str, int, int | None]:
-    """What ranks must agree on."""
-    local_path(root)
+def _check(step: int, extra: Extra, keep: int | None) -> None:
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise CheckpointError(
             f"save(step=…) takes a whole number that is not negative, not {step!r}"
@@ -119,83 +569,32 @@ def _checked(root: Path, step: int, extra: Extra, keep: int | None) -> tuple[str
             f"save(extra=…) has a {wrong}, which cannot be loaded without running code; pass None, "
             f"numbers, strings, tensors, and lists and dicts with str keys of them"
         )
-    return str(root), step, keep
 
 
-def _begin(root: Path, step: int) -> None:
-    """An empty folder to write into."""
-    if root.exists() and not root.is_dir():
-        raise CheckpointError(f"'{root}' is a file; pass a folder")
-    if step in steps(root):
-        raise CheckpointError(
-            f"'{root}' has step {step} already; save another, or call "
-            f"fsdp2.checkpoint.remove(folder, {step}) before"
-        )
-    files.make_folders(root)
-    for left in (saving_folder(root, step), step_folder(root, step)):
-        if left.exists():
-            files.remove_tree(left)
-    files.DISK.make_folder(saving_folder(root, step))
+def _facts_of(value: object) -> object:
+    """What a plan depends on."""
+    if isinstance(value, DTensor):
+        return value._spec
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype, value.layout
+    return None
 
 
-def _plan(
-    planner: DefaultSavePlanner,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    tensors: dict[str, torch.Tensor],
-    rng: bool,
-) -> SavePlan:
-    state = state_of(model, optimizer, rng)
-    if tensors and is_first():
-        state["extra"] = tensors
-    planner.set_up_planner(state, is_coordinator=is_first())
-    return planner.create_local_plan()
+@contextmanager
+def _owned(root: Path) -> Iterator[None]:
+    """Hold the folder: one job at a time saves into it.
 
-
-def _write(
-    planner: DefaultSavePlanner,
-    writer: FileSystemWriter,
-    disk: files.DurableFiles,
-    plans: list[SavePlan],
-    whole: list[Metadata],
-) -> Written:
-    """This rank's file. Every rank makes the same plan for all."""
-    finished, metadata = planner.create_global_plan(plans)
-    finished = writer.prepare_global_plan(finished)
-    whole.append(metadata)
-    mine = planner.finish_plan(finished[rank_and_size()[0]])
-    results = writer.write_data(mine, planner).wait() if mine.items else []
-    return results, disk.written
-
-
-def _commit(
-    root: Path,
-    writer: FileSystemWriter,
-    disk: files.DurableFiles,
-    metadata: Metadata,
-    written: list[Written],
-    facts: tuple[int, Json, bool],
-) -> None:
-    """The index, the manifest, and the one rename."""
-    step, content, has_optimizer = facts
-    writer.finish(metadata, [results for results, _ in written])
-    listed = {name: fact for _, part in written for name, fact in part.items()} | disk.written
-    manifest = Manifest(
-        step=step,
-        ranks=len(written),
-        files=dict(sorted(listed.items())),
-        extra=content,
-        has_optimizer=has_optimizer,
-        torch=torch.__version__,
-    )
-    saving = saving_folder(root, step)
-    files.write_durably(saving / MANIFEST, manifest.encoded())
-    files.DISK.sync_folder(saving)
-    files.DISK.rename(saving, step_folder(root, step))
-    files.DISK.sync_folder(root)
-
-
-def _prune(root: Path, step: int, keep: int | None) -> None:
-    """Remove older steps; never the newest, and never the one that was just saved."""
-    if keep is not None:
-        remove_steps(root, [other for other in steps(root)[:-keep] if other != step])
+    Raises:
+        CheckpointError: another one does.
+    """
+    path = root / OWNER
+    about = f"process {os.getpid()} on {socket.gethostname()}"
+    with ExitStack() as held:
+        try:
+            held.enter_context(files.owned(path, about))
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"another job saves into '{root}' just now ({error}); pass a folder of its own, "
+                f"or, if that job is gone, remove '{path}'"
+            ) from error
+        yield

@@ -1,6 +1,7 @@
 """What is saved of a model, an optimizer and a run, by name; and how that differs from a step's.
 
 model.<name>                              parameters and persistent buffers
+buffers.<name>                            buffers that are not persistent, on request
 optimizer.state.<parameter>.<key>         the names of torch's get_optimizer_state_dict
 optimizer.param_groups                    with names in the place of parameters
 rng.<rank>.<device>                       states of random number generators
@@ -35,6 +36,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp2.checkpoint.folder import Json
+from fsdp2.checkpoint.snapshot import Nested, name_of, named_parameters, renamed, snapshot
 from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.collectives import rank_and_size
 from fsdp2.core.names import clean
@@ -42,18 +44,20 @@ from fsdp2.core.names import clean
 Extra: TypeAlias = Any
 """None, bool, int, float, str, tensors, and lists, tuples and dicts with str keys of them."""
 
-Nested = dict[str, Any]
-"""A state dict: tensors and the user's values."""
-
 
 # ---- what is there
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, rng: bool) -> Nested:
+def state_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, rng: bool, buffers: bool = False
+) -> Nested:
     """All that is saved but ``extra``; tensors are those of the model, not copies."""
-    state: Nested = {"model": dict(get_model_state_dict(model))}
-    if optimizer is not None:
-        state["optimizer"] = named_optimizer_state(model, optimizer)
+    seen = snapshot(model, optimizer)
+    state: Nested = {"model": dict(seen.model)}
+    if seen.optimizer is not None:
+        state["optimizer"] = dict(seen.optimizer)
+    if buffers:
+        state["buffers"] = dict(seen.buffers)
     if rng:
         state["rng"] = {str(rank_and_size()[0]): rng_states()}
     return state
@@ -78,37 +82,25 @@ def set_rng_states(states: Mapping[str, torch.Tensor]) -> None:
             torch.get_device_module(kind).set_rng_state(value)
 
 
-def params_by_place(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:
+def params_by_place(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> list[tuple[str, torch.Tensor]]:
     """(name, parameter) of the optimizer's parameters, in the order of their numbers.
 
     Raises:
         CheckpointError: the model does not have one of them.
     """
-    names = {id(param): clean(name) for name, param in model.named_parameters()}
-    found = []
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if id(param) not in names:
-                raise CheckpointError(
-                    f"the optimizer has a parameter of shape {tuple(param.shape)} that the model "
-                    f"does not have now; make the optimizer of model.parameters(), or call "
-                    f"model.reshard() before"
-                )
-            found.append((names[id(param)], param))
-    return found
+    names: dict[int, str] = {}
+    for name, param in named_parameters(model):
+        names.setdefault(id(param), name)
+    placed = [param for group in optimizer.param_groups for param in group["params"]]
+    return [(name_of(param, names), param) for param in placed]
 
 
 def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Nested:
     """An optimizer's state dict, with names in the place of numbers."""
     names = [name for name, _ in params_by_place(model, optimizer)]
-    plain = optimizer.state_dict()
-    groups = [
-        {key: value for key, value in group.items() if key != "param_names"}
-        | {"params": [names[place] for place in group["params"]]}
-        for group in plain["param_groups"]
-    ]
-    state = {names[place]: dict(kept) for place, kept in plain["state"].items()}
-    return {"state": state, "param_groups": groups}
+    return renamed(optimizer.state_dict(), names)
 
 
 def packed(extra: Extra) -> tuple[str | None, Json, dict[str, torch.Tensor]]:

@@ -5,6 +5,9 @@ Nothing is kept for the message but the count of optimizer steps, which gathers 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ClassVar
+
 import torch
 
 from fsdp2.core.config import CommunicationError
@@ -32,6 +35,22 @@ class Backwards:
     """
 
     ended = 0
+
+
+class ShardReaders:
+    """Who reads shards beside training; who writes them lets these finish before.
+
+    Attributes:
+        waiting: each returns when it has read; it takes itself out. Empty where nobody reads.
+    """
+
+    waiting: ClassVar[list[Callable[[], None]]] = []
+
+    @classmethod
+    def finish(cls) -> None:
+        """Return when shards may be written: at once where nobody reads."""
+        for wait in tuple(cls.waiting):
+            wait()
 
 
 def communication_error(operation: str, unit: str, error: RuntimeError) -> CommunicationError:

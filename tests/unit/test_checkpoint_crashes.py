@@ -19,7 +19,17 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp2.checkpoint import export, files, load, remove, save, steps, unfinished, verify
+from fsdp2.checkpoint import (
+    async_save,
+    export,
+    files,
+    load,
+    remove,
+    save,
+    steps,
+    unfinished,
+    verify,
+)
 from fsdp2.checkpoint.folder import MANIFEST
 
 Op = tuple[Any, ...]
@@ -50,6 +60,7 @@ class Recorder(files.Disk):
 
     def write(self, file: Any, data: bytes) -> None:
         super().write(file, data)
+        data = bytes(data)  # a view is the writer's own again
         inode = self._of_file[id(file)]
         if self.ops[-1][:2] == ("write", inode):  # one after the other is one
             data = self.ops.pop()[2] + data
@@ -208,7 +219,10 @@ NAMES = [f"step-{step:08d}" for step in (1, 2, 3)]
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Op], list[int]]:
-    """Three saves, each of which replaces the one before; where each of them has returned."""
+    """Three saves, each of which replaces the one before; where each of them was durable.
+
+    The second one is asynchronous: training has changed the model before it has begun to write.
+    """
     root = tmp_path_factory.mktemp("recorded")
     torch.manual_seed(0)
     model = nn.Linear(2, 2)
@@ -217,9 +231,15 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Op], list[i
     returned = []
     with mock.patch.object(files, "DISK", recorder):
         for step in (1, 2, 3):
-            save(root / "run", model, optimizer, step=step, keep=1)
+            if step == 2:
+                saving = async_save(root / "run", model, optimizer, step=step, keep=1)
+                saving.wait_staged()
+                model.weight.data += 1
+                saving.result()
+            else:
+                save(root / "run", model, optimizer, step=step, keep=1)
+                model.weight.data += 1
             returned.append(len(recorder.ops))
-            model.weight.data += 1
             (_, tree) = list(crashes(recorder.ops))[:2]  # all kept
             WHOLE[NAMES[step - 1]] = tree["run"][NAMES[step - 1]]
             for path in (root / "run" / NAMES[step - 1]).iterdir():  # what is replayed was written

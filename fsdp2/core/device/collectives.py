@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -290,6 +291,85 @@ def gather_objects(value: T) -> list[T]:
     found: list[Any] = [None] * size
     dist.all_gather_object(found, value)
     return found
+
+
+class LostRankError(Exception):
+    """A rank cannot be reached any more."""
+
+
+class SideChannel:
+    """Objects to rank 0 and back, over a gloo group of its own, from any one thread at a time.
+
+    Training's collectives may run at the same time. Rank 0 hears of a rank that has died, as its
+    connection closes, and the others hear of it from rank 0: nobody waits for who is not there. A
+    rank that lives and does not answer is waited for as long as the group's time-out says.
+
+    To make one is a collective of all ranks of the default process group.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.size = rank_and_size()
+        self._group = dist.new_group(backend="gloo") if self.size > 1 else None
+
+    def collect(self, value: T) -> list[T | LostRankError] | None:
+        """What each rank has, on rank 0; elsewhere ``None``. Picklable.
+
+        Raises:
+            LostRankError: rank 0 is gone.
+        """
+        if self.rank:
+            self._send(value, 0)
+            return None
+        return [value, *(self._receive_or_lost(rank) for rank in range(1, self.size))]
+
+    def spread(self, values: Sequence[T] | None) -> T:
+        """What rank 0 has for each rank; ``values`` is ``None`` elsewhere.
+
+        Raises:
+            LostRankError: rank 0 is gone.
+        """
+        if values is None:
+            received: T = self._receive(0)
+            return received
+        for rank, value in enumerate(values[1:], 1):
+            with contextlib.suppress(LostRankError):  # those that are there go on
+                self._send(value, rank)
+        return values[0]
+
+    def _send(self, value: object, rank: int) -> None:
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        try:
+            dist.send(torch.tensor([len(data)]), rank, group=self._group)
+            dist.send(data, rank, group=self._group)
+        except (RuntimeError, ValueError) as error:
+            raise LostRankError(str(error)) from error
+
+    def _receive(self, rank: int) -> Any:
+        length = torch.zeros(1, dtype=torch.int64)
+        try:
+            dist.recv(length, rank, group=self._group)
+            data = torch.empty(int(length), dtype=torch.uint8)
+            dist.recv(data, rank, group=self._group)
+        except (RuntimeError, ValueError) as error:
+            raise LostRankError(str(error)) from error
+        return pickle.loads(data.numpy().tobytes())
+
+    def _receive_or_lost(self, rank: int) -> Any:
+        try:
+            return self._receive(rank)
+        except LostRankError as lost:
+            return LostRankError(str(lost))
+
+
+_side: list[tuple[dist.ProcessGroup | None, SideChannel]] = []
+
+
+def side_channel() -> SideChannel:
+    """The one of this process; made again where the default process group is another one."""
+    world = dist.group.WORLD if rank_and_size()[1] > 1 else None
+    if not _side or _side[0][0] is not world:
+        _side[:] = [(world, SideChannel())]
+    return _side[0][1]
 
 
 def default_group() -> dist.ProcessGroup:

@@ -40,7 +40,7 @@ from fsdp2.core.layout.logs import BIND, BindReason
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.params.gradients import COUNTS_ARE_TRUE, Gradients, gradients_of
 from fsdp2.core.params.param import ShardedParam, Swap, follow_requires_grad, shapes_of
-from fsdp2.core.progress import OptimizerSteps, communication_error
+from fsdp2.core.progress import OptimizerSteps, ShardReaders, communication_error
 from fsdp2.core.reduce.program import ReductionSpec, is_direct, reduction_spec
 from fsdp2.core.reduce.reduction import (
     Job,
@@ -606,7 +606,9 @@ class ParamGroup:
             reduction.abandon()
 
     def settle(self) -> None:
-        """Block the host until no copy reads offloaded shards, which it may write then (I8)."""
+        """Block the host until no copy reads shards that it may write then (I8)."""
+        if ShardReaders.waiting:
+            ShardReaders.finish()
         if self._loaded_event is not None:
             self.streams.synchronize(self._loaded_event, "host after copy-in")
             self._loaded_event = None

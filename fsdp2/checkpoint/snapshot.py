@@ -1,0 +1,220 @@
+"""What a model and an optimizer hold, by name, looked at without touching anything.
+
+    module ── _parameters ──> gathered, during a forward          what a state dict would first free
+    group  ── params ──────> sharded, at any time      ─> here
+
+Nothing communicates, runs hooks or registers anything, so that another thread may look while a
+forward computes. Who writes its own state dict (hooks, ``_save_to_state_dict``) is asked for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from fsdp2.core.config import CheckpointError
+from fsdp2.core.layout.mesh import local_of, wrap_local
+from fsdp2.core.modules.registry import records_below
+from fsdp2.core.names import clean
+
+Nested = dict[str, Any]
+"""A state dict: tensors and the user's values."""
+
+_KNOWN_HOOKS = ("fsdp2.", "torch.distributed.algorithms._checkpoint.")
+"""Whose hooks on state dicts say nothing but what is done here, too."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Views of what a model and an optimizer hold. Tensors are no copies: write to none.
+
+    Attributes:
+        model: parameters and persistent buffers by name; a sharded parameter is a DTensor.
+        buffers: those that are not persistent.
+        optimizer: ``"state"`` by name of the parameter and key, and ``"param_groups"`` with names
+            in the place of parameters; ``None`` where no optimizer was given.
+        shards: by unit, this rank's rows of all its parameters as they lie in memory: uint8 [n],
+            padding included. A unit with several groups has ``name#1`` and so on besides.
+    """
+
+    model: Mapping[str, Any]
+    buffers: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, Any] | None
+    shards: Mapping[str, torch.Tensor]
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Snapshot:
+    """Look at shards and states as they are, from any thread, at any time between two steps.
+
+    There is no collective, no hook, and no change: a unit that is gathered stays so, and a forward
+    under way in another thread computes on. A module or an optimizer that writes its own state dict
+    is asked for it, which is as safe as its code.
+
+    Args:
+        model: sharded or not.
+        optimizer: over parameters of ``model``. Default ``None``.
+
+    Raises:
+        CheckpointError: ``model`` does not have a parameter of ``optimizer``'s.
+
+    Example::
+
+        >>> fsdp2.checkpoint.snapshot(model).model["blocks.0.weight"].to_local().norm()
+    """
+    sharded = _sharded(model)
+    params = dict(_parameters(model, sharded))
+    return Snapshot(
+        MappingProxyType(_model_state(model, params)),
+        MappingProxyType({name: value.detach() for name, value in _buffers(model, False)}),
+        None if optimizer is None else MappingProxyType(_optimizer_state(optimizer, params)),
+        MappingProxyType(dict(_flat_shards(model))),
+    )
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, parameter) of all, sharded wherever a unit has it; a tied one under each name."""
+    yield from _parameters(model, _sharded(model))
+
+
+# ---- the model
+
+
+def _sharded(model: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
+    """The sharded parameter of each place that a unit manages, whatever is registered there."""
+    return {
+        (id(module), name): param.sharded
+        for record in records_below(model)
+        for group in record.unit.groups
+        for param in group.params
+        for module, name in param.entries
+    }
+
+
+def _modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Each module with the prefix of its parameters' names; a shared one under each."""
+    yield prefix, module
+    is_wrapper = isinstance(module, nn.parallel.DistributedDataParallel)
+    for name, child in module._modules.items():
+        if child is not None:
+            left_out = not clean(f"{name}.") or (is_wrapper and name == "module")
+            yield from _modules(child, prefix if left_out else f"{prefix}{name}.")
+
+
+def _parameters(
+    model: nn.Module, sharded: Mapping[tuple[int, str], nn.Parameter]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in _modules(model):
+        for name, param in module._parameters.items():
+            if param is not None:
+                yield prefix + name, sharded.get((id(module), name), param)
+
+
+def _buffers(model: nn.Module, persistent: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in _modules(model):
+        for name, value in module._buffers.items():
+            if value is not None and (name in module._non_persistent_buffers_set) != persistent:
+                yield prefix + name, value
+
+
+def _model_state(model: nn.Module, params: Mapping[str, torch.Tensor]) -> Nested:
+    if any(_writes_itself(module) for module in model.modules()):
+        return dict(get_model_state_dict(model))
+    state: Nested = {name: _view(param) for name, param in params.items()}
+    state.update((name, value.detach()) for name, value in _buffers(model, True))
+    for prefix, module in _modules(model):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            state[f"{prefix}_extra_state"] = module.get_extra_state()
+    return state
+
+
+def _view(param: torch.Tensor) -> torch.Tensor:
+    """As ``param.detach()``, which asks a DTensor's dispatcher."""
+    if isinstance(param, DTensor):
+        return wrap_local(local_of(param).detach(), param._spec)
+    return param.detach()
+
+
+def _writes_itself(module: nn.Module) -> bool:
+    """Whether its state dict is more than its parameters, buffers and extra state."""
+    return (
+        type(module)._save_to_state_dict is not nn.Module._save_to_state_dict
+        or (
+            type(module).state_dict is not nn.Module.state_dict
+            and not type(module).__module__.startswith("torch.")
+        )
+        or any(
+            not str(getattr(hook, "__module__", "")).startswith(_KNOWN_HOOKS)
+            for hook in module._state_dict_hooks.values()
+        )
+    )
+
+
+def _flat_shards(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for record in records_below(model):
+        for place, group in enumerate(g for g in record.unit.groups if not g.is_alias):
+            name = f"{group.name}#{place}" if place else group.name
+            yield name, group.shard.view(torch.uint8, 0, (group.shard.nbytes,))
+
+
+# ---- the optimizer
+
+
+def _optimizer_state(
+    optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor]
+) -> Nested:
+    """As `named_optimizer_state`, of the optimizer's attributes, which runs no hook."""
+    names: dict[int, str] = {}
+    for name, param in params.items():
+        names.setdefault(id(param), name)
+    placed = [param for group in optimizer.param_groups for param in group["params"]]
+    own = [name_of(param, names) for param in placed]
+    if _has_own_state_dict(optimizer):
+        return renamed(optimizer.state_dict(), own)
+    state = optimizer.state
+    groups = []
+    start = 0
+    for group in optimizer.param_groups:
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        groups.append({**options, "params": own[start : start + len(group["params"])]})
+        start += len(group["params"])
+    kept = {name_of(param, names): dict(entries) for param, entries in state.items()}
+    return {"state": kept, "param_groups": groups}
+
+
+def _has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).state_dict is not torch.optim.Optimizer.state_dict or bool(
+        optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks
+    )
+
+
+def name_of(param: torch.Tensor, names: Mapping[int, str]) -> str:
+    """The name of a parameter of an optimizer's.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    if id(param) not in names:
+        raise CheckpointError(
+            f"the optimizer has a parameter of shape {tuple(getattr(param, 'shape', ()))} that the "
+            f"model does not have now; make the optimizer of model.parameters(), or call "
+            f"model.reshard() before"
+        )
+    return names[id(param)]
+
+
+def renamed(plain: Nested, names: list[str]) -> Nested:
+    """An optimizer's state dict, with ``names`` in the place of numbers."""
+    groups = [
+        {key: value for key, value in group.items() if key != "param_names"}
+        | {"params": [names[place] for place in group["params"]]}
+        for group in plain["param_groups"]
+    ]
+    state = {names[place]: dict(kept) for place, kept in plain["state"].items()}
+    return {"state": state, "param_groups": groups}

@@ -1,0 +1,230 @@
+"""What is saved, copied to host memory beside training, as it was at the call.
+
+    async_save ── launch ──> returns          forward   backward   optimizer.step()
+                    └ a thread, or a stream:  copy … copy ─┘ done    └ waits for the rest, if any
+
+What an optimizer writes (shards, its states) is copied beside training. All else (buffers, numbers,
+plain values) may change in a forward: it is copied at the call, and small.
+
+Whoever writes shards through torch or fsdp2 waits: `ShardReaders`. A write that nobody announced is
+seen in version counters, and the save fails rather than hold half of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import functools
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fsdp2.core.config import CheckpointError
+from fsdp2.core.device.buffers import FlatBuffer
+from fsdp2.core.layout.mesh import local_of
+from fsdp2.core.progress import ShardReaders
+
+_ALIGNMENT = 64  # bytes
+_AT_ONCE = 4096  # bytes: copied at the call, as a place of its own would cost more than the copy
+_PIECE = 1 << 26  # bytes of one copy, in which the interpreter runs other threads
+
+State = Mapping[str, Any]
+"""A flat state dict: tensors and plain values by name."""
+
+
+def plain(value: object) -> object:
+    """This rank's rows of a tensor, without autograd; any other value as it is."""
+    return local_of(value).detach() if isinstance(value, torch.Tensor) else value
+
+
+class HostMemory:
+    """Memory that is copied into, allocated once: the next save's is the last one's.
+
+    It grows where a save needs more, and is page-locked where an accelerator copies into it.
+    """
+
+    def __init__(self) -> None:
+        self._buffer: FlatBuffer | None = None
+        self._layout: list[tuple[torch.dtype, tuple[int, ...]]] = []
+        self._places: list[torch.Tensor] = []
+
+    def places(self, sources: list[torch.Tensor]) -> list[torch.Tensor]:
+        """A contiguous tensor for each, the same ones as long as shapes and dtypes are."""
+        layout = [(source.dtype, tuple(source.shape)) for source in sources]
+        if layout != self._layout:
+            starts, total = [], 0
+            for source in sources:
+                starts.append(total)
+                total += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
+            if self._buffer is None or self._buffer.nbytes < total:
+                self._places, self._buffer = [], None  # the old one goes first
+                pinned = any(source.device.type != "cpu" for source in sources)
+                self._buffer = FlatBuffer(total, torch.device("cpu"), pinned)
+            pairs = zip(layout, starts, strict=True)
+            self._places = [self._buffer.piece(dtype, at, shape) for (dtype, shape), at in pairs]
+            self._layout = layout
+        return self._places
+
+
+class Copy:
+    """A copy under way of all that one save needs.
+
+    Args:
+        state: what to copy; this rank's rows are taken of DTensors.
+        beside: what optimizers and loads alone write, as they do; all else is copied at the call.
+        memory: where to.
+    """
+
+    def __init__(self, state: State, beside: State, memory: HostMemory) -> None:
+        self.staged: dict[str, Any] = {}
+        self._sources: dict[str, torch.Tensor] = {}
+        for name, value in state.items():
+            rows = plain(value)
+            if not isinstance(rows, torch.Tensor):
+                self.staged[name] = copy.deepcopy(rows)
+            elif name not in beside or rows.nbytes <= _AT_ONCE or not _is_plain(rows):
+                self.staged[name] = rows.cpu() if rows.device.type != "cpu" else rows.clone()
+            else:
+                self._sources[name] = rows
+        self._memory = memory
+        # A write to a DTensor counts in it, and not in its rows.
+        self._counters = {name: (rows, beside[name]) for name, rows in self._sources.items()}
+        self._versions = {name: _versions(two) for name, two in self._counters.items()}
+        self._torn: str | None = None
+        self._checked = False
+        self._checking = threading.Lock()
+        self._done = threading.Event()
+        self._event = self._launch()
+        ShardReaders.waiting.append(self.wait)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all is in host memory, or has failed to come there."""
+        return self._done.is_set()
+
+    def _launch(self) -> torch.Event | None:
+        """Where shards are on an accelerator, let a stream of its own copy them."""
+        places = self._memory.places(list(self._sources.values()))
+        self.staged.update(zip(self._sources, places, strict=True))
+        devices = {source.device for source in self._sources.values()} - {torch.device("cpu")}
+        if not devices:
+            return None
+        (device,) = devices
+        stream = _stream(device)
+        stream.wait_stream(torch.accelerator.current_stream(device))
+        with stream:
+            for name, source in self._sources.items():
+                if source.device.type != "cpu":
+                    self.staged[name].copy_(source, non_blocking=True)
+            event = torch.Event(device)
+            event.record(stream)
+        return event
+
+    def run(self) -> None:
+        """Copy what is in host memory already; return when all is. For a thread of the save's.
+
+        Raises:
+            CheckpointError: something was written meanwhile by who did not wait.
+        """
+        try:
+            for name, source in self._sources.items():
+                if source.device.type == "cpu":
+                    copy_rows(self.staged[name], source)
+            if self._event is not None:
+                self._event.synchronize()
+        finally:
+            self._check()
+            self._done.set()
+            ShardReaders.waiting.remove(self.wait)
+            self._sources, self._counters = {}, {}
+        if self._torn is not None:
+            raise CheckpointError(
+                f"'{self._torn}' was written while it was copied, by neither an optimizer nor a "
+                f"load; call wait_staged() on what async_save() returned before, or use save()"
+            )
+
+    def wait(self) -> None:
+        """Return when what was copied may be written: the host waits, or the current stream."""
+        if self._event is not None and not self._from_host():
+            self._check()
+            torch.accelerator.current_stream().wait_event(self._event)
+        else:
+            self._done.wait()
+
+    def finish(self) -> None:
+        """Return when all is in host memory, or has failed to come there."""
+        self._done.wait()
+
+    def _from_host(self) -> bool:
+        return any(source.device.type == "cpu" for source in self._sources.values())
+
+    def _check(self) -> None:
+        """Whether anything was written since the call; once, before the first that may write."""
+        with self._checking:
+            if self._checked:
+                return
+            self._checked = True
+            for name, counters in self._counters.items():
+                if _versions(counters) != self._versions[name]:
+                    self._torn = name
+                    return
+
+
+def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy between tensors on the CPU, in this thread alone: training has the others."""
+    if not source.is_contiguous():
+        target.copy_(source)
+        return
+    to, start = target.data_ptr(), source.data_ptr()
+    for at in range(0, source.nbytes, _PIECE):
+        ctypes.memmove(to + at, start + at, min(_PIECE, source.nbytes - at))
+
+
+def _versions(counters: tuple[torch.Tensor, torch.Tensor]) -> tuple[int, int]:
+    return counters[0]._version, counters[1]._version
+
+
+def _is_plain(rows: torch.Tensor) -> bool:
+    """Whether its memory is its values, and tells by a counter when they are written."""
+    return (
+        not is_traceable_wrapper_subclass(rows)
+        and rows.layout is torch.strided
+        and not rows.is_inference()
+    )
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """From now on, let every optimizer of torch's wait for copies before it steps."""
+
+    def before(*_: object) -> None:
+        if ShardReaders.waiting:
+            ShardReaders.finish()
+
+    register_optimizer_step_pre_hook(before)
+
+
+_watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def watch_loads(model: nn.Module) -> None:
+    """From now on, let ``model.load_state_dict`` wait for copies; units see to theirs anyway."""
+
+    def before(*_: object) -> None:
+        if ShardReaders.waiting:
+            ShardReaders.finish()
+
+    if model not in _watched:
+        _watched.add(model)
+        model.register_load_state_dict_pre_hook(before)

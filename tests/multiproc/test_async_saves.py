@@ -1,0 +1,286 @@
+"""`async_save` and `snapshot`: what was there at the call, beside training, on all ranks alike."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2 import checkpoint
+from fsdp2.checkpoint import files, staging
+from fsdp2.core.device import collectives
+from fsdp2.core.progress import ShardReaders
+from tests.common.errors import raises
+from tests.common.workers import ranks
+from tests.multiproc.test_checkpoints import IN, assert_same, everything, made, train
+
+
+class Held:
+    """Copies wait until somebody waits for them: the first write has come."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self._asked = threading.Event()
+        self._copy, self._wait = staging.copy_rows, staging.Copy.wait
+
+    def __enter__(self) -> Held:
+        def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
+            assert self._asked.wait(60)
+            self.order.append("copied")
+            self._copy(target, source)
+
+        def wait(copy: staging.Copy) -> None:
+            self.order.append("asked")
+            self.release()
+            self._wait(copy)
+            self.order.append("written")
+
+        self._patches = [
+            mock.patch.object(staging, "copy_rows", copy_rows),
+            mock.patch.object(staging.Copy, "wait", wait),
+            mock.patch.object(staging, "_AT_ONCE", 0),
+        ]
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+        for patch in self._patches:
+            patch.stop()
+
+    def release(self) -> None:
+        self._asked.set()
+
+
+def _threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("fsdp2")}
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@ranks(2)
+def test_what_is_saved_is_what_was_there(tmp_path: Path, flat: bool) -> None:
+    """Not what a forward did to buffers, nor a step to shards, which waits for the copy."""
+    model, optimizer = made(flat=flat)
+    train(model, optimizer, 1, seed=0)
+    before = everything(model, optimizer)
+    with Held() as held:
+        extra = {"table": torch.zeros(3)}
+        saving = checkpoint.async_save(tmp_path, model, optimizer, step=1, extra=extra)
+        extra["table"] += 1
+        with raises("ckpt-not-yet"):
+            saving.result(timeout=0)
+        model(torch.randn(4, IN)).sum().backward()
+        assert not saving.staged
+        assert held.order == []
+        optimizer.param_groups[0]["lr"] = 7.0
+        optimizer.step()
+        copied = held.order.index("written")
+        assert set(held.order[1:copied]) == {"copied"}
+        assert saving.staged
+    assert saving.result() == tmp_path / "step-00000001"
+    assert saving.durable
+    assert ShardReaders.waiting == []
+    assert _threads() == set()
+    other, optimizer = made(seed=3, flat=flat)
+    found = checkpoint.load(tmp_path, other, optimizer)
+    assert torch.equal(found.extra["table"], torch.zeros(3))
+    assert_same(everything(other, optimizer), before)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@ranks(2)
+def test_a_load_waits_for_the_copy(tmp_path: Path) -> None:
+    model, _ = made()
+    before = everything(model, torch.optim.SGD(model.parameters()))
+    zeros = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    with Held() as held:
+        saving = checkpoint.async_save(tmp_path, model, step=1)
+        model.load_state_dict(zeros)
+        assert held.order[0] == "asked"
+    saving.result()
+    checkpoint.load(tmp_path, model)
+    assert_same(everything(model, torch.optim.SGD(model.parameters())), before)
+
+
+@ranks(2)
+def test_a_write_that_does_not_wait_fails_the_save(tmp_path: Path) -> None:
+    """On rank 1 alone; all raise, at the next save, and once."""
+    model, _ = made()
+    with Held() as held:
+        saving = checkpoint.async_save(tmp_path, model, step=1)
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                next(model.parameters()).mul_(2)
+        held.release()
+        with raises("ckpt-written-while-copied"):
+            checkpoint.save(tmp_path, model, step=2)
+    assert not saving.durable
+    assert checkpoint.steps(tmp_path) == []
+    checkpoint.save(tmp_path, model, step=2)
+    assert checkpoint.steps(tmp_path) == [2]
+
+
+class Full(files.Disk):
+    """Has no space left, on rank 1."""
+
+    def write(self, file: Any, data: bytes | memoryview) -> None:
+        if dist.get_rank() == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().write(file, data)
+
+
+@ranks(2)
+def test_a_failed_save_raises_on_all_ranks(tmp_path: Path) -> None:
+    model, _ = made()
+    checkpoint.save(tmp_path, model, step=1)
+    with mock.patch.object(files, "DISK", Full()):
+        saving = checkpoint.async_save(tmp_path, model, step=2)
+        with raises("ckpt-rank-failed"):
+            saving.result()
+    dist.barrier()
+    assert checkpoint.unfinished(tmp_path) == []
+    dist.barrier()
+    checkpoint.async_save(tmp_path, model, step=2).result()
+    assert checkpoint.steps(tmp_path) == [1, 2]
+
+
+@ranks(2)
+def test_one_job_at_a_time(tmp_path: Path) -> None:
+    """All ranks refuse while another one saves; what one that died has left holds nobody up."""
+    model, _ = made()
+    owner = tmp_path / ".owner"
+    if dist.get_rank() == 0:
+        with files.owned(owner, "process 1 on another"), raises("ckpt-other-job") as caught:
+            checkpoint.save(tmp_path, model, step=1)
+        assert "process 1 on another" in str(caught.value)
+        assert not owner.exists()
+        owner.write_text("process 2, which has died")
+    else:
+        with raises("ckpt-other-job"):
+            checkpoint.save(tmp_path, model, step=1)
+    dist.barrier()
+    checkpoint.save(tmp_path, model, step=1)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001"]
+
+
+@ranks(2)
+def test_a_later_save_only_agrees(tmp_path: Path) -> None:
+    """No collective, no plan: this rank and rank 0 exchange one object each, in two messages."""
+    model, optimizer = made()
+    train(model, optimizer, 1, seed=0)
+    checkpoint.save(tmp_path, model, optimizer, step=1)
+    calls: list[str] = []
+    names = ("send", "recv", "new_group", "all_gather_object", "barrier", "broadcast", "all_gather")
+
+    def counted(name: str) -> Any:
+        original = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        return mock.patch.object(collectives.dist, name, call)
+
+    patches = [counted(name) for name in names]
+    for patch in patches:
+        patch.start()
+    try:
+        checkpoint.async_save(tmp_path, model, optimizer, step=2).result()
+        assert sorted(calls) == ["recv"] * 2 + ["send"] * 2
+        if dist.get_rank() == 1:  # another layout, on this rank alone
+            model.register_buffer("more", torch.ones(2))
+        calls.clear()
+        checkpoint.save(tmp_path, model, optimizer, step=3)
+        assert sorted(calls) == ["recv"] * 6 + ["send"] * 6  # say so; all plan; write
+    finally:
+        for patch in patches:
+            patch.stop()
+    dist.barrier()
+    assert checkpoint.verify(tmp_path) == []
+
+
+@ranks(2)
+def test_memory_is_flat(tmp_path: Path) -> None:
+    """Host memory is made once; nothing stays of a save but its step."""
+    model, optimizer = made()
+    train(model, optimizer, 1, seed=0)
+    with mock.patch.object(staging, "_AT_ONCE", 0):
+        checkpoint.async_save(tmp_path, model, optimizer, step=0, keep=1).result()
+        made_once = mock.patch.object(staging, "FlatBuffer", side_effect=AssertionError)
+        with made_once:
+            for step in range(1, 6):
+                checkpoint.async_save(tmp_path, model, optimizer, step=step, keep=1)
+                train(model, optimizer, 1, seed=step)
+            checkpoint.save(tmp_path, model, optimizer, step=6, keep=1)
+    assert ShardReaders.waiting == []
+    assert _threads() == set()
+    dist.barrier()
+    assert checkpoint.steps(tmp_path) == [6]
+
+
+class Looking(nn.Module):
+    """Its forward lets another thread take a snapshot half way."""
+
+    def __init__(self, look: Any) -> None:
+        super().__init__()
+        self._look = look
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=self._look)
+        thread.start()
+        thread.join()
+        return x.tanh()
+
+
+@ranks(2)
+def test_a_snapshot_changes_nothing(tmp_path: Path) -> None:
+    """Taken by another thread, in the middle of a forward: bits, gathers and names are the same."""
+    seen: list[checkpoint.Snapshot] = []
+    ends = []
+    for looks in (False, True):
+        model, optimizer = made()
+        model.last = nn.Sequential(Looking(lambda: None), model.last)
+
+        def look(model: nn.Module = model, optimizer: Any = optimizer) -> None:
+            registered = [id(p) for m in model.modules() for p in m._parameters.values()]
+            seen.append(checkpoint.snapshot(model, optimizer))
+            assert registered == [id(p) for m in model.modules() for p in m._parameters.values()]
+
+        if looks:
+            model.last[0]._look = look
+        train(model, optimizer, 3, seed=1)
+        ends.append(everything(model, optimizer))
+    assert_same(ends[1], ends[0])
+    assert len(seen) == 3
+    state = model.state_dict()
+    assert seen[-1].model.keys() == state.keys()
+    for name, value in state.items():
+        rows = staging.plain(seen[-1].model[name])
+        assert isinstance(rows, torch.Tensor)
+        own = staging.plain(value)
+        assert isinstance(own, torch.Tensor)
+        assert rows.data_ptr() == own.data_ptr(), name
+    assert seen[-1].optimizer is not None
+    assert "first.weight" in seen[-1].optimizer["state"]
+    assert all(flat.dtype == torch.uint8 for flat in seen[-1].shards.values())
+
+
+def test_buffers_that_are_not_persistent(tmp_path: Path) -> None:
+    """Saved and loaded on request; a load without it does not mind them."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("scratch", torch.arange(3.0), persistent=False)
+    checkpoint.save(tmp_path, model, step=1, buffers=True)
+    model.scratch += 1
+    checkpoint.load(tmp_path, model)
+    assert torch.equal(model.scratch, torch.arange(3.0) + 1)
+    checkpoint.load(tmp_path, model, buffers=True)
+    assert torch.equal(model.scratch, torch.arange(3.0))
