@@ -169,6 +169,7 @@ def test_one_job_at_a_time(tmp_path: Path) -> None:
             checkpoint.save(tmp_path, model, step=1)
     dist.barrier()
     checkpoint.save(tmp_path, model, step=1)
+    dist.barrier()  # rank 0 lets go of the folder after it has told the others
     assert sorted(os.listdir(tmp_path)) == ["step-00000001"]
 
 
