@@ -250,6 +250,7 @@ def test_resumed_on_another_mesh(
 # --- interrupted ---------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 def test_exported_weights_are_those_of_the_last_checkpoint(tmp_path: Path) -> None:
     """In the files that Hugging Face's libraries read."""
     run, out = tmp_path / "run", tmp_path / "out"
