@@ -3,7 +3,7 @@
 saving     `save`, `async_save`: written beside, hashed, synced, renamed
 staging    copies to host memory, beside training
 snapshot   `snapshot`: what is there, looked at without touching it
-loading    `load`: compared on all ranks before anything is written
+loading    `load`, `read_extra`: compared on all ranks before anything is written
 exporting  `export`: a folder that Hugging Face's libraries load, written by all ranks at once
 pretrained `load_pretrained`: such a folder into a model, each rank its own slices
 folder     `steps`, `verify`, `unfinished`, `remove`; the manifest that makes a step one
@@ -23,7 +23,7 @@ The room stands on public modules, on `fsdp2.full` and on ``torch.distributed.ch
 from fsdp2.checkpoint.convert import Converted, convert
 from fsdp2.checkpoint.exporting import Exported, export
 from fsdp2.checkpoint.folder import remove, steps, unfinished, verify
-from fsdp2.checkpoint.loading import Loaded, load
+from fsdp2.checkpoint.loading import Loaded, load, read_extra
 from fsdp2.checkpoint.pretrained import load_pretrained
 from fsdp2.checkpoint.saving import Saving, async_save, save
 from fsdp2.checkpoint.snapshot import Snapshot, snapshot
@@ -41,6 +41,7 @@ __all__ = [
     "export",
     "load",
     "load_pretrained",
+    "read_extra",
     "remove",
     "save",
     "snapshot",

@@ -136,6 +136,31 @@ def load(
     return Loaded(manifest.step, job.extra, left)
 
 
+def read_extra(folder: PathLike, step: int | None = None) -> Extra:
+    """What `save` was given as ``extra``, without a model: what a run looks at before it begins.
+
+    Local: call it on one rank, or in no job at all.
+
+    Args:
+        folder: as of `save`.
+        step: the step. Default ``None``: the newest complete one.
+
+    Raises:
+        CheckpointError: there is no such step, or a file of it is missing or cut short.
+
+    Example::
+
+        >>> fsdp2.checkpoint.read_extra("run")
+        {'epoch': 3}
+    """
+    root = Path(folder)
+    manifest = read_manifest(root, step)
+    check_files(root, manifest)
+    path = step_folder(root, manifest.step)
+    tensors = read_below(path, Reader(path).read_metadata(), "extra")
+    return unpacked(manifest.extra, tensors)
+
+
 def _told(
     root: Path,
     step: int | None,

@@ -1,37 +1,25 @@
-"""Sharded checkpoints that a crash at any moment leaves whole.
+"""A run's checkpoints: a folder of steps of `fsdp2.checkpoint`, each with where the run stood.
 
-    DIR/latest                 the name of the newest complete checkpoint, replaced atomically
-    DIR/step-000050/           one checkpoint: files of torch.distributed.checkpoint
-    DIR/step-000050/run.json   where the run stood, and what it may be resumed with (`RunState`)
-    DIR/.saving-step-000100/   one being written; swept away at the next save
+    DIR/step-00000050/   one checkpoint; its manifest has the `RunState`
 
-A checkpoint is written beside the good ones, flushed to disk, renamed, and only then named in
-`latest`. All ranks must see the same DIR; one run at a time may save into it.
+What makes a step complete, and what becomes of a half-written one, is `fsdp2.checkpoint`'s affair.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from fsdp2 import CheckpointError, checkpoint
 
 from .options import Options, UsageError
 
-KEEP = 2
-_LATEST = "latest"
-_SAVING = ".saving-"
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -66,23 +54,24 @@ class RunState:
         )
 
 
-def find(options: Options, text: str) -> tuple[Path, RunState] | None:
-    """The checkpoint to resume from, or None for a fresh run. Raises `UsageError`, creates DIR."""
+def find(options: Options, text: str) -> RunState | None:
+    """What to resume, or None for a fresh run. Raises `UsageError`, creates DIR."""
     try:
         return _find(options, text)
     except OSError as error:
         raise UsageError(f"--checkpoint {options.checkpoint}: {error.strerror}") from error
 
 
-def _find(options: Options, text: str) -> tuple[Path, RunState] | None:
+def _find(options: Options, text: str) -> RunState | None:
     folder = options.checkpoint
     if folder is None:
         return None
-    if options.resume and (folder / _LATEST).exists():
-        path, state = _read_latest(folder)
-        _check_resumable(path, state, options, text)
-        return path, state
-    if (folder / _LATEST).exists():
+    known = checkpoint.steps(folder)
+    if known and options.resume:
+        state = _read(folder, known[-1])
+        _check_resumable(folder, state, options, text)
+        return state
+    if known:
         raise UsageError(
             f"{folder} already holds a checkpoint: add --resume to continue it, or name another "
             "folder"
@@ -93,60 +82,59 @@ def _find(options: Options, text: str) -> tuple[Path, RunState] | None:
     return None
 
 
-def agreed(found: tuple[Path, RunState] | None) -> tuple[Path, RunState] | None:
+def agreed(found: RunState | None) -> RunState | None:
     """What rank 0 found, on every rank: a shared folder may show others an older state."""
     chosen = [found]
     dist.broadcast_object_list(chosen, src=0)
     return chosen[0]
 
 
-def save(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: RunState, rank: int
-) -> None:
-    """Write one checkpoint; every rank calls this, and returns once it is complete on all."""
-    name = f"step-{state.step:06d}"
-    saving = folder / f"{_SAVING}{name}"
-    if rank == 0:
-        _sweep(folder)
-        saving.mkdir()
-    dist.barrier()
-    writer = FileSystemWriter(saving, sync_files=True)
-    dcp_save(_state_dict(model, optimizer), storage_writer=writer)  # returns once all ranks wrote
-    if rank == 0:
-        _write_durably(saving / "run.json", json.dumps(asdict(state), indent=2) + "\n")
-        _publish(folder, saving, name)
-        _prune(folder, name)
-    dist.barrier()
+class Saves:
+    """The checkpoints that a run makes; every rank does the same.
+
+    Saving, the newest, goes on beside training where the options say so.
+    """
+
+    def __init__(self, options: Options, rank: int) -> None:
+        self._folder = options.checkpoint
+        self._keep = options.keep
+        self._beside = options.checkpoint_async
+        self._latest: checkpoint.Saving | None = None
+        if self._folder is not None and rank == 0:
+            checkpoint.remove(self._folder)  # what an attempt that was killed has left half-done
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: RunState) -> None:
+        """Save one checkpoint; unless it goes on beside, it is complete on return."""
+        assert self._folder is not None
+        save = checkpoint.async_save if self._beside else checkpoint.save
+        saving = save(
+            self._folder, model, optimizer, step=state.step, extra=asdict(state), keep=self._keep
+        )
+        self._latest = saving if isinstance(saving, checkpoint.Saving) else None
+
+    def finish(self) -> None:
+        """Return when all are complete; raise what the newest has failed with."""
+        if self._latest is not None:
+            self._latest.result()
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Fill model and optimizer from `path`, which any number of ranks may have written."""
-    state = _state_dict(model, optimizer)
-    dcp_load(state, storage_reader=FileSystemReader(path))
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
+def load(folder: Path, state: RunState, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Fill model and optimizer, from what any number of ranks may have saved."""
+    checkpoint.load(folder, model, optimizer, step=state.step)
 
 
-def _state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state}
-
-
-def _read_latest(folder: Path) -> tuple[Path, RunState]:
+def _read(folder: Path, step: int) -> RunState:
     try:
-        path = folder / (folder / _LATEST).read_text().strip()
-        state = RunState(**json.loads((path / "run.json").read_text()))
-        (path / ".metadata").stat()  # the index of torch.distributed.checkpoint
-    except (OSError, ValueError, TypeError) as error:
+        return RunState(**checkpoint.read_extra(folder, step))
+    except (CheckpointError, TypeError) as error:
         raise UsageError(
             f"--resume: the checkpoint in {folder} cannot be read ({error})"
         ) from error
-    return path, state
 
 
-def _check_resumable(path: Path, state: RunState, options: Options, text: str) -> None:
+def _check_resumable(folder: Path, state: RunState, options: Options, text: str) -> None:
     """What fixes the parameters' shapes and the order of the data must be as it was."""
+    path = f"step {state.step} of {folder}"
     now = RunState.of(options, text, state.step, state.first_held_out_loss)
     if state.format != _FORMAT:
         raise UsageError(f"--resume: {path} was written in format {state.format}, not {_FORMAT}")
@@ -174,52 +162,3 @@ def _check_resumable(path: Path, state: RunState, options: Options, text: str) -
         raise UsageError(
             f"--resume: {path} is already at step {state.step}, beyond --steps {options.steps}"
         )
-
-
-def _publish(folder: Path, saving: Path, name: str) -> None:
-    """Give the complete checkpoint its name, then point `latest` at it."""
-    _sync(saving)
-    final = folder / name
-    if final.exists():
-        # Complete but never pointed to: an earlier run was killed just before its last line here.
-        shutil.rmtree(final)
-    os.rename(saving, final)
-    _sync(folder)
-    pointer = folder / f"{_SAVING}{_LATEST}"
-    _write_durably(pointer, name + "\n")
-    os.replace(pointer, folder / _LATEST)
-    _sync(folder)
-
-
-def _prune(folder: Path, newest: str) -> None:
-    """Keep the newest `KEEP`. Later steps than `newest` belong to a future that was given up."""
-    names = sorted(path.name for path in folder.glob("step-*") if path.is_dir())
-    for name in [n for n in names if n > newest] + [n for n in names if n <= newest][:-KEEP]:
-        # Renamed first: what bears a checkpoint's name is whole, even while it is being deleted.
-        doomed = folder / f"{_SAVING}{name}"
-        os.rename(folder / name, doomed)
-        shutil.rmtree(doomed)
-
-
-def _sweep(folder: Path) -> None:
-    for leftover in folder.glob(f"{_SAVING}*"):
-        if leftover.is_dir():
-            shutil.rmtree(leftover)
-        else:
-            leftover.unlink()
-
-
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Flush a folder's entries (its files' names) to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -99,6 +99,8 @@ class Options:
     lora: int | None  # the adapters' rank; None trains the weights themselves
     checkpoint: Path | None
     checkpoint_every: int
+    checkpoint_async: bool
+    keep: int
     resume: bool
     export: Path | None  # a folder of safetensors files, made at the end
     seed: int
@@ -150,8 +152,9 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
         raise UsageError(f"--export {args.export} is there already: name a new folder")
     if args.checkpoint is None and args.resume:
         raise UsageError("--resume needs --checkpoint DIR to say what to resume from")
-    if args.checkpoint is None and args.checkpoint_every is not None:
-        raise UsageError("--checkpoint-every needs --checkpoint DIR to say where to save")
+    for flag in ("--checkpoint-every", "--checkpoint-async", "--keep"):
+        if args.checkpoint is None and getattr(args, flag[2:].replace("-", "_")):
+            raise UsageError(f"{flag} needs --checkpoint DIR to say where to save")
     return Options(
         preset=args.preset,
         data=args.data,
@@ -173,6 +176,8 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
         lora=args.lora,
         checkpoint=args.checkpoint,
         checkpoint_every=args.checkpoint_every or 50,
+        checkpoint_async=args.checkpoint_async,
+        keep=args.keep or 2,
         resume=args.resume,
         export=args.export,
         seed=args.seed,
@@ -223,8 +228,10 @@ def _parser() -> argparse.ArgumentParser:
         help="free gathered parameters after forward (auto: all groups but the root's)",
     )
     _add_parallelism(parser, count)
-    add("--checkpoint", type=Path, metavar="DIR", help="save the run here, the last 2 checkpoints")
+    add("--checkpoint", type=Path, metavar="DIR", help="save the run here")
     add("--checkpoint-every", type=count, metavar="N", help="steps between checkpoints (50)")
+    add("--checkpoint-async", action="store_true", help="train on while a checkpoint is written")
+    add("--keep", type=count, metavar="N", help="how many checkpoints stay, the newest (2)")
     add("--resume", action="store_true", help="continue from the latest checkpoint in DIR, if any")
     add("--export", type=Path, metavar="OUT", help="at the end, weights as safetensors files here")
     seed = _number(int, 0, MAX_SEED, f"a whole number between 0 and {MAX_SEED}")

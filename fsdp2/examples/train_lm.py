@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -86,7 +85,7 @@ def _complain(error: UsageError) -> int:
     return 2
 
 
-def _prepare(options: Options) -> tuple[data.Corpus, tuple[Path, RunState] | None]:
+def _prepare(options: Options) -> tuple[data.Corpus, RunState | None]:
     """Read everything that can be wrong before a process is started: the text, the checkpoint."""
     corpus = data.load_corpus(options.data, min_bytes=options.seq_len + 1)
     return corpus, checkpointing.find(options, corpus.fingerprint)
@@ -115,7 +114,7 @@ class Run:
 
 
 def _train(
-    options: Options, ranks: GivenRanks, corpus: data.Corpus, found: tuple[Path, RunState] | None
+    options: Options, ranks: GivenRanks, corpus: data.Corpus, found: RunState | None
 ) -> None:
     run = _set_up(options, ranks, corpus)
     if options.resume:
@@ -126,13 +125,15 @@ def _train(
     if found is None:
         first_loss = held_out_loss(run)
     else:
-        path, state = found
-        checkpointing.load(path, run.model, run.optimizer)
-        start, first_loss = state.step, state.first_held_out_loss
+        assert options.checkpoint is not None
+        checkpointing.load(options.checkpoint, found, run.model, run.optimizer)
+        start, first_loss = found.step, found.first_held_out_loss
     if ranks.rank == 0:
-        resumed = f"resumed from {found[0]} at step {start}; " if found else ""
+        resumed = f"resumed from {options.checkpoint} at step {start}; " if found else ""
         print(f"{resumed}held-out loss before training: {first_loss:.4f} nats", flush=True)
-    tokens_per_second = _loop(run, start, first_loss)
+    saves = checkpointing.Saves(options, ranks.rank)
+    tokens_per_second = _loop(run, saves, start, first_loss)
+    saves.finish()
     final_loss = held_out_loss(run)
     sizes = reporting.state_bytes(run.params, run.optimizer)
     sample = sample_text(run)
@@ -241,7 +242,7 @@ def train_step(run: Run, step: int) -> Tensor:
     return total
 
 
-def _loop(run: Run, start: int, first_loss: float) -> float:
+def _loop(run: Run, saves: checkpointing.Saves, start: int, first_loss: float) -> float:
     """Train from step `start` to the end; returns tokens a second, checkpoints not counted."""
     options = run.options
     every = 1 if options.steps <= 50 else 10
@@ -252,10 +253,10 @@ def _loop(run: Run, start: int, first_loss: float) -> float:
         for step in range(start, options.steps):
             loss = train_step(run, step)
             done = step + 1
-            saves = options.checkpoint is not None and (
+            is_saved = options.checkpoint is not None and (
                 done % options.checkpoint_every == 0 or done == options.steps
             )
-            if not (saves or done % every == 0 or done == options.steps):
+            if not (is_saved or done % every == 0 or done == options.steps):
                 continue
             mean_loss = _sum_over_ranks(loss, options.tp) / options.data_parallel_size
             seconds = time.perf_counter() - since
@@ -267,9 +268,9 @@ def _loop(run: Run, start: int, first_loss: float) -> float:
                 raise FloatingPointError(
                     f"the loss of step {done} is {mean_loss}: lower --lr {options.lr}"
                 )
-            if saves and options.checkpoint is not None:
+            if is_saved:
                 state = RunState.of(options, run.corpus.fingerprint, done, first_loss)
-                checkpointing.save(options.checkpoint, run.model, run.optimizer, state, run.rank)
+                saves.save(run.model, run.optimizer, state)
             since, since_step = time.perf_counter(), done
     return (options.steps - start) * tokens_a_step / training_seconds if training_seconds else 0.0
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from fsdp2.checkpoint import files, saving
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.examples import checkpointing, train_lm
@@ -42,18 +43,22 @@ MOMENTS: dict[str, list[tuple[Any, str]]] = {
         (train_lm, "_sum_over_ranks"),
     ],
     "save": [
-        (checkpointing, "save"),
-        (checkpointing, "dcp_save"),
-        (checkpointing, "_state_dict"),
-        (checkpointing, "_sweep"),
-        (checkpointing, "_write_durably"),
-        (checkpointing, "_publish"),
-        (checkpointing, "_prune"),
-        (checkpointing.os, "rename"),
-        (checkpointing.os, "replace"),
-        (checkpointing.FileSystemWriter, "prepare_local_plan"),
-        (checkpointing.FileSystemWriter, "write_data"),
-        (checkpointing.FileSystemWriter, "finish"),
+        (checkpointing.Saves, "save"),
+        (saving._Job, "_take"),
+        (saving._Job, "_begin"),
+        (saving._Job, "_attempt"),
+        (saving._Job, "_decide"),
+        (saving._Job, "_plan_for"),
+        (saving._Job, "_commit"),
+        (saving._Job, "_prune"),
+        (files.Disk, "make_folder"),
+        (files.Disk, "create"),
+        (files.Disk, "sync"),
+        (files.Disk, "sync_folder"),
+        (files.Disk, "rename"),
+        (files.Disk, "remove"),
+        (saving.FileSystemWriter, "write_data"),
+        (saving.FileSystemWriter, "finish"),
     ],
 }
 

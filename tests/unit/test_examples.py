@@ -1,6 +1,5 @@
 """The main job's parts, each alone: options, data, model, schedule, checkpoints' bookkeeping."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from fsdp2 import checkpoint
 from fsdp2.examples import checkpointing, data, launch, lora, parallel, reporting
 from fsdp2.examples.model import (
     PRESETS,
@@ -508,34 +508,31 @@ def _options(folder: Path, *argv: str) -> Options:
 
 
 def _write_checkpoint(folder: Path, step: int, *argv: str) -> None:
-    path = folder / f"step-{step:06d}"
-    path.mkdir(parents=True)
     state = checkpointing.RunState.of(_options(folder, *argv), "text", step, 5.5)
-    (path / "run.json").write_text(json.dumps(state.__dict__))
-    (path / ".metadata").write_bytes(b"")
-    (folder / "latest").write_text(path.name + "\n")
+    checkpoint.save(folder, nn.Linear(2, 2), step=step, extra=state.__dict__)
 
 
 def test_resume_finds_the_latest(tmp_path: Path) -> None:
     _write_checkpoint(tmp_path, 3)
     _write_checkpoint(tmp_path, 6)
-    (tmp_path / ".saving-step-000009").mkdir()
-    found = checkpointing.find(_options(tmp_path, "--resume"), "text")
-    assert found is not None
-    path, state = found
-    assert path.name == "step-000006"
+    (tmp_path / ".saving-step-00000009").mkdir()
+    state = checkpointing.find(_options(tmp_path, "--resume"), "text")
+    assert state is not None
     assert (state.step, state.data_position, state.first_held_out_loss) == (6, 48, 5.5)
 
 
 def test_resume_without_a_complete_checkpoint_starts_afresh(tmp_path: Path) -> None:
-    """As the first attempt of a command that a launcher repeats; what is half written is left."""
+    """As the first attempt of a command that a launcher repeats; what is half written is swept."""
     folder = tmp_path / "run"
-    assert checkpointing.find(_options(folder, "--resume"), "text") is None
+    resume = _options(folder, "--resume")
+    assert checkpointing.find(resume, "text") is None
     assert folder.is_dir()
-    (folder / ".saving-step-000003").mkdir()
+    (folder / ".saving-step-00000003").mkdir()
     _write_checkpoint(folder, 3)
-    (folder / "latest").unlink()  # killed before it was named
-    assert checkpointing.find(_options(folder, "--resume"), "text") is None
+    (folder / "step-00000003" / "manifest.json").unlink()
+    assert checkpointing.find(resume, "text") is None
+    checkpointing.Saves(resume, rank=0)
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -561,26 +558,26 @@ def test_resume_may_share_the_work_otherwise(tmp_path: Path) -> None:
     assert checkpointing.find(options, "text") is not None
 
 
-def test_resume_reads_checkpoints_from_before_adapters(tmp_path: Path) -> None:
-    _write_checkpoint(tmp_path, 3)
-    path = tmp_path / "step-000003" / "run.json"
-    fields = json.loads(path.read_text())
-    del fields["lora"]
-    path.write_text(json.dumps(fields))
-    assert checkpointing.find(_options(tmp_path, "--resume"), "text") is not None
-
-
 def test_resume_refuses_other_text_and_damage(tmp_path: Path) -> None:
     resume = _options(tmp_path / "run", "--resume")
     _write_checkpoint(tmp_path / "run", 3)
     with pytest.raises(UsageError, match="other text"):
         checkpointing.find(resume, "other")
-    (tmp_path / "run" / "step-000003" / ".metadata").unlink()
+    (tmp_path / "run" / "step-00000003" / ".metadata").unlink()
     with pytest.raises(UsageError, match="cannot be read"):
         checkpointing.find(resume, "text")
-    (tmp_path / "run" / "step-000003" / "run.json").write_text("{")
+    (tmp_path / "run" / "step-00000003" / "manifest.json").write_text("{")
     with pytest.raises(UsageError, match="cannot be read"):
         checkpointing.find(resume, "text")
+    checkpoint.save(tmp_path / "other", nn.Linear(2, 2), step=3, extra={"epoch": 1})
+    with pytest.raises(UsageError, match="cannot be read"):
+        checkpointing.find(_options(tmp_path / "other", "--resume"), "text")
+
+
+@pytest.mark.parametrize("flag", ["--checkpoint-every=5", "--checkpoint-async", "--keep=3"])
+def test_options_of_checkpoints_need_a_folder(flag: str) -> None:
+    with pytest.raises(UsageError, match=f"{flag.split('=')[0]} needs --checkpoint DIR"):
+        parse(["--device", "cpu", flag], None)
 
 
 def test_a_fresh_run_does_not_touch_a_good_checkpoint(tmp_path: Path) -> None:
