@@ -288,6 +288,24 @@ def test_the_room_of_checkpoints_stands_on_public_modules() -> None:
     assert all(_below(name, "checkpoint") for name in users)  # the package imports it by name
 
 
+TRACE: dict[str, set[str]] = {
+    "timeline": set(),
+}
+"""What modules of `fsdp2.trace` import of fsdp2: the data stands on nothing, not even on torch."""
+
+
+def test_the_room_of_timelines_stands_on_its_data() -> None:
+    """And says what lives there; nobody in core knows of it."""
+    room = ROOT / "trace"
+    text = ast.get_docstring(_tree(room / "__init__.py")) or ""
+    for path in room.glob("*.py"):
+        assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
+    for name, others in TRACE.items():
+        assert _own_modules(room / f"{name}.py") - {f"trace.{name}"} == others
+    users = {_name(path) for path in FILES if any(_below(m, "trace") for m in _own_modules(path))}
+    assert not any(_below(name, "core") for name in users)
+
+
 def test_every_exported_name_exists() -> None:
     exported = set(fsdp2.__all__)
     assert len(exported) == len(fsdp2.__all__)
