@@ -283,13 +283,13 @@ class Timeline:
         head = document.get("otherData") if isinstance(document, dict) else None
         if not isinstance(head, dict) or head.get("format") != _FORMAT:
             raise ValueError(
-                f"'{os.fspath(path)}' is JSON, but no timeline of fsdp2; give a file that fsdp2.trace "
-                f"wrote"
+                f"'{os.fspath(path)}' is JSON, but no timeline of fsdp2; give a file that "
+                f"fsdp2.trace wrote"
             )
         if int(head.get("version", 0)) > VERSION:
             raise ValueError(
-                f"'{os.fspath(path)}' is a timeline of version {head['version']}, and this fsdp2 reads "
-                f"up to {VERSION}; read it with the fsdp2 that wrote it, or a later one"
+                f"'{os.fspath(path)}' is a timeline of version {head['version']}, and this fsdp2 "
+                f"reads up to {VERSION}; read it with the fsdp2 that wrote it, or a later one"
             )
         return _timeline(document["traceEvents"], head)
 

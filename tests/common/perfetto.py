@@ -153,5 +153,5 @@ def query(path: Any, sql: str) -> list[tuple[Any, ...]]:
 
     config = TraceProcessorConfig(bin_path=program())
     with TraceProcessor(trace=str(path), config=config) as processor:
-        rows = processor.query(sql.replace("extract(id,", "EXTRACT_ARG(arg_set_id,"))
+        rows = processor.query(sql.replace("extract(slice.id,", "EXTRACT_ARG(slice.arg_set_id,"))
         return [tuple(vars(row).values()) for row in rows]
