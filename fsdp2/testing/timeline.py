@@ -216,12 +216,10 @@ def timeline_of(
                 category, nbytes = size(op.writes[0])
                 changes.append((span.start, category, nbytes if op.kind == "alloc" else -nbytes))
         else:
-            told = tell(op)
-            index = last.get(op.lane, nothing)[0]
             if span.end > span.start:
-                index = len(made.slices)
+                told = tell(op)
+                last[op.lane] = (len(made.slices), told)
                 made.slices.append(_slice(lane, span, told))
-            last[op.lane] = (index, told)
     made.memory = _memory(changes)
     return made.sorted()
 

@@ -5,6 +5,10 @@ summary    the same in numbers: exposed communication, idle time, overlap; two s
 recording  what is bound to groups, units and streams while real steps are recorded
 page       one HTML file to look at
 context    ``with fsdp2.trace(path):`` around real steps
+__main__   the same from the command line
+
+`fsdp2.trace` is the context of that name, which has `summary`, `diff`, `show` and `read`. Other
+names are imported: ``from fsdp2.trace import Timeline``.
 """
 
 from fsdp2.trace.context import trace

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,8 @@ def show(
     path = Path(to) if to is not None else Path(os.fspath(_path(first))).with_suffix(".html")
     timelines = [each if isinstance(each, Timeline) else Timeline.read(each) for each in files]
     if title is not None:
-        timelines[0] = Timeline(**{**vars(timelines[0]), "metadata": {**timelines[0].metadata}})
-        timelines[0].metadata["title"] = title
+        metadata = {**timelines[0].metadata, "title": title}
+        timelines[0] = replace(timelines[0], metadata=metadata)
     path.write_text(_html(timelines), encoding="utf-8")
     return path
 

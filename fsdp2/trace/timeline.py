@@ -60,6 +60,8 @@ CATEGORIES = (
 VERSION = 1
 """Of a file's ``args`` and ``otherData``; one of a later version is refused."""
 
+_NANOSECOND = 0.001
+
 Value = str | int | float | bool | None
 
 
@@ -238,7 +240,7 @@ class Timeline:
             return None
         place = max(range(len(self.memory)), key=lambda i: self.memory[i].total)
         most, later = self.memory[place], self.memory[place + 1 :]
-        until = later[0].time if later else self.end
+        until = max(later[0].time if later else self.end, most.time + _NANOSECOND)
         longest: dict[str, tuple[float, str]] = {}
         for each in self.slices:
             shared = min(each.end, until) - max(each.start, most.time)
@@ -304,8 +306,6 @@ class Timeline:
 
 _FORMAT = "fsdp2 timeline"
 _WAIT = "wait"
-_NANOSECOND = 0.001
-
 Event = dict[str, Any]
 
 

@@ -9,25 +9,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2.trace import Timeline
-from tests.common.models import DIM, MLP, seeded
 from tests.common.parity import assert_equal
 from tests.common.workers import ranks
 
-STEPS = 2
+DIM, STEPS = 16, 2
 
 
-def _train(shape: tuple[int, ...], path: Path | None) -> tuple[list[torch.Tensor], Timeline | None]:
+def _train(shape: tuple[int, ...], path: Path | None) -> tuple[list[Tensor], Timeline | None]:
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    model: Any = seeded(MLP)
-    for child in model.children():
-        if any(True for _ in child.parameters()):
-            fsdp2.fully_shard(child, mesh=mesh)
-    fsdp2.fully_shard(model, mesh=mesh)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(DIM, DIM) for _ in range(3)])
+    for module in (*model, model):
+        fsdp2.fully_shard(module, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(dist.get_rank())
     batches = [torch.randn(4, DIM) for _ in range(STEPS)]
@@ -40,8 +39,13 @@ def _train(shape: tuple[int, ...], path: Path | None) -> tuple[list[torch.Tensor
         optimizer.zero_grad()
     if trace is not None:
         trace.__exit__(None, None, None)
-    found = [param.to_local().detach().clone() for param in model.parameters()]
+    found = [_local(param) for param in model.parameters()]
     return found, None if trace is None else trace.timeline
+
+
+def _local(param: Any) -> Tensor:
+    rows: Tensor = param.to_local().detach().clone()
+    return rows
 
 
 def _compare(shape: tuple[int, ...]) -> Timeline:

@@ -291,8 +291,13 @@ def test_the_room_of_checkpoints_stands_on_public_modules() -> None:
 TRACE: dict[str, set[str]] = {
     "timeline": set(),
     "summary": {"trace.timeline"},
+    "page": {"trace.summary", "trace.timeline"},
+    "__main__": {"trace.page", "trace.summary"},
 }
 """What modules of `fsdp2.trace` import of fsdp2: the data stands on nothing, not even on torch."""
+
+BINDING = ("recording", "context")
+"""Those that stand on the core besides: what is bound to it, and when."""
 
 
 def test_the_room_of_timelines_stands_on_its_data() -> None:
@@ -303,6 +308,11 @@ def test_the_room_of_timelines_stands_on_its_data() -> None:
         assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
     for name, others in TRACE.items():
         assert _own_modules(room / f"{name}.py") - {f"trace.{name}"} == others
+        assert not any(_below(m, "torch") for m in _modules_of(room / f"{name}.py"))
+    assert {path.stem for path in room.glob("*.py")} == {"__init__", *TRACE, *BINDING}
+    for name in BINDING:
+        own = _own_modules(room / f"{name}.py")
+        assert all(_below(module, "core") or _below(module, "trace") for module in own)
     users = {_name(path) for path in FILES if any(_below(m, "trace") for m in _own_modules(path))}
     assert not any(_below(name, "core") for name in users)
 
