@@ -184,12 +184,19 @@ def test_a_step_behind_it_is_the_step_before_it(tmp_path: Path) -> None:
     model, optimizer = build()
     for _ in range(3):
         step(model, optimizer)
-    before = called(lambda: step(model, optimizer))
+
+    def counted() -> tuple[object, object]:
+        """Without the optimizer, in which torch 2.11 fills caches at odd times."""
+        return called(lambda: (model(torch.ones(4, 64)).sum().backward(), model.zero_grad()))
+
+    counted()
+    before = counted()
     with fsdp2.trace(tmp_path / "step.json"):
         step(model, optimizer)
         assert set(_classes(model)) & {Unit, ParamGroup} == set()
     assert set(_classes(model)) == {Unit, ParamGroup}
-    assert called(lambda: step(model, optimizer)) == before
+    counted()
+    assert counted() == before
 
 
 def test_an_exception_inside_is_passed_on_and_the_file_written(tmp_path: Path) -> None:
