@@ -107,6 +107,7 @@ class Options:
     device: str  # "cpu" or "cuda"
     backend: str  # "gloo", "nccl", or one for each kind of tensor: "cpu:gloo,cuda:nccl"
     threads: int
+    trace: Path | None = None  # where rank 0 writes a timeline of two steps
 
     @property
     def model(self) -> ModelConfig:
@@ -184,6 +185,7 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
         device=device,
         backend=_backend(device, local_world_size, args.cpu_offload),
         threads=args.threads or _threads(local_world_size),
+        trace=args.trace,
     )
 
 
@@ -238,6 +240,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=seed, default=0, help="fixes weights and data order")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--threads", type=count, help="CPU threads a rank (default: the CPUs, shared out)")
+    add("--trace", type=Path, metavar="FILE", help="write a timeline of steps 3 and 4 of rank 0")
     return parser
 
 

@@ -11,6 +11,7 @@ slice of one global batch, which is a pure function of (seed, step).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
@@ -30,6 +31,7 @@ from fsdp2 import (
     OffloadPolicy,
     checkpoint,
     fully_shard,
+    trace,
 )
 
 from . import checkpointing, data, launch, lora, parallel, reporting
@@ -44,6 +46,7 @@ WARMUP_STEPS = 100
 SAMPLE_PROMPT = b"def "
 SAMPLE_BYTES = 160
 SAMPLE_TEMPERATURE = 0.7
+TRACED = (2, 3)  # steps of which --trace writes a timeline: the first two make buffers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -249,9 +252,14 @@ def _loop(run: Run, saves: checkpointing.Saves, start: int, first_loss: float) -
     tokens_a_step = options.batch_size * options.seq_len
     training_seconds = 0.0
     since, since_step = time.perf_counter(), start
-    with reporting.ProgressReporter(options.steps, start, show=run.rank == 0) as progress:
+    shown = reporting.ProgressReporter(options.steps, start, show=run.rank == 0)
+    with contextlib.ExitStack() as tracing, shown as progress:
         for step in range(start, options.steps):
+            if step - start == TRACED[0]:
+                tracing.enter_context(_trace(options))
             loss = train_step(run, step)
+            if step - start == TRACED[-1]:
+                tracing.close()
             done = step + 1
             is_saved = options.checkpoint is not None and (
                 done % options.checkpoint_every == 0 or done == options.steps
@@ -273,6 +281,11 @@ def _loop(run: Run, saves: checkpointing.Saves, start: int, first_loss: float) -
                 saves.save(run.model, run.optimizer, state)
             since, since_step = time.perf_counter(), done
     return (options.steps - start) * tokens_a_step / training_seconds if training_seconds else 0.0
+
+
+def _trace(options: Options) -> contextlib.AbstractContextManager[object]:
+    """A timeline of what runs inside, if one is asked for; rank 0 writes it."""
+    return contextlib.nullcontext() if options.trace is None else trace(options.trace)
 
 
 def _sum_over_ranks(value: Tensor, tp: int) -> float:

@@ -1,0 +1,44 @@
+"""What ran where and when, from paper, from a stand-in and from real runs: one format.
+
+timeline   the data: slices and waits by lane, memory by category; as a file that Perfetto opens
+summary    the same in numbers: exposed communication, idle time, overlap; two side by side
+recording  what is bound to groups, units and streams while real steps are recorded
+page       one HTML file to look at
+context    ``with fsdp2.trace(path):`` around real steps
+__main__   the same from the command line
+
+`fsdp2.trace` is the context of that name, which has `summary`, `diff`, `show` and `read`. Other
+names are imported: ``from fsdp2.trace import Timeline``.
+"""
+
+from fsdp2.trace.context import trace
+from fsdp2.trace.page import show
+from fsdp2.trace.summary import Difference, Summary, UnitTimes, diff, summary
+from fsdp2.trace.timeline import (
+    CATEGORIES,
+    COLLECTIVES,
+    LANES,
+    Memory,
+    Peak,
+    Slice,
+    Timeline,
+    Wait,
+)
+
+__all__ = [
+    "CATEGORIES",
+    "COLLECTIVES",
+    "LANES",
+    "Difference",
+    "Memory",
+    "Peak",
+    "Slice",
+    "Summary",
+    "Timeline",
+    "UnitTimes",
+    "Wait",
+    "diff",
+    "show",
+    "summary",
+    "trace",
+]
