@@ -182,7 +182,7 @@ def test_what_decides_does_not_import_the_hooks() -> None:
 def test_the_testing_room_stands_on_the_core(path: Path) -> None:
     assert _rooms_of(path) <= {*TESTING, *GROUND}
     own = {module for module in _own_modules(path) if not _below(module, "core")}
-    assert all(_below(module, "testing") for module in own)
+    assert all(_below(module, "testing") or module == "trace.timeline" for module in own)
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if "testing" not in p.parts], ids=_name)
@@ -286,6 +286,25 @@ def test_the_room_of_checkpoints_stands_on_public_modules() -> None:
         assert not called & writing or path.stem == "files", path
     users = {_name(p) for p in FILES if any(_below(m, "checkpoint") for m in _own_modules(p))}
     assert all(_below(name, "checkpoint") for name in users)  # the package imports it by name
+
+
+TRACE: dict[str, set[str]] = {
+    "timeline": set(),
+    "summary": {"trace.timeline"},
+}
+"""What modules of `fsdp2.trace` import of fsdp2: the data stands on nothing, not even on torch."""
+
+
+def test_the_room_of_timelines_stands_on_its_data() -> None:
+    """And says what lives there; nobody in core knows of it."""
+    room = ROOT / "trace"
+    text = ast.get_docstring(_tree(room / "__init__.py")) or ""
+    for path in room.glob("*.py"):
+        assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
+    for name, others in TRACE.items():
+        assert _own_modules(room / f"{name}.py") - {f"trace.{name}"} == others
+    users = {_name(path) for path in FILES if any(_below(m, "trace") for m in _own_modules(path))}
+    assert not any(_below(name, "core") for name in users)
 
 
 def test_every_exported_name_exists() -> None:

@@ -1,0 +1,296 @@
+"""What a timeline says in numbers: exposed communication, idle time, overlap, bandwidth.
+
+    summary(file)   ──> Summary: totals, and a row for each unit; print it
+    diff(a, b)      ──> Difference: the same rows of two timelines side by side
+
+All of it are sums over slices and waits, so that a query of the file in Perfetto gives the same.
+Exposed is the time for which the compute lane stands still behind a collective.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fsdp2.trace.timeline import COLLECTIVES, COMPUTE, Peak, Slice, Timeline, covered, length, union
+
+COPIES = (
+    "copy",
+    "copy-in",
+    "copy-out",
+    "chunk-cat",
+    "cast",
+    "stage",
+    "to-host",
+    "load from host",
+)
+"""Operations that move bytes within a rank."""
+
+OTHER_IDLE = "nothing was launched"
+"""Cause of idle time that no wait explains: the host was late, or did other things."""
+
+Source = Timeline | str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class UnitTimes:
+    """What a unit took, in µs.
+
+    Attributes:
+        unit: its name.
+        compute: on the compute lane, copies not counted.
+        copies: copies, on all lanes.
+        gather: its all-gathers.
+        reduce: its reduce-scatters and all-reduces.
+        exposed: for how long compute stood still behind its collectives.
+        gathered_bytes: of its all-gathers' outputs.
+        reduced_bytes: of its reductions' inputs.
+    """
+
+    unit: str
+    compute: float
+    copies: float
+    gather: float
+    reduce: float
+    exposed: float
+    gathered_bytes: int
+    reduced_bytes: int
+
+    @property
+    def gather_bandwidth(self) -> float:
+        """GB/s: bytes of outputs over time; 0 where nobody counted."""
+        return self.gathered_bytes / self.gather / 1e3 if self.gather else 0.0
+
+    @property
+    def reduce_bandwidth(self) -> float:
+        """GB/s: bytes of inputs over time; 0 where nobody counted."""
+        return self.reduced_bytes / self.reduce / 1e3 if self.reduce else 0.0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A timeline in numbers; ``print(summary)`` shows tables. Times are µs.
+
+    Attributes:
+        title: of the timeline.
+        duration: from the first slice to the last.
+        compute: for how long the compute lane ran anything.
+        communication: sum of all collectives.
+        hidden: how much of that ran while the compute lane did.
+        exposed: for how long the compute lane stood still behind collectives.
+        idle: for how long it had nothing to run, by cause: the order that a wait makes, or
+            `OTHER_IDLE`.
+        units: a row a unit, in the order in which they come first.
+        peak: the moment of most memory.
+    """
+
+    title: str
+    duration: float
+    compute: float
+    communication: float
+    hidden: float
+    exposed: float
+    idle: dict[str, float]
+    units: tuple[UnitTimes, ...]
+    peak: Peak | None
+
+    @property
+    def overlap(self) -> float:
+        """The part of communication that ran while compute did; 1 without communication."""
+        return self.hidden / self.communication if self.communication else 1.0
+
+    def __str__(self) -> str:
+        share = 100 / self.duration if self.duration else 0.0
+        lines = [self.title] if self.title else []
+        lines += [
+            f"{milliseconds(self.duration)} in all: compute {self.compute * share:.1f} %, exposed "
+            f"communication {self.exposed * share:.1f} %, overlap {100 * self.overlap:.1f} % of "
+            f"{milliseconds(self.communication)} of communication"
+        ]
+        if self.peak is not None:
+            lines.append(
+                f"peak {megabytes(self.peak.total)} at {milliseconds(self.peak.time)}, during "
+                f"{', '.join(self.peak.running) or 'nothing that is traced'}"
+            )
+        rows = [_cells(row) for row in self.units]
+        lines += ["", *table(_HEAD, rows)]
+        if self.idle:
+            causes = [[cause, milliseconds(time)] for cause, time in self.idle.items()]
+            lines += ["", *table(["compute idle, by cause", "time"], causes)]
+        return "\n".join(lines)
+
+
+_HEAD = ["unit", "compute", "copies", "gather", "GB/s", "reduce", "GB/s", "exposed"]
+
+
+def _cells(row: UnitTimes) -> list[str]:
+    return [
+        row.unit,
+        milliseconds(row.compute),
+        milliseconds(row.copies),
+        milliseconds(row.gather),
+        f"{row.gather_bandwidth:.2f}" if row.gathered_bytes else "-",
+        milliseconds(row.reduce),
+        f"{row.reduce_bandwidth:.2f}" if row.reduced_bytes else "-",
+        milliseconds(row.exposed),
+    ]
+
+
+def summary(file: Source) -> Summary:
+    """A timeline in numbers.
+
+    Args:
+        file: a file that `fsdp2.trace` wrote, or a `Timeline`.
+
+    Raises:
+        ValueError: as `Timeline.read`.
+
+    Example::
+
+        print(fsdp2.trace.summary("step.json"))
+    """
+    timeline = _read(file)
+    busy = union((s.start, s.end) for s in timeline.slices if s.lane == COMPUTE)
+    collectives = [s for s in timeline.slices if s.operation in COLLECTIVES]
+    waits = [w for w in timeline.waits if w.lane == COMPUTE]
+    idle: dict[str, float] = {}
+    for wait in waits:
+        if wait.duration:
+            idle[wait.label] = idle.get(wait.label, 0.0) + wait.duration
+    rest = timeline.duration - length(busy) - sum(idle.values())
+    if rest > 0.0005:  # µs: less is rounding
+        idle[OTHER_IDLE] = rest
+    exposed: dict[str, float] = {}
+    for wait in waits:
+        if wait.operation in COLLECTIVES:
+            exposed[wait.unit] = exposed.get(wait.unit, 0.0) + wait.duration
+    by_unit: dict[str, list[Slice]] = {}
+    for each in timeline.slices:
+        by_unit.setdefault(each.unit, []).append(each)
+    return Summary(
+        title=str(timeline.metadata.get("title") or ""),
+        duration=timeline.duration,
+        compute=length(busy),
+        communication=sum(s.duration for s in collectives),
+        hidden=sum(covered((s.start, s.end), busy) for s in collectives),
+        exposed=sum(exposed.values()),
+        idle=dict(sorted(idle.items(), key=lambda each: -each[1])),
+        units=tuple(_unit(u, by_unit[u], exposed.get(u, 0.0)) for u in timeline.units),
+        peak=timeline.peak,
+    )
+
+
+def _unit(name: str, slices: Sequence[Slice], exposed: float) -> UnitTimes:
+    gathers = [s for s in slices if s.operation == "all-gather"]
+    reductions = [s for s in slices if s.operation in COLLECTIVES and s not in gathers]
+    copies = [s for s in slices if s.operation in COPIES]
+    compute = [s for s in slices if s.lane == COMPUTE and s.operation not in COPIES]
+    compute = [s for s in compute if s.operation not in COLLECTIVES]
+    return UnitTimes(
+        name,
+        compute=_sum(compute),
+        copies=_sum(copies),
+        gather=_sum(gathers),
+        reduce=_sum(reductions),
+        exposed=exposed,
+        gathered_bytes=sum(s.bytes for s in gathers),
+        reduced_bytes=sum(s.bytes for s in reductions),
+    )
+
+
+def _sum(slices: Iterable[Slice]) -> float:
+    return sum(s.duration for s in slices)
+
+
+def _read(file: Source) -> Timeline:
+    return file if isinstance(file, Timeline) else Timeline.read(file)
+
+
+# ---- two of them
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two timelines unit by unit; ``print(difference)`` shows tables.
+
+    Attributes:
+        first: the one, such as what was planned.
+        second: the other, such as what was measured.
+        units: of each unit its row in either; ``None`` where it has none.
+    """
+
+    first: Summary
+    second: Summary
+    units: tuple[tuple[UnitTimes | None, UnitTimes | None], ...]
+
+    def __str__(self) -> str:
+        totals = [
+            [name, *_pair(getattr(self.first, key), getattr(self.second, key))]
+            for name, key in (
+                ("whole", "duration"),
+                ("compute", "compute"),
+                ("communication", "communication"),
+                ("exposed", "exposed"),
+            )
+        ]
+        rows = []
+        for first, second in self.units:
+            known = first or second
+            assert known is not None
+            for key in ("compute", "copies", "gather", "reduce", "exposed"):
+                values = [0.0 if row is None else getattr(row, key) for row in (first, second)]
+                if any(values):
+                    rows.append([f"{known.unit} {key}", *_pair(*values)])
+        head = [self.first.title or "first", self.second.title or "second", "second / first"]
+        return "\n".join([*table(["", *head], totals), "", *table(["unit", *head], rows)])
+
+
+def diff(a: Source, b: Source) -> Difference:
+    """Two timelines side by side, unit by unit: planned and measured, or before and after.
+
+    Args:
+        a: the first, a file or a `Timeline`.
+        b: the second.
+
+    Raises:
+        ValueError: as `Timeline.read`.
+
+    Example::
+
+        print(fsdp2.trace.diff("plan.json", "step.json"))
+    """
+    first, second = summary(a), summary(b)
+    rows = [{row.unit: row for row in each.units} for each in (first, second)]
+    names = dict.fromkeys([*rows[0], *rows[1]])
+    return Difference(first, second, tuple((rows[0].get(n), rows[1].get(n)) for n in names))
+
+
+def _pair(first: float, second: float) -> list[str]:
+    ratio = f"{second / first:.2f}" if first else "-"
+    return [milliseconds(first), milliseconds(second), ratio]
+
+
+# ---- words
+
+
+def milliseconds(time: float) -> str:
+    """A time in µs, for people."""
+    return f"{time:.0f} µs" if abs(time) < 1000 else f"{time / 1e3:.2f} ms"
+
+
+def megabytes(count: int) -> str:
+    """Bytes, for people: MiB, or GiB from 1 GiB on."""
+    return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.2f} GiB"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of columns: the first to the left, all others to the right."""
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    lines = []
+    for row in (head, *rows):
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return lines

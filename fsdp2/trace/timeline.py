@@ -1,0 +1,443 @@
+"""What ran where and when: the neutral data of a timeline, from paper, a stand-in or a real run.
+
+    Timeline
+      slices    [Slice(lane, operation, unit, start, end, …), …]    what a lane did
+      waits     [Wait(lane, on, label, start, end, …), …]           why a lane stood still
+      memory    [Memory(time, {category: bytes}), …]                what was allocated, by category
+      metadata  {"source": "run", "rank": 0, …}
+
+Times are microseconds from the timeline's own zero. Nothing here imports torch, so that tools read
+files where it is not installed.
+
+A file of it is the JSON of Chrome's trace events, which Perfetto opens:
+
+    thread      a lane
+    "X"         a slice, or a wait (category "wait"); what the format has no field for is in args
+    "s", "f"    an arrow from the end of what was waited for to what the waiting lane runs next
+    "C"         memory by category
+    otherData   metadata
+
+Fields and phases are those of "Trace Event Format" (Google's document of 2016). Times are written
+to the nanosecond, which is the unit of Perfetto's tables. An arrow's two ends are in the order of
+time, as Perfetto finds the slices at its ends by their time (json_trace_parser_impl.cc, v49).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+HOST = "host"
+COMPUTE = "compute"
+COPY_IN = "copy-in"
+ALL_GATHER = "all-gather"
+REDUCE = "reduce"
+ALL_REDUCE = "all-reduce"
+OFFLOAD = "offload"
+
+LANES = (HOST, COMPUTE, COPY_IN, ALL_GATHER, REDUCE, ALL_REDUCE, OFFLOAD)
+"""Lanes in the order in which they are shown. Other names are allowed, and come behind these."""
+
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
+"""Operations that communicate; all others are compute, copies, or the host's own work."""
+
+CATEGORIES = (
+    "shards",
+    "gathered",
+    "gradients",
+    "reduction buffers",
+    "activations",
+    "optimizer",
+    "temporary",
+)
+"""Categories of memory in the order in which they are stacked. Others are allowed, on top."""
+
+VERSION = 1
+"""Of a file's ``args`` and ``otherData``; one of a later version is refused."""
+
+Value = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One operation on one lane.
+
+    Slices of a lane do not overlap; on `HOST` they may be inside of each other.
+
+    Attributes:
+        lane: where it ran, one of `LANES`.
+        operation: what it was: "forward", "backward", "optimizer", "all-gather", "copy-out" …
+        start: in µs.
+        end: in µs.
+        unit: name of the unit that it belongs to, "(root)" for the root; "" for none.
+        bytes: what it moved. Of a collective: the whole tensor, so an all-gather's output and
+            a reduce-scatter's input; of a copy, what it wrote. 0 where nobody counts.
+        dtype: of what it moved, such as "bfloat16"; "" where nobody says.
+        group: the ranks that communicated, such as "ranks 0-7"; "" where none did.
+        iteration: number of the step, from 0.
+    """
+
+    lane: str
+    operation: str
+    start: float
+    end: float
+    unit: str = ""
+    bytes: int = 0
+    dtype: str = ""
+    group: str = ""
+    iteration: int = 0
+
+    @property
+    def duration(self) -> float:
+        """How long it took, in µs."""
+        return self.end - self.start
+
+    @property
+    def name(self) -> str:
+        """Operation and unit."""
+        return f"{self.operation} {self.unit}".rstrip()
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A lane that waited for an event of another one, however short.
+
+    Attributes:
+        lane: the lane that waited.
+        on: the lane on which the event was recorded.
+        label: the order that this makes, such as "compute after all-gather".
+        start: when the lane came to the wait, in µs.
+        end: when it went on: ``start`` where the event had happened before.
+        unit: the unit of what was waited for; "" where it is of none.
+        operation: what was waited for, such as "all-gather"; "" where nothing ran before the event.
+        behind: index in `Timeline.slices` of what was waited for; -1 where it is not there.
+        iteration: number of the step, from 0.
+    """
+
+    lane: str
+    on: str
+    label: str
+    start: float
+    end: float
+    unit: str = ""
+    operation: str = ""
+    behind: int = -1
+    iteration: int = 0
+
+    @property
+    def duration(self) -> float:
+        """How long the lane stood still, in µs."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What was allocated from one moment to the next sample.
+
+    Attributes:
+        time: the moment, in µs.
+        bytes: by category, see `CATEGORIES`; one that is missing has none.
+    """
+
+    time: float
+    bytes: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all categories."""
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment at which most memory was allocated.
+
+    Attributes:
+        time: the moment, in µs.
+        total: bytes.
+        bytes: by category.
+        running: names of the slices that ran then, the lanes in their order.
+    """
+
+    time: float
+    total: int
+    bytes: Mapping[str, int]
+    running: tuple[str, ...]
+
+
+@dataclass
+class Timeline:
+    """What ran on each lane, what each waited for, and what was allocated.
+
+    Attributes:
+        slices: in the order of their starts.
+        waits: in the order of their starts.
+        memory: samples in the order of time; each counts until the next.
+        metadata: facts about the run. Known keys: "title"; "source" ("paper", "stand-in" or "run");
+            "clock" ("paper", "host" or "events"); "rank"; "world_size"; "device"; "torch";
+            "incomplete" (why it ends early).
+
+    Example::
+
+        timeline = Timeline.read("step.json")
+        print(timeline.duration, [s.name for s in timeline.on("all-gather")])
+    """
+
+    slices: list[Slice] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
+    memory: list[Memory] = field(default_factory=list)
+    metadata: dict[str, Value] = field(default_factory=dict)
+
+    @property
+    def start(self) -> float:
+        """When the first slice begins, in µs; 0 without any."""
+        return min((s.start for s in self.slices), default=0.0)
+
+    @property
+    def end(self) -> float:
+        """When the last slice is over, in µs; 0 without any."""
+        return max((s.end for s in self.slices), default=0.0)
+
+    @property
+    def duration(self) -> float:
+        """From the first slice's begin to the last one's end, in µs."""
+        return self.end - self.start
+
+    @property
+    def lanes(self) -> list[str]:
+        """The lanes that have slices or waits: known ones in the order of `LANES`, then others."""
+        used = dict.fromkeys([s.lane for s in self.slices] + [w.lane for w in self.waits])
+        return [lane for lane in LANES if lane in used] + [x for x in used if x not in LANES]
+
+    @property
+    def categories(self) -> list[str]:
+        """The categories of memory that occur: known ones in the order of `CATEGORIES`."""
+        used = dict.fromkeys(name for sample in self.memory for name in sample.bytes)
+        known = [name for name in CATEGORIES if name in used]
+        return known + [name for name in used if name not in CATEGORIES]
+
+    @property
+    def units(self) -> list[str]:
+        """The units that slices belong to, in the order in which they come first."""
+        return list(dict.fromkeys(s.unit for s in self.slices if s.unit))
+
+    def on(self, lane: str) -> list[Slice]:
+        """The slices of a lane, in the order of their starts."""
+        return [s for s in self.slices if s.lane == lane]
+
+    @property
+    def peak(self) -> Peak | None:
+        """The first moment of most memory; ``None`` where nobody counted any."""
+        if not self.memory:
+            return None
+        most = max(self.memory, key=lambda sample: sample.total)
+        at = most.time
+        running = [s for s in self.slices if s.lane != HOST and s.start <= at < s.end]
+        running.sort(key=lambda s: self.lanes.index(s.lane))
+        return Peak(at, most.total, dict(most.bytes), tuple(s.name for s in running))
+
+    def sorted(self) -> Timeline:
+        """The same in the order of time, which `write` asks for.
+
+        Where `Wait.behind` points to is kept.
+        """
+        order = sorted(
+            range(len(self.slices)), key=lambda i: (self.slices[i].start, -self.slices[i].end)
+        )
+        place = {old: new for new, old in enumerate(order)}
+        waits = [replace(w, behind=place.get(w.behind, -1)) for w in self.waits]
+        waits.sort(key=lambda w: (w.start, w.end))
+        memory = sorted(self.memory, key=lambda sample: sample.time)
+        return Timeline([self.slices[i] for i in order], waits, memory, dict(self.metadata))
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON that Perfetto, Chrome and `read` open.
+
+        Args:
+            path: the file, which is replaced.
+        """
+        Path(path).write_text(_dumped(self.sorted()), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Timeline:
+        """Read what `write` wrote.
+
+        Args:
+            path: the file.
+
+        Raises:
+            ValueError: it is no JSON, or fsdp2 did not write it.
+        """
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            document = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"'{os.fspath(path)}' is no JSON; give a file that fsdp2.trace wrote: {error}"
+            ) from error
+        head = document.get("otherData") if isinstance(document, dict) else None
+        if not isinstance(head, dict) or head.get("format") != _FORMAT:
+            raise ValueError(
+                f"'{os.fspath(path)}' is JSON, but no timeline of fsdp2; give a file that "
+                f"fsdp2.trace wrote"
+            )
+        if int(head.get("version", 0)) > VERSION:
+            raise ValueError(
+                f"'{os.fspath(path)}' is a timeline of version {head['version']}, and this fsdp2 "
+                f"reads up to {VERSION}; read it with the fsdp2 that wrote it, or a later one"
+            )
+        return _timeline(document["traceEvents"], head)
+
+
+# ---- as a file
+
+_FORMAT = "fsdp2 timeline"
+_WAIT = "wait"
+_NANOSECOND = 0.001
+
+Event = dict[str, Any]
+
+
+def _dumped(timeline: Timeline) -> str:
+    """The file's text: an event a line."""
+    head: dict[str, Value] = {"format": _FORMAT, "version": VERSION, **timeline.metadata}
+    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in _events(timeline))
+    return (
+        f'{{"displayTimeUnit":"ms","otherData":{json.dumps(head)},"traceEvents":[\n{lines}\n]}}\n'
+    )
+
+
+def _events(timeline: Timeline) -> list[Event]:
+    rank = timeline.metadata.get("rank", 0)
+    process = rank if isinstance(rank, int) else 0
+    lanes = {lane: number for number, lane in enumerate(LANES, 1)}
+    for lane in (*timeline.lanes, *(wait.on for wait in timeline.waits)):
+        lanes.setdefault(lane, len(lanes) + 1)
+    timed: list[tuple[float, int, Event]] = []
+
+    def add(order: int, lane: str, phase: str, time: float, **fields: Any) -> None:
+        event = {"ph": phase, "pid": process, "tid": lanes[lane], "ts": round(time, 3), **fields}
+        timed.append((event["ts"], order, event))
+
+    for wait in timeline.waits:
+        add(0, wait.lane, "X", wait.start, dur=_duration(wait), **_wait(wait))
+    for index, each in enumerate(timeline.slices):
+        add(3, each.lane, "X", each.start, dur=_duration(each), **_slice(each, index))
+    for number, wait in enumerate(timeline.waits):
+        if wait.behind >= 0:
+            _add_arrow(add, number, wait, timeline.slices[wait.behind])
+    for sample in timeline.memory:
+        add(4, LANES[0], "C", sample.time, name="memory", args=dict(sample.bytes))
+    timed.sort(key=lambda each: each[:2])
+    return [*_names(timeline, process, lanes), *(event for _, _, event in timed)]
+
+
+def _duration(span: Slice | Wait) -> float:
+    """As the difference of what is written, so that neighbours touch and do not overlap."""
+    return round(round(span.end, 3) - round(span.start, 3), 3)
+
+
+def _slice(each: Slice, index: int) -> Event:
+    args = {
+        "id": index,
+        "operation": each.operation,
+        "unit": each.unit,
+        "bytes": each.bytes,
+        "dtype": each.dtype,
+        "group": each.group,
+        "iteration": each.iteration,
+    }
+    return {"name": each.name, "cat": each.operation, "args": args}
+
+
+def _wait(wait: Wait) -> Event:
+    args = {
+        "on": wait.on,
+        "unit": wait.unit,
+        "operation": wait.operation,
+        "behind": wait.behind,
+        "iteration": wait.iteration,
+    }
+    return {"name": wait.label, "cat": _WAIT, "args": args}
+
+
+def _add_arrow(add: Any, number: int, wait: Wait, behind: Slice) -> None:
+    """From the last nanosecond of what was waited for, to what begins when the wait is over."""
+    leaves = max(behind.start, behind.end - _NANOSECOND)
+    fields = {"id": number + 1, "name": "event", "cat": "event"}
+    add(1, behind.lane, "s", min(leaves, wait.end), **fields)
+    add(2, wait.lane, "f", wait.end, **fields)
+
+
+def _names(timeline: Timeline, process: int, lanes: Mapping[str, int]) -> list[Event]:
+    title = timeline.metadata.get("title") or f"rank {process}"
+    found: list[Event] = [_name(process, 0, "process_name", name=str(title))]
+    used = {*timeline.lanes, *(wait.on for wait in timeline.waits)}
+    for lane, number in lanes.items():
+        if lane in used:
+            found.append(_name(process, number, "thread_name", name=lane))
+            found.append(_name(process, number, "thread_sort_index", sort_index=number))
+    return found
+
+
+def _name(process: int, thread: int, kind: str, **args: Any) -> Event:
+    return {"ph": "M", "pid": process, "tid": thread, "ts": 0, "name": kind, "args": args}
+
+
+def _timeline(events: list[Event], head: Mapping[str, Value]) -> Timeline:
+    lanes: dict[int, str] = {}
+    slices: dict[int, Slice] = {}
+    waits: list[Wait] = []
+    memory: list[Memory] = []
+    for event in events:
+        args, phase = event.get("args", {}), event["ph"]
+        if phase == "M" and event["name"] == "thread_name":
+            lanes[event["tid"]] = args["name"]
+        elif phase == "C":
+            memory.append(Memory(event["ts"], args))
+        elif phase == "X":
+            start, end = event["ts"], round(event["ts"] + event["dur"], 3)
+            given = {"lane": lanes[event["tid"]], "start": start, "end": end, **args}
+            if event["cat"] == _WAIT:
+                waits.append(Wait(label=event["name"], **given))
+            else:
+                index = given.pop("id")
+                slices[index] = Slice(**given)
+    metadata = {key: value for key, value in head.items() if key not in ("format", "version")}
+    return Timeline([slices[index] for index in sorted(slices)], waits, memory, metadata)
+
+
+# ---- intervals
+
+Interval = tuple[float, float]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same moments as few intervals that do not touch, in order."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if end <= start:
+            continue
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """How long intervals are that do not overlap."""
+    return sum(end - start for start, end in intervals)
+
+
+def covered(interval: Interval, by: list[Interval]) -> float:
+    """How much of an interval is in those of ``by``, which are from `union`."""
+    start, end = interval
+    first = bisect_right(by, start, key=lambda each: each[1])
+    last = bisect_left(by, end, key=lambda each: each[0])
+    return sum(min(end, b) - max(start, a) for a, b in by[first:last])

@@ -1,0 +1,157 @@
+"""Chrome's trace events: what is wrong with a file, and the tables that Perfetto makes of it.
+
+    problems_of(document)   a strict reading of "Trace Event Format" (2016), a sentence each
+    tables(document)        slice, thread_track, thread, flow, counter, args in SQLite, as Perfetto
+                            imports JSON (json_trace_parser_impl.cc, v49)
+    query(path, sql)        by Perfetto's own trace processor, where its program is installed
+
+The program is no part of the PyPI package ``perfetto``, which downloads it. Name one that is there
+in the environment variable ``TRACE_PROCESSOR_SHELL``, or put it into the PATH.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+Event = Mapping[str, Any]
+
+NEEDED = {
+    "X": {"name", "cat", "ts", "dur", "pid", "tid"},
+    "C": {"name", "ts", "pid", "args"},
+    "M": {"name", "pid", "args"},
+    "s": {"name", "cat", "id", "ts", "pid", "tid"},
+    "f": {"name", "cat", "id", "ts", "pid", "tid"},
+}
+NAMES = {"process_name": "name", "thread_name": "name", "thread_sort_index": "sort_index"}
+
+
+def problems_of(document: Any) -> list[str]:
+    """What the format forbids, and what Perfetto would drop or misplace."""
+    if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
+        return ["there is no list 'traceEvents'"]
+    return [*_wrong_fields(document["traceEvents"]), *_wrong_places(document["traceEvents"])]
+
+
+def _wrong_fields(events: list[Event]) -> Iterator[str]:
+    last = 0.0
+    for event in events:
+        phase = event.get("ph")
+        if phase not in NEEDED:
+            yield f"{event}: phase {phase!r}"
+            continue
+        if missing := NEEDED[phase] - event.keys():
+            yield f"{event}: no {missing}"
+        for key in ("ts", "dur"):
+            value = event.get(key, 0)
+            if not isinstance(value, int | float) or value < 0 or round(value, 3) != value:
+                yield f"{event}: {key} is not a number of whole nanoseconds from 0"
+        if any(not isinstance(event.get(key, 0), int) for key in ("pid", "tid")):
+            yield f"{event}: pid and tid are numbers"
+        if phase == "M" and NAMES.get(event["name"]) not in event["args"]:
+            yield f"{event}: metadata of an unknown name"
+        if phase == "C" and not all(isinstance(v, int | float) for v in event["args"].values()):
+            yield f"{event}: a counter counts numbers"
+        if phase != "M":
+            if event["ts"] < last:
+                yield f"{event}: behind {last}"
+            last = event["ts"]
+
+
+def _wrong_places(events: list[Event]) -> Iterator[str]:
+    named = {e["tid"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    stacks: dict[int, list[float]] = defaultdict(list)  # ends of the slices around the moment
+    starts: dict[int, float] = {}
+    for event in events:
+        if event["ph"] == "X":
+            if event["tid"] not in named:
+                yield f"{event}: on a thread without a name"
+            stack, end = stacks[event["tid"]], round(event["ts"] + event["dur"], 3)
+            while stack and stack[-1] <= event["ts"]:
+                stack.pop()
+            if stack and end > stack[-1]:
+                yield f"{event}: ends behind the slice around it, at {stack[-1]}"
+            stack.append(end)
+        elif event["ph"] == "s":
+            if event["id"] in starts:
+                yield f"{event}: a second arrow of this id"
+            starts[event["id"]] = event["ts"]
+        elif event["ph"] == "f" and starts.get(event["id"], float("inf")) > event["ts"]:
+            yield f"{event}: an arrow that ends before it begins"
+    if sum(e["ph"] == "f" for e in events) != len(starts):
+        yield "an arrow without an end"
+
+
+# ---- tables
+
+
+def tables(document: Mapping[str, Any]) -> sqlite3.Connection:
+    """The tables of Perfetto's that queries of slices use, times in nanoseconds."""
+    database = sqlite3.connect(":memory:")
+    database.executescript(
+        """
+        CREATE TABLE thread (utid INTEGER, tid INTEGER, name TEXT);
+        CREATE TABLE thread_track (id INTEGER, utid INTEGER);
+        CREATE TABLE slice (id INTEGER, ts INTEGER, dur INTEGER, track_id INTEGER, category TEXT,
+                            name TEXT, arg_set_id INTEGER);
+        CREATE TABLE args (arg_set_id INTEGER, key TEXT, int_value INTEGER, string_value TEXT);
+        CREATE TABLE counter (ts INTEGER, track_id INTEGER, value REAL);
+        CREATE TABLE process_counter_track (id INTEGER, name TEXT);
+        """
+    )
+    for number, event in enumerate(document["traceEvents"]):
+        if event["ph"] == "M" and event["name"] == "thread_name":
+            lane = event["tid"]
+            database.execute(
+                "INSERT INTO thread VALUES (?,?,?)", (lane, lane, event["args"]["name"])
+            )
+            database.execute("INSERT INTO thread_track VALUES (?,?)", (lane, lane))
+        elif event["ph"] == "X":
+            row = (number, _ns(event["ts"]), _ns(event["dur"]), event["tid"], event["cat"])
+            row += (event["name"], number)
+            database.execute("INSERT INTO slice VALUES (?,?,?,?,?,?,?)", row)
+            for key, value in event["args"].items():
+                pair = (value, None) if isinstance(value, int) else (None, value)
+                database.execute(
+                    "INSERT INTO args VALUES (?,?,?,?)", (number, f"args.{key}", *pair)
+                )
+        elif event["ph"] == "C":
+            for key, value in event["args"].items():
+                name = f"{event['name']} {key}"
+                track = abs(hash(name)) >> 8
+                database.execute(
+                    "INSERT INTO counter VALUES (?,?,?)", (_ns(event["ts"]), track, value)
+                )
+                database.execute("INSERT INTO process_counter_track VALUES (?,?)", (track, name))
+    database.create_function("extract", 2, lambda number, key: _argument(document, number, key))
+    return database
+
+
+def _argument(document: Mapping[str, Any], number: int, key: str) -> Any:
+    return document["traceEvents"][number]["args"].get(key.removeprefix("args."))
+
+
+def _ns(microseconds: float) -> int:
+    return round(microseconds * 1000)
+
+
+# ---- Perfetto itself
+
+
+def program() -> str | None:
+    """Perfetto's ``trace_processor_shell``, if there is one."""
+    return os.environ.get("TRACE_PROCESSOR_SHELL") or shutil.which("trace_processor_shell")
+
+
+def query(path: Any, sql: str) -> list[tuple[Any, ...]]:
+    """Rows of a query that Perfetto runs over a file; ``extract`` is its ``EXTRACT_ARG``."""
+    from perfetto.trace_processor import TraceProcessor, TraceProcessorConfig
+
+    config = TraceProcessorConfig(bin_path=program())
+    with TraceProcessor(trace=str(path), config=config) as processor:
+        rows = processor.query(sql.replace("extract(slice.id,", "EXTRACT_ARG(slice.arg_set_id,"))
+        return [tuple(vars(row).values()) for row in rows]
