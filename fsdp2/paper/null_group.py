@@ -1,12 +1,8 @@
-"""A process group whose collectives do nothing, for measuring what surrounds them.
+"""A process group whose collectives do nothing: of as many ranks as you like, in one process.
 
 One process claims to be rank 0 of 8 (or 1024, or 16384); every collective returns at once, with a
-completed `Work` and with its output tensors as they were. What is left to measure is a sharding
-runtime's own cost, and every runtime pays the same for the group:
-
-    init_null_group(8)                      # the default group, backend "null"
-    mesh = null_mesh(8)                     # the same, and a 1-D DeviceMesh over it
-    with null_world(8) as group: ...        # and destroyed afterwards
+completed `Work` and with its output tensors as they were. Plans run on it, and measurements of what
+surrounds collectives (`fsdp2.testing.null_group`).
 
 Why not torch's `fake` backend: it copies the input once per rank, so it is not free and its cost
 grows with the world size.
@@ -15,24 +11,15 @@ Gathered tensors hold whatever was in that memory, with one exception: int64 ten
 tensor gathered just after one, are copied to every rank's place. Those are the sizes and bytes of
 object collectives, which so give each rank its own object back, and the parameter shapes that
 DistributedDataParallel compares. A `scatter` from this rank gives it its own tensor.
-
-What the group leaves out: a Python `ProcessGroup` is called directly, so c10d's binding and
-dispatcher (1-2 microseconds a call) are not paid; `c10d_cost` is an observer that pays them. Nor is
-what a real backend spends per call, and per tensor of a coalesced call: see `collective_cost`.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2.core.device.backends import Traits, know
 
@@ -228,75 +215,6 @@ def _tensors(args: Sequence[object]) -> list[Tensor]:
 
 
 # ---------------------------------------------------------------------------------------------
-# Observers
-
-
-@dataclass(frozen=True)
-class Call:
-    """One collective: its name, how many tensors it was given, and the bytes of all of them."""
-
-    name: str
-    tensors: int
-    nbytes: int
-
-
-@dataclass
-class CallLog:
-    """An observer that keeps every call. Share one among groups, or give each its own."""
-
-    calls: list[Call] = field(default_factory=list)
-
-    def __call__(self, name: str, tensors: list[Tensor]) -> None:
-        self.calls.append(Call(name, len(tensors), sum(t.nbytes for t in tensors)))
-
-    def counts(self) -> dict[str, int]:
-        """Calls by name."""
-        return dict(Counter(call.name for call in self.calls))
-
-    def clear(self) -> None:
-        self.calls.clear()
-
-
-@torch.no_grad()
-def fill_gathered(name: str, tensors: list[Tensor]) -> None:
-    """An observer that copies what this rank gives to a gather to every rank's place.
-
-    For a warm-up: memory that is used again later then holds a model's values rather than anything.
-    """
-    if name.startswith("all_gather_single"):
-        half = len(tensors) // 2
-        for output, input_ in zip(tensors[:half], tensors[half:], strict=True):
-            if input_.is_floating_point() and input_.numel():
-                # .data: a parameter's version must not change
-                rows = output.data.view(-1, input_.numel())
-                rows[0].copy_(input_.view(-1))  # which may be a row itself
-                rows[1:].copy_(rows[0])
-
-
-def c10d_cost() -> Observer:
-    """An observer that makes each collective pay c10d's binding and dispatcher.
-
-    It passes the collective's tensors to the all-reduce of torch's `fake` backend, which goes all
-    the way from Python to a C++ backend and does nothing there. Measured with torch 2.13 on a CPU:
-    1.0 microseconds for one tensor, 2.2 for 18 (a coalesced collective of 9).
-    """
-    from torch._C._distributed_c10d import AllreduceCoalescedOptions, FakeProcessGroup
-
-    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
-    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-    backend = FakeProcessGroup._create_internal(0, 1)
-    for device in ("cpu", "cuda"):
-        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)
-    options = AllreduceCoalescedOptions()
-
-    def pay(name: str, tensors: list[Tensor]) -> None:
-        if tensors:
-            group.allreduce_coalesced(tensors, options)
-
-    return pay
-
-
-# ---------------------------------------------------------------------------------------------
 # Making groups and meshes
 
 # The observer of groups yet to be made: a mesh makes its own subgroups, through the backend.
@@ -330,37 +248,3 @@ def init_null_group(
     group = dist.group.WORLD
     assert isinstance(group, NullGroup)
     return group
-
-
-def null_mesh(
-    world_size: int | tuple[int, ...],
-    device_type: str = "cpu",
-    *,
-    mesh_dim_names: tuple[str, ...] | None = None,
-    observer: Observer | None = None,
-) -> DeviceMesh:
-    """A DeviceMesh over null groups: `8` for one dim, `(2, 4)` for two.
-
-    Makes the default group where there is none yet; `observer` is for that case only.
-    """
-    shape = (world_size,) if isinstance(world_size, int) else world_size
-    if not dist.is_initialized():
-        init_null_group(math.prod(shape), observer=observer)
-    elif not isinstance(dist.group.WORLD, NullGroup):
-        raise ValueError(
-            f"null_mesh needs the null default group, but the default group's backend is "
-            f"{dist.get_backend()!r}: call destroy_process_group() first"
-        )
-    return init_device_mesh(device_type, shape, mesh_dim_names=mesh_dim_names)
-
-
-@contextmanager
-def null_world(
-    world_size: int, rank: int = 0, *, observer: Observer | None = None
-) -> Iterator[NullGroup]:
-    """A null default group for the length of a `with` block."""
-    group = init_null_group(world_size, rank, observer=observer)
-    try:
-        yield group
-    finally:
-        dist.destroy_process_group()

@@ -7,7 +7,7 @@ operator of which all results are views takes no time of the device's. What runs
 devices, such as the step counters of an optimizer, is left out.
 
 On ``meta`` torch computes attention by its formula. `attention_of` puts in its place the kernel
-that the device would run: flash or memory-efficient attention on a GPU; on a CPU what torch chooses.
+that the device would run: flash or memory-efficient attention on a GPU; on a CPU torch's choice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -35,8 +35,35 @@ _SPARSE = {"embedding", "index", "index_select", "gather", "select_backward"}
 """They read no more than they write, however large what they read from."""
 
 
+class _Known(NamedTuple):
+    """What an operator did with arguments of some shapes: it will do the same with others of them.
+
+    Attributes:
+        results: (shape, strides, dtype) of each result.
+        kind: of the sequence that they were in; ``None`` of a single tensor.
+        flops: its arithmetic.
+        nbytes: read and written.
+    """
+
+    results: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
+    kind: type | None
+    flops: int
+    nbytes: int
+
+    def make(self) -> Any:
+        """Results of these shapes."""
+        made = [
+            torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+            for shape, strides, dtype in self.results
+        ]
+        return made[0] if self.kind is None else self.kind(made)
+
+
 class Operators(TorchDispatchMode):
     """Tells a recorder of every operator inside.
+
+    What a pure operator returns is remembered by the shapes of its arguments: a model's blocks are
+    alike, and torch's own arithmetic of shapes is slow.
 
     Args:
         recorder: who notes it.
@@ -45,6 +72,7 @@ class Operators(TorchDispatchMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
+        self._known: dict[object, _Known] = {}
 
     def __torch_dispatch__(
         self,
@@ -56,14 +84,16 @@ class Operators(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes again, of local tensors
         given = kwargs or {}
-        result = func(*args, **given)
+        key = _key(func, args, given)
+        known = None if key is None else self._known.get(key)
+        result = func(*args, **given) if known is None else known.make()
         results = _tensors(result)
         if results and not results[0].is_meta:
             return result
         inputs = _tensors((args, given.values()))
         if not results and not any(tensor.is_meta for tensor in inputs):
             return result
-        self._note(func, args, given, result, inputs, results)
+        self._note(func, args, given, result, inputs, results, key, known)
         return result
 
     def _note(
@@ -74,25 +104,72 @@ class Operators(TorchDispatchMode):
         result: Any,
         inputs: list[torch.Tensor],
         results: list[torch.Tensor],
+        key: object,
+        known: _Known | None,
     ) -> None:
         recorder = self._recorder
-        seen = {recorder.storage(tensor): tensor for tensor in inputs if tensor.is_meta}
+        seen = {recorder.storage(tensor) for tensor in inputs if tensor.is_meta}
         host = bool(seen) and all(map(recorder.is_host, seen))
-        made = {recorder.storage(tensor, host): tensor for tensor in results}
-        if not recorder.notes_operations:
-            return
+        made = {recorder.storage(tensor, host) for tensor in results}
         name = func._schema.name.partition("::")[2]
-        mutates = func._schema.is_mutable
         kind = "compute"
-        if name in _FACTORIES or (not mutates and made.keys() <= seen.keys()):
+        if name in _FACTORIES or (not func._schema.is_mutable and made <= seen):
             kind = "view"
         flops = nbytes = 0
-        if kind == "compute":
+        if known is not None:
+            flops, nbytes = known.flops, known.nbytes
+        elif kind == "compute":
             flops = _flops(func, args, kwargs, result)
             written = sum(map(_size, results)) or _mutated(args)
             nbytes = 2 * written if name in _SPARSE else written + sum(map(_size, inputs))
+            if key is not None and not made & seen and len(made) == len(results):
+                self._remember(key, result, results, flops, nbytes)
         dtype = next((t.dtype for t in (*results, *inputs) if t.is_meta), torch.float32)
         recorder.operation(None if host else recorder.lane, name, kind, flops, nbytes, dtype)
+
+    def _remember(
+        self, key: object, result: Any, results: list[torch.Tensor], flops: int, nbytes: int
+    ) -> None:
+        kind = None if isinstance(result, torch.Tensor) else type(result)
+        if kind is not None and (kind not in (tuple, list) or len(result) != len(results)):
+            return
+        if all(tensor.nbytes == tensor.untyped_storage().nbytes() for tensor in results):
+            shapes = tuple((t.shape, t.stride(), t.dtype) for t in results)
+            self._known[key] = _Known(shapes, kind, flops, nbytes)
+
+
+def _key(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    """What results depend on; ``None`` where nothing is to be remembered."""
+    if func._schema.is_mutable or func.is_view:
+        return None
+    given, named = _shapes(args), _shapes(tuple(kwargs.items()))
+    return None if given is None or named is None else (func, given, named)
+
+
+def _shapes(values: Sequence[Any]) -> tuple[object, ...] | None:
+    """``None`` where a value may count that is not in a shape."""
+    found: list[object] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if not value.is_meta:
+                return None
+            found.append((value.shape, value.stride(), value.dtype))
+        elif isinstance(value, list | tuple):
+            inside = _shapes(value)
+            if inside is None:
+                return None
+            found.append((type(value), inside))
+        elif isinstance(value, _PLAIN) or value is None:
+            found.append((type(value), value))
+        else:
+            return None
+    return tuple(found)
+
+
+_PLAIN = (
+    *(bool, int, float, complex, str),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -160,7 +160,7 @@ class Recorder:
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._live: dict[int, Allocation] = {}
         self._lives: dict[int, _Life] = {}
-        self._saved: set[int] = set()
+        self._outlived: set[int] = set()  # that were there when the next stretch began
         self._named = ""  # what the engine is about to allocate
         self._engine = ""  # the unit that it works for
         self._stretch = 0
@@ -273,11 +273,8 @@ class Recorder:
     def _gone(self, address: int, number: int) -> None:
         del self._numbers[address]
         del self._watches[number]
-        life = self._lives[number]
-        if (life.stretch != self._stretch and life.phase == "forward") or (
-            self.phase == "backward" and life.stretch < self._stretch
-        ):
-            self._saved.add(number)
+        if self._lives[number].stretch != self._stretch:
+            self._outlived.add(number)
         self.free(number)
 
     def allocate(self, number: int, nbytes: int, host: bool = False) -> None:
@@ -305,7 +302,10 @@ class Recorder:
         life = self._lives[number]
         if life.phase == "optimizer":
             return OPTIMIZER if number in self._live else TEMPORARY
-        return ACTIVATIONS if number in self._saved else TEMPORARY
+        if number not in self._outlived:
+            return TEMPORARY
+        # What a backward leaves for a later one are sums of gradients.
+        return GRADIENTS if life.phase == "backward" else ACTIVATIONS
 
     # ---- operations and events
 

@@ -15,7 +15,8 @@ picture    a plan as a timeline
 
 from fsdp2.plan.hardware import Hardware
 from fsdp2.plan.memory import Memory, Moment
-from fsdp2.plan.planner import Fit, Plan, Times, UnitTimes, plan
+from fsdp2.plan.planner import Fit, Plan, plan
 from fsdp2.plan.rehearsal import Settings
+from fsdp2.plan.timing import Times, UnitTimes
 
 __all__ = ["Fit", "Hardware", "Memory", "Moment", "Plan", "Settings", "Times", "UnitTimes", "plan"]

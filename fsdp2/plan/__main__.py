@@ -79,7 +79,9 @@ def _of_preset(args: argparse.Namespace) -> Plan:
             f"module:function"
         )
     if args.ranks < 1 or args.replicate < 1 or args.ranks % args.replicate:
-        raise ValueError(f"--replicate {args.replicate} does not divide --ranks {args.ranks}")
+        raise ValueError(
+            f"--replicate {args.replicate} does not divide --ranks {args.ranks}; choose a divisor"
+        )
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shards = args.ranks // args.replicate
     return plan(

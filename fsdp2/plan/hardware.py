@@ -175,16 +175,8 @@ def load(which: str | Path | Hardware) -> Hardware:
     missing = sorted(known - found.keys() - {"shared", "sources"})
     if wrong or missing:
         raise ValueError(
-            f"{path.name} has "
-            + " and ".join(
-                part
-                for part in (
-                    f"no {', '.join(missing)}" if missing else "",
-                    f"unknown {', '.join(wrong)}" if wrong else "",
-                )
-                if part
-            )
-            + "; see fsdp2/plan/hardware/h100.json for what a file says"
+            f"{path.name} lacks {missing or 'nothing'} and has unknown {wrong or 'nothing'}; see "
+            f"fsdp2/plan/hardware/h100.json for what a file says"
         )
     for name in ("memory", "reserved", "rounding", "node"):
         found[name] = int(found[name])

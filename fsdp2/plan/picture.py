@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from fsdp2.core.device.streams import Lane
-from fsdp2.paper.recording import Operation
+from fsdp2.paper.recording import Operation, Recording
 from fsdp2.plan.memory import samples
-from fsdp2.plan.timing import Span
+from fsdp2.plan.timing import Span, Timing
 from fsdp2.trace import Memory, Slice, Timeline, Wait
-
-if TYPE_CHECKING:
-    from fsdp2.plan.planner import Plan
 
 LANES = {
     Lane.COMPUTE: "compute",
@@ -23,9 +20,14 @@ LANES = {
 MICRO = 1e6
 
 
-def timeline_of(plan: Plan) -> Timeline:
-    """A planned step: operators that follow each other for one unit are one slice."""
-    timing, recording = plan.timing, plan.rehearsal.recording
+def timeline_of(recording: Recording, timing: Timing, facts: Mapping[str, str | int]) -> Timeline:
+    """A planned step: operators that follow each other for one unit are one slice.
+
+    Args:
+        recording: what it did.
+        timing: when.
+        facts: for `Timeline.metadata`.
+    """
     slices: list[Slice] = []
     place: list[int] = []  # the slice of each span
     open_: dict[Lane, int] = {}  # the last slice of each lane
@@ -66,21 +68,13 @@ def timeline_of(plan: Plan) -> Timeline:
             )
         )
     memory: dict[float, dict[str, int]] = {}
-    for index, totals in samples(recording, plan.hardware.rounding):
+    for index, totals in samples(recording):
         time = timing.times[index] * MICRO if index >= 0 else 0.0
         # Of one moment the fullest state counts, so that the picture has the peak.
         if time not in memory or sum(memory[time].values()) <= sum(totals.values()):
             memory[time] = {name: max(total, 0) for name, total in totals.items()}
-    metadata = {
-        "title": f"plan: {plan.verdict}",
-        "source": "paper",
-        "clock": "paper",
-        "rank": 0,
-        "world_size": plan.settings.world,
-        "device": plan.hardware.name,
-    }
     found = [Memory(time, totals) for time, totals in memory.items()]
-    return Timeline(slices, waits, found, dict(metadata)).sorted()
+    return Timeline(slices, waits, found, dict(facts)).sorted()
 
 
 def _name(note: Operation) -> str:

@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from fsdp2.core.device.streams import Lane
 from fsdp2.plan.hardware import Hardware, load
 from fsdp2.plan.memory import Memory, follow
+from fsdp2.plan.picture import timeline_of
+from fsdp2.plan.printing import code, render, render_fit
 from fsdp2.plan.rehearsal import (
     Loss,
     MakeModel,
@@ -32,65 +34,11 @@ from fsdp2.plan.rehearsal import (
     policy_of,
     rehearse,
 )
-from fsdp2.plan.timing import Timing, schedule
+from fsdp2.plan.timing import Times, Timing, UnitTimes, schedule
+from fsdp2.trace import Timeline
 from fsdp2.wrap.choices import Policy
 
-if TYPE_CHECKING:
-    from fsdp2.trace import Timeline
-
 GB = 10**9
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds of a step, of one rank.
-
-    Attributes:
-        step: from begin to end.
-        compute: of the user's operators, on the device.
-        copies: of the engine's casts and copies, on the lane that computes.
-        communication: of all collectives, hidden or not.
-        exposed: of communication for which compute stands still.
-        host: how long compute stands still otherwise: the host is late, or has work of its own.
-        forward: of the user's operators in forward.
-        backward: the same in backward.
-        optimizer: the same in the optimizer's step.
-    """
-
-    step: float
-    compute: float
-    copies: float
-    communication: float
-    exposed: float
-    host: float
-    forward: float
-    backward: float
-    optimizer: float
-
-
-@dataclass(frozen=True)
-class UnitTimes:
-    """What a unit takes in a step, in seconds; of all micro-batches.
-
-    Attributes:
-        name: of the unit.
-        compute: of its operators.
-        gathers: how often it is gathered.
-        gather: of its all-gathers.
-        gather_exposed: how long compute stands still for them.
-        reduction: of its reduce-scatters and all-reduces.
-        reduction_exposed: how long compute stands still for them.
-        nbytes: of its collectives, of whole tensors.
-    """
-
-    name: str
-    compute: float
-    gathers: int
-    gather: float
-    gather_exposed: float
-    reduction: float
-    reduction_exposed: float
-    nbytes: int
 
 
 class Plan:
@@ -314,15 +262,19 @@ class Plan:
     # ---- as a picture and in print
 
     def __str__(self) -> str:
-        from fsdp2.plan.printing import render  # which knows plans
-
         return render(self)
 
     def timeline(self) -> Timeline:
         """The step as a timeline: the same data as of a real run."""
-        from fsdp2.plan.picture import timeline_of  # which knows plans
-
-        return timeline_of(self)
+        facts = {
+            "title": f"plan: {self.verdict}",
+            "source": "paper",
+            "clock": "paper",
+            "rank": 0,
+            "world_size": self.settings.world,
+            "device": self.hardware.name,
+        }
+        return timeline_of(self.rehearsal.recording, self.timing, facts)
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the step as a file that Perfetto opens, and `fsdp2.trace` reads.
@@ -341,8 +293,6 @@ class Plan:
 
     def code(self, policy: str = "policy") -> str:
         """Lines that train like this, to paste."""
-        from fsdp2.plan.printing import code
-
         return code(self.settings, self.hardware, policy)
 
 
@@ -371,9 +321,7 @@ class Fit:
         return found[0] if found else None
 
     def __str__(self) -> str:
-        from fsdp2.plan.printing import render_fit
-
-        return render_fit(self)
+        return render_fit(self.fitting, self.tried, self.room)
 
 
 @dataclass
@@ -433,7 +381,7 @@ def _shape(mesh: int | Iterable[int]) -> tuple[int, ...]:
 
 def plan(
     model: nn.Module | MakeModel,
-    batch: Callable[..., Any],
+    make_batch: Callable[..., Any],
     *,
     units: Policy | Iterable[str] | None = None,
     shard: Shard | None = None,
@@ -453,8 +401,8 @@ def plan(
     Args:
         model: a function that makes the model, which is called with ``meta`` as the default device;
             or a model, of which shapes alone are used.
-        batch: a function that makes a rank's micro-batch on ``meta``; it may take one argument,
-            `Settings.batch`.
+        make_batch: a function that makes a rank's micro-batch on ``meta``; it may take one
+            argument, ``batch`` of `Settings`.
         units: which modules become units besides the model: classes, their names, or a policy as
             for `shard_model`. Default: the model is one unit.
         shard: called with the model and a mesh, in place of ``units``: your own calls of
@@ -490,5 +438,5 @@ def plan(
     machine = load(hardware)
     chosen = Settings(mesh=_shape(mesh), **settings)
     make = (lambda: on_meta(model)) if isinstance(model, nn.Module) else model
-    subject = Subject(make, batch, policy_of(units), shard, loss, optimizer, tokens)
+    subject = Subject(make, make_batch, policy_of(units), shard, loss, optimizer, tokens)
     return Plan(subject, chosen, machine, rehearse(subject, chosen, *_kind(machine)))

@@ -3,14 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from fsdp2.paper.recording import CATEGORIES
 from fsdp2.plan.hardware import Hardware
-from fsdp2.plan.planner import Fit, Plan, UnitTimes
-from fsdp2.plan.rehearsal import Settings
+from fsdp2.plan.memory import Memory
+from fsdp2.plan.rehearsal import Rehearsal, Settings
+from fsdp2.plan.timing import Times, UnitTimes
 
 GB = 10**9
 MOST_UNITS = 12
+
+
+class Planned(Protocol):
+    """What is printed of a plan."""
+
+    settings: Settings
+    hardware: Hardware
+    rehearsal: Rehearsal
+
+    @property
+    def memory(self) -> Memory:
+        """What is allocated."""
+
+    @property
+    def time(self) -> Times:
+        """Where a step's time goes."""
+
+    @property
+    def units(self) -> list[UnitTimes]:
+        """A row for each unit."""
+
+    @property
+    def verdict(self) -> str:
+        """A sentence."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+
+    @property
+    def mfu(self) -> float:
+        """The part of the peak that is used."""
+
+    @property
+    def bytes_in_node(self) -> float:
+        """Sent in a step."""
+
+    @property
+    def bytes_between_nodes(self) -> float:
+        """Sent in a step."""
+
+    def code(self) -> str:
+        """The settings as code."""
 
 
 def _bytes(nbytes: float) -> str:
@@ -21,7 +66,7 @@ def _bytes(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def render(plan: Plan) -> str:
+def render(plan: Planned) -> str:
     """A plan as a page of text."""
     settings, hardware, peak = plan.settings, plan.hardware, plan.memory.peak
     time = plan.time
@@ -87,14 +132,11 @@ def _units(units: Sequence[UnitTimes]) -> list[str]:
     return [f"Units, in ms {left}".rstrip(), *_table(header, rows)]
 
 
-def render_fit(fit: Fit) -> str:
+def render_fit(fitting: Sequence[Planned], tried: Sequence[Planned], room: int) -> str:
     """What was tried, the fastest that fits first, and the best as code."""
     header = ["mesh", "batch", "accumulate", "reshard", "checkpointing", "peak", "tokens/s", "fits"]
-    fitting = fit.fitting
-    rest = sorted(
-        (plan for plan in fit.tried if plan not in fitting),
-        key=lambda plan: plan.memory.peak.rounded,
-    )
+    rest = [plan for plan in tried if plan not in fitting]
+    rest.sort(key=lambda plan: plan.memory.peak.rounded)
     rows = []
     for plan in (*fitting, *rest):
         settings = plan.settings
@@ -111,10 +153,9 @@ def render_fit(fit: Fit) -> str:
             ]
         )
     lines = _table(header, rows)
-    best = fit.best
-    if best is None:
-        return "\n".join([*lines, "", f"nothing that was tried fits {_bytes(fit.room)}"])
-    return "\n".join([*lines, "", best.verdict, "", best.code()])
+    if not fitting:
+        return "\n".join([*lines, "", f"nothing that was tried fits {_bytes(room)}"])
+    return "\n".join([*lines, "", fitting[0].verdict, "", fitting[0].code()])
 
 
 def code(settings: Settings, hardware: Hardware, policy: str) -> str:

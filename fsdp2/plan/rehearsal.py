@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp2.api import fully_shard
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.modules.registry import record_of
+from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.schedule.layers import put_around
 from fsdp2.core.schedule.unit import Unit
 from fsdp2.inspect import GroupReport, group_reports
@@ -368,6 +369,7 @@ class _Step:
             for rows in self.shards:
                 rows.take()
             self.optimizer.step()
+            OptimizerSteps.count += 1  # nobody sees that it holds managed parameters
             for rows in self.shards:
                 rows.drop()
 

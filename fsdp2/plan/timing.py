@@ -68,6 +68,58 @@ class Timing:
     step: float = 0.0
 
 
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step, of one rank.
+
+    Attributes:
+        step: from begin to end.
+        compute: of the user's operators, on the device.
+        copies: of the engine's casts and copies, on the lane that computes.
+        communication: of all collectives, hidden or not.
+        exposed: of communication for which compute stands still.
+        host: how long compute stands still otherwise: the host is late, or has work of its own.
+        forward: of the user's operators in forward.
+        backward: the same in backward.
+        optimizer: the same in the optimizer's step.
+    """
+
+    step: float
+    compute: float
+    copies: float
+    communication: float
+    exposed: float
+    host: float
+    forward: float
+    backward: float
+    optimizer: float
+
+
+@dataclass(frozen=True)
+class UnitTimes:
+    """What a unit takes in a step, in seconds; of all micro-batches.
+
+    Attributes:
+        name: of the unit.
+        compute: of its operators.
+        gathers: how often it is gathered.
+        gather: of its all-gathers.
+        gather_exposed: how long compute stands still for them.
+        reduction: of its reduce-scatters and all-reduces.
+        reduction_exposed: how long compute stands still for them.
+        nbytes: of its collectives, of whole tensors.
+    """
+
+    name: str
+    compute: float
+    gathers: int
+    gather: float
+    gather_exposed: float
+    reduction: float
+    reduction_exposed: float
+    nbytes: int
+
+
 def schedule(recording: Recording, hardware: Hardware, world: int) -> Timing:
     """When everything runs.
 

@@ -8,6 +8,7 @@ plan says and as the stand-in's allocator counts.
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import sys
@@ -71,16 +72,22 @@ class Model(nn.Module):
 
 
 def settings_of(rng: random.Random) -> Settings:
-    """Anything that `plan` knows and a device can do."""
+    """Anything that `plan` knows and a device can do.
+
+    Not low precision with accumulation: the stand-in adds with the CPU's kernels, which cast bf16
+    to a temporary tensor first. A GPU's do not.
+    """
+    precision = rng.choice(PRECISIONS)
+    low = precision is not None and precision.param_dtype is not None
     return Settings(
         mesh=rng.choice([(2,), (4,), (8,), (2, 2), (2, 4)]),
         batch=rng.choice([1, 4, 33]),
-        accumulate=rng.choice([1, 1, 2, 3]),
+        accumulate=1 if low else rng.choice([1, 1, 2, 3]),
         reshard_after_forward=rng.choice([True, False, None]),
         reshard_after_backward=rng.random() < 0.85,
         window=rng.choice([1, 1, 2, 3]),
         checkpointing=rng.choice([False, False, True, 2]),
-        precision=rng.choice(PRECISIONS),
+        precision=precision,
     )
 
 
@@ -152,6 +159,7 @@ def main(first: int, last: int) -> None:
     device.build()
     device.load()
     for seed in range(first, last):
+        gc.collect()  # constants of the last model would be found again, and not counted
         rng = random.Random(seed)
         settings, shape = settings_of(rng), rng.random()
 
