@@ -186,7 +186,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return found
 
 
-_ValuesView = type({}.values())
+_ValuesView: type = type({}.values())
 
 
 def _size(tensor: torch.Tensor) -> int:
@@ -253,7 +253,8 @@ def _on_cpu(
     mask = None if attn_mask is None else torch.zeros((), dtype=attn_mask.dtype)
     if mask is not None:
         mask = mask.expand(*(1,) * (query.dim() - 2), few[0].shape[-2], few[1].shape[-2])
-    chosen = torch._fused_sdp_choice(
+    choose: Any = torch._fused_sdp_choice
+    chosen = choose(
         *few, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
     if chosen == 1:

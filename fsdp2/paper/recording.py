@@ -211,7 +211,8 @@ class Recorder:
 
     def _mark(self, unit: str) -> None:
         if self.phase != "backward":
-            self._marks.append(torch.autograd._get_sequence_nr())
+            number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]  # no stub
+            self._marks.append(number)
             self._units.append(unit)
 
     def forget_units(self) -> None:

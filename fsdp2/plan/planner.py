@@ -266,7 +266,7 @@ class Plan:
 
     def timeline(self) -> Timeline:
         """The step as a timeline: the same data as of a real run."""
-        facts = {
+        facts: dict[str, str | int] = {
             "title": f"plan: {self.verdict}",
             "source": "paper",
             "clock": "paper",

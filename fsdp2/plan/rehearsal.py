@@ -427,7 +427,7 @@ def on_meta(model: nn.Module) -> nn.Module:
 def policy_of(units: Policy | Iterable[str] | None) -> Policy | None:
     """Classes, names of classes, or a policy."""
     if units is None or callable(units) or isinstance(units, ModuleWrapPolicy):
-        return units  # type: ignore[return-value]  # as it is
+        return units
     found = list(units) if isinstance(units, Iterable) else units
     if isinstance(found, list) and found and all(isinstance(each, str) for each in found):
         names = set(found)

@@ -1,9 +1,12 @@
 """A program: random models and settings, planned, and run on the stand-in; one JSON line a case.
 
     python -m tests.common.planned_memory 0 10      # cases 0 to 9
+    python -m tests.common.planned_memory train_lm  # its presets, on a CPU
 
 Each line has what each collective was, its bytes, and all bytes that were allocated then, as the
-plan says and as the stand-in's allocator counts.
+plan says and as the stand-in's allocator counts. Of `train_lm` it has what a step's peak is above
+what is there before it: as the plan says, and as torch's profiler adds up what the CPU's allocator
+reports.
 """
 
 from __future__ import annotations
@@ -16,12 +19,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
+from fsdp2.examples.model import PRESETS, Block, Transformer, token_losses
+from fsdp2.paper.null_group import init_null_group
 from fsdp2.paper.recording import Operation
-from fsdp2.plan import Settings, plan
+from fsdp2.paper.stage import GlooOnPaper
+from fsdp2.plan import Hardware, Settings, plan
 from fsdp2.plan.memory import Ledger
 from fsdp2.plan.planner import Plan
 from fsdp2.plan.rehearsal import shard_as_planned
@@ -155,6 +162,113 @@ def run(make: Callable[[], Model], settings: Settings) -> tuple[list[Collective]
         return found, device.peak_bytes() - empty
 
 
+# ---- train_lm on a CPU
+
+CPU = Hardware(
+    name="a CPU",
+    device="cpu",
+    backend="gloo",
+    memory=2**40,
+    reserved=0,
+    rounding=64,
+    peak_flops={"float32": 1e11},
+    flops={"float32": 1e11},
+    bandwidth=1e10,
+    kernel=0.0,
+    host_op=1e-5,
+    host_collective=1e-5,
+    node=8,
+    link=1e9,
+    link_latency=1e-4,
+    network=1e9,
+    network_latency=1e-4,
+)
+
+
+def lm_settings() -> list[tuple[str, bool, Settings]]:
+    """A preset, whether its blocks are recomputed, and the rest."""
+    low = PRECISIONS[1]
+    return [
+        ("tiny", False, Settings(mesh=(2,), batch=8)),
+        ("small", False, Settings(mesh=(2,), batch=8)),
+        ("small", True, Settings(mesh=(4,), batch=8)),
+        ("small", False, Settings(mesh=(2, 2), batch=4, reshard_after_forward=False)),
+        ("small", False, Settings(mesh=(4,), batch=4, accumulate=2, precision=low)),
+    ]
+
+
+def lm_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The loss of `train_lm`."""
+    return token_losses(model(batch[0]), batch[1]).mean()
+
+
+def lm_batch(count: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.zeros(count, 128, dtype=torch.int64)
+    return tokens, tokens.clone()
+
+
+def plan_lm(preset: str, recomputes: bool, settings: Settings) -> int:
+    """Bytes of a step's peak above what is there before it."""
+    made = plan(
+        lambda: Transformer(PRESETS[preset], recomputes),
+        lm_batch,
+        units={Block},
+        hardware=CPU,
+        loss=lm_step,
+        optimizer=lambda params: torch.optim.SGD(params, foreach=True),
+        **vars(settings),
+    )
+    return made.memory.peak.live - made.memory.before.live
+
+
+def run_lm(preset: str, recomputes: bool, settings: Settings) -> int:
+    """The same, as the profiler adds it up."""
+    init_null_group(settings.world, kind=GlooOnPaper)
+    names = ("replicate", "shard")[-len(settings.mesh) :]
+    mesh = init_device_mesh("cpu", settings.mesh, mesh_dim_names=names)
+    model: Any = Transformer(PRESETS[preset], recomputes)
+    shard_as_planned(model, mesh, settings, {Block})
+    optimizer = torch.optim.SGD(model.parameters(), foreach=True)
+    batch = lm_batch(settings.batch)
+
+    def step() -> None:
+        for micro in range(settings.accumulate):
+            last = micro == settings.accumulate - 1
+            model.set_requires_gradient_sync(last)
+            model.set_is_last_backward(last)
+            lm_step(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        step()
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        step()
+    changes = [
+        (event.start_ns(), event.nbytes())
+        for event in profiler.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
+    dist.destroy_process_group()
+    live = peak = 0
+    for _, nbytes in sorted(changes, key=lambda change: change[0]):
+        live += nbytes
+        peak = max(peak, live)
+    return peak
+
+
+def main_of_train_lm() -> None:
+    for preset, recomputes, settings in lm_settings():
+        expected = plan_lm(preset, recomputes, settings)
+        line = {
+            "settings": f"{preset}, {recomputes}, {settings}",
+            "planned_peak": expected,
+            "seen_peak": run_lm(preset, recomputes, settings),
+        }
+        print(json.dumps(line), flush=True)
+        gc.collect()
+
+
 def main(first: int, last: int) -> None:
     device.build()
     device.load()
@@ -180,4 +294,7 @@ def main(first: int, last: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    if sys.argv[1] == "train_lm":
+        main_of_train_lm()
+    else:
+        main(int(sys.argv[1]), int(sys.argv[2]))
