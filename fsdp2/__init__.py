@@ -39,6 +39,7 @@ from fsdp2.module import (
 from fsdp2.norms import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from fsdp2.optim import repoint_optimizer
 from fsdp2.plan.planner import Plan, plan
+from fsdp2.trace import trace
 from fsdp2.wrap import (
     Choice,
     CustomPolicy,
@@ -113,6 +114,7 @@ __all__ = [
     "share_comm_ctx",
     "size_based_auto_wrap_policy",
     "sync_module_states",
+    "trace",
     "transformer_auto_wrap_policy",
     "uninstall",
     "wrap_modules",

@@ -104,6 +104,8 @@ class Options:
     device: str  # "cpu" or "cuda"
     backend: str  # "gloo", "nccl", or one for each kind of tensor: "cpu:gloo,cuda:nccl"
     threads: int
+    trace: Path | None = None  # where rank 0 writes a timeline of two steps
+    plan: str | None = None  # the machine that a plan is printed for, in place of training
 
     @property
     def model(self) -> ModelConfig:
@@ -144,6 +146,8 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
     if args.checkpoint is not None and importlib.util.find_spec("numpy") is None:
         # torch.distributed.checkpoint plans with object collectives, which convert with NumPy.
         raise UsageError("--checkpoint needs NumPy: pip install numpy")
+    if args.plan is not None and (args.tp > 1 or args.lora is not None):
+        raise UsageError("--plan knows neither --tp nor --lora: leave them out to plan the rest")
     if args.checkpoint is None and args.resume:
         raise UsageError("--resume needs --checkpoint DIR to say what to resume from")
     if args.checkpoint is None and args.checkpoint_every is not None:
@@ -174,6 +178,8 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
         device=device,
         backend=_backend(device, local_world_size, args.cpu_offload),
         threads=args.threads or _threads(local_world_size),
+        trace=args.trace,
+        plan=args.plan,
     )
 
 
@@ -225,6 +231,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=seed, default=0, help="fixes weights and data order")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--threads", type=count, help="CPU threads a rank (default: the CPUs, shared out)")
+    add(
+        "--plan",
+        nargs="?",
+        const="h100",
+        metavar="HARDWARE",
+        help="print what a step would take on h100, h200, a100, b200 or a file's machine, and leave",
+    )
+    add("--trace", type=Path, metavar="FILE", help="write a timeline of steps 3 and 4 of rank 0")
     return parser
 
 

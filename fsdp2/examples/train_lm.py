@@ -11,6 +11,7 @@ slice of one global batch, which is a pure function of (seed, step).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
@@ -24,7 +25,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from fsdp2 import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    Plan,
+    fully_shard,
+    plan,
+    trace,
+)
 
 from . import checkpointing, data, launch, lora, parallel, reporting
 from .checkpointing import RunState
@@ -38,6 +48,7 @@ WARMUP_STEPS = 100
 SAMPLE_PROMPT = b"def "
 SAMPLE_BYTES = 160
 SAMPLE_TEMPERATURE = 0.7
+TRACED = (2, 3)  # steps of which --trace writes a timeline: the first two make buffers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         launch.run_as_worker(lambda: _worker(argv, ranks))
     try:
         options = parse(argv, None)
+        if options.plan is not None:
+            print(plan_step(options), flush=True)
+            return 0
         _prepare(options)
     except UsageError as error:
         return _complain(error)
@@ -163,23 +177,7 @@ def build_model(options: Options, device: torch.device, mesh: DeviceMesh) -> Tra
     """
     with torch.device("meta"):
         model = Transformer(options.model, options.activation_checkpointing)
-    policy = MixedPrecisionPolicy()
-    if options.precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    offload = OffloadPolicy()
-    if options.cpu_offload:
-        # Pages are pinned for copies to and from a GPU; without one there is nothing to pin for.
-        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-
-    def shard(module: nn.Module) -> None:
-        fully_shard(
-            module,
-            mesh=parallel.data_parallel_mesh(mesh),
-            reshard_after_forward=options.reshard_after_forward,
-            mp_policy=policy,
-            offload_policy=offload,
-        )
-
+    own = parallel.data_parallel_mesh(mesh)
     for name, part in model.parts():
         part.to_empty(device=device)
         reset_parameters(part, options.model, options.seed, prefix=name)
@@ -188,9 +186,56 @@ def build_model(options: Options, device: torch.device, mesh: DeviceMesh) -> Tra
         if options.tp > 1:
             parallel.tensor_parallel(part, mesh["tp"])
         if isinstance(part, Block):
-            shard(part)
-    shard(model)
+            _shard(part, own, options, device)
+    _shard(model, own, options, device)
     return model
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh, options: Options, device: torch.device) -> None:
+    policy = MixedPrecisionPolicy()
+    if options.precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    offload = OffloadPolicy()
+    if options.cpu_offload:
+        # Pages are pinned for copies to and from a GPU; without one there is nothing to pin for.
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=options.reshard_after_forward,
+        mp_policy=policy,
+        offload_policy=offload,
+    )
+
+
+def plan_step(options: Options) -> Plan:
+    """What a step would take on the machine that ``--plan`` names: nothing is made or started."""
+    assert options.plan is not None
+    on = torch.device("meta")
+
+    def make_batch() -> tuple[Tensor, Tensor]:
+        tokens = torch.zeros(options.rank_batch, options.seq_len, dtype=torch.int64)
+        return tokens, tokens.clone()
+
+    def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+        for block in cast(Transformer, model).blocks:
+            _shard(block, mesh, options, on)
+        _shard(model, mesh, options, on)
+
+    ranks = (options.replicate, options.shard_size)
+    try:
+        return plan(
+            lambda: Transformer(options.model, options.activation_checkpointing),
+            make_batch,
+            shard=shard,
+            loss=lambda model, batch: token_losses(model(batch[0]), batch[1]).mean(),
+            mesh=ranks if options.replicate > 1 else ranks[1],
+            hardware=options.plan,
+            accumulate=options.grad_accum,
+            clip=MAX_GRAD_NORM,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -236,9 +281,14 @@ def _loop(run: Run, start: int, first_loss: float) -> float:
     tokens_a_step = options.batch_size * options.seq_len
     training_seconds = 0.0
     since, since_step = time.perf_counter(), start
-    with reporting.ProgressReporter(options.steps, start, show=run.rank == 0) as progress:
+    shown = reporting.ProgressReporter(options.steps, start, show=run.rank == 0)
+    with contextlib.ExitStack() as tracing, shown as progress:
         for step in range(start, options.steps):
+            if step - start == TRACED[0]:
+                tracing.enter_context(_trace(options))
             loss = train_step(run, step)
+            if step - start == TRACED[-1]:
+                tracing.close()
             done = step + 1
             saves = options.checkpoint is not None and (
                 done % options.checkpoint_every == 0 or done == options.steps
@@ -260,6 +310,11 @@ def _loop(run: Run, start: int, first_loss: float) -> float:
                 checkpointing.save(options.checkpoint, run.model, run.optimizer, state, run.rank)
             since, since_step = time.perf_counter(), done
     return (options.steps - start) * tokens_a_step / training_seconds if training_seconds else 0.0
+
+
+def _trace(options: Options) -> contextlib.AbstractContextManager[object]:
+    """A timeline of what runs inside, if one is asked for; rank 0 writes it."""
+    return contextlib.nullcontext() if options.trace is None else trace(options.trace)
 
 
 def _sum_over_ranks(value: Tensor, tp: int) -> float:

@@ -254,9 +254,7 @@ def _on_cpu(
     if mask is not None:
         mask = mask.expand(*(1,) * (query.dim() - 2), few[0].shape[-2], few[1].shape[-2])
     choose: Any = torch._fused_sdp_choice
-    chosen = choose(
-        *few, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    chosen = choose(*few, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if chosen == 1:
         flash = _aten._scaled_dot_product_flash_attention_for_cpu
         made: torch.Tensor = flash(

@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         made = found.best or made
     else:
         print(made)
+    if args.show:
+        print(f"\nwrote {made.show(args.show)}")
     if args.trace:
         made.trace(args.trace)
         print(f"\nwrote {args.trace}")
@@ -68,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--fit", action="store_true", help="search for the fastest settings that fit")
     add("--memory", type=float, help="GB of a rank, of --fit (default: the device's)")
     add("--trace", type=Path, metavar="FILE", help="write the step as a timeline")
+    add("--show", type=Path, metavar="FILE", help="write a page that shows the step")
     return parser
 
 

@@ -35,7 +35,7 @@ from fsdp2.plan.rehearsal import (
     rehearse,
 )
 from fsdp2.plan.timing import Times, Timing, UnitTimes, schedule
-from fsdp2.trace import Timeline
+from fsdp2.trace import Timeline, show
 from fsdp2.wrap.choices import Policy
 
 GB = 10**9
@@ -287,6 +287,21 @@ class Plan:
             plan.trace("plan.json")
         """
         self.timeline().write(path)
+
+    def show(self, path: str | os.PathLike[str] = "plan.html") -> Path:
+        """Write a page to look at: lanes over time, memory below, units as a table.
+
+        Args:
+            path: the HTML file, which is replaced.
+
+        Returns:
+            Its path.
+
+        Example::
+
+            plan.show("plan.html")
+        """
+        return show(self.timeline(), to=path)
 
     def __repr__(self) -> str:
         return f"Plan({self.verdict!r})"

@@ -20,7 +20,7 @@ far ahead of the device: what is left is communication that no compute hides.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdp2.core.device.streams import Lane
 from fsdp2.testing.virtual import HOST, PLACES, USER, Allocation, Op, Place
@@ -207,9 +207,10 @@ def timeline_of(
         elif op.kind in ("wait", "synchronize"):
             if op.event in events:  # else of before: over, and not here
                 place, index, told = events[op.event]
-                where = (lane, LANE_OF[place], op.label or "a copy that blocks the host")
-                what = (told.unit, told.operation, index, told.iteration)
-                made.waits.append(Wait(*where, span.start, span.end, *what))
+                label = op.label or "a copy that blocks the host"
+                wait = Wait(lane, LANE_OF[place], label, span.start, span.end)
+                wait = replace(wait, unit=told.unit, operation=told.operation)
+                made.waits.append(replace(wait, behind=index, iteration=told.iteration))
         elif op.kind in BOOKKEEPING:
             if size is not None:
                 category, nbytes = size(op.writes[0])

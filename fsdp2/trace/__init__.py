@@ -2,8 +2,13 @@
 
 timeline   the data: slices and waits by lane, memory by category; as a file that Perfetto opens
 summary    the same in numbers: exposed communication, idle time, overlap; two side by side
+recording  what is bound to groups, units and streams while real steps are recorded
+page       one HTML file to look at
+context    ``with fsdp2.trace(path):`` around real steps
 """
 
+from fsdp2.trace.context import trace
+from fsdp2.trace.page import show
 from fsdp2.trace.summary import Difference, Summary, UnitTimes, diff, summary
 from fsdp2.trace.timeline import (
     CATEGORIES,
@@ -29,5 +34,7 @@ __all__ = [
     "UnitTimes",
     "Wait",
     "diff",
+    "show",
     "summary",
+    "trace",
 ]

@@ -161,7 +161,8 @@ class Peak:
         time: the moment, in µs.
         total: bytes.
         bytes: by category.
-        running: names of the slices that ran then, the lanes in their order.
+        running: names of what ran until the next sample, on each lane but the host's: that which
+            ran longest.
     """
 
     time: float
@@ -235,11 +236,16 @@ class Timeline:
         """The first moment of most memory; ``None`` where nobody counted any."""
         if not self.memory:
             return None
-        most = max(self.memory, key=lambda sample: sample.total)
-        at = most.time
-        running = [s for s in self.slices if s.lane != HOST and s.start <= at < s.end]
-        running.sort(key=lambda s: self.lanes.index(s.lane))
-        return Peak(at, most.total, dict(most.bytes), tuple(s.name for s in running))
+        place = max(range(len(self.memory)), key=lambda i: self.memory[i].total)
+        most, later = self.memory[place], self.memory[place + 1 :]
+        until = later[0].time if later else self.end
+        longest: dict[str, tuple[float, str]] = {}
+        for each in self.slices:
+            shared = min(each.end, until) - max(each.start, most.time)
+            if shared > longest.get(each.lane, (0.0, ""))[0] and each.lane != HOST:
+                longest[each.lane] = shared, each.name
+        running = tuple(longest[lane][1] for lane in self.lanes if lane in longest)
+        return Peak(most.time, most.total, dict(most.bytes), running)
 
     def sorted(self) -> Timeline:
         """The same in the order of time, which `write` asks for.

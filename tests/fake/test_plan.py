@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import fsdp2
 from fsdp2.core.device.rehearsal import Stage, rehearsing
 from fsdp2.core.device.streams import Lane
+from fsdp2.examples import train_lm
 from fsdp2.paper.recording import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER, REDUCTIONS, SHARDS
 from fsdp2.plan import hardware, presets
 from fsdp2.plan.__main__ import _of_function, _of_preset, _parser, main
@@ -353,6 +354,61 @@ def _cases(first: int, last: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def test_train_lm_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--preset", "tiny", "--nproc", "4", "--replicate", "2", "--plan"]
+    assert train_lm.main([*given, "a100"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 x 2 x A100" in printed
+    assert "blocks.1" in printed
+    assert train_lm.main([*given, "abacus"]) == 2
+    assert train_lm.main(["--preset", "tiny", "--tp", "2", "--nproc", "2", "--plan"]) == 2
+
+
+def test_a_report_of_a_sharded_model() -> None:
+    """Bytes of a step are those that a planned step's collectives have."""
+    made = planned(optimizer=sgd)
+    groups = {group.name: group for group in made.rehearsal.reports}
+    assert list(groups) == [str(layer) for layer in range(LAYERS)]
+    moved = {unit.name: unit.nbytes for unit in made.units}
+    for name, group in groups.items():
+        assert (group.gathers, group.gathered_bytes, group.reduced_bytes) == (2, WEIGHT, WEIGHT)
+        assert 0 <= moved[name] - group.step_bytes < 1024  # marks
+    with null_world(3):
+        model = fsdp2.fully_shard(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 64)))
+        report = fsdp2.report(model)
+        text = str(report)
+    assert [group.gathers for group in report.groups] == [1]
+    assert "pieces are no multiple of 16 bytes" in text or "small" in text
+    assert report.groups[0].packed.keys() >= {"0.weight", "1.bias"}
+    assert text.splitlines()[-1].startswith("all")
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)],
+)
+def test_the_stage_table_of_zero(stage: int, expected: float) -> None:
+    """Figure 1 of ZeRO (arXiv 1910.02054): 7.5 billion parameters on 64 ranks, in GB of 10^9.
+
+    It counts 2 bytes of an fp16 parameter, 2 of its gradient, and 12 of fp32 states. Ours are 4 of
+    an fp32 shard, which is master copy and states' part, 8 of Adam's states, and between steps no
+    gradient. So what is compared is the sum of what a plan says to be sharded and what not.
+    """
+    numel, ranks = 64 * 1024, 64
+    model = nn.Linear(256, 256, bias=False)
+    made = plan(model, lambda: torch.zeros(1, 256), mesh=ranks, optimizer=adam)
+    before = made.memory.before.categories
+    states = (before[SHARDS] + before[OPTIMIZER]) * ranks / numel
+    assert states == 12.0
+    halves = 2.0
+    parts = {"states": states, "gradients": halves, "parameters": halves}
+    sharded = list(parts)[:stage]
+    bytes_an_element = sum(
+        size / ranks if name in sharded else size for name, size in parts.items()
+    )
+    assert 7.5 * bytes_an_element == pytest.approx(expected, abs=0.06)
+
+
 def _compare(cases: list[dict[str, Any]]) -> None:
     for case in cases:
         assert case["planned"] == case["seen"], case["settings"]
@@ -364,6 +420,18 @@ def _compare(cases: list[dict[str, Any]]) -> None:
 def test_bytes_are_those_that_an_allocator_counts() -> None:
     """Of random models and settings: all bytes at each collective, their sizes, and the peak."""
     _compare(_cases(0, 4))
+
+
+@pytest.mark.extended
+def test_peaks_of_train_lm_on_a_cpu() -> None:
+    """Within 3 % of what the CPU's allocator reports to torch's profiler."""
+    command = [sys.executable, "-m", "tests.common.planned_memory", "train_lm"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    cases = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(cases) == 5
+    for case in cases:
+        assert case["planned_peak"] == pytest.approx(case["seen_peak"], rel=0.03), case
 
 
 @pytest.mark.extended

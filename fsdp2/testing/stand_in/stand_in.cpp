@@ -20,6 +20,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 
@@ -105,6 +106,12 @@ PinnedAllocator pinned_allocator;
 
 // ---- streams and events
 
+// What was over when it was recorded, and when that was: all has run by then.
+struct Event {
+  Clock clock;
+  std::chrono::steady_clock::time_point time;
+};
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kDevice; }
   c10::Device exchangeDevice(c10::Device) const override { return kOnly; }
@@ -127,26 +134,26 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     count("record");
     std::lock_guard<std::mutex> lock(device().mutex);
     TORCH_CHECK(device().has_streams, "this device has no events");
-    if (*event == nullptr) *event = new Clock;
+    if (*event == nullptr) *event = new Event;
     auto clock = device().clocks[stream.id()];
     join(clock, device().clocks[kHost]);
-    *static_cast<Clock*>(*event) = clock;
+    *static_cast<Event*>(*event) = {clock, std::chrono::steady_clock::now()};
   }
   void block(void* event, const c10::Stream& stream) const override {
     count("wait");
     if (event == nullptr) return;
     std::lock_guard<std::mutex> lock(device().mutex);
-    join(device().clocks[stream.id()], *static_cast<Clock*>(event));
+    join(device().clocks[stream.id()], static_cast<Event*>(event)->clock);
   }
   bool queryEvent(void*) const override { return true; }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
-    delete static_cast<Clock*>(event);
+    delete static_cast<Event*>(event);
   }
   void synchronizeEvent(void* event) const override {
     count("synchronize event");
     if (event == nullptr) return;
     std::lock_guard<std::mutex> lock(device().mutex);
-    host_waits_for(*static_cast<Clock*>(event));
+    host_waits_for(static_cast<Event*>(event)->clock);
   }
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream& stream) const override {
@@ -163,7 +170,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {
     count("record_stream");
   }
-  double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0.0; }
+  double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
+    const auto passed = static_cast<Event*>(second)->time - static_cast<Event*>(first)->time;
+    return std::chrono::duration<double, std::milli>(passed).count();
+  }
 
  private:
   static c10::Stream stream(int64_t id) {

@@ -1,0 +1,154 @@
+"""One HTML file to look at: lanes over time, memory under them, a table of units.
+
+timelines ──> page.html with their data in it; it needs no network and no server
+
+The numbers of the table and of the peak are `fsdp2.trace.summary`'s: the page only draws.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from fsdp2.trace.summary import Source, Summary, UnitTimes, megabytes, milliseconds, summary
+from fsdp2.trace.timeline import Timeline
+
+COLUMNS = ["compute", "copies", "gather", "GB/s", "reduce", "GB/s", "exposed"]
+
+_MARK = "/*DATA*/"
+
+
+def show(
+    *files: Source, to: str | os.PathLike[str] | None = None, title: str | None = None
+) -> Path:
+    """Write a page that shows one timeline, or several on one axis.
+
+    Args:
+        files: what `fsdp2.trace` wrote, or `Timeline` objects.
+        to: the HTML file, which is replaced. Default: the first file with the suffix ".html".
+        title: of the first timeline, in place of its own.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        ValueError: there is no timeline, or no path to write to; or as `Timeline.read`.
+
+    Example::
+
+        fsdp2.trace.show("plan.json", "step.json", to="both.html")
+    """
+    if not files:
+        raise ValueError("show takes at least one timeline, but got none; give the file of one")
+    first = files[0]
+    if to is None and isinstance(first, Timeline):
+        raise ValueError("show takes to= where the first timeline is no file; name the page there")
+    path = Path(to) if to is not None else Path(os.fspath(_path(first))).with_suffix(".html")
+    timelines = [each if isinstance(each, Timeline) else Timeline.read(each) for each in files]
+    if title is not None:
+        timelines[0] = Timeline(**{**vars(timelines[0]), "metadata": {**timelines[0].metadata}})
+        timelines[0].metadata["title"] = title
+    path.write_text(_html(timelines), encoding="utf-8")
+    return path
+
+
+def _path(source: Source) -> str | os.PathLike[str]:
+    assert not isinstance(source, Timeline)
+    return source
+
+
+def _html(timelines: list[Timeline]) -> str:
+    template = resources.files("fsdp2.trace").joinpath("page.html").read_text(encoding="utf-8")
+    data = json.dumps([_run(each.sorted(), n) for n, each in enumerate(timelines, 1)])
+    return template.replace(_MARK, data.replace("<", "\\u003c"))
+
+
+def _run(timeline: Timeline, number: int) -> dict[str, Any]:
+    found = summary(timeline)
+    head = timeline.metadata
+    about = [str(head[key]) for key in ("source", "device", "world_size") if head.get(key)]
+    times = {"paper": "times from paper", "host": "the host's times", "events": "events' times"}
+    if head.get("world_size"):
+        about[-1] += " ranks"
+    about.append(times.get(str(head.get("clock")), ""))
+    if head.get("incomplete"):
+        about.append(f"it ends early: {head['incomplete']}")
+    categories = timeline.categories
+    return {
+        "title": found.title or f"timeline {number}",
+        "about": ", ".join(part for part in about if part),
+        "facts": _facts(found),
+        "lanes": timeline.lanes,
+        "start": timeline.start,
+        "end": timeline.end,
+        "slices": [
+            [s.lane, s.operation, s.unit, s.start, s.end, s.bytes, s.dtype, s.group, s.iteration]
+            for s in timeline.slices
+        ],
+        "waits": [
+            [w.lane, w.on, w.label, w.start, w.end, w.unit, w.operation, w.behind, w.iteration]
+            for w in timeline.waits
+        ],
+        "memory": {
+            "names": categories,
+            "times": [sample.time for sample in timeline.memory],
+            "totals": [sample.total for sample in timeline.memory],
+            "series": [[m.bytes.get(name, 0) for m in timeline.memory] for name in categories],
+            "most": found.peak.total if found.peak else 0,
+        },
+        "peak": None
+        if found.peak is None
+        else {"time": found.peak.time, "total": found.peak.total},
+        "peakShort": _peak_short(found),
+        "peakTold": _peak_told(found, timeline),
+        "columns": COLUMNS,
+        "units": [_unit(row) for row in found.units],
+    }
+
+
+def _facts(found: Summary) -> list[tuple[str, str]]:
+    share = 100 / found.duration if found.duration else 0.0
+    facts = [
+        ("in all", milliseconds(found.duration)),
+        ("compute", f"{found.compute * share:.1f} %"),
+        ("exposed communication", f"{found.exposed * share:.1f} %"),
+        (f"of {milliseconds(found.communication)} communication hidden", f"{found.overlap:.0%}"),
+    ]
+    if found.peak is not None:
+        facts.append(("peak memory", megabytes(found.peak.total)))
+    return facts
+
+
+def _peak_short(found: Summary) -> str:
+    return "" if found.peak is None else f"peak {megabytes(found.peak.total)}"
+
+
+def _peak_told(found: Summary, timeline: Timeline) -> str:
+    """Why the peak is where it is: what was there then, and what ran."""
+    peak = found.peak
+    if peak is None:
+        return ""
+    parts = [
+        f"{name} {megabytes(peak.bytes[name])}"
+        for name in timeline.categories
+        if peak.bytes.get(name)
+    ]
+    during = f", during {', '.join(peak.running)}" if peak.running else ""
+    at = milliseconds(peak.time - timeline.start)
+    return f"Peak of {megabytes(peak.total)} at {at}{during}: {', '.join(parts)}."
+
+
+def _unit(row: UnitTimes) -> dict[str, Any]:
+    cells = [
+        milliseconds(row.compute),
+        milliseconds(row.copies),
+        milliseconds(row.gather),
+        f"{row.gather_bandwidth:.2f}" if row.gathered_bytes else "-",
+        milliseconds(row.reduce),
+        f"{row.reduce_bandwidth:.2f}" if row.reduced_bytes else "-",
+        milliseconds(row.exposed),
+    ]
+    return {"unit": row.unit, "exposed": row.exposed, "cells": cells}

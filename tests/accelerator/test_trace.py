@@ -1,0 +1,116 @@
+"""Traces where lanes are streams, on the stand-in: events' own times, and waits between lanes.
+
+No GPU has run it. The stand-in runs each operation at once, so that an event's time is the host's
+when it was recorded; what is checked is the order, and what waited for what.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp2
+from fsdp2.core.device.streams import DeviceStreams
+from fsdp2.core.modules.registry import require_record
+from fsdp2.testing.stand_in import device, group
+from fsdp2.trace import Timeline
+from tests.common.workers import close_pools, ranks
+
+pytestmark = [
+    pytest.mark.skipif(device.missing_tool() is not None, reason="needs c++ and ninja"),
+    pytest.mark.usefixtures("own_ranks"),
+]
+
+BLOCKS = 3
+
+
+@pytest.fixture(scope="module")
+def own_ranks() -> Iterator[None]:
+    """Ranks that know the device serve no other tests."""
+    device.build()
+    close_pools()
+    yield
+    close_pools()
+
+
+def _traced(shape: tuple[int, ...], **options: Any) -> tuple[Timeline, Counter[str]]:
+    """A steady step, and how often each lane was made to wait in it."""
+    names = ("replicate", "shard")[-len(shape) :]
+    device.load()
+    group.register()
+    backend = dict.fromkeys(names, group.COALESCING)
+    mesh = init_device_mesh(device.NAME, shape, mesh_dim_names=names, backend_override=backend)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(BLOCKS)]).to(device.NAME)
+    for module in (*model, model):
+        fsdp2.fully_shard(module, mesh=mesh, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    batch = torch.ones(4, 64, device=device.NAME)
+
+    def step() -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    streams: Any = require_record(model).streams
+    with tempfile.TemporaryDirectory() as folder:
+        before = device.count_of("wait")
+        with fsdp2.trace(Path(folder, "step-{rank}.json")) as trace:
+            step()
+        waits = device.count_of("wait") - before
+    assert type(streams) is DeviceStreams
+    step()
+    assert not device.races()
+    assert trace.timeline is not None
+    return trace.timeline, Counter({"all": waits})
+
+
+@ranks(2)
+def test_lanes_are_streams() -> None:
+    timeline, waits = _traced((2,))
+    assert timeline.metadata["clock"] == "events"
+    assert [s.unit for s in timeline.on("all-gather")] == [*"012", *"210"]
+    scattered = [s.unit for s in timeline.on("reduce") if s.operation == "reduce-scatter"]
+    assert scattered == [*"210"]
+    edges = Counter((w.lane, w.on) for w in timeline.waits)
+    assert edges["compute", "all-gather"] == 2 * BLOCKS
+    assert edges["all-gather", "compute"] == 2 * BLOCKS
+    assert edges["reduce", "compute"] == BLOCKS
+    assert edges["compute", "reduce"] == BLOCKS
+    assert sum(edges.values()) <= waits["all"]  # collectives' own, besides
+
+
+@ranks(2)
+def test_times_are_those_of_events() -> None:
+    """In the order of lanes, and within what the host saw."""
+    timeline, _ = _traced((2,))
+    assert timeline.duration > 0
+    for lane in ("compute", "all-gather", "reduce"):
+        slices = timeline.on(lane)
+        assert all(s.start <= s.end for s in slices)
+        assert all(a.end <= b.start + 0.01 for a, b in itertools.pairwise(slices))
+    for wait in timeline.waits:
+        if wait.behind >= 0:
+            assert timeline.slices[wait.behind].lane == wait.on
+            assert timeline.slices[wait.behind].end <= wait.end + 0.01
+    forward = [s for s in timeline.on("compute") if s.operation == "forward" and s.unit == "1"]
+    (gather,) = [s for s in timeline.on("all-gather") if s.unit == "1"][:1]
+    assert gather.end <= forward[-1].end
+
+
+@ranks(2)
+def test_casts_run_on_their_lane() -> None:
+    policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    timeline, _ = _traced((2,), mp_policy=policy)
+    copies = [s.unit for s in timeline.on("copy-in")]
+    assert copies == [*"012", *"210"]
+    assert {(w.lane, w.on) for w in timeline.waits} >= {("all-gather", "copy-in")}

@@ -1,0 +1,220 @@
+"""What a trace of real steps records, and that it leaves nothing behind. One process of 8 ranks."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp2
+from fsdp2.core.modules.registry import record_of
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.unit import Unit
+from fsdp2.testing.counting import called
+from fsdp2.testing.null_group import init_null_group, null_mesh
+from fsdp2.trace import Slice, Timeline
+from tests.common.errors import raises
+from tests.common.perfetto import problems_of
+
+BLOCKS = 3
+
+
+@pytest.fixture(autouse=True)
+def ranks() -> Iterator[None]:
+    init_null_group(8)
+    yield
+    dist.destroy_process_group()
+
+
+class Fails(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no more")
+
+
+def build(**options: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(BLOCKS)])
+    for module in (*model, model):
+        fsdp2.fully_shard(module, mesh=null_mesh(8), **options)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(4, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def traced(path: Path, steps: int = 2, **options: Any) -> Timeline:
+    model, optimizer = build(**options)
+    with fsdp2.trace(path, title="a run") as trace:
+        for _ in range(steps):
+            step(model, optimizer)
+    assert trace.timeline is not None
+    return trace.timeline
+
+
+def names(slices: list[Slice], *operations: str) -> list[str]:
+    return [s.name for s in slices if s.operation in operations]
+
+
+def units(timeline: Timeline, lane: str, operation: str) -> list[str]:
+    return [s.unit for s in timeline.on(lane) if s.operation == operation]
+
+
+# ---- what is recorded
+
+
+def test_gathers_and_reductions_are_those_of_the_steps(tmp_path: Path) -> None:
+    found = traced(tmp_path / "step.json")
+    assert units(found, "all-gather", "all-gather") == [*"012", *"210"] * 2
+    assert units(found, "reduce", "reduce-scatter") == [*"210"] * 2
+    gather = found.on("all-gather")[0]
+    assert (gather.dtype, gather.group) == ("float32", "ranks 0-7")
+    assert gather.bytes == (64 * 64 + 64) * 4
+    assert [s.iteration for s in found.on("all-gather")] == [0] * 6 + [1] * 6
+    assert names(found.on("compute"), "optimizer") == ["optimizer"] * 2
+
+
+def test_compute_is_by_unit_and_direction(tmp_path: Path) -> None:
+    found = traced(tmp_path / "step.json", steps=1)
+    seen = dict.fromkeys(s.name for s in found.on("compute") if s.unit in [*"012"])
+    order = [name for name in seen if name.split()[0] in ("forward", "backward")]
+    assert order == [*(f"forward {n}" for n in "012"), *(f"backward {n}" for n in "210")]
+
+
+def test_slices_of_a_lane_do_not_overlap(tmp_path: Path) -> None:
+    found = traced(tmp_path / "step.json")
+    for lane in ("compute", "all-gather", "reduce", "copy-in"):
+        slices = found.on(lane)
+        ends = [s.end for s in slices][:-1]
+        assert all(a <= b.start for a, b in zip(ends, slices[1:], strict=True)), lane
+    busy = [(s.start, s.end) for s in found.on("compute")]
+    for wait in (w for w in found.waits if w.lane == "compute"):
+        assert not any(a < wait.end and wait.start < b for a, b in busy)
+
+
+def test_each_collective_was_waited_for(tmp_path: Path) -> None:
+    found = traced(tmp_path / "step.json")
+    collectives = [s for s in found.slices if s.operation in ("all-gather", "reduce-scatter")]
+    behind = [found.slices[w.behind] for w in found.waits]
+    assert sorted(map(id, behind)) == sorted(map(id, collectives))
+    assert {w.lane for w in found.waits} == {"compute"}
+    assert all(w.unit == s.unit for w, s in zip(found.waits, behind, strict=True))
+
+
+def test_copies_have_bytes(tmp_path: Path) -> None:
+    policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    found = traced(tmp_path / "step.json", mp_policy=policy)
+    assert units(found, "copy-in", "copy-in") == [*"012", *"210"] * 2
+    assert found.on("all-gather")[0].dtype == "bfloat16"
+    assert {s.dtype for s in found.on("reduce") if s.operation == "reduce-scatter"} == {"float32"}
+    staged = [s for s in found.on("compute") if s.operation == "stage"]
+    assert len(staged) >= BLOCKS * 2
+    assert all(s.bytes for s in staged)
+
+
+def test_memory_is_that_of_the_buffers(tmp_path: Path) -> None:
+    """One unit is gathered at a time: the copy-out of packed parameters brings the memory."""
+    found = traced(tmp_path / "step.json")
+    size = (64 * 64 + 64) * 4
+    assert {sample.bytes["shards"] for sample in found.memory} == {BLOCKS * size // 8}
+    assert {sample.bytes.get("gathered", 0) for sample in found.memory} == {0, size}
+    assert found.memory[-1].bytes["optimizer"] >= 2 * BLOCKS * size // 8
+    assert max(sample.bytes.get("gradients", 0) for sample in found.memory) > size
+
+
+def test_the_file_is_valid_and_says_what_it_is_of(tmp_path: Path) -> None:
+    found = traced(tmp_path / "step-{rank}.json")
+    path = tmp_path / "step-0.json"
+    assert Timeline.read(path).slices == found.slices
+    assert problems_of(json.loads(path.read_text())) == []
+    head = found.metadata
+    assert (head["source"], head["clock"], head["world_size"]) == ("run", "host", 8)
+    assert (head["title"], head["device"]) == ("a run", "cpu")
+    assert found.metadata.get("incomplete") is None
+
+
+def test_a_trace_may_begin_before_the_first_step_or_between_others(tmp_path: Path) -> None:
+    model, optimizer = build()
+    for _ in range(2):
+        step(model, optimizer)
+    with fsdp2.trace(tmp_path / "later.json") as trace:
+        step(model, optimizer)
+    assert trace.timeline is not None
+    assert units(trace.timeline, "all-gather", "all-gather") == [*"012", *"210"]
+    assert {s.iteration for s in trace.timeline.on("all-gather")} == {0}
+
+
+def test_it_may_begin_and_end_while_a_gather_is_under_way(tmp_path: Path) -> None:
+    model, optimizer = build()
+    step(model, optimizer)
+    block: Any = model[0]
+    handle = block.unshard(async_op=True)
+    with fsdp2.trace(tmp_path / "one.json"):
+        handle.wait()
+        later: Any = model[1]
+        other = later.unshard(async_op=True)
+    other.wait()
+    block.reshard()
+    later.reshard()
+    step(model, optimizer)
+
+
+# ---- what is left behind: nothing
+
+
+def _classes(model: nn.Module) -> list[type]:
+    records = [record_of(module) for module in model.modules()]
+    unbound: list[type] = []
+    for record in records:
+        if record is not None:
+            unbound += [type(record.unit), *map(type, record.unit.groups)]
+    return unbound
+
+
+def test_a_step_behind_it_is_the_step_before_it(tmp_path: Path) -> None:
+    """The same Python calls, the same classes, the same attributes."""
+    model, optimizer = build()
+    for _ in range(3):
+        step(model, optimizer)
+    before = called(lambda: step(model, optimizer))
+    with fsdp2.trace(tmp_path / "step.json"):
+        step(model, optimizer)
+        assert set(_classes(model)) & {Unit, ParamGroup} == set()
+    assert set(_classes(model)) == {Unit, ParamGroup}
+    assert called(lambda: step(model, optimizer)) == before
+
+
+def test_an_exception_inside_is_passed_on_and_the_file_written(tmp_path: Path) -> None:
+    model, optimizer = build()
+    step(model, optimizer)
+    head = Fails()
+    with pytest.raises(RuntimeError, match="no more"), fsdp2.trace(tmp_path / "step.json"):
+        head(model(torch.ones(4, 64)))
+    found = Timeline.read(tmp_path / "step.json")
+    assert found.metadata["incomplete"] == "RuntimeError: no more"
+    assert units(found, "all-gather", "all-gather") == [*"012"]
+    assert set(_classes(model)) == {Unit, ParamGroup}
+    step(model, optimizer)
+
+
+def test_refused(tmp_path: Path) -> None:
+    gc.collect()  # models of other tests
+    with raises("trace-not-sharded"), fsdp2.trace(tmp_path / "step.json"):
+        pass
+    model, optimizer = build()
+    with raises("trace-no-folder"), fsdp2.trace(tmp_path / "nowhere" / "step.json"):
+        pass
+    with fsdp2.trace(tmp_path / "step.json"):
+        with raises("trace-nested"), fsdp2.trace(tmp_path / "other.json"):
+            pass
+        step(model, optimizer)
+    assert not (tmp_path / "other.json").exists()
+    assert Timeline.read(tmp_path / "step.json").on("all-gather")
