@@ -96,7 +96,8 @@ def table(rows: Sequence[Row]) -> str:
     """Markdown."""
     lines = ["| options | planned, ms | measured, ms | error |", "|---|---|---|---|"]
     lines += [
-        f"| `{row.options}` | {row.planned * 1e3:.1f} | {row.measured * 1e3:.1f} | {row.error:+.0%} |"
+        f"| `{row.options}` | {row.planned * 1e3:.1f} | {row.measured * 1e3:.1f} "
+        f"| {row.error:+.0%} |"
         for row in rows
     ]
     worst = max(abs(row.error) for row in rows)

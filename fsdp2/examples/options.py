@@ -236,7 +236,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const="h100",
         metavar="HARDWARE",
-        help="print what a step would take on h100, h200, a100, b200 or a file's machine, and leave",
+        help="print what a step would take on a machine (default: h100; or a file), and leave",
     )
     add("--trace", type=Path, metavar="FILE", help="write a timeline of steps 3 and 4 of rank 0")
     return parser

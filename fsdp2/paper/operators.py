@@ -13,7 +13,7 @@ that the device would run: flash or memory-efficient attention on a GPU; on a CP
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -177,16 +177,13 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     if isinstance(values, torch.Tensor):
         return [values]
     found: list[torch.Tensor] = []
-    if isinstance(values, list | tuple | _ValuesView):
+    if isinstance(values, list | tuple | ValuesView):
         for value in values:
             if isinstance(value, torch.Tensor):
                 found.append(value)
-            elif isinstance(value, list | tuple | _ValuesView):
+            elif isinstance(value, list | tuple | ValuesView):
                 found += _tensors(value)
     return found
-
-
-_ValuesView: type = type({}.values())
 
 
 def _size(tensor: torch.Tensor) -> int:
