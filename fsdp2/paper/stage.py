@@ -306,6 +306,28 @@ def _noting(name: str) -> Iterator[None]:
 # ---- all of it
 
 
+class _Module:
+    """What torch asks of ``torch.<device type>``."""
+
+    device_count = staticmethod(lambda: 1)
+    current_device = staticmethod(lambda: 0)
+    is_available = is_initialized = staticmethod(lambda: True)
+    set_device = staticmethod(lambda device: None)
+
+
+@contextmanager
+def module_of_meta() -> Iterator[None]:
+    """Let there be a ``torch.meta`` inside: DTensor of torch 2.15 asks it for its devices."""
+    present = hasattr(torch, "meta")
+    if not present:
+        setattr(torch, "meta", _Module)  # noqa: B010  # mypy knows torch
+    try:
+        yield
+    finally:
+        if not present:
+            delattr(torch, "meta")
+
+
 @contextmanager
 def on_paper(recorder: Recorder, backend: str, world_size: int) -> Iterator[None]:
     """Let groups that are made inside run on paper, as rank 0 of many.

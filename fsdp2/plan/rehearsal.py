@@ -32,7 +32,7 @@ from fsdp2.module import FSDPModule
 from fsdp2.norms import clip_grad_norm_
 from fsdp2.paper.operators import Operators, attention_of
 from fsdp2.paper.recording import ACTIVATIONS, GRADIENTS, MODEL, Recorder, Recording
-from fsdp2.paper.stage import NotedGroup, on_paper
+from fsdp2.paper.stage import NotedGroup, module_of_meta, on_paper
 from fsdp2.wrap import Choice, ModuleWrapPolicy, chosen_modules
 from fsdp2.wrap.choices import Policy
 
@@ -140,6 +140,7 @@ def rehearse(subject: Subject, settings: Settings, device: str, backend: str) ->
         stack.enter_context(attention_of(device))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         mesh = _mesh(settings)
+        stack.enter_context(module_of_meta())
         with torch.device("meta"):
             model = subject.make_model()
         with Operators(recorder):
