@@ -8,6 +8,7 @@ devices, such as the step counters of an optimizer, is left out.
 
 On ``meta`` torch computes attention by its formula. `attention_of` puts in its place the kernel
 that the device would run: flash or memory-efficient attention on a GPU; on a CPU torch's choice.
+An RMS norm is one kernel on a GPU, and a formula elsewhere.
 """
 
 from __future__ import annotations
@@ -217,23 +218,39 @@ def _counts() -> dict[Any, Callable[..., int]]:
 
 
 _attend: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
+_rms_norm: Callable[..., torch.Tensor] = F.rms_norm
 
 
 @contextmanager
 def attention_of(device_type: str) -> Iterator[None]:
-    """Let ``F.scaled_dot_product_attention`` run inside what a device would.
+    """Let attention and RMS norm of ``torch.nn.functional`` run inside what a device would.
 
-    The function is replaced in its module: a mode would not be there in backward, where checkpoints
+    The functions are replaced in their module: a mode would not be there in backward, where checkpoints
     run forwards again.
 
     Args:
         device_type: of the device that is planned for: "cpu", or "cuda" for every accelerator.
     """
     F.scaled_dot_product_attention = _on_cpu if device_type == "cpu" else _on_gpu
+    if device_type != "cpu":
+        F.rms_norm = _rms_norm_on_gpu
     try:
         yield
     finally:
-        F.scaled_dot_product_attention = _attend
+        F.scaled_dot_product_attention, F.rms_norm = _attend, _rms_norm
+
+
+def _rms_norm_on_gpu(
+    input: torch.Tensor,
+    normalized_shape: list[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    """One kernel where dtypes agree, which saves its input and a number for each row."""
+    if weight is None or weight.dtype != input.dtype:
+        return _rms_norm(input, normalized_shape, weight, eps)
+    done: torch.Tensor = _aten._fused_rms_norm(input, list(normalized_shape), weight, eps)[0]
+    return done
 
 
 def _on_cpu(

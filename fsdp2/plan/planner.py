@@ -255,7 +255,8 @@ class Plan:
             made = self if settings == self.settings else self.with_(**_changes(self, settings))
             tried.append(made)
             thriftiest = settings.checkpointing is True and settings.reshard_after_forward is True
-            if thriftiest and made.memory.peak.rounded > room:
+            # Where activations are small, what is computed again may be more than what is saved.
+            if thriftiest and made.memory.peak.rounded > 1.25 * room:
                 hopeless.add(key)
         return Fit(room, tried)
 
