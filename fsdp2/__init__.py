@@ -21,7 +21,7 @@ from fsdp2.core.config import (
 from fsdp2.core.device.collectives import AllGather, Comm, ReduceScatter
 from fsdp2.core.layout.mesh import FSDPMeshInfo, ShardPlacementResult
 from fsdp2.full import deferred, full_parameters, gathered, load_from_rank0, sync_module_states
-from fsdp2.inspect import DebugSettings, GroupReport, debug, group_reports
+from fsdp2.inspect import DebugSettings, GroupReport, Report, debug, group_reports, report
 from fsdp2.install import install, uninstall
 from fsdp2.interop import (
     CPUOffloadPolicy,
@@ -38,6 +38,7 @@ from fsdp2.module import (
 )
 from fsdp2.norms import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from fsdp2.optim import repoint_optimizer
+from fsdp2.plan.planner import Plan, plan
 from fsdp2.trace import trace
 from fsdp2.wrap import (
     Choice,
@@ -77,8 +78,10 @@ __all__ = [
     "ModuleWrapPolicy",
     "NonFiniteGradientError",
     "OffloadPolicy",
+    "Plan",
     "RankMismatchError",
     "ReduceScatter",
+    "Report",
     "ShardPlacementResult",
     "ShardReport",
     "ShardingStateError",
@@ -103,8 +106,10 @@ __all__ = [
     "load_from_rank0",
     "optim",
     "options_for",
+    "plan",
     "register_fsdp_forward_method",
     "repoint_optimizer",
+    "report",
     "shard_model",
     "share_comm_ctx",
     "size_based_auto_wrap_policy",

@@ -1,17 +1,19 @@
 """What a sharded model is, and whether its ranks agree: reports and checks, on request.
 
 model ──> group_reports ──> [GroupReport("(root)", …), GroupReport("blocks.0", …), …]
+      ──> report ──> the same as a table, with totals
 debug(check_ranks=True) ──> Checks.switch(Settings) ──> a layer around every group
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from fsdp2.core.debug.checks import Checks, Settings
+from fsdp2.core.layout.layout import Slot, Transport
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.window import window_of
@@ -37,6 +39,13 @@ class GroupReport:
             model; ``shard_placement_fn`` chose them, or dim 0 would have padded too much.
         window: how many units are gathered ahead of the one that computes; one number below a root
             (`FSDPModule.set_prefetch_window`).
+        gathers: all-gathers of a step of one micro-batch: 2 where parameters are freed after
+            forward, else 1; 0 on one rank.
+        gathered_bytes: bytes that one gather's collectives put together, padding included.
+        reduced_bytes: bytes that one reduction's collectives take on each rank, in the reduce
+            dtype, padding included; parameters that are frozen now left out.
+        packed: why parameters travel packed, by their name in the model; those that do not are not
+            in it.
     """
 
     name: str
@@ -49,6 +58,115 @@ class GroupReport:
     transport: str
     dims: Mapping[str, tuple[int, ...]]
     window: int
+    gathers: int = 0
+    gathered_bytes: int = 0
+    reduced_bytes: int = 0
+    packed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of the collectives of a step of one micro-batch, of whole tensors."""
+        return self.gathers * self.gathered_bytes + self.reduced_bytes
+
+
+@dataclass(frozen=True)
+class Report:
+    """A sharded model as a table for people: ``print(report(model))``.
+
+    Attributes:
+        groups: a row each.
+    """
+
+    groups: tuple[GroupReport, ...]
+
+    def __str__(self) -> str:
+        header = (
+            "group",
+            "params",
+            "elements",
+            "shard",
+            "gathered",
+            "padding",
+            "a step",
+            "travels",
+        )
+        rows = [_row(group) for group in self.groups]
+        total = (
+            "all",
+            f"{sum(g.num_params for g in self.groups):,}",
+            f"{sum(g.numel for g in self.groups):,}",
+            *(
+                _bytes(sum(getattr(group, name) for group in self.groups))
+                for name in ("shard_bytes", "unsharded_bytes", "padding_bytes", "step_bytes")
+            ),
+            "",
+        )
+        lines = [header, *_alike(rows), total]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+        printed = []
+        for line in lines:
+            middle = [
+                cell.rjust(width) for cell, width in zip(line[1:-1], widths[1:-1], strict=True)
+            ]
+            printed.append("  ".join([line[0].ljust(widths[0]), *middle, line[-1]]).rstrip())
+        rule = "  ".join("-" * width for width in widths)
+        return "\n".join([printed[0], rule, *printed[1:-1], rule, printed[-1]])
+
+
+def _row(group: GroupReport) -> tuple[str, ...]:
+    how = group.transport
+    if group.packed:
+        reasons = dict.fromkeys(group.packed.values())
+        how += f" ({len(group.packed)} packed: {'; '.join(reasons)})"
+    return (
+        group.name,
+        f"{group.num_params:,}",
+        f"{group.numel:,}",
+        _bytes(group.shard_bytes),
+        _bytes(group.unsharded_bytes),
+        _bytes(group.padding_bytes),
+        _bytes(group.step_bytes),
+        how,
+    )
+
+
+def _alike(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Rows that follow each other and differ in nothing but their names, as one."""
+    found: list[tuple[str, ...]] = []
+    runs: list[list[str]] = []
+    for row in rows:
+        if found and found[-1][1:] == row[1:]:
+            runs[-1].append(row[0])
+        else:
+            found.append(row)
+            runs.append([row[0]])
+    return [
+        (names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}, {len(names)} alike", *row[1:])
+        for names, row in zip(runs, found, strict=True)
+    ]
+
+
+def _bytes(nbytes: int) -> str:
+    for size, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if nbytes >= size:
+            return f"{nbytes / size:,.1f} {name}"
+    return f"{nbytes} B"
+
+
+def report(model: nn.Module) -> Report:
+    """What was sharded, as a table: print it before training.
+
+    "a step" is what the collectives of a step of one micro-batch put together or take, of whole
+    tensors: twice the gathered parameters where they are freed after forward, and the gradients.
+
+    Args:
+        model: a module, sharded or with sharded modules in it.
+
+    Example::
+
+        print(fsdp2.report(model))
+    """
+    return Report(tuple(group_reports(model)))
 
 
 def group_reports(model: nn.Module) -> list[GroupReport]:
@@ -64,6 +182,7 @@ def group_reports(model: nn.Module) -> list[GroupReport]:
     """
     names: dict[ParamGroup, list[str]] = {}
     windows: dict[ParamGroup, int] = {}
+    gathers: dict[ParamGroup, int] = {}
     for name, module in model.named_modules():
         record = record_of(module)
         if record is None:
@@ -72,17 +191,36 @@ def group_reports(model: nn.Module) -> list[GroupReport]:
         for group in record.unit.own_groups:
             names.setdefault(group, []).append(name or "(root)")
             windows[group] = window_of(units)
+            is_root = not name if record.scheduler is None else record.unit.is_root
+            frees = record.unit.reshard_after_forward
+            gathers[group] = 2 if (not is_root if frees is None else frees) else 1
     params = {param: name for name, param in model.named_parameters()}
     return [
-        _report(group, ", ".join(where), params, windows[group]) for group, where in names.items()
+        _report(group, ", ".join(where), params, windows[group], gathers[group])
+        for group, where in names.items()
     ]
 
 
 def _report(
-    group: ParamGroup, name: str, params: Mapping[nn.Parameter, str], window: int
+    group: ParamGroup, name: str, params: Mapping[nn.Parameter, str], window: int, gathers: int
 ) -> GroupReport:
     layout = group.layout
     assert layout is not None
+    ranks = layout.world_size
+    trained = {i for i, param in enumerate(group.params) if param.sharded.requires_grad}
+    gathered = reduced = 0
+    packed = {}
+    for segment in layout.segments:
+        gathered += segment.shard_numel * ranks * segment.full_dtype.itemsize
+        dtype = group.options.precision.reduce_dtype or segment.full_dtype
+        for slot in segment.slots:
+            if slot.index in trained:
+                reduced += slot.shard_numel * ranks * dtype.itemsize
+            if segment.transport is Transport.PACKED:
+                param = group.params[slot.index]
+                named = params.get(param.sharded, param.name)
+                packed[named] = _why_packed(group, slot)
+    sharded = ranks > 1
     return GroupReport(
         name=name,
         num_params=len(group.params),
@@ -98,7 +236,21 @@ def _report(
             if param.cut.dims != (0,)
         },
         window=window,
+        gathers=gathers if sharded else 0,
+        gathered_bytes=gathered if sharded else 0,
+        reduced_bytes=reduced if sharded or group.replicas is not None else 0,
+        packed=packed,
     )
+
+
+def _why_packed(group: ParamGroup, slot: Slot) -> str:
+    if not group.collectives.coalesces:
+        return "the backend does not coalesce"
+    if not slot.in_order:
+        return "pieces are not in order"
+    if not slot.aligned(group.params[slot.index].dtype.itemsize):
+        return "pieces are no multiple of 16 bytes"
+    return "small"
 
 
 class DebugSettings:

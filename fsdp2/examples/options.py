@@ -108,6 +108,7 @@ class Options:
     backend: str  # "gloo", "nccl", or one for each kind of tensor: "cpu:gloo,cuda:nccl"
     threads: int
     trace: Path | None = None  # where rank 0 writes a timeline of two steps
+    plan: str | None = None  # the machine that a plan is printed for, in place of training
 
     @property
     def model(self) -> ModelConfig:
@@ -151,6 +152,8 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
             raise UsageError(f"{flag} needs NumPy: pip install numpy")
     if args.export is not None and args.export.exists():
         raise UsageError(f"--export {args.export} is there already: name a new folder")
+    if args.plan is not None and (args.tp > 1 or args.lora is not None):
+        raise UsageError("--plan knows neither --tp nor --lora: leave them out to plan the rest")
     if args.checkpoint is None and args.resume:
         raise UsageError("--resume needs --checkpoint DIR to say what to resume from")
     for flag in ("--checkpoint-every", "--checkpoint-async", "--keep"):
@@ -186,6 +189,7 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
         backend=_backend(device, local_world_size, args.cpu_offload),
         threads=args.threads or _threads(local_world_size),
         trace=args.trace,
+        plan=args.plan,
     )
 
 
@@ -240,6 +244,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=seed, default=0, help="fixes weights and data order")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--threads", type=count, help="CPU threads a rank (default: the CPUs, shared out)")
+    add(
+        "--plan",
+        nargs="?",
+        const="h100",
+        metavar="HARDWARE",
+        help="print what a step would take on a machine (default: h100; or a file), and leave",
+    )
     add("--trace", type=Path, metavar="FILE", help="write a timeline of steps 3 and 4 of rank 0")
     return parser
 

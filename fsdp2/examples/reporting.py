@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import group_reports
+from fsdp2 import report
 
 try:
     from rich.console import Console
@@ -112,30 +112,7 @@ def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]
 
 def print_groups(model: torch.nn.Module) -> None:
     """The model's groups: what is gathered and freed together, and what a rank holds of it."""
-    header = (
-        "group",
-        "parameters",
-        "elements",
-        "bytes a rank",
-        "gathered",
-        "padding",
-        "copied",
-        "transport",
-    )
-    rows = [
-        (
-            group.name,
-            f"{group.num_params:,}",
-            f"{group.numel:,}",
-            format_bytes(group.shard_bytes),
-            format_bytes(group.unsharded_bytes),
-            format_bytes(group.padding_bytes),
-            format_bytes(group.copied_bytes),
-            group.transport,
-        )
-        for group in group_reports(model)
-    ]
-    print_table("Groups, each gathered and freed as one", header, rows)
+    print(f"Groups, each gathered and freed as one\n{report(model)}", flush=True)
 
 
 @dataclass(frozen=True)

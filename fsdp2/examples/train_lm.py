@@ -29,8 +29,10 @@ from fsdp2 import (
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    Plan,
     checkpoint,
     fully_shard,
+    plan,
     trace,
 )
 
@@ -60,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         launch.run_as_worker(lambda: _worker(argv, ranks))
     try:
         options = parse(argv, None)
+        if options.plan is not None:
+            print(plan_step(options), flush=True)
+            return 0
         _prepare(options)
     except UsageError as error:
         return _complain(error)
@@ -179,23 +184,7 @@ def build_model(options: Options, device: torch.device, mesh: DeviceMesh) -> Tra
     """
     with torch.device("meta"):
         model = Transformer(options.model, options.activation_checkpointing)
-    policy = MixedPrecisionPolicy()
-    if options.precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    offload = OffloadPolicy()
-    if options.cpu_offload:
-        # Pages are pinned for copies to and from a GPU; without one there is nothing to pin for.
-        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-
-    def shard(module: nn.Module) -> None:
-        fully_shard(
-            module,
-            mesh=parallel.data_parallel_mesh(mesh),
-            reshard_after_forward=options.reshard_after_forward,
-            mp_policy=policy,
-            offload_policy=offload,
-        )
-
+    own = parallel.data_parallel_mesh(mesh)
     for name, part in model.parts():
         part.to_empty(device=device)
         reset_parameters(part, options.model, options.seed, prefix=name)
@@ -204,9 +193,56 @@ def build_model(options: Options, device: torch.device, mesh: DeviceMesh) -> Tra
         if options.tp > 1:
             parallel.tensor_parallel(part, mesh["tp"])
         if isinstance(part, Block):
-            shard(part)
-    shard(model)
+            _shard(part, own, options, device)
+    _shard(model, own, options, device)
     return model
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh, options: Options, device: torch.device) -> None:
+    policy = MixedPrecisionPolicy()
+    if options.precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    offload = OffloadPolicy()
+    if options.cpu_offload:
+        # Pages are pinned for copies to and from a GPU; without one there is nothing to pin for.
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=options.reshard_after_forward,
+        mp_policy=policy,
+        offload_policy=offload,
+    )
+
+
+def plan_step(options: Options) -> Plan:
+    """What a step would take on the machine that ``--plan`` names: nothing is made or started."""
+    assert options.plan is not None
+    on = torch.device("meta")
+
+    def make_batch() -> tuple[Tensor, Tensor]:
+        tokens = torch.zeros(options.rank_batch, options.seq_len, dtype=torch.int64)
+        return tokens, tokens.clone()
+
+    def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+        for block in cast(Transformer, model).blocks:
+            _shard(block, mesh, options, on)
+        _shard(model, mesh, options, on)
+
+    ranks = (options.replicate, options.shard_size)
+    try:
+        return plan(
+            lambda: Transformer(options.model, options.activation_checkpointing),
+            make_batch,
+            shard=shard,
+            loss=lambda model, batch: token_losses(model(batch[0]), batch[1]).mean(),
+            mesh=ranks if options.replicate > 1 else ranks[1],
+            hardware=options.plan,
+            accumulate=options.grad_accum,
+            clip=MAX_GRAD_NORM,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:

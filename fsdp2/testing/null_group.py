@@ -1,20 +1,11 @@
-"""A process group whose collectives do nothing, for measuring what surrounds them.
+"""The process group whose collectives do nothing (`fsdp2.paper.null_group`), for measurements.
 
-One process claims to be rank 0 of 8 (or 1024, or 16384); every collective returns at once, with a
-completed `Work` and with its output tensors as they were. What is left to measure is a sharding
-runtime's own cost, and every runtime pays the same for the group:
+What is left to measure is a sharding runtime's own cost, and every runtime pays the same for the
+group:
 
     init_null_group(8)                      # the default group, backend "null"
     mesh = null_mesh(8)                     # the same, and a 1-D DeviceMesh over it
     with null_world(8) as group: ...        # and destroyed afterwards
-
-Why not torch's `fake` backend: it copies the input once per rank, so it is not free and its cost
-grows with the world size.
-
-Gathered tensors hold whatever was in that memory, with one exception: int64 tensors, and a uint8
-tensor gathered just after one, are copied to every rank's place. Those are the sizes and bytes of
-object collectives, which so give each rank its own object back, and the parameter shapes that
-DistributedDataParallel compares. A `scatter` from this rank gives it its own tensor.
 
 What the group leaves out: a Python `ProcessGroup` is called directly, so c10d's binding and
 dispatcher (1-2 microseconds a call) are not paid; `c10d_cost` is an observer that pays them. Nor is
@@ -25,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -34,198 +25,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2.core.device.backends import Traits, know
+from fsdp2.paper.null_group import (
+    BACKEND,
+    NullGroup,
+    NullWork,
+    Observer,
+    PythonGroup,
+    init_null_group,
+)
 
-BACKEND = "null"
-
-# name of the collective (torch 2.13's names), and its tensors: outputs before inputs
-Observer = Callable[[str, list[Tensor]], None]
-
-
-class NullWork(dist.Work):
-    """A `Work` that is always complete. `tensors` is what its future holds, for DDP's reducer."""
-
-    def __init__(self, tensors: list[Tensor] | None = None) -> None:
-        super().__init__()
-        self._tensors = tensors
-
-    def wait(self, timeout: object = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def get_future(self) -> torch.futures.Future:
-        future: torch.futures.Future = torch.futures.Future()
-        future.set_result(self._tensors)
-        return future
-
-
-_DONE = NullWork()
-
-
-class PythonGroup(dist.ProcessGroup):
-    """What c10d asks of any process group that is written in Python: names.
-
-    Attributes:
-        backend: the name that it is registered under.
-    """
-
-    backend = ""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)
-        self._name = self._desc = ""
-
-    # c10d calls these, from C++ too.
-    def getBackendName(self) -> str:  # noqa: N802
-        return self.backend
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        self._name = name
-
-    def getGroupName(self) -> str:  # noqa: N802
-        return self._name
-
-    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        self._desc = desc
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        return self._desc
-
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
-    group_name, group_desc = property(getGroupName), property(getGroupDesc)
-
-
-class NullGroup(PythonGroup):
-    """Rank `rank` of `size`; every collective is a no-op.
-
-    Until torch 2.12 the single-tensor collectives are called `_allgather_base` and so on, from 2.13
-    `all_gather_single` and so on; both names are there, and observers are told the newer one.
-    """
-
-    backend = BACKEND
-
-    def __init__(self, rank: int, size: int, observer: Observer | None = None) -> None:
-        super().__init__(rank, size)
-        self._bytes_come_next = False  # an object's size was gathered, its pickle comes next
-        self.observe(observer)
-
-    def observe(self, observer: Observer | None) -> None:
-        """Call `observer(name, tensors)` at each collective from now on.
-
-        With None the class's own methods are called again, so that an observer costs nothing when
-        there is none.
-        """
-        for name in _ALIASES:
-            self.__dict__.pop(name, None)
-        if observer is not None:
-            for name, told in _ALIASES.items():
-                setattr(self, name, _observed(told, getattr(self, name), observer))
-
-    def _nothing(self, *_args: object, **_kwargs: object) -> NullWork:
-        return _DONE
-
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: object = None) -> NullWork:
-        if not input.dtype.is_floating_point and self._belongs_to_an_object(input):
-            output.view(-1, *input.shape).copy_(input)
-        return _DONE
-
-    _allgather_base = all_gather_single
-
-    all_gather_single_coalesced = allgather_into_tensor_coalesced = _nothing
-    reduce_scatter_single = _reduce_scatter_base = _nothing
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _nothing
-    reduce_scatter = broadcast = barrier = reduce = _nothing
-    all_to_all_single = alltoall_base = alltoall = _nothing
-    send = recv = recv_anysource = monitored_barrier = _nothing
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        pass
-
-    def _end_coalescing(self, device: torch.device) -> NullWork:
-        return _DONE
-
-    def allreduce(self, tensors: list[Tensor], opts: object = None) -> NullWork:
-        return NullWork(tensors)
-
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: object = None) -> NullWork:
-        return NullWork(tensors)
-
-    def allgather(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: object = None
-    ) -> NullWork:
-        if outputs and self._belongs_to_an_object(inputs[0]):
-            for output in outputs[0]:
-                output.copy_(inputs[0])
-        return _DONE
-
-    gather = allgather  # with no outputs on other ranks than the destination
-    allgather_coalesced = _nothing
-
-    def _belongs_to_an_object(self, tensor: Tensor) -> bool:
-        is_size = tensor.dtype is torch.int64
-        is_pickle = tensor.dtype is torch.uint8 and self._bytes_come_next
-        self._bytes_come_next = is_size
-        return is_size or is_pickle
-
-    def scatter(
-        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: object = None
-    ) -> NullWork:
-        if inputs:
-            outputs[0].copy_(inputs[0][self.rank()])
-        return _DONE
-
-
-know("NullGroup", Traits("null", coalesces=True))  # to be measured as NCCL would be
-
-
-# method -> the name that an observer is told
-_ALIASES = {
-    "all_gather_single": "all_gather_single",
-    "_allgather_base": "all_gather_single",
-    "all_gather_single_coalesced": "all_gather_single_coalesced",
-    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
-    "reduce_scatter_single": "reduce_scatter_single",
-    "_reduce_scatter_base": "reduce_scatter_single",
-    "reduce_scatter_single_coalesced": "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
-    "all_to_all_single": "all_to_all_single",
-    "alltoall_base": "all_to_all_single",
-    "alltoall": "alltoall",
-    "allgather": "allgather",
-    "allgather_coalesced": "allgather_coalesced",
-    "allreduce": "allreduce",
-    "allreduce_coalesced": "allreduce_coalesced",
-    "reduce_scatter": "reduce_scatter",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
-    "barrier": "barrier",
-    "send": "send",
-    "recv": "recv",
-}
-
-
-def _observed(told: str, method: Callable[..., NullWork], observer: Observer) -> Callable:
-    def call(*args: object, **kwargs: object) -> NullWork:
-        observer(told, _tensors(args))
-        return method(*args, **kwargs)
-
-    return call
-
-
-def _tensors(args: Sequence[object]) -> list[Tensor]:
-    """The tensors among `args`, and in its lists and lists of lists, in order."""
-    found: list[Tensor] = []
-    for arg in args:
-        if isinstance(arg, Tensor):
-            found.append(arg)
-        elif isinstance(arg, (list, tuple)):
-            found += _tensors(arg)
-    return found
-
+__all__ = [
+    "BACKEND",
+    "Call",
+    "CallLog",
+    "NullGroup",
+    "NullWork",
+    "Observer",
+    "PythonGroup",
+    "c10d_cost",
+    "fill_gathered",
+    "init_null_group",
+    "null_mesh",
+    "null_world",
+]
 
 # ---------------------------------------------------------------------------------------------
 # Observers
@@ -297,37 +119,7 @@ def c10d_cost() -> Observer:
 
 
 # ---------------------------------------------------------------------------------------------
-# Making groups and meshes
-
-# The observer of groups yet to be made: a mesh makes its own subgroups, through the backend.
-_observer_of_new_groups: Observer | None = None
-
-
-def _create(store: dist.Store, rank: int, size: int, timeout: object) -> NullGroup:
-    return NullGroup(rank, size, _observer_of_new_groups)
-
-
-def init_null_group(
-    world_size: int,
-    rank: int = 0,
-    *,
-    observer: Observer | None = None,
-    device_type: str = "cpu",
-) -> NullGroup:
-    """Make a null group the default process group, and return it.
-
-    It serves the CPU, CUDA and ``device_type``. `observer` is given to this group and to every null
-    group made after it, such as a mesh's.
-    """
-    global _observer_of_new_groups
-    if BACKEND not in dist.Backend.backend_list:
-        devices = list(dict.fromkeys(("cpu", "cuda", device_type)))
-        dist.Backend.register_backend(BACKEND, _create, devices=devices)
-    _observer_of_new_groups = observer
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=world_size)
-    group = dist.group.WORLD
-    assert isinstance(group, NullGroup)
-    return group
+# Making meshes and worlds
 
 
 def null_mesh(

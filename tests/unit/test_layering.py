@@ -205,7 +205,8 @@ def test_what_decides_does_not_import_the_hooks() -> None:
 def test_the_testing_room_stands_on_the_core(path: Path) -> None:
     assert _rooms_of(path) <= {*TESTING, *GROUND}
     own = {module for module in _own_modules(path) if not _below(module, "core")}
-    assert all(_below(module, "testing") or module == "trace.timeline" for module in own)
+    others = {"trace.timeline", "paper.null_group"}
+    assert all(_below(module, "testing") or module in others for module in own)
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if "testing" not in p.parts], ids=_name)
@@ -331,7 +332,8 @@ def test_the_room_of_timelines_stands_on_its_data() -> None:
     room = ROOT / "trace"
     text = ast.get_docstring(_tree(room / "__init__.py")) or ""
     for path in room.glob("*.py"):
-        assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
+        named = path.stem.startswith("__") or re.search(rf"\b{path.stem}\b", text)
+        assert named, path.stem
     for name, others in TRACE.items():
         assert _own_modules(room / f"{name}.py") - {f"trace.{name}"} == others
         assert not any(_below(m, "torch") for m in _modules_of(room / f"{name}.py"))
@@ -341,6 +343,30 @@ def test_the_room_of_timelines_stands_on_its_data() -> None:
         assert all(_below(module, "core") or _below(module, "trace") for module in own)
     users = {_name(path) for path in FILES if any(_below(m, "trace") for m in _own_modules(path))}
     assert not any(_below(name, "core") for name in users)
+
+
+def test_the_rooms_of_paper_and_plans_say_what_lives_there() -> None:
+    """Plans stand on paper, on public modules and on timelines; paper on the core alone."""
+    public = {"api", "inspect", "interop", "module", "norms", "wrap", "wrap.choices"}
+    known = {"core.config", "core.device.streams", "core.device.collectives"}
+    known |= {
+        "core.progress",
+        "core.modules.registry",
+        "core.schedule.layers",
+        "core.schedule.unit",
+    }
+    for room, others in (("paper", set()), ("plan", public | known)):
+        text = ast.get_docstring(_tree(ROOT / room / "__init__.py")) or ""
+        for path in (ROOT / room).glob("*.py"):
+            named = path.stem.startswith("__") or re.search(rf"\b{path.stem}\b", text)
+            assert named, path.stem
+            for module in _own_modules(path):
+                below = ("core", "paper") if room == "paper" else ("plan", "paper", "trace")
+                assert module in others or any(_below(module, each) for each in below), path
+    users = {_name(p) for p in FILES if any(_below(m, "plan") for m in _own_modules(p))}
+    assert all(name == "" or _below(name, "plan") for name in users)
+    users = {_name(p) for p in FILES if any(_below(m, "paper") for m in _own_modules(p))}
+    assert all(name.partition(".")[0] in ("plan", "paper", "testing") for name in users)
 
 
 def test_every_exported_name_exists() -> None:
@@ -375,6 +401,8 @@ def test_only_three_modules_import_torch_distributed(path: Path) -> None:
         exactly.append("torch.distributed._composable_state")
         exactly += [f"torch.distributed.fsdp._fully_shard._fsdp_{part}" for part in TORCHS_OWN]
         exactly.append("torch.distributed.fsdp.sharded_grad_scaler")
+    if _name(path) in ("paper.null_group", "paper.stage"):
+        exactly += ["torch.distributed", "torch._C._distributed_c10d"]
     if _below(_name(path), "checkpoint"):
         allowed.append("torch.distributed.checkpoint")
     for module in _modules_of(path):

@@ -6,6 +6,7 @@
     backends     what each kind of backend is known to do
     collectives  the only module that calls c10d; what differs between torch versions
     presence     every rank of a process group runs fsdp2, or none communicates; first collectives
+    rehearsal    what stands for streams and kernels while a step is rehearsed on ``meta``
     comm_memory  collectives in memory of the process group, or in symmetric memory
 
 Owns: streams and events, storages, process groups made on the way.

@@ -566,7 +566,8 @@ class GroupCollectives:
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """One small all-gather, waited for."""
-        own = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        device = "cpu" if self.device.type == "meta" else self.device  # numbers need memory
+        own = torch.tensor(numbers, dtype=torch.int64, device=device)
         everyones = own.repeat(self.size)  # for groups that only look like many ranks
         work = self._gather(everyones, own, self._gather_options)
         if work is not None:

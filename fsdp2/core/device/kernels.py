@@ -223,6 +223,6 @@ class BlockingKernels(TorchKernels):
 
 def kernels_for(device: torch.device, has_streams: bool) -> Kernels:
     """Those of ``device``."""
-    if device.type == "cpu":
+    if device.type in ("cpu", "meta"):
         return TorchKernels(device)
     return FusedKernels(device) if has_streams else BlockingKernels(device)

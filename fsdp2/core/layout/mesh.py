@@ -254,9 +254,9 @@ def _axes(mesh: DeviceMesh, shard: int | None, replicate: int | None) -> MeshAxe
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """This process's."""
+    """This process's; of a mesh on ``meta`` that, where a step is rehearsed without memory."""
     device = torch.device(mesh.device_type)
-    if device.type == "cpu":
+    if device.type in ("cpu", "meta"):
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
 

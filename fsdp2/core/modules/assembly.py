@@ -15,6 +15,7 @@ from torch import nn
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
 from fsdp2.core.debug.checks import check_plans, follow
+from fsdp2.core.device import rehearsal
 from fsdp2.core.device.buffers import empties_storages
 from fsdp2.core.device.collectives import (
     Collectives,
@@ -23,7 +24,7 @@ from fsdp2.core.device.collectives import (
     ReplicaCollectives,
     SoloCollectives,
 )
-from fsdp2.core.device.kernels import kernels_for
+from fsdp2.core.device.kernels import Kernels, kernels_for
 from fsdp2.core.device.presence import announce
 from fsdp2.core.device.streams import Streams, make_streams
 from fsdp2.core.gather.smaller_group import SmallerGroup
@@ -44,6 +45,8 @@ from fsdp2.core.schedule.group import ParamGroup, Runtime
 from fsdp2.core.schedule.unit import Unit
 
 _streams: dict[torch.device, Streams] = {}
+
+META = torch.device("meta")
 
 
 def make_groups(
@@ -68,7 +71,7 @@ def make_groups(
         runtime = Runtime(
             _collectives(axes, streams),
             streams,
-            kernels_for(axes.device, streams.asynchronous),
+            _kernels(axes.device, streams),
             axes.device,
             None if axes.replicas is None else _replicas(axes, streams),
             _effective_offload(arguments.offload, axes.device),
@@ -180,9 +183,17 @@ def move_buffers(modules: tuple[nn.Module, ...], device: torch.device) -> None:
 
 def streams_for(device: torch.device) -> Streams:
     """The lanes of a device, the same for all roots."""
+    if device == META and rehearsal.stage is not None:
+        return rehearsal.stage.streams
     if device not in _streams:
         _streams[device] = make_streams(device)
     return _streams[device]
+
+
+def _kernels(device: torch.device, streams: Streams) -> Kernels:
+    if device == META and rehearsal.stage is not None:
+        return rehearsal.stage.kernels
+    return kernels_for(device, streams.asynchronous)
 
 
 def watch_state_dicts(groups: list[ParamGroup]) -> None:

@@ -404,7 +404,7 @@ class ShardedParam:
             device: where it must be.
             offloaded: whether that is CPU memory because it is offloaded.
         """
-        if self.is_meta:
+        if self.is_meta and device.type != "meta":
             raise ShardingStateError(
                 f"parameter '{self.name}' is still on the meta device; call "
                 f"model.to_empty(device='{device.type}') and initialise it before the first "

@@ -365,7 +365,8 @@ class ParamGroup:
         self._references = self._count_references()
 
     def _bind_buffers(self) -> None:
-        home = self.device if self.offload is None else torch.device("cpu")
+        offloads = self.offload is not None and self.device.type != "meta"
+        home = torch.device("cpu") if offloads else self.device
         for param in self.params:
             param.check_usable(home, self.offload is not None)
         follow_requires_grad(self.params)

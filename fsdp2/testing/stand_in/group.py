@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2.core.device.backends import Traits, know
-from fsdp2.testing.null_group import PythonGroup
+from fsdp2.paper.null_group import PythonGroup
 from fsdp2.testing.stand_in import device
 
 COALESCING = "standin_ring"

@@ -1,0 +1,315 @@
+"""Every operator that runs on ``meta``: what it computes, reads, writes and allocates.
+
+    with Operators(recorder), attention_of("cuda"): model(batch).sum().backward()
+
+FLOPs are those of `torch.utils.flop_counter`. Bytes are those of the arguments and results. An
+operator of which all results are views takes no time of the device's. What runs on tensors of other
+devices, such as the step counters of an optimizer, is left out.
+
+On ``meta`` torch computes attention by its formula. `attention_of` puts in its place the kernel
+that the device would run: flash or memory-efficient attention on a GPU; on a CPU torch's choice.
+An RMS norm is one kernel on a GPU, and a formula elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from fsdp2.paper.recording import Recorder
+
+_aten = torch.ops.aten
+
+_FACTORIES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+"""They allocate, and launch nothing."""
+
+_SPARSE = {"embedding", "index", "index_select", "gather", "select_backward"}
+"""They read no more than they write, however large what they read from."""
+
+
+class _Known(NamedTuple):
+    """What an operator did with arguments of some shapes: it will do the same with others of them.
+
+    Attributes:
+        results: (shape, strides, dtype) of each result.
+        kind: of the sequence that they were in; ``None`` of a single tensor.
+        flops: its arithmetic.
+        nbytes: read and written.
+    """
+
+    results: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
+    kind: type | None
+    flops: int
+    nbytes: int
+
+    def make(self) -> Any:
+        """Results of these shapes."""
+        made = [
+            torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+            for shape, strides, dtype in self.results
+        ]
+        return made[0] if self.kind is None else self.kind(made)
+
+
+class Operators(TorchDispatchMode):
+    """Tells a recorder of every operator inside.
+
+    What a pure operator returns is remembered by the shapes of its arguments: a model's blocks are
+    alike, and torch's own arithmetic of shapes is slow.
+
+    Args:
+        recorder: who notes it.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._known: dict[object, _Known] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes again, of local tensors
+        given = kwargs or {}
+        key = _key(func, args, given)
+        known = None if key is None else self._known.get(key)
+        result = func(*args, **given) if known is None else known.make()
+        results = _tensors(result)
+        if results and not results[0].is_meta:
+            return result
+        inputs = _tensors((args, given.values()))
+        if not results and not any(tensor.is_meta for tensor in inputs):
+            return result
+        self._note(func, args, given, result, inputs, results, key, known)
+        return result
+
+    def _note(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        inputs: list[torch.Tensor],
+        results: list[torch.Tensor],
+        key: object,
+        known: _Known | None,
+    ) -> None:
+        recorder = self._recorder
+        seen = {recorder.storage(tensor) for tensor in inputs if tensor.is_meta}
+        host = bool(seen) and all(map(recorder.is_host, seen))
+        made = {recorder.storage(tensor, host) for tensor in results}
+        name = func._schema.name.partition("::")[2]
+        kind = "compute"
+        if name in _FACTORIES or (not func._schema.is_mutable and made <= seen):
+            kind = "view"
+        flops = nbytes = 0
+        if known is not None:
+            flops, nbytes = known.flops, known.nbytes
+        elif kind == "compute":
+            flops = _flops(func, args, kwargs, result)
+            written = sum(map(_size, results)) or _mutated(args)
+            nbytes = 2 * written if name in _SPARSE else written + sum(map(_size, inputs))
+            if key is not None and not made & seen and len(made) == len(results):
+                self._remember(key, result, results, flops, nbytes)
+        dtype = next((t.dtype for t in (*results, *inputs) if t.is_meta), torch.float32)
+        recorder.operation(None if host else recorder.lane, name, kind, flops, nbytes, dtype)
+
+    def _remember(
+        self, key: object, result: Any, results: list[torch.Tensor], flops: int, nbytes: int
+    ) -> None:
+        kind = None if isinstance(result, torch.Tensor) else type(result)
+        if kind is not None and (kind not in (tuple, list) or len(result) != len(results)):
+            return
+        if all(tensor.nbytes == tensor.untyped_storage().nbytes() for tensor in results):
+            shapes = tuple((t.shape, t.stride(), t.dtype) for t in results)
+            self._known[key] = _Known(shapes, kind, flops, nbytes)
+
+
+def _key(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    """What results depend on; ``None`` where nothing is to be remembered."""
+    if func._schema.is_mutable or func.is_view:
+        return None
+    given, named = _shapes(args), _shapes(tuple(kwargs.items()))
+    return None if given is None or named is None else (func, given, named)
+
+
+def _shapes(values: Sequence[Any]) -> tuple[object, ...] | None:
+    """``None`` where a value may count that is not in a shape."""
+    found: list[object] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if not value.is_meta:
+                return None
+            found.append((value.shape, value.stride(), value.dtype))
+        elif isinstance(value, list | tuple):
+            inside = _shapes(value)
+            if inside is None:
+                return None
+            found.append((type(value), inside))
+        elif isinstance(value, _PLAIN) or value is None:
+            found.append((type(value), value))
+        else:
+            return None
+    return tuple(found)
+
+
+_PLAIN = (
+    *(bool, int, float, complex, str),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """The tensors among values, and in lists of them."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    found: list[torch.Tensor] = []
+    if isinstance(values, list | tuple | ValuesView):
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            elif isinstance(value, list | tuple | ValuesView):
+                found += _tensors(value)
+    return found
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return min(int(tensor.nbytes), int(tensor.untyped_storage().nbytes()))
+
+
+def _mutated(args: tuple[Any, ...]) -> int:
+    """Of operators that return nothing: what the first argument holds, which they write."""
+    return sum(map(_size, _tensors(args[0]))) if args else 0
+
+
+def _flops(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
+    count = flop_registry.get(func._overloadpacket) or _counts().get(func._overloadpacket)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=result))
+
+
+@functools.cache
+def _counts() -> dict[Any, Callable[..., int]]:
+    """Of attention on a CPU, which torch counts from 2.15 on."""
+
+    def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+    def backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+
+    return {
+        _aten._scaled_dot_product_flash_attention_for_cpu: forward,
+        _aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
+    }
+
+
+_attend: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
+_rms_norm: Callable[..., torch.Tensor] = F.rms_norm
+
+
+@contextmanager
+def attention_of(device_type: str) -> Iterator[None]:
+    """Let attention and RMS norm of ``torch.nn.functional`` run inside what a device would.
+
+    The functions are replaced in their module: a mode would not be there in backward, where checkpoints
+    run forwards again.
+
+    Args:
+        device_type: of the device that is planned for: "cpu", or "cuda" for every accelerator.
+    """
+    F.scaled_dot_product_attention = _on_cpu if device_type == "cpu" else _on_gpu
+    if device_type != "cpu":
+        F.rms_norm = _rms_norm_on_gpu
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention, F.rms_norm = _attend, _rms_norm
+
+
+def _rms_norm_on_gpu(
+    input: torch.Tensor,
+    normalized_shape: list[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    """One kernel where dtypes agree, which saves its input and a number for each row."""
+    if weight is None or weight.dtype != input.dtype:
+        return _rms_norm(input, normalized_shape, weight, eps)
+    done: torch.Tensor = _aten._fused_rms_norm(input, list(normalized_shape), weight, eps)[0]
+    return done
+
+
+def _on_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    few = [_few(tensor) for tensor in (query, key, value)]
+    mask = None if attn_mask is None else torch.zeros((), dtype=attn_mask.dtype)
+    if mask is not None:
+        mask = mask.expand(*(1,) * (query.dim() - 2), few[0].shape[-2], few[1].shape[-2])
+    choose: Any = torch._fused_sdp_choice
+    chosen = choose(*few, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if chosen == 1:
+        flash = _aten._scaled_dot_product_flash_attention_for_cpu
+        made: torch.Tensor = flash(
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )[0]
+        return made
+    return _attend(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _few(tensor: torch.Tensor) -> torch.Tensor:
+    """A small tensor in CPU memory of which torch would choose the same kernel."""
+    shape = [1, *tensor.shape[1:-2], min(tensor.shape[-2], 8), tensor.shape[-1]]
+    made = torch.empty(shape, dtype=tensor.dtype, device="cpu")
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _on_gpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    if query.dim() == 4 and attn_mask is None and query.dtype in (torch.float16, torch.bfloat16):
+        made: torch.Tensor = _aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, scale=scale
+        )[0]
+        return made
+    if query.dim() == 4 and query.shape[1] == key.shape[1]:
+        if attn_mask is not None:
+            attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+        trains = query.requires_grad or key.requires_grad or value.requires_grad
+        thrifty: torch.Tensor = _aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, trains, dropout_p, is_causal, scale=scale
+        )[0]
+        return thrifty
+    return _attend(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )

@@ -1,0 +1,365 @@
+"""What a rehearsed step did: operations on lanes, events between them, memory that came and went.
+
+    Recording.notes   [Operation | Allocation | Free | Signal | Wait, …] in the order of the host
+    Recording.before  what was allocated when the step began
+
+`Recorder` is what streams, kernels, groups and operators tell. Until `start` it follows memory
+alone. A storage is known by a number of its own, which stays with it as long as it lives.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from fsdp2.core.device.streams import Lane
+
+SHARDS = "shards"
+GATHERED = "gathered"
+GRADIENTS = "gradients"
+REDUCTIONS = "reduction buffers"
+ACTIVATIONS = "activations"
+OPTIMIZER = "optimizer"
+TEMPORARY = "temporary"
+MODEL = "buffers"
+
+CATEGORIES = (SHARDS, GATHERED, GRADIENTS, REDUCTIONS, ACTIVATIONS, OPTIMIZER, TEMPORARY, MODEL)
+
+_OF_GATHERS = ("gathered ", "shards of ", "all-gather output", "rows of the smaller group")
+_OF_GRADIENTS = ("sharded gradient", "kept gradient")
+
+
+class Operation(NamedTuple):
+    """Something that took a device's time, or the host's.
+
+    Attributes:
+        lane: where it ran; ``None`` on the host's own memory.
+        name: the operator's or collective's.
+        kind: "compute" of the user's model; "view", which takes the host's time alone; "copy" of
+            the engine's; "collective".
+        unit: the unit that it was for; "" for none.
+        phase: "forward", "backward" or "optimizer".
+        flops: arithmetic, 2 for a multiplication and addition.
+        nbytes: bytes read and written; of a collective those of the whole tensors.
+        dtype: of what it computed or moved.
+        group: index in `Recording.groups` of a collective's ranks, else -1.
+        tensors: of a collective, how many went in one launch.
+    """
+
+    lane: Lane | None
+    name: str
+    kind: str
+    unit: str
+    phase: str
+    flops: int
+    nbytes: int
+    dtype: torch.dtype
+    group: int = -1
+    tensors: int = 1
+
+
+class Allocation(NamedTuple):
+    """Memory that came.
+
+    Attributes:
+        number: of the storage.
+        nbytes: its size.
+        host: whether it is in CPU memory beside the device's.
+    """
+
+    number: int
+    nbytes: int
+    host: bool
+
+
+class Free(NamedTuple):
+    """Memory that went.
+
+    Attributes:
+        number: of the storage.
+    """
+
+    number: int
+
+
+class Signal(NamedTuple):
+    """An event was recorded on a lane."""
+
+    lane: Lane
+    event: int
+    label: str
+
+
+class Wait(NamedTuple):
+    """A lane waited for an event; ``lane`` is ``None`` where the host did."""
+
+    lane: Lane | None
+    event: int
+    label: str
+
+
+Note = Operation | Allocation | Free | Signal | Wait
+
+
+@dataclass
+class Recording:
+    """A rehearsed step.
+
+    Attributes:
+        notes: in the order of the host.
+        before: what was allocated when the step began.
+        categories: by number of storage, one of `CATEGORIES`.
+        names: by number of storage, what the engine calls it; "" of the user's.
+        groups: of the process groups that communicated, the global ranks of each.
+        asynchronous: whether lanes run apart from the host.
+    """
+
+    notes: list[Note] = field(default_factory=list)
+    before: list[Allocation] = field(default_factory=list)
+    categories: dict[int, str] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+    groups: list[tuple[int, ...]] = field(default_factory=list)
+    asynchronous: bool = True
+
+    @property
+    def operations(self) -> Iterator[Operation]:
+        """The operations alone."""
+        return (note for note in self.notes if type(note) is Operation)
+
+
+class _Life(NamedTuple):
+    """Where a storage came from: what tells activations from what is gone in a moment."""
+
+    stretch: int
+    phase: str
+
+
+class Recorder:
+    """Notes a step.
+
+    Attributes:
+        recording: what is noted.
+        phase: of the step: "" before it begins, "forward", "backward", "optimizer".
+        lane: the current one.
+    """
+
+    def __init__(self, asynchronous: bool) -> None:
+        self.recording = Recording(asynchronous=asynchronous)
+        self.phase = ""
+        self.lane = Lane.COMPUTE
+        self._notes: list[Note] | None = None  # until it starts
+        self._events = 0
+        self._last = 0
+        self._numbers: dict[int, int] = {}  # of storages that live, by address
+        self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._live: dict[int, Allocation] = {}
+        self._lives: dict[int, _Life] = {}
+        self._outlived: set[int] = set()  # that were there when the next stretch began
+        self._named = ""  # what the engine is about to allocate
+        self._engine = ""  # the unit that it works for
+        self._stretch = 0
+        self._inside: list[str] = []  # units whose forward is under way
+        self._marks: list[int] = []  # autograd's numbers at which another unit's nodes begin
+        self._units: list[str] = []
+        self._unit = ""
+
+    def start(self) -> None:
+        """Note everything from now on."""
+        self.recording.before = list(self._live.values())
+        self._notes = self.recording.notes = []
+
+    def stop(self) -> Recording:
+        """Note nothing more, and say of what kind each allocation was."""
+        self._notes = None
+        categories = self.recording.categories
+        for number in self._lives:
+            categories.setdefault(number, self._category(number))
+        return self.recording
+
+    # ---- where we are
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """What runs inside belongs to a phase of the step."""
+        outer, self.phase = self.phase, phase
+        self._stretch += 1
+        try:
+            yield
+        finally:
+            self.phase = outer
+            self._stretch += 1
+
+    def enter(self, unit: str) -> None:
+        """A unit's forward begins, also one that is run again in backward."""
+        if not self._inside:
+            self._stretch += 1
+        self._inside.append(unit)
+        self._mark(unit)
+
+    def leave(self) -> None:
+        """The forward that was entered last is over."""
+        self._inside.pop()
+        if not self._inside:
+            self._stretch += 1
+        self._mark(self._inside[-1] if self._inside else "")
+
+    def _mark(self, unit: str) -> None:
+        if self.phase != "backward":
+            number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]  # no stub
+            self._marks.append(number)
+            self._units.append(unit)
+
+    def forget_units(self) -> None:
+        """A step is over: autograd's nodes are gone."""
+        self._marks.clear()
+        self._units.clear()
+
+    @property
+    def unit(self) -> str:
+        """The unit that runs now: the engine's, or the one whose module or gradient computes."""
+        if self._engine:
+            return self._engine
+        if self._inside:
+            return self._inside[-1]
+        if self.phase == "backward":
+            node = torch._C._current_autograd_node()
+            if node is not None and (number := node._sequence_nr()) <= _LAST_NUMBER:
+                found = bisect_right(self._marks, number) - 1
+                self._unit = self._units[found] if found >= 0 else ""
+            return self._unit
+        return ""
+
+    @contextmanager
+    def acting(self, unit: str) -> Iterator[None]:
+        """What runs inside is the engine's own, for a unit."""
+        outer, self._engine = self._engine, unit
+        try:
+            yield
+        finally:
+            self._engine = outer
+
+    @contextmanager
+    def naming(self, name: str) -> Iterator[None]:
+        """What is allocated inside is the engine's, and has this name."""
+        outer, self._named = self._named, name
+        try:
+            yield
+        finally:
+            self._named = outer
+
+    # ---- memory
+
+    def storage(self, tensor: torch.Tensor, host: bool = False) -> int:
+        """The number of a tensor's storage, which is noted if it is new."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        number = self._numbers.get(address)
+        if number is None:
+            self._last += 1
+            number = self._numbers[address] = self._last
+            self._watches[number] = weakref.ref(storage, lambda _: self._gone(address, number))
+            self._lives[number] = _Life(self._stretch, self.phase)
+            if self._named:
+                self.recording.names[number] = self._named
+                self.recording.categories[number] = _category_of(self._named)
+            self.allocate(number, storage.nbytes(), host)
+        return number
+
+    def _gone(self, address: int, number: int) -> None:
+        del self._numbers[address]
+        del self._watches[number]
+        if self._lives[number].stretch != self._stretch:
+            self._outlived.add(number)
+        self.free(number)
+
+    def allocate(self, number: int, nbytes: int, host: bool = False) -> None:
+        """Memory came."""
+        note = self._live[number] = Allocation(number, nbytes, host)
+        if self._notes is not None:
+            self._notes.append(note)
+
+    def free(self, number: int) -> None:
+        """Memory went; no-op where it had gone."""
+        if self._live.pop(number, None) is not None and self._notes is not None:
+            self._notes.append(Free(number))
+
+    def is_host(self, number: int) -> bool:
+        """Whether a storage is in CPU memory beside the device's."""
+        live = self._live.get(number)
+        return live is not None and live.host
+
+    def tag(self, tensors: Iterable[torch.Tensor], category: str) -> None:
+        """Say of what kind tensors are."""
+        for tensor in tensors:
+            self.recording.categories[self.storage(tensor)] = category
+
+    def _category(self, number: int) -> str:
+        life = self._lives[number]
+        if life.phase == "optimizer":
+            return OPTIMIZER if number in self._live else TEMPORARY
+        if number not in self._outlived:
+            return TEMPORARY
+        # What a backward leaves for a later one are sums of gradients.
+        return GRADIENTS if life.phase == "backward" else ACTIVATIONS
+
+    # ---- operations and events
+
+    @property
+    def notes_operations(self) -> bool:
+        """Whether operations are noted now."""
+        return self._notes is not None
+
+    def operation(
+        self, lane: Lane | None, name: str, kind: str, flops: int, nbytes: int, dtype: torch.dtype
+    ) -> None:
+        """An operator ran."""
+        if self._notes is not None:
+            kind = "copy" if self._engine and kind == "compute" else kind
+            note = Operation(lane, name, kind, self.unit, self.phase, flops, nbytes, dtype)
+            self._notes.append(note)
+
+    def collective(
+        self, name: str, nbytes: int, dtype: torch.dtype, ranks: tuple[int, ...], tensors: int
+    ) -> None:
+        """A collective ran."""
+        if self._notes is None:
+            return
+        groups = self.recording.groups
+        if ranks not in groups:
+            groups.append(ranks)
+        index, lane = groups.index(ranks), self.lane
+        self._notes.append(
+            Operation(
+                lane, name, "collective", self.unit, self.phase, 0, nbytes, dtype, index, tensors
+            )
+        )
+
+    def signal(self, lane: Lane, label: str) -> int:
+        """An event is recorded; returns its number."""
+        self._events += 1
+        if self._notes is not None:
+            self._notes.append(Signal(lane, self._events, label))
+        return self._events
+
+    def wait(self, lane: Lane | None, event: int, label: str) -> None:
+        """A lane waits, or the host."""
+        if self._notes is not None:
+            self._notes.append(Wait(lane, event, label))
+
+
+_LAST_NUMBER = 2**63
+"""Autograd's nodes that were not made in a forward, such as AccumulateGrad, have higher ones."""
+
+
+def _category_of(name: str) -> str:
+    if name.startswith(_OF_GATHERS):
+        return GATHERED
+    if name in _OF_GRADIENTS:
+        return GRADIENTS
+    return SHARDS if name == "shard" else REDUCTIONS

@@ -1,0 +1,358 @@
+"""Lanes, kernels and process groups that note what is asked of them.
+
+    with on_paper(recorder, "nccl", ranks): fully_shard(model, mesh=init_device_mesh("meta", …))
+
+The scheduler, groups, transports and reductions are the shipped ones: they are handed these
+objects where a device's own would be. What backends do is told apart as ever, by the class of the
+process group: a class for each kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp2.core.device.backends import Traits, know
+from fsdp2.core.device.buffers import FlatBuffer, TransientBuffer
+from fsdp2.core.device.kernels import FusedKernels, Kernels, TorchKernels
+from fsdp2.core.device.rehearsal import Stage, rehearsing
+from fsdp2.core.device.streams import Lane
+from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction
+from fsdp2.core.schedule.layers import Layer
+from fsdp2.paper.null_group import NullGroup, Observer, init_null_group
+from fsdp2.paper.recording import GRADIENTS, Recorder
+
+META = torch.device("meta")
+
+_recorder: Recorder | None = None
+"""Of the rehearsal under way; process groups and layers have nowhere else to find it."""
+
+
+# ---- lanes
+
+
+class _OnLane:
+    def __init__(self, recorder: Recorder, lane: Lane) -> None:
+        self._recorder, self._lane = recorder, lane
+        self._outer = Lane.COMPUTE
+
+    def __enter__(self) -> None:
+        self._outer, self._recorder.lane = self._recorder.lane, self._lane
+
+    def __exit__(self, *_: object) -> None:
+        self._recorder.lane = self._outer
+
+
+class PaperStreams:
+    """Lanes of which each event is noted; or one lane for all, where the device has no others.
+
+    Args:
+        recorder: who notes it.
+    """
+
+    captures: Callable[[], bool] | None = None
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.asynchronous = recorder.recording.asynchronous
+        self._recorder = recorder
+        here = Lane.COMPUTE
+        self._lanes = {
+            lane: _OnLane(recorder, lane if self.asynchronous else here) for lane in Lane
+        }
+
+    def make_event(self) -> None:
+        """Each record is an event of its own."""
+
+    def record(self, lane: Lane, label: str, event: object = None) -> Any:
+        """Note it."""
+        return self._recorder.signal(lane, label) if self.asynchronous else None
+
+    def wait(self, lane: Lane, event: Any, label: str) -> None:
+        """Note it."""
+        if event is not None:
+            self._recorder.wait(lane, event, label)
+
+    def synchronize(self, event: Any, label: str) -> None:
+        """Note that the host waits."""
+        if event is not None:
+            self._recorder.wait(None, event, label)
+
+    def on(self, lane: Lane) -> AbstractContextManager[object]:
+        """What is inside runs there."""
+        return self._lanes[lane]
+
+
+# ---- memory
+
+
+class PaperBuffer(TransientBuffer):
+    """A buffer whose memory is noted when it comes and goes."""
+
+    __slots__ = ("_number", "_recorder")
+
+    def __init__(self, nbytes: int, device: torch.device, name: str, recorder: Recorder) -> None:
+        with recorder.naming(name):
+            super().__init__(nbytes, device, name)
+            self._number = recorder.storage(self._raw)
+        self._recorder = recorder
+
+    def acquire(self) -> None:
+        """Note that memory came."""
+        if not self.allocated:
+            self._recorder.allocate(self._number, self.nbytes)
+        super().acquire()
+
+    def release(self) -> None:
+        """Note that it went."""
+        super().release()
+        if self.nbytes:
+            self._recorder.free(self._number)
+
+
+class _Noted(TorchKernels):
+    """Memory that is noted by its name."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(META)
+        self._recorder = recorder
+
+    def transient(self, nbytes: int, name: str) -> TransientBuffer:
+        return PaperBuffer(nbytes, META, name, self._recorder)
+
+    def flat(self, nbytes: int, on_meta: bool) -> FlatBuffer:
+        with self._recorder.naming("shard"):
+            return super().flat(nbytes, on_meta)
+
+    def host_flat(self, nbytes: int, on_meta: bool, pin: bool) -> FlatBuffer:
+        with self._recorder.naming("shard"):
+            buffer = FlatBuffer(nbytes, META)
+        self._move_to_host(buffer.view(torch.uint8, 0, (nbytes,)))
+        return buffer
+
+    def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> torch.Tensor:
+        with self._recorder.naming("sharded gradient"):
+            made = torch.empty(shape, dtype=dtype, device=META)
+        self._move_to_host(made)
+        return made
+
+    def _move_to_host(self, tensor: torch.Tensor) -> None:
+        number = self._recorder.storage(tensor)
+        self._recorder.free(number)
+        self._recorder.allocate(number, tensor.untyped_storage().nbytes(), host=True)
+
+    def bind_empty(
+        self, shape: tuple[int, ...], dtype: torch.dtype, name: str
+    ) -> Callable[[], torch.Tensor]:
+        made = super().bind_empty(shape, dtype, name)
+
+        def new() -> torch.Tensor:
+            with self._recorder.naming(name):
+                return made()
+
+        return new
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
+        with self._recorder.naming(name):
+            return super().zeros(shape, dtype, name)
+
+    def constant(self, numel: int, value: float, dtype: torch.dtype, name: str) -> torch.Tensor:
+        with self._recorder.naming(name):
+            return super().constant(numel, value, dtype, name)
+
+    def fetched(self, source: torch.Tensor) -> torch.Tensor:
+        """Numbers that the host reads: zeros, as nothing was computed."""
+        return torch.zeros(source.shape, dtype=source.dtype)
+
+
+class NotedKernels(_Noted):
+    """Those of a CPU."""
+
+
+class NotedFusedKernels(_Noted, FusedKernels):
+    """Those of an accelerator."""
+
+
+# ---- process groups
+
+
+class _PaperGroup(NullGroup):
+    """Rank 0 of a group, which notes its collectives."""
+
+    def __init__(self, rank: int, size: int, observer: Observer | None = None) -> None:
+        super().__init__(rank, size, self._note)
+        self._ranks: tuple[int, ...] = ()
+
+    def _note(self, name: str, tensors: list[torch.Tensor]) -> None:
+        if _recorder is None or not tensors or not tensors[0].is_meta:
+            return
+        if not self._ranks:
+            self._ranks = tuple(dist.get_process_group_ranks(self))
+        half = len(tensors) // 2
+        moved, count = tensors, len(tensors)
+        if name.startswith("all_gather_single"):
+            moved, count = tensors[:half], half
+        elif name.startswith("reduce_scatter_single"):
+            moved, count = tensors[half:], half
+        nbytes = sum(tensor.nbytes for tensor in moved)
+        kind = _KINDS.get(name, name)
+        _recorder.collective(kind, nbytes, moved[0].dtype, self._ranks, count)
+
+
+_KINDS = {
+    "all_gather_single": "all-gather",
+    "all_gather_single_coalesced": "all-gather",
+    "reduce_scatter_single": "reduce-scatter",
+    "reduce_scatter_single_coalesced": "reduce-scatter",
+    "allreduce": "all-reduce",
+    "allreduce_coalesced": "all-reduce",
+}
+
+
+class NcclOnPaper(_PaperGroup):
+    """NCCL, the engine that coalesces."""
+
+
+class Nccl2OnPaper(_PaperGroup):
+    """NCCL in torch 2.15's engine, which does not."""
+
+
+class GlooOnPaper(_PaperGroup):
+    """Gloo."""
+
+
+_GROUPS: dict[str, type[NullGroup]] = {
+    "nccl": NcclOnPaper,
+    "nccl2": Nccl2OnPaper,
+    "gloo": GlooOnPaper,
+}
+
+know("NcclOnPaper", Traits("null", coalesces=True, premultiplies=True))
+know("Nccl2OnPaper", Traits("null", premultiplies=True))
+know("GlooOnPaper", Traits("null"))
+
+
+# ---- what the engine does for which unit
+
+
+class NotedGroup(Layer):
+    """A group whose operations are noted under its name."""
+
+    __slots__ = ()
+
+    height = 4
+
+    def start_unshard(self) -> None:
+        """Launch the all-gather."""
+        with _noting(self.name):
+            super().start_unshard()
+
+    def finish_unshard(self) -> None:
+        """Wait for the all-gather."""
+        with _noting(self.name):
+            super().finish_unshard()
+
+    def shard_smaller(self) -> None:
+        """Keep the rows of the smaller group, where there is one."""
+        with _noting(self.name):
+            super().shard_smaller()
+
+    def accumulate(self) -> None:
+        """Keep gradients for a later backward."""
+        with _noting(self.name):
+            self._tag()
+            super().accumulate()
+            self._tag()
+
+    def collect(
+        self, all_reduce: bool, fill: bool, again: bool = False
+    ) -> list[tuple[Reduction, Job]]:
+        """Take gradients."""
+        self._tag()
+        with _noting(self.name):
+            return super().collect(all_reduce, fill, again)
+
+    def reduce(
+        self, jobs: list[tuple[Reduction, Job]], all_reduce: bool
+    ) -> PendingReduction | None:
+        """Reduce what was collected."""
+        with _noting(self.name):
+            return super().reduce(jobs, all_reduce)
+
+    def _tag(self) -> None:
+        if _recorder is not None:
+            gathered = [p.unsharded for p in self.params if p.unsharded is not None]
+            grads = [_local(param.grad) for param in gathered if param.grad is not None]
+            _recorder.tag(grads, GRADIENTS)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+@contextmanager
+def _noting(name: str) -> Iterator[None]:
+    if _recorder is None:
+        yield
+        return
+    with _recorder.acting(name or "(root)"):
+        yield
+
+
+# ---- all of it
+
+
+class _Module:
+    """What torch asks of ``torch.<device type>``."""
+
+    device_count = staticmethod(lambda: 1)
+    current_device = staticmethod(lambda: 0)
+    is_available = is_initialized = staticmethod(lambda: True)
+    set_device = staticmethod(lambda device: None)
+
+
+@contextmanager
+def module_of_meta() -> Iterator[None]:
+    """Let there be a ``torch.meta`` inside: DTensor of torch 2.15 asks it for its devices."""
+    present = hasattr(torch, "meta")
+    if not present:
+        setattr(torch, "meta", _Module)  # noqa: B010  # mypy knows torch
+    try:
+        yield
+    finally:
+        if not present:
+            delattr(torch, "meta")
+
+
+@contextmanager
+def on_paper(recorder: Recorder, backend: str, world_size: int) -> Iterator[None]:
+    """Let groups that are made inside run on paper, as rank 0 of many.
+
+    Args:
+        recorder: who notes what they do.
+        backend: what the collectives would run on: "nccl", "nccl2" or "gloo".
+        world_size: ranks of the default process group, which is made and destroyed.
+
+    Raises:
+        RuntimeError: this process has a default process group.
+    """
+    global _recorder
+    if dist.is_initialized():
+        raise RuntimeError(
+            "a step cannot be planned in a process that has a process group; call plan() before "
+            "init_process_group(), or in a process of its own"
+        )
+    fused = recorder.recording.asynchronous
+    kernels: Kernels = (NotedFusedKernels if fused else NotedKernels)(recorder)
+    init_null_group(world_size, device_type="meta", kind=_GROUPS[backend])
+    try:
+        with rehearsing(Stage(PaperStreams(recorder), kernels)):
+            _recorder = recorder
+            yield
+    finally:
+        _recorder = None
+        dist.destroy_process_group()

@@ -1,0 +1,188 @@
+"""What a machine can do, from a JSON file: rates, bandwidths, latencies, and where each is from.
+
+    load("h100")            one of the files beside this module
+    load("my_machine.json") what `python -m fsdp2.plan calibrate` wrote, or somebody
+
+Durations are a roofline: an operator takes the longer of its arithmetic and its memory traffic,
+and a fixed cost. A collective takes the longer of what it sends in a node and between nodes, and a
+latency for each round.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FOLDER = Path(__file__).with_name("hardware")
+
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A kind of machine: nodes of alike devices.
+
+    Attributes:
+        name: of the device.
+        device: "cuda" for what has lanes beside the host, or "cpu".
+        backend: what collectives run on: "nccl", "nccl2" or "gloo".
+        memory: bytes of a device.
+        reserved: bytes of it that no tensor gets: the driver's context, the backend's buffers.
+        rounding: an allocation's size is rounded up to a multiple of so many bytes.
+        peak_flops: by dtype, per second, as the vendor says; for MFU.
+        flops: by dtype, per second, as a large matrix product attains.
+        bandwidth: bytes a second that kernels attain on the device's memory.
+        kernel: seconds that the shortest kernel takes.
+        host_op: seconds of the host for one operator.
+        host_collective: seconds of the host for one collective.
+        node: devices in a node.
+        link: bytes a second that a device sends to others of its node.
+        link_latency: seconds of a round in a node.
+        network: bytes a second that a node sends to others, all its devices together.
+        network_latency: seconds of a round between nodes.
+        shared: whether the ranks of a node share its cores: all rates are of the node then.
+        sources: where the figures are from, by name.
+    """
+
+    name: str
+    device: str
+    backend: str
+    memory: int
+    reserved: int
+    rounding: int
+    peak_flops: dict[str, float]
+    flops: dict[str, float]
+    bandwidth: float
+    kernel: float
+    host_op: float
+    host_collective: float
+    node: int
+    link: float
+    link_latency: float
+    network: float
+    network_latency: float
+    shared: bool = False
+    sources: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether its lanes run beside the host."""
+        return self.device != "cpu"
+
+    def rate(self, dtype: torch.dtype, ranks: int) -> float:
+        """FLOPs a second of one rank where ``ranks`` compute."""
+        return _of(self.flops, dtype) / self._sharers(ranks)
+
+    def compute(self, flops: int, nbytes: int, dtype: torch.dtype, ranks: int) -> float:
+        """Seconds of one operator on the device."""
+        sharers = self._sharers(ranks)
+        arithmetic = flops / _of(self.flops, dtype) if flops else 0.0
+        traffic = nbytes / self.bandwidth
+        return self.kernel + max(arithmetic, traffic) * sharers
+
+    def collective(self, kind: str, nbytes: int, ranks: tuple[int, ...], world: int) -> float:
+        """Seconds of one collective.
+
+        Args:
+            kind: "all-gather", "reduce-scatter", "all-reduce"; others count as all-gathers.
+            nbytes: of the whole tensor.
+            ranks: global ranks of the group.
+            world: ranks in all; those of a node share the network.
+        """
+        size = len(ranks)
+        if size == 1:
+            return self.kernel
+        within, between = self.traffic(kind, nbytes, ranks)
+        inside = min(self.node, world)
+        nodes = self.nodes(ranks)
+        seconds = within / self.link * (inside if self.shared else 1)
+        seconds = max(seconds, between * inside / self.network if nodes > 1 else 0.0)
+        rounds = 2 if kind == "all-reduce" else 1
+        latency = self.link_latency * _rounds(size / nodes)
+        latency += self.network_latency * _rounds(nodes)
+        return rounds * latency + seconds
+
+    def nodes(self, ranks: tuple[int, ...]) -> int:
+        """How many nodes these ranks are on."""
+        return len({rank // self.node for rank in ranks})
+
+    def traffic(self, kind: str, nbytes: int, ranks: tuple[int, ...]) -> tuple[float, float]:
+        """Bytes that a rank sends in its node and to others, on average, in a ring.
+
+        Each rank sends (n - 1) / n of the tensor, to its neighbour; of the ranks in a node one has
+        its neighbour in another. An all-reduce is a reduce-scatter and an all-gather.
+        """
+        size = len(ranks)
+        if size == 1:
+            return 0.0, 0.0
+        sent = nbytes * (size - 1) / size * (2 if kind == "all-reduce" else 1)
+        nodes = self.nodes(ranks)
+        if nodes == 1:
+            return sent, 0.0
+        between = sent * nodes / size
+        return sent - between, between
+
+    def _sharers(self, ranks: int) -> int:
+        return min(ranks, self.node) if self.shared else 1
+
+
+def _rounds(size: float) -> int:
+    """Of a tree: a ring has more, which pay where tensors are large."""
+    return math.ceil(math.log2(size)) if size > 1 else 0
+
+
+def _of(table: dict[str, float], dtype: torch.dtype) -> float:
+    name = str(dtype).removeprefix("torch.")
+    return table.get(name) or table.get("float32") or next(iter(table.values()))
+
+
+def names() -> list[str]:
+    """What `load` knows by name."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def load(which: str | Path | Hardware) -> Hardware:
+    """A machine.
+
+    Args:
+        which: one of `names`, the path of a JSON file of the same form, or a `Hardware`.
+
+    Raises:
+        ValueError: there is none of that name, or the file lacks a figure.
+
+    Example::
+
+        load("h100").memory
+    """
+    if isinstance(which, Hardware):
+        return which
+    path = Path(which)
+    if path.suffix != ".json":
+        path = FOLDER / f"{str(which).lower()}.json"
+    if not path.is_file():
+        raise ValueError(
+            f"hardware={str(which)!r} is neither one of {', '.join(names())} nor the path of a "
+            f".json file; write one with python -m fsdp2.plan calibrate"
+        )
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    known = {each.name for each in fields(Hardware)}
+    wrong = sorted(found.keys() - known)
+    missing = sorted(known - found.keys() - {"shared", "sources"})
+    if wrong or missing:
+        raise ValueError(
+            f"{path.name} lacks {missing or 'nothing'} and has unknown {wrong or 'nothing'}; see "
+            f"fsdp2/plan/hardware/h100.json for what a file says"
+        )
+    for name in ("memory", "reserved", "rounding", "node"):
+        found[name] = int(found[name])
+    return Hardware(**found)
+
+
+def write(hardware: Hardware, path: Path) -> None:
+    """Write a file that `load` reads."""
+    path.write_text(json.dumps(asdict(hardware), indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,149 @@
+"""What is allocated at each moment of a rehearsed step, and the most of it.
+
+    Recording ── follow ──> Memory(peak, before, host)
+
+Live bytes are what tensors have. An allocator gives out multiples of a size: that is counted apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from fsdp2.paper.recording import Allocation, Free, Operation, Recording
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is allocated at one moment.
+
+    Attributes:
+        live: bytes of tensors on the device.
+        rounded: bytes that the allocator gave out for them.
+        categories: live bytes by category.
+        unit: whose operation ran last; "" for none.
+        phase: "forward", "backward" or "optimizer".
+        operation: the name of that operation.
+        note: index in `Recording.notes`.
+    """
+
+    live: int
+    rounded: int
+    categories: Mapping[str, int]
+    unit: str
+    phase: str
+    operation: str
+    note: int
+
+    @property
+    def where(self) -> str:
+        """The moment in words."""
+        if self.phase == "optimizer":
+            return "the optimizer's step"
+        if not self.phase:
+            return "the beginning of the step"
+        of = f"{self.unit}'s " if self.unit else "the "
+        return of + (self.phase if self.unit else "loss" if self.phase == "forward" else self.phase)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A step's memory.
+
+    Attributes:
+        peak: the moment of most live bytes.
+        before: what is allocated between steps.
+        host: the most in CPU memory beside the device's: offloaded shards and what belongs to them.
+    """
+
+    peak: Moment
+    before: Moment
+    host: int
+
+
+class Ledger:
+    """What is allocated now, by category.
+
+    Args:
+        recording: a step.
+        rounding: the allocator's.
+    """
+
+    def __init__(self, recording: Recording, rounding: int) -> None:
+        self.totals: Counter[str] = Counter()
+        self.live = self.rounded = self.host = 0
+        self._categories, self._rounding = recording.categories, rounding
+        self._sizes: dict[int, tuple[int, bool]] = {}
+        for note in recording.before:
+            self.take(note)
+
+    def take(self, note: object) -> None:
+        """Follow one note; no-op for those that are not about memory."""
+        if isinstance(note, Allocation):
+            self._sizes[note.number] = (note.nbytes, note.host)
+            self._add(note.number, note.nbytes, note.host, 1)
+        elif isinstance(note, Free):
+            nbytes, host = self._sizes.pop(note.number)
+            self._add(note.number, nbytes, host, -1)
+
+    def _add(self, number: int, nbytes: int, host: bool, sign: int) -> None:
+        if host:
+            self.host += sign * nbytes
+            return
+        self.live += sign * nbytes
+        self.rounded += sign * -(-nbytes // self._rounding) * self._rounding
+        self.totals[self._categories[number]] += sign * nbytes
+
+    def moment(self, last: Operation | None, note: int) -> Moment:
+        """Now."""
+        found = {name: total for name, total in self.totals.items() if total}
+        unit, phase, name = (last.unit, last.phase, last.name) if last else ("", "", "")
+        return Moment(self.live, self.rounded, found, unit, phase, name, note)
+
+
+def follow(recording: Recording, rounding: int = 512) -> Memory:
+    """The peak of a step, and what is there without one.
+
+    Args:
+        recording: a step.
+        rounding: to a multiple of so many bytes the allocator rounds.
+    """
+    ledger = Ledger(recording, rounding)
+    before = peak = ledger.moment(None, -1)
+    host = ledger.host
+    last: Operation | None = None
+    at: tuple[int, Operation | None] = (-1, None)
+    most = ledger.live
+    for index, note in enumerate(recording.notes):
+        if isinstance(note, Operation):
+            last = note
+            continue
+        ledger.take(note)
+        host = max(host, ledger.host)
+        if ledger.live > most:
+            most, at = ledger.live, (index, last)
+    if at[0] >= 0:
+        ledger = Ledger(recording, rounding)
+        for note in recording.notes[: at[0] + 1]:
+            ledger.take(note)
+        peak = ledger.moment(_next_or_last(recording, at[0], at[1]), at[0])
+    return Memory(peak, before, host)
+
+
+def _next_or_last(recording: Recording, index: int, last: Operation | None) -> Operation | None:
+    """The operation that an allocation is for is noted behind it."""
+    for note in recording.notes[index + 1 :]:
+        if isinstance(note, Operation):
+            return note
+    return last
+
+
+def samples(recording: Recording, rounding: int = 512) -> Iterator[tuple[int, dict[str, int]]]:
+    """Live bytes by category whenever they change: (index of the note, bytes)."""
+    ledger = Ledger(recording, rounding)
+    yield -1, dict(ledger.totals)
+    for index, note in enumerate(recording.notes):
+        if isinstance(note, Allocation | Free):
+            ledger.take(note)
+            yield index, dict(ledger.totals)

@@ -1,0 +1,458 @@
+"""A step planned: its memory, its time, and what would be other with other settings.
+
+plan(make_model, make_batch, units={Block}, mesh=(64,), hardware="h100")  ──>  Plan
+Plan.with_(checkpointing=True)  ──>  Plan         Plan.fit(memory=80e9)  ──>  Fit
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fsdp2.core.device.streams import Lane
+from fsdp2.plan.hardware import Hardware, load
+from fsdp2.plan.memory import Memory, follow
+from fsdp2.plan.picture import timeline_of
+from fsdp2.plan.printing import code, render, render_fit
+from fsdp2.plan.rehearsal import (
+    Loss,
+    MakeModel,
+    MakeOptimizer,
+    Rehearsal,
+    Settings,
+    Shard,
+    Subject,
+    default_loss,
+    default_optimizer,
+    on_meta,
+    policy_of,
+    rehearse,
+)
+from fsdp2.plan.timing import Times, Timing, UnitTimes, schedule
+from fsdp2.trace import Timeline, show
+from fsdp2.wrap.choices import Policy
+
+GB = 10**9
+
+
+class Plan:
+    """A planned step of one rank; see `plan`.
+
+    Args:
+        subject: the model, and what a step of it does.
+        settings: how it is trained.
+        hardware: where.
+        rehearsal: what the step did.
+
+    Attributes:
+        settings: how it is trained.
+        hardware: where.
+        rehearsal: what the step did.
+    """
+
+    def __init__(
+        self, subject: Subject, settings: Settings, hardware: Hardware, rehearsal: Rehearsal
+    ) -> None:
+        self._subject = subject
+        self.settings = settings
+        self.hardware = hardware
+        self.rehearsal = rehearsal
+
+    # ---- results
+
+    @cached_property
+    def memory(self) -> Memory:
+        """What is allocated."""
+        return follow(self.rehearsal.recording, self.hardware.rounding)
+
+    @cached_property
+    def timing(self) -> Timing:
+        """When each operation runs."""
+        return schedule(self.rehearsal.recording, self.hardware, self.settings.world)
+
+    @cached_property
+    def time(self) -> Times:
+        """Where a step's time goes."""
+        spans, world = self.timing.spans, self.timing
+        by_phase = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        copies = communication = inline = 0.0
+        for span in spans:
+            seconds = span.end - span.start
+            if span.operation.kind == "collective":
+                communication += seconds
+                inline += seconds if span.operation.lane is Lane.COMPUTE else 0.0
+            elif span.operation.kind == "copy":
+                copies += seconds if span.operation.lane is Lane.COMPUTE else 0.0
+            else:
+                by_phase[span.operation.phase] += seconds
+        compute = sum(by_phase.values())
+        waited = inline + sum(s.end - s.start for s in world.stalls if s.lane is Lane.COMPUTE)
+        host = max(world.step - compute - copies - waited, 0.0)
+        return Times(world.step, compute, copies, communication, waited, host, **by_phase)
+
+    @cached_property
+    def units(self) -> list[UnitTimes]:
+        """A row for each unit, in the order of the modules."""
+        rows = {name: _Row() for name in self.rehearsal.units}
+        spans = self.timing.spans
+        for span in spans:
+            row, seconds = rows.get(span.operation.unit), span.end - span.start
+            if row is None:
+                continue
+            inline = seconds if span.operation.lane is Lane.COMPUTE else 0.0
+            if span.operation.kind != "collective":
+                row.compute += inline if span.operation.kind == "compute" else 0.0
+                continue
+            row.nbytes += span.operation.nbytes
+            if span.operation.name == "all-gather":
+                row.gathers += 1
+                row.gather += seconds
+                row.gather_exposed += inline
+            else:
+                row.reduction += seconds
+                row.reduction_exposed += inline
+        for stall in self.timing.stalls:
+            if stall.lane is not Lane.COMPUTE or stall.behind < 0:
+                continue
+            row = rows.get(spans[stall.behind].operation.unit)
+            if row is not None and stall.on in (Lane.ALL_GATHER, Lane.COPY_IN):
+                row.gather_exposed += stall.end - stall.start
+            elif row is not None:
+                row.reduction_exposed += stall.end - stall.start
+        return [UnitTimes(name, **vars(row)) for name, row in rows.items()]
+
+    @cached_property
+    def traffic(self) -> tuple[float, float]:
+        """Bytes that a rank sends in a step, on average: in its node, and to others."""
+        recording = self.rehearsal.recording
+        inside = between = 0.0
+        for note in recording.operations:
+            if note.kind == "collective":
+                ranks = recording.groups[note.group]
+                within, beyond = self.hardware.traffic(note.name, note.nbytes, ranks)
+                inside, between = inside + within, between + beyond
+        return inside, between
+
+    @property
+    def bytes_in_node(self) -> float:
+        """Bytes that a rank sends to others of its node in a step."""
+        return self.traffic[0]
+
+    @property
+    def bytes_between_nodes(self) -> float:
+        """Bytes that a rank sends to other nodes in a step, on average over its node."""
+        return self.traffic[1]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens (or samples) of a step, of all ranks."""
+        return self.rehearsal.tokens * self.settings.accumulate * self.settings.world
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self.tokens / self.time.step
+
+    @cached_property
+    def flops(self) -> int:
+        """Of a rank's step, without what is computed again: three times those of forward."""
+        operations = self.rehearsal.recording.operations
+        return 3 * sum(note.flops for note in operations if note.phase == "forward")
+
+    @property
+    def mfu(self) -> float:
+        """The part of the device's peak FLOPs that the model uses."""
+        dtypes = [note.dtype for note in self.rehearsal.recording.operations if note.flops]
+        peak = self.hardware.peak_flops
+        name = str(max(set(dtypes), key=dtypes.count)).removeprefix("torch.") if dtypes else ""
+        sharers = min(self.settings.world, self.hardware.node) if self.hardware.shared else 1
+        return self.flops / self.time.step / (peak.get(name) or max(peak.values())) * sharers
+
+    @property
+    def room(self) -> int:
+        """Bytes of the device that tensors may have."""
+        return self.hardware.memory - self.hardware.reserved
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak, as the allocator rounds it, is within `room`."""
+        return self.memory.peak.rounded <= self.room
+
+    @property
+    def verdict(self) -> str:
+        """A sentence: whether it fits, where it is fullest, and how fast it is."""
+        peak = self.memory.peak
+        what = "fits" if self.fits else "does not fit"
+        return (
+            f"{what}: {peak.rounded / GB:.4g} of {self.room / GB:.4g} GB at {peak.where}; "
+            f"{self.time.step:.3g} s a step, {self.tokens_per_second:,.0f} tokens/s"
+        )
+
+    # ---- other settings
+
+    def with_(self, **changes: Any) -> Plan:
+        """The same model with other settings, or on another machine.
+
+        Args:
+            changes: fields of `Settings`; or ``hardware``, which costs no new rehearsal where the
+                new machine has lanes and a backend of the same kind.
+
+        Raises:
+            TypeError: there is no such setting.
+
+        Example::
+
+            plan.with_(checkpointing=True).verdict
+        """
+        hardware = load(changes.pop("hardware", self.hardware))
+        known = {each.name for each in fields(Settings)}
+        for name in changes:
+            if name not in known:
+                raise TypeError(
+                    f"Plan.with_() has no setting '{name}'; pass some of "
+                    f"{', '.join(sorted(known))} or hardware"
+                )
+        settings = replace(self.settings, **changes)
+        if "mesh" in changes:
+            settings = replace(settings, mesh=_shape(settings.mesh))
+        rehearsal = self.rehearsal
+        alike = _kind(hardware) == _kind(self.hardware)
+        if settings != self.settings or not alike:
+            rehearsal = rehearse(self._subject, settings, *_kind(hardware))
+        return Plan(self._subject, settings, hardware, rehearsal)
+
+    def fit(self, memory: float | None = None, limit: int = 24) -> Fit:
+        """Search for the fastest settings that fit.
+
+        Tried are checkpointing, what is freed after forward, micro-batches of as many samples a
+        step, and, over several nodes, shards within a node with copies across.
+
+        Args:
+            memory: bytes of a rank; default: `room`.
+            limit: rehearsals at most.
+
+        Raises:
+            ValueError: the user's own calls of `fully_shard` were planned, which cannot be varied.
+        """
+        if self._subject.shard is not None:
+            raise ValueError(
+                "fit() varies settings, but plan() got shard=…, whose calls it cannot change; "
+                "pass units=… in its place"
+            )
+        room = self.room if memory is None else int(memory)
+        tried: list[Plan] = []
+        hopeless: set[tuple[object, ...]] = set()
+        for settings in _candidates(self):
+            key = (settings.mesh, settings.batch)
+            if len(tried) >= limit or key in hopeless:
+                continue
+            made = self if settings == self.settings else self.with_(**_changes(self, settings))
+            tried.append(made)
+            thriftiest = settings.checkpointing is True and settings.reshard_after_forward is True
+            # Where activations are small, what is computed again may be more than what is saved.
+            if thriftiest and made.memory.peak.rounded > 1.25 * room:
+                hopeless.add(key)
+        return Fit(room, tried)
+
+    # ---- as a picture and in print
+
+    def __str__(self) -> str:
+        return render(self)
+
+    def timeline(self) -> Timeline:
+        """The step as a timeline: the same data as of a real run."""
+        facts: dict[str, str | int] = {
+            "title": f"plan: {self.verdict}",
+            "source": "paper",
+            "clock": "paper",
+            "rank": 0,
+            "world_size": self.settings.world,
+            "device": self.hardware.name,
+        }
+        return timeline_of(self.rehearsal.recording, self.timing, facts)
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the step as a file that Perfetto opens, and `fsdp2.trace` reads.
+
+        Args:
+            path: the file, which is replaced.
+
+        Example::
+
+            plan.trace("plan.json")
+        """
+        self.timeline().write(path)
+
+    def show(self, path: str | os.PathLike[str] = "plan.html") -> Path:
+        """Write a page to look at: lanes over time, memory below, units as a table.
+
+        Args:
+            path: the HTML file, which is replaced.
+
+        Returns:
+            Its path.
+
+        Example::
+
+            plan.show("plan.html")
+        """
+        return show(self.timeline(), to=path)
+
+    def __repr__(self) -> str:
+        return f"Plan({self.verdict!r})"
+
+    def code(self, policy: str = "policy") -> str:
+        """Lines that train like this, to paste."""
+        return code(self.settings, self.hardware, policy)
+
+
+class Fit:
+    """What `Plan.fit` tried.
+
+    Attributes:
+        room: bytes that were allowed.
+        tried: all plans.
+    """
+
+    def __init__(self, room: int, tried: list[Plan]) -> None:
+        self.room = room
+        self.tried = tried
+
+    @property
+    def fitting(self) -> list[Plan]:
+        """Those that fit, the fastest first."""
+        found = [plan for plan in self.tried if plan.memory.peak.rounded <= self.room]
+        return sorted(found, key=lambda plan: -plan.tokens_per_second)
+
+    @property
+    def best(self) -> Plan | None:
+        """The fastest that fits; ``None`` where none does."""
+        found = self.fitting
+        return found[0] if found else None
+
+    def __str__(self) -> str:
+        return render_fit(self.fitting, self.tried, self.room)
+
+
+@dataclass
+class _Row:
+    compute: float = 0.0
+    gathers: int = 0
+    gather: float = 0.0
+    gather_exposed: float = 0.0
+    reduction: float = 0.0
+    reduction_exposed: float = 0.0
+    nbytes: int = 0
+
+
+def _kind(hardware: Hardware) -> tuple[str, str]:
+    return hardware.device if hardware.device == "cpu" else "cuda", hardware.backend
+
+
+def _changes(plan: Plan, settings: Settings) -> dict[str, Any]:
+    return {
+        each.name: getattr(settings, each.name)
+        for each in fields(Settings)
+        if getattr(settings, each.name) != getattr(plan.settings, each.name)
+    }
+
+
+def _candidates(plan: Plan) -> Iterator[Settings]:
+    """The thriftiest of a micro-batch first: where that does not fit, none does."""
+    now, node = plan.settings, plan.hardware.node
+    meshes = [now.mesh]
+    world = now.world
+    if world > node and world % node == 0:
+        meshes += [shape for shape in ((world,), (world // node, node)) if shape != now.mesh]
+    samples = now.batch * now.accumulate
+    sizes = [size for size in range(samples, 0, -1) if samples % size == 0][:4]
+    for mesh in meshes:
+        for size in sizes:
+            for reshard in (True, False):
+                for checkpointing in (True, 2, False):
+                    yield replace(
+                        now,
+                        mesh=mesh,
+                        batch=size,
+                        accumulate=samples // size,
+                        reshard_after_forward=reshard,
+                        checkpointing=checkpointing,
+                    )
+
+
+def _shape(mesh: int | Iterable[int]) -> tuple[int, ...]:
+    shape = (mesh,) if isinstance(mesh, int) else tuple(mesh)
+    if len(shape) not in (1, 2) or any(size < 1 for size in shape):
+        raise ValueError(
+            f"mesh={mesh!r} is no shape of ranks; pass a number, (shard,) or (replicate, shard)"
+        )
+    return shape
+
+
+def plan(
+    model: nn.Module | MakeModel,
+    make_batch: Callable[..., Any],
+    *,
+    units: Policy | Iterable[str] | None = None,
+    shard: Shard | None = None,
+    mesh: int | tuple[int, ...] = 8,
+    hardware: str | Path | Hardware = "h100",
+    loss: Loss = default_loss,
+    optimizer: MakeOptimizer = default_optimizer,
+    tokens: int | None = None,
+    **settings: Any,
+) -> Plan:
+    """Plan a training step: its memory and its time, without a device, a process group or weights.
+
+    The model's forward, backward and optimizer step run once on tensors without memory, under the
+    scheduler that ships, as rank 0 of as many as you like. What it did is then put into time by a
+    machine's figures.
+
+    Args:
+        model: a function that makes the model, which is called with ``meta`` as the default device;
+            or a model, of which shapes alone are used.
+        make_batch: a function that makes a rank's micro-batch on ``meta``; it may take one
+            argument, ``batch`` of `Settings`.
+        units: which modules become units besides the model: classes, their names, or a policy as
+            for `shard_model`. Default: the model is one unit.
+        shard: called with the model and a mesh, in place of ``units``: your own calls of
+            `fully_shard`.
+        mesh: ranks: a number, ``(shard,)`` or ``(replicate, shard)``. Default: 8.
+        hardware: a name that `fsdp2.plan.hardware.load` knows, a file, or a `Hardware`.
+        loss: called with the model and a micro-batch, returns a scalar. Default: the model's output
+            if that is one, its ``loss``, or its mean.
+        optimizer: called with this rank's rows as plain parameters. Default: AdamW.
+        tokens: of a micro-batch. Default: elements of its first tensor if they are integers, else
+            its length.
+        **settings: further fields of `Settings`, such as ``checkpointing=True``.
+
+    Returns:
+        The plan.
+
+    Raises:
+        RuntimeError: this process has a process group.
+        ValueError: the model asks for values, or an argument does not fit.
+        TypeError: there is no such setting.
+
+    Example::
+
+        plan = fsdp2.plan(make_model, make_batch, units={Block}, mesh=64, hardware="h100")
+        print(plan.verdict)
+    """
+    known = {each.name for each in fields(Settings)}
+    unknown = sorted(settings.keys() - known)
+    if unknown:
+        raise TypeError(
+            f"plan() has no setting '{unknown[0]}'; pass some of {', '.join(sorted(known))}"
+        )
+    machine = load(hardware)
+    chosen = Settings(mesh=_shape(mesh), **settings)
+    make = (lambda: on_meta(model)) if isinstance(model, nn.Module) else model
+    subject = Subject(make, make_batch, policy_of(units), shard, loss, optimizer, tokens)
+    return Plan(subject, chosen, machine, rehearse(subject, chosen, *_kind(machine)))

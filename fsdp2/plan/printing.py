@@ -1,0 +1,214 @@
+"""Plans in print: tables for people, and settings as code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from fsdp2.paper.recording import CATEGORIES
+from fsdp2.plan.hardware import Hardware
+from fsdp2.plan.memory import Memory
+from fsdp2.plan.rehearsal import Rehearsal, Settings
+from fsdp2.plan.timing import Times, UnitTimes
+
+GB = 10**9
+MOST_UNITS = 12
+
+
+class Planned(Protocol):
+    """What is printed of a plan."""
+
+    settings: Settings
+    hardware: Hardware
+    rehearsal: Rehearsal
+
+    @property
+    def memory(self) -> Memory:
+        """What is allocated."""
+
+    @property
+    def time(self) -> Times:
+        """Where a step's time goes."""
+
+    @property
+    def units(self) -> list[UnitTimes]:
+        """A row for each unit."""
+
+    @property
+    def verdict(self) -> str:
+        """A sentence."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+
+    @property
+    def mfu(self) -> float:
+        """The part of the peak that is used."""
+
+    @property
+    def bytes_in_node(self) -> float:
+        """Sent in a step."""
+
+    @property
+    def bytes_between_nodes(self) -> float:
+        """Sent in a step."""
+
+    def code(self) -> str:
+        """The settings as code."""
+
+
+def _bytes(nbytes: float) -> str:
+    """In the unit that leaves one to three digits in front of the point."""
+    for size, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if nbytes >= size:
+            return f"{nbytes / size:,.2f} {name}"
+    return f"{nbytes:.0f} B"
+
+
+def render(plan: Planned) -> str:
+    """A plan as a page of text."""
+    settings, hardware, peak = plan.settings, plan.hardware, plan.memory.peak
+    time = plan.time
+    shape = " x ".join(map(str, settings.mesh))
+    lines = [
+        f"{plan.rehearsal.parameters / 1e9:,.2f} billion parameters on {shape} x {hardware.name}, "
+        f"{settings.accumulate} micro-batch(es) of {plan.rehearsal.tokens:,} tokens a rank",
+        plan.verdict,
+        "",
+        f"Memory of a rank at its peak: {peak.where}",
+    ]
+    categories = [name for name in CATEGORIES if name in peak.categories]
+    rows = [[name, _bytes(peak.categories[name])] for name in categories]
+    rows += [
+        ["live", _bytes(peak.live)],
+        ["rounded by the allocator", _bytes(peak.rounded)],
+        ["between steps", _bytes(plan.memory.before.live)],
+    ]
+    if plan.memory.host:
+        rows.append(["in CPU memory", _bytes(plan.memory.host)])
+    lines += [*_table(["", "bytes"], rows), "", "Time of a step, in ms"]
+    rows = [
+        ["step", _ms(time.step)],
+        ["compute: forward", _ms(time.forward)],
+        ["compute: backward", _ms(time.backward)],
+        ["compute: optimizer", _ms(time.optimizer)],
+        ["the engine's copies", _ms(time.copies)],
+        ["communication, hidden or not", _ms(time.communication)],
+        ["communication, exposed", _ms(time.exposed)],
+        ["waiting for the host", _ms(time.host)],
+    ]
+    lines += [*_table(["", "ms"], rows), ""]
+    lines.append(
+        f"{plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}; a rank sends "
+        f"{_bytes(plan.bytes_in_node)} in its node and {_bytes(plan.bytes_between_nodes)} "
+        f"to others in a step"
+    )
+    lines += ["", *_units(plan.units)]
+    return "\n".join(lines)
+
+
+def _units(units: Sequence[UnitTimes]) -> list[str]:
+    header = ["unit", "compute", "gathers", "gather", "exposed", "reduction", "exposed", "MB moved"]
+    shown = list(units)
+    left = ""
+    if len(shown) > MOST_UNITS:
+        worst = sorted(units, key=lambda u: -(u.gather_exposed + u.reduction_exposed))[:MOST_UNITS]
+        shown = [unit for unit in units if unit in worst]
+        left = f"(the {MOST_UNITS} of {len(units)} units with most exposed communication)"
+    rows = [
+        [
+            unit.name,
+            _ms(unit.compute),
+            str(unit.gathers),
+            _ms(unit.gather),
+            _ms(unit.gather_exposed),
+            _ms(unit.reduction),
+            _ms(unit.reduction_exposed),
+            f"{unit.nbytes / 1e6:,.1f}",
+        ]
+        for unit in shown
+    ]
+    return [f"Units, in ms {left}".rstrip(), *_table(header, rows)]
+
+
+def render_fit(fitting: Sequence[Planned], tried: Sequence[Planned], room: int) -> str:
+    """What was tried, the fastest that fits first, and the best as code."""
+    header = ["mesh", "batch", "accumulate", "reshard", "checkpointing", "peak", "tokens/s", "fits"]
+    rest = [plan for plan in tried if plan not in fitting]
+    rest.sort(key=lambda plan: plan.memory.peak.rounded)
+    rows = []
+    for plan in (*fitting, *rest):
+        settings = plan.settings
+        rows.append(
+            [
+                " x ".join(map(str, settings.mesh)),
+                str(settings.batch),
+                str(settings.accumulate),
+                str(settings.reshard_after_forward),
+                str(settings.checkpointing),
+                _bytes(plan.memory.peak.rounded),
+                f"{plan.tokens_per_second:,.0f}",
+                "yes" if plan in fitting else "no",
+            ]
+        )
+    lines = _table(header, rows)
+    if not fitting:
+        return "\n".join([*lines, "", f"nothing that was tried fits {_bytes(room)}"])
+    return "\n".join([*lines, "", fitting[0].verdict, "", fitting[0].code()])
+
+
+def code(settings: Settings, hardware: Hardware, policy: str) -> str:
+    """Settings as lines to paste; ``policy`` stands for what chooses units."""
+    names = ("replicate", "shard")[-len(settings.mesh) :]
+    device = hardware.device
+    lines = [f'mesh = init_device_mesh("{device}", {settings.mesh}, mesh_dim_names={names})']
+    options = ["mesh=mesh"]
+    if settings.precision is not None:
+        mixed = settings.precision
+        lines.append(
+            f"precision = MixedPrecisionPolicy(param_dtype={mixed.param_dtype}, "
+            f"reduce_dtype={mixed.reduce_dtype})"
+        )
+        options.append("mp_policy=precision")
+    if settings.offload:
+        options.append("offload_policy=CPUOffloadPolicy()")
+    shared = ", ".join(options)
+    reshard = settings.reshard_after_forward
+    if not settings.reshard_after_backward:
+        reshard = False
+    lines.append(f"for number, choice in enumerate(chosen_modules(model, {policy})):")
+    if settings.checkpointing:
+        every = int(settings.checkpointing)
+        lines.append(f"    if number % {every} == 0:")
+        lines.append(
+            "        choice.module.forward = functools.partial(\n"
+            "            checkpoint, choice.module.forward, use_reentrant=False)"
+        )
+    value = f"choice.name not in {set(settings.kept)}" if settings.kept else f"{reshard}"
+    lines.append(f"    fully_shard(choice.module, {shared}, reshard_after_forward={value})")
+    lines.append(f"fully_shard(model, {shared}, reshard_after_forward=False)")
+    if settings.window != 1:
+        lines.append(f"model.set_prefetch_window({settings.window})")
+    if not settings.reshard_after_backward:
+        lines.append("model.set_reshard_after_backward(False)")
+    if settings.accumulate > 1:
+        lines.append(
+            f"# {settings.accumulate} micro-batches of {settings.batch}; before each: "
+            f"model.set_requires_gradient_sync(is_last); model.set_is_last_backward(is_last)"
+        )
+    return "\n".join(lines)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f}"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        first = row[0].ljust(widths[0])
+        return "  ".join([first, *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+
+    return [line(header), "  ".join("-" * width for width in widths), *map(line, rows)]

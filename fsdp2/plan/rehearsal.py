@@ -1,0 +1,440 @@
+"""One step of a model on paper: made on ``meta``, sharded, run, and noted.
+
+    make_model ──meta──> fully_shard(…) ──> a step that is forgotten ──> a step that is noted
+                                            (orders, optimizer states)      Rehearsal
+
+The engine, its hooks, autograd and the optimizer are the real ones; `fsdp2.paper` is the device.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2.api import fully_shard
+from fsdp2.core.config import ShardingStateError
+from fsdp2.core.modules.registry import record_of
+from fsdp2.core.progress import OptimizerSteps
+from fsdp2.core.schedule.layers import put_around
+from fsdp2.core.schedule.unit import Unit
+from fsdp2.inspect import GroupReport, group_reports
+from fsdp2.interop import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp2.module import FSDPModule
+from fsdp2.norms import clip_grad_norm_
+from fsdp2.paper.operators import Operators, attention_of
+from fsdp2.paper.recording import ACTIVATIONS, GRADIENTS, MODEL, Recorder, Recording
+from fsdp2.paper.stage import NotedGroup, module_of_meta, on_paper
+from fsdp2.wrap import Choice, ModuleWrapPolicy, chosen_modules
+from fsdp2.wrap.choices import Policy
+
+Batch = Any
+MakeModel = Callable[[], nn.Module]
+Shard = Callable[[nn.Module, DeviceMesh], object]
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model is trained; what `Plan.with_` changes and `Plan.fit` searches.
+
+    Attributes:
+        mesh: ranks: ``(shard,)`` or ``(replicate, shard)``.
+        batch: what ``make_batch`` is called with, if it takes an argument: sequences, images.
+        accumulate: micro-batches in a step; gradients are reduced in the last.
+        reshard_after_forward: as for `fully_shard`, for units below the root.
+        kept: names of units that stay gathered from forward to backward, whatever it says.
+        reshard_after_backward: ``False``: gathered once a step, and not after forward either.
+        window: units that are gathered ahead (`FSDPModule.set_prefetch_window`).
+        checkpointing: whether units are recomputed in backward; a number n: every n-th.
+        precision: mixed precision of all units; ``None``: none.
+        offload: whether shards and optimizer are in CPU memory.
+        clip: the largest norm of gradients; ``None``: they are not clipped.
+    """
+
+    mesh: tuple[int, ...] = (8,)
+    batch: int = 1
+    accumulate: int = 1
+    reshard_after_forward: bool | int | None = None
+    kept: tuple[str, ...] = ()
+    reshard_after_backward: bool = True
+    window: int = 1
+    checkpointing: bool | int = False
+    precision: MixedPrecisionPolicy | None = None
+    offload: bool = False
+    clip: float | None = None
+
+    @property
+    def world(self) -> int:
+        """Ranks in all."""
+        return self.mesh[0] * (self.mesh[1] if len(self.mesh) > 1 else 1)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is planned; see `plan`.
+
+    Attributes:
+        make_model: makes the model.
+        make_batch: makes a micro-batch of one rank.
+        units: which modules become units.
+        shard: the user's own calls of `fully_shard`, in place of ``units``.
+        loss: from the model and a micro-batch to a scalar.
+        optimizer: from parameters to an optimizer.
+        tokens: of a micro-batch; ``None``: counted.
+    """
+
+    make_model: MakeModel
+    make_batch: Callable[..., Batch]
+    units: Policy | None
+    shard: Shard | None
+    loss: Loss
+    optimizer: MakeOptimizer
+    tokens: int | None
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a step did.
+
+    Attributes:
+        recording: the step.
+        reports: the groups, as `group_reports` gives them.
+        parameters: number of elements, of all ranks.
+        tokens: of a micro-batch of one rank.
+        units: names of the units, in the order of the modules.
+    """
+
+    recording: Recording
+    reports: tuple[GroupReport, ...]
+    parameters: int
+    tokens: int
+    units: tuple[str, ...]
+
+
+def rehearse(subject: Subject, settings: Settings, device: str, backend: str) -> Rehearsal:
+    """Run a step on paper.
+
+    Args:
+        subject: the model, and what a step of it does.
+        settings: how it is trained.
+        device: "cpu", or "cuda" for what has lanes beside the host.
+        backend: what collectives would run on.
+
+    Raises:
+        ValueError: the model asks for a tensor's values, which are not there on ``meta``.
+        RuntimeError: this process has a process group.
+    """
+    recorder = Recorder(asynchronous=device != "cpu")
+    with ExitStack() as stack:
+        stack.enter_context(on_paper(recorder, backend, settings.world))
+        stack.enter_context(attention_of(device))
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        mesh = _mesh(settings)
+        stack.enter_context(module_of_meta())
+        with torch.device("meta"):
+            model = subject.make_model()
+        with Operators(recorder):
+            return _rehearse(subject, settings, device, recorder, model, mesh)
+
+
+def _mesh(settings: Settings) -> DeviceMesh:
+    names = ("replicate", "shard")[-len(settings.mesh) :]
+    return init_device_mesh("meta", settings.mesh, mesh_dim_names=names)
+
+
+def _rehearse(
+    subject: Subject,
+    settings: Settings,
+    device: str,
+    recorder: Recorder,
+    model: nn.Module,
+    mesh: DeviceMesh,
+) -> Rehearsal:
+    parameters = sum(param.numel() for param in model.parameters())
+    recorder.tag((*model.parameters(), *model.buffers()), MODEL)
+    _shard(subject, settings, model, mesh)
+    units = _units(model)
+    _watch(units, recorder)
+    shards = [_Rows(param) for param in model.parameters()]
+    optimizer = subject.optimizer([rows.param for rows in shards])
+    if device != "cpu":
+        for group in optimizer.param_groups:
+            if group.get("foreach", 0) is None and not group.get("fused"):
+                group["foreach"] = True  # as torch chooses on an accelerator
+    batch = _make_batch(subject, settings)
+    recorder.tag(tensors_in(batch), ACTIVATIONS)
+    step = _Step(subject, settings, recorder, model, shards, optimizer, batch)
+    step.run()
+    recorder.forget_units()
+    recorder.start()
+    step.run()
+    recording = recorder.stop()
+    tokens = subject.tokens or _count_tokens(batch)
+    reports = tuple(group_reports(model))
+    return Rehearsal(recording, reports, parameters, tokens, tuple(units))
+
+
+# ---- making it
+
+
+def _shard(subject: Subject, settings: Settings, model: nn.Module, mesh: DeviceMesh) -> None:
+    if subject.shard is None:
+        shard_as_planned(model, mesh, settings, subject.units)
+        return
+    _checkpoint(chosen_modules(model, subject.units), settings.checkpointing)
+    subject.shard(model, mesh)
+    _set_flags(model, settings)
+
+
+def shard_as_planned(
+    model: nn.Module, mesh: DeviceMesh, settings: Settings, units: Policy | None
+) -> None:
+    """Shard a model as settings say.
+
+    Args:
+        model: the model, on any device.
+        mesh: of the shape that settings name.
+        settings: how it is trained.
+        units: which modules become units.
+
+    Example::
+
+        shard_as_planned(model, mesh, plan.settings, {Block})
+    """
+    choices = chosen_modules(model, units)
+    _checkpoint(choices, settings.checkpointing)
+    _fully_shard(model, choices, mesh, settings)
+    _set_flags(model, settings)
+
+
+def _fully_shard(
+    model: nn.Module, choices: Sequence[Choice], mesh: DeviceMesh, settings: Settings
+) -> None:
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": settings.reshard_after_forward,
+        "mp_policy": settings.precision,
+        "offload_policy": CPUOffloadPolicy() if settings.offload else None,
+    }
+    for choice in choices:
+        own = dict(options)
+        if choice.name in settings.kept or not settings.reshard_after_backward:
+            own["reshard_after_forward"] = False
+        fully_shard(choice.module, **{**own, **choice.options})
+    fully_shard(model, **{**options, "reshard_after_forward": False})
+
+
+def _set_flags(model: nn.Module, settings: Settings) -> None:
+    assert isinstance(model, FSDPModule)
+    if not settings.reshard_after_backward:
+        model.set_reshard_after_backward(False)
+    if settings.window != 1:
+        model.set_prefetch_window(settings.window)
+
+
+def _checkpoint(choices: Sequence[Choice], which: bool | int) -> None:
+    """Let every n-th unit recompute its forward in backward, inside of its hooks."""
+    every = int(which)
+    if not every:
+        return
+    for choice in choices[::every]:
+        choice.module.forward = _Checkpointed(choice.module.forward)
+
+
+class _Checkpointed:
+    """A forward that keeps its inputs alone for backward."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        return checkpoint(
+            self._forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
+        )
+
+
+def _units(model: nn.Module) -> dict[str, nn.Module]:
+    named = {name: module for name, module in model.named_modules() if record_of(module)}
+    return {name or "(root)": module for name, module in named.items()}
+
+
+def _watch(units: Mapping[str, nn.Module], recorder: Recorder) -> None:
+    """Tell the recorder whose forward runs, and for which unit the engine works."""
+    seen: set[Unit] = set()
+    for name, module in units.items():
+        record = record_of(module)
+        assert record is not None
+        module.register_forward_pre_hook(lambda *_, unit=name: recorder.enter(unit), prepend=True)
+        module.register_forward_hook(lambda *_: recorder.leave(), always_call=True)
+        if record.unit not in seen:
+            seen.add(record.unit)
+            put_around(record.unit.own_groups, NotedGroup, wanted=True)
+
+
+def _make_batch(subject: Subject, settings: Settings) -> Batch:
+    with torch.device("meta"):
+        takes = inspect.signature(subject.make_batch).parameters
+        return subject.make_batch(settings.batch) if takes else subject.make_batch()
+
+
+def tensors_in(batch: Batch) -> list[torch.Tensor]:
+    """The tensors of a batch: itself, or in lists, tuples and mappings."""
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple):
+        return [tensor for each in batch for tensor in tensors_in(each)]
+    return []
+
+
+def _count_tokens(batch: Batch) -> int:
+    """Of the first tensor: its elements if they are integers, else its length."""
+    found = tensors_in(batch)
+    if not found:
+        return 1
+    first = found[0]
+    if first.is_floating_point() or not first.dim():
+        return first.shape[0] if first.dim() else 1
+    return first.numel()
+
+
+# ---- running it
+
+
+class _Rows:
+    """This rank's rows of a parameter as a plain parameter, which the optimizer steps over.
+
+    What an optimizer does to a DTensor is done to its rows. A DTensor on ``meta`` cannot do it.
+    """
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self._sharded = param
+        self.param = nn.Parameter(_local(param).detach(), requires_grad=param.requires_grad)
+
+    def take(self) -> None:
+        """Have the gradient that was reduced."""
+        grad = self._sharded.grad
+        self.param.grad = None if grad is None else _local(grad)
+
+    def drop(self) -> None:
+        """As ``zero_grad``."""
+        self.param.grad = self._sharded.grad = None
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+@dataclass
+class _Step:
+    subject: Subject
+    settings: Settings
+    recorder: Recorder
+    model: nn.Module
+    shards: list[_Rows]
+    optimizer: torch.optim.Optimizer
+    batch: Batch
+
+    def run(self) -> None:
+        """Micro-batches and the optimizer's step."""
+        recorder, model, count = self.recorder, self.model, self.settings.accumulate
+        for micro in range(count):
+            if count > 1 and isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(micro == count - 1)
+                model.set_is_last_backward(micro == count - 1)
+            with recorder.during("forward"), _explaining():
+                loss = self.subject.loss(model, self.batch)
+            with recorder.during("backward"), _explaining():
+                loss.backward()
+            del loss
+        found = [param.grad for param in model.parameters() if param.grad is not None]
+        recorder.tag(map(_local, found), GRADIENTS)
+        del found
+        with recorder.during("optimizer"):
+            if self.settings.clip is not None:
+                clip_grad_norm_(model.parameters(), self.settings.clip)
+            for rows in self.shards:
+                rows.take()
+            self.optimizer.step()
+            OptimizerSteps.count += 1  # nobody sees that it holds managed parameters
+            for rows in self.shards:
+                rows.drop()
+
+
+@contextmanager
+def _explaining() -> Iterator[None]:
+    """A sentence where a model needs values."""
+    try:
+        yield
+    except (NotImplementedError, RuntimeError) as error:
+        words = str(error).lower()
+        known = "meta" in words or "data-dependent" in words
+        if isinstance(error, ShardingStateError) or not known:
+            raise
+        raise ValueError(
+            f"the model asks for values of a tensor, and a plan has shapes alone: {error}; give "
+            f"make_model a variant whose shapes do not depend on values, such as experts that "
+            f"take equally many tokens"
+        ) from error
+
+
+def default_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The mean of what the model returns, or its ``loss``."""
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    elif isinstance(batch, list | tuple):
+        output = model(*batch)
+    else:
+        output = model(batch)
+    found = getattr(output, "loss", None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get("loss")
+    if found is None:
+        found = tensors_in(output)[0]
+    return found if found.dim() == 0 else found.float().mean()
+
+
+def default_optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW."""
+    return torch.optim.AdamW([param for param in params if param.requires_grad])
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy of a model without its memory."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        bare = torch.empty_like(tensor, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            bare = nn.Parameter(bare, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = bare
+    copied: nn.Module = copy.deepcopy(model, memo)
+    return copied
+
+
+def policy_of(units: Policy | Iterable[str] | None) -> Policy | None:
+    """Classes, names of classes, or a policy."""
+    if units is None or callable(units) or isinstance(units, ModuleWrapPolicy):
+        return units
+    found = list(units) if isinstance(units, Iterable) else units
+    if isinstance(found, list) and found and all(isinstance(each, str) for each in found):
+        names = set(found)
+
+        def named(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+            return recurse or type(module).__name__ in names
+
+        return named
+    return found  # type: ignore[return-value]  # classes, or torch's own policy

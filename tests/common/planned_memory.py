@@ -1,0 +1,310 @@
+"""A program: random models and settings, planned, and run on the stand-in; one JSON line a case.
+
+    python -m tests.common.planned_memory 0 10      # cases 0 to 9
+    python -m tests.common.planned_memory train_lm  # its presets, on a CPU
+
+Each line has what each collective was, its bytes, and all bytes that were allocated then, as the
+plan says and as the stand-in's allocator counts. Of `train_lm` it has what a step's peak is above
+what is there before it: as the plan says, and as torch's profiler adds up what the CPU's allocator
+reports.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp2
+from fsdp2.examples.model import PRESETS, Block, Transformer, token_losses
+from fsdp2.paper.null_group import init_null_group
+from fsdp2.paper.recording import Operation
+from fsdp2.paper.stage import GlooOnPaper
+from fsdp2.plan import Hardware, Settings, plan
+from fsdp2.plan.memory import Ledger
+from fsdp2.plan.planner import Plan
+from fsdp2.plan.rehearsal import shard_as_planned
+from fsdp2.testing.null_group import null_world
+from fsdp2.testing.stand_in import device
+
+ODD_AND_EVEN = (8, 16, 24, 31, 40, 64, 96)
+PRECISIONS = (
+    None,
+    fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    fsdp2.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
+)
+Collective = tuple[str, int, int]  # its kind, its bytes, and what was allocated
+
+
+class Scale(nn.Module):
+    """A parameter of one dim. Not a norm: its kernel has memory of its own on a CPU."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Layer(nn.Module):
+    """A residual block of some width, with or without bias and scale."""
+
+    def __init__(self, dim: int, hidden: int, bias: bool, norm: bool) -> None:
+        super().__init__()
+        self.norm = Scale(dim) if norm else nn.Identity()
+        self.up = nn.Linear(dim, hidden, bias=bias)
+        self.down = nn.Linear(hidden, dim, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Layers between two projections."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        dim = rng.choice(ODD_AND_EVEN)
+        self.width = rng.choice(ODD_AND_EVEN)
+        self.first = nn.Linear(self.width, dim)
+        self.layers = nn.ModuleList(
+            Layer(dim, rng.choice(ODD_AND_EVEN), rng.random() < 0.5, rng.random() < 0.5)
+            for _ in range(rng.randint(1, 5))
+        )
+        self.last = nn.Linear(dim, rng.choice(ODD_AND_EVEN), bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+def settings_of(rng: random.Random) -> Settings:
+    """Anything that `plan` knows and a device can do.
+
+    Not mixed precision with accumulation: the stand-in adds gradients of two dtypes with the CPU's
+    kernels, which cast one to a temporary tensor first. A GPU's do not.
+    """
+    precision = rng.choice(PRECISIONS)
+    return Settings(
+        mesh=rng.choice([(2,), (4,), (8,), (2, 2), (2, 4)]),
+        batch=rng.choice([1, 4, 33]),
+        accumulate=1 if precision is not None else rng.choice([1, 1, 2, 3]),
+        reshard_after_forward=rng.choice([True, False, None]),
+        reshard_after_backward=rng.random() < 0.85,
+        window=rng.choice([1, 1, 2, 3]),
+        checkpointing=rng.choice([False, False, True, 2]),
+        precision=precision,
+    )
+
+
+def optimizer_of(params: Any) -> torch.optim.Optimizer:
+    """One with states, whose temporary tensors are those of an accelerator."""
+    return torch.optim.AdamW(params, foreach=True)
+
+
+def planned(make: Callable[[], Model], settings: Settings) -> tuple[Plan, list[Collective]]:
+    """What the plan says."""
+    width = make().width
+    made = plan(
+        make,
+        lambda count: torch.zeros(count, width),
+        units={Layer},
+        hardware="h100",
+        optimizer=optimizer_of,
+        **vars(settings),
+    )
+    recording = made.rehearsal.recording
+    ledger = Ledger(recording, 1)
+    found = []
+    for note in recording.notes:
+        ledger.take(note)
+        if isinstance(note, Operation) and note.kind == "collective":
+            found.append((note.name, note.nbytes, ledger.live))
+    return made, found
+
+
+def run(make: Callable[[], Model], settings: Settings) -> tuple[list[Collective], int]:
+    """What the stand-in does: collectives of its third step, and the peak of that."""
+    found: list[Collective] = []
+    noting = False
+
+    def observe(name: str, tensors: list[Tensor]) -> None:
+        if not noting or tensors[0].device.type != device.NAME:
+            return
+        half, many = len(tensors) // 2, tensors
+        if name.startswith("all_gather"):
+            many, name = tensors[:half], "all-gather"
+        elif name.startswith("reduce_scatter"):
+            many, name = tensors[half:], "reduce-scatter"
+        else:
+            name = "all-reduce"
+        found.append((name, sum(t.nbytes for t in many), device.live_bytes() - empty))
+
+    empty = device.live_bytes()
+    with null_world(settings.world, observer=observe):
+        names = ("replicate", "shard")[-len(settings.mesh) :]
+        mesh = init_device_mesh(device.NAME, settings.mesh, mesh_dim_names=names)
+        model = make().to(device.NAME)
+        shard_as_planned(model, mesh, settings, {Layer})
+        optimizer = optimizer_of(model.parameters())
+        x = torch.zeros(settings.batch, model.width, device=device.NAME)
+        for step in range(3):
+            noting = step == 2
+            device.peak_bytes()
+            for micro in range(settings.accumulate):
+                last = micro == settings.accumulate - 1
+                model.set_requires_gradient_sync(last)  # type: ignore[operator]  # sharded now
+                model.set_is_last_backward(last)  # type: ignore[operator]
+                model(x).float().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return found, device.peak_bytes() - empty
+
+
+# ---- train_lm on a CPU
+
+CPU = Hardware(
+    name="a CPU",
+    device="cpu",
+    backend="gloo",
+    memory=2**40,
+    reserved=0,
+    rounding=64,
+    peak_flops={"float32": 1e11},
+    flops={"float32": 1e11},
+    bandwidth=1e10,
+    kernel=0.0,
+    host_op=1e-5,
+    host_collective=1e-5,
+    node=8,
+    link=1e9,
+    link_latency=1e-4,
+    network=1e9,
+    network_latency=1e-4,
+)
+
+
+def lm_settings() -> list[tuple[str, bool, Settings]]:
+    """A preset, whether its blocks are recomputed, and the rest."""
+    low = PRECISIONS[1]
+    return [
+        ("tiny", False, Settings(mesh=(2,), batch=8)),
+        ("small", False, Settings(mesh=(2,), batch=8)),
+        ("small", True, Settings(mesh=(4,), batch=8)),
+        ("small", False, Settings(mesh=(2, 2), batch=4, reshard_after_forward=False)),
+        ("small", False, Settings(mesh=(4,), batch=4, accumulate=2, precision=low)),
+    ]
+
+
+def lm_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The loss of `train_lm`."""
+    return token_losses(model(batch[0]), batch[1]).mean()
+
+
+def lm_batch(count: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.zeros(count, 128, dtype=torch.int64)
+    return tokens, tokens.clone()
+
+
+def plan_lm(preset: str, recomputes: bool, settings: Settings) -> int:
+    """Bytes of a step's peak above what is there before it."""
+    made = plan(
+        lambda: Transformer(PRESETS[preset], recomputes),
+        lm_batch,
+        units={Block},
+        hardware=CPU,
+        loss=lm_step,
+        optimizer=lambda params: torch.optim.SGD(params, foreach=True),
+        **vars(settings),
+    )
+    return made.memory.peak.live - made.memory.before.live
+
+
+def run_lm(preset: str, recomputes: bool, settings: Settings) -> int:
+    """The same, as the profiler adds it up."""
+    init_null_group(settings.world, kind=GlooOnPaper)
+    names = ("replicate", "shard")[-len(settings.mesh) :]
+    mesh = init_device_mesh("cpu", settings.mesh, mesh_dim_names=names)
+    model: Any = Transformer(PRESETS[preset], recomputes)
+    shard_as_planned(model, mesh, settings, {Block})
+    optimizer = torch.optim.SGD(model.parameters(), foreach=True)
+    batch = lm_batch(settings.batch)
+
+    def step() -> None:
+        for micro in range(settings.accumulate):
+            last = micro == settings.accumulate - 1
+            model.set_requires_gradient_sync(last)
+            model.set_is_last_backward(last)
+            lm_step(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        step()
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        step()
+    changes = [
+        (event.start_ns(), event.nbytes())
+        for event in profiler.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
+    dist.destroy_process_group()
+    live = peak = 0
+    for _, nbytes in sorted(changes, key=lambda change: change[0]):
+        live += nbytes
+        peak = max(peak, live)
+    return peak
+
+
+def main_of_train_lm() -> None:
+    for preset, recomputes, settings in lm_settings():
+        expected = plan_lm(preset, recomputes, settings)
+        line = {
+            "settings": f"{preset}, {recomputes}, {settings}",
+            "planned_peak": expected,
+            "seen_peak": run_lm(preset, recomputes, settings),
+        }
+        print(json.dumps(line), flush=True)
+        gc.collect()
+
+
+def main(first: int, last: int) -> None:
+    device.build()
+    device.load()
+    for seed in range(first, last):
+        gc.collect()  # constants of the last model would be found again, and not counted
+        rng = random.Random(seed)
+        settings, shape = settings_of(rng), rng.random()
+
+        def make(shape: float = shape) -> Model:
+            return Model(random.Random(shape))
+
+        expected, said = planned(make, settings)
+        seen, peak = run(make, settings)
+        line = {
+            "seed": seed,
+            "settings": str(settings),
+            "planned": said,
+            "seen": seen,
+            "planned_peak": expected.memory.peak.live,
+            "seen_peak": peak,
+        }
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "train_lm":
+        main_of_train_lm()
+    else:
+        main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,440 @@
+"""A planned step: its memory, collectives and time, against arithmetic and real runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp2
+from fsdp2.core.device.rehearsal import Stage, rehearsing
+from fsdp2.core.device.streams import Lane
+from fsdp2.examples import train_lm
+from fsdp2.paper.recording import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER, REDUCTIONS, SHARDS
+from fsdp2.plan import hardware, presets
+from fsdp2.plan.__main__ import _of_function, _of_preset, _parser, main
+from fsdp2.plan.hardware import Hardware
+from fsdp2.plan.memory import Ledger
+from fsdp2.plan.planner import Plan, plan
+from fsdp2.testing.null_group import null_world
+from fsdp2.testing.stand_in import device
+from tests.common.errors import raises
+
+DIM, LAYERS, RANKS = 256, 4, 8
+WEIGHT = DIM * DIM * 4  # bytes of one layer
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(DIM, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def stack() -> nn.Module:
+    return nn.Sequential(*[Layer() for _ in range(LAYERS)])
+
+
+def some(count: int = 1) -> Tensor:
+    return torch.zeros(count, DIM)
+
+
+def planned(**settings: Any) -> Plan:
+    return plan(stack, some, **{"units": {Layer}, "mesh": RANKS, **settings})
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, foreach=True)
+
+
+def test_memory_between_steps_is_that_of_the_states() -> None:
+    """The stage table of ZeRO (Rajbhandari et al. 2020, figure 1): 4, 4 and 8 bytes an element."""
+    numel = LAYERS * DIM * DIM
+    made = planned(optimizer=adam)
+    before = made.memory.before.categories
+    assert before[SHARDS] == 4 * numel // RANKS
+    assert before[OPTIMIZER] == 8 * numel // RANKS
+    assert GATHERED not in before
+    assert GRADIENTS not in before
+    assert before[REDUCTIONS] < 1024  # marks of whose gradients are there
+    besides = before[ACTIVATIONS] + before[REDUCTIONS]
+    assert made.memory.before.live - besides == 12 * numel // RANKS
+
+
+@pytest.mark.parametrize(
+    ("settings", "gathers", "at_loss"),
+    [
+        ({"reshard_after_forward": True}, 2 * LAYERS, 0),
+        ({"reshard_after_forward": False}, LAYERS, LAYERS),
+        ({"reshard_after_backward": False}, LAYERS, LAYERS),
+        ({"kept": ("1",)}, 2 * LAYERS - 1, 1),
+    ],
+)
+def test_strategies(settings: dict[str, Any], gathers: int, at_loss: int) -> None:
+    """How often is gathered, and how much is when the loss is there."""
+    made = planned(optimizer=sgd, **settings)
+    recording = made.rehearsal.recording
+    collectives = Counter(n.name for n in recording.operations if n.kind == "collective")
+    assert collectives == {"all-gather": gathers, "reduce-scatter": LAYERS}
+    assert all(n.nbytes == WEIGHT for n in recording.operations if n.name == "all-gather")
+    ledger = Ledger(recording, 1)
+    for note in recording.notes:
+        if getattr(note, "phase", "") == "backward":
+            break
+        ledger.take(note)
+    assert ledger.totals[GATHERED] == at_loss * WEIGHT
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_the_window_is_what_is_gathered(window: int) -> None:
+    made = planned(window=window, optimizer=sgd)
+    ledger, most = Ledger(made.rehearsal.recording, 1), 0
+    for note in made.rehearsal.recording.notes:
+        ledger.take(note)
+        if getattr(note, "phase", "forward") != "forward":
+            break
+        most = max(most, ledger.totals[GATHERED])
+    assert most == min(1 + window, LAYERS) * WEIGHT
+
+
+def test_two_meshes_and_accumulation() -> None:
+    """Gradients are reduced once a step, and then over copies too."""
+    made = planned(mesh=(2, 4), accumulate=3, optimizer=sgd)
+    groups = made.rehearsal.recording.groups
+    found = Counter(
+        (n.name, groups[n.group])
+        for n in made.rehearsal.recording.operations
+        if n.kind == "collective"
+    )
+    shards, copies = (0, 1, 2, 3), (0, 4)
+    assert found[("reduce-scatter", shards)] == found[("all-reduce", copies)] == LAYERS
+    assert set(found) == {
+        ("all-gather", shards),
+        ("reduce-scatter", shards),
+        ("all-reduce", copies),
+    }
+
+
+def test_checkpointing_trades_activations_for_arithmetic() -> None:
+    shape = presets.PRESETS["tiny"]
+
+    def made(checkpointing: bool) -> Plan:
+        return plan(
+            lambda: presets.Model(shape),
+            lambda count: presets.make_batch(shape, count),
+            units={presets.Block},
+            loss=presets.loss,
+            batch=8,
+            checkpointing=checkpointing,
+        )
+
+    without, recomputing = made(False), made(True)
+    peaks = [p.memory.peak.categories[ACTIVATIONS] for p in (without, recomputing)]
+    assert peaks[1] < peaks[0] / 2
+    assert recomputing.flops == without.flops
+    done = [sum(n.flops for n in p.rehearsal.recording.operations) for p in (without, recomputing)]
+    assert done[0] < done[1] < 4 / 3 * done[0] + 1
+
+
+def test_flops_are_counted_by_phase_and_unit() -> None:
+    made = planned(batch=2, optimizer=sgd)
+    one = 2 * 2 * DIM * DIM  # a product of [2, DIM] and a weight
+    found: Counter[tuple[str, str]] = Counter()
+    for note in made.rehearsal.recording.operations:
+        found[note.unit, note.phase] += note.flops
+    for layer in range(LAYERS):
+        assert found[f"{layer}", "forward"] == one
+        # of the weight; and of the input, which the first layer's has no use for
+        assert found[f"{layer}", "backward"] == (2 * one if layer else one)
+    assert made.flops == 3 * LAYERS * one
+    assert made.rehearsal.units == ("(root)", *map(str, range(LAYERS)))
+
+
+TOY = Hardware(
+    name="toy",
+    device="cuda",
+    backend="nccl",
+    memory=10**9,
+    reserved=0,
+    rounding=512,
+    peak_flops={"float32": 1e9},
+    flops={"float32": 1e9},
+    bandwidth=1e30,
+    kernel=0.0,
+    host_op=0.0,
+    host_collective=0.0,
+    node=RANKS,
+    link=1e9,
+    link_latency=0.0,
+    network=1e9,
+    network_latency=0.0,
+)
+"""Arithmetic and bytes in a node take time, and nothing else."""
+
+
+def test_time_is_that_of_the_slower_lane() -> None:
+    """A gather takes less than a layer's compute, so that only the first is not hidden."""
+    made = planned(hardware=TOY, batch=8, optimizer=sgd)
+    gather = WEIGHT * (RANKS - 1) / RANKS / 1e9
+    compute = 2 * 8 * DIM * DIM / 1e9
+    assert gather < compute
+    time = made.time
+    assert time.forward == pytest.approx(LAYERS * compute)
+    assert time.backward == pytest.approx((2 * LAYERS - 1) * compute)
+    # The first gather of forward; that of backward, whose layer is its own successor, is there.
+    first = [unit.gather_exposed for unit in made.units if unit.name == "0"]
+    assert first[0] == pytest.approx(gather)
+    assert time.step == pytest.approx(time.compute + time.exposed)
+    sent = sum(unit.nbytes for unit in made.units) * (RANKS - 1) / RANKS
+    assert time.communication == pytest.approx(sent / 1e9)
+    assert made.bytes_in_node == pytest.approx(time.communication * 1e9)
+    assert made.bytes_between_nodes == 0
+
+
+def test_a_slow_link_is_exposed() -> None:
+    fast = planned(hardware=TOY, batch=8, optimizer=sgd)
+    slow = fast.with_(hardware=Hardware(**{**vars(TOY), "link": 1e8}))
+    assert slow.rehearsal is fast.rehearsal  # nothing ran again
+    assert slow.time.exposed > fast.time.exposed
+    assert slow.time.compute == pytest.approx(fast.time.compute)
+    nodes = fast.with_(hardware=Hardware(**{**vars(TOY), "node": 4}))
+    inside, between = nodes.traffic
+    assert inside + between == pytest.approx(fast.bytes_in_node)
+    assert between == pytest.approx(fast.bytes_in_node / 4)  # one rank of four has its next outside
+
+
+def test_every_wait_is_for_what_was_recorded() -> None:
+    recording = planned(mesh=(2, 4)).rehearsal.recording
+    recorded = {n.event for n in recording.notes if type(n).__name__ == "Signal"}
+    waits = [n for n in recording.notes if type(n).__name__ == "Wait"]
+    assert waits
+    assert {n.event for n in waits} <= recorded
+    assert {Lane.COMPUTE, Lane.ALL_GATHER, Lane.REDUCE, Lane.ALL_REDUCE} <= {n.lane for n in waits}
+
+
+def test_on_a_cpu_all_is_one_after_the_other() -> None:
+    machine = Hardware(**{**vars(TOY), "device": "cpu", "backend": "gloo", "shared": True})
+    made = planned(hardware=machine, optimizer=sgd)
+    assert not made.timing.stalls
+    assert made.time.exposed == pytest.approx(made.time.communication)
+    assert {n.lane for n in made.rehearsal.recording.operations} == {Lane.COMPUTE}
+
+
+def test_settings_that_fit_are_found() -> None:
+    made = planned(batch=4)
+    tight = made.with_(reshard_after_forward=True).memory.peak.rounded
+    found = made.fit(memory=tight, limit=8)
+    assert len(found.tried) <= 8
+    assert found.best is not None
+    assert found.best.memory.peak.rounded <= tight
+    assert all(p.tokens_per_second <= found.best.tokens_per_second for p in found.fitting)
+    assert "fully_shard(" in str(found)
+    nothing = made.fit(memory=1, limit=4)
+    assert nothing.best is None
+    assert "nothing that was tried fits" in str(nothing)
+
+
+def test_offloaded_shards_are_in_cpu_memory() -> None:
+    made = planned(offload=True)
+    assert made.memory.host >= LAYERS * WEIGHT // RANKS * 3  # shards and Adam's states
+    assert SHARDS not in made.memory.before.categories
+    assert any(n.lane is None for n in made.rehearsal.recording.operations)
+
+
+def test_a_real_model_is_planned_by_its_shapes() -> None:
+    model = stack()
+    made = plan(model, some, units=["Layer"], mesh=2)
+    assert made.rehearsal.units == ("(root)", *map(str, range(LAYERS)))
+    assert not any(p.is_meta for p in model.parameters())
+    assert not dist.is_initialized()
+
+
+def test_own_calls_are_planned() -> None:
+    def shard(model: nn.Module, mesh: Any) -> None:
+        fsdp2.fully_shard(model, mesh=mesh)
+
+    made = plan(stack, some, shard=shard)
+    assert made.rehearsal.units == ("(root)",)
+    with raises("plan-own-calls"):
+        made.fit()
+
+
+def test_a_plan_in_print_and_as_a_file(tmp_path: Path) -> None:
+    made = planned()
+    text = str(made)
+    assert made.verdict in text
+    assert "communication, exposed" in text
+    made.trace(tmp_path / "plan.json")
+    assert json.loads((tmp_path / "plan.json").read_text())
+    timeline = made.timeline()
+    assert timeline.duration <= made.time.step * 1e6 * 1.001
+    assert timeline.peak is not None
+    assert timeline.peak.total == made.memory.peak.live
+    gathers = [s for s in timeline.slices if s.operation == "all-gather"]
+    assert len(gathers) == sum(u.gathers for u in made.units)
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["tiny", "--ranks", "4", "--trace", str(tmp_path / "t.json")]) == 0
+    assert "tokens/s" in capsys.readouterr().out
+    assert main(["tiny-moe", "--ranks", "4", "--replicate", "2", "--hardware", "a100"]) == 0
+    assert main(["no-such-model"]) == 2
+    assert "is no preset" in capsys.readouterr().err
+    assert main(["tiny", "--ranks", "4", "--replicate", "3"]) == 2
+    assert main(["tests.fake.test_plan:some"]) == 2
+
+
+def test_hardware_files_say_where_figures_are_from() -> None:
+    for name in hardware.names():
+        found = hardware.load(name)
+        assert {"memory", "bandwidth", "peak_flops", "link", "network"} <= found.sources.keys()
+        assert found.flops["bfloat16"] < found.peak_flops["bfloat16"]
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with raises("plan-hardware"):
+        planned(hardware="abacus")
+    path = tmp_path / "half.json"
+    path.write_text('{"name": "half"}')
+    with raises("plan-hardware-file"):
+        planned(hardware=path)
+    with raises("plan-mesh"):
+        planned(mesh=(2, 2, 2))
+    with raises("plan-setting"):
+        planned(reshard=True)
+    made = planned()
+    with raises("plan-with-setting"):
+        made.with_(units=None)
+    with null_world(2), raises("plan-process-group"):
+        planned()
+    stage: Any = None
+    with rehearsing(Stage(stage, stage)), raises("plan-rehearsal"):
+        rehearsing(Stage(stage, stage)).__enter__()
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Layer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x)
+            return y if y.sum().item() > 0 else -y
+
+    with raises("plan-values"):
+        plan(Asks, some)
+
+
+def test_command_line_refusals() -> None:
+    with raises("plan-preset"):
+        _of_preset(_parser().parse_args(["no-such-model"]))
+    with raises("plan-replicate"):
+        _of_preset(_parser().parse_args(["tiny", "--replicate", "3"]))
+    with raises("plan-function"):
+        _of_function("tests.fake.test_plan:some")
+
+
+def _cases(first: int, last: int) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "tests.common.planned_memory", str(first), str(last)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_train_lm_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--preset", "tiny", "--nproc", "4", "--replicate", "2", "--plan"]
+    assert train_lm.main([*given, "a100"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 x 2 x A100" in printed
+    assert "blocks.1" in printed
+    assert train_lm.main([*given, "abacus"]) == 2
+    assert train_lm.main(["--preset", "tiny", "--tp", "2", "--nproc", "2", "--plan"]) == 2
+
+
+def test_a_report_of_a_sharded_model() -> None:
+    """Bytes of a step are those that a planned step's collectives have."""
+    made = planned(optimizer=sgd)
+    groups = {group.name: group for group in made.rehearsal.reports}
+    assert list(groups) == [str(layer) for layer in range(LAYERS)]
+    moved = {unit.name: unit.nbytes for unit in made.units}
+    for name, group in groups.items():
+        assert (group.gathers, group.gathered_bytes, group.reduced_bytes) == (2, WEIGHT, WEIGHT)
+        assert 0 <= moved[name] - group.step_bytes < 1024  # marks
+    with null_world(3):
+        model = fsdp2.fully_shard(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 64)))
+        report = fsdp2.report(model)
+        text = str(report)
+    assert [group.gathers for group in report.groups] == [1]
+    assert "pieces are no multiple of 16 bytes" in text or "small" in text
+    assert report.groups[0].packed.keys() >= {"0.weight", "1.bias"}
+    assert text.splitlines()[-1].startswith("all")
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)],
+)
+def test_the_stage_table_of_zero(stage: int, expected: float) -> None:
+    """Figure 1 of ZeRO (arXiv 1910.02054): 7.5 billion parameters on 64 ranks, in GB of 10^9.
+
+    It counts 2 bytes of an fp16 parameter, 2 of its gradient, and 12 of fp32 states. Ours are 4 of
+    an fp32 shard, which is master copy and states' part, 8 of Adam's states, and between steps no
+    gradient. So what is compared is the sum of what a plan says to be sharded and what not.
+    """
+    numel, ranks = 64 * 1024, 64
+    model = nn.Linear(256, 256, bias=False)
+    made = plan(model, lambda: torch.zeros(1, 256), mesh=ranks, optimizer=adam)
+    before = made.memory.before.categories
+    states = (before[SHARDS] + before[OPTIMIZER]) * ranks / numel
+    assert states == 12.0
+    halves = 2.0
+    parts = {"states": states, "gradients": halves, "parameters": halves}
+    sharded = list(parts)[:stage]
+    bytes_an_element = sum(
+        size / ranks if name in sharded else size for name, size in parts.items()
+    )
+    assert 7.5 * bytes_an_element == pytest.approx(expected, abs=0.06)
+
+
+def _compare(cases: list[dict[str, Any]]) -> None:
+    for case in cases:
+        assert case["planned"] == case["seen"], case["settings"]
+        ratio = case["planned_peak"] / case["seen_peak"]
+        assert 0.98 <= ratio <= 1.02, (ratio, case["settings"])
+
+
+@pytest.mark.skipif(device.missing_tool() is not None, reason="needs c++ and ninja")
+def test_bytes_are_those_that_an_allocator_counts() -> None:
+    """Of random models and settings: all bytes at each collective, their sizes, and the peak."""
+    _compare(_cases(0, 4))
+
+
+@pytest.mark.extended
+def test_peaks_of_train_lm_on_a_cpu() -> None:
+    """Within 3 % of what the CPU's allocator reports to torch's profiler."""
+    command = [sys.executable, "-m", "tests.common.planned_memory", "train_lm"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    cases = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(cases) == 5
+    for case in cases:
+        assert case["planned_peak"] == pytest.approx(case["seen_peak"], rel=0.03), case
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(device.missing_tool() is not None, reason="needs c++ and ninja")
+def test_bytes_of_many_models() -> None:
+    _compare(_cases(4, 50))
