@@ -225,8 +225,8 @@ _rms_norm: Callable[..., torch.Tensor] = F.rms_norm
 def attention_of(device_type: str) -> Iterator[None]:
     """Let attention and RMS norm of ``torch.nn.functional`` run inside what a device would.
 
-    The functions are replaced in their module: a mode would not be there in backward, where checkpoints
-    run forwards again.
+    The functions are replaced in their module: a mode would not be there in backward, where
+    checkpoints run forwards again.
 
     Args:
         device_type: of the device that is planned for: "cpu", or "cuda" for every accelerator.
@@ -242,7 +242,7 @@ def attention_of(device_type: str) -> Iterator[None]:
 
 def _rms_norm_on_gpu(
     input: torch.Tensor,
-    normalized_shape: list[int],
+    normalized_shape: Sequence[int],
     weight: torch.Tensor | None = None,
     eps: float | None = None,
 ) -> torch.Tensor:
