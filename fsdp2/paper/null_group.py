@@ -104,10 +104,10 @@ class NullGroup(PythonGroup):
         With None the class's own methods are called again, so that an observer costs nothing when
         there is none.
         """
-        for name in _ALIASES:
+        for name in ALIASES:
             self.__dict__.pop(name, None)
         if observer is not None:
-            for name, told in _ALIASES.items():
+            for name, told in ALIASES.items():
                 setattr(self, name, _observed(told, getattr(self, name), observer))
 
     def _nothing(self, *_args: object, **_kwargs: object) -> NullWork:
@@ -168,7 +168,7 @@ know("NullGroup", Traits("null", coalesces=True))  # to be measured as NCCL woul
 
 
 # method -> the name that an observer is told
-_ALIASES = {
+ALIASES = {
     "all_gather_single": "all_gather_single",
     "_allgather_base": "all_gather_single",
     "all_gather_single_coalesced": "all_gather_single_coalesced",

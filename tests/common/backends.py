@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fsdp2.core.device import presence
 from fsdp2.core.device.backends import Traits, know, traits_of
-from fsdp2.testing.null_group import _ALIASES, NullGroup
+from fsdp2.paper.null_group import ALIASES, NullGroup
 
 VARIABLE = "FSDP2_TEST_BACKEND"
 
@@ -177,7 +177,7 @@ class RecordedGroup(NullGroup):
         kind = RECORDER.kind
         self.served_by = stand_in(kind, LazyOptions() if "nccl" in kind else None)
         returns_work = kind != "nccl-legacy"
-        for name, told in _ALIASES.items():
+        for name, told in ALIASES.items():
             setattr(self, name, self._recorded(told, getattr(self, name), returns_work))
         presence._announced.add(self)  # this process is all of its ranks
         presence._met.add(self)

@@ -13,8 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import Streams
+
+META = torch.device("meta")
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,6 @@ from fsdp2.core.schedule.unit import Unit
 
 _streams: dict[torch.device, Streams] = {}
 
-META = torch.device("meta")
-
 
 def make_groups(
     name: str, plans: list[Plan], options: GroupOptions, arguments: Arguments
@@ -183,7 +181,7 @@ def move_buffers(modules: tuple[nn.Module, ...], device: torch.device) -> None:
 
 def streams_for(device: torch.device) -> Streams:
     """The lanes of a device, the same for all roots."""
-    if device == META and rehearsal.stage is not None:
+    if device == rehearsal.META and rehearsal.stage is not None:
         return rehearsal.stage.streams
     if device not in _streams:
         _streams[device] = make_streams(device)
@@ -191,7 +189,7 @@ def streams_for(device: torch.device) -> Streams:
 
 
 def _kernels(device: torch.device, streams: Streams) -> Kernels:
-    if device == META and rehearsal.stage is not None:
+    if device == rehearsal.META and rehearsal.stage is not None:
         return rehearsal.stage.kernels
     return kernels_for(device, streams.asynchronous)
 

@@ -28,6 +28,7 @@ from fsdp2.core.device.buffers import FlatBuffer, TransientBuffer
 from fsdp2.core.device.collectives import Collectives, Replicas, Work
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.presence import meet
+from fsdp2.core.device.rehearsal import META
 from fsdp2.core.device.streams import COMPUTE, Event, Streams
 from fsdp2.core.gather.extension import ExtensionContext, ExtensionTransport, make_extension
 from fsdp2.core.gather.launch import Launched
@@ -365,7 +366,7 @@ class ParamGroup:
         self._references = self._count_references()
 
     def _bind_buffers(self) -> None:
-        offloads = self.offload is not None and self.device.type != "meta"
+        offloads = self.offload is not None and self.device != META
         home = torch.device("cpu") if offloads else self.device
         for param in self.params:
             param.check_usable(home, self.offload is not None)
