@@ -5,7 +5,6 @@
     device_mesh                       ──>  itself
     none of them, hybrid              ──>  (nodes, ranks of a node)
     none of them                      ──>  (world,)
-from fsdp2.core.layout.mesh import node_mesh
 
 The same arguments give the same mesh, so that wrappers share process groups.
 """
