@@ -15,9 +15,8 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-import torch
-
 from benchmarks.zoo.instances import MOST_PARAMETERS, Instance, NotBuiltError
+from fsdp2.examples.images import import_torchvision
 
 LIBRARIES = ("transformers", "timm", "diffusers")
 
@@ -42,24 +41,5 @@ def build(library: str, name: str) -> Instance:
 
 
 def _module(library: str) -> ModuleType:
-    _torchvision_without_kernels()
+    import_torchvision()  # they ask for it
     return importlib.import_module(f"benchmarks.zoo.from_{library}")
-
-
-_torchvision: list[torch.library.Library] = []
-
-
-def _torchvision_without_kernels() -> None:
-    """Lets `import torchvision` pass where its kernels do not load.
-
-    The wheels on PyPI are linked with CUDA. Beside a CPU build of torch their operators are
-    missing, and the import asks for two of them by name. None is called here.
-    """
-    try:
-        importlib.import_module("torchvision")
-    except RuntimeError:
-        library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _torchvision.append(library)  # its definitions live as long as it does
-        importlib.import_module("torchvision")

@@ -140,10 +140,11 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
             f"--batch-size {batch_size} does not split into --grad-accum {args.grad_accum} "
             "micro-batches of the same size"
         )
-    device = _device(args.device)
+    device = device_named(args.device)
     micro_batch = batch_size // args.grad_accum
     _check_model(args.preset, args.tp, args.lora)
-    world_size = _world_size(args.nproc, ranks, device, micro_batch, args.replicate, args.tp)
+    default = _default_world_size(device, micro_batch, args.replicate, args.tp)
+    world_size = world_size_of(args.nproc, ranks, default)
     _check_world_size(world_size, micro_batch, args.replicate, args.tp, args.preset)
     local_world_size = ranks.local_world_size if ranks else world_size
     for flag, folder in (("--checkpoint", args.checkpoint), ("--export", args.export)):
@@ -186,8 +187,8 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
         export=args.export,
         seed=args.seed,
         device=device,
-        backend=_backend(device, local_world_size, args.cpu_offload),
-        threads=args.threads or _threads(local_world_size),
+        backend=backend_for(device, local_world_size, args.cpu_offload),
+        threads=args.threads or threads_for(local_world_size),
         trace=args.trace,
         plan=args.plan,
     )
@@ -200,20 +201,41 @@ def cpu_count() -> int:
     return os.cpu_count() or 1
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """argparse that raises its complaint instead of printing the usage above it."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
 
 
+def number(
+    kind: type[int] | type[float], low: float, high: float, wanted: str
+) -> Callable[[str], float]:
+    """What argparse calls to read a number from `low` to `high`, or to say it is not `wanted`."""
+
+    def parse_number(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        return value
+
+    return parse_number
+
+
+count = number(int, 1, 2**31 - 1, "a whole number of at least 1")
+rate = number(float, 1e-12, 1e3, "a positive number")
+seed = number(int, 0, MAX_SEED, f"a whole number between 0 and {MAX_SEED}")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="train_lm",
         description="Train a byte-level transformer on real text, sharded with fsdp2.fully_shard.",
         allow_abbrev=False,
     )
-    count = _number(int, 1, 2**31 - 1, "a whole number of at least 1")
     add = parser.add_argument
     add(
         "--data", type=Path, metavar="PATH", help="a file or folder of text (default: Python's own)"
@@ -224,7 +246,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--precision", choices=["fp32", "bf16"], default="fp32", help="compute dtype")
     add("--seq-len", type=count, help="tokens in a sequence")
     add("--batch-size", type=count, help="sequences in one optimizer step, over all ranks")
-    add("--lr", type=_number(float, 1e-12, 1e3, "a positive number"), help="peak learning rate")
+    add("--lr", type=rate, help="peak learning rate")
     add("--grad-accum", type=count, default=1, help="micro-batches the batch is split into")
     add("--activation-checkpointing", action="store_true", help="recompute blocks in backward")
     add(
@@ -233,14 +255,13 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="free gathered parameters after forward (auto: all groups but the root's)",
     )
-    _add_parallelism(parser, count)
+    _add_parallelism(parser)
     add("--checkpoint", type=Path, metavar="DIR", help="save the run here")
     add("--checkpoint-every", type=count, metavar="N", help="steps between checkpoints (50)")
     add("--checkpoint-async", action="store_true", help="train on while a checkpoint is written")
     add("--keep", type=count, metavar="N", help="how many checkpoints stay, the newest (2)")
     add("--resume", action="store_true", help="continue from the latest checkpoint in DIR, if any")
     add("--export", type=Path, metavar="OUT", help="at the end, weights as safetensors files here")
-    seed = _number(int, 0, MAX_SEED, f"a whole number between 0 and {MAX_SEED}")
     add("--seed", type=seed, default=0, help="fixes weights and data order")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--threads", type=count, help="CPU threads a rank (default: the CPUs, shared out)")
@@ -255,7 +276,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_parallelism(parser: argparse.ArgumentParser, count: Callable[[str], float]) -> None:
+def _add_parallelism(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--replicate",
@@ -285,22 +306,7 @@ def _add_parallelism(parser: argparse.ArgumentParser, count: Callable[[str], flo
     )
 
 
-def _number(
-    kind: type[int] | type[float], low: float, high: float, wanted: str
-) -> Callable[[str], float]:
-    def parse_number(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
-        return value
-
-    return parse_number
-
-
-def _device(name: str) -> str:
+def device_named(name: str) -> str:
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: this machine has no GPU that torch can use")
     if name == "auto":
@@ -308,14 +314,8 @@ def _device(name: str) -> str:
     return name
 
 
-def _world_size(
-    nproc: int | None,
-    ranks: GivenRanks | None,
-    device: str,
-    micro_batch: int,
-    replicate: int,
-    tp: int,
-) -> int:
+def world_size_of(nproc: int | None, ranks: GivenRanks | None, default: int) -> int:
+    """The launcher's number of ranks, or the number to start: ``--nproc`` where it was given."""
     if ranks is not None:
         if nproc is not None and nproc != ranks.world_size:
             raise UsageError(
@@ -323,7 +323,7 @@ def _world_size(
                 "leave --nproc out"
             )
         return ranks.world_size
-    world_size = nproc or _default_world_size(device, micro_batch, replicate, tp)
+    world_size = nproc or default
     limit = MAX_LOCAL_RANKS_PER_CPU * cpu_count()
     if world_size > limit:
         raise UsageError(
@@ -386,7 +386,7 @@ def _check_world_size(
         )
 
 
-def _backend(device: str, local_world_size: int, cpu_offload: bool) -> str:
+def backend_for(device: str, local_world_size: int, cpu_offload: bool) -> str:
     """NCCL refuses two ranks on one GPU; gloo takes CUDA tensors too, if slowly."""
     if device == "cpu" or torch.cuda.device_count() < local_world_size:
         return "gloo"
@@ -394,5 +394,5 @@ def _backend(device: str, local_world_size: int, cpu_offload: bool) -> str:
     return "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
 
 
-def _threads(local_world_size: int) -> int:
+def threads_for(local_world_size: int) -> int:
     return max(1, cpu_count() // local_world_size)

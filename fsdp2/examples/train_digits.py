@@ -26,7 +26,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -36,15 +36,12 @@ from torch import Tensor, nn
 from fsdp2 import MixedPrecisionPolicy, shard_model, xla
 
 from . import launch
-from .options import MAX_LOCAL_RANKS_PER_CPU, GivenRanks, UsageError, cpu_count
+from .images import DTYPES, STRATEGIES, BatchNorm, Strategy, average_statistics, shared_out
+from .options import GivenRanks, UsageError, count, rate, threads_for, world_size_of
 
 MODULE = "fsdp2.examples.train_digits"
 EVALUATED_AT_ONCE = 90
 """Images in one forward of an evaluation: the same for sharded and unsharded, so the same bits."""
-
-Strategy = Literal["zero3", "zero2", "zero1", "replicated", "hybrid", "hybrid-zero2"]
-STRATEGIES = ("zero3", "zero2", "zero1", "replicated", "hybrid", "hybrid-zero2")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="fsdp2-digits-") as folder:
         if options.ckpt_prefix is None:
             argv = [*argv, "--ckpt_prefix", f"{folder}/final"]
-        return launch.run_workers(MODULE, argv, options.nproc, options.threads)
+        return launch.run_workers(MODULE, argv, options.nproc, options.threads, name="train_digits")
 
 
 # --- options -------------------------------------------------------------------------------------
@@ -91,16 +88,9 @@ class Options:
 def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
     """The checked options of this run; `UsageError` says what is wrong with them."""
     args = _parser().parse_args(argv)
-    if ranks is not None and args.nproc not in (None, ranks.world_size):
-        raise UsageError(
-            f"--nproc {args.nproc} contradicts the {ranks.world_size} ranks that the launcher "
-            "gave; leave --nproc out"
-        )
     if ranks is not None and args.ckpt_prefix is None:
         raise UsageError("--ckpt_prefix has to say where ranks that a launcher started save")
-    nproc = ranks.world_size if ranks else args.nproc or 2
-    if ranks is None and nproc > MAX_LOCAL_RANKS_PER_CPU * cpu_count():
-        raise UsageError(f"--nproc {nproc} is too many for this machine's {cpu_count()} CPUs")
+    nproc = world_size_of(args.nproc, ranks, default=2)
     if args.batch_size % nproc or args.batch_size < 2 * nproc:
         # Batch norm has no variance of a single image.
         raise UsageError(
@@ -126,7 +116,7 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
         lr=args.lr,
         ckpt_prefix=args.ckpt_prefix,
         nproc=nproc,
-        threads=args.threads or max(1, cpu_count() // nproc),
+        threads=args.threads or threads_for(nproc),
         seed=args.seed,
     )
 
@@ -148,30 +138,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", type=Path, metavar="FOLDER", help="MNIST's four files, as they are or unpacked")
     add("--use_gradient_checkpointing", action="store_true", help="recompute blocks in backward")
     add("--compute_dtype", choices=list(DTYPES), default="float32")
-    add("--batch_size", type=_count, default=64, help="images a step, over all ranks (64)")
-    add("--num_epochs", type=_count, default=10, help="times through the images (10)")
-    add("--lr", type=_rate, default=0.05, help="learning rate of the first step (0.05)")
+    add("--batch_size", type=count, default=64, help="images a step, over all ranks (64)")
+    add("--drop_last", action="store_true", help="leave out what fills no batch: done always")
+    add("--num_epochs", type=count, default=10, help="times through the images (10)")
+    add("--lr", type=rate, default=0.05, help="learning rate of the first step (0.05)")
     add("--ckpt_prefix", metavar="PATH", help="what the files of ranks begin with, to keep them")
-    add("--nproc", type=_count, help="processes to start (2)")
-    add("--threads", type=_count, help="CPU threads a rank (default: the CPUs, shared out)")
-    add("--seed", type=_count, default=1, help="fixes weights, split and order of images (1)")
+    add("--nproc", type=count, help="processes to start (2)")
+    add("--threads", type=count, help="CPU threads a rank (default: the CPUs, shared out)")
+    add("--seed", type=count, default=1, help="fixes weights, split and order of images (1)")
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) < 2**31:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def _rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return value
 
 
 # --- images --------------------------------------------------------------------------------------
@@ -236,26 +211,6 @@ def _read_idx(folder: Path, name: str, dims: int) -> Tensor:
 
 
 # --- the model -----------------------------------------------------------------------------------
-
-
-class BatchNorm(nn.BatchNorm2d):
-    """Batch norm in float32 whatever the compute dtype.
-
-    In bfloat16 running statistics stand still once a step is less than 1/256 of their value.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = F.batch_norm(
-            x.float(),
-            self.running_mean,
-            self.running_var,
-            self.weight.float(),
-            self.bias.float(),
-            self.training,
-            self.momentum or 0.0,
-            self.eps,
-        )
-        return normed.to(x.dtype)
 
 
 class Block(nn.Module):
@@ -428,34 +383,14 @@ def train_epoch(
 
 
 @torch.no_grad()
-def average_statistics(model: nn.Module) -> None:
-    """Give all ranks the mean of their batch norms' running statistics.
-
-    Each rank has those of its own images. Files are joined with rank 0's buffers, and ranks share
-    an evaluation: both are of one model only if all ranks have the same.
-    """
-    for buffer in model.buffers():
-        if buffer.is_floating_point():
-            dist.all_reduce(buffer)
-            buffer /= dist.get_world_size()
-
-
-@torch.no_grad()
 def answers_of(model: nn.Module, images: Tensor, num_ranks: int, dtype: torch.dtype) -> Tensor:
-    """The digit for each image, int64 [n], on every rank; forwards are shared out over the ranks.
-
-    Every rank runs as many, as each gathers parameters from all: those left over run the first
-    images once more, and drop the answers.
-    """
+    """The digit for each image, int64 [n], on every rank; forwards are shared out over ranks."""
     model.eval()
     rank = dist.get_rank() if num_ranks > 1 else 0
-    chunks = torch.arange(len(images)).split(EVALUATED_AT_ONCE)
     answers = torch.zeros(len(images), dtype=torch.int64)
-    for begin in range(0, len(chunks), num_ranks):
-        mine = begin + rank
-        chunk = chunks[mine if mine < len(chunks) else 0]
+    for chunk, counts in shared_out(len(images), EVALUATED_AT_ONCE, rank, num_ranks):
         found = model(images[chunk].to(dtype)).argmax(1)
-        if mine < len(chunks):
+        if counts:
             answers[chunk] = found
     if num_ranks > 1:
         dist.all_reduce(answers)

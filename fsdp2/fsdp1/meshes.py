@@ -12,7 +12,6 @@ The same arguments give the same mesh, so that wrappers share process groups.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from fsdp2.core.device.collectives import (
     ranks_of,
     serves,
 )
+from fsdp2.core.layout.mesh import node_mesh
 
 
 def device_of(
@@ -82,7 +82,8 @@ def mesh_of(
 
     Raises:
         TypeError: an argument is of the wrong type.
-        ValueError: both are given, or they have not as many dims as the strategy needs.
+        ValueError: both are given, or they have not as many dims as the strategy needs; or as of
+            `node_mesh`.
     """
     if process_group is not None and device_mesh is not None:
         raise ValueError(
@@ -90,8 +91,12 @@ def mesh_of(
         )
     if device_mesh is not None:
         return _checked_mesh(device_mesh, hybrid)
+    if process_group is None and hybrid:
+        seen = default_group().size() if device.type == "cpu" else torch.accelerator.device_count()
+        way_out = "pass device_mesh, (replicate, shard), or a pair of process groups"
+        return node_mesh(device, seen, "FullyShardedDataParallel", way_out)
     if process_group is None:
-        return _node_mesh(device) if hybrid else _world_mesh(device.type, default_group())
+        return _world_mesh(device.type, default_group())
     groups = tuple(process_group) if isinstance(process_group, tuple | list) else (process_group,)
     if not all(isinstance(group, ProcessGroup) for group in groups):
         raise TypeError(
@@ -127,26 +132,6 @@ def _checked_mesh(mesh: object, hybrid: bool) -> DeviceMesh:
 @functools.lru_cache(maxsize=64)
 def _world_mesh(device_type: str, world: ProcessGroup) -> DeviceMesh:
     return init_device_mesh(device_type, (world.size(),))
-
-
-def _node_mesh(device: torch.device) -> DeviceMesh:
-    """The ranks as (nodes, ranks of a node)."""
-    world = default_group()
-    ranks, local = world.size(), int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-    if not local:
-        local = ranks if device.type == "cpu" else torch.accelerator.device_count()
-    if ranks % local:
-        raise ValueError(
-            f"FullyShardedDataParallel cannot divide {ranks} ranks into nodes of {local} each; "
-            f"pass device_mesh, (replicate, shard), or a pair of process groups"
-        )
-    return _cached_node_mesh(device.type, local, world)
-
-
-@functools.lru_cache(maxsize=64)
-def _cached_node_mesh(device_type: str, local: int, world: ProcessGroup) -> DeviceMesh:
-    shape = (world.size() // local, local)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 @functools.lru_cache(maxsize=64)

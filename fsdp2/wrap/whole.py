@@ -10,7 +10,6 @@ A strategy is nothing but settings of units: `fully_shard` and setters give the 
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2.api import check_call, fully_shard
 from fsdp2.core.config import CPUOffloadPolicy
-from fsdp2.core.device.collectives import GroupCollectives
-from fsdp2.core.layout.mesh import default_mesh
+from fsdp2.core.layout.mesh import default_mesh, device_of, node_mesh
 from fsdp2.core.modules.registry import record_of, require_record
 from fsdp2.core.modules.selection import NamedEntry, PlacementFn
 from fsdp2.core.schedule.group import ParamGroup
@@ -290,26 +288,11 @@ def _default_mesh(strategy: str, settings: _Settings) -> DeviceMesh:
     world = default_mesh()
     if settings.mesh_dims == 1:
         return world
-    size, local = world.size(), 1
-    if strategy != "replicated":
-        text = os.environ.get("LOCAL_WORLD_SIZE", "")
-        local = int(text) if text.isdecimal() else 0
-        device = torch.device(world.device_type)
-        everyones = GroupCollectives(world.get_group(), device, asynchronous=False)
-        found = sorted({each[0] for each in everyones.exchange([local])})
-        if len(found) > 1:
-            raise ValueError(
-                f"shard_model(strategy={strategy!r}) shards within a node, but LOCAL_WORLD_SIZE "
-                f"differs among ranks: {found}; pass mesh"
-            )
-        if local < 1 or size % local:
-            raise ValueError(
-                f"shard_model(strategy={strategy!r}) shards within a node, but LOCAL_WORLD_SIZE is "
-                f"{text!r}, which does not divide {size} ranks; start ranks with torchrun, or pass "
-                f"mesh"
-            )
-    names = ("replicate", "shard")
-    return init_device_mesh(world.device_type, (size // local, local), mesh_dim_names=names)
+    if strategy == "replicated":
+        names = ("replicate", "shard")
+        return init_device_mesh(world.device_type, (world.size(), 1), mesh_dim_names=names)
+    caller = f"shard_model(strategy={strategy!r})"
+    return node_mesh(device_of(world), None, caller, "pass mesh")
 
 
 def _check_options(plan: _Plan) -> None:

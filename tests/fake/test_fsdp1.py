@@ -99,7 +99,7 @@ def _() -> None:
     FSDP(linear(), device_mesh=init_device_mesh("cpu", (2, 2)))
 
 
-@misuse("fsdp1-nodes")
+@misuse("local-world-size")
 def _() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "3")

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2.fsdp1 as ours
 from fsdp2.fsdp1 import comm_hooks
+from tests.common.errors import raises
 from tests.common.models import seeded
 from tests.common.parity import REORDERED_FP32, assert_close, assert_equal
 from tests.common.workers import ranks
@@ -155,6 +156,15 @@ def test_hybrid_strategies(strategy: str) -> None:
         by_nodes = wrap(ours, seeded(Net), strategy)
     assert by_nodes.head.weight.device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
     assert_equal(train(ours, by_nodes), train(ours, model))
+
+
+@ranks(2)
+def test_nodes_that_differ() -> None:
+    """All ranks say so, before a process group is made that only some of them would join."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", str(dist.get_rank() + 1))
+        with raises("local-world-sizes"):
+            wrap(ours, seeded(Net), "HYBRID_SHARD")
 
 
 @ranks(2)

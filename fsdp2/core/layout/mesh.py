@@ -20,6 +20,7 @@ says so, and checkpoints agree with torch's.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -34,7 +35,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parameter import UninitializedParameter
 
 from fsdp2.core.config import DataParallelMeshDims
-from fsdp2.core.device.collectives import arrived, new_groups, serves
+from fsdp2.core.device.collectives import (
+    arrived,
+    default_group,
+    gather_numbers,
+    new_groups,
+    serves,
+)
 from fsdp2.core.layout.layout import Cut
 
 
@@ -145,10 +152,7 @@ def default_mesh() -> DeviceMesh:
 
     The device type is the accelerator's if there is one that the group serves, else "cpu".
     """
-    if not dist.is_initialized():
-        dist.init_process_group()
-    group = dist.group.WORLD
-    assert group is not None
+    group = default_group()
     return init_device_mesh(_device_type(group), (group.size(),))
 
 
@@ -156,6 +160,48 @@ def _device_type(group: dist.ProcessGroup) -> str:
     """The accelerator's if there is one that the group serves, else "cpu"."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if device is None or not serves(group, device) else device.type
+
+
+def node_mesh(device: torch.device, unset: int | None, caller: str, way_out: str) -> DeviceMesh:
+    """All ranks as (replicate, shard): shards within a node, copies across.
+
+    A node has ``LOCAL_WORLD_SIZE`` ranks, which torchrun sets. All ranks must call it together, and
+    compare theirs: ranks that differed would make other process groups, and wait for each other.
+    The same size gives the same mesh.
+
+    Args:
+        device: of this rank, on which the default process group communicates.
+        unset: the ranks of a node where the variable is not set; ``None``: that is an error.
+        caller: what messages begin with.
+        way_out: what they say to pass instead.
+
+    Raises:
+        ValueError: ranks have different sizes, or theirs does not divide the number of ranks; on
+            all of them.
+    """
+    world = default_group()
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    local = int(text) if text.isdecimal() else 0
+    if not text and unset is not None:
+        local, text = unset, str(unset)
+    found = sorted({each[0] for each in gather_numbers(world, [local], device)})
+    if len(found) > 1:
+        raise ValueError(
+            f"{caller} shards within a node, but LOCAL_WORLD_SIZE differs among ranks: {found}; "
+            f"{way_out}"
+        )
+    if local < 1 or world.size() % local:
+        raise ValueError(
+            f"{caller} shards within a node, but LOCAL_WORLD_SIZE is {text!r}, which does not "
+            f"divide {world.size()} ranks; start ranks with torchrun, or {way_out}"
+        )
+    return _node_mesh(device.type, local, world)
+
+
+@functools.lru_cache(maxsize=64)
+def _node_mesh(device_type: str, local: int, world: dist.ProcessGroup) -> DeviceMesh:
+    shape = (world.size() // local, local)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def mesh_of_groups(groups: tuple[tuple[int, ...], ...]) -> DeviceMesh:
