@@ -147,19 +147,9 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
     world_size = world_size_of(args.nproc, ranks, default)
     _check_world_size(world_size, micro_batch, args.replicate, args.tp, args.preset)
     local_world_size = ranks.local_world_size if ranks else world_size
-    for flag, folder in (("--checkpoint", args.checkpoint), ("--export", args.export)):
-        if folder is not None and importlib.util.find_spec("numpy") is None:
-            # Plans are exchanged by torch's object collectives, which convert with NumPy.
-            raise UsageError(f"{flag} needs NumPy: pip install numpy")
-    if args.export is not None and args.export.exists():
-        raise UsageError(f"--export {args.export} is there already: name a new folder")
+    _check_folders(args)
     if args.plan is not None and (args.tp > 1 or args.lora is not None):
         raise UsageError("--plan knows neither --tp nor --lora: leave them out to plan the rest")
-    if args.checkpoint is None and args.resume:
-        raise UsageError("--resume needs --checkpoint DIR to say what to resume from")
-    for flag in ("--checkpoint-every", "--checkpoint-async", "--keep"):
-        if args.checkpoint is None and getattr(args, flag[2:].replace("-", "_")):
-            raise UsageError(f"{flag} needs --checkpoint DIR to say where to save")
     return Options(
         preset=args.preset,
         data=args.data,
@@ -192,6 +182,20 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
         trace=args.trace,
         plan=args.plan,
     )
+
+
+def _check_folders(args: argparse.Namespace) -> None:
+    for flag, folder in (("--checkpoint", args.checkpoint), ("--export", args.export)):
+        if folder is not None and importlib.util.find_spec("numpy") is None:
+            # Plans are exchanged by torch's object collectives, which convert with NumPy.
+            raise UsageError(f"{flag} needs NumPy: pip install numpy")
+    if args.export is not None and args.export.exists():
+        raise UsageError(f"--export {args.export} is there already: name a new folder")
+    if args.checkpoint is None and args.resume:
+        raise UsageError("--resume needs --checkpoint DIR to say what to resume from")
+    for flag in ("--checkpoint-every", "--checkpoint-async", "--keep"):
+        if args.checkpoint is None and getattr(args, flag[2:].replace("-", "_")):
+            raise UsageError(f"{flag} needs --checkpoint DIR to say where to save")
 
 
 def cpu_count() -> int:

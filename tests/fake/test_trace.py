@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 
 import fsdp2
 from fsdp2.core.modules.registry import record_of
+from fsdp2.core.schedule import unit
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.unit import Unit
 from fsdp2.testing.counting import called
@@ -27,7 +29,9 @@ BLOCKS = 3
 
 
 @pytest.fixture(autouse=True)
-def ranks() -> Iterator[None]:
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of a process that has no other models: those of other tests may not be freed yet."""
+    monkeypatch.setattr(unit, "_enlisted", weakref.WeakSet())
     init_null_group(8)
     yield
     dist.destroy_process_group()

@@ -39,6 +39,7 @@ MORE_ATTRIBUTES = {
     "core.schedule.group.ParamGroup": "a unit's parameters, memory, transports and state in one",
     "core.reduce.reduction.Reduction": "binds all steps of a reduction once",
     "examples.options.Options": "an attribute for each option of a command line",
+    "examples.train_imagenet.Options": "the same",
 }
 """Classes with more, and why: none without a reason."""
 
