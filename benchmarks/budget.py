@@ -46,6 +46,7 @@ from fsdp2.testing.null_group import CallLog, NullGroup, init_null_group
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualDevice
 
+NOT_A_STEPS = ("fsdp2.testing.", "fsdp2.paper.")  # where the null process group is
 PARAMS = 9
 DIM = 16
 WORLD_SIZE = 8
@@ -122,7 +123,7 @@ def _count_step(precision: str, blocks: int) -> Counter[str]:
             "Python function called": sum(
                 count
                 for name, count in python.items()
-                if name.startswith("fsdp2.") and not name.startswith("fsdp2.testing.")
+                if name.startswith("fsdp2.") and not name.startswith(NOT_A_STEPS)
             ),
         }
     )
