@@ -117,7 +117,7 @@ def wait_until_empty(group: int) -> None:
 
 def test_it_learns_and_reports(two_ranks: str) -> None:
     assert list(losses_of(two_ranks)) == list(range(1, STEPS + 1))
-    for group in ("(root)", "blocks.0 … 1, 2 alike"):
+    for group in ("(root)", "blocks.0 … blocks.1, 2 alike"):
         assert re.search(rf"^{re.escape(group)} +\d", two_ranks, re.M)
     held_out = [
         float(re.search(rf"held-out loss, {which} +([\d.]+) nats", two_ranks)[1])  # type: ignore[index]
