@@ -13,7 +13,6 @@ An RMS norm is one kernel on a GPU, and a formula elsewhere.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from fsdp2.paper.recording import Recorder
 
@@ -197,24 +196,22 @@ def _mutated(args: tuple[Any, ...]) -> int:
 
 
 def _flops(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
-    count = flop_registry.get(func._overloadpacket) or _counts().get(func._overloadpacket)
+    name = func._schema.name
+    if "dot_product" in name and "attention" in name:
+        return _attention(args, backward="backward" in name)
+    count = flop_registry.get(func._overloadpacket)
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
 
 
-@functools.cache
-def _counts() -> dict[Any, Callable[..., int]]:
-    """Of attention on a CPU, which torch counts from 2.15 on."""
+def _attention(args: tuple[Any, ...], backward: bool) -> int:
+    """Of attention without a mask, grouped or not, which some versions of torch do not count.
 
-    def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-        return int(sdpa_flop_count(query.shape, key.shape, value.shape))
-
-    def backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-        return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
-
-    return {
-        _aten._scaled_dot_product_flash_attention_for_cpu: forward,
-        _aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
-    }
+    Forward has two products of all pairs of tokens, and backward five.
+    """
+    query, _, value = args[1:4] if backward else args[:3]
+    pairs = query.shape[:-1].numel() * value.shape[-2]
+    ours, theirs = (3, 2) if backward else (1, 1)
+    return 2 * int(pairs) * (ours * query.shape[-1] + theirs * value.shape[-1])
 
 
 _attend: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
@@ -246,11 +243,13 @@ def _rms_norm_on_gpu(
     weight: torch.Tensor | None = None,
     eps: float | None = None,
 ) -> torch.Tensor:
-    """One kernel where dtypes agree, which saves its input and a number for each row."""
+    """One kernel where dtypes agree, as a layer norm is: torch has no RMS norm on ``meta``.
+
+    That saves one number more for each row.
+    """
     if weight is None or weight.dtype != input.dtype:
         return _rms_norm(input, normalized_shape, weight, eps)
-    done: torch.Tensor = _aten._fused_rms_norm(input, list(normalized_shape), weight, eps)[0]
-    return done
+    return F.layer_norm(input, list(normalized_shape), weight)
 
 
 def _on_cpu(
