@@ -410,23 +410,16 @@ def test_the_stage_table_of_zero(stage: int, expected: float) -> None:
 
 
 def _compare(cases: list[dict[str, Any]]) -> None:
-    """Bytes at each collective are equal; the peak is, but where an operator has more besides.
-
-    Models are of 20 to 110 KB, so that one temporary tensor of an operator's inside, which no plan
-    sees, is up to 9 % of the peak. All but one of ten are within 2 %.
-    """
-    ratios = []
     for case in cases:
         assert case["planned"] == case["seen"], case["settings"]
-        ratios.append(case["planned_peak"] / case["seen_peak"])
-    assert all(0.91 <= ratio <= 1.02 for ratio in ratios), ratios
-    assert sum(ratio >= 0.98 for ratio in ratios) >= 0.9 * len(ratios), ratios
+        ratio = case["planned_peak"] / case["seen_peak"]
+        assert 0.98 <= ratio <= 1.02, (ratio, case["settings"])
 
 
 @pytest.mark.skipif(device.missing_tool() is not None, reason="needs c++ and ninja")
 def test_bytes_are_those_that_an_allocator_counts() -> None:
     """Of random models and settings: all bytes at each collective, their sizes, and the peak."""
-    _compare(_cases(0, 3))
+    _compare(_cases(0, 4))
 
 
 @pytest.mark.extended
@@ -444,4 +437,4 @@ def test_peaks_of_train_lm_on_a_cpu() -> None:
 @pytest.mark.extended
 @pytest.mark.skipif(device.missing_tool() is not None, reason="needs c++ and ninja")
 def test_bytes_of_many_models() -> None:
-    _compare(_cases(3, 50))
+    _compare(_cases(4, 50))
