@@ -276,6 +276,11 @@ class _Process:
         others = [kept for kept in self._plans if kept[1] is group and kept[0] != layout]
         self._plans = [*others[-_PLANS:], (layout, group, plan)]
 
+    def forget(self, layout: Layout) -> None:
+        """Plan anew in the next save, which then has a folder of its own."""
+        group = side_channel()
+        self._plans = [kept for kept in self._plans if kept[1] is not group or kept[0] != layout]
+
 
 _PLANS = 3
 """Plans of other layouts that are kept, where a process saves several models in turn."""
@@ -437,6 +442,8 @@ class _Job:
                     self._plan = answer.plan
                     _process.remember(self._layout, answer.plan)
         except CheckpointError as error:
+            # Ranks clear at their own pace, maybe when others are in the next save already.
+            _process.forget(self._layout)
             # Unless rank 0 has decided so, it may be about to commit what this rank has written.
             if is_first() or not isinstance(error.__cause__, LostRankError):
                 self._clear()

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -360,6 +361,66 @@ def test_save_refuses(tmp_path: Path) -> None:
     dist.barrier()
     save(step=2)
     assert checkpoint.steps(run) == [1, 2]
+
+
+class Late(files.Disk):
+    """Rank 1 clears what has failed in the middle of rank 0's next try."""
+
+    def __init__(self, moments: Path) -> None:
+        self._moments = moments
+        self.fails = True
+
+    def _note(self, moment: str) -> None:
+        (self._moments / moment).touch()
+
+    def _wait_for(self, moment: str) -> None:
+        """Return when the other rank is there, or when it has had all the time it needs."""
+        for _ in range(500):
+            if (self._moments / moment).exists():
+                return
+            time.sleep(0.01)
+
+    def make_folder(self, path: Path) -> None:
+        if dist.get_rank() == 1 and not self.fails:
+            self._wait_for("rank 0 has created its file, or not")
+        super().make_folder(path)
+
+    def create(self, path: Path) -> Any:
+        if self.fails:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if not path.name.startswith("__0_"):
+            return super().create(path)
+        self._note("rank 0 tries again")
+        self._wait_for("rank 1 has cleared")
+        try:
+            return super().create(path)
+        finally:
+            self._note("rank 0 has created its file, or not")
+
+    def remove_folder(self, path: Path) -> None:
+        if dist.get_rank() == 0:
+            return super().remove_folder(path)
+        self._wait_for("rank 0 tries again")
+        try:
+            return super().remove_folder(path)
+        finally:
+            self._note("rank 1 has cleared")
+
+
+@ranks(2)
+def test_a_save_after_one_that_failed_has_its_own_folder(tmp_path: Path) -> None:
+    model, optimizer = made()
+    run, moments = tmp_path / "run", tmp_path / "moments"
+    checkpoint.save(run, model, optimizer, step=1)  # all know who writes what
+    moments.mkdir(exist_ok=True)
+    dist.barrier()
+    with mock.patch.object(files, "DISK", disk := Late(moments)):
+        with raises("ckpt-rank-failed"):
+            checkpoint.save(run, model, optimizer, step=2)
+        disk.fails = False
+        checkpoint.save(run, model, optimizer, step=2)
+    assert checkpoint.steps(run) == [1, 2]
+    assert checkpoint.verify(run) == []
 
 
 @contextmanager
