@@ -116,8 +116,7 @@ def full_all(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     """
     tensors = [None if tensor is None else tensor.detach() for tensor in tensors]
     shards = [t.to_local().clone().cpu() if isinstance(t, DTensor) else None for t in tensors]
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, shards)
+    everyones = _exchange(shards)
     whole = []
     for i, tensor in enumerate(tensors):
         if isinstance(tensor, DTensor):
@@ -127,6 +126,23 @@ def full_all(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
         else:
             whole.append(None if tensor is None else tensor.clone())
     return whole
+
+
+def _exchange(tensors: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
+    """Every rank's tensors. As bytes: torch takes a millisecond to pickle a tensor and read it."""
+    flat = [
+        None if t is None else (t.dtype, t.shape, t.reshape(-1).view(torch.uint8).numpy().tobytes())
+        for t in tensors
+    ]
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, flat)
+    return [[None if one is None else _tensor_of(*one) for one in others] for others in told]
+
+
+def _tensor_of(dtype: torch.dtype, shape: torch.Size, data: bytes) -> Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
 
 def assemble(shards: Sequence[Tensor], tensor: DTensor) -> Tensor:
