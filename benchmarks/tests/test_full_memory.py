@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from benchmarks.full_memory import SLACK, LiveBytes, measure
@@ -19,6 +20,7 @@ def test_storages_are_counted_once_and_until_they_are_gone() -> None:
         assert again.numel() == 240
 
 
+@pytest.mark.extended
 def test_peaks_are_within_their_bounds() -> None:
     rows = measure(2, blocks=4, dim=256)
     assert len(rows) == 7

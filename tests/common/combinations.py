@@ -54,6 +54,17 @@ def seldom(values: Sequence[object], extended: int) -> list[ParameterSet]:
     ]
 
 
+def often(values: Sequence[object], default: int = 1) -> list[ParameterSet]:
+    """Values for `parametrize`: that many of the first by default, the rest in the extended run.
+
+    @pytest.mark.parametrize("debug", often(["OFF", "DETAIL"]))
+    """
+    return [
+        pytest.param(value, marks=[] if at < default else [pytest.mark.extended])
+        for at, value in enumerate(values)
+    ]
+
+
 def _each_once(lengths: list[int], taken: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
     """Positions in lists of these lengths: few, and together all of each list.
 

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.common.combinations import often
+
 SCRIPT = """
 import torch, torch.distributed as dist
 from unittest import mock
@@ -31,7 +33,7 @@ for arguments in ((), ("gloo",), ("cpu:gloo",)):
 """
 
 
-@pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
+@pytest.mark.parametrize("debug", often(["OFF", "DETAIL"]))
 def test_gloo_by_any_name_travels_packed(debug: str) -> None:
     """Started without a name, c10d calls the group's backend "undefined".
 

@@ -162,7 +162,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "extended": lambda: _shard(extend(Model(), Bf16Weight)),  # type: ignore[arg-type]  # itself
 }
 
-DEFAULT = ("plain", "prefetch", "offload", "checkpoints", "coalesced")
+DEFAULT = ("plain", "checkpoints", "coalesced")
 
 ON_FOUR: dict[str, Callable[[], Any]] = {
     "HSDP": lambda: _shard(Model(), mesh=hsdp_mesh(2, 2)),
@@ -428,11 +428,9 @@ def test_an_exception_while_gradients_accumulate(setting: str) -> None:
         _try_all(SETTINGS[setting], accumulates=True)
 
 
+@pytest.mark.extended
 @ranks(4, timeout=120)
-@pytest.mark.parametrize(
-    "setting",
-    [pytest.param(s, marks=[] if s == "HSDP" else [pytest.mark.extended]) for s in ON_FOUR],
-)
+@pytest.mark.parametrize("setting", list(ON_FOUR))
 def test_an_exception_on_a_mesh(setting: str) -> None:
     with _without_collector():
         _try_all(ON_FOUR[setting], accumulates="HSDP" in setting)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
 from tests.common.backends import packs
-from tests.common.combinations import each_once
+from tests.common.combinations import each_once, often
 from tests.common.meshes import (
     Flags,
     flags_in_turn,
@@ -150,7 +150,7 @@ TURNS = {
 
 
 @ranks(4, extended=(2,))
-@pytest.mark.parametrize("turns", TURNS)
+@pytest.mark.parametrize("turns", often([*TURNS], default=3))
 def test_accumulation(turns: str) -> None:
     """Whatever each micro-batch communicates, the sum over them is the same."""
     build = partial(seeded, MLP)

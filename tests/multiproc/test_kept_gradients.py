@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fsdp2
 from fsdp2 import CPUOffloadPolicy
 from tests.common import meshes
-from tests.common.combinations import each_once
+from tests.common.combinations import each_once, often
 from tests.common.gradients import mlp, mlp_batches
 from tests.common.models import DIM, Choosy, seeded
 from tests.common.parity import (
@@ -123,7 +123,7 @@ def test_results_are_the_same(run: Loop, case: str) -> None:
     assert_equal(_trained(run, True, **CASES[case]), _trained(run, False, **CASES[case]))
 
 
-@pytest.mark.parametrize("run", LOOPS)
+@pytest.mark.parametrize("run", often(LOOPS))
 @ranks(4)
 def test_results_are_the_same_with_copies(run: Loop) -> None:
     mesh = meshes.hsdp_mesh(2, 2)

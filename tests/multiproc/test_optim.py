@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
 from fsdp2.optim.flat import ELEMENTWISE, FlatOptimizer
+from tests.common.combinations import each_once
 from tests.common.errors import raises
 from tests.common.gradients import mlp, mlp_batches
 from tests.common.models import DIM, MLP, Choosy, OddMLP, seeded
@@ -122,8 +123,7 @@ def test_steps_like_the_plain_optimizer(optimizer_class: Any, model: Any) -> Non
 
 
 @ranks(2)
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("mixed", [True, False])
+@each_once(mixed=[True, False], fused=[True, False])
 def test_other_kernels(mixed: bool, fused: bool) -> None:
     """Vectors and the rest of a tensor may round differently, and begin elsewhere."""
     kernels = {"foreach": False, "fused": fused}

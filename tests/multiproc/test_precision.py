@@ -76,7 +76,7 @@ POLICIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-@ranks(1, 2)
+@ranks(2, extended=(1,))
 @pytest.mark.parametrize("name", POLICIES)
 def test_policies(name: str) -> None:
     param, reduce, more = POLICIES[name]

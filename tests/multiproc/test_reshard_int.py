@@ -58,7 +58,9 @@ def _train(api: Any, build: Any, steps: Any, **arguments: Any) -> Any:
 
 
 @ranks(4, extended=(2,))
-@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
+@pytest.mark.parametrize(
+    "mixed", [True, pytest.param(False, marks=pytest.mark.extended)], ids=["mixed", "fp32"]
+)
 def test_every_divisor(mixed: bool) -> None:
     steps = micro_batches(DIM, 8)
     size = dist.get_world_size()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import CPUOffloadPolicy, FSDPModule, fully_shard, group_reports
-from tests.common.combinations import each_once
+from tests.common.combinations import each_once, often
 from tests.common.meshes import mesh
 from tests.common.models import DIM, MLP, Block, Buffered, OddMLP, Transformer, seeded, units
 from tests.common.parallelisms import APIS
@@ -77,7 +77,7 @@ def test_local_shards_are_laid_out_as_torchs() -> None:
     same_as_torch(locals_of)
 
 
-@ranks(4, extended=(2,))
+@ranks(2, extended=(4,))
 @each_once(rows=[1, 3, 5, 7], reshard_after_forward=[True, False])
 def test_training_with_odd_rows(rows: int, reshard_after_forward: bool) -> None:
     """Groups whose every dim 0 is `rows`: with 4 ranks, some ranks hold nothing of them."""
@@ -266,7 +266,7 @@ def _check_with_experts(**arguments: Any) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("how", ["fp32", "mixed", "offloaded"])
+@pytest.mark.parametrize("how", often(["mixed", "fp32", "offloaded"]))
 def test_training_on_the_dim_that_pads_least(how: str) -> None:
     offload = CPUOffloadPolicy(pin_memory=False)
     _check_with_experts(
@@ -274,6 +274,7 @@ def test_training_on_the_dim_that_pads_least(how: str) -> None:
     )
 
 
+@pytest.mark.extended
 @ranks(4)
 def test_training_on_the_dim_that_pads_least_with_copies() -> None:
     _check_with_experts(mesh=mesh("replicate", "shard", shape=(2, 2)))

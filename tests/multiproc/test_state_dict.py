@@ -206,14 +206,9 @@ def _moves() -> list[Any]:
     ]
     default = {
         ("ours", "flat2", "ours", "flat4"),
-        ("ours", "tp", "ours", "plain"),
         ("ours", "plain", "ours", "tp"),
-        ("ours", "flat4", "torch", "flat2"),
         ("ours", "hsdp", "torch", "flat4"),
-        ("ours", "tp", "torch", "tp"),
-        ("torch", "flat2", "ours", "flat4"),
         ("torch", "flat4", "ours", "hsdp"),
-        ("torch", "hsdp", "ours", "flat2"),
         ("torch", "tp", "ours", "tp"),
     }
     moves = [("ours", a, "ours", b) for a, b in ours] + mixed

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
-from tests.common.combinations import each_once
+from tests.common.combinations import each_once, often
 from tests.common.meshes import (
     TORCH_VERSION,
     Flags,
@@ -97,7 +97,7 @@ def _plain(micro: int = 1, build: Any = BUILD, **arguments: Any) -> Any:
 
 
 @ranks(4, extended=(2,))
-@pytest.mark.parametrize("kind", ["linears", "sequence", "loss"])
+@pytest.mark.parametrize("kind", often(["sequence", "loss", "linears"], default=2))
 def test_training(kind: str) -> None:
     """With `sequence`, gradients of norms are sums over pieces of the sequence still to be made."""
     ours = like_torch(partial(_train, kind=kind))
@@ -174,6 +174,7 @@ def _columns(param: nn.Parameter) -> Shard | None:
     return Shard(1) if param.ndim > 1 else None
 
 
+@pytest.mark.extended
 @ranks(4)
 def test_shard_dim_1() -> None:
     arguments = {"shard_placement_fn": _columns}
@@ -204,7 +205,7 @@ def test_gathered_parameters_are_dtensors_on_the_model_parallel_mesh() -> None:
 
 
 @ranks(4)
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("norm_type", often([2.0, float("inf"), 1.0]))
 def test_clip_grad_norm(norm_type: float) -> None:
     ids = my_part(_steps()[0][0], *_part())
 

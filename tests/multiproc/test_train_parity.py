@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.common import models
-from tests.common.combinations import each_once
+from tests.common.combinations import each_once, often
 from tests.common.parity import (
     FP32,
     OURS,
@@ -113,10 +113,9 @@ def _transformer_cases() -> list[Any]:
     ]
 
 
+@pytest.mark.extended
 @ranks(4)
-@pytest.mark.parametrize(
-    "mixed", [False, pytest.param(True, marks=pytest.mark.extended)], ids=["fp32", "mixed"]
-)
+@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
 def test_transformer_on_four_ranks(mixed: bool) -> None:
     _check_transformer("adamw_foreach", mixed, None)
 
@@ -147,7 +146,7 @@ def test_other_models(problem: str, mixed: bool) -> None:
 @pytest.mark.parametrize(
     "mixed", [False, pytest.param(True, marks=pytest.mark.extended)], ids=["fp32", "mixed"]
 )
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("optimizer", often(list(OPTIMIZERS)))
 def test_same_bits_as_torch_on_four_ranks(optimizer: str, mixed: bool) -> None:
     """Where every rank's share of a message is whole gloo blocks, sums have one order in both."""
     ours = _train(OURS, "even", optimizer, mixed=mixed)

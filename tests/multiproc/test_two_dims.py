@@ -147,6 +147,7 @@ def test_bands_of_one_row_travel_without_copies() -> None:
     assert shapes == [(2, DIM, WIDE), (2, WIDE, DIM)]
 
 
+@pytest.mark.extended
 @ranks(8)
 def test_training_with_copies() -> None:
     model = partial(seeded, _with_experts)

@@ -286,7 +286,7 @@ def test_memory_is_pages_of_files(tmp_path: Path) -> None:
 
     torch maps the ranks' files so that they count against the limit, though no page is copied.
     """
-    rows, params = 1 << 20, 24  # of 2 ranks, 4 MiB each a rank: 192 MiB in all
+    rows, params = 1 << 20, 12  # of 2 ranks, 4 MiB each a rank: 96 MiB in all
     for rank in range(2):
         model = {f"p{i}": torch.full((rows,), float(i + rank)) for i in range(params)}
         info = {name: {"shape": [2 * rows], "dim": 0} for name in model}
@@ -295,7 +295,7 @@ def test_memory_is_pages_of_files(tmp_path: Path) -> None:
             {"model": model, "shard_metadata": {**metadata, "shard_info": info}},
             tmp_path / f"ckpt_rank-{rank}-of-2.pth",
         )
-    limit = str((192 + 64) << 20)
+    limit = str((96 + 64) << 20)
     for what in ("return", "write"):
         command = [sys.executable, "-c", LIMITED, str(tmp_path / "ckpt"), what, limit]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
