@@ -18,10 +18,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fsdp2.checkpoint import files
+from fsdp2.checkpoint.files import HASH
 from fsdp2.core.config import CheckpointError
 
 MANIFEST = "manifest.json"
 OWNER = ".owner"
+INDEX = ".metadata"
 FORMAT = 1
 _STEP, _SAVING, _REMOVING = "step-", ".saving-", ".removing-"
 
@@ -36,11 +38,12 @@ class Manifest:
     Attributes:
         step: its number.
         ranks: how many ranks have written it.
-        files: by name, [bytes, hash] of every file but this one.
+        files: by name, [bytes, checksum] of every file but this one.
         extra: what the user added; a tensor in it is {"tensor": place}.
         has_optimizer: whether an optimizer was saved.
         torch: the version that has written it.
-        digest: the hash of all of this without it.
+        hash: what the checksums are; see `files.Checksum`.
+        digest: SHA-256 of all of this without it.
         format: of the folder; another one is refused.
     """
 
@@ -50,6 +53,7 @@ class Manifest:
     extra: Json
     has_optimizer: bool
     torch: str
+    hash: str = HASH
     digest: str = ""
     format: int = FORMAT
 
@@ -60,7 +64,7 @@ class Manifest:
 
     def _digest(self) -> str:
         text = json.dumps(asdict(replace(self, digest="")), sort_keys=True)
-        return hashlib.new(files.HASH, text.encode()).hexdigest()
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def is_whole(self) -> bool:
@@ -145,14 +149,15 @@ def read_manifest(folder: Path, step: int | None) -> Manifest:
     path = step_folder(folder, known[-1] if step is None else step) / MANIFEST
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        version = content["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        version, kind = content["format"], content.get("hash", HASH)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"'{path}' is no manifest of a step; load another step, or the folder's copy"
         ) from error
-    if version != FORMAT:
+    if version != FORMAT or kind != HASH:
+        about = version if kind == HASH else f"{version} with {kind}"
         raise CheckpointError(
-            f"'{path}' is of format {version}, and this version reads format {FORMAT}; load it "
+            f"'{path}' is of format {about}, and this version reads format {FORMAT}; load it "
             f"with the version of fsdp2 that has written it"
         )
     try:
