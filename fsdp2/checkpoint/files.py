@@ -12,7 +12,7 @@ import os
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -123,26 +123,34 @@ class DurableFile(io.RawIOBase):
 
     def __init__(self, path: Path) -> None:
         self._file = DISK.create(path)
-        self._beside: ThreadPoolExecutor | None = None
+        self._pool: ThreadPoolExecutor | None = None
         self._checksum = Checksum()
         self._bytes = 0
 
     def write(self, data: object) -> int:
         piece = memoryview(data).cast("B")  # type: ignore[arg-type]  # anything with a buffer
-        if len(piece) < _BESIDE:
+        beside = self._start(piece) if len(piece) >= _BESIDE else None
+        if beside is None:
             DISK.write(self._file, piece)
             self._checksum.update(piece)
         else:  # both let go of the interpreter; the buffer is the caller's again afterwards
-            if self._beside is None:
-                self._beside = ThreadPoolExecutor(1, "fsdp2 checksum")
-            checked = self._beside.submit(self._checksum.update, piece)
             try:
                 DISK.write(self._file, piece)
             finally:
-                checked.result()
+                beside.result()
+        if len(piece) >= _BESIDE:
             DISK.start_writing(self._file, self._bytes, len(piece))
         self._bytes += len(piece)
         return len(piece)
+
+    def _start(self, piece: memoryview) -> Future[None] | None:
+        """Compute the checksum in another thread; ``None`` where there can be none."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "fsdp2 checksum")
+        try:
+            return self._pool.submit(self._checksum.update, piece)
+        except RuntimeError:  # the process ends once this save is over, or has too many
+            return None
 
     def writable(self) -> bool:
         return True
@@ -151,8 +159,8 @@ class DurableFile(io.RawIOBase):
         return self._bytes
 
     def close(self) -> None:
-        if self._beside is not None:
-            self._beside.shutdown()
+        if self._pool is not None:
+            self._pool.shutdown()
         if not self._file.closed:
             with self._file:
                 DISK.sync(self._file)

@@ -101,7 +101,7 @@ def saving_folder(folder: Path, step: int, token: str = "") -> Path:
 def left_of(folder: Path, step: int) -> list[Path]:
     """What runs that have ended had begun to write of a step."""
     name, headless = saving_folder(folder, step).name, step_folder(folder, step)
-    found = [path for path in folder.glob(f"{name}*") if path.name.removeprefix(name)[:1] in "-"]
+    found = [p for p in folder.iterdir() if p.name == name or p.name.startswith(f"{name}-")]
     return [*found, headless] if headless.exists() else found
 
 

@@ -53,7 +53,7 @@ from fsdp2.checkpoint.staging import Copy, HostMemory, plain, watch_loads, watch
 from fsdp2.checkpoint.state import Extra, packed, state_of
 from fsdp2.checkpoint.together import Outcome, agree, attempt, is_first, side_channel
 from fsdp2.core.config import CheckpointError
-from fsdp2.core.device.collectives import LostRankError, rank_and_size
+from fsdp2.core.device.collectives import LostRankError, SideChannel, rank_and_size
 
 LOG = logging.getLogger("fsdp2.checkpoint")
 
@@ -220,17 +220,29 @@ class Saving:
         return True
 
     def _run(self, job: Callable[[], None]) -> None:
-        self._thread = threading.Thread(target=job, name=f"fsdp2 saves step {self.step}")
-        self._thread.start()
+        thread = threading.Thread(target=job, name=f"fsdp2 saves step {self.step}")
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no thread left: the call does it, others wait for it
+            LOG.warning("no thread can be started, so that training waits for step %d", self.step)
+            job()
+        else:
+            self._thread = thread
 
     def _end(self, path: Path | None, failure: CheckpointError | None) -> None:
         self._path, self._failure = path, failure
         self._ended.set()
 
-    def _raise_once(self) -> None:
+    def _raise_once(self, what: str, channel: SideChannel) -> None:
+        """In the next save: wait, and raise what nobody here has been told.
+
+        A rank that has asked for the result goes on to save, and hears of it there.
+        """
         self._wait()
         if self._failure is not None and not self._told:
-            self.result()
+            self._told = True
+            failed: Outcome[None] = Outcome(sentence=str(self._failure))
+            agree(what, channel, failed, self._failure, lambda _: ())
 
 
 # ---- what is kept from save to save
@@ -333,13 +345,13 @@ class _Answer:
 
 class _Job:
     def __init__(self, root: Path, step: int, keep: int | None, what: str) -> None:
+        self._channel = side_channel()
         if _process.latest is not None:
-            _process.latest._raise_once()
+            _process.latest._raise_once(what, self._channel)
         self._root = root
         self._step = step
         self._keep = keep
         self._what = what
-        self._channel = side_channel()
         self._taken: Outcome[None] = Outcome()
         self._cause: Exception | None = None
         self._content: Json = None
