@@ -13,7 +13,7 @@ What is written stands beside its place until it is whole and durable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +41,7 @@ from fsdp2.checkpoint.folder import (
     MANIFEST,
     Manifest,
     PathLike,
+    Progress,
     check_files,
     check_hashes,
     local_path,
@@ -62,7 +63,6 @@ _FILES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _OLDER = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # what files of torch.save began with
 
 Nested = dict[str, Any]
-Progress = Callable[[int, int], object]
 T = TypeVar("T")
 
 

@@ -11,7 +11,7 @@ import io
 import os
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -73,7 +73,6 @@ class Disk:
 
     def start_writing(self, file: BinaryIO, start: int, length: int) -> None:
         """Let the system bring bytes to the disk while others are made; promises nothing."""
-        file.flush()
         if _sync_file_range is not None:
             _sync_file_range(file.fileno(), start, length, _START_WRITING)
 
@@ -129,26 +128,27 @@ class DurableFile(io.RawIOBase):
 
     def write(self, data: object) -> int:
         piece = memoryview(data).cast("B")  # type: ignore[arg-type]  # anything with a buffer
-        beside = self._start(piece) if len(piece) >= _BESIDE else None
-        if beside is None:
+        is_large = len(piece) >= _BESIDE
+        checked = self._start(self._checksum.update, piece) if is_large else None
+        try:
             DISK.write(self._file, piece)
-            self._checksum.update(piece)
-        else:  # both let go of the interpreter; the buffer is the caller's again afterwards
-            try:
-                DISK.write(self._file, piece)
-            finally:
-                beside.result()
-        if len(piece) >= _BESIDE:
-            DISK.start_writing(self._file, self._bytes, len(piece))
+        finally:
+            if checked is None:
+                self._checksum.update(piece)
+            else:  # both let go of the interpreter; the buffer is the caller's again afterwards
+                checked.result()
+        if is_large:
+            self._file.flush()
+            self._start(DISK.start_writing, self._file, self._bytes, len(piece))
         self._bytes += len(piece)
         return len(piece)
 
-    def _start(self, piece: memoryview) -> Future[None] | None:
-        """Compute the checksum in another thread; ``None`` where there can be none."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, "fsdp2 checksum")
+    def _start(self, action: Callable[..., None], *args: Any) -> Future[None] | None:
+        """Run it in another thread; ``None`` where there can be none."""
+        if self._pool is None:  # of two: the disk may keep one waiting
+            self._pool = ThreadPoolExecutor(2, "fsdp2 writes")
         try:
-            return self._pool.submit(self._checksum.update, piece)
+            return self._pool.submit(action, *args)
         except RuntimeError:  # the process ends once this save is over, or has too many
             return None
 
@@ -209,6 +209,7 @@ def write_durably(contents: Mapping[Path, bytes]) -> None:
         for path, data in contents.items():
             file = opened.enter_context(DISK.create(path))
             DISK.write(file, data)
+            file.flush()
             DISK.start_writing(file, 0, len(data))
             made.append(file)
         for file in made:
@@ -257,12 +258,15 @@ def remove_tree(path: Path) -> None:
     DISK.remove_folder(path)
 
 
-def hash_of(path: Path) -> str:
-    """The checksum of a file's bytes."""
-    found = Checksum()
+def hash_of(path: Path, read: Callable[[int], None] | None = None) -> str:
+    """The checksum of a file's bytes; ``read`` is told how many of them were read."""
+    found, done = Checksum(), 0
     with path.open("rb") as file:
         while piece := file.read(_CHUNK):
             found.update(piece)
+            done += len(piece)
+            if read is not None:
+                read(done)
     return found.hexdigest()
 
 

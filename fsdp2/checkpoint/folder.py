@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -28,6 +28,9 @@ FORMAT = 1
 _STEP, _SAVING, _REMOVING = "step-", ".saving-", ".removing-"
 
 PathLike = str | os.PathLike[str]
+Progress = Callable[[int, int], object]
+"""Takes bytes that are done, and bytes in all."""
+
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 
@@ -207,7 +210,9 @@ def check_hashes(folder: Path, manifest: Manifest, names: Iterable[str]) -> None
             )
 
 
-def verify(folder: PathLike, step: int | None = None) -> list[str]:
+def verify(
+    folder: PathLike, step: int | None = None, *, progress: Progress | None = None
+) -> list[str]:
     """Read every byte of a step, and name the files that are not what was saved.
 
     Local: call it on one rank, or in no job at all.
@@ -215,6 +220,7 @@ def verify(folder: PathLike, step: int | None = None) -> list[str]:
     Args:
         folder: as of `save`.
         step: the step. Default ``None``: all complete ones.
+        progress: called with bytes read and bytes in all. Default ``None``.
 
     Returns:
         A line for each file that is missing, cut short or changed, which begins with its path;
@@ -229,24 +235,38 @@ def verify(folder: PathLike, step: int | None = None) -> list[str]:
         ['run/step-00000100/__1_0.distcp: its bytes have changed']
     """
     root = local_path(folder)
-    wrong = []
+    wrong, manifests = [], []
     for each in steps(root) if step is None else [step]:
         try:
-            manifest = read_manifest(root, each)
+            manifests.append(read_manifest(root, each))
         except CheckpointError as error:
             if each not in steps(root):
                 raise
             wrong.append(f"{step_folder(root, each) / MANIFEST}: {error}")
-            continue
-        for name, (length, digest) in manifest.files.items():
-            path = step_folder(root, each) / name
-            if not path.is_file():
-                wrong.append(f"{path}: it is missing")
-            elif path.stat().st_size != length:
-                wrong.append(f"{path}: it has {path.stat().st_size} bytes of {length}")
-            elif files.hash_of(path) != digest:
-                wrong.append(f"{path}: its bytes have changed")
+    total, done = sum(length for m in manifests for length, _ in m.files.values()), 0
+    for manifest in manifests:
+        for name, fact in manifest.files.items():
+            path = step_folder(root, manifest.step) / name
+
+            def read(count: int, before: int = done) -> None:
+                if progress is not None:
+                    progress(min(before + count, total), total)
+
+            about = _changed(path, fact, read)
+            if about is not None:
+                wrong.append(f"{path}: {about}")
+            done += fact[0]
     return wrong
+
+
+def _changed(path: Path, fact: files.Fact, read: Callable[[int], None]) -> str | None:
+    """How a file differs from what was saved."""
+    length, checksum = fact
+    if not path.is_file():
+        return "it is missing"
+    if path.stat().st_size != length:
+        return f"it has {path.stat().st_size} bytes of {length}"
+    return None if files.hash_of(path, read) == checksum else "its bytes have changed"
 
 
 def remove(folder: PathLike, step: int | None = None) -> list[str]:

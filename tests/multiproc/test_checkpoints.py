@@ -252,6 +252,14 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(tmp_path)]) == 0
     assert f"model.first.weight  ({HIDDEN}, {IN})  float32" in capsys.readouterr().out
     assert main(["verify", str(tmp_path)]) == 0
+    seen: list[tuple[int, int]] = []
+    assert checkpoint.verify(tmp_path, progress=lambda done, of: seen.append((done, of))) == []
+    sizes = sorted(p.stat().st_size for p in (tmp_path / "step-00000004").iterdir())
+    total = sum(sizes) - (tmp_path / "step-00000004" / "manifest.json").stat().st_size
+    assert seen == sorted(seen)
+    assert len(seen) == 2  # a file, the index
+    assert seen[-1] == (total, total)
+    capsys.readouterr()
     assert main(["verify", str(tmp_path), "--step", "3"]) == 2
     assert "has no complete step 3" in capsys.readouterr().err
 
