@@ -7,10 +7,10 @@
 State is parameters and both of AdamW's, of all ranks together; the model, the disk and the ranks
 are the same for all, and rounds are interleaved. The variants are
 
-    save          `fsdp2.checkpoint.save`: hashed, synced, one rename
+    save          `fsdp2.checkpoint.save`: checksums, synced, one rename
     async         `fsdp2.checkpoint.async_save`
     save-unsynced, async-unsynced   the same without any sync, which only this benchmark can
-    dcp           ``torch.distributed.checkpoint.save`` as it comes, which syncs and hashes nothing
+    dcp           ``torch.distributed.checkpoint.save`` as it comes, which syncs, without checksums
     dcp-unsynced  the same with ``FileSystemWriter(sync_files=False)``
     dcp-async, dcp-async-unsynced   ``async_save``, over a process group of its own
 

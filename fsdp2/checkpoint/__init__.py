@@ -1,6 +1,7 @@
 """A folder of steps that a crash at any moment leaves whole, in the files of DCP.
 
-saving     `save`, `async_save`: written beside, hashed, synced, renamed
+saving     `save`, `async_save`: written beside, synced, listed with checksums, renamed
+items      DCP's files, written: a rank's items, and the index
 staging    copies to host memory, beside training
 snapshot   `snapshot`: what is there, looked at without touching it
 loading    `load`, `read_extra`: compared on all ranks before anything is written

@@ -21,8 +21,15 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp2.checkpoint.convert import KINDS, convert
-from fsdp2.checkpoint.exporting import Progress, export
-from fsdp2.checkpoint.folder import read_manifest, step_folder, steps, unfinished, verify
+from fsdp2.checkpoint.exporting import export
+from fsdp2.checkpoint.folder import (
+    Progress,
+    read_manifest,
+    step_folder,
+    steps,
+    unfinished,
+    verify,
+)
 from fsdp2.checkpoint.state import Reader
 from fsdp2.core.config import CheckpointError
 
@@ -91,7 +98,8 @@ def _show(folder: Path, step: int | None) -> int:
 
 
 def _verify(folder: Path, step: int | None) -> int:
-    wrong = verify(folder, step)
+    with _shown(f"verify {folder}") as progress:
+        wrong = verify(folder, step, progress=progress)
     for line in wrong:
         print(line)
     if not wrong:

@@ -13,8 +13,7 @@ What is written stands beside its place until it is whole and durable.
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,9 +37,11 @@ from fsdp2.checkpoint.archives import read_archive, read_file, write_archive
 from fsdp2.checkpoint.contents import Contents, contents_of, joined
 from fsdp2.checkpoint.entries import Entry, MappedFile, Piece, Tree, entries_of, whole_of
 from fsdp2.checkpoint.folder import (
+    INDEX,
     MANIFEST,
     Manifest,
     PathLike,
+    Progress,
     check_files,
     check_hashes,
     local_path,
@@ -49,6 +50,7 @@ from fsdp2.checkpoint.folder import (
     step_folder,
     steps,
 )
+from fsdp2.checkpoint.items import file_of, index_of
 from fsdp2.checkpoint.state import Reader, packed, unpacked
 from fsdp2.checkpoint.tensors import SUFFIX, About, catalogue, plan
 from fsdp2.core.config import CheckpointError
@@ -61,7 +63,6 @@ _FILES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _OLDER = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # what files of torch.save began with
 
 Nested = dict[str, Any]
-Progress = Callable[[int, int], object]
 T = TypeVar("T")
 
 
@@ -461,7 +462,7 @@ def _total(tree: Tree) -> int:
 
 
 def _write_file(path: Path, tree: Tree, progress: Progress | None) -> None:
-    with files.DurableFiles().create_stream(path, "wb") as stream:
+    with files.DurableFile(path) as stream:
         write_archive(_Stream(stream, progress, _total(tree)), tree)
 
 
@@ -503,7 +504,7 @@ def _write_step(
             has_optimizer=contents.optimizer is not None,
             torch=torch.__version__,
         )
-        files.write_durably(saving / MANIFEST, manifest.encoded())
+        files.write_durably({saving / MANIFEST: manifest.encoded()})
         files.DISK.sync_folder(saving)
     except BaseException:
         _discard(saving)
@@ -533,7 +534,7 @@ def _write_dcp(
     flat, paths = flatten_state_dict(_metas(tree, entries))
     about: dict[str, Any] = {}
     stored: dict[MetadataIndex, Any] = {}
-    with disk.create_stream(folder / "__0_0.distcp", "wb") as stream:
+    with disk.create(folder / file_of(0)) as stream:
         counted = _Stream(stream, progress, _total(tree))
         for name, value in flat.items():
             begin = counted.done
@@ -548,11 +549,10 @@ def _write_dcp(
                 index = MetadataIndex(name)
                 about[name] = BytesStorageMetadata()
                 write_archive(counted, value)
-            info = filesystem._StorageInfo("__0_0.distcp", begin, counted.done - begin)
+            info = filesystem._StorageInfo(file_of(0), begin, counted.done - begin)
             stored[index] = info
-    metadata = Metadata(about, paths, stored, version=filesystem.CURRENT_DCP_VERSION)
-    with disk.create_stream(folder / ".metadata", "wb") as stream:
-        stream.write(pickle.dumps(metadata))
+    with disk.create(folder / INDEX) as stream:
+        stream.write(index_of(Metadata(about, paths), stored))
 
 
 def _write_xla(folder: Path, contents: Contents, ranks: int, progress: Progress | None) -> None:
@@ -610,7 +610,7 @@ def _write_safetensors(place: Path, contents: Contents, progress: Progress | Non
     layout = plan({n: About(e.shape, e.dtype) for e, n in names.items()}, tied=tied)
     (header,) = layout.headers.values()
     by_name = {name: entry for entry, name in names.items()}
-    with _beside_file(place) as path, files.DurableFiles().create_stream(path, "wb") as stream:
+    with _beside_file(place) as path, files.DurableFile(path) as stream:
         counted = _Stream(stream, progress, _total(by_name))
         counted.write(header)
         for name in sorted(

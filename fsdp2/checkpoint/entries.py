@@ -26,6 +26,7 @@ import torch
 from fsdp2.core.config import CheckpointError
 
 BLOCK = 1 << 20  # bytes that are read at once, unless one element of dim 0 of a piece has more
+_AT_ONCE = 1 << 24  # the same, of what is in memory anyway
 
 Tree: TypeAlias = Any
 """Nested dicts, lists and tuples of entries and plain values."""
@@ -113,9 +114,14 @@ class Piece:
     offsets: tuple[int, ...]
     file: MappedFile | None = None
 
+    @property
+    def block(self) -> int:
+        """Bytes of a block at most."""
+        return _AT_ONCE if self.file is None else BLOCK
+
     def blocks(self) -> Iterator[torch.Tensor]:
         """Views one after the other, in row-major order; pages go behind each."""
-        for block in _blocks(self.tensor):
+        for block in _blocks(self.tensor, self.block):
             yield block
             if self.file is not None:
                 self.file.release(block)
@@ -176,7 +182,7 @@ class Entry:
             place = found
             for dim, start in enumerate(piece.offsets):
                 place = place.narrow(dim, start, piece.tensor.shape[dim])
-            for to, block in zip(_blocks(place), piece.blocks(), strict=True):
+            for to, block in zip(_blocks(place, piece.block), piece.blocks(), strict=True):
                 to.copy_(block)
         return found
 
@@ -188,25 +194,25 @@ class Entry:
             for piece in self.pieces
         )
         if not rows:
-            yield from _blocks(self.whole())
+            yield from _blocks(self.whole(), BLOCK)
             return
         for piece in sorted(self.pieces, key=lambda piece: piece.offsets):
             yield from piece.blocks()
 
 
-def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Views that are `BLOCK` bytes or less, in row-major order; of equal shapes the same."""
-    if tensor.numel() * tensor.element_size() <= BLOCK:
+def _blocks(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+    """Views of ``size`` bytes or less, in row-major order; of equal shapes the same."""
+    if tensor.numel() * tensor.element_size() <= size:
         if tensor.numel():
             yield tensor
         return
     row = tensor[0].numel() * tensor.element_size()
-    if row > BLOCK:
+    if row > size:
         for each in tensor:
-            yield from _blocks(each)
+            yield from _blocks(each, size)
         return
-    for start in range(0, len(tensor), BLOCK // row):
-        yield tensor[start : start + BLOCK // row]
+    for start in range(0, len(tensor), size // row):
+        yield tensor[start : start + size // row]
 
 
 def whole_of(

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fsdp2.checkpoint import files
-from fsdp2.checkpoint.folder import PathLike, check_files, read_manifest, step_folder
+from fsdp2.checkpoint.folder import PathLike, Progress, check_files, read_manifest, step_folder
 from fsdp2.checkpoint.state import Held, Reader, held_by, read_chunk
 from fsdp2.checkpoint.tensors import About, Layout, Writer, plan
 from fsdp2.checkpoint.together import is_first, together
@@ -38,8 +38,6 @@ from fsdp2.core.device.collectives import rank_and_size
 Names = Callable[[str], str | None]
 """A model's name of a tensor -> its name in the files; ``None``: it is not there."""
 
-Progress = Callable[[int, int], object]
-"""Is told how many bytes this rank has written, and how many it will."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and lengths."""

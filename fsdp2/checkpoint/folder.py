@@ -13,19 +13,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fsdp2.checkpoint import files
+from fsdp2.checkpoint.files import HASH
 from fsdp2.core.config import CheckpointError
 
 MANIFEST = "manifest.json"
 OWNER = ".owner"
+INDEX = ".metadata"
 FORMAT = 1
 _STEP, _SAVING, _REMOVING = "step-", ".saving-", ".removing-"
 
 PathLike = str | os.PathLike[str]
+Progress = Callable[[int, int], object]
+"""Takes bytes that are done, and bytes in all."""
+
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 
@@ -36,11 +41,12 @@ class Manifest:
     Attributes:
         step: its number.
         ranks: how many ranks have written it.
-        files: by name, [bytes, hash] of every file but this one.
+        files: by name, [bytes, checksum] of every file but this one.
         extra: what the user added; a tensor in it is {"tensor": place}.
         has_optimizer: whether an optimizer was saved.
         torch: the version that has written it.
-        digest: the hash of all of this without it.
+        hash: what the checksums are; see `files.Checksum`.
+        digest: SHA-256 of all of this without it.
         format: of the folder; another one is refused.
     """
 
@@ -50,6 +56,7 @@ class Manifest:
     extra: Json
     has_optimizer: bool
     torch: str
+    hash: str = HASH
     digest: str = ""
     format: int = FORMAT
 
@@ -60,7 +67,7 @@ class Manifest:
 
     def _digest(self) -> str:
         text = json.dumps(asdict(replace(self, digest="")), sort_keys=True)
-        return hashlib.new(files.HASH, text.encode()).hexdigest()
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def is_whole(self) -> bool:
@@ -97,7 +104,7 @@ def saving_folder(folder: Path, step: int, token: str = "") -> Path:
 def left_of(folder: Path, step: int) -> list[Path]:
     """What runs that have ended had begun to write of a step."""
     name, headless = saving_folder(folder, step).name, step_folder(folder, step)
-    found = [path for path in folder.glob(f"{name}*") if path.name.removeprefix(name)[:1] in "-"]
+    found = [p for p in folder.iterdir() if p.name == name or p.name.startswith(f"{name}-")]
     return [*found, headless] if headless.exists() else found
 
 
@@ -145,14 +152,15 @@ def read_manifest(folder: Path, step: int | None) -> Manifest:
     path = step_folder(folder, known[-1] if step is None else step) / MANIFEST
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        version = content["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        version, kind = content["format"], content.get("hash", HASH)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"'{path}' is no manifest of a step; load another step, or the folder's copy"
         ) from error
-    if version != FORMAT:
+    if version != FORMAT or kind != HASH:
+        about = version if kind == HASH else f"{version} with {kind}"
         raise CheckpointError(
-            f"'{path}' is of format {version}, and this version reads format {FORMAT}; load it "
+            f"'{path}' is of format {about}, and this version reads format {FORMAT}; load it "
             f"with the version of fsdp2 that has written it"
         )
     try:
@@ -202,7 +210,9 @@ def check_hashes(folder: Path, manifest: Manifest, names: Iterable[str]) -> None
             )
 
 
-def verify(folder: PathLike, step: int | None = None) -> list[str]:
+def verify(
+    folder: PathLike, step: int | None = None, *, progress: Progress | None = None
+) -> list[str]:
     """Read every byte of a step, and name the files that are not what was saved.
 
     Local: call it on one rank, or in no job at all.
@@ -210,6 +220,7 @@ def verify(folder: PathLike, step: int | None = None) -> list[str]:
     Args:
         folder: as of `save`.
         step: the step. Default ``None``: all complete ones.
+        progress: called with bytes read and bytes in all. Default ``None``.
 
     Returns:
         A line for each file that is missing, cut short or changed, which begins with its path;
@@ -224,24 +235,38 @@ def verify(folder: PathLike, step: int | None = None) -> list[str]:
         ['run/step-00000100/__1_0.distcp: its bytes have changed']
     """
     root = local_path(folder)
-    wrong = []
+    wrong, manifests = [], []
     for each in steps(root) if step is None else [step]:
         try:
-            manifest = read_manifest(root, each)
+            manifests.append(read_manifest(root, each))
         except CheckpointError as error:
             if each not in steps(root):
                 raise
             wrong.append(f"{step_folder(root, each) / MANIFEST}: {error}")
-            continue
-        for name, (length, digest) in manifest.files.items():
-            path = step_folder(root, each) / name
-            if not path.is_file():
-                wrong.append(f"{path}: it is missing")
-            elif path.stat().st_size != length:
-                wrong.append(f"{path}: it has {path.stat().st_size} bytes of {length}")
-            elif files.hash_of(path) != digest:
-                wrong.append(f"{path}: its bytes have changed")
+    total, done = sum(length for m in manifests for length, _ in m.files.values()), 0
+    for manifest in manifests:
+        for name, fact in manifest.files.items():
+            path = step_folder(root, manifest.step) / name
+
+            def read(count: int, before: int = done) -> None:
+                if progress is not None:
+                    progress(min(before + count, total), total)
+
+            about = _changed(path, fact, read)
+            if about is not None:
+                wrong.append(f"{path}: {about}")
+            done += fact[0]
     return wrong
+
+
+def _changed(path: Path, fact: files.Fact, read: Callable[[int], None]) -> str | None:
+    """How a file differs from what was saved."""
+    length, checksum = fact
+    if not path.is_file():
+        return "it is missing"
+    if path.stat().st_size != length:
+        return f"it has {path.stat().st_size} bytes of {length}"
+    return None if files.hash_of(path, read) == checksum else "its bytes have changed"
 
 
 def remove(folder: PathLike, step: int | None = None) -> list[str]:

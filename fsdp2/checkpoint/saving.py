@@ -1,12 +1,11 @@
 """`save`, `async_save`: staged, written beside, synced, listed with hashes, renamed.
 
 1. every rank    what is saved, by name; copied beside training where the call returns at once
-2. every rank    __r_0.distcp   written, hashed, synced        .saving-step-N-TOKEN/
+2. every rank    __r_0.distcp   written, synced               .saving-step-N-TOKEN/
 3. all           tell rank 0 what they have written, or why not                    one exchange
-4. rank 0        .metadata      written, synced
-5. rank 0        manifest.json  written, synced; the folder synced
-6. rank 0        rename         .saving-step-N-TOKEN -> step-N; FOLDER synced: now the step exists
-7. rank 0        older steps    removed, where `keep` says so; and tells all
+4. rank 0        .metadata, manifest.json                     written, synced; the folder synced
+5. rank 0        rename         .saving-step-N-TOKEN -> step-N; FOLDER synced: now the step exists
+6. rank 0        older steps    removed, where `keep` says so; and tells all
 
 Who writes what is planned in the first save, in one more exchange before 2, and again when a rank's
 layout has changed: a rank that has no plan for its layout says so in 3.
@@ -28,7 +27,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
@@ -36,6 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.folder import (
+    INDEX,
     MANIFEST,
     OWNER,
     Json,
@@ -48,12 +47,13 @@ from fsdp2.checkpoint.folder import (
     step_folder,
     steps,
 )
+from fsdp2.checkpoint.items import index_of, write_items
 from fsdp2.checkpoint.snapshot import Nested, named_parameters
 from fsdp2.checkpoint.staging import Copy, HostMemory, plain, watch_loads, watch_optimizers
 from fsdp2.checkpoint.state import Extra, packed, state_of
 from fsdp2.checkpoint.together import Outcome, agree, attempt, is_first, side_channel
 from fsdp2.core.config import CheckpointError
-from fsdp2.core.device.collectives import LostRankError, rank_and_size
+from fsdp2.core.device.collectives import LostRankError, SideChannel, rank_and_size
 
 LOG = logging.getLogger("fsdp2.checkpoint")
 
@@ -220,17 +220,29 @@ class Saving:
         return True
 
     def _run(self, job: Callable[[], None]) -> None:
-        self._thread = threading.Thread(target=job, name=f"fsdp2 saves step {self.step}")
-        self._thread.start()
+        thread = threading.Thread(target=job, name=f"fsdp2 saves step {self.step}")
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no thread left: the call does it, others wait for it
+            LOG.warning("no thread can be started, so that training waits for step %d", self.step)
+            job()
+        else:
+            self._thread = thread
 
     def _end(self, path: Path | None, failure: CheckpointError | None) -> None:
         self._path, self._failure = path, failure
         self._ended.set()
 
-    def _raise_once(self) -> None:
+    def _raise_once(self, what: str, channel: SideChannel) -> None:
+        """In the next save: wait, and raise what nobody here has been told.
+
+        A rank that has asked for the result goes on to save, and hears of it there.
+        """
         self._wait()
         if self._failure is not None and not self._told:
-            self.result()
+            self._told = True
+            failed: Outcome[None] = Outcome(sentence=str(self._failure))
+            agree(what, channel, failed, self._failure, lambda _: ())
 
 
 # ---- what is kept from save to save
@@ -312,14 +324,14 @@ class _Written:
         facts: see `Facts`.
         token: of the plan that it has followed; ``None``: it has none for its layout.
         results: DCP's, of each item.
-        files: by name, bytes and hash.
+        files: by name, bytes and checksum.
         local: what it would write, where all are asked for it.
     """
 
     facts: Facts
     token: str | None
     results: list[WriteResult]
-    files: dict[str, tuple[int, str]]
+    files: dict[str, files.Fact]
     local: SavePlan | None = None
 
 
@@ -333,13 +345,13 @@ class _Answer:
 
 class _Job:
     def __init__(self, root: Path, step: int, keep: int | None, what: str) -> None:
+        self._channel = side_channel()
         if _process.latest is not None:
-            _process.latest._raise_once()
+            _process.latest._raise_once(what, self._channel)
         self._root = root
         self._step = step
         self._keep = keep
         self._what = what
-        self._channel = side_channel()
         self._taken: Outcome[None] = Outcome()
         self._cause: Exception | None = None
         self._content: Json = None
@@ -463,18 +475,12 @@ class _Job:
             return _Written(facts, None, [], {}, local if self._local or not self._plan else None)
         self._begin()
         files.make_folder(self._folder)
-        writer, disk = self._writer()
-        source = _Source()
+        source, disk = _Source(), files.DurableFiles()
         staged = self._state if self._copy is None else self._copy.staged
         mine = self._plan.mine
         source.state_dict = {i.index.fqn: plain(staged[i.index.fqn]) for i in mine.items}
-        results = writer.write_data(mine, source).wait() if mine.items else []
+        results = write_items(self._folder, rank_and_size()[0], mine, source, disk)
         return _Written(facts, self._plan.token, results, disk.written)
-
-    def _writer(self) -> tuple[FileSystemWriter, files.DurableFiles]:
-        writer = FileSystemWriter(self._folder, sync_files=False)  # closing syncs
-        disk = writer.fs = files.DurableFiles()
-        return writer, disk
 
     def _begin(self) -> None:
         """See that the step may be written; rank 0 holds the folder, and clears it of old tries."""
@@ -530,28 +536,29 @@ class _Job:
         finished, metadata = planner.create_global_plan(local)
         token = secrets.token_hex(4)
         _process.tokens.append(token)
-        placed = FileSystemWriter(self._root).prepare_global_plan(finished)
         return [
             _Answer(plan=_Plan(token, mine, None if rank else metadata))
-            for rank, mine in enumerate(placed)
+            for rank, mine in enumerate(finished)
         ]
 
     def _commit(self, told: list[_Written]) -> None:
         """The index, the manifest, and the one rename."""
         assert self._plan is not None
         assert self._plan.metadata is not None
-        writer, disk = self._writer()
-        writer.finish(self._plan.metadata, [written.results for written in told])
+        places = {each.index: each.storage_data for written in told for each in written.results}
+        index = index_of(self._plan.metadata, places)
         listed = {name: fact for written in told for name, fact in written.files.items()}
+        listed[INDEX] = files.fact_of(index)
         manifest = Manifest(
             step=self._step,
             ranks=len(told),
-            files=dict(sorted((listed | disk.written).items())),
+            files=dict(sorted(listed.items())),
             extra=self._content,
             has_optimizer=self._has_optimizer,
             torch=torch.__version__,
         )
-        files.write_durably(self._folder / MANIFEST, manifest.encoded())
+        both = {self._folder / INDEX: index, self._folder / MANIFEST: manifest.encoded()}
+        files.write_durably(both)
         files.DISK.sync_folder(self._folder)
         files.DISK.rename(self._folder, step_folder(self._root, self._step))
         files.DISK.sync_folder(self._root)

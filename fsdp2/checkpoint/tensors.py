@@ -253,7 +253,7 @@ class Writer:
             files.DISK.resize(file, self._layout.lengths[name])
             files.DISK.write_at(file, header, 0)
         if self._layout.index is not None:
-            files.write_durably(self._folder / INDEX, self._layout.index)
+            files.write_durably({self._folder / INDEX: self._layout.index})
 
     def write(self, name: str, tensor: torch.Tensor, offsets: Sequence[int] | None = None) -> None:
         """Write a tensor, or a box of one; no other bytes are touched.

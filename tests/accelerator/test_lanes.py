@@ -7,7 +7,9 @@ change a bit of what ranks train; and it reports each access that no event order
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp2.checkpoint import staging
 from fsdp2.core.device.streams import DeviceStreams
 from fsdp2.core.modules.registry import require_record
 from fsdp2.testing.stand_in import device, group
@@ -296,6 +299,41 @@ def test_norms_and_flat_optimizer() -> None:
         optimizer.zero_grad()
     _assert_ordered()
     assert all(norm > 0 for norm in norms)
+
+
+@pytest.mark.parametrize("case", ["usual", "offloaded"])
+@ranks(2)
+def test_a_save_beside_training(tmp_path: Path, case: str) -> None:
+    """A stream of its own copies, into the same page-locked memory each time; the step waits."""
+    mesh = _mesh(device.NAME, group.COALESCING, (2,))
+    model = _build(mesh, case)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    device.races()
+    places = set()
+    with mock.patch.object(staging, "_AT_ONCE", 0):
+        for step in range(STEPS):
+            loss = model(_batch(step, mesh)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            before = [_local(param) for param in model.parameters()]
+            saving = fsdp2.checkpoint.async_save(tmp_path, model, optimizer, step=step, keep=1)
+            assert saving._copy is not None
+            memory = saving._copy._memory._buffer
+            assert memory is not None
+            if step:  # the first one has no state of the optimizer's, and less memory
+                places.add(memory.view(torch.uint8, 0, (1,)).data_ptr())
+            assert memory.view(torch.uint8, 0, (1,)).is_pinned() or case == "offloaded"
+            model(_batch(step, mesh)).square().mean().backward()
+            optimizer.step()  # waits for the copy
+            optimizer.zero_grad()
+            saving.result()
+            other = _build(mesh, case)
+            fsdp2.checkpoint.load(tmp_path, other)
+            after = [_local(param) for param in other.parameters()]
+            assert all(map(torch.equal, after, before))
+    assert len(places) == 1
+    _assert_ordered()
 
 
 @ranks(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -151,6 +152,38 @@ def test_a_failed_save_raises_on_all_ranks(tmp_path: Path) -> None:
     dist.barrier()
     checkpoint.async_save(tmp_path, model, step=2).result()
     assert checkpoint.steps(tmp_path) == [1, 2]
+
+
+@ranks(2)
+def test_ranks_that_asked_and_ranks_that_did_not_stay_in_step(tmp_path: Path) -> None:
+    """Rank 0 has been told of the failure, rank 1 hears of it in its next save, and so do all."""
+    model, _ = made()
+    for call in (checkpoint.save, checkpoint.async_save):
+        with mock.patch.object(files, "DISK", Full()):
+            saving = checkpoint.async_save(tmp_path, model, step=2)
+            saving._wait()
+        if dist.get_rank() == 0:
+            with raises("ckpt-rank-failed"):
+                saving.result()
+        with raises("ckpt-rank-failed"):
+            found = call(tmp_path, model, step=3)
+            assert isinstance(found, checkpoint.Saving)
+            found.result()
+        assert checkpoint.steps(tmp_path) == []
+    checkpoint.save(tmp_path, model, step=3)
+    assert checkpoint.steps(tmp_path) == [3]
+
+
+@ranks(2)
+def test_no_thread_left_in_the_system(tmp_path: Path) -> None:
+    """On rank 1 alone: its call writes before it returns, and nobody waits for ever."""
+    model, _ = made()
+    none = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start"))
+    with none if dist.get_rank() == 1 else nullcontext():
+        saving = checkpoint.async_save(tmp_path, model, step=1)
+    saving.result()
+    assert checkpoint.verify(tmp_path) == []
+    assert ShardReaders.waiting == []
 
 
 @ranks(2)

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import checkpoint, fully_shard
 from fsdp2.checkpoint import files, together
 from fsdp2.checkpoint.__main__ import main
+from fsdp2.core.config import CheckpointError
 from fsdp2.optim import FlatOptimizer
 from tests.common.errors import raises
 from tests.common.workers import ranks, run_on_ranks
@@ -252,6 +253,14 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(tmp_path)]) == 0
     assert f"model.first.weight  ({HIDDEN}, {IN})  float32" in capsys.readouterr().out
     assert main(["verify", str(tmp_path)]) == 0
+    seen: list[tuple[int, int]] = []
+    assert checkpoint.verify(tmp_path, progress=lambda done, of: seen.append((done, of))) == []
+    sizes = sorted(p.stat().st_size for p in (tmp_path / "step-00000004").iterdir())
+    total = sum(sizes) - (tmp_path / "step-00000004" / "manifest.json").stat().st_size
+    assert seen == sorted(seen)
+    assert len(seen) == 2  # a file, the index
+    assert seen[-1] == (total, total)
+    capsys.readouterr()
     assert main(["verify", str(tmp_path), "--step", "3"]) == 2
     assert "has no complete step 3" in capsys.readouterr().err
 
@@ -421,6 +430,64 @@ def test_a_save_after_one_that_failed_has_its_own_folder(tmp_path: Path) -> None
         checkpoint.save(run, model, optimizer, step=2)
     assert checkpoint.steps(run) == [1, 2]
     assert checkpoint.verify(run) == []
+
+
+class FailsAt(files.Disk):
+    """Raises at one operation of this process; counts them."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.count = at, 0
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name in ("at", "count") or name.startswith("_") or name == "start_writing":
+            return found
+
+        def call(*args: Any) -> Any:
+            self.count += 1
+            if self.count - 1 == self.at:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return found(*args)
+
+        return call
+
+
+@pytest.mark.parametrize("call", ["save", "async_save"])
+@ranks(2)
+def test_wherever_the_disk_fails(tmp_path: Path, call: str) -> None:
+    """At any operation of either rank: all raise, each step there is whole, and saving goes on."""
+    model, _ = made()
+    run, rank = tmp_path / "run", dist.get_rank()
+    checkpoint.save(run, model, step=1)
+    for victim in (0, 1):
+        for at in range(100):
+            disk = FailsAt(at if rank == victim else -1)
+            raised = None
+            with mock.patch.object(files, "DISK", disk):
+                try:
+                    saving = getattr(checkpoint, call)(run, model, step=2 + at, keep=2)
+                    if isinstance(saving, checkpoint.Saving):
+                        saving.result()
+                except CheckpointError as error:
+                    raised = str(error)
+            dist.barrier()
+            told: list[Any] = [None, None]
+            dist.all_gather_object(told, (raised, disk.count > at >= 0))
+            assert told[0][0] == told[1][0]
+            assert checkpoint.verify(run) == []
+            assert checkpoint.steps(run)
+            dist.barrier()
+            if not told[victim][1]:  # there is no such operation: it saved undisturbed
+                assert raised is None
+                assert checkpoint.steps(run)[-1] == 2 + at
+                break
+        assert at > 4
+        dist.barrier()
+        if rank == 0:
+            checkpoint.remove(run)
+            for step in checkpoint.steps(run)[1:]:
+                checkpoint.remove(run, step)
+        dist.barrier()
 
 
 @contextmanager

@@ -1,0 +1,79 @@
+"""DCP's files, written: a rank's items one behind the other, and the index that says where each is.
+
+    __0_0.distcp   [ archive of torch.save | archive | … ]     .metadata   name, box -> file, offset
+
+`torch.distributed.checkpoint` writes the same. Here rows that are views of a larger buffer need no
+copy, nothing is hashed in turn with the write, and nothing is renamed: the folder is.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from fsdp2.checkpoint.archives import write_archive
+from fsdp2.checkpoint.entries import Entry
+from fsdp2.checkpoint.files import DurableFile, DurableFiles
+
+
+def file_of(rank: int) -> str:
+    """The name of the file that a rank writes."""
+    return f"__{rank}_0{filesystem.DEFAULT_SUFFIX}"
+
+
+def write_items(
+    folder: Path, rank: int, plan: SavePlan, planner: SavePlanner, disk: DurableFiles
+) -> list[WriteResult]:
+    """Write what a plan says into this rank's file, which is on the disk then; no file for nothing.
+
+    Args:
+        folder: where to.
+        rank: this one.
+        plan: of this rank.
+        planner: gives the values.
+        disk: takes note of the file.
+    """
+    if not plan.items:
+        return []
+    name, found = file_of(rank), []
+    with disk.create(folder / name) as stream:
+        for item in plan.items:
+            begin = stream.tell()
+            value = planner.resolve_data(item)
+            if item.type is WriteItemType.BYTE_IO:
+                stream.write(cast(BytesIO, value).getbuffer())
+            else:
+                _write_tensor(stream, cast(torch.Tensor, value))
+            length = stream.tell() - begin
+            place = filesystem._StorageInfo(name, begin, length)
+            found.append(WriteResult(item.index, length, place))
+    return found
+
+
+def _write_tensor(stream: DurableFile, value: torch.Tensor) -> None:
+    rows = value.detach().cpu()
+    if type(rows) in (torch.Tensor, nn.Parameter) and _is_strided(rows):
+        write_archive(stream, Entry.of(rows))
+    else:  # a class of the user's, sparse ones: torch knows how
+        torch.save(rows.clone(), cast(IO[bytes], stream))
+
+
+def _is_strided(rows: torch.Tensor) -> bool:
+    return rows.layout is torch.strided and not rows.is_quantized
+
+
+def index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> bytes:
+    """DCP's index: ``metadata``, and where each item is."""
+    whole = replace(metadata, storage_data=places, version=filesystem.CURRENT_DCP_VERSION)
+    return pickle.dumps(whole)
