@@ -36,7 +36,6 @@ from fsdp2.core.device.streams import DeviceStreams, Event, Lane, Streams
 from fsdp2.core.gather.launch import Launched
 from fsdp2.core.gather.transport import Copying, Route
 from fsdp2.core.layout.mesh import local_of
-from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import Layer, put_around
@@ -45,6 +44,7 @@ from fsdp2.core.schedule.unit import BACKWARD, FORWARD, Phase, Unit, all_groups,
 from fsdp2.trace.timeline import (
     ALL_GATHER,
     ALL_REDUCE,
+    BETWEEN,
     COMPUTE,
     COPY_IN,
     HOST,
@@ -65,9 +65,6 @@ LANE_OF = {
     Lane.REDUCE: REDUCE,
     Lane.ALL_REDUCE: ALL_REDUCE,
 }
-
-BETWEEN = "between units"
-"""Operation of what compute runs outside of units: the loss, data, clipping."""
 
 _COPIES = ("copy_many", "copy_strided", "copy", "split_copy", "chunk_cat", "to_host", "divide")
 _WORDS = {"chunk_cat": "stage", "copy_strided": "stage", "to_host": "to-host", "divide": "divide"}
@@ -98,6 +95,8 @@ class Recorder:
         current: the recorder that is on in this process, if one is.
         lane: where what is called now runs.
         unit: the unit that it is for.
+        iteration: number of the step, from 0; the next begins with the first forward behind an
+            optimizer's step.
     """
 
     current: Recorder | None = None
@@ -105,6 +104,7 @@ class Recorder:
     def __init__(self) -> None:
         self.lane = Lane.COMPUTE
         self.unit = ""
+        self.iteration = 0
         self._slices: list[_Raw] = []
         self._waits: list[_Raw] = []
         self._memory: list[tuple[Stamp, dict[str, int]]] = []
@@ -116,7 +116,10 @@ class Recorder:
         self._entering = False  # fsdp2 is on its way into a unit; the user's compute is to come
         self._streams: TracedStreams | None = None
         self._began = time.perf_counter_ns()
-        self._first = OptimizerSteps.ended
+        self._hosts = 0  # calls of fsdp2 that the host is in
+        self._stepping: list[torch.optim.Optimizer] = []  # those in their step, outermost first
+        self._stepped = False  # since the last forward
+        self._device = "cpu"
         self._mark: Stamp = 0.0
         self._zero: tuple[float, torch.Event] | None = None
         self._exits = contextlib.ExitStack()
@@ -139,10 +142,8 @@ class Recorder:
             exits.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             exits.callback(register_optimizer_step_post_hook(self._after_step).remove)
             self._exits = exits.pop_all()
-        for group in all_groups():
-            self.count(group)
-        self._mark = self.stamp(Lane.COMPUTE)
-        self._sample(self._mark)
+        self._device = next((group.device.type for group in all_groups()), "cpu")
+        self._count_all()
 
     def _follow(self, streams: DeviceStreams) -> None:
         streams.__class__ = TracedStreams
@@ -166,6 +167,7 @@ class Recorder:
         """Unbind, wait for what runs, and return all that was seen."""
         try:
             self.close()
+            self._count_all()
         finally:
             self._exits.close()
         if self._streams is not None:
@@ -212,11 +214,6 @@ class Recorder:
     def is_hosts(self) -> bool:
         """Whether all times are the host's."""
         return self._streams is None
-
-    @property
-    def iteration(self) -> int:
-        """Optimizer steps that have ended since the begin."""
-        return OptimizerSteps.ended - self._first
 
     # ---- what runs
 
@@ -269,11 +266,25 @@ class Recorder:
         """What the host does inside is one slice of its lane, and none of compute's."""
         start = self.stamp(None)
         self.away()
+        self._hosts += 1
         try:
             yield
         finally:
+            self._hosts -= 1
             self.add(HOST, operation, start, self.stamp(None))
             self.back()
+
+    def awaited(self, work: Work, raw: _Raw) -> tuple[object, float]:
+        """Wait for a collective, and tell when the host went on; compute stands still meanwhile."""
+        if not self._hosts:  # else compute's slice has ended
+            self.close()
+        start = self.stamp(None)
+        result = work.wait()
+        end = self._host()
+        self.stood(COMPUTE, raw.lane, f"the host waits for the {raw.operation}", start, end, raw)
+        if not self._hosts:
+            self._mark = end
+        return result, end
 
     # ---- compute
 
@@ -302,20 +313,34 @@ class Recorder:
         self.close()
         self._active = [each for each in self._active if each[0] is not unit]
         self._entering = phase in (FORWARD, BACKWARD)
-        if self._entering:
-            self._active.append((unit, "forward" if phase is FORWARD else "backward"))
-            for group in unit.own_groups:
-                self.count(group)
+        if not self._entering:
+            self._sample(self._mark)
+            return
+        if not self._active:  # gradients may have been dropped since
+            self._count_all()
+            self._stepping.clear()
+            if self._stepped and phase is FORWARD:
+                self.iteration += 1
+                self._stepped = False
+        self._active.append((unit, "forward" if phase is FORWARD else "backward"))
+        for group in unit.own_groups:
+            self.count(group)
         self._sample(self._mark)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self.close()
+        if not self._stepping:
+            self.close()
+        self._stepping.append(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if optimizer in self._stepping[1:]:  # inside of the step of one that has its states, too
+            self._stepping.remove(optimizer)
+            return
+        self._stepping.clear()
+        self._stepped = True
         self.close("optimizer")
         states = [value for state in optimizer.state.values() for value in state.values()]
-        tensors = [local_of(value) for value in states if isinstance(value, torch.Tensor)]
-        self.hold(optimizer, "optimizer", sum(tensor.nbytes for tensor in tensors))
+        self.hold(optimizer, "optimizer", self._bytes_of(states))
         self._sample(self._mark)
 
     # ---- events
@@ -352,13 +377,24 @@ class Recorder:
         gathered = sum(b.nbytes for b in buffers if b is not None and b.allocated)
         staging = [r._staging for r in group._reductions]
         inputs = sum(b.nbytes for b in staging if b is not None and b.allocated)
-        grads = [param.sharded.grad for param in group.params]
-        held = sum(local_of(grad).nbytes for grad in grads if grad is not None)
+        held = self._bytes_of(param.sharded.grad for param in group.params)
         shards = 0 if group.shard is None or group.offload is not None else group.shard.nbytes
         self.hold(group, "shards", shards)
         self.hold(group, "gathered", gathered)
         self.hold(group, "reduction buffers", inputs)
         self.hold(group, "gradients", held + full_gradients)
+
+    def _count_all(self) -> None:
+        """What all groups have allocated now; that it takes time is none of compute's."""
+        for group in all_groups():
+            self.count(group)
+        self._mark = self.stamp(Lane.COMPUTE)
+        self._sample(self._mark)
+
+    def _bytes_of(self, values: Iterable[object]) -> int:
+        """Bytes of those that are tensors on the device; others may be offloaded."""
+        tensors = [local_of(value) for value in values if isinstance(value, torch.Tensor)]
+        return sum(tensor.nbytes for tensor in tensors if tensor.device.type == self._device)
 
     def _sample(self, at: Stamp) -> None:
         found = dict(self._totals)
@@ -388,14 +424,10 @@ class _Awaited:
 
     def wait(self) -> object:
         """Wait; compute stands still meanwhile."""
-        recorder, raw = self._recorder, self._raw
-        start = recorder.stamp(None)
-        result = self._work.wait()
-        end = recorder.stamp(None)
-        if recorder is Recorder.current:
-            raw.end = end if self._over is None else min(self._over, cast(float, end))
-            label = f"the host waits for the {raw.operation}"
-            recorder.stood(COMPUTE, raw.lane, label, start, end, raw)
+        if self._recorder is not Recorder.current:
+            return self._work.wait()
+        result, end = self._recorder.awaited(self._work, self._raw)
+        self._raw.end = end if self._over is None else min(self._over, end)
         return result
 
 
