@@ -19,6 +19,7 @@ from fsdp2.trace.summary import (
     Summary,
     UnitTimes,
     amount,
+    compared,
     milliseconds,
     peak_told,
     summary,
@@ -90,9 +91,9 @@ def _compared(letter: str, first: Summary, second: Summary) -> str:
         a, b = getattr(first, key) / first.steps, getattr(second, key) / second.steps
         ratio = f" ({b / a:.2f} x)" if a else ""
         told.append(f"{milliseconds(b)} {name} for {milliseconds(a)}{ratio}")
-    if first.peak is not None and second.peak is not None and first.peak.total:
-        a, b = first.peak.total, second.peak.total
-        told.append(f"a peak of {amount(b)} for {amount(a)} ({b / a:.2f} x)")
+    for name, one, other in compared(first, second):
+        if name == "peak memory" and one:
+            told.append(f"a peak of {amount(other)} for {amount(one)} ({other / one:.2f} x)")
     return f"{letter} against {LETTERS[0]}, a step: {', '.join(told)}."
 
 

@@ -94,6 +94,7 @@ class Summary:
             `OTHER_IDLE`.
         units: a row a unit, in the order in which they come first.
         peak: the moment of most memory.
+        most: bytes of each category of memory at its own most.
     """
 
     title: str
@@ -106,6 +107,7 @@ class Summary:
     idle: dict[str, float]
     units: tuple[UnitTimes, ...]
     peak: Peak | None
+    most: dict[str, int]
 
     @property
     def overlap(self) -> float:
@@ -188,6 +190,7 @@ def summary(file: Source) -> Summary:
         idle=dict(sorted(idle.items(), key=lambda each: -each[1])),
         units=tuple(_unit(u, by_unit[u], exposed.get(u, 0.0)) for u in timeline.units),
         peak=timeline.peak,
+        most={n: max(m.bytes.get(n, 0) for m in timeline.memory) for n in timeline.categories},
     )
 
 
@@ -245,9 +248,8 @@ class Difference:
                 ("exposed", "exposed"),
             )
         ]
-        peaks = [0 if each.peak is None else each.peak.total for each in (self.first, self.second)]
-        if all(peaks):
-            totals.append(["peak memory", *map(amount, peaks), f"{peaks[1] / peaks[0]:.2f}"])
+        for name, a, b in compared(self.first, self.second):
+            totals.append([name, amount(a), amount(b), f"{b / a:.2f}" if a else "-"])
         rows = []
         for first, second in self.units:
             known = first or second
@@ -278,6 +280,19 @@ def diff(a: Source, b: Source) -> Difference:
     rows = [{row.unit: row for row in each.units} for each in (first, second)]
     names = dict.fromkeys([*rows[0], *rows[1]])
     return Difference(first, second, tuple((rows[0].get(n), rows[1].get(n)) for n in names))
+
+
+def compared(first: Summary, second: Summary) -> list[tuple[str, int, int]]:
+    """Memory of either, of what both have counted: (what, bytes of the first, of the second).
+
+    On the CPU nobody counts activations, so a peak there is none of all memory.
+    """
+    rows = [
+        (f"most {n}", most, second.most[n]) for n, most in first.most.items() if n in second.most
+    ]
+    if first.peak and second.peak and first.most.keys() == second.most.keys():
+        rows.append(("peak memory", first.peak.total, second.peak.total))
+    return rows
 
 
 def _pair(first: float, second: float, steps: tuple[int, int]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -216,6 +217,13 @@ def test_a_difference_goes_unit_by_unit() -> None:
         assert (after.gather, after.compute) == (2 * before.gather, before.compute)
     assert "a gather" in str(found)
     assert "2.00" in str(found)
+    assert "most gathered" not in str(found)
+    first.memory = [Memory(0.0, {"gathered": 2000, "activations": 5}), Memory(1.0, {"gathered": 9})]
+    second.memory = [Memory(0.0, {"gathered": 3000, "shards": 1})]
+    text = str(diff(first, second))
+    assert re.search(r"most gathered +2.00 kB +3.00 kB +1.50", text)
+    assert "peak memory" not in text  # each has counted what the other has not
+    assert "activations" not in text
     alone = diff(first, Timeline())
     assert all(after is None for _, after in alone.units)
 
