@@ -370,11 +370,18 @@ class Recorder:
             self._held[key] = nbytes
             self._totals[category] = self._totals.get(category, 0) + change
 
-    def count(self, group: ParamGroup, full_gradients: int = 0) -> None:
-        """What a group has allocated now, beside autograd's gradients that it reduces."""
+    def count(self, group: ParamGroup, full_gradients: int = 0, arriving: int = 0) -> None:
+        """What a group has allocated now.
+
+        Args:
+            group: the group.
+            full_gradients: bytes of autograd's gradients that it reduces.
+            arriving: bytes of the buffer that it is about to copy gathered parameters into.
+        """
         full, mirror, smaller = group._full, group._mirror, group._smaller
         buffers = [full, mirror, None if smaller is None else smaller._rows]
         gathered = sum(b.nbytes for b in buffers if b is not None and b.allocated)
+        gathered += arriving + sum(map(_received, group._transports if group.bound else ()))
         staging = [r._staging for r in group._reductions]
         inputs = sum(b.nbytes for b in staging if b is not None and b.allocated)
         held = self._bytes_of(param.sharded.grad for param in group.params)
@@ -543,6 +550,9 @@ class TracedGroup(Layer):
     def _finish_copies(self, route: Route) -> None:
         here = recorder()
         start = here.stamp(Lane.COMPUTE)
+        if self._full is not None and not self._full.allocated:
+            here.count(self, arriving=self._full.nbytes)  # beside what is copied from
+            here._sample(start)
         super()._finish_copies(route)
         if route.finishing and self.layout is not None:
             end, nbytes = here.stamp(Lane.COMPUTE), self.layout.copied_bytes
@@ -572,6 +582,14 @@ class TracedGroup(Layer):
         finally:
             here.unit = outer
         return pending
+
+
+def _received(transport: object) -> int:
+    """Bytes that a transport has allocated for what travels packed."""
+    packed = getattr(transport, "_packed", None)
+    if isinstance(packed, torch.Tensor):
+        return packed.nbytes
+    return packed.nbytes if packed is not None and packed.allocated else 0
 
 
 def _ranks(group: ParamGroup, smaller: bool) -> str:
