@@ -75,7 +75,8 @@ def _path(source: Source) -> str | os.PathLike[str]:
 
 def _html(timelines: list[Timeline]) -> str:
     template = resources.files("fsdp2.trace").joinpath("page.html").read_text(encoding="utf-8")
-    runs = [_run(each.sorted(), n) for n, each in enumerate(timelines, 1)]
+    several = len(timelines) > 1
+    runs = [_run(each.sorted(), n, several) for n, each in enumerate(timelines, 1)]
     numbers = [summary(each) for each in timelines]
     for letter, run, found in zip(LETTERS, runs, numbers, strict=False):
         run["letter"] = letter
@@ -97,7 +98,8 @@ def _compared(letter: str, first: Summary, second: Summary) -> str:
     return f"{letter} against {LETTERS[0]}, a step: {', '.join(told)}."
 
 
-def _run(timeline: Timeline, number: int) -> dict[str, Any]:
+def _run(timeline: Timeline, number: int, compares: bool) -> dict[str, Any]:
+    """What the page draws of a timeline; where it compares, the table is of a step."""
     found = summary(timeline)
     head = timeline.metadata
     about = [str(head[key]) for key in ("source", "device", "world_size") if head.get(key)]
@@ -140,7 +142,7 @@ def _run(timeline: Timeline, number: int) -> dict[str, Any]:
         "peakShort": _peak_short(found),
         "peakTold": "" if found.peak is None else peak_told(found.peak, timeline.start),
         "columns": COLUMNS,
-        "units": [_unit(row) for row in found.units],
+        "units": [_unit(row, found.steps if compares else 1) for row in found.units],
     }
 
 
@@ -161,14 +163,14 @@ def _peak_short(found: Summary) -> str:
     return "" if found.peak is None else f"peak {amount(found.peak.total)}"
 
 
-def _unit(row: UnitTimes) -> dict[str, Any]:
+def _unit(row: UnitTimes, steps: int) -> dict[str, Any]:
     cells = [
-        milliseconds(row.compute),
-        milliseconds(row.copies),
-        milliseconds(row.gather),
+        milliseconds(row.compute / steps),
+        milliseconds(row.copies / steps),
+        milliseconds(row.gather / steps),
         f"{row.gather_bandwidth:.2f}" if row.gathered_bytes else "-",
-        milliseconds(row.reduce),
+        milliseconds(row.reduce / steps),
         f"{row.reduce_bandwidth:.2f}" if row.reduced_bytes else "-",
-        milliseconds(row.exposed),
+        milliseconds(row.exposed / steps),
     ]
-    return {"unit": row.unit, "exposed": row.exposed, "cells": cells}
+    return {"unit": row.unit, "exposed": row.exposed / steps, "cells": cells}

@@ -254,7 +254,7 @@ class Recorder:
 
     def collective(
         self, operation: str, lane: Lane, launch: Callable[[], Work | None], **about: Any
-    ) -> Work | None:
+    ) -> _Awaited | None:
         """Run a collective: over when its lane comes to its end, or when the host has waited."""
         start = self.stamp(lane)
         work = launch()
@@ -274,11 +274,14 @@ class Recorder:
             self.add(HOST, operation, start, self.stamp(None))
             self.back()
 
-    def awaited(self, work: Work, raw: _Raw) -> tuple[object, float]:
-        """Wait for a collective, and tell when the host went on; compute stands still meanwhile."""
+    def awaited(self, work: Work, raw: _Raw, at_once: bool) -> tuple[object, float]:
+        """Wait for a collective, and tell when the host went on; compute stands still meanwhile.
+
+        Where the host waits ``at_once`` the launch is part of that: a backend may block in either.
+        """
         if not self._hosts:  # else compute's slice has ended
             self.close()
-        start = self.stamp(None)
+        start = raw.start if at_once else self.stamp(None)
         result = work.wait()
         end = self._host()
         self.stood(COMPUTE, raw.lane, f"the host waits for the {raw.operation}", start, end, raw)
@@ -429,11 +432,11 @@ class _Awaited:
     def _done(self, _: object) -> None:
         self._over = self._recorder.stamp(None)  # type: ignore[assignment]  # the host's is a float
 
-    def wait(self) -> object:
+    def wait(self, at_once: bool = False) -> object:
         """Wait; compute stands still meanwhile."""
         if self._recorder is not Recorder.current:
             return self._work.wait()
-        result, end = self._recorder.awaited(self._work, self._raw)
+        result, end = self._recorder.awaited(self._work, self._raw, at_once)
         self._raw.end = end if self._over is None else min(self._over, end)
         return result
 
@@ -708,7 +711,7 @@ class _Replicas:
         work = here.collective("all-reduce", Lane.ALL_REDUCE, launch, **about)
         if work is None or self._asynchronous:
             return work
-        work.wait()
+        work.wait(at_once=True)
         here.lane = Lane.ALL_REDUCE  # what follows belongs there
         return None
 
@@ -728,7 +731,7 @@ def _traced(reduction: Reduction) -> Iterator[None]:
             bound = functools.partial(launch, output, input_)
             work = here.collective("reduce-scatter", Lane.REDUCE, bound, **about)
             if work is not None and not asynchronous:
-                work.wait()
+                work.wait(at_once=True)
                 here.lane = Lane.REDUCE
                 return None
             return work

@@ -128,6 +128,14 @@ def test_each_collective_was_waited_for(tmp_path: Path) -> None:
     assert all(w.unit == s.unit for w, s in zip(found.waits, behind, strict=True))
 
 
+def test_a_reduction_that_the_host_waits_for_is_exposed_from_its_launch_on(tmp_path: Path) -> None:
+    """Backends may block in the launch already; compute stands still either way."""
+    found = traced(tmp_path / "step.json")
+    waits = [w for w in found.waits if w.operation == "reduce-scatter"]
+    assert len(waits) == 2 * BLOCKS
+    assert [w.start for w in waits] == [found.slices[w.behind].start for w in waits]
+
+
 def test_copies_have_bytes(tmp_path: Path) -> None:
     policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     found = traced(tmp_path / "step.json", mp_policy=policy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,19 @@ def test_show_refuses() -> None:
         show()
     with raises("trace-show-where"):
         show(Timeline())
+
+
+def test_the_table_of_two_runs_is_of_a_step(tmp_path: Path) -> None:
+    one, two = step(40, "one"), step(40, "two")
+    later = [replace(s, start=s.start + 500, end=s.end + 500, iteration=1) for s in two.slices]
+    waits = [replace(w, start=w.start + 500, end=w.end + 500, behind=-1) for w in two.waits]
+    two.slices, two.waits = [*two.slices, *later], [*two.waits, *waits]
+    text = show(one, two, to=tmp_path / "both.html").read_text()
+    data = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
+    assert data is not None
+    first, second = json.loads(data[1])
+    assert first["units"] == second["units"]
+    assert [first["letter"], second["letter"]] == ["A", "B"]
 
 
 # ---- in a browser
@@ -243,7 +257,7 @@ class TestInABrowser:
             "B against A, a step: 490 µs in all for 440 µs (1.11 x), 90 µs of exposed "
             "communication for 40 µs (2.25 x), a peak of 4.00 MB for 4.00 MB (1.00 x)."
         )
-        assert page.text("#units-told").endswith("A is before. B is after.")
+        assert page.text("#units-told").endswith("A is before. B is after. Times are of a step.")
         assert page.texts(".lane") == ["compute", "all-gather"] * 2
         assert page.texts("th")[:3] == ["unit", "compute", "copies"]
         assert page.texts("th.run")[:2] == ["A", "B"]
