@@ -29,14 +29,15 @@ def timeline_of(recording: Recording, timing: Timing, facts: Mapping[str, str | 
         facts: for `Timeline.metadata`.
     """
     slices: list[Slice] = []
+    waits: list[Wait] = []
     place: list[int] = []  # the slice of each span
-    open_: dict[Lane, int] = {}  # the last slice of each lane
+    open_: dict[str, int] = {}  # the last slice of each lane
     for span in timing.spans:
         note = span.operation
-        assert note.lane is not None
         ranks = recording.groups[note.group] if note.group >= 0 else ()
+        lane = _lane(note)
         made = Slice(
-            LANES[note.lane],
+            lane,
             _name(note),
             span.start * MICRO,
             span.end * MICRO,
@@ -45,14 +46,16 @@ def timeline_of(recording: Recording, timing: Timing, facts: Mapping[str, str | 
             str(note.dtype).removeprefix("torch."),
             f"ranks {ranks[0]}-{ranks[-1]}" if ranks else "",
         )
-        last = open_.get(note.lane)
-        if last is not None and _continues(slices[last], made, span):
+        last = open_.get(lane)
+        if last is not None and _continues(slices[last], made, span, recording.asynchronous):
             slices[last] = _joined(slices[last], made)
         else:
-            open_[note.lane] = len(slices)
+            open_[lane] = len(slices)
             slices.append(made)
-        place.append(open_[note.lane])
-    waits = []
+        place.append(open_[lane])
+        if note.lane is Lane.COMPUTE and lane != "compute":
+            open_.pop("compute", None)
+            waits.append(_inline(made, place[-1]))
     for stall in timing.stalls:
         behind = place[stall.behind] if stall.behind >= 0 else -1
         waits.append(
@@ -83,9 +86,26 @@ def _name(note: Operation) -> str:
     return "copy" if note.kind == "copy" else note.phase
 
 
-def _continues(last: Slice, made: Slice, span: Span) -> bool:
+def _lane(note: Operation) -> str:
+    """Where it is shown: collectives that the host runs itself are apart from what it computes."""
+    assert note.lane is not None
+    if note.kind != "collective" or note.lane is not Lane.COMPUTE:
+        return LANES[note.lane]
+    return {"reduce-scatter": "reduce", "all-reduce": "all-reduce"}.get(note.name, "all-gather")
+
+
+def _inline(made: Slice, behind: int) -> Wait:
+    """Compute stands still for a collective that the host runs itself; named as in real runs."""
+    label = f"the host waits for the {made.operation}"
+    about = (made.unit, made.operation, behind)
+    return Wait("compute", made.lane, label, made.start, made.end, *about)
+
+
+def _continues(last: Slice, made: Slice, span: Span, asynchronous: bool) -> bool:
+    """Without lanes beside it the host is in a unit also between its operators."""
     alike = (last.operation, last.unit) == (made.operation, made.unit)
-    return alike and span.operation.kind == "compute" and made.start <= last.end + 1e-3
+    touches = not asynchronous or made.start <= last.end + 1e-3
+    return alike and span.operation.kind == "compute" and touches
 
 
 def _joined(last: Slice, made: Slice) -> Slice:

@@ -268,7 +268,8 @@ class Plan:
     def timeline(self) -> Timeline:
         """The step as a timeline: the same data as of a real run."""
         facts: dict[str, str | int] = {
-            "title": f"plan: {self.verdict}",
+            "title": f"plan of {self.settings.world} x {self.hardware.name}",
+            "note": self.verdict,
             "source": "paper",
             "clock": "paper",
             "rank": 0,

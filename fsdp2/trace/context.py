@@ -34,7 +34,7 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
     Args:
         path: the file, which is replaced. "{rank}" in it stands for this process's rank. Without
             that, rank 0 alone records.
-        title: what it is called on the page. Default: "rank 0".
+        title: what it is called on the page. Default: "rank 0 of 8", by what it is.
 
     Attributes:
         timeline: what was recorded, once the ``with`` has ended; ``None`` before, and on ranks that
@@ -101,7 +101,7 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
         rank, size = rank_and_size()
         device = next((group.device.type for group in all_groups()), "cpu")
         metadata: dict[str, Value] = {
-            "title": self._title or f"rank {rank}",
+            "title": self._title or f"rank {rank} of {size}",
             "source": "run",
             "clock": "host" if recorder.is_hosts else "events",
             "rank": rank,

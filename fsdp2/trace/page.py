@@ -14,8 +14,20 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fsdp2.trace.summary import Source, Summary, UnitTimes, megabytes, milliseconds, summary
+from fsdp2.trace.summary import (
+    Source,
+    Summary,
+    UnitTimes,
+    amount,
+    compared,
+    milliseconds,
+    peak_told,
+    summary,
+)
 from fsdp2.trace.timeline import Timeline
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+"""What runs of one page are called where names have no room."""
 
 COLUMNS = ["compute", "copies", "gather", "GB/s", "reduce", "GB/s", "exposed"]
 
@@ -63,11 +75,31 @@ def _path(source: Source) -> str | os.PathLike[str]:
 
 def _html(timelines: list[Timeline]) -> str:
     template = resources.files("fsdp2.trace").joinpath("page.html").read_text(encoding="utf-8")
-    data = json.dumps([_run(each.sorted(), n) for n, each in enumerate(timelines, 1)])
+    several = len(timelines) > 1
+    runs = [_run(each.sorted(), n, several) for n, each in enumerate(timelines, 1)]
+    numbers = [summary(each) for each in timelines]
+    for letter, run, found in zip(LETTERS, runs, numbers, strict=False):
+        run["letter"] = letter
+        run["compared"] = "" if run is runs[0] else _compared(letter, numbers[0], found)
+    data = json.dumps(runs)
     return template.replace(_MARK, data.replace("<", "\\u003c"))
 
 
-def _run(timeline: Timeline, number: int) -> dict[str, Any]:
+def _compared(letter: str, first: Summary, second: Summary) -> str:
+    """What another run takes of the first one's, a step."""
+    told = []
+    for name, key in (("in all", "duration"), ("of exposed communication", "exposed")):
+        a, b = getattr(first, key) / first.steps, getattr(second, key) / second.steps
+        ratio = f" ({b / a:.2f} x)" if a else ""
+        told.append(f"{milliseconds(b)} {name} for {milliseconds(a)}{ratio}")
+    for name, one, other in compared(first, second):
+        if name == "peak memory" and one:
+            told.append(f"a peak of {amount(other)} for {amount(one)} ({other / one:.2f} x)")
+    return f"{letter} against {LETTERS[0]}, a step: {', '.join(told)}."
+
+
+def _run(timeline: Timeline, number: int, compares: bool) -> dict[str, Any]:
+    """What the page draws of a timeline; where it compares, the table is of a step."""
     found = summary(timeline)
     head = timeline.metadata
     about = [str(head[key]) for key in ("source", "device", "world_size") if head.get(key)]
@@ -75,12 +107,16 @@ def _run(timeline: Timeline, number: int) -> dict[str, Any]:
     if head.get("world_size"):
         about[-1] += " ranks"
     about.append(times.get(str(head.get("clock")), ""))
+    if found.steps > 1:
+        about.append(f"{found.steps} steps")
     if head.get("incomplete"):
         about.append(f"it ends early: {head['incomplete']}")
+    note = str(head.get("note") or "")
     categories = timeline.categories
     return {
         "title": found.title or f"timeline {number}",
-        "about": ", ".join(part for part in about if part),
+        "about": ", ".join(part for part in about if part)
+        + (note and f". {note[0].upper()}{note[1:]}."),
         "facts": _facts(found),
         "lanes": timeline.lanes,
         "start": timeline.start,
@@ -104,9 +140,9 @@ def _run(timeline: Timeline, number: int) -> dict[str, Any]:
         if found.peak is None
         else {"time": found.peak.time, "total": found.peak.total},
         "peakShort": _peak_short(found),
-        "peakTold": _peak_told(found, timeline),
+        "peakTold": "" if found.peak is None else peak_told(found.peak, timeline.start),
         "columns": COLUMNS,
-        "units": [_unit(row) for row in found.units],
+        "units": [_unit(row, found.steps if compares else 1) for row in found.units],
     }
 
 
@@ -119,37 +155,22 @@ def _facts(found: Summary) -> list[tuple[str, str]]:
         (f"of {milliseconds(found.communication)} communication hidden", f"{found.overlap:.0%}"),
     ]
     if found.peak is not None:
-        facts.append(("peak memory", megabytes(found.peak.total)))
+        facts.append(("peak memory", amount(found.peak.total)))
     return facts
 
 
 def _peak_short(found: Summary) -> str:
-    return "" if found.peak is None else f"peak {megabytes(found.peak.total)}"
+    return "" if found.peak is None else f"peak {amount(found.peak.total)}"
 
 
-def _peak_told(found: Summary, timeline: Timeline) -> str:
-    """Why the peak is where it is: what was there then, and what ran."""
-    peak = found.peak
-    if peak is None:
-        return ""
-    parts = [
-        f"{name} {megabytes(peak.bytes[name])}"
-        for name in timeline.categories
-        if peak.bytes.get(name)
-    ]
-    during = f", during {', '.join(peak.running)}" if peak.running else ""
-    at = milliseconds(peak.time - timeline.start)
-    return f"Peak of {megabytes(peak.total)} at {at}{during}: {', '.join(parts)}."
-
-
-def _unit(row: UnitTimes) -> dict[str, Any]:
+def _unit(row: UnitTimes, steps: int) -> dict[str, Any]:
     cells = [
-        milliseconds(row.compute),
-        milliseconds(row.copies),
-        milliseconds(row.gather),
+        milliseconds(row.compute / steps),
+        milliseconds(row.copies / steps),
+        milliseconds(row.gather / steps),
         f"{row.gather_bandwidth:.2f}" if row.gathered_bytes else "-",
-        milliseconds(row.reduce),
+        milliseconds(row.reduce / steps),
         f"{row.reduce_bandwidth:.2f}" if row.reduced_bytes else "-",
-        milliseconds(row.exposed),
+        milliseconds(row.exposed / steps),
     ]
-    return {"unit": row.unit, "exposed": row.exposed, "cells": cells}
+    return {"unit": row.unit, "exposed": row.exposed / steps, "cells": cells}

@@ -36,7 +36,6 @@ from fsdp2.core.device.streams import DeviceStreams, Event, Lane, Streams
 from fsdp2.core.gather.launch import Launched
 from fsdp2.core.gather.transport import Copying, Route
 from fsdp2.core.layout.mesh import local_of
-from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import Layer, put_around
@@ -45,6 +44,7 @@ from fsdp2.core.schedule.unit import BACKWARD, FORWARD, Phase, Unit, all_groups,
 from fsdp2.trace.timeline import (
     ALL_GATHER,
     ALL_REDUCE,
+    BETWEEN,
     COMPUTE,
     COPY_IN,
     HOST,
@@ -65,9 +65,6 @@ LANE_OF = {
     Lane.REDUCE: REDUCE,
     Lane.ALL_REDUCE: ALL_REDUCE,
 }
-
-BETWEEN = "between units"
-"""Operation of what compute runs outside of units: the loss, data, clipping."""
 
 _COPIES = ("copy_many", "copy_strided", "copy", "split_copy", "chunk_cat", "to_host", "divide")
 _WORDS = {"chunk_cat": "stage", "copy_strided": "stage", "to_host": "to-host", "divide": "divide"}
@@ -98,6 +95,8 @@ class Recorder:
         current: the recorder that is on in this process, if one is.
         lane: where what is called now runs.
         unit: the unit that it is for.
+        iteration: number of the step, from 0; the next begins with the first forward behind an
+            optimizer's step.
     """
 
     current: Recorder | None = None
@@ -105,6 +104,7 @@ class Recorder:
     def __init__(self) -> None:
         self.lane = Lane.COMPUTE
         self.unit = ""
+        self.iteration = 0
         self._slices: list[_Raw] = []
         self._waits: list[_Raw] = []
         self._memory: list[tuple[Stamp, dict[str, int]]] = []
@@ -116,7 +116,10 @@ class Recorder:
         self._entering = False  # fsdp2 is on its way into a unit; the user's compute is to come
         self._streams: TracedStreams | None = None
         self._began = time.perf_counter_ns()
-        self._first = OptimizerSteps.ended
+        self._hosts = 0  # calls of fsdp2 that the host is in
+        self._stepping: list[torch.optim.Optimizer] = []  # those in their step, outermost first
+        self._stepped = False  # since the last forward
+        self._device = "cpu"
         self._mark: Stamp = 0.0
         self._zero: tuple[float, torch.Event] | None = None
         self._exits = contextlib.ExitStack()
@@ -139,10 +142,8 @@ class Recorder:
             exits.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             exits.callback(register_optimizer_step_post_hook(self._after_step).remove)
             self._exits = exits.pop_all()
-        for group in all_groups():
-            self.count(group)
-        self._mark = self.stamp(Lane.COMPUTE)
-        self._sample(self._mark)
+        self._device = next((group.device.type for group in all_groups()), "cpu")
+        self._count_all()
 
     def _follow(self, streams: DeviceStreams) -> None:
         streams.__class__ = TracedStreams
@@ -166,6 +167,7 @@ class Recorder:
         """Unbind, wait for what runs, and return all that was seen."""
         try:
             self.close()
+            self._count_all()
         finally:
             self._exits.close()
         if self._streams is not None:
@@ -213,11 +215,6 @@ class Recorder:
         """Whether all times are the host's."""
         return self._streams is None
 
-    @property
-    def iteration(self) -> int:
-        """Optimizer steps that have ended since the begin."""
-        return OptimizerSteps.ended - self._first
-
     # ---- what runs
 
     def add(
@@ -257,7 +254,7 @@ class Recorder:
 
     def collective(
         self, operation: str, lane: Lane, launch: Callable[[], Work | None], **about: Any
-    ) -> Work | None:
+    ) -> _Awaited | None:
         """Run a collective: over when its lane comes to its end, or when the host has waited."""
         start = self.stamp(lane)
         work = launch()
@@ -269,11 +266,28 @@ class Recorder:
         """What the host does inside is one slice of its lane, and none of compute's."""
         start = self.stamp(None)
         self.away()
+        self._hosts += 1
         try:
             yield
         finally:
+            self._hosts -= 1
             self.add(HOST, operation, start, self.stamp(None))
             self.back()
+
+    def awaited(self, work: Work, raw: _Raw, at_once: bool) -> tuple[object, float]:
+        """Wait for a collective, and tell when the host went on; compute stands still meanwhile.
+
+        Where the host waits ``at_once`` the launch is part of that: a backend may block in either.
+        """
+        if not self._hosts:  # else compute's slice has ended
+            self.close()
+        start = raw.start if at_once else self.stamp(None)
+        result = work.wait()
+        end = self._host()
+        self.stood(COMPUTE, raw.lane, f"the host waits for the {raw.operation}", start, end, raw)
+        if not self._hosts:
+            self._mark = end
+        return result, end
 
     # ---- compute
 
@@ -302,20 +316,34 @@ class Recorder:
         self.close()
         self._active = [each for each in self._active if each[0] is not unit]
         self._entering = phase in (FORWARD, BACKWARD)
-        if self._entering:
-            self._active.append((unit, "forward" if phase is FORWARD else "backward"))
-            for group in unit.own_groups:
-                self.count(group)
+        if not self._entering:
+            self._sample(self._mark)
+            return
+        if not self._active:  # gradients may have been dropped since
+            self._count_all()
+            self._stepping.clear()
+            if self._stepped and phase is FORWARD:
+                self.iteration += 1
+                self._stepped = False
+        self._active.append((unit, "forward" if phase is FORWARD else "backward"))
+        for group in unit.own_groups:
+            self.count(group)
         self._sample(self._mark)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self.close()
+        if not self._stepping:
+            self.close()
+        self._stepping.append(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if optimizer in self._stepping[1:]:  # inside of the step of one that has its states, too
+            self._stepping.remove(optimizer)
+            return
+        self._stepping.clear()
+        self._stepped = True
         self.close("optimizer")
         states = [value for state in optimizer.state.values() for value in state.values()]
-        tensors = [local_of(value) for value in states if isinstance(value, torch.Tensor)]
-        self.hold(optimizer, "optimizer", sum(tensor.nbytes for tensor in tensors))
+        self.hold(optimizer, "optimizer", self._bytes_of(states))
         self._sample(self._mark)
 
     # ---- events
@@ -345,20 +373,38 @@ class Recorder:
             self._held[key] = nbytes
             self._totals[category] = self._totals.get(category, 0) + change
 
-    def count(self, group: ParamGroup, full_gradients: int = 0) -> None:
-        """What a group has allocated now, beside autograd's gradients that it reduces."""
+    def count(self, group: ParamGroup, full_gradients: int = 0, arriving: int = 0) -> None:
+        """What a group has allocated now.
+
+        Args:
+            group: the group.
+            full_gradients: bytes of autograd's gradients that it reduces.
+            arriving: bytes of the buffer that it is about to copy gathered parameters into.
+        """
         full, mirror, smaller = group._full, group._mirror, group._smaller
         buffers = [full, mirror, None if smaller is None else smaller._rows]
         gathered = sum(b.nbytes for b in buffers if b is not None and b.allocated)
+        gathered += arriving + sum(map(_received, group._transports if group.bound else ()))
         staging = [r._staging for r in group._reductions]
         inputs = sum(b.nbytes for b in staging if b is not None and b.allocated)
-        grads = [param.sharded.grad for param in group.params]
-        held = sum(local_of(grad).nbytes for grad in grads if grad is not None)
+        held = self._bytes_of(param.sharded.grad for param in group.params)
         shards = 0 if group.shard is None or group.offload is not None else group.shard.nbytes
         self.hold(group, "shards", shards)
         self.hold(group, "gathered", gathered)
         self.hold(group, "reduction buffers", inputs)
         self.hold(group, "gradients", held + full_gradients)
+
+    def _count_all(self) -> None:
+        """What all groups have allocated now; that it takes time is none of compute's."""
+        for group in all_groups():
+            self.count(group)
+        self._mark = self.stamp(Lane.COMPUTE)
+        self._sample(self._mark)
+
+    def _bytes_of(self, values: Iterable[object]) -> int:
+        """Bytes of those that are tensors on the device; others may be offloaded."""
+        tensors = [local_of(value) for value in values if isinstance(value, torch.Tensor)]
+        return sum(tensor.nbytes for tensor in tensors if tensor.device.type == self._device)
 
     def _sample(self, at: Stamp) -> None:
         found = dict(self._totals)
@@ -386,16 +432,12 @@ class _Awaited:
     def _done(self, _: object) -> None:
         self._over = self._recorder.stamp(None)  # type: ignore[assignment]  # the host's is a float
 
-    def wait(self) -> object:
+    def wait(self, at_once: bool = False) -> object:
         """Wait; compute stands still meanwhile."""
-        recorder, raw = self._recorder, self._raw
-        start = recorder.stamp(None)
-        result = self._work.wait()
-        end = recorder.stamp(None)
-        if recorder is Recorder.current:
-            raw.end = end if self._over is None else min(self._over, cast(float, end))
-            label = f"the host waits for the {raw.operation}"
-            recorder.stood(COMPUTE, raw.lane, label, start, end, raw)
+        if self._recorder is not Recorder.current:
+            return self._work.wait()
+        result, end = self._recorder.awaited(self._work, self._raw, at_once)
+        self._raw.end = end if self._over is None else min(self._over, end)
         return result
 
 
@@ -511,6 +553,9 @@ class TracedGroup(Layer):
     def _finish_copies(self, route: Route) -> None:
         here = recorder()
         start = here.stamp(Lane.COMPUTE)
+        if self._full is not None and not self._full.allocated:
+            here.count(self, arriving=self._full.nbytes)  # beside what is copied from
+            here._sample(start)
         super()._finish_copies(route)
         if route.finishing and self.layout is not None:
             end, nbytes = here.stamp(Lane.COMPUTE), self.layout.copied_bytes
@@ -540,6 +585,14 @@ class TracedGroup(Layer):
         finally:
             here.unit = outer
         return pending
+
+
+def _received(transport: object) -> int:
+    """Bytes that a transport has allocated for what travels packed."""
+    packed = getattr(transport, "_packed", None)
+    if isinstance(packed, torch.Tensor):
+        return packed.nbytes
+    return packed.nbytes if packed is not None and packed.allocated else 0
 
 
 def _ranks(group: ParamGroup, smaller: bool) -> str:
@@ -658,7 +711,7 @@ class _Replicas:
         work = here.collective("all-reduce", Lane.ALL_REDUCE, launch, **about)
         if work is None or self._asynchronous:
             return work
-        work.wait()
+        work.wait(at_once=True)
         here.lane = Lane.ALL_REDUCE  # what follows belongs there
         return None
 
@@ -678,7 +731,7 @@ def _traced(reduction: Reduction) -> Iterator[None]:
             bound = functools.partial(launch, output, input_)
             work = here.collective("reduce-scatter", Lane.REDUCE, bound, **about)
             if work is not None and not asynchronous:
-                work.wait()
+                work.wait(at_once=True)
                 here.lane = Lane.REDUCE
                 return None
             return work

@@ -13,7 +13,17 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fsdp2.trace.timeline import COLLECTIVES, COMPUTE, Peak, Slice, Timeline, covered, length, union
+from fsdp2.trace.timeline import (
+    BETWEEN,
+    COLLECTIVES,
+    COMPUTE,
+    Peak,
+    Slice,
+    Timeline,
+    covered,
+    length,
+    union,
+)
 
 COPIES = (
     "copy",
@@ -74,6 +84,7 @@ class Summary:
 
     Attributes:
         title: of the timeline.
+        steps: how many it has; all that follows is of all of them.
         duration: from the first slice to the last.
         compute: for how long the compute lane ran anything.
         communication: sum of all collectives.
@@ -83,9 +94,11 @@ class Summary:
             `OTHER_IDLE`.
         units: a row a unit, in the order in which they come first.
         peak: the moment of most memory.
+        most: bytes of each category of memory at its own most.
     """
 
     title: str
+    steps: int
     duration: float
     compute: float
     communication: float
@@ -94,6 +107,7 @@ class Summary:
     idle: dict[str, float]
     units: tuple[UnitTimes, ...]
     peak: Peak | None
+    most: dict[str, int]
 
     @property
     def overlap(self) -> float:
@@ -109,10 +123,7 @@ class Summary:
             f"{milliseconds(self.communication)} of communication"
         ]
         if self.peak is not None:
-            lines.append(
-                f"peak {megabytes(self.peak.total)} at {milliseconds(self.peak.time)}, during "
-                f"{', '.join(self.peak.running) or 'nothing that is traced'}"
-            )
+            lines.append(peak_told(self.peak))
         rows = [_cells(row) for row in self.units]
         lines += ["", *table(_HEAD, rows)]
         if self.idle:
@@ -170,6 +181,7 @@ def summary(file: Source) -> Summary:
         by_unit.setdefault(each.unit, []).append(each)
     return Summary(
         title=str(timeline.metadata.get("title") or ""),
+        steps=timeline.steps,
         duration=timeline.duration,
         compute=length(busy),
         communication=sum(s.duration for s in collectives),
@@ -178,6 +190,7 @@ def summary(file: Source) -> Summary:
         idle=dict(sorted(idle.items(), key=lambda each: -each[1])),
         units=tuple(_unit(u, by_unit[u], exposed.get(u, 0.0)) for u in timeline.units),
         peak=timeline.peak,
+        most={n: max(m.bytes.get(n, 0) for m in timeline.memory) for n in timeline.categories},
     )
 
 
@@ -212,7 +225,7 @@ def _read(file: Source) -> Timeline:
 
 @dataclass(frozen=True)
 class Difference:
-    """Two timelines unit by unit; ``print(difference)`` shows tables.
+    """Two timelines unit by unit; ``print(difference)`` shows tables, times of a step.
 
     Attributes:
         first: the one, such as what was planned.
@@ -225,8 +238,9 @@ class Difference:
     units: tuple[tuple[UnitTimes | None, UnitTimes | None], ...]
 
     def __str__(self) -> str:
+        steps = (self.first.steps, self.second.steps)
         totals = [
-            [name, *_pair(getattr(self.first, key), getattr(self.second, key))]
+            [name, *_pair(getattr(self.first, key), getattr(self.second, key), steps)]
             for name, key in (
                 ("whole", "duration"),
                 ("compute", "compute"),
@@ -234,6 +248,8 @@ class Difference:
                 ("exposed", "exposed"),
             )
         ]
+        for name, a, b in compared(self.first, self.second):
+            totals.append([name, amount(a), amount(b), f"{b / a:.2f}" if a else "-"])
         rows = []
         for first, second in self.units:
             known = first or second
@@ -241,9 +257,9 @@ class Difference:
             for key in ("compute", "copies", "gather", "reduce", "exposed"):
                 values = [0.0 if row is None else getattr(row, key) for row in (first, second)]
                 if any(values):
-                    rows.append([f"{known.unit} {key}", *_pair(*values)])
+                    rows.append([f"{known.unit} {key}", *_pair(values[0], values[1], steps)])
         head = [self.first.title or "first", self.second.title or "second", "second / first"]
-        return "\n".join([*table(["", *head], totals), "", *table(["unit", *head], rows)])
+        return "\n".join([*table(["a step", *head], totals), "", *table(["unit", *head], rows)])
 
 
 def diff(a: Source, b: Source) -> Difference:
@@ -266,7 +282,21 @@ def diff(a: Source, b: Source) -> Difference:
     return Difference(first, second, tuple((rows[0].get(n), rows[1].get(n)) for n in names))
 
 
-def _pair(first: float, second: float) -> list[str]:
+def compared(first: Summary, second: Summary) -> list[tuple[str, int, int]]:
+    """Memory of either, of what both have counted: (what, bytes of the first, of the second).
+
+    On the CPU nobody counts activations, so a peak there is none of all memory.
+    """
+    rows = [
+        (f"most {n}", most, second.most[n]) for n, most in first.most.items() if n in second.most
+    ]
+    if first.peak and second.peak and first.most.keys() == second.most.keys():
+        rows.append(("peak memory", first.peak.total, second.peak.total))
+    return rows
+
+
+def _pair(first: float, second: float, steps: tuple[int, int]) -> list[str]:
+    first, second = first / steps[0], second / steps[1]
     ratio = f"{second / first:.2f}" if first else "-"
     return [milliseconds(first), milliseconds(second), ratio]
 
@@ -276,12 +306,38 @@ def _pair(first: float, second: float) -> list[str]:
 
 def milliseconds(time: float) -> str:
     """A time in µs, for people."""
-    return f"{time:.0f} µs" if abs(time) < 1000 else f"{time / 1e3:.2f} ms"
+    if abs(time) < 1e6:
+        return f"{time:.0f} µs" if abs(time) < 1000 else f"{time / 1e3:.2f} ms"
+    return f"{time / 1e6:.3f} s"
 
 
-def megabytes(count: int) -> str:
-    """Bytes, for people: MiB, or GiB from 1 GiB on."""
-    return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.2f} GiB"
+def amount(count: int) -> str:
+    """Bytes, for people: in powers of ten, as plans and reports have them."""
+    for size, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= size:
+            return f"{count / size:.2f} {name}"
+    return f"{count} B"
+
+
+def peak_told(peak: Peak, origin: float = 0.0) -> str:
+    """Why the peak is where it is: what ran, what was there, and what came last.
+
+    Args:
+        peak: of a timeline.
+        origin: the time from which its own is told, in µs.
+    """
+    running = ["compute between units" if name == BETWEEN else name for name in peak.running]
+    told = f"Peak of {amount(peak.total)} at {milliseconds(peak.time - origin)}"
+    if running:
+        told += f", with {' and '.join(running)} running"
+    largest = sorted(peak.bytes.items(), key=lambda each: -each[1])
+    parts = [f"{name} {amount(n)} ({n / peak.total:.0%})" for name, n in largest]
+    parts = parts[: sum(n >= 0.005 * peak.total for _, n in largest if n)]
+    told += f": {', '.join(parts)}."
+    if peak.grown:
+        came = sorted(peak.grown.items(), key=lambda each: -each[1])
+        told += f" Last came {' and '.join(f'{amount(n)} of {name}' for name, n in came)}."
+    return told
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

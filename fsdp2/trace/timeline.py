@@ -46,16 +46,20 @@ LANES = (HOST, COMPUTE, COPY_IN, ALL_GATHER, REDUCE, ALL_REDUCE, OFFLOAD)
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
 """Operations that communicate; all others are compute, copies, or the host's own work."""
 
+BETWEEN = "between units"
+"""Operation of what compute runs outside of units: the loss, data, clipping."""
+
 CATEGORIES = (
     "shards",
-    "gathered",
+    "optimizer",
     "gradients",
+    "gathered",
     "reduction buffers",
     "activations",
-    "optimizer",
     "temporary",
 )
-"""Categories of memory in the order in which they are stacked. Others are allowed, on top."""
+"""Categories of memory in the order in which they are stacked, what lasts at the bottom. Others are
+allowed, on top."""
 
 VERSION = 1
 """Of a file's ``args`` and ``otherData``; one of a later version is refused."""
@@ -163,13 +167,15 @@ class Peak:
         time: the moment, in µs.
         total: bytes.
         bytes: by category.
+        grown: bytes by category that came since the sample before.
         running: names of what ran until the next sample, on each lane but the host's: that which
-            ran longest.
+            ran longest. The host's, where no other lane ran anything.
     """
 
     time: float
     total: int
     bytes: Mapping[str, int]
+    grown: Mapping[str, int]
     running: tuple[str, ...]
 
 
@@ -183,7 +189,7 @@ class Timeline:
         memory: samples in the order of time; each counts until the next.
         metadata: facts about the run. Known keys: "title"; "source" ("paper", "stand-in" or "run");
             "clock" ("paper", "host" or "events"); "rank"; "world_size"; "device"; "torch";
-            "incomplete" (why it ends early).
+            "note" (a sentence); "incomplete" (why it ends early).
 
     Example::
 
@@ -225,6 +231,11 @@ class Timeline:
         return known + [name for name in used if name not in CATEGORIES]
 
     @property
+    def steps(self) -> int:
+        """How many steps slices belong to, at least 1."""
+        return max(1, len({s.iteration for s in self.slices}))
+
+    @property
     def units(self) -> list[str]:
         """The units that slices belong to, in the order in which they come first."""
         return list(dict.fromkeys(s.unit for s in self.slices if s.unit))
@@ -244,10 +255,15 @@ class Timeline:
         longest: dict[str, tuple[float, str]] = {}
         for each in self.slices:
             shared = min(each.end, until) - max(each.start, most.time)
-            if shared > longest.get(each.lane, (0.0, ""))[0] and each.lane != HOST:
+            if shared > longest.get(each.lane, (0.0, ""))[0]:
                 longest[each.lane] = shared, each.name
+        if len(longest) > 1:
+            longest.pop(HOST, None)
         running = tuple(longest[lane][1] for lane in self.lanes if lane in longest)
-        return Peak(most.time, most.total, dict(most.bytes), running)
+        before = self.memory[place - 1].bytes if place else most.bytes
+        grown = {name: size - before.get(name, 0) for name, size in most.bytes.items()}
+        grown = {name: size for name, size in grown.items() if size > 0}
+        return Peak(most.time, most.total, dict(most.bytes), grown, running)
 
     def sorted(self) -> Timeline:
         """The same in the order of time, which `write` asks for.

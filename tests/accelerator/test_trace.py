@@ -52,7 +52,7 @@ def _traced(shape: tuple[int, ...], **options: Any) -> tuple[Timeline, Counter[s
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(BLOCKS)]).to(device.NAME)
     for module in (*model, model):
         fsdp2.fully_shard(module, mesh=mesh, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
     batch = torch.ones(4, 64, device=device.NAME)
 
     def step() -> None:
@@ -114,3 +114,16 @@ def test_casts_run_on_their_lane() -> None:
     copies = [s.unit for s in timeline.on("copy-in")]
     assert copies == [*"012", *"210"]
     assert {(w.lane, w.on) for w in timeline.waits} >= {("all-gather", "copy-in")}
+
+
+@ranks(2)
+def test_what_is_offloaded_is_not_counted() -> None:
+    """Shards, gradients and optimizer states are in the host's memory; memory is the device's."""
+    timeline, _ = _traced((2,), offload_policy=fsdp2.CPUOffloadPolicy(pin_memory=False))
+    assert timeline.metadata["device"] == device.NAME
+    loads = [s.unit for s in timeline.on("copy-in") if s.operation == "load from host"]
+    assert loads == [*"012", *"210"]
+    kept = {name: {m.bytes.get(name, 0) for m in timeline.memory} for name in timeline.categories}
+    assert kept.get("shards", {0}) == kept.get("optimizer", {0}) == {0}
+    assert timeline.memory[-1].bytes.get("gradients", 0) == 0
+    assert max(kept["gathered"]) > 0

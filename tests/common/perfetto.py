@@ -2,8 +2,11 @@
 
     problems_of(document)   a strict reading of "Trace Event Format" (2016), a sentence each
     tables(document)        slice, thread_track, thread, flow, counter, args in SQLite, as Perfetto
-                            imports JSON (json_trace_parser_impl.cc, v49)
+                            imports JSON (json_trace_parser_impl.cc, v49, and flow_tracker.cc)
     query(path, sql)        by Perfetto's own trace processor, where its program is installed
+
+What `tables` does was read in Perfetto's source. No Perfetto has run here: where its program is,
+an extended test asks it the same questions.
 
 The program is no part of the PyPI package ``perfetto``, which downloads it. Name one that is there
 in the environment variable ``TRACE_PROCESSOR_SHELL``, or put it into the PATH.
@@ -99,6 +102,7 @@ def tables(document: Mapping[str, Any]) -> sqlite3.Connection:
         CREATE TABLE slice (id INTEGER, ts INTEGER, dur INTEGER, track_id INTEGER, category TEXT,
                             name TEXT, arg_set_id INTEGER);
         CREATE TABLE args (arg_set_id INTEGER, key TEXT, int_value INTEGER, string_value TEXT);
+        CREATE TABLE flow (id INTEGER, slice_out INTEGER, slice_in INTEGER);
         CREATE TABLE counter (ts INTEGER, track_id INTEGER, value REAL);
         CREATE TABLE process_counter_track (id INTEGER, name TEXT);
         """
@@ -127,8 +131,34 @@ def tables(document: Mapping[str, Any]) -> sqlite3.Connection:
                     "INSERT INTO counter VALUES (?,?,?)", (_ns(event["ts"]), track, value)
                 )
                 database.execute("INSERT INTO process_counter_track VALUES (?,?)", (track, name))
+    database.executemany("INSERT INTO flow VALUES (?,?,?)", _flows(document["traceEvents"]))
     database.create_function("extract", 2, lambda number, key: _argument(document, number, key))
     return database
+
+
+def _flows(events: list[Event]) -> Iterator[tuple[int, int, int]]:
+    """Arrows: from the innermost slice that is open on the thread to the next that begins on one.
+
+    Events are in the order of time; of one moment, in the file's. A slice stays open until another
+    event of its thread comes behind its end.
+    """
+    stacks: dict[int, list[tuple[int, int]]] = defaultdict(list)  # ends and numbers
+    waiting: dict[int, list[tuple[int, int]]] = defaultdict(list)  # arrows for the next slice
+    sources: dict[int, int] = {}
+    for number, event in enumerate(events):
+        lane = event.get("tid", 0)
+        if event["ph"] == "X":
+            start = _ns(event["ts"])
+            stack = stacks[lane]
+            while stack and stack[-1][0] <= start:
+                stack.pop()
+            stack.append((start + _ns(event["dur"]), number))
+            for arrow, source in waiting.pop(lane, ()):
+                yield arrow, source, number
+        elif event["ph"] == "s" and stacks[lane]:
+            sources[event["id"]] = stacks[lane][-1][1]
+        elif event["ph"] == "f" and event["id"] in sources:
+            waiting[lane].append((event["id"], sources[event["id"]]))
 
 
 def _argument(document: Mapping[str, Any], number: int, key: str) -> Any:
@@ -136,6 +166,7 @@ def _argument(document: Mapping[str, Any], number: int, key: str) -> Any:
 
 
 def _ns(microseconds: float) -> int:
+    """As Perfetto reads it since it rounds; v49 and before cut durations: up to 1 ns less each."""
     return round(microseconds * 1000)
 
 

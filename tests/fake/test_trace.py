@@ -19,6 +19,7 @@ from fsdp2.core.modules.registry import record_of
 from fsdp2.core.schedule import unit
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.unit import Unit
+from fsdp2.optim import FlatOptimizer
 from fsdp2.testing.counting import called
 from fsdp2.testing.null_group import init_null_group, null_mesh
 from fsdp2.trace import Slice, Timeline
@@ -40,6 +41,20 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Fails(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no more")
+
+
+class Moody(nn.Linear):
+    """Fails where it is told to."""
+
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise RuntimeError("not today")
+        return super().forward(x)
 
 
 def build(**options: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
@@ -113,6 +128,14 @@ def test_each_collective_was_waited_for(tmp_path: Path) -> None:
     assert all(w.unit == s.unit for w, s in zip(found.waits, behind, strict=True))
 
 
+def test_a_reduction_that_the_host_waits_for_is_exposed_from_its_launch_on(tmp_path: Path) -> None:
+    """Backends may block in the launch already; compute stands still either way."""
+    found = traced(tmp_path / "step.json")
+    waits = [w for w in found.waits if w.operation == "reduce-scatter"]
+    assert len(waits) == 2 * BLOCKS
+    assert [w.start for w in waits] == [found.slices[w.behind].start for w in waits]
+
+
 def test_copies_have_bytes(tmp_path: Path) -> None:
     policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     found = traced(tmp_path / "step.json", mp_policy=policy)
@@ -125,11 +148,11 @@ def test_copies_have_bytes(tmp_path: Path) -> None:
 
 
 def test_memory_is_that_of_the_buffers(tmp_path: Path) -> None:
-    """One unit is gathered at a time: the copy-out of packed parameters brings the memory."""
+    """Of two units at a time: the next one's arrives packed; its copy-out finds both of its own."""
     found = traced(tmp_path / "step.json")
     size = (64 * 64 + 64) * 4
     assert {sample.bytes["shards"] for sample in found.memory} == {BLOCKS * size // 8}
-    assert {sample.bytes.get("gathered", 0) for sample in found.memory} == {0, size}
+    assert {sample.bytes.get("gathered", 0) for sample in found.memory} == {0, size, 2 * size}
     assert found.memory[-1].bytes["optimizer"] >= 2 * BLOCKS * size // 8
     assert max(sample.bytes.get("gradients", 0) for sample in found.memory) > size
 
@@ -169,6 +192,95 @@ def test_it_may_begin_and_end_while_a_gather_is_under_way(tmp_path: Path) -> Non
     block.reshard()
     later.reshard()
     step(model, optimizer)
+
+
+# ---- what users do besides a plain step
+
+
+def compute_is_apart_from_waits(timeline: Timeline) -> bool:
+    busy = [(s.start, s.end) for s in timeline.on("compute")]
+    waits = [(w.start, w.end) for w in timeline.waits if w.lane == "compute"]
+    return not any(a < end and start < b for a, b in busy for start, end in waits)
+
+
+def test_optimizers_of_one_step_share_its_number(tmp_path: Path) -> None:
+    model, _ = build()
+    params = list(model.parameters())
+    optimizers = [torch.optim.SGD(params[:2], 0.1), torch.optim.AdamW(params[2:])]
+    with fsdp2.trace(tmp_path / "step.json") as trace:
+        for _ in range(2):
+            model(torch.ones(4, 64)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert trace.timeline is not None
+    stepped = [s.iteration for s in trace.timeline.on("compute") if s.operation == "optimizer"]
+    assert stepped == [0, 0, 1, 1]
+    assert [s.iteration for s in trace.timeline.on("all-gather")] == [0] * 6 + [1] * 6
+
+
+def test_an_optimizer_around_another_is_one(tmp_path: Path) -> None:
+    model, _ = build()
+    optimizer = FlatOptimizer(model, torch.optim.AdamW)
+    with fsdp2.trace(tmp_path / "step.json") as trace:
+        step(model, optimizer)
+    assert trace.timeline is not None
+    assert names(trace.timeline.on("compute"), "optimizer") == ["optimizer"]
+    moments = 2 * BLOCKS * (64 * 64 + 64) * 4 // 8
+    assert moments <= trace.timeline.memory[-1].bytes["optimizer"] < moments + 99  # step counts
+
+
+@pytest.mark.parametrize("zero", ["before", "behind"])
+def test_gradients_that_were_dropped_are_not_counted(tmp_path: Path, zero: str) -> None:
+    model, optimizer = build()
+    step(model, optimizer)
+    with fsdp2.trace(tmp_path / "step.json") as trace:
+        for _ in range(2):
+            if zero == "before":
+                optimizer.zero_grad()
+            model(torch.ones(4, 64)).sum().backward()
+            optimizer.step()
+            if zero == "behind":
+                optimizer.zero_grad()
+    found = trace.timeline
+    assert found is not None
+    backward = next(s for s in found.slices if (s.operation, s.iteration) == ("backward", 1))
+    later = next(s for s in found.slices if (s.operation, s.iteration) == ("forward", 1))
+    forward = [m for m in found.memory if later.start <= m.time < backward.start]
+    assert {m.bytes["gradients"] for m in forward} == {0}
+    left = 0 if zero == "behind" else BLOCKS * (64 * 64 + 64) * 4 // 8
+    assert found.memory[-1].bytes["gradients"] == left
+
+
+def test_a_forward_that_failed_does_not_hide_what_waits_behind_it(tmp_path: Path) -> None:
+    model, optimizer = build()
+    head = Fails()
+    step(model, optimizer)
+    with fsdp2.trace(tmp_path / "step.json") as trace:
+        with pytest.raises(RuntimeError, match="no more"):
+            nn.Sequential(model[0], head)(torch.ones(4, 64))
+        step(model, optimizer)
+    assert trace.timeline is not None
+    assert compute_is_apart_from_waits(trace.timeline)
+    assert units(trace.timeline, "reduce", "reduce-scatter") == [*"210"]
+
+
+def test_a_forward_that_fails_inside_of_a_unit(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), Moody(), nn.Linear(64, 64))
+    for module in (*model, model):
+        fsdp2.fully_shard(module, mesh=null_mesh(8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        step(model, optimizer)
+    with fsdp2.trace(tmp_path / "step.json") as trace:
+        Moody.fails = True
+        with pytest.raises(RuntimeError, match="not today"):
+            model(torch.ones(4, 64))
+        Moody.fails = False
+        step(model, optimizer)
+    assert trace.timeline is not None
+    assert compute_is_apart_from_waits(trace.timeline)
+    assert problems_of(json.loads((tmp_path / "step.json").read_text())) == []
 
 
 # ---- what is left behind: nothing

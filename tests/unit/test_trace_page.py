@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ NEEDS = browser.program() is None
 REASON = "no Chromium is installed (apt-get install chromium), and CHROMIUM names none"
 
 UNITS = 4
+MB = 10**6
 
 
 def step(gather: float, title: str, blocks: int = UNITS) -> Timeline:
@@ -28,7 +30,7 @@ def step(gather: float, title: str, blocks: int = UNITS) -> Timeline:
     for number in range(blocks):
         unit = f"blocks.{number}"
         behind, ready = len(found.slices), ready + gather
-        about = (unit, 1 << 20, "bfloat16", "ranks 0-7")
+        about = (unit, MB, "bfloat16", "ranks 0-7")
         found.slices.append(Slice("all-gather", "all-gather", ready - gather, ready, *about))
         start = max(now, ready)
         label = "compute after all-gather"
@@ -36,9 +38,9 @@ def step(gather: float, title: str, blocks: int = UNITS) -> Timeline:
             Wait("compute", "all-gather", label, now, start, unit, "all-gather", behind)
         )
         found.slices.append(Slice("compute", "forward", start, start + 100, unit))
-        found.memory.append(Memory(ready - gather, {"shards": 1 << 20, "gathered": number << 20}))
+        found.memory.append(Memory(ready - gather, {"shards": MB, "gathered": number * MB}))
         now = start + 100
-    found.memory.append(Memory(now, {"shards": 1 << 20}))
+    found.memory.append(Memory(now, {"shards": MB}))
     return found.sorted()
 
 
@@ -80,6 +82,19 @@ def test_show_refuses() -> None:
         show()
     with raises("trace-show-where"):
         show(Timeline())
+
+
+def test_the_table_of_two_runs_is_of_a_step(tmp_path: Path) -> None:
+    one, two = step(40, "one"), step(40, "two")
+    later = [replace(s, start=s.start + 500, end=s.end + 500, iteration=1) for s in two.slices]
+    waits = [replace(w, start=w.start + 500, end=w.end + 500, behind=-1) for w in two.waits]
+    two.slices, two.waits = [*two.slices, *later], [*two.waits, *waits]
+    text = show(one, two, to=tmp_path / "both.html").read_text()
+    data = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
+    assert data is not None
+    first, second = json.loads(data[1])
+    assert first["units"] == second["units"]
+    assert [first["letter"], second["letter"]] == ["A", "B"]
 
 
 # ---- in a browser
@@ -126,11 +141,13 @@ class TestInABrowser:
         assert page.text("h1") == "one"
         assert page.texts(".lane") == ["compute", "all-gather"]
         assert page.texts("td button") == [f"blocks.{n}" for n in range(UNITS)]
-        assert page.text(".peak") == "peak 4.0 MiB"
+        assert page.text(".peak") == "peak 4.00 MB"
         told = page.text(".peak-told")
-        assert told.startswith("Peak of 4.0 MiB at 120 µs, during forward blocks.1, all-gather")
-        assert "gathered 3.0 MiB" in told
-        assert page.texts(".facts b") == ["440 µs", "90.9 %", "9.1 %", "75%", "4.0 MiB"]
+        assert told == (
+            "Peak of 4.00 MB at 120 µs, with forward blocks.1 and all-gather blocks.3 running: "
+            "gathered 3.00 MB (75%), shards 1.00 MB (25%). Last came 1.00 MB of gathered."
+        )
+        assert page.texts(".facts b") == ["440 µs", "90.9 %", "9.1 %", "75%", "4.00 MB"]
         assert _range(page) == (0.0, 440.0)
 
     def test_a_slice_says_what_it_is(self, page: Page) -> None:
@@ -138,7 +155,7 @@ class TestInABrowser:
         page.hover(*_point(page, "all-gather", 60))
         tip = page.text("#tip")
         assert tip.startswith("all-gather blocks.1\nall-gather lane, 40.0 µs from 40.0 µs")
-        assert "1.00 MiB in bfloat16, 26.21 GB/s" in tip
+        assert "1.00 MB in bfloat16, 25.00 GB/s" in tip
         assert "ranks 0-7" in tip
         page.hover(*_point(page, "compute", 20))
         assert "stood still for 40.0 µs" in page.text("#tip")
@@ -149,8 +166,8 @@ class TestInABrowser:
     def test_memory_says_how_much_of_what(self, page: Page) -> None:
         left, top, width, height = page.box("canvas[role=img]")
         page.hover(left + width * 0.9, top + height / 2)
-        assert "gathered: 3.00 MiB" in page.text("#tip")
-        assert "shards: 1.00 MiB" in page.text("#tip")
+        assert "gathered: 3.00 MB" in page.text("#tip")
+        assert "shards: 1.00 MB" in page.text("#tip")
 
     def test_keys_and_buttons_zoom_and_move(self, page: Page) -> None:
         page.run("document.querySelector('canvas[role=application]').focus()")
@@ -190,6 +207,12 @@ class TestInABrowser:
         assert _range(page)[1] < 200
         page.press("Escape")
         assert page.text(".told") == ""
+        page.press("m")
+        start, end = _range(page)
+        assert (start + end) / 2 == pytest.approx(120, abs=1)
+        assert page.text(".told").startswith("Peak of 4.00 MB")
+        offset = "getComputedStyle(document.activeElement).outlineOffset"
+        assert page.run(offset) == "-2px"  # inside of the frame, which cuts off what is outside
 
     def test_a_click_chooses_a_slice_and_a_unit(self, page: Page) -> None:
         page.click(*_point(page, "compute", 100))
@@ -229,10 +252,15 @@ class TestInABrowser:
 
     def test_two_runs_share_an_axis_and_a_table(self, chromium: Browser, tmp_path: Path) -> None:
         page = chromium.open(show(step(40, "before"), step(90, "after"), to=tmp_path / "two.html"))
-        assert page.texts("h2") == ["before", "after", "Units"]
+        assert page.texts("h2") == ["A: before", "B: after", "Units"]
+        assert page.text(".compared") == (
+            "B against A, a step: 490 µs in all for 440 µs (1.11 x), 90 µs of exposed "
+            "communication for 40 µs (2.25 x), a peak of 4.00 MB for 4.00 MB (1.00 x)."
+        )
+        assert page.text("#units-told").endswith("A is before. B is after. Times are of a step.")
         assert page.texts(".lane") == ["compute", "all-gather"] * 2
         assert page.texts("th")[:3] == ["unit", "compute", "copies"]
-        assert page.texts("th.run")[:2] == ["before", "after"]
+        assert page.texts("th.run")[:2] == ["A", "B"]
         row = page.texts("tbody tr:first-child td")
         assert row[5:7] == ["40 µs", "90 µs"]
         assert row[-1] == "+50.0 µs"
@@ -254,6 +282,8 @@ class TestInABrowser:
         page = chromium.open(show(timeline, to=tmp_path / "long.html"))
         width = page.box("canvas[role=application]")[2]
         assert page.run("runs[0].drawn") <= 4 * width
+        assert page.run("runs[0].arrows") <= 120
+        assert page.run("runs[0].samples") <= width
         page.run("setView(100000, 100400)")
         page.drawn()
         assert 8 <= page.run("runs[0].drawn") <= 16

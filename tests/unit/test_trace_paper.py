@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from fsdp2.core.device.streams import Lane
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.timeline import BOOKKEEPING, LANE_OF, idle, replay, timeline_of
 from fsdp2.testing.virtual import HOST, Op, Place, VirtualDevice, VirtualEvent
-from fsdp2.trace import Slice, Timeline, Wait, diff, summary
+from fsdp2.trace import Memory, Slice, Timeline, Wait, diff, summary
 from tests.common.perfetto import problems_of, program, query, tables
 from tests.unit._random_models import random_settings, random_tree
 
@@ -216,6 +217,13 @@ def test_a_difference_goes_unit_by_unit() -> None:
         assert (after.gather, after.compute) == (2 * before.gather, before.compute)
     assert "a gather" in str(found)
     assert "2.00" in str(found)
+    assert "most gathered" not in str(found)
+    first.memory = [Memory(0.0, {"gathered": 2000, "activations": 5}), Memory(1.0, {"gathered": 9})]
+    second.memory = [Memory(0.0, {"gathered": 3000, "shards": 1})]
+    text = str(diff(first, second))
+    assert re.search(r"most gathered +2.00 kB +3.00 kB +1.50", text)
+    assert "peak memory" not in text  # each has counted what the other has not
+    assert "activations" not in text
     alone = diff(first, Timeline())
     assert all(after is None for _, after in alone.units)
 
@@ -242,6 +250,50 @@ def _check_sums(path: Path, run: Callable[[str], list[tuple[str, int]]]) -> None
     assert {u: ns / 1e3 for u, ns in run(GATHERS)} == pytest.approx(gathers)
     assert exposed
     assert gathers
+
+
+ARROWS = """
+    SELECT extract(out.id, 'args.id') AS behind, thread.name, waits.ts AS start
+    FROM flow JOIN slice AS out ON flow.slice_out = out.id
+    JOIN slice AS waits ON flow.slice_in = waits.id
+    JOIN thread_track ON waits.track_id = thread_track.id JOIN thread USING (utid)
+"""
+PEAKS = """
+    SELECT name, MAX(value) FROM counter
+    JOIN process_counter_track ON counter.track_id = process_counter_track.id GROUP BY name
+"""
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_arrow_leads_from_what_was_waited_for_to_what_ran_next(
+    seed: int, tmp_path: Path
+) -> None:
+    """One for each wait behind which its lane ran anything; waits of that moment are passed by."""
+    rng = random.Random(f"arrows {seed}")
+    device = Noting()
+    simulation = Simulation(random_tree(rng), device, **random_settings(rng, device, (2, 4)))
+    simulation.iteration()
+    timeline = timeline_of(device.trace, lambda op: rng.choice([0.5, 1.0, 7.0]))
+    timeline.write(tmp_path / "plan.json")
+    document = json.loads((tmp_path / "plan.json").read_text())
+    seen = tables(document).execute(ARROWS).fetchall()
+    known = []
+    for wait in timeline.waits:
+        ahead = [s.start for s in timeline.on(wait.lane) if s.start >= wait.end]
+        ahead += [v.start for v in timeline.waits if v.lane == wait.lane and v.start > wait.end]
+        if wait.behind >= 0 and ahead:
+            known.append((wait.behind, wait.lane, round(min(ahead) * 1000)))
+    assert sorted(seen) == sorted(known)
+    assert known
+
+
+def test_counters_are_the_memory_by_category(tmp_path: Path) -> None:
+    timeline = Timeline([Slice("compute", "forward", 0.0, 9.0)])
+    timeline.memory = [Memory(0.0, {"shards": 1}), Memory(2.0, {"shards": 1, "gathered": 7})]
+    timeline.write(tmp_path / "plan.json")
+    document = json.loads((tmp_path / "plan.json").read_text())
+    peaks = dict(tables(document).execute(PEAKS).fetchall())
+    assert peaks == {"memory shards": 1, "memory gathered": 7}
 
 
 def test_sql_over_the_files_tables_gives_the_summarys_sums(tmp_path: Path) -> None:
