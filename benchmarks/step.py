@@ -209,17 +209,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         f"{stats.describe(stats.environment(options.device))}\n"
     )
     specs = {
-        variant: {
-            "variant": variant,
-            "precision": options.precision,
-            "world_size": options.world_size,
-            "device": options.device,
-            "fill": options.fill,
-            "recompute": options.recompute,
-            "ranks": options.ranks,
-            "config": dataclasses.asdict(config),
-        }
-        for variant in options.variants
+        variant: {**spec_of(options, config), "variant": variant} for variant in options.variants
     }
     result: dict[str, Any] = {"config": config, "options": vars(options)}
     on_gpu = options.device == "cuda"
@@ -244,6 +234,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
     result["ratios"] = ratios(result["rounds"])
     return result
+
+
+def spec_of(options: argparse.Namespace, config: LlamaConfig) -> dict[str, Any]:
+    """What a worker has to know besides its variant."""
+    given = ("precision", "world_size", "device", "fill", "recompute", "ranks")
+    return {**{name: getattr(options, name) for name in given}, "config": vars(config)}
 
 
 def _ranks(options: argparse.Namespace) -> str:

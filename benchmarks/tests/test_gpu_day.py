@@ -194,6 +194,21 @@ def test_an_interrupt_ends_the_stage_and_leaves_a_page(
     assert "0.525" in play.page
 
 
+def test_a_stage_does_not_outlive_a_day_that_is_killed(play: Play) -> None:
+    code = "import sys; from benchmarks.gpu_day import runner; runner.run_whole("
+    code += "[sys.executable, '-m', 'played', 'hangs', '-'], {}, sys.stderr, 1000.0)"
+    day = subprocess.Popen([sys.executable, "-c", code], cwd=workers.ROOT)
+    while not play.child.exists():
+        assert day.poll() is None
+        time.sleep(0.01)
+    child = int(play.child.read_text())
+    stage = int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[1])
+    day.kill()
+    day.wait()
+    assert _is_gone(stage)
+    assert _is_gone(child)
+
+
 def _is_gone(pid: int) -> bool:
     """Whether it runs no more; nobody may have waited for it."""
     end = time.monotonic() + 60  # it has been sent a signal
