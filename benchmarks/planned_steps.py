@@ -256,6 +256,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
+    print("Steps of fsdp2, planned and measured")
     print(stats.describe(stats.environment(options.device)) + "\n")
     result = measure(options)
     report(result)
