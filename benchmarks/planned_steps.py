@@ -36,7 +36,6 @@ if __package__ in (None, ""):  # run as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -80,13 +79,21 @@ def calibrated(device: str, ranks: int) -> Hardware:
         return load(file)
 
 
-def as_measured(machine: Hardware, device: str, ranks: int) -> Hardware:
+def as_measured(machine: Hardware, device: str, ranks: int, coalesces: bool) -> Hardware:
     """The machine as the steps find it: its collectives and its allocator.
 
     The null group's collectives take a call of the host, and no time of the device's; its process
     shares the cores with no other.
+
+    Args:
+        machine: as it was calibrated.
+        device: of the steps.
+        ranks: real ones; 0: the null group's.
+        coalesces: whether the steps' backend does; plans know legacy NCCL, which does, and others.
     """
-    changes: dict[str, Any] = {"backend": backend_of(device, ranks)}
+    changes: dict[str, Any] = {"backend": "nccl" if coalesces else "nccl2"}
+    if device == "cpu" and ranks:
+        changes["backend"] = "gloo"
     if device == stand_in.NAME:
         changes |= {"device": "cuda", "rounding": 1}
     if not ranks:
@@ -94,18 +101,6 @@ def as_measured(machine: Hardware, device: str, ranks: int) -> Hardware:
         changes |= {"link_latency": 0.0, "network_latency": 0.0}
         changes |= {"host_collective": machine.host_op}
     return dataclasses.replace(machine, **changes)
-
-
-def backend_of(device: str, ranks: int) -> str:
-    """The kind of backend that the steps' collectives run on, as plans call it.
-
-    The null group and the stand-in's coalesce as legacy NCCL does.
-    """
-    if device == "cpu" and ranks:
-        return "gloo"
-    newer = "nccl2" in dist.Backend.backend_list
-    newer = newer and os.environ.get("TORCH_DIST_USE_NCCL2", "1") != "0"
-    return "nccl2" if device == "cuda" and ranks and newer else "nccl"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -178,11 +173,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         ready = workers.pool("step", specs, lost=lost)
     with ready as pool:
         answers = workers.take_turns(pool, options.rounds, lost, steps=options.steps)
+        backends = workers.take_turns(pool, 1, lost, coalesces=True)
     if not answers:
         raise SystemExit("no step is left: " + "; ".join(lost.values()))
-    there = as_measured(machine, options.device, options.ranks)
     rows = {}
     for name, each in answers.items():
+        if name in lost:
+            continue
+        coalesces = bool(backends[name][0]["coalesces"])
+        there = as_measured(machine, options.device, options.ranks, coalesces)
         made = planned(*cases[name], there)
         rows[name] = {
             "planned": {"ms": made.time.step * 1e3, "GB": made.memory.peak.rounded / 1e9},

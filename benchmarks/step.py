@@ -89,6 +89,8 @@ def make_worker(spec: dict[str, Any]) -> workers.Handler:
     step = make_step(model, config, device)
 
     def handle(request: dict[str, Any]) -> dict[str, Any]:
+        if request.get("coalesces"):
+            return {"coalesces": variants.coalesces(device)}
         with prepared(model, step, device, spec["fill"]):
             if request.get("kernels"):
                 copied = counting.copied_bytes(step)

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import block_collectives, step, workers
+from benchmarks import block_collectives, step, variants, workers
 from benchmarks.gpu_day import __main__ as command_line
 from benchmarks.gpu_day import page, runner
 from benchmarks.gpu_day.machine import Machine, digest
@@ -280,6 +280,17 @@ def test_nccl_needs_two_gpus() -> None:
     assert not named["ranks-1.1b"].absent
     assert "--ranks 2" in named["ranks-1.1b"].line
     assert named["step-moe-expandable"].line.startswith("PYTORCH_CUDA_ALLOC_CONF=expandable")
+
+
+def test_both_backends_of_nccl_are_found_by_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.15 has no "nccl2" in its list until somebody asks for it."""
+    monkeypatch.setattr(dist.Backend, "backend_list", ["gloo", "nccl"])
+    monkeypatch.delattr(dist, "ProcessGroupNCCL2", raising=False)
+    assert variants.nccl_backends() == ("nccl",)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL2", object, raising=False)
+    assert variants.nccl_backends() == ("nccl2", "legacy")
+    chosen = [each["TORCH_DIST_USE_NCCL2"] for each in block_collectives.backends("cuda").values()]
+    assert chosen == ["1", "0"]
 
 
 def test_experts_have_the_parameters_they_are_counted_for() -> None:

@@ -36,12 +36,13 @@ def test_a_plan_has_the_collectives_of_the_step(preset: str, recompute: bool) ->
         if recompute:
             recompute_blocks(model)
         variants.place(model, "fsdp2", options.precision, options.world_size, CPU)
+        assert variants.coalesces(CPU)
         run = step.make_step(model, config, CPU)
         for _ in range(variants.STEADY):
             log.clear()
             run()
     options.recompute = recompute
-    there = planned_steps.as_measured(machine(), "cpu", ranks=0)
+    there = planned_steps.as_measured(machine(), "cpu", ranks=0, coalesces=True)
     made = planned_steps.planned(config, options, there)
     rest = options.world_size / (options.world_size + 1)  # of whole tensors and this rank's parts
     seen = [
@@ -61,7 +62,7 @@ def test_a_plan_has_the_collectives_of_the_step(preset: str, recompute: bool) ->
 def test_real_ranks_pay_for_collectives() -> None:
     options = planned_steps.parse(["--device", "cpu", "--ranks", "2"])
     options.recompute = False
-    there = planned_steps.as_measured(machine(), "cpu", ranks=2)
+    there = planned_steps.as_measured(machine(), "cpu", ranks=2, coalesces=False)
     made = planned_steps.planned(PRESETS["tiny"], options, there)
     assert made.settings.world == 2
     assert made.time.communication > 0.0
@@ -72,7 +73,7 @@ def test_logits_are_there_until_the_step_ends() -> None:
     """As `step.make_step` keeps them: between two vocabularies lie rows and logits."""
     options = planned_steps.parse(["--device", "cpu"])
     options.recompute = False
-    there = planned_steps.as_measured(machine(), "cpu", ranks=0)
+    there = planned_steps.as_measured(machine(), "cpu", ranks=0, coalesces=True)
     config = PRESETS["tiny"]
     more = 2 * config.vocab
     found = [
@@ -85,21 +86,20 @@ def test_logits_are_there_until_the_step_ends() -> None:
 
 
 def test_the_null_group_costs_a_call() -> None:
-    free = planned_steps.as_measured(machine(), "cuda", ranks=0)
+    free = planned_steps.as_measured(machine(), "cuda", ranks=0, coalesces=True)
     assert free.collective("all-gather", 10**9, tuple(range(8)), 8) == 0.0
     assert free.rate(torch.float32, 8) == machine().flops["float32"]
     assert free.host_collective == machine().host_op
 
 
-def test_backends_are_those_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = planned_steps.backend_of
-    monkeypatch.setattr(planned_steps.dist.Backend, "backend_list", ["gloo", "nccl"])
-    assert [found("cpu", 2), found(stand_in.NAME, 2), found("cuda", 0)] == ["gloo", "nccl", "nccl"]
-    assert found("cuda", 2) == "nccl"
-    monkeypatch.setattr(planned_steps.dist.Backend, "backend_list", ["gloo", "nccl", "nccl2"])
-    assert found("cuda", 2) == "nccl2"
-    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "0")
-    assert found("cuda", 2) == "nccl"
+def test_backends_are_those_of_the_steps() -> None:
+    def found(device: str, ranks: int, coalesces: bool) -> str:
+        return planned_steps.as_measured(machine(), device, ranks, coalesces).backend
+
+    assert found("cpu", 2, False) == "gloo"
+    assert found("cuda", 2, True) == "nccl"
+    assert found("cuda", 2, False) == "nccl2"
+    assert found(stand_in.NAME, 0, True) == "nccl"
 
 
 def test_both_are_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
