@@ -244,11 +244,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--recomputed", type=known, default=[], help="presets with activation checkpointing, too"
     )
     parser.add_argument("--machine", help="a file of `python -m fsdp2.plan calibrate`")
-    parser.add_argument("--world-size", type=int, default=8)
-    parser.add_argument("--precision", choices=variants.PRECISIONS, default="mixed")
-    parser.add_argument(
-        "--ranks", type=int, default=0, help="real ranks, one GPU each (default: none are)"
-    )
+    step.add_sharding(parser)
     common.add_timing(parser, 8, rounds=5, device="cuda", devices=variants.DEVICES, clock=False)
     return parser.parse_args(arguments)
 
@@ -259,9 +255,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(stats.describe(stats.environment(options.device)) + "\n")
     result = measure(options)
     report(result)
-    stats.write_json(options.json, options.device, result)
-    if result["lost"]:
-        sys.exit(1)
+    step.conclude(options, result)
 
 
 if __name__ == "__main__":

@@ -334,6 +334,15 @@ def own_kernels(result: dict[str, Any]) -> list[str]:
     return found
 
 
+def add_sharding(parser: argparse.ArgumentParser) -> None:
+    """Among how many ranks, and in which dtypes."""
+    parser.add_argument("--world-size", type=int, default=8)
+    parser.add_argument("--precision", choices=variants.PRECISIONS, default="mixed")
+    parser.add_argument(
+        "--ranks", type=int, default=0, help="real ranks, one GPU each (default: none are)"
+    )
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="The step of a Llama-like model on one GPU, with free collectives."
@@ -341,15 +350,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--preset", choices=PRESETS, default="1.1b")
     parser.add_argument("--batch", type=int, help="instead of the preset's 1")
     parser.add_argument("--seq", type=int, help="instead of the preset's sequence length")
-    parser.add_argument("--world-size", type=int, default=8)
-    parser.add_argument("--precision", choices=variants.PRECISIONS, default="mixed")
+    add_sharding(parser)
     common.add_variants(parser, variants.VARIANTS, ("none", "torch", "fsdp2"))
     common.add_timing(parser, 8, rounds=5, device="cuda", devices=variants.DEVICES, clock=False)
     common.add_fill(parser)
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing")
-    parser.add_argument(
-        "--ranks", type=int, default=0, help="real ranks, one GPU each (default: none are)"
-    )
     parser.add_argument(
         "--kernels", action="store_true", help="count and time kernels by kind (GPU only)"
     )
@@ -360,6 +365,11 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     result = measure(options)
     report(result)
+    conclude(options, result)
+
+
+def conclude(options: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Keep the result, if that was asked for; exit with 1 if something was lost."""
     stats.write_json(options.json, options.device, result)
     if result["lost"]:
         sys.exit(1)
