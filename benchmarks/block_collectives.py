@@ -256,7 +256,7 @@ def time_burst(launch: Launch, steps: int, device: torch.device) -> dict[str, fl
 
 def backends(device: str) -> dict[str, dict[str, str]]:
     """The backends to compare, and the variables that choose each."""
-    if device == "cuda" and "nccl2" in dist.Backend.backend_list:
+    if device == "cuda" and "nccl2" in variants.nccl_backends():
         chosen = {"nccl2": "1", "legacy": "0"}
         return {name: {"TORCH_DIST_USE_NCCL2": value} for name, value in chosen.items()}
     return {variants.backend_of(device): {}}

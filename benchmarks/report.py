@@ -36,6 +36,7 @@ from benchmarks import (
     memory,
     padding,
     page,
+    planned_steps,
     scaling,
     stats,
     step,
@@ -262,6 +263,16 @@ def _budget(results: dict[str, Any], device: str) -> list[Section]:
     return [Section("Budget of one unit's step", header, rows)]
 
 
+def _planned_steps(results: dict[str, Any], device: str) -> list[Section]:
+    header, rows = planned_steps.table(results)
+    bars: Bars = {"planned": {}, "measured": {}}
+    for name, row in results["rows"].items():
+        bars["planned"][name] = (row["planned"]["ms"],) * 3
+        bars["measured"][name] = _bar(row["measured"]["ms"])
+    title = "Planned and measured steps of Llama-like models"
+    return [Section(title, header, rows, results["ratios"], table_counts=True, bars=bars)]
+
+
 READERS: dict[str, Callable[[Any, str], list[Section]]] = {
     "host_cost": _host_cost,
     "optimizer": _optimizer,
@@ -276,6 +287,7 @@ READERS: dict[str, Callable[[Any, str], list[Section]]] = {
     "padding": _padding,
     "memory": _memory,
     "window": _window,
+    "planned_steps": _planned_steps,
     "budget": _budget,
 }
 

@@ -89,6 +89,8 @@ def make_worker(spec: dict[str, Any]) -> workers.Handler:
     step = make_step(model, config, device)
 
     def handle(request: dict[str, Any]) -> dict[str, Any]:
+        if request.get("coalesces"):
+            return {"coalesces": variants.coalesces(device)}
         with prepared(model, step, device, spec["fill"]):
             if request.get("kernels"):
                 copied = counting.copied_bytes(step)
@@ -209,17 +211,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         f"{stats.describe(stats.environment(options.device))}\n"
     )
     specs = {
-        variant: {
-            "variant": variant,
-            "precision": options.precision,
-            "world_size": options.world_size,
-            "device": options.device,
-            "fill": options.fill,
-            "recompute": options.recompute,
-            "ranks": options.ranks,
-            "config": dataclasses.asdict(config),
-        }
-        for variant in options.variants
+        variant: {**spec_of(options, config), "variant": variant} for variant in options.variants
     }
     result: dict[str, Any] = {"config": config, "options": vars(options)}
     on_gpu = options.device == "cuda"
@@ -244,6 +236,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
     result["ratios"] = ratios(result["rounds"])
     return result
+
+
+def spec_of(options: argparse.Namespace, config: LlamaConfig) -> dict[str, Any]:
+    """What a worker has to know besides its variant."""
+    given = ("precision", "world_size", "device", "fill", "recompute", "ranks")
+    return {**{name: getattr(options, name) for name in given}, "config": vars(config)}
 
 
 def _ranks(options: argparse.Namespace) -> str:
@@ -336,6 +334,15 @@ def own_kernels(result: dict[str, Any]) -> list[str]:
     return found
 
 
+def add_sharding(parser: argparse.ArgumentParser) -> None:
+    """Among how many ranks, and in which dtypes."""
+    parser.add_argument("--world-size", type=int, default=8)
+    parser.add_argument("--precision", choices=variants.PRECISIONS, default="mixed")
+    parser.add_argument(
+        "--ranks", type=int, default=0, help="real ranks, one GPU each (default: none are)"
+    )
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="The step of a Llama-like model on one GPU, with free collectives."
@@ -343,15 +350,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--preset", choices=PRESETS, default="1.1b")
     parser.add_argument("--batch", type=int, help="instead of the preset's 1")
     parser.add_argument("--seq", type=int, help="instead of the preset's sequence length")
-    parser.add_argument("--world-size", type=int, default=8)
-    parser.add_argument("--precision", choices=variants.PRECISIONS, default="mixed")
+    add_sharding(parser)
     common.add_variants(parser, variants.VARIANTS, ("none", "torch", "fsdp2"))
     common.add_timing(parser, 8, rounds=5, device="cuda", devices=variants.DEVICES, clock=False)
     common.add_fill(parser)
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing")
-    parser.add_argument(
-        "--ranks", type=int, default=0, help="real ranks, one GPU each (default: none are)"
-    )
     parser.add_argument(
         "--kernels", action="store_true", help="count and time kernels by kind (GPU only)"
     )
@@ -362,6 +365,11 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     result = measure(options)
     report(result)
+    conclude(options, result)
+
+
+def conclude(options: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Keep the result, if that was asked for; exit with 1 if something was lost."""
     stats.write_json(options.json, options.device, result)
     if result["lost"]:
         sys.exit(1)

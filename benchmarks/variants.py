@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks import megatron, workers
 from fsdp2 import fsdp1
+from fsdp2.core.device.backends import traits_of
 from fsdp2.module import FSDPModule
 from fsdp2.testing.blocks import BlockStack
 from fsdp2.testing.null_group import NullGroup, Observer, c10d_cost, init_null_group, null_mesh
@@ -75,6 +76,20 @@ def backend_of(device_type: str) -> str:
         group.register()
         return group.COALESCING
     return "nccl" if device_type == "cuda" else "gloo"
+
+
+def nccl_backends() -> tuple[str, ...]:
+    """What "nccl" may stand for in this torch, by ``TORCH_DIST_USE_NCCL2``.
+
+    By class: torch 2.15 makes the name "nccl2" known when somebody asks for it, and not before.
+    """
+    return ("nccl2", "legacy") if hasattr(dist, "ProcessGroupNCCL2") else ("nccl",)
+
+
+def coalesces(device: torch.device) -> bool:
+    """Whether groups travel coalesced over this process's default group."""
+    assert dist.group.WORLD is not None
+    return traits_of(dist.group.WORLD, device).coalesces
 
 
 def _prepare_device(device_type: str, index: int) -> torch.device:

@@ -8,5 +8,5 @@
     page     Markdown and plots of what was kept
 
 A new measurement is one more entry in `stages`; its script writes ``--json``, and `report.READERS`
-knows how to read that. So belongs a comparison of a plan with what was measured: last in the list.
+knows how to read that.
 """

@@ -61,9 +61,8 @@ def found(kind: str) -> Machine:
 def look(kind: str) -> Machine:
     """The same in this process."""
     import torch
-    import torch.distributed as dist
 
-    from benchmarks import stats
+    from benchmarks import stats, variants
 
     there = torch.cuda.is_available()
     if kind == "auto":
@@ -74,7 +73,6 @@ def look(kind: str) -> Machine:
     on_gpu = kind == "cuda"
     device = str(facts["gpu"]) if on_gpu else f"{facts['cpu']} ({facts['cores']} cores)"
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else ""
-    known = ("nccl2", "legacy") if "nccl2" in dist.Backend.backend_list else ("nccl",)
     return Machine(
         kind=kind,
         device=device,
@@ -82,7 +80,7 @@ def look(kind: str) -> Machine:
         driver=_driver() if on_gpu else "",
         cuda=str(torch.version.cuda) if on_gpu else "",
         nccl=nccl,
-        backends=known if on_gpu else (),
+        backends=variants.nccl_backends() if on_gpu else (),
         torch=torch.__version__,
         python=facts["python"],
         commit=_commit(),

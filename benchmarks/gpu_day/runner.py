@@ -5,7 +5,7 @@
     OUT/index.json         the machine, and all stages in a few words
 
 A stage is a process group of its own. It ends as a whole: when its time is over, when its first
-process has ended, or when this process is interrupted.
+process has ended, or when this process is interrupted or killed.
 """
 
 from __future__ import annotations
@@ -223,16 +223,34 @@ def _write(path: Path, content: object) -> None:
 # Processes
 
 
+_KEEPER = """
+import os, signal, sys
+group = sys.stdin.readline()
+sys.stdin.read()
+if group:
+    os.killpg(int(group), signal.SIGKILL)
+"""
+"""Ends a process group when the pipe from us is closed, as it is however we end."""
+
+
 def run_whole(
     command: Sequence[str], environment: Any, output: IO[str], seconds: float
 ) -> int | None:
     """Run a command in a process group of its own, of which nothing is left when this returns.
+
+    Nothing is left of it either where this process is killed in between.
 
     Returns:
         Its exit status, negative for a signal; ``None`` if its time was over.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     variables = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **environment}
+    keeper = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _KEEPER],
+        stdin=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -242,8 +260,10 @@ def run_whole(
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
+    assert keeper.stdin is not None
     ended = False
     try:
+        print(process.pid, file=keeper.stdin, flush=True)
         ended = _has_ended(process.pid, seconds)
     finally:
         # Until it is waited for, the first process keeps its id, which is the group's, too.
@@ -251,6 +271,8 @@ def run_whole(
             _signal(process.pid, signal.SIGTERM)
             _has_ended(process.pid, GRACE)
         _signal(process.pid, signal.SIGKILL)
+        keeper.kill()
+        keeper.communicate()
         status = process.wait()
     return status if ended else None
 

@@ -148,6 +148,7 @@ def _measurements(machine: Machine, scale: Scale) -> Iterator[Stage]:
     yield from _features(machine, scale, on)
     yield from _on_real_ranks(machine, scale, on)
     yield from _allocations(machine, scale)
+    yield from _plans(machine, scale, on)
 
 
 def _features(machine: Machine, scale: Scale, on: tuple[str, ...]) -> Iterator[Stage]:
@@ -180,17 +181,23 @@ def _features(machine: Machine, scale: Scale, on: tuple[str, ...]) -> Iterator[S
     )
 
 
-def _on_real_ranks(machine: Machine, scale: Scale, on: tuple[str, ...]) -> Iterator[Stage]:
-    """NCCL needs a GPU a rank; other devices have as many ranks as one likes."""
+def _real_ranks(machine: Machine) -> tuple[str, str]:
+    """How many there are, and why there cannot be any."""
     ranks = machine.gpus if machine.kind == "cuda" else 2
     one = "NCCL gives each rank a GPU of its own, and there is one" if ranks == 1 else ""
+    return str(max(2, ranks)), one
+
+
+def _on_real_ranks(machine: Machine, scale: Scale, on: tuple[str, ...]) -> Iterator[Stage]:
+    """NCCL needs a GPU a rank; other devices have as many ranks as one likes."""
+    ranks, one = _real_ranks(machine)
     sharded = "torch,fsdp2,fsdp1,window1,window2,window3" if scale.large else "torch,fsdp2"
     for preset in (scale.dense, scale.experts):
         yield Stage(
             f"ranks-{preset}",
             f"The step of the {preset} model on real ranks",
             (
-                *("benchmarks.step", "--preset", preset, "--ranks", str(max(2, ranks))),
+                *("benchmarks.step", "--preset", preset, "--ranks", ranks),
                 *("--variants", sharded, *on),
             ),
             150,
@@ -214,4 +221,24 @@ def _allocations(machine: Machine, scale: Scale) -> Iterator[Stage]:
         ("benchmarks.collective_cost",),
         20,
         absent="it runs on a GPU or a CPU" if machine.kind == "stand-in" else "",
+    )
+
+
+def _plans(machine: Machine, scale: Scale, on: tuple[str, ...]) -> Iterator[Stage]:
+    ranks, one = _real_ranks(machine)
+    presets = ",".join(preset for preset in (scale.dense, scale.large, scale.experts) if preset)
+    recomputed = scale.large or scale.dense
+    yield Stage(
+        "plan",
+        "Planned and measured steps",
+        ("benchmarks.planned_steps", "--presets", presets, "--recomputed", recomputed, *on),
+        180,
+    )
+    few = f"{scale.dense},{scale.experts}"
+    yield Stage(
+        "plan-ranks",
+        "Planned and measured steps on real ranks",
+        ("benchmarks.planned_steps", "--presets", few, "--ranks", ranks, *on),
+        150,
+        absent=one,
     )

@@ -243,6 +243,7 @@ def _seldom(*command):
         ["benchmarks/compile.py", "--layers", "1", "--backend", "aot_eager"],
         _seldom("benchmarks/scaling.py", "--shrink", "32"),
         ["benchmarks/gloo.py", "--preset", "tiny", "--data", "docs"],
+        ["benchmarks/planned_steps.py", "--presets", "tiny", "--device", "cpu", "--ranks", "2"],
     ],
 )
 def test_scripts_run(command, tmp_path):

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import block_collectives, step, workers
+from benchmarks import block_collectives, step, variants, workers
 from benchmarks.gpu_day import __main__ as command_line
 from benchmarks.gpu_day import page, runner
 from benchmarks.gpu_day.machine import Machine, digest
@@ -194,6 +194,21 @@ def test_an_interrupt_ends_the_stage_and_leaves_a_page(
     assert "0.525" in play.page
 
 
+def test_a_stage_does_not_outlive_a_day_that_is_killed(play: Play) -> None:
+    code = "import sys; from benchmarks.gpu_day import runner; runner.run_whole("
+    code += "[sys.executable, '-m', 'played', 'hangs', '-'], {}, sys.stderr, 1000.0)"
+    day = subprocess.Popen([sys.executable, "-c", code], cwd=workers.ROOT)
+    while not play.child.exists():
+        assert day.poll() is None
+        time.sleep(0.01)
+    child = int(play.child.read_text())
+    stage = int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[1])
+    day.kill()
+    day.wait()
+    assert _is_gone(stage)
+    assert _is_gone(child)
+
+
 def _is_gone(pid: int) -> bool:
     """Whether it runs no more; nobody may have waited for it."""
     end = time.monotonic() + 60  # it has been sent a signal
@@ -265,6 +280,17 @@ def test_nccl_needs_two_gpus() -> None:
     assert not named["ranks-1.1b"].absent
     assert "--ranks 2" in named["ranks-1.1b"].line
     assert named["step-moe-expandable"].line.startswith("PYTORCH_CUDA_ALLOC_CONF=expandable")
+
+
+def test_both_backends_of_nccl_are_found_by_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.15 has no "nccl2" in its list until somebody asks for it."""
+    monkeypatch.setattr(dist.Backend, "backend_list", ["gloo", "nccl"])
+    monkeypatch.delattr(dist, "ProcessGroupNCCL2", raising=False)
+    assert variants.nccl_backends() == ("nccl",)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL2", object, raising=False)
+    assert variants.nccl_backends() == ("nccl2", "legacy")
+    chosen = [each["TORCH_DIST_USE_NCCL2"] for each in block_collectives.backends("cuda").values()]
+    assert chosen == ["1", "0"]
 
 
 def test_experts_have_the_parameters_they_are_counted_for() -> None:

@@ -3,7 +3,8 @@
     pytest tests/fake/test_launches.py --rewrite-golden     # then read the difference
 
 Two blocks and a root, each with even parameters; blocks have an uneven one. One process claims to
-be rank 0 of 4, and trains two steps: in fp32, in mixed precision, and so with replicas.
+be rank 0 of 4, and trains two steps: in fp32, in mixed precision, so with replicas, and so with
+rows kept by smaller groups between forward and backward.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.common.backends import KINDS, RECORDER, init_recorded
 GOLDEN = Path(__file__).parent / "launches"
 WORLD, WIDTH, STEPS = 4, 16, 2
 SMALL = 60  # bytes of a piece: biases are small, most weights are not
-CASES = {"fp32": (WORLD,), "mixed": (WORLD,), "mixed, replicas": (2, 2)}
+CASES = {"fp32": (WORLD,), "mixed": (WORLD,), "mixed, replicas": (2, 2), "mixed, smaller": (WORLD,)}
 
 
 class Block(nn.Module):
@@ -93,6 +94,8 @@ def launches(kind: str, case: str) -> list[str]:
     model, arguments = Model(), {"mesh": _mesh(case)}
     if "mixed" in case:
         arguments["mp_policy"] = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if "smaller" in case:
+        arguments["reshard_after_forward"] = 2
     for module in (*model.blocks, model):
         fsdp2.fully_shard(module, **arguments)
     assert isinstance(model, fsdp2.FSDPModule)

@@ -11,7 +11,7 @@ import torch
 
 from fsdp2.core.device.kernels import TorchKernels
 from fsdp2.core.gather.smaller_group import SmallerGroup, SmallerRows, smaller_segment
-from fsdp2.core.gather.transport import TRANSPORTS, Route
+from fsdp2.core.gather.transport import Route, make_transports
 from fsdp2.core.layout.layout import (
     COLLECTIVE_ALIGN_BYTES,
     Cut,
@@ -87,13 +87,18 @@ def test_smaller_groups_gather_into_the_same_slots() -> None:
         size = rng.choice(_divisors(world_size))
         coalesces = rng.random() < 0.7
         layout = build_layout(_random_params(rng, world_size), world_size, coalesces)
+        below = rng.choice((0, 64))
         for segment in layout.segments:
-            smaller = smaller_segment(segment, size, coalesces, 256)
+            smaller = smaller_segment(segment, size, coalesces, 256, below)
             assert smaller.shard_byte_offset == 256
+            itemsize = smaller.full_dtype.itemsize  # type: ignore[attr-defined]  # a dtype
+            small = any(slot.shard_numel * itemsize < below for slot in smaller.slots)
+            if small and segment.transport is Transport.PACKED:
+                assert smaller.transport is Transport.PACKED
             transports.add((segment.transport, smaller.transport))
             _check_segment(segment, smaller, size, coalesces)
     both = (Transport.COALESCED, Transport.PACKED)
-    assert {(Transport.COALESCED, Transport.COALESCED), (both[1], both[1])} <= transports
+    assert {(both[0], both[0]), (both[1], both[1]), (both[1], both[0])} <= transports
 
 
 @dataclass
@@ -117,8 +122,8 @@ def _gather(route: Route, full: Any) -> None:
         transport.acquire()
     for transport in route.copying:
         transport.copy_in()
-    for transport in route.gathering:
-        transport.gather()
+    for gather in route.gathers:
+        gather()
     for transport in {*route.gathering, *route.finishing}:
         transport.copy_out()
         transport.release()
@@ -148,26 +153,21 @@ class RankState:
     params: list[ParamShape]
     whole: ThreadCollectives
     neighbours: ThreadCollectives
+    pack_below: int
 
     def round_trip(self) -> None:
         """Gather over all, keep rows, gather over few: the same bits as before."""
         values = _values(self.params)
-        layout = build_layout(self.params, self.whole.size, self.whole.coalesces)
+        size, coalesces, below = self.whole.size, self.whole.coalesces, self.pack_below
+        layout = build_layout(self.params, size, coalesces, below)
         shard = KERNELS.flat(layout.shard_bytes, on_meta=False)
         _fill(shard, layout, values, self.whole.rank)
         full = KERNELS.transient(layout.full_bytes, "gathered")
-        transports = [
-            TRANSPORTS[segment.transport](segment, shard, full, self.whole, KERNELS)
-            for segment in layout.segments
-        ]
+        transports = make_transports(layout.segments, shard, full, self.whole, KERNELS, None, CPU)
         members: Any = [Param(p.name) for p in self.params]
         group = SmallerGroup(self.neighbours, None)  # type: ignore[arg-type]  # no mesh
-        smaller = SmallerRows(group, layout, full, members, KERNELS, None, CPU)
-        gathered = {
-            slot.index: transport.gathered(slot)
-            for transport in transports
-            for slot in transport.segment.slots
-        }
+        smaller = SmallerRows(group, layout, full, members, KERNELS, None, CPU, below)
+        gathered = {slot.index: tensor for t in transports for slot, tensor in t.parameters()}
         for _ in range(2):
             _gather(Route(transports), full)
             self._check(gathered, values)
@@ -186,14 +186,16 @@ class RankState:
             assert torch.equal(gathered[index], wanted), param
 
 
-def _round_trip(params: list[ParamShape], copies: int, size: int, coalesces: bool) -> None:
+def _round_trip(
+    params: list[ParamShape], copies: int, size: int, coalesces: bool, pack_below: int = 0
+) -> None:
     everyone = _Meeting(copies * size)
 
     def body(neighbours: ThreadCollectives, replicas: ThreadReplicas) -> None:
         position = replicas.rank * size + neighbours.rank
         whole = ThreadCollectives(everyone, copies * size, position, coalesces, False)
         try:
-            RankState(params, whole, neighbours).round_trip()
+            RankState(params, whole, neighbours, pack_below).round_trip()
         except BaseException:
             everyone.leave()
             raise
@@ -237,7 +239,7 @@ def test_random_groups_make_the_round_trip() -> None:
         rng = random.Random(f"post forward {seed}")
         copies, size = rng.choice(((2, 2), (2, 3), (4, 2), (2, 4)))
         params = _random_params(rng, copies * size)
-        _round_trip(params, copies, size, coalesces=rng.random() < 0.7)
+        _round_trip(params, copies, size, rng.random() < 0.7, pack_below=rng.choice((0, 64)))
 
 
 def test_rows_that_are_kept_are_those_of_the_smaller_group() -> None:

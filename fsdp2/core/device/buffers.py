@@ -109,7 +109,35 @@ class Buffer(Protocol):
         """Let ``tensor``, made of a view of the buffer, be as valid as the view is."""
 
 
-class FlatBuffer:
+class _OneStorage:
+    """What the buffers share: views of one storage, which are as valid as its memory is there."""
+
+    __slots__ = ("_raw",)
+
+    _raw: torch.Tensor
+    allocated: bool = True
+    name: str = "the flat buffer"
+
+    def view(
+        self,
+        dtype: torch.dtype,
+        byte_offset: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None = None,
+    ) -> torch.Tensor:
+        """A tensor over the buffer, which must be allocated.
+
+        ``strides`` are in elements, contiguous by default.
+        """
+        assert self.allocated, f"{self.name} is not allocated"
+        with torch.inference_mode(False):
+            return _aliased(self._raw, dtype, byte_offset, shape, strides)
+
+    def follow(self, tensor: torch.Tensor) -> None:
+        """Nothing to do: what shares the storage finds its memory there."""
+
+
+class FlatBuffer(_OneStorage):
     """A persistent flat buffer, viewed in any dtype at any aligned offset.
 
     Args:
@@ -124,17 +152,6 @@ class FlatBuffer:
         self.nbytes = nbytes
         self.device = device
 
-    def view(
-        self,
-        dtype: torch.dtype,
-        byte_offset: int,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...] | None = None,
-    ) -> torch.Tensor:
-        """A tensor over the buffer; ``strides`` in elements, contiguous by default."""
-        with torch.inference_mode(False):
-            return _aliased(self._raw, dtype, byte_offset, shape, strides)
-
     def piece(self, dtype: torch.dtype, byte_offset: int, shape: tuple[int, ...]) -> torch.Tensor:
         """As `view`, with a storage of its own over its part of the memory, which it keeps alive.
 
@@ -146,16 +163,13 @@ class FlatBuffer:
             end = byte_offset + math.prod(shape) * dtype.itemsize
             return separate(self._raw[byte_offset:end].view(dtype), 0, shape)
 
-    def follow(self, tensor: torch.Tensor) -> None:
-        """Nothing to do: the memory stays."""
-
     @property
     def storage(self) -> torch.UntypedStorage:
         """The storage that every view shares."""
         return self._raw.untyped_storage()
 
 
-class TransientBuffer:
+class TransientBuffer(_OneStorage):
     """A flat buffer whose memory is there only between ``acquire`` and ``release``.
 
     Views are made once, while the buffer is first allocated, and stay valid objects for good.
@@ -165,7 +179,7 @@ class TransientBuffer:
             the storage, so that it need not be asked.
     """
 
-    __slots__ = ("_raw", "_storage", "allocated", "name", "nbytes")
+    __slots__ = ("_storage", "allocated", "name", "nbytes")
 
     def __init__(self, nbytes: int, device: torch.device, name: str) -> None:
         with torch.inference_mode(False):
@@ -174,21 +188,6 @@ class TransientBuffer:
         self.nbytes = nbytes
         self.name = name
         self.allocated = True
-
-    def view(
-        self,
-        dtype: torch.dtype,
-        byte_offset: int,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...] | None = None,
-    ) -> torch.Tensor:
-        """A tensor over the buffer, which must be allocated; ``strides`` in elements."""
-        assert self.allocated, f"{self.name} is not allocated"
-        with torch.inference_mode(False):
-            return _aliased(self._raw, dtype, byte_offset, shape, strides)
-
-    def follow(self, tensor: torch.Tensor) -> None:
-        """Nothing to do: what shares the storage finds its memory there."""
 
     def references(self) -> int:
         """How many tensors and others refer to the memory, autograd's among them."""

@@ -26,7 +26,45 @@ from fsdp2.core.device.collectives import (
 )
 
 
-class GroupMemory(Comm):
+class OwnMemory(Comm):
+    """Where our collectives get their buffers from."""
+
+    def meet(self, group: dist.ProcessGroup, *buffers: torch.Tensor) -> None:
+        """Make buffers known to the other ranks, where that is needed."""
+
+
+class _Gathers(OwnMemory, AllGather):
+    """The built-in all-gather; the backend sees where its buffers are."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Run it in place, so that one buffer is to be known."""
+        self.meet(group, output_tensor)
+        return run_all_gather(group, output_tensor, input_tensor)
+
+
+class _Reduces(OwnMemory, ReduceScatter):
+    """The built-in reduce-scatter, likewise."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Run it."""
+        self.meet(group, input_tensor, output_tensor)
+        return run_reduce_scatter(group, output_tensor, input_tensor, op)
+
+
+class GroupMemory(OwnMemory):
     """Buffers from a process group's allocator, or plain ones where its backend has none.
 
     Args:
@@ -47,36 +85,15 @@ class GroupMemory(Comm):
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class GroupAllGather(GroupMemory, AllGather):
+class GroupAllGather(GroupMemory, _Gathers):
     """An all-gather in the process group's memory."""
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """The built-in one."""
-        return run_all_gather(group, output_tensor, input_tensor)
 
-
-class GroupReduceScatter(GroupMemory, ReduceScatter):
+class GroupReduceScatter(GroupMemory, _Reduces):
     """A reduce-scatter in the process group's memory."""
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """The built-in one."""
-        return run_reduce_scatter(group, output_tensor, input_tensor, op)
 
-
-class SymmetricMemory(Comm):
+class SymmetricMemory(OwnMemory):
     """Buffers from torch's pool of symmetric memory, which are used again and again.
 
     Args:
@@ -99,7 +116,7 @@ class SymmetricMemory(Comm):
         with torch.get_device_module(device).use_mem_pool(pool):
             return torch.empty(*size, dtype=dtype, device=device)
 
-    def _meet(self, group: dist.ProcessGroup, *buffers: torch.Tensor) -> None:
+    def meet(self, group: dist.ProcessGroup, *buffers: torch.Tensor) -> None:
         """Exchange the buffers' addresses; torch remembers those that it has met before."""
         name = group.group_name
         if name not in self._ready:  # the exchange needs a communicator, made by the first use
@@ -109,35 +126,12 @@ class SymmetricMemory(Comm):
             self._symmetric.rendezvous(buffer, group=name)
 
 
-class SymmetricAllGather(SymmetricMemory, AllGather):
-    """An all-gather in symmetric memory: in place, so that one buffer is exchanged."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """The built-in one; the backend sees where the buffer is."""
-        self._meet(group, output_tensor)
-        return run_all_gather(group, output_tensor, input_tensor)
+class SymmetricAllGather(SymmetricMemory, _Gathers):
+    """An all-gather in symmetric memory."""
 
 
-class SymmetricReduceScatter(SymmetricMemory, ReduceScatter):
+class SymmetricReduceScatter(SymmetricMemory, _Reduces):
     """A reduce-scatter in symmetric memory, which NCCL has for sums only."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """The built-in one; the backend sees where the buffers are."""
-        self._meet(group, input_tensor, output_tensor)
-        return run_reduce_scatter(group, output_tensor, input_tensor, op)
 
 
 Memory = type[GroupMemory] | type[SymmetricMemory]

@@ -51,9 +51,21 @@ class SmallerGroup:
 
 
 def smaller_segment(
-    segment: Segment, world_size: int, coalesces: bool, shard_byte_offset: int
+    segment: Segment,
+    world_size: int,
+    coalesces: bool,
+    shard_byte_offset: int,
+    pack_below: int = 0,
 ) -> Segment:
-    """The segment as a smaller group holds it: other pieces, the same gathered slots."""
+    """The segment as a smaller group holds it: other pieces, the same gathered slots.
+
+    Args:
+        segment: as the group gathers it.
+        world_size: ranks of the smaller group.
+        coalesces: whether its backend gathers many tensors in one launch.
+        shard_byte_offset: where its rows begin.
+        pack_below: bytes of a piece below which what is packed stays so. Default 0: none does.
+    """
     itemsize = segment.full_dtype.itemsize
     slots: list[Slot] = []
     offset = 0
@@ -63,10 +75,13 @@ def smaller_segment(
         slots.append(smaller)
         offset += smaller.shard_numel
     aligned = all(s.in_order and s.shard_numel and s.aligned(itemsize) for s in slots)
+    large = segment.transport is Transport.COALESCED or all(
+        slot.shard_numel * itemsize >= pack_below for slot in slots
+    )
     multiple = max(COLLECTIVE_ALIGN_BYTES // itemsize, 1)
     return replace(
         segment,
-        transport=Transport.COALESCED if coalesces and aligned else Transport.PACKED,
+        transport=Transport.COALESCED if coalesces and aligned and large else Transport.PACKED,
         shard_dtype=segment.full_dtype,
         slots=tuple(slots),
         shard_numel=-(-offset // multiple) * multiple,
@@ -85,6 +100,7 @@ class SmallerRows:
         kernels: memory and copies.
         comm: the user's all-gather, if there is one.
         device: where its buffers are.
+        pack_below: as for `smaller_segment`.
 
     Attributes:
         route: transports of backward's gather.
@@ -100,6 +116,7 @@ class SmallerRows:
         kernels: Kernels,
         comm: AllGather | None,
         device: torch.device,
+        pack_below: int = 0,
     ) -> None:
         self._group = group
         self._kernels = kernels
@@ -116,7 +133,7 @@ class SmallerRows:
                     f"set_reshard_after_forward(True)"
                 )
             smaller = smaller_segment(
-                segment, group.collectives.size, group.collectives.coalesces, nbytes
+                segment, group.collectives.size, group.collectives.coalesces, nbytes, pack_below
             )
             segments.append(smaller)
             nbytes += smaller.shard_numel * smaller.full_dtype.itemsize

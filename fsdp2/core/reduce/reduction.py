@@ -56,7 +56,7 @@ from fsdp2.core.device.collectives import (
     collectives_of,
     replicas_of,
 )
-from fsdp2.core.device.comm_memory import GroupMemory, SymmetricMemory
+from fsdp2.core.device.comm_memory import OwnMemory
 from fsdp2.core.device.kernels import Kernels, Tensors
 from fsdp2.core.device.streams import ALL_REDUCE, COMPUTE, REDUCE, Event, Streams
 from fsdp2.core.layout.layout import COLLECTIVE_ALIGN_BYTES, Slot
@@ -250,7 +250,7 @@ class Reduction:
     def _is_users(self) -> bool:
         """Whether a collective of the user's reduces, which may not do to marks what sums do."""
         comm = self.spec.comm
-        return comm is not None and not isinstance(comm, GroupMemory | SymmetricMemory)
+        return comm is not None and not isinstance(comm, OwnMemory)
 
     def _make_marks(self) -> Marks | None:
         """Who had a gradient, and how wide the result is; no marks where one rank knows all."""

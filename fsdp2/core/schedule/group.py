@@ -438,6 +438,7 @@ class ParamGroup:
                 self.kernels,
                 self.options.all_gather,
                 self.device,
+                self.options.pack_below,
             )
 
     def _bind_mirror(self, nbytes: int) -> None:
