@@ -111,6 +111,19 @@ FILES: dict[str, tuple[Any, str]] = {
         "| 1.000 | 1.000 | 0.875 |",
     ),
     "step": (STEP, "- fsdp2 / torch, allocated: **1.000** [0.900 .. 1.100]"),
+    "planned_steps": (
+        {
+            "rows": {
+                "fsdp2": {
+                    "planned": {"ms": 2.0, "GB": 1.0},
+                    "measured": {"ms": [4.0], "GB": [2.0]},
+                }
+            },
+            "ratios": {},
+            "lost": {},
+        },
+        "| fsdp2 | 2.00 | 4.00 | -50.0% | 1.0000 | 2.0000 | -50.0% |",
+    ),
     "compile": (COMPILE, "- fsdp2 compiled / torch compiled: **1.000** [1.000 .. 1.000]"),
     "scaling": (
         SCALING,
@@ -202,7 +215,7 @@ def test_every_benchmark_that_writes_json_has_a_reader() -> None:
     writers = {
         path.stem
         for path in (ROOT / "benchmarks").glob("*.py")
-        if "stats.write_json(" in path.read_text()
+        if re.search(r"stats\.write_json\(|step\.conclude\(", path.read_text())
     }
     assert writers == set(report.READERS) == set(FILES)
 
