@@ -12,7 +12,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from fsdp2.inspect import GroupReport, group_reports
 from fsdp2.interop import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.module import FSDPModule
 from fsdp2.norms import clip_grad_norm_
-from fsdp2.paper.operators import Operators, attention_of
+from fsdp2.paper.operators import Operators, attention_of, fused_optimizers
 from fsdp2.paper.recording import ACTIVATIONS, GRADIENTS, MODEL, Recorder, Recording
 from fsdp2.paper.stage import NotedGroup, module_of_meta, on_paper
 from fsdp2.wrap import Choice, ModuleWrapPolicy, chosen_modules
@@ -91,6 +91,7 @@ class Subject:
         loss: from the model and a micro-batch to a scalar.
         optimizer: from parameters to an optimizer.
         tokens: of a micro-batch; ``None``: counted.
+        rehearsals: the last ones, by settings and kind of machine.
     """
 
     make_model: MakeModel
@@ -100,6 +101,7 @@ class Subject:
     loss: Loss
     optimizer: MakeOptimizer
     tokens: int | None
+    rehearsals: dict[object, Rehearsal] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,7 @@ def rehearse(subject: Subject, settings: Settings, device: str, backend: str) ->
     with ExitStack() as stack:
         stack.enter_context(on_paper(recorder, backend, settings.world))
         stack.enter_context(attention_of(device))
+        stack.enter_context(fused_optimizers())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         mesh = _mesh(settings)
         stack.enter_context(module_of_meta())
@@ -285,8 +288,14 @@ def _watch(units: Mapping[str, nn.Module], recorder: Recorder) -> None:
 
 def _make_batch(subject: Subject, settings: Settings) -> Batch:
     with torch.device("meta"):
-        takes = inspect.signature(subject.make_batch).parameters
-        return subject.make_batch(settings.batch) if takes else subject.make_batch()
+        if takes_count(subject.make_batch):
+            return subject.make_batch(settings.batch)
+        return subject.make_batch()
+
+
+def takes_count(make_batch: Callable[..., Batch]) -> bool:
+    """Whether a function that makes a batch takes the number of samples."""
+    return bool(inspect.signature(make_batch).parameters)
 
 
 def tensors_in(batch: Batch) -> list[torch.Tensor]:

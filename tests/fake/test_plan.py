@@ -248,6 +248,70 @@ def test_settings_that_fit_are_found() -> None:
     assert "nothing that was tried fits" in str(nothing)
 
 
+def test_the_code_of_a_plan_runs() -> None:
+    """With all that it may say; units are sharded, checkpointed and kept as the plan has them."""
+    precision = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    made = planned(
+        mesh=(2, 2), checkpointing=2, precision=precision, kept=("1", "3"), window=2, accumulate=2
+    )
+    with null_world(4):
+        model = stack()
+        given: dict[str, Any] = {"model": model, "policy": {Layer}}
+        exec(made.code().replace('"cuda"', '"cpu"'), given)
+        assert isinstance(model, fsdp2.FSDPModule)
+        layers = [layer for layer in model if isinstance(layer, fsdp2.FSDPModule)]
+        assert len(layers) == LAYERS
+        assert [group.gathers for group in fsdp2.report(model).groups] == [2, 1, 2, 1]
+        assert [group.window for group in fsdp2.report(model).groups] == [2] * LAYERS
+        assert model(torch.ones(1, DIM)).dtype is torch.bfloat16
+    offloaded = made.with_(offload=True).code()
+    assert "CPUOffloadPolicy()" in offloaded
+    compile(offloaded, "code", "exec")
+
+
+def test_a_verdict_says_what_would_fit() -> None:
+    """First to free some units after forward, and no more of them than must be."""
+    made = plan(
+        *(lambda: nn.Sequential(*[Layer() for _ in range(12)]), some),
+        units={Layer},
+        reshard_after_forward=False,
+        optimizer=sgd,
+        hardware=TOY,
+        batch=8,
+    )
+    assert made.verdict.endswith("tokens/s")
+    peak = made.memory.peak.rounded
+    tight = made.with_(hardware=Hardware(**{**vars(TOY), "memory": peak - 2 * WEIGHT}))
+    assert not tight.fits
+    assert "with reshard_after_forward=True on 0 to 1 it does, no slower" in tight.verdict
+    lost = made.with_(hardware=Hardware(**{**vars(TOY), "memory": 1000}))
+    assert lost.verdict.endswith("tokens/s")
+
+
+def test_what_was_planned_is_not_rehearsed_again() -> None:
+    made = planned(optimizer=sgd)
+    other = made.with_(window=2)
+    assert other.rehearsal is not made.rehearsal
+    assert other.with_(window=1).rehearsal is made.rehearsal
+
+
+def test_a_batch_of_fixed_size_stays_as_it_is() -> None:
+    made = plan(stack, lambda: some(4), units={Layer}, accumulate=2, optimizer=sgd)
+    found = made.fit(limit=8)
+    assert {(p.settings.batch, p.settings.accumulate) for p in found.tried} == {(1, 2)}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_fused_optimizers(kind: Any) -> None:
+    """Their states are planned; nothing of a step is temporary."""
+    fused = planned(optimizer=lambda params: kind(params, lr=0.1, fused=True))
+    plain = planned(optimizer=lambda params: kind(params, lr=0.1, foreach=True))
+    states = [p.memory.before.categories.get(OPTIMIZER, 0) for p in (fused, plain)]
+    assert 0 <= abs(states[0] - states[1]) <= 64  # counters of steps
+    steps = [n for n in fused.rehearsal.recording.operations if n.name.startswith("_fused_")]
+    assert sum(note.tensors for note in steps) == LAYERS
+
+
 def test_offloaded_shards_are_in_cpu_memory() -> None:
     made = planned(offload=True)
     assert made.memory.host >= LAYERS * WEIGHT // RANKS * 3  # shards and Adam's states
