@@ -89,6 +89,7 @@ def row(found: Published) -> str:
         hardware=found.hardware,
         batch=found.batch,
         accumulate=found.accumulate,
+        reduce_each=True,
         checkpointing=True if found.checkpointing == 1 else found.checkpointing,
         precision=MIXED,
     )

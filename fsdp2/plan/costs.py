@@ -71,7 +71,7 @@ class MeasuredCosts(Costs):
     def collective(self, note: Operation, ranks: tuple[int, ...]) -> float:
         hardware = self._hardware
         kind = note.name if note.name in hardware.gloo else "all-gather"
-        if len(ranks) == 1 or not hardware.gloo:
+        if len(ranks) == 1 or not hardware.gloo or hardware.nodes(ranks) > 1:
             return super().collective(note, ranks)
         world = min(self._world, hardware.node)
         return sum(

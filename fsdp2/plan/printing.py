@@ -169,6 +169,8 @@ def _others(settings: Settings) -> str:
         found.append(f"window {settings.window}")
     if not settings.reshard_after_backward:
         found.append("gathered once")
+    if settings.accumulate > 1 and settings.reduce_each:
+        found.append("reduced each time")
     if settings.offload:
         found.append("offload")
     return ", ".join(found) or "-"
@@ -216,9 +218,11 @@ def code(settings: Settings, hardware: Hardware, policy: str) -> str:
     if not settings.reshard_after_backward:
         lines.append("model.set_reshard_after_backward(False)")
     if settings.accumulate > 1:
+        calls = "model.set_is_last_backward(is_last)"
+        if not settings.reduce_each:
+            calls = f"model.set_requires_gradient_sync(is_last); {calls}"
         lines.append(
-            f"# {settings.accumulate} micro-batches of {settings.batch}; before each: "
-            f"model.set_requires_gradient_sync(is_last); model.set_is_last_backward(is_last)"
+            f"# {settings.accumulate} micro-batches of {settings.batch}; before each: {calls}"
         )
     return "\n".join(lines)
 

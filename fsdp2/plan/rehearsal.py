@@ -51,6 +51,8 @@ class Settings:
         mesh: ranks: ``(shard,)`` or ``(replicate, shard)``.
         batch: what ``make_batch`` is called with, if it takes an argument: sequences, images.
         accumulate: micro-batches in a step; gradients are reduced in the last.
+        reduce_each: whether they are reduced in every micro-batch, so that whole gradients do not
+            stay.
         reshard_after_forward: as for `fully_shard`, for units below the root.
         kept: names of units that stay gathered from forward to backward, whatever it says.
         reshard_after_backward: ``False``: gathered once a step, and not after forward either.
@@ -64,6 +66,7 @@ class Settings:
     mesh: tuple[int, ...] = (8,)
     batch: int = 1
     accumulate: int = 1
+    reduce_each: bool = False
     reshard_after_forward: bool | int | None = None
     kept: tuple[str, ...] = ()
     reshard_after_backward: bool = True
@@ -363,7 +366,7 @@ class _Step:
         recorder, model, count = self.recorder, self.model, self.settings.accumulate
         for micro in range(count):
             if count > 1 and isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(micro == count - 1)
+                model.set_requires_gradient_sync(self.settings.reduce_each or micro == count - 1)
                 model.set_is_last_backward(micro == count - 1)
             with recorder.during("forward"), _explaining():
                 loss = self.subject.loss(model, self.batch)

@@ -97,6 +97,8 @@ def _refinements(best: Plan, room: int) -> list[Settings]:
             found.append(replace(now, kept=kept))
         if now.accumulate > 1:
             found.append(replace(now, reshard_after_backward=False))
+    if now.accumulate > 1:
+        found.append(replace(now, reduce_each=not now.reduce_each))
     return found
 
 
@@ -147,9 +149,11 @@ def _changes_of(plan: Plan) -> Iterator[tuple[Settings, str]]:
     if now.batch > 1 and plan.is_resizable:
         accumulate = now.accumulate * now.batch
         yield (
-            replace(now, batch=1, accumulate=accumulate),
+            replace(now, batch=1, accumulate=accumulate, reduce_each=_is_large(plan)),
             f"batch=1 and accumulate={accumulate}",
         )
+    if now.accumulate > 1 and not now.reduce_each:
+        yield replace(now, reduce_each=True), "reduce_each"
     if now.checkpointing is not True:
         yield replace(now, checkpointing=True), "checkpointing"
     if not now.offload:
@@ -185,9 +189,15 @@ def _candidates(plan: Plan) -> Iterator[Settings]:
                         mesh=mesh,
                         batch=size,
                         accumulate=samples // size if plan.is_resizable else now.accumulate,
+                        reduce_each=now.reduce_each or _is_large(plan),
                         reshard_after_forward=reshard,
                         checkpointing=checkpointing,
                     )
+
+
+def _is_large(plan: Plan) -> bool:
+    """Whether whole gradients, which stay between micro-batches, take a quarter of the device."""
+    return sum(group.unsharded_bytes for group in plan.rehearsal.reports) > plan.room / 4
 
 
 def _meshes(now: Settings, node: int) -> list[tuple[int, ...]]:

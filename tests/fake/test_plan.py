@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,19 @@ import fsdp2
 from fsdp2.core.device.rehearsal import Stage, rehearsing
 from fsdp2.core.device.streams import Lane
 from fsdp2.examples import train_lm
-from fsdp2.paper.recording import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER, REDUCTIONS, SHARDS
-from fsdp2.plan import hardware, presets
+from fsdp2.paper.recording import (
+    ACTIVATIONS,
+    GATHERED,
+    GRADIENTS,
+    OPTIMIZER,
+    REDUCTIONS,
+    SHARDS,
+    Operation,
+)
+from fsdp2.plan import calibrate, hardware, presets
 from fsdp2.plan.__main__ import _of_function, _of_preset, _parser, main
-from fsdp2.plan.hardware import Hardware
+from fsdp2.plan.costs import costs_of
+from fsdp2.plan.hardware import Hardware, Measured
 from fsdp2.plan.memory import Ledger
 from fsdp2.plan.planner import Plan, plan
 from fsdp2.testing.null_group import null_world
@@ -129,6 +139,28 @@ def test_two_meshes_and_accumulation() -> None:
     }
 
 
+def test_gradients_that_are_reduced_in_each_micro_batch_do_not_stay() -> None:
+    once = planned(accumulate=3, optimizer=sgd)
+    each = once.with_(reduce_each=True)
+    counts = [
+        Counter(note.name for note in p.rehearsal.recording.operations)["reduce-scatter"]
+        for p in (once, each)
+    ]
+    assert counts == [LAYERS, 3 * LAYERS]
+    most = [_most_gradients(p) for p in (once, each)]
+    assert most[0] >= LAYERS * WEIGHT
+    assert most[1] <= 2 * WEIGHT + LAYERS * WEIGHT // RANKS
+    assert "set_requires_gradient_sync" not in each.code()
+
+
+def _most_gradients(made: Plan) -> int:
+    ledger, most = Ledger(made.rehearsal.recording, 1), 0
+    for note in made.rehearsal.recording.notes:
+        ledger.take(note)
+        most = max(most, ledger.totals[GRADIENTS])
+    return most
+
+
 def test_checkpointing_trades_activations_for_arithmetic() -> None:
     shape = presets.PRESETS["tiny"]
 
@@ -232,6 +264,91 @@ def test_on_a_cpu_all_is_one_after_the_other() -> None:
     assert not made.timing.stalls
     assert made.time.exposed == pytest.approx(made.time.communication)
     assert {n.lane for n in made.rehearsal.recording.operations} == {Lane.COMPUTE}
+
+
+def measured_machine() -> Hardware:
+    """Two cores, of which tables say what they take: more of each where two ranks compute."""
+
+    def table(ranks: int) -> Measured:
+        return Measured(
+            ranks=ranks,
+            products={"mm": [(1e6, 1e5, 1e9 / ranks), (1e9, 1e7, 4e9 / ranks)]},
+            operators={"add": [(1e3, 0.0), (1e6, 1e-3 * ranks)], "silu": [(1e3, 5e-3)]},
+            host={
+                **{"forward": 1e-6, "backward": 2e-6, "optimizer": 3e-6},
+                **{"collective": 4e-6, "unit": 5e-6},
+            },
+            excess={"backward": [(0.0, 0.0), (1e6, 1e-2)]},
+        )
+
+    curve = [(1e3, 1e-4), (1e6, 1e-3)]
+    return replace(
+        TOY,
+        device="cpu",
+        backend="gloo",
+        shared=True,
+        cores=2,
+        measured=(table(1), table(2)),
+        gloo={"all-gather": [(2, 2, curve), (4, 4, [(x, 4 * y) for x, y in curve])]},
+    )
+
+
+def noted(name: str, nbytes: float, flops: float = 0, **more: Any) -> Operation:
+    """An operation of a step."""
+    given = {"lane": Lane.COMPUTE, "kind": "compute", "unit": "", "phase": "forward", **more}
+    return Operation(name=name, nbytes=int(nbytes), flops=int(flops), dtype=torch.float32, **given)
+
+
+def test_measured_costs_are_those_of_the_tables() -> None:
+    machine = measured_machine()
+    one, two, four = (costs_of(machine, ranks) for ranks in (1, 2, 4))
+    assert one.operator(noted("mul", 1e6)) == pytest.approx(1e-3)
+    assert one.operator(noted("mul_", 4e6)) == pytest.approx(4e-3)  # at the last one's rate
+    assert one.operator(noted("mul", 500)) == 0.0  # the host's time alone
+    assert one.operator(noted("mul", 5e5, phase="backward")) == pytest.approx(5.5e-3, rel=0.01)
+    assert one.operator(noted("silu", 1e3)) == pytest.approx(5e-3)
+    assert two.operator(noted("mul", 1e6)) == pytest.approx(2e-3)
+    assert four.operator(noted("mul", 1e6)) == pytest.approx(4e-3)  # two turns
+    assert one.operator(noted("mm", 1e5, 1e6)) == pytest.approx(1e-3, rel=0.01)
+    between = one.operator(noted("bmm", 1e6, 3e7))
+    assert 3e7 / 4e9 < between < 3e7 / 1e9
+    assert one.launch(noted("mul", 1)) == 1e-6
+    assert one.launch(noted("_fused_adamw_", 1, phase="optimizer", tensors=7)) == pytest.approx(
+        21e-6
+    )
+    assert four.launch(noted("all-gather", 1, kind="collective")) == pytest.approx(8e-6)
+    assert (one.unit, four.unit) == pytest.approx((5e-6, 10e-6))
+    gather = noted("all-gather", 1e6, kind="collective")
+    assert two.collective(gather, (0, 1)) == pytest.approx(1e-3)
+    assert four.collective(gather, (0, 1, 2, 3)) == pytest.approx(4e-3)
+    assert 1e-3 < four.collective(gather, (0, 1)) < 4e-3
+    assert one.collective(gather, (0,)) == 0.0
+
+
+def test_measured_machines_are_files(tmp_path: Path) -> None:
+    machine = measured_machine()
+    hardware.write(machine, tmp_path / "m.json")
+    read = hardware.load(tmp_path / "m.json")
+    again = calibrate.median_of([machine, read, read])
+    made, other = planned(hardware=machine, mesh=2), planned(hardware=again, mesh=2)
+    assert made.time.step == other.time.step > 0
+
+
+@pytest.mark.extended
+def test_a_machine_is_calibrated(tmp_path: Path) -> None:
+    """All of this process's figures; others are of several processes at a time."""
+    path = tmp_path / "m.json"
+    command = [sys.executable, "-m", "fsdp2.plan", "calibrate", "--ranks", "1,2", "-o", str(path)]
+    subprocess.run(command, check=True, timeout=900)
+    found = hardware.load(path)
+    assert [table.ranks for table in found.measured] == [1, 2][: found.cores]
+    for table in found.measured:
+        assert all(rate > 0 for points in table.products.values() for _, _, rate in points)
+        for curve in table.operators.values():
+            assert [took for _, took in curve] == sorted(took for _, took in curve)
+        assert table.host["forward"] > 0
+    assert found.gloo.keys() == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert 0 < planned(hardware=found, mesh=1).time.step < 10
 
 
 def test_settings_that_fit_are_found() -> None:
