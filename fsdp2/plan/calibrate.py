@@ -26,12 +26,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp2.core.device.collectives import default_group, run_all_gather, run_barrier
-from fsdp2.plan import probes
 from fsdp2.plan.hardware import Curve, Hardware, Measured, from_json, load, write
+from fsdp2.plan.probes import (
+    clock_of,
+    measure_gloo,
+    measure_host,
+    measure_operators,
+    measure_products,
+)
 
 SMALL, LARGE = 2**12, 2**24  # bytes of gathered tensors
 GIB = 2**30
@@ -278,19 +283,15 @@ def _measure_as_rank() -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ranks
     table = None
     if ranks <= cores:
-        clock = probes.clock_of(threads)
-        bare = Measured(
-            ranks, probes.measure_products(clock), probes.measure_operators(clock), {}, {}
-        )
+        clock = clock_of(threads)
+        bare = Measured(ranks, measure_products(clock), measure_operators(clock), {}, {})
         zeros = dict.fromkeys(("forward", "backward", "optimizer", "collective", "unit"), 0.0)
         base = _with_tables([replace(bare, ranks=1, host=zeros)], {}, 1, GIB)
-        found = probes.measure_host(base, replace(bare, host=zeros))
+        found = measure_host(base, replace(bare, host=zeros))
         table = asdict(found)
     gloo = {}
     if ranks > 1:
-        dist.init_process_group("gloo")
-        gloo = probes.measure_gloo(torch.device("cpu"))
-        dist.destroy_process_group()
+        gloo = measure_gloo(torch.device("cpu"))
     return {"table": table, "gloo": gloo}
 
 

@@ -250,7 +250,9 @@ class Plan:
             rehearsal = _rehearsed(self._subject, settings, _kind(hardware))
         return Plan(self._subject, settings, hardware, rehearsal)
 
-    def fit(self, memory: float | None = None, limit: int = 30, low_precision: bool = False) -> Fit:
+    def fit(
+        self, memory: float | None = None, limit: int = 30, low_precision: bool = False
+    ) -> Fit[Plan]:
         """Search for the fastest settings that fit.
 
         Tried are checkpointing, what is freed after forward, micro-batches of as many samples a
@@ -355,7 +357,8 @@ def _rehearsed(subject: Subject, settings: Settings, kind: tuple[str, str]) -> R
 
 def _shape(mesh: int | Iterable[int]) -> tuple[int, ...]:
     shape = (mesh,) if isinstance(mesh, int) else tuple(mesh)
-    if len(shape) not in (1, 2) or any(size < 1 for size in shape):
+    known = len(shape) in (1, 2) and all(isinstance(size, int) and size > 0 for size in shape)
+    if not known:
         raise ValueError(
             f"mesh={mesh!r} is no shape of ranks; pass a number, (shard,) or (replicate, shard)"
         )
@@ -405,7 +408,7 @@ def plan(
     Raises:
         RuntimeError: this process has a process group.
         ValueError: the model asks for values, or an argument does not fit.
-        TypeError: there is no such setting.
+        TypeError: there is no such setting, or no model.
 
     Example::
 
@@ -420,6 +423,10 @@ def plan(
         )
     machine = load(hardware)
     chosen = Settings(mesh=_shape(mesh), **settings)
+    if not callable(model):
+        raise TypeError(
+            f"plan() takes a model or a function that makes one, not {type(model).__name__}"
+        )
     make = (lambda: on_meta(model)) if isinstance(model, nn.Module) else model
     subject = Subject(make, make_batch, policy_of(units), shard, loss, optimizer, tokens)
     return Plan(subject, chosen, machine, _rehearsed(subject, chosen, _kind(machine)))

@@ -14,23 +14,31 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import cycle, pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
-from fsdp2.core.device.collectives import default_group, run_all_gather, run_reduce_scatter
-from fsdp2.paper.null_group import init_null_group
+from fsdp2.core.device.collectives import (
+    ReduceKind,
+    ReplicaCollectives,
+    Work,
+    default_group,
+    run_all_gather,
+    run_barrier,
+    scatter_sums,
+)
+from fsdp2.paper.null_group import null_ranks
 from fsdp2.paper.recording import Operation
 from fsdp2.paper.stage import GlooOnPaper
 from fsdp2.plan.hardware import Curve, Hardware, Measured
 from fsdp2.plan.planner import Plan, plan
-from fsdp2.plan.presets import Block, Model, Shape, loss, make_batch
+from fsdp2.plan.presets import Batch, Block, Model, Shape, loss, make_batch
 from fsdp2.plan.rehearsal import Settings, shard_as_planned
 
 Clock = Callable[[], float]
@@ -301,33 +309,33 @@ def _count(made: Plan) -> dict[str, int]:
 def _times(size: tuple[Shape, int], ranks: int) -> dict[str, float]:
     """Seconds of the phases of a step: of 0 ranks without the engine, of others beside nobody."""
     shape, count = size
-    model: nn.Module = Model(shape)
-    batch = make_batch(shape, count)
+    model = Model(shape)
     # Of the smallest one thread does all, so that its own time is that of the host.
     clock = time.thread_time if size is SMALL else clock_of(torch.get_num_threads())
-    if ranks:
-        init_null_group(ranks, kind=GlooOnPaper)
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
-        shard_as_planned(model, mesh, Settings(mesh=(ranks,)), {Block})
-    optimizer = _optimizer(model.parameters())
-    rows = []
-    try:
-        for _ in range(30 if size is SMALL else 14):
-            marks = [clock()]
-            made = loss(model, batch)
-            marks.append(clock())
-            made.backward()
-            marks.append(clock())
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            marks.append(clock())
-            rows.append([end - start for start, end in pairwise(marks)])
-    finally:
+    with ExitStack() as stack:
         if ranks:
-            dist.destroy_process_group()
+            stack.enter_context(null_ranks(ranks, GlooOnPaper))
+            mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
+            shard_as_planned(model, mesh, Settings(mesh=(ranks,)), {Block})
+        rows = list(_steps(model, make_batch(shape, count), clock, 30 if size is SMALL else 14))
     columns = zip(*rows[3:], strict=True)
     return {n: fast(c) for n, c in zip((*PHASES, "optimizer"), columns, strict=True)}
+
+
+def _steps(model: nn.Module, batch: Batch, clock: Clock, count: int) -> Iterator[list[float]]:
+    """Seconds of forward, backward and the rest of each step."""
+    optimizer = _optimizer(model.parameters())
+    for _ in range(count):
+        marks = [clock()]
+        made = loss(model, batch)
+        marks.append(clock())
+        made.backward()
+        marks.append(clock())
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        marks.append(clock())
+        yield [end - start for start, end in pairwise(marks)]
 
 
 # ---- gloo
@@ -335,39 +343,40 @@ def _times(size: tuple[Shape, int], ranks: int) -> dict[str, float]:
 
 def measure_gloo(device: torch.device) -> dict[str, list[tuple[int, int, Curve]]]:
     """Curves of collectives over all ranks, and over pairs that all communicate at a time."""
-    world = default_group()
-    groups = [world]
-    if world.size() > 2 and world.size() % 2 == 0:
-        starts = range(0, world.size(), 2)
-        pairs = [dist.new_group([first, first + 1]) for first in starts]
-        groups.append(pairs[world.rank() // 2])
+    world = default_group().size()
+    meshes = [init_device_mesh(device.type, (world,), mesh_dim_names=("all",))]
+    if world > 2 and world % 2 == 0:
+        pairs = init_device_mesh(device.type, (world // 2, 2), mesh_dim_names=("over", "pair"))
+        meshes.append(pairs["pair"])
     found: dict[str, list[tuple[int, int, Curve]]] = {}
-    for group in groups:
+    for mesh in meshes:
         for kind in ("all-gather", "reduce-scatter", "all-reduce"):
-            curve = [(float(nbytes), _collective(group, kind, nbytes, device)) for nbytes in SENT]
-            found.setdefault(kind, []).append((world.size(), group.size(), curve))
+            curve = [(float(nbytes), _collective(mesh, kind, nbytes, device)) for nbytes in SENT]
+            found.setdefault(kind, []).append((world, mesh.size(), curve))
     return found
 
 
-def _collective(group: dist.ProcessGroup, kind: str, nbytes: int, device: torch.device) -> float:
+def _collective(mesh: DeviceMesh, kind: str, nbytes: int, device: torch.device) -> float:
     """Seconds of one, of batches that all ranks begin together."""
+    group = mesh.get_group()
     whole = torch.zeros(nbytes // 4, device=device)
     own = whole[: whole.numel() // group.size()].clone()
+    replicas, total = ReplicaCollectives(group, asynchronous=False), ReduceKind(average=False)
 
     def run() -> None:
-        if kind == "all-gather":
-            work = run_all_gather(group, whole, own)
-        elif kind == "reduce-scatter":
-            work = run_reduce_scatter(group, own, whole, dist.ReduceOp.SUM)
-        else:
-            work = group.allreduce([whole])
+        if kind == "reduce-scatter":
+            scatter_sums(own, whole, group)
+            return
+        gathers = kind == "all-gather"
+        work: Work | None
+        work = run_all_gather(group, whole, own) if gathers else replicas.all_reduce(whole, total)
         if work is not None:
             work.wait()
 
     many = 4 if nbytes > 2**20 else 12
     found = []
     for _ in range(8):
-        group.barrier().wait()
+        run_barrier(group)
         start = time.perf_counter()
         for _ in range(many):
             run()

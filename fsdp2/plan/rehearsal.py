@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2.api import fully_shard
@@ -139,6 +140,7 @@ def rehearse(subject: Subject, settings: Settings, device: str, backend: str) ->
         ValueError: the model asks for a tensor's values, which are not there on ``meta``.
         RuntimeError: this process has a process group.
     """
+    _check(settings)
     recorder = Recorder(asynchronous=device != "cpu")
     with ExitStack() as stack:
         stack.enter_context(on_paper(recorder, backend, settings.world))
@@ -149,8 +151,36 @@ def rehearse(subject: Subject, settings: Settings, device: str, backend: str) ->
         stack.enter_context(module_of_meta())
         with torch.device("meta"):
             model = subject.make_model()
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"plan() takes a model or a function that makes one, which returned "
+                f"{type(model).__name__}; let it return an nn.Module"
+            )
         with Operators(recorder):
             return _rehearse(subject, settings, device, recorder, model, mesh)
+
+
+def _check(settings: Settings) -> None:
+    for name in ("batch", "accumulate", "window"):
+        value = getattr(settings, name)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} cannot be planned; pass a whole number from 1 on")
+
+
+def _check_units(subject: Subject, settings: Settings, found: Iterable[str]) -> None:
+    """Names that no unit has would change nothing, and nobody would know."""
+    units = set(found)
+    lost = [name for name in settings.kept if name not in units]
+    if lost:
+        raise ValueError(
+            f"kept={settings.kept!r} names no unit '{lost[0]}'; the units are "
+            f"{', '.join(sorted(units))}"
+        )
+    if subject.units is not None and units == {"(root)"}:
+        raise ValueError(
+            "units=… chooses no module of the model, which would be one unit; leave it out if that "
+            "is meant, or name classes that the model has"
+        )
 
 
 def _mesh(settings: Settings) -> DeviceMesh:
@@ -170,6 +200,7 @@ def _rehearse(
     recorder.tag((*model.parameters(), *model.buffers()), MODEL)
     _shard(subject, settings, model, mesh)
     units = _units(model)
+    _check_units(subject, settings, units)
     _watch(units, recorder)
     shards = [_Rows(param) for param in model.parameters()]
     optimizer = subject.optimizer([rows.param for rows in shards])
@@ -291,9 +322,9 @@ def _watch(units: Mapping[str, nn.Module], recorder: Recorder) -> None:
 
 def _make_batch(subject: Subject, settings: Settings) -> Batch:
     with torch.device("meta"):
-        if takes_count(subject.make_batch):
-            return subject.make_batch(settings.batch)
-        return subject.make_batch()
+        given = (settings.batch,) if takes_count(subject.make_batch) else ()
+        batch = subject.make_batch(*given)
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), batch)
 
 
 def takes_count(make_batch: Callable[..., Batch]) -> bool:
@@ -370,6 +401,11 @@ class _Step:
                 model.set_is_last_backward(micro == count - 1)
             with recorder.during("forward"), _explaining():
                 loss = self.subject.loss(model, self.batch)
+                if not loss.requires_grad:
+                    raise ValueError(
+                        "the loss of a plan needs no gradient, so that there is no backward; let "
+                        "loss=… return what depends on parameters that are trained"
+                    )
             with recorder.during("backward"), _explaining():
                 loss.backward()
             del loss

@@ -9,21 +9,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from fsdp2.plan.printing import render_fit
+from fsdp2.plan.printing import Planned, render_fit
 from fsdp2.plan.rehearsal import Settings
-
-if TYPE_CHECKING:
-    from fsdp2.plan.planner import Plan
 
 REFINEMENTS = 6
 """Rehearsals that are kept for what is tried with the best settings alone."""
 
 
-class Fit:
+P = TypeVar("P", bound="Candidate")
+
+
+class Candidate(Planned, Protocol):
+    """What a search asks of a plan."""
+
+    @property
+    def room(self) -> int:
+        """Bytes that tensors may have."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether no setting changes how it is sharded."""
+
+    @property
+    def is_resizable(self) -> bool:
+        """Whether a micro-batch may have other samples."""
+
+    def with_(self: P, **changes: Any) -> P:
+        """Other settings."""
+
+
+class Fit(Generic[P]):
     """What `Plan.fit` tried.
 
     Attributes:
@@ -31,18 +50,18 @@ class Fit:
         tried: all plans.
     """
 
-    def __init__(self, room: int, tried: list[Plan]) -> None:
+    def __init__(self, room: int, tried: list[P]) -> None:
         self.room = room
         self.tried = tried
 
     @property
-    def fitting(self) -> list[Plan]:
+    def fitting(self) -> list[P]:
         """Those that fit, the fastest first."""
         found = [plan for plan in self.tried if _peak(plan) <= self.room]
         return sorted(found, key=lambda plan: -plan.tokens_per_second)
 
     @property
-    def best(self) -> Plan | None:
+    def best(self) -> P | None:
         """The fastest that fits; ``None`` where none does."""
         found = self.fitting
         return found[0] if found else None
@@ -51,9 +70,9 @@ class Fit:
         return render_fit(self.fitting, self.tried, self.room)
 
 
-def search(plan: Plan, room: int, limit: int, low_precision: bool) -> Fit:
+def search(plan: P, room: int, limit: int, low_precision: bool) -> Fit[P]:
     """See `Plan.fit`."""
-    found = Fit(room, [])
+    found: Fit[P] = Fit(room, [])
     hopeless: set[tuple[object, ...]] = set()
     for settings in _candidates(plan):
         key = (settings.mesh, settings.batch)
@@ -80,14 +99,14 @@ def search(plan: Plan, room: int, limit: int, low_precision: bool) -> Fit:
     return found
 
 
-def _try(found: Fit, plan: Plan, settings: Sequence[Settings], limit: int) -> None:
+def _try(found: Fit[P], plan: P, settings: Sequence[Settings], limit: int) -> None:
     known = {made.settings for made in found.tried}
     for each in settings:
         if len(found.tried) < limit and each not in known:
             found.tried.append(_with(plan, each))
 
 
-def _refinements(best: Plan, room: int) -> list[Settings]:
+def _refinements(best: Candidate, room: int) -> list[Settings]:
     """What is worth a try with settings that fit."""
     now = best.settings
     found = [replace(now, window=now.window + 1)]
@@ -102,7 +121,7 @@ def _refinements(best: Plan, room: int) -> list[Settings]:
     return found
 
 
-def _kept(plan: Plan, spare: float) -> tuple[str, ...]:
+def _kept(plan: Candidate, spare: float) -> tuple[str, ...]:
     """The last units, whose backward begins first, as many as there is spare memory for."""
     kept: list[str] = []
     for group in reversed(plan.rehearsal.reports):
@@ -114,7 +133,7 @@ def _kept(plan: Plan, spare: float) -> tuple[str, ...]:
     return tuple(reversed(kept))
 
 
-def advice(plan: Plan) -> str:
+def advice(plan: Candidate) -> str:
     """What to change first where a plan does not fit: a part of a sentence, "" for nothing."""
     room = plan.room
     for settings, words in _changes_of(plan):
@@ -126,7 +145,7 @@ def advice(plan: Plan) -> str:
     return ""
 
 
-def _changes_of(plan: Plan) -> Iterator[tuple[Settings, str]]:
+def _changes_of(plan: Candidate) -> Iterator[tuple[Settings, str]]:
     """One change after another, those that cost least first."""
     now = plan.settings
     if plan.is_own:
@@ -160,11 +179,11 @@ def _changes_of(plan: Plan) -> Iterator[tuple[Settings, str]]:
         yield replace(now, checkpointing=True, offload=True), "checkpointing and offload"
 
 
-def _peak(plan: Plan) -> int:
+def _peak(plan: Candidate) -> int:
     return plan.memory.peak.rounded
 
 
-def _with(plan: Plan, settings: Settings) -> Plan:
+def _with(plan: P, settings: Settings) -> P:
     changes: dict[str, Any] = {
         each.name: getattr(settings, each.name)
         for each in fields(Settings)
@@ -173,7 +192,7 @@ def _with(plan: Plan, settings: Settings) -> Plan:
     return plan.with_(**changes) if changes else plan
 
 
-def _candidates(plan: Plan) -> Iterator[Settings]:
+def _candidates(plan: Candidate) -> Iterator[Settings]:
     """The thriftiest of a micro-batch first: where that does not fit, none does."""
     now = plan.settings
     samples = now.batch * now.accumulate
@@ -195,7 +214,7 @@ def _candidates(plan: Plan) -> Iterator[Settings]:
                     )
 
 
-def _is_large(plan: Plan) -> bool:
+def _is_large(plan: Candidate) -> bool:
     """Whether whole gradients, which stay between micro-batches, take a quarter of the device."""
     return sum(group.unsharded_bytes for group in plan.rehearsal.reports) > plan.room / 4
 

@@ -486,7 +486,7 @@ def test_hardware_files_say_where_figures_are_from() -> None:
         assert found.flops["bfloat16"] < found.peak_flops["bfloat16"]
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with raises("plan-hardware"):
         planned(hardware="abacus")
     path = tmp_path / "half.json"
@@ -506,6 +506,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with rehearsing(Stage(stage, stage)), raises("plan-rehearsal"):
         rehearsing(Stage(stage, stage)).__enter__()
 
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with raises("plan-calibration"):
+        calibrate.measure_cpu([1])
+
     class Asks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -517,6 +521,30 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
     with raises("plan-values"):
         plan(Asks, some)
+
+
+def test_mistakes_are_sentences() -> None:
+    for name in ("batch", "accumulate", "window"):
+        with raises("plan-count"):
+            planned(**{name: 0})
+    with raises("plan-kept"):
+        planned(kept=("7",))
+    with raises("plan-units"):
+        planned(units=["Leyer"])
+    with raises("plan-mesh"):
+        planned(mesh="8")
+    model: Any = 3
+    with raises("plan-model"):
+        plan(model, some)
+    with raises("plan-no-model"):
+        plan(lambda: model, some)
+    with raises("plan-loss"):
+        planned(loss=lambda model, batch: torch.zeros(()))
+
+
+def test_a_batch_of_another_device_is_planned_by_its_shapes() -> None:
+    made = plan(stack, lambda: {"input": torch.zeros(1, DIM, device="cpu")}, optimizer=sgd)
+    assert made.flops == planned(optimizer=sgd).flops
 
 
 def test_command_line_refusals() -> None:
