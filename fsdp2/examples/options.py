@@ -276,7 +276,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="HARDWARE",
         help="print what a step would take on a machine (default: h100; or a file), and leave",
     )
-    add("--trace", type=Path, metavar="FILE", help="write a timeline of steps 3 and 4 of rank 0")
+    add(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write a timeline of steps 3 and 4 of rank 0, or of the plan",
+    )
     return parser
 
 

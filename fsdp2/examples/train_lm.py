@@ -63,7 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parse(argv, None)
         if options.plan is not None:
-            print(plan_step(options), flush=True)
+            planned = plan_step(options)
+            print(planned, flush=True)
+            if options.trace is not None:
+                planned.trace(options.trace)
             return 0
         _prepare(options)
     except UsageError as error:

@@ -563,9 +563,11 @@ def _cases(first: int, last: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_train_lm_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--preset", "tiny", "--nproc", "4", "--replicate", "2", "--plan"]
+def test_train_lm_prints_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    given = ["--preset", "tiny", "--nproc", "4", "--replicate", "2"]
+    given += ["--trace", str(tmp_path / "planned.json"), "--plan"]
     assert train_lm.main([*given, "a100"]) == 0
+    assert json.loads((tmp_path / "planned.json").read_text())
     printed = capsys.readouterr().out
     assert "2 x 2 x A100" in printed
     assert "blocks.1" in printed
