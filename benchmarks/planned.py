@@ -1,12 +1,11 @@
-"""Planned and measured steps of `train_lm`, side by side, with every error.
+"""Planned and measured steps of `train_lm` on this CPU, side by side, with every error.
 
-    python -m fsdp2.plan calibrate -o this_machine.json
-    python benchmarks/planned.py this_machine.json            # 12 configurations on this CPU
-    python benchmarks/planned.py this_machine.json --rounds 5 --json FILE
+    python benchmarks/planned.py                              # 12 configurations, 3 rounds
+    python benchmarks/planned.py --rounds 5 --json FILE --machine this_machine.json
 
-Each configuration is trained in every round, one after the other, and its step time is the median
-over rounds of the speed that `train_lm` prints. The plan is of the same options. The machine's file
-must be measured in the same hour: what else runs changes both.
+In every round the machine is calibrated, and then each configuration is trained. The plan knows the
+median of each calibrated figure; a step's time is the median over rounds of a run's median. So both
+are of the same hour: what else runs changes both. With ``--use FILE`` an older calibration counts.
 """
 
 from __future__ import annotations
@@ -26,8 +25,12 @@ if __package__ in (None, ""):  # run as a script
 
 from fsdp2.examples import train_lm
 from fsdp2.examples.options import parse
+from fsdp2.plan.calibrate import measure_cpu, median_of
+from fsdp2.plan.hardware import load, write
 
-STEPS = 12
+RANKS = (1, 2, 4)
+STEPS, STEPS_OF_MEDIUM = 80, 12
+"""`train_lm` reports every tenth step of the former, and each of the latter."""
 
 CONFIGURATIONS = (
     "--preset tiny --nproc 1",
@@ -65,20 +68,21 @@ class Row:
         return self.planned / self.measured - 1
 
 
-def planned(options: str, machine: str) -> float:
+def planned(options: str, machine: Path) -> float:
     """Seconds of a step."""
-    return train_lm.plan_step(parse([*options.split(), "--plan", machine], None)).time.step
+    return train_lm.plan_step(parse([*options.split(), "--plan", str(machine)], None)).time.step
 
 
 def measured(options: str) -> float:
-    """Seconds of a step of one run."""
-    command = [sys.executable, "-m", train_lm.MODULE, *options.split(), "--steps", str(STEPS)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
-    found = re.search(r"training speed\D*([\d,]+) tokens/s", done.stdout)
-    assert found is not None, done.stdout
+    """Seconds of a step: the median over a run's reports but the first, which makes buffers."""
+    steps = STEPS_OF_MEDIUM if "medium" in options else STEPS
+    command = [sys.executable, "-m", train_lm.MODULE, *options.split(), "--steps", str(steps)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1200)
+    found = re.findall(r"^step .* ([\d,]+) tokens/s", done.stdout, flags=re.MULTILINE)
+    assert len(found) > 2, done.stdout
     settings = parse(options.split(), None)
     tokens = settings.batch_size * settings.seq_len
-    return tokens / float(found[1].replace(",", ""))
+    return statistics.median(tokens / float(rate.replace(",", "")) for rate in found[1:])
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
@@ -113,21 +117,31 @@ def table(rows: Sequence[Row]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("machine", help="a file of python -m fsdp2.plan calibrate")
+    parser.add_argument("--use", type=Path, help="a file of python -m fsdp2.plan calibrate")
+    parser.add_argument("--machine", type=Path, default=Path("this_machine.json"), help="written")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="configurations with these words")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
-    seconds: dict[str, list[float]] = {options: [] for options in CONFIGURATIONS}
-    for _ in range(args.rounds):
+    seconds: dict[str, list[float]] = {
+        options: [] for options in CONFIGURATIONS if args.only in options
+    }
+    machines = []
+    for turn in range(args.rounds):
+        if args.use is None:
+            machines.append(measure_cpu(RANKS))
         for options, found in seconds.items():
             found.append(measured(options))
+        print(f"round {turn + 1} of {args.rounds}", file=sys.stderr, flush=True)
+    write(load(args.use) if args.use else median_of(machines), args.machine)
     rows = [
         Row(options, planned(options, args.machine), statistics.median(found))
         for options, found in seconds.items()
     ]
     print(table(rows))
     if args.json is not None:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+        data = [{**asdict(row), "error": row.error, "rounds": seconds[row.options]} for row in rows]
+        args.json.write_text(json.dumps(data, indent=2) + "\n")
 
 
 if __name__ == "__main__":

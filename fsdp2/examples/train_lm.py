@@ -15,7 +15,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -168,15 +168,20 @@ def _set_up(options: Options, ranks: GivenRanks, corpus: data.Corpus) -> Run:
     launch.init_process_group(ranks, options.backend, device)
     model = build_model(options, device, parallel.make_mesh(options))
     params = list(model.parameters())
-    optimizer = torch.optim.AdamW(
+    optimizer = make_optimizer(params, options.lr)
+    dp_rank = parallel.data_parallel_rank(options, ranks.rank)
+    return Run(options, ranks.rank, dp_rank, device, corpus, model, params, optimizer)
+
+
+def make_optimizer(params: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    """AdamW of what is trained."""
+    return torch.optim.AdamW(
         [param for param in params if param.requires_grad],
-        lr=options.lr,
+        lr=lr,
         betas=(0.9, 0.95),
         weight_decay=0.1,
         fused=True,
     )
-    dp_rank = parallel.data_parallel_rank(options, ranks.rank)
-    return Run(options, ranks.rank, dp_rank, device, corpus, model, params, optimizer)
 
 
 def build_model(options: Options, device: torch.device, mesh: DeviceMesh) -> Transformer:
@@ -239,6 +244,7 @@ def plan_step(options: Options) -> Plan:
             make_batch,
             shard=shard,
             loss=lambda model, batch: token_losses(model(batch[0]), batch[1]).mean(),
+            optimizer=lambda params: make_optimizer(params, options.lr),
             mesh=ranks if options.replicate > 1 else ranks[1],
             hardware=options.plan,
             accumulate=options.grad_accum,

@@ -15,7 +15,8 @@ DistributedDataParallel compares. A `scatter` from this rank gives it its own te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -248,3 +249,13 @@ def init_null_group(
     group = dist.group.WORLD
     assert isinstance(group, NullGroup)
     return group
+
+
+@contextmanager
+def null_ranks(world_size: int, kind: type[NullGroup] = NullGroup) -> Iterator[NullGroup]:
+    """The default process group is a null group inside, and none afterwards."""
+    group = init_null_group(world_size, kind=kind)
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group()

@@ -21,6 +21,7 @@ import torch
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -86,7 +87,10 @@ class Operators(TorchDispatchMode):
         given = kwargs or {}
         key = _key(func, args, given)
         known = None if key is None else self._known.get(key)
-        result = func(*args, **given) if known is None else known.make()
+        if func._schema.name.startswith("aten::_fused_") and not func._schema.returns:
+            result = None  # a whole optimizer step in place, which meta does not know of all
+        else:
+            result = func(*args, **given) if known is None else known.make()
         results = _tensors(result)
         if results and not results[0].is_meta:
             return result
@@ -125,7 +129,9 @@ class Operators(TorchDispatchMode):
             if key is not None and not made & seen and len(made) == len(results):
                 self._remember(key, result, results, flops, nbytes)
         dtype = next((t.dtype for t in (*results, *inputs) if t.is_meta), torch.float32)
-        recorder.operation(None if host else recorder.lane, name, kind, flops, nbytes, dtype)
+        lane = None if host else recorder.lane
+        many = len(args[0]) if args and isinstance(args[0], list | tuple) else 1
+        recorder.operation(lane, name, kind, flops, nbytes, dtype, max(many, 1))
 
     def _remember(
         self, key: object, result: Any, results: list[torch.Tensor], flops: int, nbytes: int
@@ -235,6 +241,20 @@ def attention_of(device_type: str) -> Iterator[None]:
         yield
     finally:
         F.scaled_dot_product_attention, F.rms_norm = _attend, _rms_norm
+
+
+@contextmanager
+def fused_optimizers() -> Iterator[None]:
+    """Let torch's optimizers take ``fused=True`` for parameters on ``meta`` inside."""
+    supported: Callable[[], list[str]] = getattr(torch_optimizer, _SUPPORTED)
+    setattr(torch_optimizer, _SUPPORTED, lambda: [*supported(), "meta"])
+    try:
+        yield
+    finally:
+        setattr(torch_optimizer, _SUPPORTED, supported)
+
+
+_SUPPORTED = "_get_fused_kernels_supported_devices"
 
 
 def _rms_norm_on_gpu(

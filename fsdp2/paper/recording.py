@@ -49,7 +49,7 @@ class Operation(NamedTuple):
         nbytes: bytes read and written; of a collective those of the whole tensors.
         dtype: of what it computed or moved.
         group: index in `Recording.groups` of a collective's ranks, else -1.
-        tensors: of a collective, how many went in one launch.
+        tensors: how many went in one launch, of a collective or of an operator of lists.
     """
 
     lane: Lane | None
@@ -316,13 +316,22 @@ class Recorder:
         return self._notes is not None
 
     def operation(
-        self, lane: Lane | None, name: str, kind: str, flops: int, nbytes: int, dtype: torch.dtype
+        self,
+        lane: Lane | None,
+        name: str,
+        kind: str,
+        flops: int,
+        nbytes: int,
+        dtype: torch.dtype,
+        tensors: int = 1,
     ) -> None:
         """An operator ran."""
         if self._notes is not None:
             kind = "copy" if self._engine and kind == "compute" else kind
-            note = Operation(lane, name, kind, self.unit, self.phase, flops, nbytes, dtype)
-            self._notes.append(note)
+            unit, phase = self.unit, self.phase
+            self._notes.append(
+                Operation(lane, name, kind, unit, phase, flops, nbytes, dtype, -1, tensors)
+            )
 
     def collective(
         self, name: str, nbytes: int, dtype: torch.dtype, ranks: tuple[int, ...], tensors: int

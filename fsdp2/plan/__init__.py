@@ -2,11 +2,13 @@
 
 planner    plan(…) -> Plan: results, other settings, a search for what fits
 rehearsal  the step itself, run on paper
+search     other settings: what fits, and what to change first
 timing     when each operation runs on a machine
 memory     what is allocated at each moment
+costs      what an operation takes on a machine
 hardware   machines, from files in the folder of that name
 presets    Llama-like, mixture-of-experts and ViT models of known sizes
-calibrate  measures the machine that it runs on
+calibrate  measures the machine that it runs on, by the probes of a process
 printing   tables, and settings as code
 picture    a plan as a timeline
 
@@ -15,8 +17,9 @@ picture    a plan as a timeline
 
 from fsdp2.plan.hardware import Hardware
 from fsdp2.plan.memory import Memory, Moment
-from fsdp2.plan.planner import Fit, Plan, plan
+from fsdp2.plan.planner import Plan, plan
 from fsdp2.plan.rehearsal import Settings
+from fsdp2.plan.search import Fit
 from fsdp2.plan.timing import Times, UnitTimes
 
 __all__ = ["Fit", "Hardware", "Memory", "Moment", "Plan", "Settings", "Times", "UnitTimes", "plan"]

@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=1, help="sequences of a micro-batch of a rank")
     add("--seq", type=int, help="tokens of a sequence (default: the preset's)")
     add("--accumulate", type=int, default=1, help="micro-batches in a step")
+    add("--reduce-each", action="store_true", help="reduce gradients in every micro-batch")
     add("--checkpointing", type=int, nargs="?", const=1, default=0, help="every n-th block")
     add("--keep", action="store_true", help="keep blocks gathered from forward to backward")
     add("--window", type=int, default=1, help="units gathered ahead")
@@ -96,6 +97,7 @@ def _of_preset(args: argparse.Namespace) -> Plan:
         hardware=args.hardware,
         batch=args.batch,
         accumulate=args.accumulate,
+        reduce_each=args.reduce_each,
         checkpointing=True if args.checkpointing == 1 else args.checkpointing,
         reshard_after_forward=not args.keep,
         window=args.window,

@@ -3,9 +3,10 @@
     python -m fsdp2.plan calibrate -o this_machine.json              # a CPU, gloo between processes
     torchrun --nproc-per-node 8 -m fsdp2.plan calibrate -o node.json --device cuda
 
-Each figure is the median of repeated runs. On a CPU the ranks of a machine share its cores, so the
-rates are the machine's, and a rank has its part. On GPUs the collectives of one node are measured
-where torchrun started several ranks; what lies between nodes is taken from ``--base``.
+On a CPU the ranks of a machine share its cores. So tables are measured of one process with all
+threads, and of several at the same time (`probes`): of operators by size, of the host, of gloo. On
+GPUs the collectives of one node are measured where torchrun started several ranks; what lies
+between nodes is taken from ``--base``.
 """
 
 from __future__ import annotations
@@ -20,14 +21,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp2.core.device.collectives import default_group, run_all_gather, run_barrier
-from fsdp2.plan.hardware import Hardware, load, write
+from fsdp2.plan.hardware import Curve, Hardware, Measured, from_json, load, write
+from fsdp2.plan.probes import (
+    clock_of,
+    measure_gloo,
+    measure_host,
+    measure_operators,
+    measure_products,
+)
 
 SMALL, LARGE = 2**12, 2**24  # bytes of gathered tensors
 GIB = 2**30
@@ -40,10 +49,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("-o", "--output", type=Path, default=Path("this_machine.json"))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--base", default="h100", help="what is not measured on GPUs is this one's")
-    parser.add_argument("--ranks", type=int, default=2, help="processes of the CPU's collectives")
+    parser.add_argument(
+        "--ranks", default="1,2,4", help="of a CPU: how many processes are measured at a time"
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="of a CPU: each figure's median")
     args = parser.parse_args(argv)
     if args.device == "cpu":
-        found = measure_cpu(args.ranks)
+        found = measure_cpu([int(count) for count in args.ranks.split(",")], args.rounds)
         first = True
     else:
         found, first = measure_gpu(load(args.base))
@@ -53,12 +65,60 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def measure_cpu(ranks: int) -> Hardware:
-    """This machine's CPU, with gloo between its processes."""
-    cpu = torch.device("cpu")
-    latency, rate = _measure_gloo(ranks)
+def measure_cpu(ranks: Sequence[int], rounds: int = 1) -> Hardware:
+    """This machine's CPU, with gloo between its processes.
+
+    Args:
+        ranks: numbers of processes that are measured at the same time; 1 is among them.
+        rounds: how often all is measured; each figure is the median.
+    """
+    return median_of([_measure_cpu(ranks) for _ in range(rounds)])
+
+
+def median_of(found: Sequence[Hardware]) -> Hardware:
+    """A machine that was measured several times: the median of each figure."""
+    rates = [asdict(each) for each in found]
+    return from_json(_median_of(rates))
+
+
+def _median_of(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: _median_of([value[key] for value in values]) for key in first}
+    if isinstance(first, list | tuple):
+        return [_median_of(column) for column in zip(*values, strict=True)]
+    if isinstance(first, float | int) and not isinstance(first, bool):
+        return statistics.median(values)
+    return first
+
+
+def _measure_cpu(ranks: Sequence[int]) -> Hardware:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = cores or 1
+    runs = {count: _run_ranks(count, max(1, cores // count)) for count in ranks}
+    gloo: dict[str, list[tuple[int, int, Curve]]] = {}
+    for run in runs.values():
+        for kind, curves in run["gloo"].items():
+            gloo.setdefault(kind, []).extend(curves)
+    # More ranks than cores take turns: what they compute is known from as many as there are cores.
+    tables = [Measured(**run["table"]) for count, run in runs.items() if count <= cores]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    flops = {"float32": _products(cpu, torch.float32), "bfloat16": _products(cpu, torch.bfloat16)}
+    return _with_tables(tables, gloo, cores, memory)
+
+
+def _with_tables(
+    tables: Sequence[Measured],
+    gloo: dict[str, list[tuple[int, int, Curve]]],
+    cores: int,
+    memory: int,
+) -> Hardware:
+    """Rates are those of all cores, from the tables; they count for MFU."""
+    most = max(tables, key=lambda table: table.ranks)
+    flops = {"float32": most.ranks * max(rate for _, _, rate in most.products["mm"])}
+    nbytes, took = most.operators["add"][-1]
+    curves = gloo.get("all-gather") or [(1, 1, [(1.0, 0.0), (2.0, 1e-9)])]
+    (small, latency), (large, slow) = curves[0][2][0], curves[0][2][-1]
+    rate = (large - small) / max(slow - latency, 1e-9)
     return Hardware(
         name=platform.processor() or platform.machine(),
         device="cpu",
@@ -68,17 +128,20 @@ def measure_cpu(ranks: int) -> Hardware:
         rounding=64,
         peak_flops=dict(flops),
         flops=flops,
-        bandwidth=_bandwidth(cpu),
+        bandwidth=most.ranks * nbytes / took,
         kernel=0.0,
-        host_op=_host_op(cpu),
-        host_collective=0.0,
-        node=max(os.cpu_count() or 1, ranks, 64),
-        link=rate * ranks,  # of all ranks, which share the cores that copy
+        host_op=most.host["forward"],
+        host_collective=most.host["collective"],
+        node=max(cores, 64),
+        link=rate,
         link_latency=latency,
         network=rate,
         network_latency=latency,
         shared=True,
         sources={"all": "python -m fsdp2.plan calibrate"},
+        cores=cores,
+        measured=tuple(tables),
+        gloo=gloo,
     )
 
 
@@ -180,28 +243,57 @@ def _gathers(device: torch.device) -> tuple[float, float]:
     return small / rounds, sent / max(large - small, 1e-9)
 
 
-def _measure_gloo(ranks: int) -> tuple[float, float]:
+def _run_ranks(ranks: int, threads: int) -> dict[str, Any]:
+    """What the first of so many processes found, which all measure at the same time."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "fsdp2.plan.calibrate"],
-            env={**os.environ, **common, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **common, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
         )
         for rank in range(ranks)
     ]
     try:
-        printed = [process.communicate(timeout=120)[0] for process in processes]
+        printed = [process.communicate(timeout=900)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    latency, rate = json.loads(printed[0].splitlines()[-1])
-    return float(latency), float(rate)
+    if any(process.returncode for process in processes):
+        raise RuntimeError(f"a process of {ranks} that measure this machine failed; see above")
+    found: dict[str, Any] = json.loads(printed[0].splitlines()[-1])
+    return found
 
 
-if __name__ == "__main__":  # one of the processes of `_measure_gloo`
-    print(json.dumps(_gathers(torch.device("cpu"))), flush=True)
+def _measure_as_rank() -> dict[str, Any]:
+    """In one of the processes of `_run_ranks`."""
+    ranks = int(os.environ["WORLD_SIZE"])
+    threads = int(os.environ["OMP_NUM_THREADS"])
+    torch.set_num_threads(threads)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ranks
+    table = None
+    if ranks <= cores:
+        clock = clock_of(threads)
+        bare = Measured(ranks, measure_products(clock), measure_operators(clock), {}, {})
+        zeros = dict.fromkeys(("forward", "backward", "optimizer", "collective", "unit"), 0.0)
+        base = _with_tables([replace(bare, ranks=1, host=zeros)], {}, 1, GIB)
+        found = measure_host(base, replace(bare, host=zeros))
+        table = asdict(found)
+    gloo = {}
+    if ranks > 1:
+        gloo = measure_gloo(torch.device("cpu"))
+    return {"table": table, "gloo": gloo}
+
+
+if __name__ == "__main__":
+    print(json.dumps(_measure_as_rank()), flush=True)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,32 @@ import torch
 FOLDER = Path(__file__).with_name("hardware")
 
 GB = 10**9
+
+Curve = list[tuple[float, float]]
+"""Bytes and seconds, the smallest first."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What operators and the host took where so many ranks computed on the same cores.
+
+    Attributes:
+        ranks: of the machine, each with an equal part of its cores.
+        products: by operator, "mm" for those that are not there: FLOPs, bytes, FLOPs a second.
+        operators: by operator, "add" for those that are not there: bytes and seconds, without what
+            the smallest takes, which is the host's.
+        host: seconds of an operator in "forward" and "backward"; of each tensor that an
+            operator of the "optimizer" takes; of the engine's own for each "collective", and each
+            time that another "unit" begins.
+        excess: of an operator in "forward" and "backward", bytes and seconds: how much longer it
+            takes in a step than one after another of its kind, as caches hold other things then.
+    """
+
+    ranks: int
+    products: dict[str, list[tuple[float, float, float]]]
+    operators: dict[str, Curve]
+    host: dict[str, float]
+    excess: dict[str, Curve]
 
 
 @dataclass(frozen=True)
@@ -47,6 +74,9 @@ class Hardware:
         network_latency: seconds of a round between nodes.
         shared: whether the ranks of a node share its cores: all rates are of the node then.
         sources: where the figures are from, by name.
+        cores: which the ranks of a node share; 0: they do not.
+        measured: tables, which count in place of rates where there are any.
+        gloo: by kind of collective: ranks of the machine, ranks of the group, and what it takes.
     """
 
     name: str
@@ -68,6 +98,9 @@ class Hardware:
     network_latency: float
     shared: bool = False
     sources: dict[str, str] = field(default_factory=dict)
+    cores: int = 0
+    measured: tuple[Measured, ...] = ()
+    gloo: dict[str, list[tuple[int, int, Curve]]] = field(default_factory=dict)
 
     @property
     def asynchronous(self) -> bool:
@@ -172,15 +205,27 @@ def load(which: str | Path | Hardware) -> Hardware:
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     known = {each.name for each in fields(Hardware)}
     wrong = sorted(found.keys() - known)
-    missing = sorted(known - found.keys() - {"shared", "sources"})
+    optional = {each.name for each in fields(Hardware) if _has_default(each)}
+    missing = sorted(known - found.keys() - optional)
     if wrong or missing:
         raise ValueError(
             f"{path.name} lacks {missing or 'nothing'} and has unknown {wrong or 'nothing'}; see "
             f"fsdp2/plan/hardware/h100.json for what a file says"
         )
+    return from_json(found)
+
+
+def from_json(found: Mapping[str, Any]) -> Hardware:
+    """A machine from the fields of a file."""
+    found = dict(found)
     for name in ("memory", "reserved", "rounding", "node"):
         found[name] = int(found[name])
+    found["measured"] = tuple(Measured(**table) for table in found.get("measured", ()))
     return Hardware(**found)
+
+
+def _has_default(each: Field[Any]) -> bool:
+    return each.default is not MISSING or each.default_factory is not MISSING
 
 
 def write(hardware: Hardware, path: Path) -> None:

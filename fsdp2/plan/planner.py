@@ -7,7 +7,7 @@ Plan.with_(checkpointing=True)  ──>  Plan         Plan.fit(memory=80e9)  ─
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from fsdp2.core.device.streams import Lane
 from fsdp2.plan.hardware import Hardware, load
 from fsdp2.plan.memory import Memory, follow
 from fsdp2.plan.picture import timeline_of
-from fsdp2.plan.printing import code, render, render_fit
+from fsdp2.plan.printing import code, render
 from fsdp2.plan.rehearsal import (
     Loss,
     MakeModel,
@@ -33,12 +33,16 @@ from fsdp2.plan.rehearsal import (
     on_meta,
     policy_of,
     rehearse,
+    takes_count,
 )
+from fsdp2.plan.search import Fit, advice, search
 from fsdp2.plan.timing import Times, Timing, UnitTimes, schedule
 from fsdp2.trace import Timeline, show
 from fsdp2.wrap.choices import Policy
 
 GB = 10**9
+REMEMBERED = 4
+"""Rehearsals of a model."""
 
 
 class Plan:
@@ -184,15 +188,33 @@ class Plan:
         """Whether the peak, as the allocator rounds it, is within `room`."""
         return self.memory.peak.rounded <= self.room
 
-    @property
+    @cached_property
     def verdict(self) -> str:
-        """A sentence: whether it fits, where it is fullest, and how fast it is."""
+        """A sentence: whether it fits, where it is fullest, how fast it is; and what would fit.
+
+        The last takes a rehearsal or more, once.
+        """
+        better = "" if self.fits else advice(self)
+        return f"{self._summary}; {better}" if better else self._summary
+
+    @property
+    def _summary(self) -> str:
         peak = self.memory.peak
         what = "fits" if self.fits else "does not fit"
         return (
             f"{what}: {peak.rounded / GB:.4g} of {self.room / GB:.4g} GB at {peak.where}; "
             f"{self.time.step:.3g} s a step, {self.tokens_per_second:,.0f} tokens/s"
         )
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the user's own calls of `fully_shard` are planned, which no setting changes."""
+        return self._subject.shard is not None
+
+    @property
+    def is_resizable(self) -> bool:
+        """Whether ``make_batch`` takes a number of samples."""
+        return takes_count(self._subject.make_batch)
 
     # ---- other settings
 
@@ -201,7 +223,8 @@ class Plan:
 
         Args:
             changes: fields of `Settings`; or ``hardware``, which costs no new rehearsal where the
-                new machine has lanes and a backend of the same kind.
+                new machine has lanes and a backend of the same kind. Nor do settings that were
+                planned a moment ago.
 
         Raises:
             TypeError: there is no such setting.
@@ -224,18 +247,23 @@ class Plan:
         rehearsal = self.rehearsal
         alike = _kind(hardware) == _kind(self.hardware)
         if settings != self.settings or not alike:
-            rehearsal = rehearse(self._subject, settings, *_kind(hardware))
+            rehearsal = _rehearsed(self._subject, settings, _kind(hardware))
         return Plan(self._subject, settings, hardware, rehearsal)
 
-    def fit(self, memory: float | None = None, limit: int = 24) -> Fit:
+    def fit(
+        self, memory: float | None = None, limit: int = 30, low_precision: bool = False
+    ) -> Fit[Plan]:
         """Search for the fastest settings that fit.
 
         Tried are checkpointing, what is freed after forward, micro-batches of as many samples a
-        step, and, over several nodes, shards within a node with copies across.
+        step, and, over several nodes, shards within one or two nodes with copies across. With the
+        best of them: a larger window, some units kept gathered after forward, and with several
+        micro-batches all of them after backward. Where nothing fits: offload.
 
         Args:
             memory: bytes of a rank; default: `room`.
             limit: rehearsals at most.
+            low_precision: whether gradients may be reduced in bf16, where precision is mixed.
 
         Raises:
             ValueError: the user's own calls of `fully_shard` were planned, which cannot be varied.
@@ -246,19 +274,7 @@ class Plan:
                 "pass units=… in its place"
             )
         room = self.room if memory is None else int(memory)
-        tried: list[Plan] = []
-        hopeless: set[tuple[object, ...]] = set()
-        for settings in _candidates(self):
-            key = (settings.mesh, settings.batch)
-            if len(tried) >= limit or key in hopeless:
-                continue
-            made = self if settings == self.settings else self.with_(**_changes(self, settings))
-            tried.append(made)
-            thriftiest = settings.checkpointing is True and settings.reshard_after_forward is True
-            # Where activations are small, what is computed again may be more than what is saved.
-            if thriftiest and made.memory.peak.rounded > 1.25 * room:
-                hopeless.add(key)
-        return Fit(room, tried)
+        return search(self, room, limit, low_precision)
 
     # ---- as a picture and in print
 
@@ -306,39 +322,11 @@ class Plan:
         return show(self.timeline(), to=path)
 
     def __repr__(self) -> str:
-        return f"Plan({self.verdict!r})"
+        return f"Plan({self._summary!r})"
 
     def code(self, policy: str = "policy") -> str:
         """Lines that train like this, to paste."""
         return code(self.settings, self.hardware, policy)
-
-
-class Fit:
-    """What `Plan.fit` tried.
-
-    Attributes:
-        room: bytes that were allowed.
-        tried: all plans.
-    """
-
-    def __init__(self, room: int, tried: list[Plan]) -> None:
-        self.room = room
-        self.tried = tried
-
-    @property
-    def fitting(self) -> list[Plan]:
-        """Those that fit, the fastest first."""
-        found = [plan for plan in self.tried if plan.memory.peak.rounded <= self.room]
-        return sorted(found, key=lambda plan: -plan.tokens_per_second)
-
-    @property
-    def best(self) -> Plan | None:
-        """The fastest that fits; ``None`` where none does."""
-        found = self.fitting
-        return found[0] if found else None
-
-    def __str__(self) -> str:
-        return render_fit(self.fitting, self.tried, self.room)
 
 
 @dataclass
@@ -356,40 +344,22 @@ def _kind(hardware: Hardware) -> tuple[str, str]:
     return hardware.device if hardware.device == "cpu" else "cuda", hardware.backend
 
 
-def _changes(plan: Plan, settings: Settings) -> dict[str, Any]:
-    return {
-        each.name: getattr(settings, each.name)
-        for each in fields(Settings)
-        if getattr(settings, each.name) != getattr(plan.settings, each.name)
-    }
-
-
-def _candidates(plan: Plan) -> Iterator[Settings]:
-    """The thriftiest of a micro-batch first: where that does not fit, none does."""
-    now, node = plan.settings, plan.hardware.node
-    meshes = [now.mesh]
-    world = now.world
-    if world > node and world % node == 0:
-        meshes += [shape for shape in ((world,), (world // node, node)) if shape != now.mesh]
-    samples = now.batch * now.accumulate
-    sizes = [size for size in range(samples, 0, -1) if samples % size == 0][:4]
-    for mesh in meshes:
-        for size in sizes:
-            for reshard in (True, False):
-                for checkpointing in (True, 2, False):
-                    yield replace(
-                        now,
-                        mesh=mesh,
-                        batch=size,
-                        accumulate=samples // size,
-                        reshard_after_forward=reshard,
-                        checkpointing=checkpointing,
-                    )
+def _rehearsed(subject: Subject, settings: Settings, kind: tuple[str, str]) -> Rehearsal:
+    """A rehearsal, or the same one again: of the last few of a model."""
+    key = (settings, kind)
+    found = subject.rehearsals.pop(key, None)
+    if found is None:
+        found = rehearse(subject, settings, *kind)
+    subject.rehearsals[key] = found
+    while len(subject.rehearsals) > REMEMBERED:
+        subject.rehearsals.pop(next(iter(subject.rehearsals)))
+    return found
 
 
 def _shape(mesh: int | Iterable[int]) -> tuple[int, ...]:
     shape = (mesh,) if isinstance(mesh, int) else tuple(mesh)
-    if len(shape) not in (1, 2) or any(size < 1 for size in shape):
+    known = len(shape) in (1, 2) and all(isinstance(size, int) and size > 0 for size in shape)
+    if not known:
         raise ValueError(
             f"mesh={mesh!r} is no shape of ranks; pass a number, (shard,) or (replicate, shard)"
         )
@@ -439,7 +409,7 @@ def plan(
     Raises:
         RuntimeError: this process has a process group.
         ValueError: the model asks for values, or an argument does not fit.
-        TypeError: there is no such setting.
+        TypeError: there is no such setting, or no model.
 
     Example::
 
@@ -454,6 +424,10 @@ def plan(
         )
     machine = load(hardware)
     chosen = Settings(mesh=_shape(mesh), **settings)
+    if not callable(model):
+        raise TypeError(
+            f"plan() takes a model or a function that makes one, not {type(model).__name__}"
+        )
     make = (lambda: on_meta(model)) if isinstance(model, nn.Module) else model
     subject = Subject(make, make_batch, policy_of(units), shard, loss, optimizer, tokens)
-    return Plan(subject, chosen, machine, rehearse(subject, chosen, *_kind(machine)))
+    return Plan(subject, chosen, machine, _rehearsed(subject, chosen, _kind(machine)))

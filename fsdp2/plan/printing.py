@@ -134,7 +134,8 @@ def _units(units: Sequence[UnitTimes]) -> list[str]:
 
 def render_fit(fitting: Sequence[Planned], tried: Sequence[Planned], room: int) -> str:
     """What was tried, the fastest that fits first, and the best as code."""
-    header = ["mesh", "batch", "accumulate", "reshard", "checkpointing", "peak", "tokens/s", "fits"]
+    header = ["mesh", "batch", "accumulate", "reshard", "checkpointing", "other", "peak"]
+    header += ["tokens/s", "fits"]
     rest = [plan for plan in tried if plan not in fitting]
     rest.sort(key=lambda plan: plan.memory.peak.rounded)
     rows = []
@@ -147,6 +148,7 @@ def render_fit(fitting: Sequence[Planned], tried: Sequence[Planned], room: int) 
                 str(settings.accumulate),
                 str(settings.reshard_after_forward),
                 str(settings.checkpointing),
+                _others(settings),
                 _bytes(plan.memory.peak.rounded),
                 f"{plan.tokens_per_second:,.0f}",
                 "yes" if plan in fitting else "no",
@@ -158,44 +160,69 @@ def render_fit(fitting: Sequence[Planned], tried: Sequence[Planned], room: int) 
     return "\n".join([*lines, "", fitting[0].verdict, "", fitting[0].code()])
 
 
+def _others(settings: Settings) -> str:
+    """What has no column, where it is not as by default."""
+    found = []
+    if settings.kept:
+        found.append(f"{len(settings.kept)} kept")
+    if settings.window != 1:
+        found.append(f"window {settings.window}")
+    if not settings.reshard_after_backward:
+        found.append("gathered once")
+    if settings.accumulate > 1 and settings.reduce_each:
+        found.append("reduced each time")
+    if settings.offload:
+        found.append("offload")
+    return ", ".join(found) or "-"
+
+
 def code(settings: Settings, hardware: Hardware, policy: str) -> str:
     """Settings as lines to paste; ``policy`` stands for what chooses units."""
     names = ("replicate", "shard")[-len(settings.mesh) :]
-    device = hardware.device
-    lines = [f'mesh = init_device_mesh("{device}", {settings.mesh}, mesh_dim_names={names})']
-    options = ["mesh=mesh"]
+    lines = [
+        "from torch.distributed.device_mesh import init_device_mesh",
+        "from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard",
+        "from fsdp2.wrap import chosen_modules",
+        "",
+        f'mesh = init_device_mesh("{hardware.device}", {settings.mesh}, mesh_dim_names={names})',
+        'options = {"mesh": mesh}',
+    ]
     if settings.precision is not None:
         mixed = settings.precision
         lines.append(
-            f"precision = MixedPrecisionPolicy(param_dtype={mixed.param_dtype}, "
+            f'options["mp_policy"] = MixedPrecisionPolicy(param_dtype={mixed.param_dtype}, '
             f"reduce_dtype={mixed.reduce_dtype})"
         )
-        options.append("mp_policy=precision")
     if settings.offload:
-        options.append("offload_policy=CPUOffloadPolicy()")
-    shared = ", ".join(options)
-    reshard = settings.reshard_after_forward
-    if not settings.reshard_after_backward:
-        reshard = False
+        lines.append('options["offload_policy"] = CPUOffloadPolicy()')
+    if settings.precision is not None:
+        lines.insert(0, "import torch")
     lines.append(f"for number, choice in enumerate(chosen_modules(model, {policy})):")
     if settings.checkpointing:
-        every = int(settings.checkpointing)
-        lines.append(f"    if number % {every} == 0:")
+        lines.insert(0, "from torch.utils.checkpoint import checkpoint")
+        lines.insert(0, "import functools")
+        lines.append(f"    if number % {int(settings.checkpointing)} == 0:")
         lines.append(
             "        choice.module.forward = functools.partial(\n"
             "            checkpoint, choice.module.forward, use_reentrant=False)"
         )
-    value = f"choice.name not in {set(settings.kept)}" if settings.kept else f"{reshard}"
-    lines.append(f"    fully_shard(choice.module, {shared}, reshard_after_forward={value})")
-    lines.append(f"fully_shard(model, {shared}, reshard_after_forward=False)")
+    freed = settings.reshard_after_forward if settings.reshard_after_backward else False
+    value = f"{freed}"
+    if settings.kept and freed is not False:
+        value = f"False if choice.name in {sorted(settings.kept)} else {freed}"
+    lines.append(f'    own = {{"reshard_after_forward": {value}, **choice.options}}')
+    lines.append("    fully_shard(choice.module, **{**options, **own})")
+    lines.append("fully_shard(model, **options, reshard_after_forward=False)")
     if settings.window != 1:
         lines.append(f"model.set_prefetch_window({settings.window})")
     if not settings.reshard_after_backward:
         lines.append("model.set_reshard_after_backward(False)")
     if settings.accumulate > 1:
+        calls = "model.set_is_last_backward(is_last)"
+        if not settings.reduce_each:
+            calls = f"model.set_requires_gradient_sync(is_last); {calls}"
         lines.append(
-            f"# {settings.accumulate} micro-batches of {settings.batch}; before each: "
-            f"model.set_requires_gradient_sync(is_last); model.set_is_last_backward(is_last)"
+            f"# {settings.accumulate} micro-batches of {settings.batch}; before each: {calls}"
         )
     return "\n".join(lines)
 

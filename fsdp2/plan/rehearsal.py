@@ -12,12 +12,13 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2.api import fully_shard
@@ -30,7 +31,7 @@ from fsdp2.inspect import GroupReport, group_reports
 from fsdp2.interop import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.module import FSDPModule
 from fsdp2.norms import clip_grad_norm_
-from fsdp2.paper.operators import Operators, attention_of
+from fsdp2.paper.operators import Operators, attention_of, fused_optimizers
 from fsdp2.paper.recording import ACTIVATIONS, GRADIENTS, MODEL, Recorder, Recording
 from fsdp2.paper.stage import NotedGroup, module_of_meta, on_paper
 from fsdp2.wrap import Choice, ModuleWrapPolicy, chosen_modules
@@ -51,6 +52,8 @@ class Settings:
         mesh: ranks: ``(shard,)`` or ``(replicate, shard)``.
         batch: what ``make_batch`` is called with, if it takes an argument: sequences, images.
         accumulate: micro-batches in a step; gradients are reduced in the last.
+        reduce_each: whether they are reduced in every micro-batch, so that whole gradients do not
+            stay.
         reshard_after_forward: as for `fully_shard`, for units below the root.
         kept: names of units that stay gathered from forward to backward, whatever it says.
         reshard_after_backward: ``False``: gathered once a step, and not after forward either.
@@ -64,6 +67,7 @@ class Settings:
     mesh: tuple[int, ...] = (8,)
     batch: int = 1
     accumulate: int = 1
+    reduce_each: bool = False
     reshard_after_forward: bool | int | None = None
     kept: tuple[str, ...] = ()
     reshard_after_backward: bool = True
@@ -91,6 +95,7 @@ class Subject:
         loss: from the model and a micro-batch to a scalar.
         optimizer: from parameters to an optimizer.
         tokens: of a micro-batch; ``None``: counted.
+        rehearsals: the last ones, by settings and kind of machine.
     """
 
     make_model: MakeModel
@@ -100,6 +105,7 @@ class Subject:
     loss: Loss
     optimizer: MakeOptimizer
     tokens: int | None
+    rehearsals: dict[object, Rehearsal] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -134,17 +140,47 @@ def rehearse(subject: Subject, settings: Settings, device: str, backend: str) ->
         ValueError: the model asks for a tensor's values, which are not there on ``meta``.
         RuntimeError: this process has a process group.
     """
+    _check(settings)
     recorder = Recorder(asynchronous=device != "cpu")
     with ExitStack() as stack:
         stack.enter_context(on_paper(recorder, backend, settings.world))
         stack.enter_context(attention_of(device))
+        stack.enter_context(fused_optimizers())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         mesh = _mesh(settings)
         stack.enter_context(module_of_meta())
         with torch.device("meta"):
             model = subject.make_model()
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"plan() takes a model or a function that makes one, which returned "
+                f"{type(model).__name__}; let it return an nn.Module"
+            )
         with Operators(recorder):
             return _rehearse(subject, settings, device, recorder, model, mesh)
+
+
+def _check(settings: Settings) -> None:
+    for name in ("batch", "accumulate", "window"):
+        value = getattr(settings, name)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} cannot be planned; pass a whole number from 1 on")
+
+
+def _check_units(subject: Subject, settings: Settings, found: Iterable[str]) -> None:
+    """Names that no unit has would change nothing, and nobody would know."""
+    units = set(found)
+    lost = [name for name in settings.kept if name not in units]
+    if lost:
+        raise ValueError(
+            f"kept={settings.kept!r} names no unit '{lost[0]}'; the units are "
+            f"{', '.join(sorted(units))}"
+        )
+    if subject.units is not None and units == {"(root)"}:
+        raise ValueError(
+            "units=… chooses no module of the model, which would be one unit; leave it out if that "
+            "is meant, or name classes that the model has"
+        )
 
 
 def _mesh(settings: Settings) -> DeviceMesh:
@@ -164,6 +200,7 @@ def _rehearse(
     recorder.tag((*model.parameters(), *model.buffers()), MODEL)
     _shard(subject, settings, model, mesh)
     units = _units(model)
+    _check_units(subject, settings, units)
     _watch(units, recorder)
     shards = [_Rows(param) for param in model.parameters()]
     optimizer = subject.optimizer([rows.param for rows in shards])
@@ -285,8 +322,14 @@ def _watch(units: Mapping[str, nn.Module], recorder: Recorder) -> None:
 
 def _make_batch(subject: Subject, settings: Settings) -> Batch:
     with torch.device("meta"):
-        takes = inspect.signature(subject.make_batch).parameters
-        return subject.make_batch(settings.batch) if takes else subject.make_batch()
+        given = (settings.batch,) if takes_count(subject.make_batch) else ()
+        batch = subject.make_batch(*given)
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), batch)
+
+
+def takes_count(make_batch: Callable[..., Batch]) -> bool:
+    """Whether a function that makes a batch takes the number of samples."""
+    return bool(inspect.signature(make_batch).parameters)
 
 
 def tensors_in(batch: Batch) -> list[torch.Tensor]:
@@ -354,10 +397,15 @@ class _Step:
         recorder, model, count = self.recorder, self.model, self.settings.accumulate
         for micro in range(count):
             if count > 1 and isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(micro == count - 1)
+                model.set_requires_gradient_sync(self.settings.reduce_each or micro == count - 1)
                 model.set_is_last_backward(micro == count - 1)
             with recorder.during("forward"), _explaining():
                 loss = self.subject.loss(model, self.batch)
+                if not loss.requires_grad:
+                    raise ValueError(
+                        "the loss of a plan needs no gradient, so that there is no backward; let "
+                        "loss=… return what depends on parameters that are trained"
+                    )
             with recorder.during("backward"), _explaining():
                 loss.backward()
             del loss

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from fsdp2.core.device.streams import Lane
 from fsdp2.paper.recording import Operation, Recording, Signal, Wait
+from fsdp2.plan.costs import costs_of
 from fsdp2.plan.hardware import Hardware
 
 HOST_BANDWIDTH = 2.0e10
@@ -148,18 +149,19 @@ class _Clock:
         self.timing = Timing()
         self.now = dict.fromkeys(Lane, 0.0)
         self.host = 0.0
-        self._recording, self._hardware, self._world = recording, hardware, world
+        self._recording, self._costs = recording, costs_of(hardware, world)
+        self._unit = ""
         self._channels = dict.fromkeys(range(len(recording.groups)), 0.0)
         self._events: dict[int, tuple[float, Lane, int]] = {}
         self._latest = dict.fromkeys(Lane, -1)  # span of each lane
 
     def run(self, note: Operation) -> None:
+        launch = self._costs.launch(note)
+        if note.unit != self._unit:
+            launch, self._unit = launch + self._costs.unit, note.unit
         if note.lane is None:
-            self.host += self._hardware.host_op + note.nbytes / HOST_BANDWIDTH
+            self.host += launch + note.nbytes / HOST_BANDWIDTH
             return
-        launch = self._hardware.host_op
-        if note.kind == "collective":
-            launch = self._hardware.host_collective
         lane, seconds = note.lane, self._seconds(note)
         if not self._recording.asynchronous:
             self.host = max(self.host, self.now[lane]) + launch
@@ -178,13 +180,9 @@ class _Clock:
         self.timing.spans.append(Span(note, start, start + seconds))
 
     def _seconds(self, note: Operation) -> float:
-        hardware = self._hardware
         if note.kind == "collective":
-            ranks = self._recording.groups[note.group]
-            return hardware.collective(note.name, note.nbytes, ranks, self._world)
-        if note.kind == "view":
-            return 0.0
-        return hardware.compute(note.flops, note.nbytes, note.dtype, self._world)
+            return self._costs.collective(note, self._recording.groups[note.group])
+        return 0.0 if note.kind == "view" else self._costs.operator(note)
 
     def signal(self, note: Signal) -> None:
         time = max(self.now[note.lane], self.host)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,19 @@ import fsdp2
 from fsdp2.core.device.rehearsal import Stage, rehearsing
 from fsdp2.core.device.streams import Lane
 from fsdp2.examples import train_lm
-from fsdp2.paper.recording import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER, REDUCTIONS, SHARDS
-from fsdp2.plan import hardware, presets
+from fsdp2.paper.recording import (
+    ACTIVATIONS,
+    GATHERED,
+    GRADIENTS,
+    OPTIMIZER,
+    REDUCTIONS,
+    SHARDS,
+    Operation,
+)
+from fsdp2.plan import calibrate, hardware, presets
 from fsdp2.plan.__main__ import _of_function, _of_preset, _parser, main
-from fsdp2.plan.hardware import Hardware
+from fsdp2.plan.costs import costs_of
+from fsdp2.plan.hardware import Hardware, Measured
 from fsdp2.plan.memory import Ledger
 from fsdp2.plan.planner import Plan, plan
 from fsdp2.testing.null_group import null_world
@@ -129,6 +139,28 @@ def test_two_meshes_and_accumulation() -> None:
     }
 
 
+def test_gradients_that_are_reduced_in_each_micro_batch_do_not_stay() -> None:
+    once = planned(accumulate=3, optimizer=sgd)
+    each = once.with_(reduce_each=True)
+    counts = [
+        Counter(note.name for note in p.rehearsal.recording.operations)["reduce-scatter"]
+        for p in (once, each)
+    ]
+    assert counts == [LAYERS, 3 * LAYERS]
+    most = [_most_gradients(p) for p in (once, each)]
+    assert most[0] >= LAYERS * WEIGHT
+    assert most[1] <= 2 * WEIGHT + LAYERS * WEIGHT // RANKS
+    assert "set_requires_gradient_sync" not in each.code()
+
+
+def _most_gradients(made: Plan) -> int:
+    ledger, most = Ledger(made.rehearsal.recording, 1), 0
+    for note in made.rehearsal.recording.notes:
+        ledger.take(note)
+        most = max(most, ledger.totals[GRADIENTS])
+    return most
+
+
 def test_checkpointing_trades_activations_for_arithmetic() -> None:
     shape = presets.PRESETS["tiny"]
 
@@ -234,6 +266,91 @@ def test_on_a_cpu_all_is_one_after_the_other() -> None:
     assert {n.lane for n in made.rehearsal.recording.operations} == {Lane.COMPUTE}
 
 
+def measured_machine() -> Hardware:
+    """Two cores, of which tables say what they take: more of each where two ranks compute."""
+
+    def table(ranks: int) -> Measured:
+        return Measured(
+            ranks=ranks,
+            products={"mm": [(1e6, 1e5, 1e9 / ranks), (1e9, 1e7, 4e9 / ranks)]},
+            operators={"add": [(1e3, 0.0), (1e6, 1e-3 * ranks)], "silu": [(1e3, 5e-3)]},
+            host={
+                **{"forward": 1e-6, "backward": 2e-6, "optimizer": 3e-6},
+                **{"collective": 4e-6, "unit": 5e-6},
+            },
+            excess={"backward": [(0.0, 0.0), (1e6, 1e-2)]},
+        )
+
+    curve = [(1e3, 1e-4), (1e6, 1e-3)]
+    return replace(
+        TOY,
+        device="cpu",
+        backend="gloo",
+        shared=True,
+        cores=2,
+        measured=(table(1), table(2)),
+        gloo={"all-gather": [(2, 2, curve), (4, 4, [(x, 4 * y) for x, y in curve])]},
+    )
+
+
+def noted(name: str, nbytes: float, flops: float = 0, **more: Any) -> Operation:
+    """An operation of a step."""
+    given = {"lane": Lane.COMPUTE, "kind": "compute", "unit": "", "phase": "forward", **more}
+    return Operation(name=name, nbytes=int(nbytes), flops=int(flops), dtype=torch.float32, **given)
+
+
+def test_measured_costs_are_those_of_the_tables() -> None:
+    machine = measured_machine()
+    one, two, four = (costs_of(machine, ranks) for ranks in (1, 2, 4))
+    assert one.operator(noted("mul", 1e6)) == pytest.approx(1e-3)
+    assert one.operator(noted("mul_", 4e6)) == pytest.approx(4e-3)  # at the last one's rate
+    assert one.operator(noted("mul", 500)) == 0.0  # the host's time alone
+    assert one.operator(noted("mul", 5e5, phase="backward")) == pytest.approx(5.5e-3, rel=0.01)
+    assert one.operator(noted("silu", 1e3)) == pytest.approx(5e-3)
+    assert two.operator(noted("mul", 1e6)) == pytest.approx(2e-3)
+    assert four.operator(noted("mul", 1e6)) == pytest.approx(4e-3)  # two turns
+    assert one.operator(noted("mm", 1e5, 1e6)) == pytest.approx(1e-3, rel=0.01)
+    between = one.operator(noted("bmm", 1e6, 3e7))
+    assert 3e7 / 4e9 < between < 3e7 / 1e9
+    assert one.launch(noted("mul", 1)) == 1e-6
+    assert one.launch(noted("_fused_adamw_", 1, phase="optimizer", tensors=7)) == pytest.approx(
+        21e-6
+    )
+    assert four.launch(noted("all-gather", 1, kind="collective")) == pytest.approx(8e-6)
+    assert (one.unit, four.unit) == pytest.approx((5e-6, 10e-6))
+    gather = noted("all-gather", 1e6, kind="collective")
+    assert two.collective(gather, (0, 1)) == pytest.approx(1e-3)
+    assert four.collective(gather, (0, 1, 2, 3)) == pytest.approx(4e-3)
+    assert 1e-3 < four.collective(gather, (0, 1)) < 4e-3
+    assert one.collective(gather, (0,)) == 0.0
+
+
+def test_measured_machines_are_files(tmp_path: Path) -> None:
+    machine = measured_machine()
+    hardware.write(machine, tmp_path / "m.json")
+    read = hardware.load(tmp_path / "m.json")
+    again = calibrate.median_of([machine, read, read])
+    made, other = planned(hardware=machine, mesh=2), planned(hardware=again, mesh=2)
+    assert made.time.step == other.time.step > 0
+
+
+@pytest.mark.extended
+def test_a_machine_is_calibrated(tmp_path: Path) -> None:
+    """All of this process's figures; others are of several processes at a time."""
+    path = tmp_path / "m.json"
+    command = [sys.executable, "-m", "fsdp2.plan", "calibrate", "--ranks", "1,2", "-o", str(path)]
+    subprocess.run(command, check=True, timeout=900)
+    found = hardware.load(path)
+    assert [table.ranks for table in found.measured] == [1, 2][: found.cores]
+    for table in found.measured:
+        assert all(rate > 0 for points in table.products.values() for _, _, rate in points)
+        for curve in table.operators.values():
+            assert [took for _, took in curve] == sorted(took for _, took in curve)
+        assert table.host["forward"] > 0
+    assert found.gloo.keys() == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert 0 < planned(hardware=found, mesh=1).time.step < 10
+
+
 def test_settings_that_fit_are_found() -> None:
     made = planned(batch=4)
     tight = made.with_(reshard_after_forward=True).memory.peak.rounded
@@ -246,6 +363,70 @@ def test_settings_that_fit_are_found() -> None:
     nothing = made.fit(memory=1, limit=4)
     assert nothing.best is None
     assert "nothing that was tried fits" in str(nothing)
+
+
+def test_the_code_of_a_plan_runs() -> None:
+    """With all that it may say; units are sharded, checkpointed and kept as the plan has them."""
+    precision = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    made = planned(
+        mesh=(2, 2), checkpointing=2, precision=precision, kept=("1", "3"), window=2, accumulate=2
+    )
+    with null_world(4):
+        model = stack()
+        given: dict[str, Any] = {"model": model, "policy": {Layer}}
+        exec(made.code().replace('"cuda"', '"cpu"'), given)
+        assert isinstance(model, fsdp2.FSDPModule)
+        layers = [layer for layer in model if isinstance(layer, fsdp2.FSDPModule)]
+        assert len(layers) == LAYERS
+        assert [group.gathers for group in fsdp2.report(model).groups] == [2, 1, 2, 1]
+        assert [group.window for group in fsdp2.report(model).groups] == [2] * LAYERS
+        assert model(torch.ones(1, DIM)).dtype is torch.bfloat16
+    offloaded = made.with_(offload=True).code()
+    assert "CPUOffloadPolicy()" in offloaded
+    compile(offloaded, "code", "exec")
+
+
+def test_a_verdict_says_what_would_fit() -> None:
+    """First to free some units after forward, and no more of them than must be."""
+    made = plan(
+        *(lambda: nn.Sequential(*[Layer() for _ in range(12)]), some),
+        units={Layer},
+        reshard_after_forward=False,
+        optimizer=sgd,
+        hardware=TOY,
+        batch=8,
+    )
+    assert made.verdict.endswith("tokens/s")
+    peak = made.memory.peak.rounded
+    tight = made.with_(hardware=Hardware(**{**vars(TOY), "memory": peak - 2 * WEIGHT}))
+    assert not tight.fits
+    assert "with reshard_after_forward=True on 0 to 1 it does, no slower" in tight.verdict
+    lost = made.with_(hardware=Hardware(**{**vars(TOY), "memory": 1000}))
+    assert lost.verdict.endswith("tokens/s")
+
+
+def test_what_was_planned_is_not_rehearsed_again() -> None:
+    made = planned(optimizer=sgd)
+    other = made.with_(window=2)
+    assert other.rehearsal is not made.rehearsal
+    assert other.with_(window=1).rehearsal is made.rehearsal
+
+
+def test_a_batch_of_fixed_size_stays_as_it_is() -> None:
+    made = plan(stack, lambda: some(4), units={Layer}, accumulate=2, optimizer=sgd)
+    found = made.fit(limit=8)
+    assert {(p.settings.batch, p.settings.accumulate) for p in found.tried} == {(1, 2)}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_fused_optimizers(kind: Any) -> None:
+    """Their states are planned; nothing of a step is temporary."""
+    fused = planned(optimizer=lambda params: kind(params, lr=0.1, fused=True))
+    plain = planned(optimizer=lambda params: kind(params, lr=0.1, foreach=True))
+    states = [p.memory.before.categories.get(OPTIMIZER, 0) for p in (fused, plain)]
+    assert 0 <= abs(states[0] - states[1]) <= 64  # counters of steps
+    steps = [n for n in fused.rehearsal.recording.operations if n.name.startswith("_fused_")]
+    assert sum(note.tensors for note in steps) == LAYERS
 
 
 def test_offloaded_shards_are_in_cpu_memory() -> None:
@@ -305,7 +486,7 @@ def test_hardware_files_say_where_figures_are_from() -> None:
         assert found.flops["bfloat16"] < found.peak_flops["bfloat16"]
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with raises("plan-hardware"):
         planned(hardware="abacus")
     path = tmp_path / "half.json"
@@ -325,6 +506,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with rehearsing(Stage(stage, stage)), raises("plan-rehearsal"):
         rehearsing(Stage(stage, stage)).__enter__()
 
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with raises("plan-calibration"):
+        calibrate.measure_cpu([1])
+
     class Asks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -336,6 +521,30 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
     with raises("plan-values"):
         plan(Asks, some)
+
+
+def test_mistakes_are_sentences() -> None:
+    for name in ("batch", "accumulate", "window"):
+        with raises("plan-count"):
+            planned(**{name: 0})
+    with raises("plan-kept"):
+        planned(kept=("7",))
+    with raises("plan-units"):
+        planned(units=["Leyer"])
+    with raises("plan-mesh"):
+        planned(mesh="8")
+    model: Any = 3
+    with raises("plan-model"):
+        plan(model, some)
+    with raises("plan-no-model"):
+        plan(lambda: model, some)
+    with raises("plan-loss"):
+        planned(loss=lambda model, batch: torch.zeros(()))
+
+
+def test_a_batch_of_another_device_is_planned_by_its_shapes() -> None:
+    made = plan(stack, lambda: {"input": torch.zeros(1, DIM, device="cpu")}, optimizer=sgd)
+    assert made.flops == planned(optimizer=sgd).flops
 
 
 def test_command_line_refusals() -> None:
@@ -354,9 +563,11 @@ def _cases(first: int, last: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_train_lm_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--preset", "tiny", "--nproc", "4", "--replicate", "2", "--plan"]
+def test_train_lm_prints_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    given = ["--preset", "tiny", "--nproc", "4", "--replicate", "2"]
+    given += ["--trace", str(tmp_path / "planned.json"), "--plan"]
     assert train_lm.main([*given, "a100"]) == 0
+    assert json.loads((tmp_path / "planned.json").read_text())
     printed = capsys.readouterr().out
     assert "2 x 2 x A100" in printed
     assert "blocks.1" in printed
