@@ -613,7 +613,10 @@ class _Job:
         if self._plan is None:
             return
         prefix = f"__{rank_and_size()[0]}_"
-        for path in list(self._folder.glob("*")) if self._folder.is_dir() else ():
+        found: list[Path] = []
+        with suppress(OSError):  # another rank has removed it
+            found = list(self._folder.glob("*"))
+        for path in found:
             if is_first() or path.name.startswith(prefix):
                 with suppress(OSError):
                     files.DISK.remove(path)
