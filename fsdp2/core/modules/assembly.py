@@ -220,8 +220,11 @@ def owners_of(group: ParamGroup) -> set[nn.Module]:
 def watch_state_dicts_of(owners: set[nn.Module], group: ParamGroup) -> None:
     """As `watch_state_dicts`, for state dicts of some modules."""
     collected: list[list[str]] = []  # where the load under way collects its errors
-
     shown = _Shown(group)
+
+    def before() -> None:
+        group.reshard()
+        group.settle()
 
     def before_save(*_: object) -> None:
         if not _is_in_use(group):
@@ -229,10 +232,6 @@ def watch_state_dicts_of(owners: set[nn.Module], group: ParamGroup) -> None:
 
     def after_save(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
         shown.put_into(state, module, prefix)
-
-    def before(*_: object) -> None:
-        group.reshard()
-        group.settle()
 
     def before_load(*given: Any) -> None:
         before()
