@@ -9,6 +9,13 @@
 
 Who writes what is planned in the first save, in one more exchange before 2, and again when a rank's
 layout has changed: a rank that has no plan for its layout says so in 3.
+
+Two saves beside training may be under way. 1 overlaps, 2 to 6 do not, so that ranks exchange in the
+order of the calls, however fast each is.
+
+    call 1   copy to memory 0 | 2 … 6 |
+    call 2                copy to memory 1 | 2 … 6 |
+    call 3                  waits ……. | copy to memory 0 | 2 … 6 |
 """
 
 from __future__ import annotations
@@ -49,7 +56,7 @@ from fsdp2.checkpoint.folder import (
 )
 from fsdp2.checkpoint.items import index_of, write_items
 from fsdp2.checkpoint.snapshot import Nested, named_parameters
-from fsdp2.checkpoint.staging import Copy, HostMemory, plain, watch_loads, watch_optimizers
+from fsdp2.checkpoint.staging import Copy, HostMemory, State, plain, watch_loads, watch_optimizers
 from fsdp2.checkpoint.state import Extra, packed, state_of
 from fsdp2.checkpoint.together import Outcome, agree, attempt, is_first, side_channel
 from fsdp2.core.config import CheckpointError
@@ -104,9 +111,9 @@ def save(
 
         fsdp2.checkpoint.save("run", model, optimizer, step=100, extra={"lr": 0.1}, keep=3)
     """
-    job = _Job(Path(folder), step, keep, f"save('{folder}', step={step})")
-    job.take(model, optimizer, extra, rng, buffers, beside=False)
-    return job.start(beside=False).result()
+    job = _Job(Path(folder), step, keep, f"save('{folder}', step={step})", beside=False)
+    job.take(model, optimizer, extra, rng, buffers)
+    return job.start().result()
 
 
 def async_save(
@@ -129,9 +136,14 @@ def async_save(
     Call ``wait_staged()`` on what is returned before you write parameters in another way: in place,
     the save fails; through ``.data``, nobody sees it.
 
-    The host memory is this rank's shards once, allocated by the first of these saves and kept. The
-    next save waits until this one is durable, and raises if it has failed. At the end of the
-    process Python waits for it. Call ``result()`` before ``destroy_process_group()``.
+    The next call does not wait until this one is durable: it copies to other host memory, and is
+    written after this one. The call after that waits for this one. The host memory is this rank's
+    shards once, and once more from when two are under way; it is kept. At the end of the process
+    Python waits for both. Call ``result()`` of the last before ``destroy_process_group()``.
+
+    A save that fails does not keep the next one from being saved. Nor is it kept silent: if the
+    next was called before ``result()`` of the failed one, ``result()`` of the next raises, too,
+    once; the call after the next raises if ``result()`` was asked of neither; so does any `save`.
 
     Args:
         folder: as all others, as of `save`.
@@ -144,10 +156,10 @@ def async_save(
         buffers: as of `save`.
 
     Returns:
-        What becomes of it. Errors are raised there, or by the next save, on all ranks alike.
+        What becomes of it. Errors are raised there, or by a later save, on all ranks alike.
 
     Raises:
-        CheckpointError: the save before has failed.
+        CheckpointError: the last save but one has failed, and nobody has asked for its result.
 
     Example::
 
@@ -155,9 +167,32 @@ def async_save(
         train_on()
         saving.result()
     """
-    job = _Job(Path(folder), step, keep, f"async_save('{folder}', step={step})")
-    job.take(model, optimizer, extra, rng, buffers, beside=True)
-    return job.start(beside=True)
+    job = _Job(Path(folder), step, keep, f"async_save('{folder}', step={step})", beside=True)
+    job.take(model, optimizer, extra, rng, buffers)
+    return job.start()
+
+
+@dataclass
+class _Failure:
+    """What a save has failed with, and whether this rank's user has been told."""
+
+    error: CheckpointError
+    told: bool = False
+
+
+@dataclass
+class _End:
+    """What has become of a save.
+
+    Attributes:
+        path: of the step, if it is durable.
+        failure: if it is not.
+        before: what the save before has failed with, if that is to be told here.
+    """
+
+    path: Path | None = None
+    failure: _Failure | None = None
+    before: _Failure | None = None
 
 
 class Saving:
@@ -171,9 +206,7 @@ class Saving:
         self.step = step
         self._copy = copy
         self._ended = threading.Event()
-        self._path: Path | None = None
-        self._failure: CheckpointError | None = None
-        self._told = False
+        self._end = _End()
         self._thread: threading.Thread | None = None
 
     @property
@@ -184,7 +217,7 @@ class Saving:
     @property
     def durable(self) -> bool:
         """Whether the step is complete and durable."""
-        return self._path is not None
+        return self._end.path is not None
 
     def wait_staged(self) -> None:
         """Return when parameters and states may be written in whatever way."""
@@ -198,18 +231,37 @@ class Saving:
             timeout: in seconds. Default ``None``: none.
 
         Raises:
-            CheckpointError: it has failed; on all ranks alike.
+            CheckpointError: it has failed; on all ranks alike. Or it is durable, but the save
+                before has failed, and was still under way at the call; this is raised once.
             TimeoutError: it is not over yet.
         """
         if not self._wait(timeout):
             raise TimeoutError(
                 f"step {self.step} is not durable after {timeout} seconds; wait for longer"
             )
-        if self._failure is not None:
-            self._told = True
-            raise self._failure
-        assert self._path is not None
-        return self._path
+        end = self._end
+        before, end.before = end.before, None
+        if before is not None:
+            before.told = True
+        if end.failure is not None:
+            end.failure.told = True
+            if before is not None:
+                raise CheckpointError(
+                    f"step {self.step} has failed ({end.failure.error}), and so has the save "
+                    f"before it ({before.error}); mend that and save again"
+                ) from end.failure.error
+            raise end.failure.error
+        if before is not None:
+            raise CheckpointError(
+                f"step {self.step} is durable, but the save before it has failed "
+                f"({before.error}); train on, or save again"
+            ) from before.error
+        assert end.path is not None
+        return end.path
+
+    @property
+    def _is_told(self) -> bool:
+        return self._end.failure is not None and self._end.failure.told
 
     def _wait(self, timeout: float | None = None) -> bool:
         """Whether it is over; then its thread is, too."""
@@ -221,28 +273,17 @@ class Saving:
 
     def _run(self, job: Callable[[], None]) -> None:
         thread = threading.Thread(target=job, name=f"fsdp2 saves step {self.step}")
+        self._thread = thread
         try:
             thread.start()
         except RuntimeError:  # the system has no thread left: the call does it, others wait for it
+            self._thread = None
             LOG.warning("no thread can be started, so that training waits for step %d", self.step)
             job()
-        else:
-            self._thread = thread
 
-    def _end(self, path: Path | None, failure: CheckpointError | None) -> None:
-        self._path, self._failure = path, failure
+    def _finish(self, end: _End) -> None:
+        self._end = end
         self._ended.set()
-
-    def _raise_once(self, what: str, channel: SideChannel) -> None:
-        """In the next save: wait, and raise what nobody here has been told.
-
-        A rank that has asked for the result goes on to save, and hears of it there.
-        """
-        self._wait()
-        if self._failure is not None and not self._told:
-            self._told = True
-            failed: Outcome[None] = Outcome(sentence=str(self._failure))
-            agree(what, channel, failed, self._failure, lambda _: ())
 
 
 # ---- what is kept from save to save
@@ -264,35 +305,71 @@ class _Plan:
 
 
 class _Process:
-    """What this process keeps: plans by layout, host memory, and the save under way.
+    """What this process keeps: plans by layout, host memory, and the saves under way.
 
     Attributes:
         tokens: of plans that this process has made, as rank 0.
+        latest: the last two saves, under way or over.
     """
 
     def __init__(self) -> None:
         self.tokens: list[str] = []
-        self.memory = HostMemory()
-        self.latest: Saving | None = None
+        self.latest: list[Saving] = []
+        self._memories = [HostMemory(), HostMemory()]
         self._plans: list[tuple[Layout, object, _Plan]] = []
 
-    def plan_of(self, layout: Layout) -> _Plan | None:
-        group = side_channel()
-        for known, channel, plan in self._plans:
-            if channel is group and known == layout:
+    def wait(self, overlaps: int, what: str, channel: SideChannel) -> None:
+        """In the next save: wait for those before, and raise what nobody here has been told.
+
+        What is waited for depends on the order of calls alone, so that ranks raise alike, whatever
+        was over already. A rank that has asked for the result goes on to save, and hears of it
+        there.
+
+        Args:
+            overlaps: how many of the latest are not waited for.
+            what: the function that is called, for the sentence.
+            channel: to tell the others, behind all that goes on there.
+
+        Raises:
+            CheckpointError: of the first that has failed.
+        """
+        for saving in self.latest[: len(self.latest) - overlaps]:
+            saving._wait()
+            failure = saving._end.failure
+            if failure is not None and not failure.told:
+                self.finish()
+                failure.told = True
+                failed: Outcome[None] = Outcome(sentence=str(failure.error))
+                agree(what, channel, failed, failure.error, lambda _: ())
+
+    def finish(self) -> None:
+        """Wait for all saves; what they have failed with is raised by the next, not here."""
+        for saving in self.latest:
+            saving._wait()
+
+    def free_memory(self) -> HostMemory:
+        """What no save uses: there are two, and all saves but the latest are over."""
+        copies = [saving._copy for saving in self.latest if not saving._ended.is_set()]
+        used = [copy.memory for copy in copies if copy is not None]
+        return next(memory for memory in self._memories if memory not in used)
+
+    def plan_of(self, layout: Layout, channel: SideChannel) -> _Plan | None:
+        for known, of, plan in self._plans:
+            if of is channel and known == layout:
                 return plan
         return None
 
-    def remember(self, layout: Layout, plan: _Plan) -> None:
-        group = side_channel()
-        others = [kept for kept in self._plans if kept[1] is group and kept[0] != layout]
-        self._plans = [*others[-_PLANS:], (layout, group, plan)]
+    def remember(self, layout: Layout, channel: SideChannel, plan: _Plan) -> None:
+        others = [kept for kept in self._plans if kept[1] is channel and kept[0] != layout]
+        self._plans = [*others[-_PLANS:], (layout, channel, plan)]
 
-    def forget(self, layout: Layout) -> None:
+    def forget(self, layout: Layout, channel: SideChannel) -> None:
         """Plan anew in the next save, which then has a folder of its own."""
-        group = side_channel()
-        self._plans = [kept for kept in self._plans if kept[1] is not group or kept[0] != layout]
+        self._plans = [kept for kept in self._plans if kept[1] is not channel or kept[0] != layout]
 
+
+_OVERLAPS = 1
+"""Saves that are under way when another begins beside training."""
 
 _PLANS = 3
 """Plans of other layouts that are kept, where a process saves several models in turn."""
@@ -301,9 +378,8 @@ _process = _Process()
 
 
 def end_saves() -> None:
-    """Wait for the save under way; what it has failed with is raised by the next save, not here."""
-    if _process.latest is not None:
-        _process.latest._wait()
+    """Wait for saves under way; what they have failed with is raised by the next save, not here."""
+    _process.finish()
 
 
 # ---- one save, on one rank
@@ -326,6 +402,7 @@ class _Written:
         results: DCP's, of each item.
         files: by name, bytes and checksum.
         local: what it would write, where all are asked for it.
+        before: what the save before has failed with, if this rank did not know of it at the call.
     """
 
     facts: Facts
@@ -333,21 +410,40 @@ class _Written:
     results: list[WriteResult]
     files: dict[str, files.Fact]
     local: SavePlan | None = None
+    before: str | None = None
 
 
 @dataclass
 class _Answer:
-    """What rank 0 says: it is done, or a new plan, or (neither) that all shall make one."""
+    """What rank 0 says: it is done, or a new plan, or (neither) that all shall make one.
+
+    Attributes:
+        before: what the save before has failed with, if any rank did not know of it at the call.
+    """
 
     is_done: bool = False
     plan: _Plan | None = None
+    before: str | None = None
 
 
 class _Job:
-    def __init__(self, root: Path, step: int, keep: int | None, what: str) -> None:
+    """A save of one rank's.
+
+    Args:
+        root: the folder of steps.
+        step: the number of the step.
+        keep: how many complete steps stay.
+        what: the function that is called, for sentences.
+        beside: whether it goes on beside training.
+    """
+
+    def __init__(self, root: Path, step: int, keep: int | None, what: str, beside: bool) -> None:
         self._channel = side_channel()
-        if _process.latest is not None:
-            _process.latest._raise_once(what, self._channel)
+        _process.wait(_OVERLAPS if beside else 0, what, self._channel)
+        self._beside = beside
+        self._before = _process.latest[-1] if _process.latest else None
+        # As it is at the call: later it would be a matter of who is faster.
+        self._knows = self._before is not None and self._before._is_told
         self._root = root
         self._step = step
         self._keep = keep
@@ -361,6 +457,8 @@ class _Job:
         self._layout: Layout = []
         self._copy: Copy | None = None
         self._plan: _Plan | None = None
+        self._untold: _Failure | None = None  # of the save before
+        self._end = _End()
         self._local = False  # whether to tell what this rank would write
         self._held = ExitStack()  # on rank 0, the folder
         self._holds = False
@@ -374,11 +472,10 @@ class _Job:
         extra: Extra,
         rng: bool,
         buffers: bool,
-        beside: bool,
     ) -> None:
         """Take note of all that is saved; what it fails with is told to all ranks."""
         self._taken, self._cause = attempt(
-            self._what, lambda: self._take(model, optimizer, extra, rng, buffers, beside)
+            self._what, lambda: self._take(model, optimizer, extra, rng, buffers)
         )
 
     def _take(
@@ -388,7 +485,6 @@ class _Job:
         extra: Extra,
         rng: bool,
         buffers: bool,
-        beside: bool,
     ) -> None:
         _check(self._step, extra, self._keep)
         _, self._content, tensors = packed(extra)
@@ -399,18 +495,18 @@ class _Job:
         self._planner.set_up_planner(state, is_coordinator=is_first())
         self._state = flat = self._planner.state_dict
         self._layout = [(name, _facts_of(value)) for name, value in flat.items()]
-        self._plan = _process.plan_of(self._layout)
-        if beside:
+        if self._beside:
             watch_optimizers()
             watch_loads(model)
             trained = {k: v for k, v in flat.items() if k.startswith("optimizer.state.")}
             trained |= {f"model.{name}": param for name, param in named_parameters(model)}
-            self._copy = Copy(flat, trained, _process.memory)
+            self._copy = _copied(flat, trained)
 
-    def start(self, beside: bool) -> Saving:
+    def start(self) -> Saving:
         """Write, now or in a thread of its own."""
-        saving = _process.latest = Saving(self._step, self._copy)
-        if beside:
+        saving = Saving(self._step, self._copy)
+        _process.latest = [*_process.latest[-1:], saving]
+        if self._beside:
             saving._run(lambda: self._run(saving))
         else:
             self._run(saving)
@@ -419,24 +515,31 @@ class _Job:
     # ---- beside training
 
     def _run(self, saving: Saving) -> None:
-        path: Path | None = None
-        failure: CheckpointError | None = None
         try:
             if self._copy is not None and self._cause is None:
                 self._taken, self._cause = attempt(self._what, self._copy.run)
-            path = self._save()
+            self._follow()
+            self._end.path = self._save()
         except CheckpointError as error:
-            failure = error
+            self._end = _End(failure=_Failure(error), before=self._untold)
             if self._copy is not None:
                 LOG.error("%s", error)  # in case that nobody asks
         except BaseException as error:
-            failure = CheckpointError(str(error))
+            self._end = _End(failure=_Failure(CheckpointError(str(error))), before=self._untold)
             raise
         finally:
             self._held.close()
             if self._copy is not None:
                 self._copy.staged = {}
-            saving._end(path, failure)
+            saving._finish(self._end)
+
+    def _follow(self) -> None:
+        """Wait for the save before: ranks exchange, and plan, in the order of the calls."""
+        before, self._before = self._before, None
+        if before is not None:
+            before._wait()
+            self._untold = None if self._knows else before._end.failure
+        self._plan = _process.plan_of(self._layout, self._channel)
 
     def _save(self) -> Path:
         try:
@@ -447,15 +550,18 @@ class _Job:
                     own, cause = attempt(self._what, self._attempt)
                 answer = agree(self._what, self._channel, own, cause, self._decide)
                 if answer.is_done:
+                    if answer.before is not None:
+                        error = CheckpointError(answer.before)
+                        self._end.before = self._untold or _Failure(error)
                     return step_folder(self._root, self._step)
                 self._clear()
                 self._local = answer.plan is None
                 if answer.plan is not None:
                     self._plan = answer.plan
-                    _process.remember(self._layout, answer.plan)
+                    _process.remember(self._layout, self._channel, answer.plan)
         except CheckpointError as error:
             # Ranks clear at their own pace, maybe when others are in the next save already.
-            _process.forget(self._layout)
+            _process.forget(self._layout, self._channel)
             # Unless rank 0 has decided so, it may be about to commit what this rank has written.
             if is_first() or not isinstance(error.__cause__, LostRankError):
                 self._clear()
@@ -480,7 +586,8 @@ class _Job:
         mine = self._plan.mine
         source.state_dict = {i.index.fqn: plain(staged[i.index.fqn]) for i in mine.items}
         results = write_items(self._folder, rank_and_size()[0], mine, source, disk)
-        return _Written(facts, self._plan.token, results, disk.written)
+        before = None if self._untold is None else str(self._untold.error)
+        return _Written(facts, self._plan.token, results, disk.written, before=before)
 
     def _begin(self) -> None:
         """See that the step may be written; rank 0 holds the folder, and clears it of old tries."""
@@ -506,7 +613,10 @@ class _Job:
         if self._plan is None:
             return
         prefix = f"__{rank_and_size()[0]}_"
-        for path in list(self._folder.glob("*")) if self._folder.is_dir() else ():
+        found: list[Path] = []
+        with suppress(OSError):  # another rank has removed it
+            found = list(self._folder.glob("*"))
+        for path in found:
             if is_first() or path.name.startswith(prefix):
                 with suppress(OSError):
                     files.DISK.remove(path)
@@ -529,7 +639,8 @@ class _Job:
             return [_Answer()] * len(told)
         self._commit(told)
         self._prune()
-        return [_Answer(is_done=True)] * len(told)
+        before = next((written.before for written in told if written.before is not None), None)
+        return [_Answer(is_done=True, before=before)] * len(told)
 
     def _plan_for(self, local: list[SavePlan]) -> list[_Answer]:
         planner = DefaultSavePlanner()
@@ -568,6 +679,15 @@ class _Job:
         if self._keep is not None:
             older = steps(self._root)[: -self._keep]
             remove_steps(self._root, [step for step in older if step != self._step])
+
+
+def _copied(state: State, beside: State) -> Copy:
+    """Begin to copy; where there is no memory for a second copy, after the first is done with."""
+    try:
+        return Copy(state, beside, _process.free_memory())
+    except MemoryError:
+        _process.finish()
+        return Copy(state, beside, _process.free_memory())
 
 
 def _check(step: int, extra: Extra, keep: int | None) -> None:

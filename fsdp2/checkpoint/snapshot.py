@@ -1,7 +1,7 @@
 """What a model and an optimizer hold, by name, looked at without touching anything.
 
-    module ── _parameters ──> gathered, during a forward          what a state dict would first free
-    group  ── params ──────> sharded, at any time      ─> here
+    module ── _parameters ──> gathered, during a forward   what a state dict frees between steps
+    group  ── params ──────> sharded, at any time          ─> here
 
 Nothing communicates, runs hooks or registers anything, so that another thread may look while a
 forward computes. Who writes its own state dict (hooks, ``_save_to_state_dict``) is asked for it.

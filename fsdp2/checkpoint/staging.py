@@ -44,7 +44,7 @@ def plain(value: object) -> object:
 
 
 class HostMemory:
-    """Memory that is copied into, allocated once: the next save's is the last one's.
+    """Memory that is copied into, allocated once, and used by one save after the other.
 
     It grows where a save needs more, and is page-locked where an accelerator copies into it.
     """
@@ -55,7 +55,11 @@ class HostMemory:
         self._places: list[torch.Tensor] = []
 
     def places(self, sources: list[torch.Tensor]) -> list[torch.Tensor]:
-        """A contiguous tensor for each, the same ones as long as shapes and dtypes are."""
+        """A contiguous tensor for each, the same ones as long as shapes and dtypes are.
+
+        Raises:
+            MemoryError: the host has none left.
+        """
         layout = [(source.dtype, tuple(source.shape)) for source in sources]
         if layout != self._layout:
             starts, total = [], 0
@@ -63,9 +67,12 @@ class HostMemory:
                 starts.append(total)
                 total += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
             if self._buffer is None or self._buffer.nbytes < total:
-                self._places, self._buffer = [], None  # the old one goes first
+                self._layout, self._places, self._buffer = [], [], None  # the old one goes first
                 pinned = any(source.device.type != "cpu" for source in sources)
-                self._buffer = FlatBuffer(total, torch.device("cpu"), pinned)
+                try:
+                    self._buffer = FlatBuffer(total, torch.device("cpu"), pinned)
+                except RuntimeError as error:
+                    raise MemoryError(str(error)) from error
             pairs = zip(layout, starts, strict=True)
             self._places = [self._buffer.piece(dtype, at, shape) for (dtype, shape), at in pairs]
             self._layout = layout
@@ -78,7 +85,10 @@ class Copy:
     Args:
         state: what to copy; this rank's rows are taken of DTensors.
         beside: what optimizers and loads alone write, as they do; all else is copied at the call.
-        memory: where to.
+        memory: where to; nobody else's until what is ``staged`` was written.
+
+    Raises:
+        MemoryError: there is no host memory for it.
     """
 
     def __init__(self, state: State, beside: State, memory: HostMemory) -> None:
@@ -92,7 +102,7 @@ class Copy:
                 self.staged[name] = rows.cpu() if rows.device.type != "cpu" else rows.clone()
             else:
                 self._sources[name] = rows
-        self._memory = memory
+        self.memory = memory
         # A write to a DTensor counts in it, and not in its rows.
         self._counters = {name: (rows, beside[name]) for name, rows in self._sources.items()}
         self._versions = {name: _versions(two) for name, two in self._counters.items()}
@@ -110,7 +120,7 @@ class Copy:
 
     def _launch(self) -> torch.Event | None:
         """Where shards are on an accelerator, let a stream of its own copy them."""
-        places = self._memory.places(list(self._sources.values()))
+        places = self.memory.places(list(self._sources.values()))
         self.staged.update(zip(self._sources, places, strict=True))
         devices = {source.device for source in self._sources.values()} - {torch.device("cpu")}
         if not devices:

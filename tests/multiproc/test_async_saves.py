@@ -17,6 +17,8 @@ from torch import nn
 
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import files, staging
+from fsdp2.checkpoint import saving as saving_module
+from fsdp2.checkpoint.folder import saving_folder
 from fsdp2.core.device import collectives
 from fsdp2.core.progress import ShardReaders
 from tests.common.errors import raises
@@ -156,22 +158,223 @@ def test_a_failed_save_raises_on_all_ranks(tmp_path: Path) -> None:
 
 @ranks(2)
 def test_ranks_that_asked_and_ranks_that_did_not_stay_in_step(tmp_path: Path) -> None:
-    """Rank 0 has been told of the failure, rank 1 hears of it in its next save, and so do all."""
+    """Rank 0 has been told of the failure, rank 1 hears of it in its next save, and so do all.
+
+    What is saved beside training is saved nevertheless, and says so.
+    """
     model, _ = made()
-    for call in (checkpoint.save, checkpoint.async_save):
+    for call, entry in (
+        (checkpoint.save, "ckpt-rank-failed"),
+        (checkpoint.async_save, "ckpt-before-failed"),
+    ):
         with mock.patch.object(files, "DISK", Full()):
             saving = checkpoint.async_save(tmp_path, model, step=2)
             saving._wait()
         if dist.get_rank() == 0:
             with raises("ckpt-rank-failed"):
                 saving.result()
-        with raises("ckpt-rank-failed"):
+        assert checkpoint.steps(tmp_path) == []
+        with raises(entry):
             found = call(tmp_path, model, step=3)
             assert isinstance(found, checkpoint.Saving)
             found.result()
-        assert checkpoint.steps(tmp_path) == []
-    checkpoint.save(tmp_path, model, step=3)
+    assert found.result() == tmp_path / "step-00000003"
     assert checkpoint.steps(tmp_path) == [3]
+    checkpoint.save(tmp_path, model, step=4)
+    assert checkpoint.steps(tmp_path) == [3, 4]
+
+
+class Gate(files.Disk):
+    """Lets no file be made before it is opened."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+
+    def create(self, path: Path) -> Any:
+        assert self.opened.wait(60)
+        return super().create(path)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+@ranks(2)
+def test_the_next_save_does_not_wait_and_the_third_does(tmp_path: Path, slow: int) -> None:
+    """For a slow disk, here of one rank; each step holds what was there at its call."""
+    model, optimizer = made()
+    before, savings = [], []
+    gate = Gate()
+    wait = checkpoint.Saving._wait
+
+    def asked(saving: checkpoint.Saving, timeout: float | None = None) -> bool:
+        if threading.current_thread() is threading.main_thread() and saving in savings:
+            waited.append(saving.step)
+            gate.opened.set()
+        return wait(saving, timeout)
+
+    waited: list[int] = []
+    held = mock.patch.object(files, "DISK", gate) if dist.get_rank() == slow else nullcontext()
+    with held, mock.patch.object(checkpoint.Saving, "_wait", asked):
+        with mock.patch.object(staging, "_AT_ONCE", 0):
+            for step in (1, 2, 3):
+                train(model, optimizer, 1, seed=step)
+                before.append(everything(model, optimizer))
+                savings.append(checkpoint.async_save(tmp_path, model, optimizer, step=step))
+                if step == 2:
+                    assert waited == []
+                    assert not savings[0].durable
+                    train(model, optimizer, 1, seed=9)  # both copies are waited for, no disk is
+                    assert all(saving.staged for saving in savings)
+                    assert not gate.opened.is_set()
+        assert waited == [1]
+        assert savings[0].durable
+        savings[2].result()
+    assert checkpoint.steps(tmp_path) == [1, 2, 3]
+    assert savings[1].durable
+    for step in (1, 2, 3):
+        checkpoint.load(tmp_path, model, optimizer, step=step)
+        assert_same(everything(model, optimizer), before[step - 1])
+
+
+class Late:
+    """On one rank, a save that has failed is over when it is asked for; on the other at once."""
+
+    def __init__(self, rank: int) -> None:
+        self._is_here = dist.get_rank() == rank
+        self._asked = threading.Event()
+        self._finish, self._wait = checkpoint.Saving._finish, checkpoint.Saving._wait
+
+    def __enter__(self) -> Late:
+        def finish(saving: checkpoint.Saving, end: Any) -> None:
+            assert not self._is_here or self._asked.wait(60)
+            self._finish(saving, end)
+
+        def wait(saving: checkpoint.Saving, timeout: float | None = None) -> bool:
+            if threading.current_thread() is threading.main_thread():
+                self._asked.set()
+            return self._wait(saving, timeout)
+
+        self._patches = [
+            mock.patch.object(checkpoint.Saving, "_finish", finish),
+            mock.patch.object(checkpoint.Saving, "_wait", wait),
+        ]
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._asked.set()
+        for patch in self._patches:
+            patch.stop()
+
+    def let_end(self, saving: checkpoint.Saving) -> None:
+        """On the rank that is not late: return when it is over, which says nothing to the user."""
+        if not self._is_here:
+            assert saving._ended.wait(60)
+
+
+class FullOnce(files.Disk):
+    """Has no space for some steps, on rank 1."""
+
+    def __init__(self, *steps: int) -> None:
+        self._steps = steps
+
+    def create(self, path: Path) -> Any:
+        full = any(saving_folder(Path(), step, "").name in str(path) for step in self._steps)
+        if dist.get_rank() == 1 and full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().create(path)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@ranks(2)
+def test_a_failure_is_raised_alike_whoever_is_faster(tmp_path: Path, late: int) -> None:
+    """One rank knows that step 1 has failed when it calls for step 2, the other does not yet."""
+    model, _ = made()
+    with mock.patch.object(files, "DISK", FullOnce(1)):
+        with Late(late) as ends:
+            first = checkpoint.async_save(tmp_path, model, step=1)
+            ends.let_end(first)
+            second = checkpoint.async_save(tmp_path, model, step=2)
+            with raises("ckpt-before-failed"):
+                second.result()
+        assert second.result() == tmp_path / "step-00000002"
+        assert not first.durable
+        dist.barrier()
+        assert checkpoint.steps(tmp_path) == [2]
+        checkpoint.async_save(tmp_path, model, step=3).result()  # all know
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@ranks(2)
+def test_the_call_after_the_next_raises(tmp_path: Path, late: int) -> None:
+    """If nobody has asked; it is not saved, and the call after it is."""
+    model, _ = made()
+    with mock.patch.object(files, "DISK", FullOnce(1)), Late(late) as ends:
+        first = checkpoint.async_save(tmp_path, model, step=1)
+        ends.let_end(first)
+        second = checkpoint.async_save(tmp_path, model, step=2)
+        with raises("ckpt-rank-failed"):
+            checkpoint.async_save(tmp_path, model, step=3)
+        assert second.durable
+        checkpoint.async_save(tmp_path, model, step=4).result()
+    dist.barrier()
+    assert checkpoint.steps(tmp_path) == [2, 4]
+    assert checkpoint.unfinished(tmp_path) == []
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@ranks(2)
+def test_two_failures_are_told_together(tmp_path: Path, late: int) -> None:
+    model, _ = made()
+    with mock.patch.object(files, "DISK", FullOnce(1, 2)), Late(late) as ends:
+        ends.let_end(checkpoint.async_save(tmp_path, model, step=1))
+        second = checkpoint.async_save(tmp_path, model, step=2)
+        with raises("ckpt-both-failed"):
+            second.result()
+        with raises("ckpt-rank-failed"):
+            second.result()
+    dist.barrier()
+    assert checkpoint.steps(tmp_path) == []
+    assert checkpoint.unfinished(tmp_path) == []
+
+
+@ranks(2)
+def test_a_folder_that_another_rank_has_removed_meanwhile(tmp_path: Path) -> None:
+    """What the save has failed with is raised, not what the tidying up has found."""
+    model, _ = made()
+    gone = mock.patch.object(Path, "glob", side_effect=FileNotFoundError("no such folder"))
+    with mock.patch.object(files, "DISK", FullOnce(1)), gone, raises("ckpt-rank-failed"):
+        checkpoint.async_save(tmp_path, model, step=1).result()
+
+
+@ranks(2)
+def test_no_memory_for_a_second_copy(tmp_path: Path) -> None:
+    """On rank 1 alone: its call waits for the first save, and uses that one's memory."""
+    model, _ = made()
+    gate = Gate()
+    wait = checkpoint.Saving._wait
+
+    def asked(saving: checkpoint.Saving, timeout: float | None = None) -> bool:
+        gate.opened.set()
+        return wait(saving, timeout)
+
+    with (
+        mock.patch.object(files, "DISK", gate),
+        mock.patch.object(staging, "_AT_ONCE", 0),
+        mock.patch.object(saving_module, "_process", saving_module._Process()),
+    ):
+        first = checkpoint.async_save(tmp_path, model, step=1)
+        none = mock.patch.object(staging, "FlatBuffer", side_effect=RuntimeError("no memory"))
+        if dist.get_rank() == 1:
+            with none, mock.patch.object(checkpoint.Saving, "_wait", asked):
+                second = checkpoint.async_save(tmp_path, model, step=2)
+            assert first.durable
+        else:
+            gate.opened.set()
+            second = checkpoint.async_save(tmp_path, model, step=2)
+        second.result()
+        first.result()
+    assert checkpoint.steps(tmp_path) == [1, 2]
+    assert checkpoint.verify(tmp_path) == []
 
 
 @ranks(2)
@@ -244,10 +447,12 @@ def test_a_later_save_only_agrees(tmp_path: Path) -> None:
 
 @ranks(2)
 def test_memory_is_flat(tmp_path: Path) -> None:
-    """Host memory is made once; nothing stays of a save but its step."""
+    """Host memory is made once, for two saves; nothing stays of a save but its step."""
     model, optimizer = made()
     train(model, optimizer, 1, seed=0)
     with mock.patch.object(staging, "_AT_ONCE", 0):
+        for memory in saving_module._process._memories:  # who is slow needs the second
+            memory.places([torch.empty(1 << 20)])
         checkpoint.async_save(tmp_path, model, optimizer, step=0, keep=1).result()
         made_once = mock.patch.object(staging, "FlatBuffer", side_effect=AssertionError)
         with made_once:
