@@ -8,6 +8,8 @@ loading    `load`, `read_extra`: compared on all ranks before anything is writte
 exporting  `export`: a folder that Hugging Face's libraries load, written by all ranks at once
 pretrained `load_pretrained`: such a folder into a model, each rank its own slices
 folder     `steps`, `verify`, `unfinished`, `remove`; the manifest that makes a step one
+stores     where steps are kept, what is done there, and the one on a disk
+remote     the one behind a URL, which fsspec reaches: no renames, no syncs
 state      what is saved under which name, and what differs; DCP's reader, which runs no code
 convert    `convert`: from any kind of checkpoint to any other, streamed
 contents   model, optimizer by name and the rest, of any kind; files of ranks joined

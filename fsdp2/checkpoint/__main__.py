@@ -24,10 +24,10 @@ from fsdp2.checkpoint.convert import KINDS, convert
 from fsdp2.checkpoint.exporting import export
 from fsdp2.checkpoint.folder import (
     Progress,
+    items_of,
     read_manifest,
-    step_folder,
     steps,
-    unfinished,
+    store_of,
     verify,
 )
 from fsdp2.checkpoint.state import Reader
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("ls", "show", "verify"):
         command = commands.add_parser(name)
-        command.add_argument("folder", type=Path)
+        command.add_argument("folder", help="or a URL, as s3://bucket/run")
         command.add_argument("--step", type=int, help="default: show the newest, verify all")
     command = commands.add_parser("convert")
     command.add_argument("source", help="a file, a folder, or a pattern of files of ranks")
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--step", type=int, help="of the source; or to make")
     command.add_argument("--ranks", type=int, default=1, help="files that --to xla makes")
     command = commands.add_parser("export")
-    command.add_argument("folder", type=Path)
+    command.add_argument("folder", help="or a URL, as s3://bucket/run")
     command.add_argument("out", type=Path, help="the new folder")
     command.add_argument("--step", type=int, help="default: the newest")
     command.add_argument(
@@ -74,20 +74,22 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
 
-def _ls(folder: Path) -> int:
-    for step in steps(folder):
-        manifest = read_manifest(folder, step)
+def _ls(folder: str) -> int:
+    store = store_of(folder)
+    for step in store.steps():
+        manifest = read_manifest(store, step)
         size = sum(length for length, _ in manifest.files.values())
         optimizer = "with" if manifest.has_optimizer else "without"
         print(f"{step:>10}  {size:>15,} bytes  {manifest.ranks} ranks  {optimizer} optimizer")
-    for name in unfinished(folder):
+    for name in store.unfinished():
         print(f"half-done: {name}")
     return 0
 
 
-def _show(folder: Path, step: int | None) -> int:
-    manifest = read_manifest(folder, step)
-    metadata = Reader(step_folder(folder, manifest.step)).read_metadata()
+def _show(folder: str, step: int | None) -> int:
+    store = store_of(folder)
+    manifest = read_manifest(store, step)
+    metadata = Reader(items_of(store, manifest)).read_metadata()
     for name, about in sorted(metadata.state_dict_metadata.items()):
         if isinstance(about, TensorStorageMetadata):
             dtype = str(about.properties.dtype).removeprefix("torch.")
@@ -97,7 +99,7 @@ def _show(folder: Path, step: int | None) -> int:
     return 0
 
 
-def _verify(folder: Path, step: int | None) -> int:
+def _verify(folder: str, step: int | None) -> int:
     with _shown(f"verify {folder}") as progress:
         wrong = verify(folder, step, progress=progress)
     for line in wrong:

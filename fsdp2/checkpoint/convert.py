@@ -37,21 +37,25 @@ from fsdp2.checkpoint.archives import read_archive, read_file, write_archive
 from fsdp2.checkpoint.contents import Contents, contents_of, joined
 from fsdp2.checkpoint.entries import Entry, MappedFile, Piece, Tree, entries_of, whole_of
 from fsdp2.checkpoint.folder import (
-    INDEX,
-    MANIFEST,
     Manifest,
-    PathLike,
     Progress,
     check_files,
     check_hashes,
-    local_path,
+    items_of,
     read_manifest,
-    saving_folder,
-    step_folder,
     steps,
 )
 from fsdp2.checkpoint.items import file_of, index_of
 from fsdp2.checkpoint.state import Reader, packed, unpacked
+from fsdp2.checkpoint.stores import (
+    INDEX,
+    MANIFEST,
+    DiskStore,
+    PathLike,
+    local_path,
+    saving_folder,
+    step_folder,
+)
 from fsdp2.checkpoint.tensors import SUFFIX, About, catalogue, plan
 from fsdp2.core.config import CheckpointError
 from fsdp2.core.layout.layout import default_cut
@@ -259,10 +263,11 @@ def _read_step(path: Path, found: Converted) -> Contents:
     root, step = path, found.step
     if (path / MANIFEST).is_file():  # a step of a folder
         root, step = path.parent, int(path.name.rpartition("-")[2])
-    manifest = read_manifest(root, step)
-    check_files(root, manifest)
-    check_hashes(root, manifest, list(manifest.files))
-    tree = _read_dcp(step_folder(root, manifest.step))
+    store = DiskStore(root)
+    manifest = read_manifest(store, step)
+    check_files(store, manifest)
+    check_hashes(store, manifest, list(manifest.files))
+    tree = _read_dcp(Path(items_of(store, manifest)))
     extra = unpacked(manifest.extra, tree.pop("extra", {}))
     contents = contents_of(tree, path)
     contents.extra = extra

@@ -28,8 +28,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fsdp2.checkpoint import files
-from fsdp2.checkpoint.folder import PathLike, Progress, check_files, read_manifest, step_folder
+from fsdp2.checkpoint.folder import (
+    Progress,
+    check_files,
+    items_of,
+    read_manifest,
+    store_of,
+)
 from fsdp2.checkpoint.state import Held, Reader, held_by, read_chunk
+from fsdp2.checkpoint.stores import AnyPath, PathLike, disk_path, local_path
 from fsdp2.checkpoint.tensors import About, Layout, Writer, plan
 from fsdp2.checkpoint.together import is_first, together
 from fsdp2.core.config import CheckpointError
@@ -89,8 +96,8 @@ def export(
 
     Args:
         folder: where it will be; it must not be there yet. All ranks must see it.
-        source: a model, sharded in any way or not at all; or a folder of steps, as of `save`, whose
-            tensors the ranks share out, piece by piece.
+        source: a model, sharded in any way or not at all; or a folder of steps, as of `save`, a URL
+            too, whose tensors the ranks share out, piece by piece.
         step: of a folder of steps: which. Default ``None``: the newest complete one.
         format: "safetensors".
         dtype: floating-point tensors are cast to it. Default ``None``: their own.
@@ -113,7 +120,7 @@ def export(
         fsdp2.checkpoint.export("out", model, dtype=torch.bfloat16)
         transformers.AutoModelForCausalLM.from_pretrained("out")     # with its config.json in it
     """
-    out = Path(folder)
+    out = disk_path(folder)
     what = f"export('{out}')"
     jobs: list[_Job] = []
     facts = together(
@@ -361,14 +368,15 @@ class _LiveJob(_Job):
 class _SavedJob(_Job):
     """Of a saved step: pieces go round the ranks."""
 
-    path: Path = Path()
+    path: AnyPath = Path()
     metadata: Metadata = field(default_factory=lambda: Metadata({}))
     chunks: dict[str, list[ChunkStorageMetadata]] = field(default_factory=dict)
 
-    def take(self, root: Path, step: int | None) -> None:
-        manifest = read_manifest(root, step)
-        check_files(root, manifest)
-        self.path = step_folder(root, manifest.step)
+    def take(self, folder: PathLike, step: int | None) -> None:
+        store = store_of(folder)
+        manifest = read_manifest(store, step)
+        check_files(store, manifest)
+        self.path = items_of(store, manifest)
         self.metadata = Reader(self.path).read_metadata()
         rank, size = rank_and_size()
         number = 0
@@ -418,6 +426,7 @@ def _facts(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise CheckpointError(f"export(dtype=…) takes a floating-point dtype or None, not {dtype}")
     shard_bytes = _bytes_in(shard_size)
+    local_path(out)
     if out.exists() or out.is_symlink():
         raise CheckpointError(
             f"'{out}' is there already, and export() replaces nothing; name another folder, or "
@@ -435,7 +444,7 @@ def _facts(
         job.take(source)
     else:
         job = _SavedJob(named, dtype)
-        job.take(Path(source), step)
+        job.take(source, step)
     jobs.append(job)
     kind = "model" if isinstance(source, nn.Module) else str(source)
     return job.facts((str(out), kind, str(step), str(dtype), str(shard_bytes)), shard_bytes)

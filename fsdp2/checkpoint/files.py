@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal, Protocol
 
 try:
     import fcntl
@@ -258,7 +258,13 @@ def remove_tree(path: Path) -> None:
     DISK.remove_folder(path)
 
 
-def hash_of(path: Path, read: Callable[[int], None] | None = None) -> str:
+class Readable(Protocol):
+    """A `Path`, or what can be opened as one."""
+
+    def open(self, mode: Literal["rb"]) -> BinaryIO: ...
+
+
+def hash_of(path: Readable, read: Callable[[int], None] | None = None) -> str:
     """The checksum of a file's bytes; ``read`` is told how many of them were read."""
     found, done = Checksum(), 0
     with path.open("rb") as file:

@@ -1,11 +1,6 @@
 """A folder of steps: which are complete, what they hold, whether their bytes are still the same.
 
-FOLDER/step-00000100/manifest.json   what the step consists of; a step is one that has it
-FOLDER/step-00000100/.metadata       DCP's index
-FOLDER/step-00000100/__0_0.distcp    what rank 0 wrote
-FOLDER/.saving-step-00000200-TOKEN/  half-written: never read, removed on request
-FOLDER/.removing-step-00000050/      half-removed: the same
-FOLDER/.owner                        who saves into FOLDER just now
+`stores` and `remote` say what lies where.
 """
 
 from __future__ import annotations
@@ -15,19 +10,25 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.files import HASH
+from fsdp2.checkpoint.remote import RemoteStore
+from fsdp2.checkpoint.stores import (
+    MANIFEST,
+    AnyPath,
+    DiskStore,
+    PathLike,
+    Store,
+    is_url,
+    items_folder,
+    local_path,
+    step_name,
+)
 from fsdp2.core.config import CheckpointError
 
-MANIFEST = "manifest.json"
-OWNER = ".owner"
-INDEX = ".metadata"
 FORMAT = 1
-_STEP, _SAVING, _REMOVING = "step-", ".saving-", ".removing-"
 
-PathLike = str | os.PathLike[str]
 Progress = Callable[[int, int], object]
 """Takes bytes that are done, and bytes in all."""
 
@@ -75,37 +76,13 @@ class Manifest:
         return self.digest == self._digest()
 
 
-def local_path(path: PathLike) -> Path:
-    """A path of this machine's file system.
+def store_of(path: PathLike) -> Store:
+    """Where the steps of a folder are: on a disk, or behind a URL.
 
     Raises:
-        CheckpointError: it is one of a store, as "s3://bucket/run".
+        CheckpointError: the URL cannot be reached from here.
     """
-    found = Path(path)
-    scheme = found.parts[0] if found.parts else ""
-    if len(scheme) > 2 and scheme.endswith(":") and not found.exists():
-        raise CheckpointError(
-            f"'{path}' is not on a file system, whose renames and syncs a step is made whole by; "
-            f"mount the store, or save on a disk and copy complete steps to it"
-        )
-    return found
-
-
-def step_folder(folder: Path, step: int) -> Path:
-    """Where a complete step is."""
-    return folder / f"{_STEP}{step:08d}"
-
-
-def saving_folder(folder: Path, step: int, token: str = "") -> Path:
-    """Where a step is written; ``token`` tells it from what another run has left there."""
-    return folder / f"{_SAVING}{_STEP}{step:08d}{token and '-'}{token}"
-
-
-def left_of(folder: Path, step: int) -> list[Path]:
-    """What runs that have ended had begun to write of a step."""
-    name, headless = saving_folder(folder, step).name, step_folder(folder, step)
-    found = [p for p in folder.iterdir() if p.name == name or p.name.startswith(f"{name}-")]
-    return [*found, headless] if headless.exists() else found
+    return RemoteStore(os.fspath(path)) if is_url(path) else DiskStore(local_path(path))
 
 
 def steps(folder: PathLike) -> list[int]:
@@ -116,13 +93,7 @@ def steps(folder: PathLike) -> list[int]:
         >>> fsdp2.checkpoint.steps("run")
         [100, 200]
     """
-    root = local_path(folder)
-    found = []
-    for path in root.glob(f"{_STEP}*") if root.is_dir() else ():
-        number = path.name.removeprefix(_STEP)
-        if number.isdecimal() and (path / MANIFEST).is_file():
-            found.append(int(number))
-    return sorted(found)
+    return store_of(folder).steps()
 
 
 def unfinished(folder: PathLike) -> list[str]:
@@ -130,28 +101,26 @@ def unfinished(folder: PathLike) -> list[str]:
 
     Do not call `remove` for them while a save into the folder runs.
     """
-    root = local_path(folder)
-    found = [path.name for kind in (_SAVING, _REMOVING) for path in root.glob(f"{kind}*")]
-    headless = (p for p in root.glob(f"{_STEP}*") if p.is_dir() and not (p / MANIFEST).is_file())
-    return sorted([*found, *(path.name for path in headless)])
+    return store_of(folder).unfinished()
 
 
-def read_manifest(folder: Path, step: int | None) -> Manifest:
+def read_manifest(store: Store, step: int | None) -> Manifest:
     """The manifest of a complete step; without ``step`` of the newest.
 
     Raises:
         CheckpointError: there is no such step, or it is not one that this version reads.
     """
-    known = steps(folder)
+    known = store.steps()
     if not known:
         raise CheckpointError(
-            f"'{folder}' has no complete step; pass the folder that save() was given"
+            f"'{store}' has no complete step; pass the folder that save() was given"
         )
     if step is not None and step not in known:
-        raise CheckpointError(f"'{folder}' has no complete step {step}; load one of {known}")
-    path = step_folder(folder, known[-1] if step is None else step) / MANIFEST
+        raise CheckpointError(f"'{store}' has no complete step {step}; load one of {known}")
+    number = known[-1] if step is None else step
+    path = store.folder(number) / MANIFEST
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_bytes().decode())
         version, kind = content["format"], content.get("hash", HASH)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
@@ -165,8 +134,9 @@ def read_manifest(folder: Path, step: int | None) -> Manifest:
         )
     try:
         manifest = Manifest(**content)
-        whole = manifest.is_whole and f"{_STEP}{manifest.step:08d}" == path.parent.name
-    except (TypeError, ValueError):
+        items_folder(manifest.files)
+        whole = manifest.is_whole and step_name(manifest.step) == store.folder(number).name
+    except (TypeError, ValueError, AttributeError):
         whole = False
     if not whole:
         raise CheckpointError(
@@ -175,34 +145,41 @@ def read_manifest(folder: Path, step: int | None) -> Manifest:
     return manifest
 
 
-def check_files(folder: Path, manifest: Manifest) -> None:
+def items_of(store: Store, manifest: Manifest) -> AnyPath:
+    """Where DCP's files of a complete step are."""
+    inside = items_folder(manifest.files)
+    place = store.folder(manifest.step)
+    return place / inside if inside else place
+
+
+def check_files(store: Store, manifest: Manifest) -> None:
     """Raise unless every file of a step is there and of its length.
 
     Raises:
         CheckpointError: a file is missing or of another length, named.
     """
-    place = step_folder(folder, manifest.step)
+    place, there = store.folder(manifest.step), store.lengths(manifest.step, manifest.files)
     for name, (length, _) in manifest.files.items():
         path = place / name
-        if not path.is_file():
+        if name not in there:
             raise CheckpointError(
                 f"'{path}' is missing; load another step, or copy all files of this one"
             )
-        if path.stat().st_size != length:
+        if there[name] != length:
             raise CheckpointError(
-                f"'{path}' has {path.stat().st_size} bytes of {length}; load another step, or "
+                f"'{path}' has {there[name]} bytes of {length}; load another step, or "
                 f"copy the file again"
             )
 
 
-def check_hashes(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+def check_hashes(store: Store, manifest: Manifest, names: Iterable[str]) -> None:
     """Read every byte of some files of a step, and raise unless it is what was saved.
 
     Raises:
         CheckpointError: a file has other bytes, named.
     """
     for name in names:
-        path = step_folder(folder, manifest.step) / name
+        path = store.folder(manifest.step) / name
         if files.hash_of(path) != manifest.files[name][1]:
             raise CheckpointError(
                 f"'{path}' has other bytes than were saved; load another step, or copy the file "
@@ -234,38 +211,41 @@ def verify(
         >>> fsdp2.checkpoint.verify("run")
         ['run/step-00000100/__1_0.distcp: its bytes have changed']
     """
-    root = local_path(folder)
+    store = store_of(folder)
     wrong, manifests = [], []
-    for each in steps(root) if step is None else [step]:
+    for each in store.steps() if step is None else [step]:
         try:
-            manifests.append(read_manifest(root, each))
+            manifests.append(read_manifest(store, each))
         except CheckpointError as error:
-            if each not in steps(root):
+            if each not in store.steps():
                 raise
-            wrong.append(f"{step_folder(root, each) / MANIFEST}: {error}")
+            wrong.append(f"{store.folder(each) / MANIFEST}: {error}")
     total, done = sum(length for m in manifests for length, _ in m.files.values()), 0
     for manifest in manifests:
+        there = store.lengths(manifest.step, manifest.files)
         for name, fact in manifest.files.items():
-            path = step_folder(root, manifest.step) / name
+            path = store.folder(manifest.step) / name
 
             def read(count: int, before: int = done) -> None:
                 if progress is not None:
                     progress(min(before + count, total), total)
 
-            about = _changed(path, fact, read)
+            about = _changed(path, there.get(name), fact, read)
             if about is not None:
                 wrong.append(f"{path}: {about}")
             done += fact[0]
     return wrong
 
 
-def _changed(path: Path, fact: files.Fact, read: Callable[[int], None]) -> str | None:
-    """How a file differs from what was saved."""
+def _changed(
+    path: AnyPath, found: int | None, fact: files.Fact, read: Callable[[int], None]
+) -> str | None:
+    """How a file, of which ``found`` bytes are there, differs from what was saved."""
     length, checksum = fact
-    if not path.is_file():
+    if found is None:
         return "it is missing"
-    if path.stat().st_size != length:
-        return f"it has {path.stat().st_size} bytes of {length}"
+    if found != length:
+        return f"it has {found} bytes of {length}"
     return None if files.hash_of(path, read) == checksum else "its bytes have changed"
 
 
@@ -284,30 +264,13 @@ def remove(folder: PathLike, step: int | None = None) -> list[str]:
     Raises:
         CheckpointError: there is no such step.
     """
-    root = local_path(folder)
+    store = store_of(folder)
     if step is None:
-        names = unfinished(root)
-        for name in names:
-            files.remove_tree(root / name)
+        names = store.unfinished()
+        store.remove_unfinished(names)
         return names
-    if step not in steps(root):
-        raise CheckpointError(f"'{root}' has no complete step {step}; pass one of {steps(root)}")
-    remove_steps(root, [step])
-    return [step_folder(root, step).name]
-
-
-def remove_steps(folder: Path, doomed: list[int]) -> None:
-    """Remove complete steps: each is gone at once, and then its files."""
-    moved = []
-    for step in doomed:
-        path = step_folder(folder, step)
-        other = folder / f"{_REMOVING}{path.name}"
-        if other.exists():
-            files.remove_tree(other)
-        files.DISK.rename(path, other)
-        moved.append(other)
-    if moved:
-        # Before a file goes: a step whose old name comes back after a crash must have all of them.
-        files.DISK.sync_folder(folder)
-    for other in moved:
-        files.remove_tree(other)
+    known = store.steps()
+    if step not in known:
+        raise CheckpointError(f"'{store}' has no complete step {step}; pass one of {known}")
+    store.remove_steps([step])
+    return [step_name(step)]

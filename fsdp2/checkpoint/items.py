@@ -3,7 +3,7 @@
     __0_0.distcp   [ archive of torch.save | archive | … ]     .metadata   name, box -> file, offset
 
 `torch.distributed.checkpoint` writes the same. Here rows that are views of a larger buffer need no
-copy, nothing is hashed in turn with the write, and nothing is renamed: the folder is.
+copy, and nothing is renamed: where the file is new, so is its folder.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import replace
 from io import BytesIO
-from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp2.checkpoint.archives import write_archive
 from fsdp2.checkpoint.entries import Entry
-from fsdp2.checkpoint.files import DurableFile, DurableFiles
+from fsdp2.checkpoint.stores import Attempt, Stream
 
 
 def file_of(rank: int) -> str:
@@ -33,21 +32,20 @@ def file_of(rank: int) -> str:
 
 
 def write_items(
-    folder: Path, rank: int, plan: SavePlan, planner: SavePlanner, disk: DurableFiles
+    rank: int, plan: SavePlan, planner: SavePlanner, attempt: Attempt
 ) -> list[WriteResult]:
-    """Write what a plan says into this rank's file, which is on the disk then; no file for nothing.
+    """Write what a plan says into this rank's file, which is durable then; no file for nothing.
 
     Args:
-        folder: where to.
         rank: this one.
         plan: of this rank.
         planner: gives the values.
-        disk: takes note of the file.
+        attempt: makes the file, and takes note of it.
     """
     if not plan.items:
         return []
     name, found = file_of(rank), []
-    with disk.create(folder / name) as stream:
+    with attempt.create(name) as stream:
         for item in plan.items:
             begin = stream.tell()
             value = planner.resolve_data(item)
@@ -61,7 +59,7 @@ def write_items(
     return found
 
 
-def _write_tensor(stream: DurableFile, value: torch.Tensor) -> None:
+def _write_tensor(stream: Stream, value: torch.Tensor) -> None:
     rows = value.detach().cpu()
     if type(rows) in (torch.Tensor, nn.Parameter) and _is_strided(rows):
         write_archive(stream, Entry.of(rows))

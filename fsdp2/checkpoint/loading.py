@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,12 +25,11 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint.folder import (
     Manifest,
-    PathLike,
     check_files,
     check_hashes,
-    local_path,
+    items_of,
     read_manifest,
-    step_folder,
+    store_of,
 )
 from fsdp2.checkpoint.saving import end_saves
 from fsdp2.checkpoint.snapshot import Nested, snapshot
@@ -47,6 +45,7 @@ from fsdp2.checkpoint.state import (
     set_rng_states,
     unpacked,
 )
+from fsdp2.checkpoint.stores import AnyPath, PathLike, Store
 from fsdp2.checkpoint.together import is_first, together
 from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.collectives import rank_and_size
@@ -113,10 +112,9 @@ def load(
 
         step = fsdp2.checkpoint.load("run", model, optimizer).step
     """
-    root = Path(folder)
-    what = f"load('{root}')"
+    what = f"load('{folder}')"
     end_saves()
-    told = together(what, lambda: _told(root, step, strict, rng, verify, buffers, optimizer))
+    told = together(what, lambda: _told(folder, step, strict, rng, verify, buffers, optimizer))
     if any(asked != told[0][0] for asked, _ in told):
         raise CheckpointError(
             f"load() got other folders, steps, optimizers or options on other ranks "
@@ -124,11 +122,11 @@ def load(
         )
     manifest = told[0][1]
     assert manifest is not None
-    job = _Job(root, manifest, model, optimizer, rng, verify, buffers)
+    job = _Job(store_of(folder), manifest, model, optimizer, rng, verify, buffers)
     left = Differences.over_ranks(together(what, job.compare))
     if left and strict:
         raise CheckpointError(
-            f"step {manifest.step} of '{root}' is not of this model: missing {left.missing}, "
+            f"step {manifest.step} of '{folder}' is not of this model: missing {left.missing}, "
             f"unexpected {left.unexpected}, of other shapes {left.reshaped}, of other dtypes "
             f"{left.retyped}; pass strict=False to load what is alike"
         )
@@ -153,16 +151,16 @@ def read_extra(folder: PathLike, step: int | None = None) -> Extra:
         >>> fsdp2.checkpoint.read_extra("run")
         {'epoch': 3}
     """
-    root = Path(folder)
-    manifest = read_manifest(root, step)
-    check_files(root, manifest)
-    path = step_folder(root, manifest.step)
+    store = store_of(folder)
+    manifest = read_manifest(store, step)
+    check_files(store, manifest)
+    path = items_of(store, manifest)
     tensors = read_below(path, Reader(path).read_metadata(), "extra")
     return unpacked(manifest.extra, tensors)
 
 
 def _told(
-    root: Path,
+    folder: PathLike,
     step: int | None,
     strict: bool,
     rng: bool,
@@ -171,8 +169,9 @@ def _told(
     optimizer: torch.optim.Optimizer | None,
 ) -> tuple[tuple[object, ...], Manifest | None]:
     """What ranks must agree on, and rank 0's manifest."""
-    asked = (str(local_path(root)), step, strict, rng, verify, buffers, optimizer is not None)
-    return asked, read_manifest(root, step) if is_first() else None
+    store = store_of(folder)
+    asked = (str(store), step, strict, rng, verify, buffers, optimizer is not None)
+    return asked, read_manifest(store, step) if is_first() else None
 
 
 class _Job:
@@ -180,7 +179,7 @@ class _Job:
 
     def __init__(
         self,
-        root: Path,
+        store: Store,
         manifest: Manifest,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
@@ -188,9 +187,9 @@ class _Job:
         verify: bool,
         buffers: bool,
     ) -> None:
-        self._root = root
+        self._store = store
         self._manifest = manifest
-        self._path = step_folder(root, manifest.step)
+        self._path: AnyPath = items_of(store, manifest)
         self._model = model
         self._optimizer = optimizer
         self._rng = rng
@@ -208,15 +207,16 @@ class _Job:
         Raises:
             CheckpointError: the step cannot be loaded by anybody, or the groups are others.
         """
-        if not self._path.is_dir():
+        if not self._store.has(self._manifest.step):
+            place = self._store.folder(self._manifest.step)
             raise CheckpointError(
-                f"rank {rank_and_size()[0]} does not see '{self._path}', which rank 0 has listed; "
+                f"rank {rank_and_size()[0]} does not see '{place}', which rank 0 has listed; "
                 f"pass a folder on a file system that all ranks share"
             )
-        check_files(self._root, self._manifest)
+        check_files(self._store, self._manifest)
         if self._verify:
             rank, size = rank_and_size()
-            check_hashes(self._root, self._manifest, sorted(self._manifest.files)[rank::size])
+            check_hashes(self._store, self._manifest, sorted(self._manifest.files)[rank::size])
         self._metadata = Reader(self._path).read_metadata()
         found = Differences()
         saved = self._metadata.state_dict_metadata
@@ -242,7 +242,7 @@ class _Job:
     def _compare_optimizer(self, optimizer: torch.optim.Optimizer, found: Differences) -> None:
         if not self._manifest.has_optimizer:
             raise CheckpointError(
-                f"step {self._manifest.step} of '{self._root}' was saved without an optimizer; "
+                f"step {self._manifest.step} of '{self._store}' was saved without an optimizer; "
                 f"load it without one"
             )
         saved = self._metadata.state_dict_metadata
@@ -253,9 +253,9 @@ class _Job:
         if [set(names) for names in theirs] != [set(names) for names in ours]:
             different = sorted({n for g in theirs for n in g} ^ {n for g in ours for n in g})
             raise CheckpointError(
-                f"step {self._manifest.step} of '{self._root}' has {len(theirs)} parameter groups, "
-                f"and the optimizer {len(ours)}, over other parameters ({different} in one alone); "
-                f"make the optimizer as it was, or load without it"
+                f"step {self._manifest.step} of '{self._store}' has {len(theirs)} parameter "
+                f"groups, and the optimizer {len(ours)}, over other parameters ({different} in one "
+                f"alone); make the optimizer as it was, or load without it"
             )
         for place, (kept, group) in enumerate(zip(self._groups, here["param_groups"], strict=True)):
             name = f"{_GROUPS}.{place}"

@@ -9,14 +9,13 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from fsdp2.checkpoint.exporting import Names
-from fsdp2.checkpoint.folder import PathLike
 from fsdp2.checkpoint.state import Differences, Held, held_by
+from fsdp2.checkpoint.stores import PathLike, local_path
 from fsdp2.checkpoint.tensors import Catalogue, Reader, catalogue
 from fsdp2.checkpoint.together import is_first, together
 from fsdp2.core.config import CheckpointError
@@ -66,7 +65,7 @@ def load_pretrained(
         fsdp2.checkpoint.load_pretrained(model, "llama", names=lambda name: "model." + name)
     """
     what = f"load_pretrained('{folder}')"
-    found = together(what, lambda: catalogue(Path(folder)) if is_first() else None)[0]
+    found = together(what, lambda: catalogue(local_path(folder)) if is_first() else None)[0]
     assert found is not None
     job = _Job(model, found, names or (lambda name: name))
     left = Differences.over_ranks(together(what, job.compare))

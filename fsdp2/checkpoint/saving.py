@@ -7,6 +7,9 @@
 5. rank 0        rename         .saving-step-N-TOKEN -> step-N; FOLDER synced: now the step exists
 6. rank 0        older steps    removed, where `keep` says so; and tells all
 
+On a store (`remote`) files are put under a name of the try's own in 2, and the manifest at last in
+the place of 5.
+
 Who writes what is planned in the first save, in one more exchange before 2, and again when a rank's
 layout has changed: a rank that has no plan for its layout says so in 3.
 
@@ -21,14 +24,11 @@ order of the calls, however fast each is.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
-import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,23 +41,15 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.folder import (
-    INDEX,
-    MANIFEST,
-    OWNER,
     Json,
     Manifest,
-    PathLike,
-    left_of,
-    local_path,
-    remove_steps,
-    saving_folder,
-    step_folder,
-    steps,
+    store_of,
 )
 from fsdp2.checkpoint.items import index_of, write_items
 from fsdp2.checkpoint.snapshot import Nested, named_parameters
 from fsdp2.checkpoint.staging import Copy, HostMemory, State, plain, watch_loads, watch_optimizers
 from fsdp2.checkpoint.state import Extra, packed, state_of
+from fsdp2.checkpoint.stores import INDEX, AnyPath, Attempt, PathLike, Store
 from fsdp2.checkpoint.together import Outcome, agree, attempt, is_first, side_channel
 from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.collectives import LostRankError, SideChannel, rank_and_size
@@ -81,14 +73,15 @@ def save(
     keep: int | None = None,
     rng: bool = False,
     buffers: bool = False,
-) -> Path:
+) -> AnyPath:
     """Save a step, which exists when it is complete and durable, and not before.
 
     Every rank of the default process group calls it, with the same arguments; without a process
     group one process does. Returns when the step is complete on all. The files are DCP's.
 
     Args:
-        folder: a folder of steps that all ranks see; made if it is not there.
+        folder: a folder of steps that all ranks see; made if it is not there. Or a URL of a store,
+            as "s3://bucket/run", which the package ``fsspec`` and the store's own reach.
         model: its parameters and persistent buffers are saved, sharded or not.
         optimizer: over parameters of ``model``. Default ``None``: none is saved.
         step: the number of the step, not negative.
@@ -102,7 +95,8 @@ def save(
         buffers: whether buffers that are not persistent are saved, too. Default ``False``.
 
     Returns:
-        The folder of the step; ``torch.distributed.checkpoint`` alone can load from it.
+        The folder of the step: a `Path`; of a store, what has its URL as ``str`` and opens its
+        files. ``torch.distributed.checkpoint`` alone can load from it.
 
     Raises:
         CheckpointError: on all ranks alike. Complete steps are as they were.
@@ -111,7 +105,7 @@ def save(
 
         fsdp2.checkpoint.save("run", model, optimizer, step=100, extra={"lr": 0.1}, keep=3)
     """
-    job = _Job(Path(folder), step, keep, f"save('{folder}', step={step})", beside=False)
+    job = _Job(folder, step, keep, f"save('{folder}', step={step})", beside=False)
     job.take(model, optimizer, extra, rng, buffers)
     return job.start().result()
 
@@ -167,7 +161,7 @@ def async_save(
         train_on()
         saving.result()
     """
-    job = _Job(Path(folder), step, keep, f"async_save('{folder}', step={step})", beside=True)
+    job = _Job(folder, step, keep, f"async_save('{folder}', step={step})", beside=True)
     job.take(model, optimizer, extra, rng, buffers)
     return job.start()
 
@@ -190,7 +184,7 @@ class _End:
         before: what the save before has failed with, if that is to be told here.
     """
 
-    path: Path | None = None
+    path: AnyPath | None = None
     failure: _Failure | None = None
     before: _Failure | None = None
 
@@ -224,7 +218,7 @@ class Saving:
         if self._copy is not None:
             self._copy.finish()
 
-    def result(self, timeout: float | None = None) -> Path:
+    def result(self, timeout: float | None = None) -> AnyPath:
         """Wait until the step is durable; return its folder.
 
         Args:
@@ -430,21 +424,24 @@ class _Job:
     """A save of one rank's.
 
     Args:
-        root: the folder of steps.
+        folder: of steps, on a disk or on a store.
         step: the number of the step.
         keep: how many complete steps stay.
         what: the function that is called, for sentences.
         beside: whether it goes on beside training.
     """
 
-    def __init__(self, root: Path, step: int, keep: int | None, what: str, beside: bool) -> None:
+    def __init__(
+        self, folder: PathLike, step: int, keep: int | None, what: str, beside: bool
+    ) -> None:
         self._channel = side_channel()
         _process.wait(_OVERLAPS if beside else 0, what, self._channel)
         self._beside = beside
         self._before = _process.latest[-1] if _process.latest else None
         # As it is at the call: later it would be a matter of who is faster.
         self._knows = self._before is not None and self._before._is_told
-        self._root = root
+        self._folder = folder
+        self._store: Store
         self._step = step
         self._keep = keep
         self._what = what
@@ -487,6 +484,7 @@ class _Job:
         buffers: bool,
     ) -> None:
         _check(self._step, extra, self._keep)
+        self._store = store_of(self._folder)
         _, self._content, tensors = packed(extra)
         self._has_optimizer = optimizer is not None
         state = state_of(model, optimizer, rng, buffers)
@@ -541,7 +539,7 @@ class _Job:
             self._untold = None if self._knows else before._end.failure
         self._plan = _process.plan_of(self._layout, self._channel)
 
-    def _save(self) -> Path:
+    def _save(self) -> AnyPath:
         try:
             while True:
                 own: Outcome[_Written] = Outcome(sentence=self._taken.sentence)
@@ -553,8 +551,9 @@ class _Job:
                     if answer.before is not None:
                         error = CheckpointError(answer.before)
                         self._end.before = self._untold or _Failure(error)
-                    return step_folder(self._root, self._step)
-                self._clear()
+                    return self._tried.path
+                if self._plan is not None:
+                    self._tried.clear(rank_and_size()[0])
                 self._local = answer.plan is None
                 if answer.plan is not None:
                     self._plan = answer.plan
@@ -563,65 +562,46 @@ class _Job:
             # Ranks clear at their own pace, maybe when others are in the next save already.
             _process.forget(self._layout, self._channel)
             # Unless rank 0 has decided so, it may be about to commit what this rank has written.
-            if is_first() or not isinstance(error.__cause__, LostRankError):
-                self._clear()
+            alone = not is_first() and isinstance(error.__cause__, LostRankError)
+            if self._plan is not None and not alone:
+                self._tried.give_up(rank_and_size()[0])
             raise
 
     @property
-    def _folder(self) -> Path:
+    def _tried(self) -> Attempt:
         assert self._plan is not None
-        return saving_folder(self._root, self._step, self._plan.token)
+        return self._store.attempt(self._step, self._plan.token)
 
     def _attempt(self) -> _Written:
         """Write this rank's file, or say that there is no plan."""
-        facts = (str(self._root), self._step, self._keep)
+        facts = (str(self._store), self._step, self._keep)
         if self._local or self._plan is None:
             self._begin()
             local = self._planner.create_local_plan()
             return _Written(facts, None, [], {}, local if self._local or not self._plan else None)
         self._begin()
-        files.make_folder(self._folder)
-        source, disk = _Source(), files.DurableFiles()
+        source, tried = _Source(), self._tried
+        tried.begin()
         staged = self._state if self._copy is None else self._copy.staged
         mine = self._plan.mine
         source.state_dict = {i.index.fqn: plain(staged[i.index.fqn]) for i in mine.items}
-        results = write_items(self._folder, rank_and_size()[0], mine, source, disk)
+        results = write_items(rank_and_size()[0], mine, source, tried)
         before = None if self._untold is None else str(self._untold.error)
-        return _Written(facts, self._plan.token, results, disk.written, before=before)
+        return _Written(facts, self._plan.token, results, tried.written, before=before)
 
     def _begin(self) -> None:
         """See that the step may be written; rank 0 holds the folder, and clears it of old tries."""
-        root, step = local_path(self._root), self._step
-        if root.exists() and not root.is_dir():
-            raise CheckpointError(f"'{root}' is a file; pass a folder")
-        if step in steps(root):
+        store, step = self._store, self._step
+        if store.has(step):
             raise CheckpointError(
-                f"'{root}' has step {step} already; save another, or call "
+                f"'{store}' has step {step} already; save another, or call "
                 f"fsdp2.checkpoint.remove(folder, {step}) before"
             )
-        files.make_folders(root)
+        store.prepare()
         if is_first() and not self._holds:
-            self._held.enter_context(_owned(root))
+            self._held.enter_context(store.hold())
             self._holds = True
-            own = tuple(_process.tokens)
-            for left in left_of(root, step):
-                if not left.name.endswith(own):
-                    files.remove_tree(left)
-
-    def _clear(self) -> None:
-        """Remove what this rank has written of a try that has ended, as far as that works."""
-        if self._plan is None:
-            return
-        prefix = f"__{rank_and_size()[0]}_"
-        found: list[Path] = []
-        with suppress(OSError):  # another rank has removed it
-            found = list(self._folder.glob("*"))
-        for path in found:
-            if is_first() or path.name.startswith(prefix):
-                with suppress(OSError):
-                    files.DISK.remove(path)
-        with suppress(OSError):  # others have files in it: the last removes it
-            files.DISK.remove_folder(self._folder)
+            store.sweep(step, tuple(_process.tokens))
 
     # ---- on rank 0
 
@@ -653,32 +633,30 @@ class _Job:
         ]
 
     def _commit(self, told: list[_Written]) -> None:
-        """The index, the manifest, and the one rename."""
+        """The index and the manifest: then the step is there."""
         assert self._plan is not None
         assert self._plan.metadata is not None
         places = {each.index: each.storage_data for written in told for each in written.results}
         index = index_of(self._plan.metadata, places)
         listed = {name: fact for written in told for name, fact in written.files.items()}
         listed[INDEX] = files.fact_of(index)
+        tried = self._tried
+        inside = f"{tried.folder}/" if tried.folder else ""
         manifest = Manifest(
             step=self._step,
             ranks=len(told),
-            files=dict(sorted(listed.items())),
+            files={inside + name: fact for name, fact in sorted(listed.items())},
             extra=self._content,
             has_optimizer=self._has_optimizer,
             torch=torch.__version__,
         )
-        both = {self._folder / INDEX: index, self._folder / MANIFEST: manifest.encoded()}
-        files.write_durably(both)
-        files.DISK.sync_folder(self._folder)
-        files.DISK.rename(self._folder, step_folder(self._root, self._step))
-        files.DISK.sync_folder(self._root)
+        tried.commit(index, manifest.encoded())
 
     def _prune(self) -> None:
         """Remove older steps; never the newest, and never the one that was just saved."""
         if self._keep is not None:
-            older = steps(self._root)[: -self._keep]
-            remove_steps(self._root, [step for step in older if step != self._step])
+            older = self._store.steps()[: -self._keep]
+            self._store.remove_steps([step for step in older if step != self._step])
 
 
 def _copied(state: State, beside: State) -> Copy:
@@ -712,23 +690,3 @@ def _facts_of(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype, value.layout
     return None
-
-
-@contextmanager
-def _owned(root: Path) -> Iterator[None]:
-    """Hold the folder: one job at a time saves into it.
-
-    Raises:
-        CheckpointError: another one does.
-    """
-    path = root / OWNER
-    about = f"process {os.getpid()} on {socket.gethostname()}"
-    with ExitStack() as held:
-        try:
-            held.enter_context(files.owned(path, about))
-        except BlockingIOError as error:
-            raise CheckpointError(
-                f"another job saves into '{root}' just now ({error}); pass a folder of its own, "
-                f"or, if that job is gone, remove '{path}'"
-            ) from error
-        yield

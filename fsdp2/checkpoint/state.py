@@ -15,15 +15,15 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -37,6 +37,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp2.checkpoint.folder import Json
 from fsdp2.checkpoint.snapshot import Nested, name_of, named_parameters, renamed, snapshot
+from fsdp2.checkpoint.stores import INDEX, AnyPath
 from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.collectives import rank_and_size
 from fsdp2.core.layout.mesh import local_of
@@ -227,11 +228,28 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
+class _Files(FileSystem):
+    """What DCP's reader does to files, done to any."""
+
+    def concat_path(self, path: Any, suffix: str) -> Any:
+        return path / suffix
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with path.open(mode) as stream:
+            yield stream
+
+
 class Reader(FileSystemReader):
-    """DCP's, with an index that runs no code."""
+    """DCP's, of a step wherever it is, with an index that runs no code."""
+
+    def __init__(self, path: AnyPath) -> None:
+        super().__init__("")
+        self.fs = _Files()
+        self.path: Any = path
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        path = Path(self.path) / ".metadata"
+        path = self.path / INDEX
         try:
             metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
         except CheckpointError:
@@ -249,7 +267,7 @@ class _Planner(DefaultLoadPlanner):
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
-def read_into(path: Path, metadata: Metadata, state: Nested) -> None:
+def read_into(path: AnyPath, metadata: Metadata, state: Nested) -> None:
     """Fill tensors, and replace values, of a flat state dict; each rank reads what it needs."""
     if not state:
         return
@@ -266,7 +284,7 @@ def read_into(path: Path, metadata: Metadata, state: Nested) -> None:
     state.update(planner.state_dict)  # values; tensors are the same
 
 
-def read_below(path: Path, metadata: Metadata, prefix: str) -> Any:
+def read_below(path: AnyPath, metadata: Metadata, prefix: str) -> Any:
     """Whatever was saved under a name, nested as it was; plain tensors on the CPU."""
     saved = metadata.state_dict_metadata
     flat: Nested = {
@@ -285,7 +303,7 @@ def read_below(path: Path, metadata: Metadata, prefix: str) -> Any:
     return nested
 
 
-def read_chunk(path: Path, metadata: Metadata, name: str, chunk: ChunkStorageMetadata) -> Tensor:
+def read_chunk(path: AnyPath, metadata: Metadata, name: str, chunk: ChunkStorageMetadata) -> Tensor:
     """One saved piece of a tensor, on the CPU; about three times its bytes are held on the way."""
     about = metadata.state_dict_metadata[name]
     assert isinstance(about, TensorStorageMetadata)

@@ -337,8 +337,8 @@ def test_save_refuses(tmp_path: Path) -> None:
     before = _tree(run)
     with raises("ckpt-step"):
         save(step=-1)
-    with raises("ckpt-not-local"):
-        checkpoint.save("s3://bucket/run", model, step=1)
+    with raises("ckpt-not-reached"):
+        checkpoint.save("nowhere://bucket/run", model, step=1)
     with raises("ckpt-keep"):
         save(step=2, keep=0)
     with raises("ckpt-extra"):
@@ -521,8 +521,8 @@ def test_load_refuses(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with raises("ckpt-none"):
         checkpoint.load(run, model)
-    with raises("ckpt-not-local"):
-        checkpoint.load("memory://run", model)
+    with raises("ckpt-not-reached"):
+        checkpoint.load("nowhere://bucket/run", model)
     checkpoint.save(run, model, optimizer, step=1)
     place = checkpoint.save(run, model, step=2)
     model, optimizer = made(seed=1)

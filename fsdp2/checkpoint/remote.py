@@ -1,0 +1,276 @@
+"""Steps on a store that `fsspec` reaches: S3, Google's, Azure's, or whatever has a URL.
+
+URL/step-00000100/TOKEN/__0_0.distcp   what rank 0 wrote in the try TOKEN
+URL/step-00000100/TOKEN/.metadata      DCP's index: DCP alone reads the step from this folder
+URL/step-00000100/manifest.json        put last, in one piece: a step is one that has it
+
+Stores know no renames and no syncs, but show an object whole or not at all, and keep it. Tries of
+two jobs, or behind a failure, share no name but the manifest's, which says whose files are the
+step's. A removal takes the manifest first. Nobody can hold a store, so that a save removes nothing
+that another may be writing.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import BinaryIO, Protocol, cast
+
+from fsdp2.checkpoint import files
+from fsdp2.checkpoint.stores import INDEX, MANIFEST, STEP, AnyPath, step_name
+from fsdp2.core.config import CheckpointError
+
+_PART = 1 << 26  # bytes that an upload sends at once, and holds: S3 takes 10,000 parts of an object
+
+
+class FileSystem(Protocol):
+    """What is used of an ``fsspec.AbstractFileSystem``."""
+
+    def open(self, path: str, mode: str, block_size: int = ...) -> BinaryIO: ...
+    def cat_file(self, path: str) -> bytes: ...
+    def pipe_file(self, path: str, value: bytes) -> object: ...
+    def ls(self, path: str, detail: bool) -> list[Mapping[str, object]]: ...
+    def find(self, path: str, detail: bool) -> dict[str, Mapping[str, object]]: ...
+    def exists(self, path: str) -> bool: ...
+    def isfile(self, path: str) -> bool: ...
+    def makedirs(self, path: str, exist_ok: bool) -> None: ...
+    def rm(self, path: str, recursive: bool) -> None: ...
+    def rm_file(self, path: str) -> None: ...
+    def invalidate_cache(self) -> None: ...
+
+
+def reach(url: str) -> tuple[FileSystem, str]:
+    """The file system of a URL, and the path in it.
+
+    Raises:
+        CheckpointError: a package is missing, or nobody knows the scheme.
+    """
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise CheckpointError(
+            f"'{url}' is on a store, which the package fsspec reaches; pip install 'fsdp2[fsspec]' "
+            f"and the store's own package"
+        ) from error
+    try:
+        found, path = url_to_fs(url)
+    except Exception as error:  # of each store's own classes
+        raise CheckpointError(
+            f"'{url}' cannot be reached ({type(error).__name__}: {error}); install the package of "
+            f"its store, or mend the URL"
+        ) from error
+    return cast(FileSystem, found), str(path)
+
+
+@dataclass(frozen=True)
+class RemotePath:
+    """A file or folder of a store; ``str`` and ``os.fspath`` give its URL."""
+
+    fs: FileSystem
+    path: str
+    url: str
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+    def __truediv__(self, name: str) -> RemotePath:
+        if not name:
+            return self
+        return RemotePath(self.fs, f"{self.path}/{name}", f"{self.url}/{name}")
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __fspath__(self) -> str:
+        return self.url
+
+    def open(self, mode: str = "rb") -> BinaryIO:
+        return self.fs.open(self.path, mode)
+
+    def read_bytes(self) -> bytes:
+        return self.fs.cat_file(self.path)
+
+
+class RemoteStore:
+    """A folder of steps on a store."""
+
+    def __init__(self, url: str) -> None:
+        scheme, _, rest = url.partition(":/")  # a `Path` has one slash of the two
+        url = f"{scheme}://{rest.lstrip('/')}".rstrip("/")
+        self.fs, path = reach(url)
+        self.root = RemotePath(self.fs, path.rstrip("/"), url)
+        self.decided: set[str] = set()  # tries whose manifest may be there
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    # ---- what is there
+
+    def steps(self) -> list[int]:
+        names = [name for name, is_folder in self._inside().items() if is_folder]
+        numbers = {name: name.removeprefix(STEP) for name in names if name.startswith(STEP)}
+        found = [name for name, number in numbers.items() if number.isdecimal()]
+        return sorted(int(numbers[name]) for name in found if MANIFEST in self._inside(name))
+
+    def has(self, step: int) -> bool:
+        self.fs.invalidate_cache()
+        return self.fs.exists((self.folder(step) / MANIFEST).path)
+
+    def unfinished(self) -> list[str]:
+        found = []
+        for name, is_folder in self._inside().items():
+            if not is_folder or not name.startswith(STEP):
+                continue
+            inside = self._inside(name)
+            if MANIFEST not in inside:
+                found.append(name)
+            else:
+                used = self._used(name)
+                found += [
+                    f"{name}/{each}"
+                    for each, is_folder in inside.items()
+                    if is_folder and used is not None and each not in used
+                ]
+        # A store that has real folders may keep them when they are empty.
+        return sorted(name for name in found if self.fs.find((self.root / name).path, detail=False))
+
+    def folder(self, step: int) -> RemotePath:
+        return self.root / step_name(step)
+
+    def lengths(self, step: int, names: Iterable[str]) -> dict[str, int]:
+        """In one listing: each of many ranks asks for the files of all."""
+        self.fs.invalidate_cache()
+        begin = f"{self.folder(step).path}/"
+        there = self.fs.find(begin, detail=True)
+        return {
+            name: int(cast(int, there[begin + name]["size"]))
+            for name in names
+            if begin + name in there
+        }
+
+    def _inside(self, name: str = "") -> dict[str, bool]:
+        """Names in a folder, and which of them are folders."""
+        self.fs.invalidate_cache()
+        path = (self.root / name).path
+        try:
+            listed = self.fs.ls(path, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        found = ((str(each["name"]).rstrip("/"), each["type"] == "directory") for each in listed)
+        return {each.rpartition("/")[2]: is_folder for each, is_folder in found if each != path}
+
+    def _used(self, name: str) -> set[str] | None:
+        """First parts of the names that a step's manifest has; ``None``: it tells nothing."""
+        try:
+            content = json.loads((self.root / name / MANIFEST).read_bytes())
+            return {file.partition("/")[0] for file in content["files"]}
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    # ---- what is done
+
+    def prepare(self) -> None:
+        if self.fs.isfile(self.root.path):
+            raise CheckpointError(f"'{self.root}' is a file; pass a folder")
+
+    def hold(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def sweep(self, step: int, own: tuple[str, ...]) -> None:
+        """Nothing: another job may be at it, and `remove` is there."""
+
+    def attempt(self, step: int, token: str) -> RemoteAttempt:
+        return RemoteAttempt(self, step, token)
+
+    def remove_steps(self, doomed: list[int]) -> None:
+        for step in doomed:
+            self.fs.rm_file((self.folder(step) / MANIFEST).path)
+        self.remove_unfinished([step_name(step) for step in doomed])
+
+    def remove_unfinished(self, names: list[str]) -> None:
+        for name in names:
+            self.fs.invalidate_cache()
+            with suppress(FileNotFoundError):  # the manifest was all
+                self.fs.rm((self.root / name).path, recursive=True)
+
+
+class RemoteAttempt:
+    """Put under a name of its own; the manifest says that it is the step."""
+
+    def __init__(self, store: RemoteStore, step: int, token: str) -> None:
+        self._store = store
+        self._manifest = store.folder(step) / MANIFEST
+        self._own = store.folder(step) / token
+        self.folder = token
+        self.path: AnyPath = self._own
+        self.written: dict[str, files.Fact] = {}
+
+    def begin(self) -> None:
+        self._store.fs.makedirs(self._own.path, exist_ok=True)  # stores without folders do nothing
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[Upload]:
+        path = (self._own / name).path
+        with self._store.fs.open(path, "wb", block_size=_PART) as file:
+            upload = Upload(file)
+            yield upload
+        self.written[name] = upload.facts()
+
+    def commit(self, index: bytes, manifest: bytes) -> None:
+        """The index, and the manifest in one piece."""
+        fs = self._store.fs
+        fs.pipe_file((self._own / INDEX).path, index)
+        self._store.decided.add(self._own.path)
+        try:
+            fs.pipe_file(self._manifest.path, manifest)
+        except BaseException:
+            # It may be there all the same, or come yet: its files stay, so that it is whole then.
+            with suppress(Exception):
+                fs.rm_file(self._manifest.path)
+            raise
+
+    def clear(self, rank: int) -> None:
+        """Each rank its own files."""
+        fs = self._store.fs
+        with suppress(Exception):  # of each store's own classes
+            fs.invalidate_cache()
+            for path in fs.find(self._own.path, detail=False):
+                if path.rpartition("/")[2].startswith(f"__{rank}_"):
+                    fs.rm_file(path)
+
+    def give_up(self, rank: int) -> None:
+        """By rank 0, all files, if the manifest was not put; what is left is `unfinished`."""
+        if rank == 0 and self._own.path not in self._store.decided:
+            with suppress(Exception):
+                self._store.fs.invalidate_cache()
+                self._store.fs.rm(self._own.path, recursive=True)
+
+
+class Upload(io.RawIOBase):
+    """A new object: its checksum is computed while it is sent."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._checksum = files.Checksum()
+        self._bytes = 0
+
+    def write(self, data: object) -> int:
+        piece = memoryview(data).cast("B")  # type: ignore[arg-type]  # anything with a buffer
+        self._file.write(piece)
+        self._checksum.update(piece)
+        self._bytes += len(piece)
+        return len(piece)
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._bytes
+
+    def facts(self) -> files.Fact:
+        """Bytes, and their checksum."""
+        return self._bytes, self._checksum.hexdigest()
