@@ -18,7 +18,7 @@ from torch import nn
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import files, staging
 from fsdp2.checkpoint import saving as saving_module
-from fsdp2.checkpoint.folder import saving_folder
+from fsdp2.checkpoint.stores import saving_folder
 from fsdp2.core.device import collectives
 from fsdp2.core.progress import ShardReaders
 from tests.common.errors import raises
