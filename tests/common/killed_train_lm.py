@@ -57,8 +57,8 @@ MOMENTS: dict[str, list[tuple[Any, str]]] = {
         (files.Disk, "sync_folder"),
         (files.Disk, "rename"),
         (files.Disk, "remove"),
-        (saving.FileSystemWriter, "write_data"),
-        (saving.FileSystemWriter, "finish"),
+        (saving, "write_items"),
+        (saving, "index_of"),
     ],
 }
 
