@@ -392,8 +392,10 @@ def _before_load(
 def _owners_of(module: nn.Module, record: UnitRecord) -> Owners:
     """Of a unit's module's parameters; of all units' where it is tied to another unit's."""
     owners = Owners([record.unit])
-    own = (param for param in module._parameters.values() if isinstance(param, DTensor))
-    return owners if all(map(owners.of, own)) else Owners(all_units())
+    for param in module._parameters.values():
+        if isinstance(param, DTensor) and owners.of(param) is None:
+            return Owners(all_units())
+    return owners
 
 
 def as_dtensor(param: ShardedParam, rows: torch.Tensor) -> DTensor:
