@@ -8,7 +8,8 @@ whole. A step has two micro-batches, of which the second reduces. Theory, in byt
 n ranks: 12 of optimizer and master copy, 2 of the parameter, 2 of its gradient.
 
 - held: this process's resident memory, less what it had before the model, a parameter. Between the
-  micro-batches, where whole gradients wait, and after the optimizer's step.
+  micro-batches, where whole gradients wait, and after the optimizer's step. A tiny model is trained
+  first: what a process loads at its first step (modules, kernels, threads) is no state of a model.
 - sent: bytes a parameter that a rank's collectives send in a step, by the sizes of their tensors,
   as a ring sends them: an all-gather or a reduce-scatter (n - 1) / n of the whole, an all-reduce
   twice that. Gradients are reduced in bf16.
@@ -68,16 +69,27 @@ def run(rank: int, strategy: Any, folder: str) -> None:
     """One rank of one strategy; writes what it measured."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
-    (torch.ones(8, 8) @ torch.ones(8, 8)).sum()
+    loaded = resident()
+    train(strategy, dim=64, layers=2)
+    loaded = resident() - loaded
+    held = train(strategy, DIM, LAYERS)
+    held["loaded"] = float(loaded)
+    Path(folder, f"{rank}.json").write_text(json.dumps(held))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train(strategy: Any, dim: int, layers: int) -> dict[str, float]:
+    """Three steps of a model; what it held and sent, in bytes a parameter."""
     with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(DIM, DIM, bias=False) for _ in range(LAYERS)))
+        model = nn.Sequential(*(nn.Linear(dim, dim, bias=False) for _ in range(layers)))
     numel = sum(param.numel() for param in model.parameters())
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     before = resident()
     fsdp2.shard_model(model, {nn.Linear}, strategy=strategy, mp_policy=policy)
     model.to_empty(device="cpu")
     for param in model.parameters():
-        nn.init.normal_(param, std=DIM**-0.5)
+        nn.init.normal_(param, std=dim**-0.5)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     held: dict[str, float] = {}
     with Sent() as sent:
@@ -85,16 +97,14 @@ def run(rank: int, strategy: Any, folder: str) -> None:
             sent.total = 0.0
             for micro in range(MICRO):
                 model.set_requires_gradient_sync(micro == MICRO - 1)  # type: ignore[operator]
-                model(torch.ones(1, DIM)).square().mean().backward()
+                model(torch.ones(1, dim)).square().mean().backward()
                 if micro == 0:
                     held["between"] = (resident() - before) / numel
             optimizer.step()
             optimizer.zero_grad()
             held["after"] = (resident() - before) / numel
     held["sent"] = sent.total / numel
-    Path(folder, f"{rank}.json").write_text(json.dumps(held))
-    dist.barrier()
-    dist.destroy_process_group()
+    return held
 
 
 def theory(strategy: str) -> dict[str, float]:
@@ -138,6 +148,8 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     print(f"bytes a parameter on each of {RANKS} ranks, and what theory says; {WHOLE}\n")
     print(stats.table(("strategy", "between micro-batches", "after a step", "sent a step"), rows))
+    loaded = max(r["measured"]["loaded"] for r in results.values())
+    print(f"\nloaded by a process at its first steps, and not counted: {loaded / 1e6:.0f} MB")
     if options.json:
         facts = {"environment": stats.environment("cpu"), "results": results}
         Path(options.json).parent.mkdir(parents=True, exist_ok=True)

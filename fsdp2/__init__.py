@@ -20,7 +20,7 @@ from fsdp2.core.config import (
 )
 from fsdp2.core.device.collectives import AllGather, Comm, ReduceScatter
 from fsdp2.core.layout.mesh import FSDPMeshInfo, ShardPlacementResult
-from fsdp2.full import deferred, full_parameters, gathered, load_from_rank0, sync_module_states
+from fsdp2.full import full_parameters, gathered, load_from_rank0, sync_module_states
 from fsdp2.inspect import DebugSettings, GroupReport, Report, debug, group_reports, report
 from fsdp2.install import install, uninstall
 from fsdp2.interop import (
@@ -49,6 +49,7 @@ from fsdp2.wrap import (
     always_wrap_policy,
     any_wrap_policy,
     chosen_modules,
+    deferred,
     enable_wrap,
     lambda_auto_wrap_policy,
     options_for,

@@ -25,7 +25,9 @@ from fsdp2.core.config import RankMismatchError
 from fsdp2.core.layout.mesh import local_of, with_dtype, wrap_local
 from fsdp2.core.modules.registry import UnitRecord, records_below
 from fsdp2.core.modules.selection import managed_modules
+from fsdp2.core.modules.ties import Owners
 from fsdp2.core.params.param import ModuleEntry, ShardedParam, is_extended
+from fsdp2.core.schedule.unit import all_units
 from fsdp2.fsdp1.config import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -363,14 +365,10 @@ def _before_load(
     record = _record_of(module)
     if record is None or record not in _settings:
         return
-    known = {
-        id(form): param
-        for group in record.unit.groups
-        for param in group.params
-        for form in param.forms()
-    }
+    owners = _owners_of(module, record)
     for name, registered in module._parameters.items():
-        param, value = known.get(id(registered)), state_dict.get(prefix + name)
+        owned = None if registered is None else owners.of(registered)
+        param, value = None if owned is None else owned.param, state_dict.get(prefix + name)
         if param is None or not isinstance(registered, DTensor):
             continue
         if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
@@ -389,6 +387,15 @@ def _before_load(
         if local_metadata.get("assign_to_params_buffers", False):
             rows = rows.to(param.local.device).clone()
         state_dict[prefix + name] = as_dtensor(param, rows)
+
+
+def _owners_of(module: nn.Module, record: UnitRecord) -> Owners:
+    """Of a unit's module's parameters; of all units' where it is tied to another unit's."""
+    owners = Owners([record.unit])
+    for param in module._parameters.values():
+        if isinstance(param, DTensor) and owners.of(param) is None:
+            return Owners(all_units())
+    return owners
 
 
 def as_dtensor(param: ShardedParam, rows: torch.Tensor) -> DTensor:

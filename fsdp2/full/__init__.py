@@ -4,7 +4,6 @@ gathered   `gathered`: parameters and gradients that are whole for a while, and 
 stream     `full_parameters`: one unit after another, for export
 loading    `load_from_rank0`, `sync_module_states`: rank 0's weights and buffers to all;
            `rewritten`: for what writes a model's shards by itself
-deferred   `deferred`: a model that is sharded while it is made
 subjects   which parameters a call is about, and whether all ranks mean the same
 way        how one parameter becomes whole and is cut again, exactly
 
@@ -12,14 +11,12 @@ The room owns nothing but what is whole at the moment. It stands on `fsdp2.core`
 unit: who does not call it pays nothing.
 """
 
-from fsdp2.full.deferred import deferred
 from fsdp2.full.gathered import gathered
 from fsdp2.full.loading import IncompatibleKeys, load_from_rank0, sync_module_states
 from fsdp2.full.stream import full_parameters
 
 __all__ = [
     "IncompatibleKeys",
-    "deferred",
     "full_parameters",
     "gathered",
     "load_from_rank0",

@@ -3,6 +3,7 @@
 policies     rules that choose modules: by class, by size, by a function of the user's
 choices      a policy asked about a model: the chosen modules, bottom-up, with their options
 whole        `shard_model`: the chosen modules and the model itself, by a strategy
+deferred     `deferred`: a model that is sharded while it is made
 annotations  `enable_wrap` and `wrap`: modules that a model's own code marks
 
 The names, arguments and choices are those of ``torch.distributed.fsdp.wrap``. Policies of torch's
@@ -18,6 +19,7 @@ Example::
 
 from fsdp2.wrap.annotations import enable_wrap, wrap
 from fsdp2.wrap.choices import Choice, chosen_modules, options_for, wrap_modules
+from fsdp2.wrap.deferred import deferred
 from fsdp2.wrap.policies import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -39,6 +41,7 @@ __all__ = [
     "always_wrap_policy",
     "any_wrap_policy",
     "chosen_modules",
+    "deferred",
     "enable_wrap",
     "lambda_auto_wrap_policy",
     "options_for",

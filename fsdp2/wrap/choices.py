@@ -241,6 +241,15 @@ def _bottom_up(
     yield prefix.removesuffix("."), module
 
 
+def check_policy(policy: object) -> None:
+    """Raise if it is no policy.
+
+    Raises:
+        TypeError: it is not.
+    """
+    _checked(policy)
+
+
 def _checked(policy: Any) -> WrapPolicy | WrapFunction | None:
     kind = isinstance(policy, type | str | nn.Module)
     if policy is None or (not kind and (hasattr(policy, "_run_policy") or callable(policy))):

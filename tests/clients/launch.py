@@ -59,14 +59,6 @@ def check(script: str, *arguments: str, ranks: int = 2) -> None:
     _compare(*run(script, *arguments, ranks=ranks), arguments, ranks)
 
 
-def check_alone(script: str, case: str, ranks: int = 2) -> list[str]:
-    """Run a case through `fsdp2.run` alone; returns its losses."""
-    path = str(SCRIPTS / script)
-    ours = _launch(["-m", "fsdp2.run", path, case], ranks)
-    assert all("fsdp2.module" in ours.classes[case][rank] for rank in range(ranks))
-    return ours.losses[case]
-
-
 def check_started(script: str, case: str, ranks: int = 2) -> None:
     """As `check`, of a script that is started once and starts its ranks itself."""
     path = str(SCRIPTS / script)

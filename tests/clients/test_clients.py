@@ -10,7 +10,7 @@ import importlib.util
 
 import pytest
 
-from tests.clients.launch import check, check_alone, check_started
+from tests.clients.launch import check, check_started
 
 pytestmark = pytest.mark.clients
 
@@ -76,11 +76,11 @@ def test_fsdp1() -> None:
     check("with_fsdp1.py", "accelerate", "trainer")
 
 
-def test_lightning_fsdp1() -> None:
-    """Lightning's FSDPStrategy; torch's own does not run without an accelerator there."""
+@pytest.mark.parametrize("case", ["lightning", "lightning_trainer"])
+def test_lightning_fsdp1(case: str) -> None:
+    """Its FSDPStrategy, in Fabric and in the Trainer, which resumes from a sharded checkpoint."""
     _needs("lightning", "transformers")
-    losses = check_alone("with_fsdp1.py", "lightning")
-    assert len(losses) == 9
+    check("with_fsdp1.py", case)
 
 
 def test_verl() -> None:

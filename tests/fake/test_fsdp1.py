@@ -273,6 +273,37 @@ def test_classes_in_full_precision_only_where_there_is_mixed_precision(group: No
         assert len(FSDP.fsdp_modules(wrapped)) == wrappers
 
 
+def test_full_states_load_into_a_parameter_tied_over_wrappers(group: None) -> None:
+    """The wrapper around a module that is tied to another's takes its rows, too."""
+    for inner in (0, 1):
+        model = nn.ModuleDict({"first": linear(), "second": linear()})
+        model["second"].weight = model["first"].weight
+        state = {name: torch.rand_like(value) for name, value in model.state_dict().items()}
+        state["second.weight"] = state["first.weight"]
+        name = ("first", "second")[inner]
+        model[name] = FSDP(model[name])
+        wrapped = FSDP(Around(model))
+        for _ in range(2):  # before and behind what makes the units share a group
+            wrapped.load_state_dict({f"inside.{key}": value for key, value in state.items()})
+            rank = dist.get_rank()
+            for key, param in wrapped.named_parameters():
+                rows = state[key.removeprefix("inside.")].chunk(4)[rank]
+                assert torch.equal(param.to_local(), rows), key  # type: ignore[attr-defined]
+                nn.init.zeros_(param)
+            wrapped(torch.ones(2, 8))
+
+
+class Around(nn.Module):
+    """Calls what is inside."""
+
+    def __init__(self, inside: nn.ModuleDict) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inside["second"](self.inside["first"](x))
+
+
 CPU_DTYPE = torch.bfloat16
 
 INSTALLED = """

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2 import CustomPolicy, FSDPModule, shard_model
+from fsdp2.core.modules.registry import require_record
 from fsdp2.testing.null_group import init_null_group
 from tests.common.errors import raises
 
@@ -185,3 +186,30 @@ def test_misuse(monkeypatch: pytest.MonkeyPatch) -> None:
     with raises("policy-option"):
         shard_model(model, policy)
     assert not any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+class Scale(nn.Module):
+    """One parameter, on a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.by
+
+
+def test_deferred_takes_a_modules_own_options() -> None:
+    """As `shard_model` does: what `CustomPolicy` gives a module comes before the call's own."""
+    policy = fsdp2.CustomPolicy(
+        lambda module: (
+            {"reshard_after_forward": False}
+            if isinstance(module, Scale)
+            else isinstance(module, nn.Linear)
+        )
+    )
+    with fsdp2.deferred(None, policy, reshard_after_forward=True):
+        model = nn.Sequential(nn.Linear(4, 4), Scale(), nn.Linear(4, 4))
+    for module in (model[0], model[2]):
+        assert require_record(module).unit.frees_after_forward
+    assert not require_record(model[1]).unit.frees_after_forward

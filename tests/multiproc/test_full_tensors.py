@@ -319,7 +319,7 @@ def test_deferred_on_meta() -> None:
         assert_equal(value, torch.full_like(value, value.numel() / 7), name)
     with raises("deferred-meta"), deferred(world_mesh(), {Block}), torch.device("meta"):
         Transformer()
-    with raises("deferred-policy"), deferred(world_mesh(), 3):  # type: ignore[arg-type]
+    with raises("wrap-policy"), deferred(world_mesh(), 3):  # type: ignore[arg-type]
         pass
     with raises("deferred-written"), deferred(world_mesh(), {Block}):
         Initialised("parameters")

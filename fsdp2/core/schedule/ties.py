@@ -78,6 +78,11 @@ class TiedGroup(Layer):
         if not _ties[self].in_use:
             super().shard_smaller()
 
+    def hide(self) -> None:
+        """Register the shards, but not while another unit is under way that uses it."""
+        if not _ties[self].in_use:
+            super().hide()
+
     def abandon(self) -> None:
         """Free it, whoever uses it."""
         tie = _ties[self]
@@ -174,6 +179,18 @@ class GroupAlias(ParamGroup):
     def shard_smaller(self) -> None:
         """As `reshard`, but for a smaller group's rows."""
         self._leave(self.tied.shard_smaller)
+
+    def hide(self) -> None:
+        """As `reshard`, but what is gathered stays in memory."""
+        self._leave(self.tied.hide)
+
+    def hide_beside_gradients(self) -> None:
+        """As `hide`, if a parameter has a gradient."""
+        self._leave(self.tied.hide_beside_gradients)
+
+    def show(self) -> None:
+        """Register what is gathered and was hidden."""
+        self.tied.show()
 
     def _leave(self, free: Callable[[], None]) -> None:
         tie = _ties[self.tied]

@@ -17,8 +17,8 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,19 +32,10 @@ from fsdp2.core.modules.registry import record_of, require_record
 from fsdp2.core.modules.selection import managed_modules
 from fsdp2.full.gathered import gathered
 from fsdp2.module import FSDPModule
+from fsdp2.wrap import choices
 
-
-class WrapPolicy(Protocol):
-    """A policy as torch's wrapping API calls it."""
-
-    def _run_policy(
-        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
-    ) -> dict[nn.Module, dict[str, Any]]:
-        """The modules below, or ``root_module`` itself, that become units."""
-
-
-Policy = Iterable[type[nn.Module]] | Callable[..., bool] | WrapPolicy
-"""Which modules become units: classes, a function, or a policy object."""
+Policy = choices.Policy | type[nn.Module] | Callable[[nn.Module], bool]
+"""Which modules become units: as of `shard_model`, one class, or a function of a module."""
 
 
 @contextlib.contextmanager
@@ -71,10 +62,10 @@ def deferred(
 
     Args:
         mesh: as for `fully_shard`; ``None`` for all ranks.
-        policy: module classes (a class, or a set of them; subclasses count), a function of a module
-            that says whether it becomes a unit, or a policy object of torch's kind. A function with
-            the arguments ``module``, ``recurse`` and ``nonwrapped_numel`` is asked with
-            ``recurse=False``.
+        policy: as of `shard_model`, one class, or a function of a module that says whether it
+            becomes a unit. A function with the arguments ``module``, ``recurse`` and
+            ``nonwrapped_numel`` is asked with ``recurse=False``. `CustomPolicy` may give a module
+            options of its own.
         init_fn: called with each module of a block, the block first, before the block is sharded,
             to initialise the parameters that the module itself holds. Needed where they are on the
             meta device: they get memory first. ``None`` (default): constructors initialise.
@@ -92,8 +83,8 @@ def deferred(
             model = Transformer(config)
         optimizer = torch.optim.AdamW(model.parameters())
     """
-    names = _chooser(policy)
-    construction = _Construction(names, init_fn, {**fully_shard_options, "mesh": mesh})
+    options = {**fully_shard_options, "mesh": mesh}
+    construction = _Construction(_full_policy(policy), init_fn, options)
     with _watched(construction):
         yield
     construction.finish()
@@ -103,18 +94,18 @@ class _Construction:
     """What is under construction, and what has become of it.
 
     Args:
-        names: whether a module becomes a unit.
+        policy: which modules become units, and with what.
         init_fn: of the user.
         arguments: of `fully_shard`.
     """
 
     def __init__(
         self,
-        names: Callable[[nn.Module], bool],
+        policy: choices.Policy,
         init_fn: Callable[[nn.Module], object] | None,
         arguments: dict[str, Any],
     ) -> None:
-        self._names = names
+        self._policy = policy
         self._init_fn = init_fn
         self._arguments = arguments
         self._open: list[nn.Module] = []
@@ -136,14 +127,16 @@ class _Construction:
             self._open.pop()
         if isinstance(module, FSDPModule) or not hasattr(module, "_parameters"):
             return
-        if self._names(module):
-            self._shard(module)
+        left = _unsharded_numel(module)
+        options = choices.options_for(module, self._policy, numel=left, options=self._arguments)
+        if options is not None:
+            self._shard(module, options)
         elif not self._open:
             self._outermost.append(module)
 
-    def _shard(self, module: nn.Module) -> None:
+    def _shard(self, module: nn.Module, options: Mapping[str, Any]) -> None:
         self._initialise(module)
-        fully_shard(module, **self._arguments)
+        fully_shard(module, **options)
         self._units.append(weakref.ref(module))
         self._versions[module] = _versions(module)
 
@@ -233,27 +226,17 @@ def _versions(unit: nn.Module) -> list[int]:
     return [param.sharded._version for group in groups for param in group.params]
 
 
-def _chooser(policy: object) -> Callable[[nn.Module], bool]:
-    """A policy of any kind as a function of one module."""
+def _full_policy(policy: Any) -> choices.Policy:
+    """A policy of any kind as one that `shard_model` takes."""
     if isinstance(policy, type):
-        policy = (policy,)
-    run = getattr(policy, "_run_policy", None)
-    if run is not None:
-        return lambda module: module in run(module, ignored_modules=set(), root_kwargs={})
-    if callable(policy):
-        if "nonwrapped_numel" not in inspect.signature(policy).parameters:
-            return lambda module: bool(policy(module))
-        return lambda module: bool(
-            policy(module=module, recurse=False, nonwrapped_numel=_unsharded_numel(module))
-        )
-    if isinstance(policy, Iterable) and not isinstance(policy, str):
-        classes = tuple(policy)
-        if all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes):
-            return lambda module: isinstance(module, classes)
-    raise TypeError(
-        f"deferred(policy=…) takes module classes, a function of a module or a policy object, not "
-        f"{policy!r}; pass for example a set of your block classes"
-    )
+        return [policy]
+    if callable(policy) and not hasattr(policy, "_run_policy"):
+        known = inspect.signature(policy).parameters
+        if not {"nonwrapped_numel", "unwrapped_params"} & set(known):
+            return lambda module, recurse, nonwrapped_numel: bool(policy(module))
+    choices.check_policy(policy)
+    found: choices.Policy = policy
+    return found
 
 
 def _unsharded_numel(module: nn.Module) -> int:
