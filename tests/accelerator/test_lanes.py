@@ -319,7 +319,7 @@ def test_a_save_beside_training(tmp_path: Path, case: str) -> None:
             before = [_local(param) for param in model.parameters()]
             saving = fsdp2.checkpoint.async_save(tmp_path, model, optimizer, step=step, keep=1)
             assert saving._copy is not None
-            memory = saving._copy._memory._buffer
+            memory = saving._copy.memory._buffer
             assert memory is not None
             if step:  # the first one has no state of the optimizer's, and less memory
                 places.add(memory.view(torch.uint8, 0, (1,)).data_ptr())
