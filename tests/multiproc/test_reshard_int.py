@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from tests.common.backends import packs
+from tests.common.combinations import often
 from tests.common.errors import raises
 from tests.common.meshes import (
     hsdp_mesh,
@@ -58,9 +59,7 @@ def _train(api: Any, build: Any, steps: Any, **arguments: Any) -> Any:
 
 
 @ranks(4, extended=(2,))
-@pytest.mark.parametrize(
-    "mixed", [True, pytest.param(False, marks=pytest.mark.extended)], ids=["mixed", "fp32"]
-)
+@pytest.mark.parametrize("mixed", often([True, False]), ids=["mixed", "fp32"])
 def test_every_divisor(mixed: bool) -> None:
     steps = micro_batches(DIM, 8)
     size = dist.get_world_size()
