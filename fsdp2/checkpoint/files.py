@@ -117,14 +117,35 @@ class Disk:
 DISK = Disk()
 
 
-class DurableFile(io.RawIOBase):
+Fact = tuple[int, str]
+"""Of a file: bytes, checksum."""
+
+
+class Summed(io.RawIOBase):
+    """A new file that knows its facts; ``write`` is its classes'."""
+
+    def __init__(self) -> None:
+        self._checksum = Checksum()
+        self._bytes = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._bytes
+
+    def facts(self) -> Fact:
+        """Bytes, and their checksum."""
+        return self._bytes, self._checksum.hexdigest()
+
+
+class DurableFile(Summed):
     """A new file: its checksum is computed while it is written; on the disk when it is closed."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self._file = DISK.create(path)
         self._pool: ThreadPoolExecutor | None = None
-        self._checksum = Checksum()
-        self._bytes = 0
 
     def write(self, data: object) -> int:
         piece = memoryview(data).cast("B")  # type: ignore[arg-type]  # anything with a buffer
@@ -152,12 +173,6 @@ class DurableFile(io.RawIOBase):
         except RuntimeError:  # the process ends once this save is over, or has too many
             return None
 
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._bytes
-
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown()
@@ -165,14 +180,6 @@ class DurableFile(io.RawIOBase):
             with self._file:
                 DISK.sync(self._file)
         super().close()
-
-    def facts(self) -> Fact:
-        """Bytes, and their checksum."""
-        return self._bytes, self._checksum.hexdigest()
-
-
-Fact = tuple[int, str]
-"""Of a file: bytes, checksum."""
 
 
 class DurableFiles:

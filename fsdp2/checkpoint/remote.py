@@ -12,7 +12,6 @@ that another may be writing.
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -103,7 +102,6 @@ class RemoteStore:
         url = f"{scheme}://{rest.lstrip('/')}".rstrip("/")
         self.fs, path = reach(url)
         self.root = RemotePath(self.fs, path.rstrip("/"), url)
-        self.decided: set[str] = set()  # tries whose manifest may be there
 
     def __str__(self) -> str:
         return str(self.root)
@@ -202,7 +200,8 @@ class RemoteAttempt:
     """Put under a name of its own; the manifest says that it is the step."""
 
     def __init__(self, store: RemoteStore, step: int, token: str) -> None:
-        self._store = store
+        self._fs = store.fs
+        self._decided = False  # whether the manifest may be there
         self._manifest = store.folder(step) / MANIFEST
         self._own = store.folder(step) / token
         self.folder = token
@@ -210,21 +209,21 @@ class RemoteAttempt:
         self.written: dict[str, files.Fact] = {}
 
     def begin(self) -> None:
-        self._store.fs.makedirs(self._own.path, exist_ok=True)  # stores without folders do nothing
+        self._fs.makedirs(self._own.path, exist_ok=True)  # stores without folders do nothing
 
     @contextmanager
     def create(self, name: str) -> Iterator[Upload]:
         path = (self._own / name).path
-        with self._store.fs.open(path, "wb", block_size=_PART) as file:
+        with self._fs.open(path, "wb", block_size=_PART) as file:
             upload = Upload(file)
             yield upload
         self.written[name] = upload.facts()
 
     def commit(self, index: bytes, manifest: bytes) -> None:
         """The index, and the manifest in one piece."""
-        fs = self._store.fs
+        fs = self._fs
         fs.pipe_file((self._own / INDEX).path, index)
-        self._store.decided.add(self._own.path)
+        self._decided = True
         try:
             fs.pipe_file(self._manifest.path, manifest)
         except BaseException:
@@ -235,7 +234,7 @@ class RemoteAttempt:
 
     def clear(self, rank: int) -> None:
         """Each rank its own files."""
-        fs = self._store.fs
+        fs = self._fs
         with suppress(Exception):  # of each store's own classes
             fs.invalidate_cache()
             for path in fs.find(self._own.path, detail=False):
@@ -244,19 +243,18 @@ class RemoteAttempt:
 
     def give_up(self, rank: int) -> None:
         """By rank 0, all files, if the manifest was not put; what is left is `unfinished`."""
-        if rank == 0 and self._own.path not in self._store.decided:
+        if rank == 0 and not self._decided:
             with suppress(Exception):
-                self._store.fs.invalidate_cache()
-                self._store.fs.rm(self._own.path, recursive=True)
+                self._fs.invalidate_cache()
+                self._fs.rm(self._own.path, recursive=True)
 
 
-class Upload(io.RawIOBase):
+class Upload(files.Summed):
     """A new object: its checksum is computed while it is sent."""
 
     def __init__(self, file: BinaryIO) -> None:
+        super().__init__()
         self._file = file
-        self._checksum = files.Checksum()
-        self._bytes = 0
 
     def write(self, data: object) -> int:
         piece = memoryview(data).cast("B")  # type: ignore[arg-type]  # anything with a buffer
@@ -264,13 +262,3 @@ class Upload(io.RawIOBase):
         self._checksum.update(piece)
         self._bytes += len(piece)
         return len(piece)
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._bytes
-
-    def facts(self) -> files.Fact:
-        """Bytes, and their checksum."""
-        return self._bytes, self._checksum.hexdigest()

@@ -454,6 +454,7 @@ class _Job:
         self._layout: Layout = []
         self._copy: Copy | None = None
         self._plan: _Plan | None = None
+        self._tried: Attempt | None = None  # of the plan
         self._untold: _Failure | None = None  # of the save before
         self._end = _End()
         self._local = False  # whether to tell what this rank would write
@@ -537,7 +538,12 @@ class _Job:
         if before is not None:
             before._wait()
             self._untold = None if self._knows else before._end.failure
-        self._plan = _process.plan_of(self._layout, self._channel)
+        plan = _process.plan_of(self._layout, self._channel)
+        if plan is not None and self._cause is None:
+            self._follow_plan(plan)
+
+    def _follow_plan(self, plan: _Plan) -> None:
+        self._plan, self._tried = plan, self._store.attempt(self._step, plan.token)
 
     def _save(self) -> AnyPath:
         try:
@@ -551,36 +557,31 @@ class _Job:
                     if answer.before is not None:
                         error = CheckpointError(answer.before)
                         self._end.before = self._untold or _Failure(error)
+                    assert self._tried is not None
                     return self._tried.path
-                if self._plan is not None:
+                if self._tried is not None:
                     self._tried.clear(rank_and_size()[0])
                 self._local = answer.plan is None
                 if answer.plan is not None:
-                    self._plan = answer.plan
+                    self._follow_plan(answer.plan)
                     _process.remember(self._layout, self._channel, answer.plan)
         except CheckpointError as error:
             # Ranks clear at their own pace, maybe when others are in the next save already.
             _process.forget(self._layout, self._channel)
             # Unless rank 0 has decided so, it may be about to commit what this rank has written.
             alone = not is_first() and isinstance(error.__cause__, LostRankError)
-            if self._plan is not None and not alone:
+            if self._tried is not None and not alone:
                 self._tried.give_up(rank_and_size()[0])
             raise
-
-    @property
-    def _tried(self) -> Attempt:
-        assert self._plan is not None
-        return self._store.attempt(self._step, self._plan.token)
 
     def _attempt(self) -> _Written:
         """Write this rank's file, or say that there is no plan."""
         facts = (str(self._store), self._step, self._keep)
-        if self._local or self._plan is None:
-            self._begin()
-            local = self._planner.create_local_plan()
-            return _Written(facts, None, [], {}, local if self._local or not self._plan else None)
         self._begin()
-        source, tried = _Source(), self._tried
+        tried = self._tried
+        if self._local or self._plan is None or tried is None:
+            return _Written(facts, None, [], {}, self._planner.create_local_plan())
+        source = _Source()
         tried.begin()
         staged = self._state if self._copy is None else self._copy.staged
         mine = self._plan.mine
@@ -636,6 +637,7 @@ class _Job:
         """The index and the manifest: then the step is there."""
         assert self._plan is not None
         assert self._plan.metadata is not None
+        assert self._tried is not None
         places = {each.index: each.storage_data for written in told for each in written.results}
         index = index_of(self._plan.metadata, places)
         listed = {name: fact for written in told for name, fact in written.files.items()}

@@ -93,8 +93,7 @@ def _median_of(values: Sequence[Any]) -> Any:
 
 
 def _measure_cpu(ranks: Sequence[int]) -> Hardware:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores = cores or 1
+    cores = _cores()
     runs = {count: _run_ranks(count, max(1, cores // count)) for count in ranks}
     gloo: dict[str, list[tuple[int, int, Curve]]] = {}
     for run in runs.values():
@@ -104,6 +103,13 @@ def _measure_cpu(ranks: Sequence[int]) -> Hardware:
     tables = [Measured(**run["table"]) for count, run in runs.items() if count <= cores]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return _with_tables(tables, gloo, cores, memory)
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _with_tables(
@@ -280,9 +286,8 @@ def _measure_as_rank() -> dict[str, Any]:
     ranks = int(os.environ["WORLD_SIZE"])
     threads = int(os.environ["OMP_NUM_THREADS"])
     torch.set_num_threads(threads)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ranks
     table = None
-    if ranks <= cores:
+    if ranks <= _cores():
         clock = clock_of(threads)
         bare = Measured(ranks, measure_products(clock), measure_operators(clock), {}, {})
         zeros = dict.fromkeys(("forward", "backward", "optimizer", "collective", "unit"), 0.0)

@@ -179,7 +179,12 @@ def _others(settings: Settings) -> str:
 def code(settings: Settings, hardware: Hardware, policy: str) -> str:
     """Settings as lines to paste; ``policy`` stands for what chooses units."""
     names = ("replicate", "shard")[-len(settings.mesh) :]
-    lines = [
+    lines = []
+    if settings.checkpointing:
+        lines += ["import functools", "from torch.utils.checkpoint import checkpoint"]
+    if settings.precision is not None:
+        lines += ["import torch"]
+    lines += [
         "from torch.distributed.device_mesh import init_device_mesh",
         "from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard",
         "from fsdp2.wrap import chosen_modules",
@@ -195,12 +200,8 @@ def code(settings: Settings, hardware: Hardware, policy: str) -> str:
         )
     if settings.offload:
         lines.append('options["offload_policy"] = CPUOffloadPolicy()')
-    if settings.precision is not None:
-        lines.insert(0, "import torch")
     lines.append(f"for number, choice in enumerate(chosen_modules(model, {policy})):")
     if settings.checkpointing:
-        lines.insert(0, "from torch.utils.checkpoint import checkpoint")
-        lines.insert(0, "import functools")
         lines.append(f"    if number % {int(settings.checkpointing)} == 0:")
         lines.append(
             "        choice.module.forward = functools.partial(\n"
