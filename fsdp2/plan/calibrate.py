@@ -297,8 +297,10 @@ def _measure_as_rank() -> dict[str, Any]:
     gloo = {}
     if ranks > 1:
         gloo = measure_gloo(torch.device("cpu"))
+        run_barrier(default_group())  # nobody leaves while another still measures with it
     return {"table": table, "gloo": gloo}
 
 
 if __name__ == "__main__":
     print(json.dumps(_measure_as_rank()), flush=True)
+    os._exit(0)  # gloo together with a DeviceMesh may abort in an ordinary exit
