@@ -28,9 +28,8 @@ from fsdp2.core.modules.containers import cast
 from fsdp2.core.modules.registrations import Registrations
 from fsdp2.core.modules.registry import record_of
 from fsdp2.optim import repoint_optimizer
-
-INSIDE = "_fsdp_wrapped_module"
-"""Under which a wrapper holds its module, as torch's."""
+from fsdp2.wrap import around
+from fsdp2.wrap.around import INSIDE
 
 
 def is_wrapper(module: nn.Module) -> bool:
@@ -38,15 +37,19 @@ def is_wrapper(module: nn.Module) -> bool:
     return getattr(type(module), "_is_fsdp2_wrapper", False)
 
 
-def own_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """``module`` and those below it, breadth first, without what a wrapper or a unit has."""
-    queue, seen = [module], {module}
-    for member in queue:  # which grows
-        yield member
-        for child in member.children():
+def own_modules(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """``module`` and those below it, breadth first, without what a wrapper or a unit has.
+
+    Yields:
+        A module, and what names of its parameters begin with.
+    """
+    queue, seen = [(module, "")], {module}
+    for member, prefix in queue:  # which grows
+        yield member, prefix
+        for name, child in member.named_children():
             if child not in seen and not is_wrapper(child) and record_of(child) is None:
                 seen.add(child)
-                queue.append(child)
+                queue.append((child, f"{prefix}{name}."))
 
 
 # ---- what is left alone
@@ -101,7 +104,7 @@ def ignored_of(
             "FullyShardedDataParallel(ignored_states=…) got modules and parameters; pass only one "
             "kind"
         )
-    modules = {below for root in roots for below in own_modules(root)}
+    modules = {below for root in roots for below, _ in own_modules(root)}
     params = {param for module in modules for param in module.parameters(recurse=False)}
     params |= {member for member in named if isinstance(member, nn.Parameter)}
     return Ignored(frozenset(modules), frozenset(params))
@@ -175,35 +178,16 @@ def materialise(
             f"FullyShardedDataParallel(param_init_fn=…) takes a function of a module, not "
             f"{init_fn!r}"
         )
-    members = [member for member in own_modules(module) if member not in ignored.modules]
-    if not any(tensor.is_meta for member in members for tensor in _tensors(member)):
+    members = [each for each in own_modules(module) if each[0] not in ignored.modules]
+    having = [each for each in members if any(True for _ in around.tensors_of(each[0]))]
+    if not any(tensor.is_meta for member, _ in having for _, tensor in around.tensors_of(member)):
         return
-    for member in members:
-        if init_fn is not None:
+    if init_fn is None:
+        around.reset(having, device)
+    else:
+        for member, _ in members:
             init_fn(member)
-        elif any(True for _ in _tensors(member)):
-            reset = getattr(member, "reset_parameters", None)
-            if reset is None:
-                raise ValueError(
-                    f"{type(member).__name__} has parameters or buffers on the meta device, and no "
-                    f"reset_parameters() to initialise them; pass param_init_fn"
-                )
-            member.to_empty(device=device, recurse=False)
-            with torch.no_grad():
-                reset()
-    for member in members:
-        for name, tensor in (*member._parameters.items(), *member._buffers.items()):
-            if tensor is not None and tensor.is_meta and tensor not in ignored.params:
-                raise ValueError(
-                    f"param_init_fn left '{name}' of {type(member).__name__} on the meta device; "
-                    f"let it call to_empty(device=…, recurse=False) on each module, and initialise "
-                    f"it"
-                )
-
-
-def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
+    around.check_values(members, ignored.params)
 
 
 def synchronise(
@@ -219,9 +203,9 @@ def synchronise(
     """
     tensors = {
         tensor: None
-        for member in own_modules(module)
+        for member, _ in own_modules(module)
         if member not in ignored.modules
-        for tensor in _tensors(member)
+        for _, tensor in around.tensors_of(member)
         if tensor not in ignored.params
     }
     for group in groups:
@@ -274,16 +258,9 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype | None, ignored: Ignored)
     """Cast floating-point buffers of a wrapper's own modules; state dicts hold their own dtypes."""
     if dtype is None:
         return
-    for member in own_modules(module):
-        if member in ignored.modules:
-            continue
-        before: dict[str, torch.dtype] = {}
-        for name, buffer in member._buffers.items():
-            if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
-                before[name] = buffer.dtype
-                buffer.data = buffer.to(dtype)
-        if before:
-            member.register_state_dict_post_hook(_CastsBack(before))
+    members = [each for each in own_modules(module) if each[0] not in ignored.modules]
+    for member, before in around.cast_buffers(members, dtype).items():
+        member.register_state_dict_post_hook(_CastsBack(before))
 
 
 class _CastsBack:

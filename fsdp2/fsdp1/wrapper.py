@@ -40,7 +40,6 @@ from fsdp2.fsdp1.config import (
     policy_of,
 )
 from fsdp2.fsdp1.construction import (
-    INSIDE,
     Ignored,
     cast_buffers,
     check_nothing_wrapped,
@@ -66,15 +65,14 @@ from fsdp2.interop import CPUOffloadPolicy, TorchWrapperIdentity
 from fsdp2.module import FSDPModule
 from fsdp2.norms import clip_grad_norm_
 from fsdp2.wrap import any_wrap_policy, chosen_modules
+from fsdp2.wrap.around import INSIDE, Around, flags_put_back
 from fsdp2.wrap.choices import Policy
-
-PREFIX = f"{INSIDE}."
 
 ProcessGroups = ProcessGroup | tuple[ProcessGroup, ProcessGroup]
 """One group, or two to shard and to copy over."""
 
 
-class FullyShardedDataParallel(TorchWrapperIdentity):
+class FullyShardedDataParallel(Around, TorchWrapperIdentity):
     """Wrap a module and shard its parameters, with the interface of torch's FSDP1.
 
     Names, order, defaults and meaning of the arguments are those of torch's documentation of
@@ -118,6 +116,7 @@ class FullyShardedDataParallel(TorchWrapperIdentity):
     """
 
     _is_fsdp2_wrapper = True
+    _comm_hook: Hook
 
     def __init__(
         self,
@@ -190,36 +189,22 @@ class FullyShardedDataParallel(TorchWrapperIdentity):
         self.add_module(INSIDE, module)
         clean_states(self)
         use_full_state_dicts(self._record)
-        for below in self.modules():
-            if is_wrapper(below) and below is not self:
+        for below in self.fsdp_modules(self):
+            if below is not self:
                 below._become_inner()
 
     # ---- the module inside
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; its unit gathers and frees the parameters."""
-        return self._fsdp_wrapped_module(*args, **kwargs)
+        return self._inside(*args, **kwargs)
 
     @property
     def module(self) -> nn.Module:
         """The wrapped module; the one that a checkpoint wrapper directly inside holds."""
-        inside: nn.Module = self._modules[INSIDE]
+        inside = self._inside
         held = inside._modules.get("_checkpoint_wrapped_module")
         return inside if held is None else held
-
-    def __getattr__(self, name: str) -> Any:
-        """Attributes that the wrapper has not are the module's."""
-        try:
-            return nn.Module.__getattr__(self, name)
-        except AttributeError:
-            inside = self.__dict__.get("_modules", {}).get(INSIDE)
-            if inside is None:
-                raise
-            return getattr(inside, name)
-
-    def __getitem__(self, key: int) -> Any:
-        """A module of the wrapped ``nn.Sequential``."""
-        return self._modules[INSIDE][key]
 
     def __dir__(self) -> list[str]:
         """Its own names."""
@@ -236,12 +221,13 @@ class FullyShardedDataParallel(TorchWrapperIdentity):
 
     @property
     def _record(self) -> UnitRecord:
-        return require_record(self._modules[INSIDE])
+        return require_record(self._inside)
 
     @property
     def _unit_module(self) -> FSDPModule:
         """The wrapped module, which has the methods of its unit."""
-        found: FSDPModule = self._modules[INSIDE]
+        found: Any = self._inside
+        assert isinstance(found, FSDPModule)
         return found
 
     def check_is_root(self) -> bool:
@@ -260,20 +246,6 @@ class FullyShardedDataParallel(TorchWrapperIdentity):
         found: list[Any] = [member for member in module.modules() if is_wrapper(member)]
         return [member for member in found if not (root_only and member._is_inner)]
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of ``nn.Module``; no name has a trace of wrappers."""
-        for name, param in nn.Module.named_parameters(self, prefix, recurse, remove_duplicate):
-            yield name.replace(PREFIX, ""), param
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """As of ``nn.Module``; no name has a trace of wrappers."""
-        for name, buffer in nn.Module.named_buffers(self, prefix, recurse, remove_duplicate):
-            yield name.replace(PREFIX, ""), buffer
-
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Call ``fn`` with each module below and with this one, its parameters whole meanwhile.
 
@@ -286,7 +258,7 @@ class FullyShardedDataParallel(TorchWrapperIdentity):
         Returns:
             The wrapper.
         """
-        with gathered(self._modules[INSIDE], recurse=False):
+        with gathered(self._inside, recurse=False):
             nn.Module.apply(self, fn)
         return self
 
@@ -346,19 +318,13 @@ class FullyShardedDataParallel(TorchWrapperIdentity):
             RuntimeError: called on a wrapper inside of another.
         """
         self._require_root("no_sync")
-        before = []
-        for wrapper in self.fsdp_modules(self):
-            unit = wrapper._record.unit
-            before.append((wrapper, unit.sync, unit.all_reduce, unit.reshard_after_backward))
-            wrapper._unit_module.set_requires_gradient_sync(False, recurse=False)
-            if wrapper.sharding_strategy in KEEPS_GATHERED:
-                unit.reshard_after_backward = False
-        try:
+        wrappers = self.fsdp_modules(self)
+        with flags_put_back(wrapper._record.unit for wrapper in wrappers):
+            for wrapper in wrappers:
+                wrapper._unit_module.set_requires_gradient_sync(False, recurse=False)
+                if wrapper.sharding_strategy in KEEPS_GATHERED:
+                    wrapper._record.unit.reshard_after_backward = False
             yield
-        finally:
-            for wrapper, sync, all_reduce, reshard in before:
-                unit = wrapper._record.unit
-                unit.sync, unit.all_reduce, unit.reshard_after_backward = sync, all_reduce, reshard
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:

@@ -32,15 +32,12 @@ from fsdp2.core.modules.registry import records_below
 from fsdp2.interop import MixedPrecisionPolicy
 from fsdp2.module import FSDPModule
 from fsdp2.norms import clip_grad_norm_
+from fsdp2.wrap import around
+from fsdp2.wrap.around import INSIDE, PREFIX, Around
 from fsdp2.wrap.choices import Policy, Wrapper, wrap_modules
 from fsdp2.xla.shards import FORMAT, ShardMetadata, describe, local, whole
 
 M = TypeVar("M", bound=nn.Module)
-
-WRAPPED = "_fsdp_wrapped_module"
-"""The attribute of a wrapper that is the module."""
-
-_PREFIX = f"{WRAPPED}."
 
 _MEANINGLESS: Mapping[str, object] = {
     "optimization_barrier_in_forward": True,
@@ -73,7 +70,7 @@ class _Settings:
     pack_below: int | None
 
 
-class XlaFullyShardedDataParallel(nn.Module):
+class XlaFullyShardedDataParallel(Around):
     """Shard a module's parameters over ranks, behind the interface of XLA's FSDP, on any device.
 
     The module becomes a unit of `fully_shard`: its parameters are gathered before its forward and
@@ -181,7 +178,7 @@ class XlaFullyShardedDataParallel(nn.Module):
         if auto_wrap_policy is not None:
             _wrap_below(module, auto_wrap_policy, auto_wrapper_callable or type(self), given)
         self._init_fn = param_init_fn
-        self.add_module(WRAPPED, module)
+        self.add_module(INSIDE, module)
         self.register_load_state_dict_pre_hook(_rows_become_whole)
         if execute_sharding_on_init:
             self.execute_sharding()
@@ -219,18 +216,16 @@ class XlaFullyShardedDataParallel(nn.Module):
             self._cast_buffers(chosen.buffer_dtype)
 
     def _cast_buffers(self, dtype: torch.dtype) -> None:
-        for name, owner in _own_modules(self.module):
-            for key, buffer in owner._buffers.items():
-                if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
-                    self._buffer_dtypes[f"{name}{key}"] = str(buffer.dtype).removeprefix("torch.")
-                    owner._buffers[key] = buffer.to(dtype)
+        members = list(_own_modules(self.module))
+        prefixes = dict(reversed(members))
+        for member, before in around.cast_buffers(members, dtype).items():
+            for name, kept in before.items():
+                self._buffer_dtypes[f"{prefixes[member]}{name}"] = str(kept).removeprefix("torch.")
 
     @property
     def module(self) -> nn.Module:
         """The module that is wrapped."""
-        module = self._modules[WRAPPED]
-        assert module is not None
-        return module
+        return self._inside
 
     @property
     def _unit(self) -> FSDPModule:
@@ -249,37 +244,17 @@ class XlaFullyShardedDataParallel(nn.Module):
         """Ranks of the sharding group."""
         return self._mesh.size()
 
-    def __getattr__(self, name: str) -> Any:
-        """Of the wrapper, else of the module."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if WRAPPED not in self.__dict__.get("_modules", {}):
-                raise
-            return getattr(self._modules[WRAPPED], name)
-
-    def __getitem__(self, key: Any) -> Any:
-        """Of the module, such as a ``Sequential``."""
-        module: Any = self.module
-        return module[key]
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
         self.execute_sharding()
-        return self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]  # it is there
+        return self._inside(*args, **kwargs)
 
     # ---- parameters
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As ``nn.Module.named_parameters``, by the names of the unwrapped model."""
         self.execute_sharding()
-        for name, param in super().named_parameters(*args, **kwargs):
-            yield name.replace(_PREFIX, ""), param
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """As ``nn.Module.named_buffers``, by the names of the unwrapped model."""
-        for name, buffer in super().named_buffers(*args, **kwargs):
-            yield name.replace(_PREFIX, ""), buffer
+        yield from super().named_parameters(*args, **kwargs)
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
@@ -375,13 +350,9 @@ class XlaFullyShardedDataParallel(nn.Module):
             model(second).sum().backward()
         """
         unit = self._unit
-        before = [(r.unit, r.unit.sync, r.unit.all_reduce) for r in records_below(unit)]
-        unit.set_requires_gradient_sync(False)
-        try:
+        with around.flags_put_back(record.unit for record in records_below(unit)):
+            unit.set_requires_gradient_sync(False)
             yield
-        finally:
-            for each, sync, all_reduce in before:
-                each.sync, each.all_reduce = sync, all_reduce
 
     # ---- state dicts
 
@@ -428,7 +399,7 @@ class XlaFullyShardedDataParallel(nn.Module):
         buffers: dict[str, str] = {}
         for name, below in self.named_modules():
             if isinstance(below, XlaFullyShardedDataParallel):
-                prefix = f"{name}.".replace(_PREFIX, "") if name else ""
+                prefix = f"{name}.".replace(PREFIX, "") if name else ""
                 buffers.update({prefix + k: v for k, v in below._buffer_dtypes.items()})
         return {
             "format": FORMAT,
@@ -444,12 +415,12 @@ def _rows_become_whole(wrapper: nn.Module, state: dict[str, Any], prefix: str, *
     """Before a load: the wrapper's names for the unwrapped model's, DTensors over rows."""
     assert isinstance(wrapper, XlaFullyShardedDataParallel)
     named = nn.Module.named_parameters(wrapper, remove_duplicate=False)  # which shards nothing
-    params = {name.replace(_PREFIX, ""): param for name, param in named}
+    params = {name.replace(PREFIX, ""): param for name, param in named}
     found: dict[str, Any] = {}
     for key in [key for key in state if key.startswith(prefix)]:
-        name = key.removeprefix(prefix).replace(_PREFIX, "")
+        name = key.removeprefix(prefix).replace(PREFIX, "")
         value = state[key]
-        found[prefix + _PREFIX + name] = whole(name, value, params.get(name, value))
+        found[prefix + PREFIX + name] = whole(name, value, params.get(name, value))
     for key in [key for key in state if key.startswith(prefix)]:
         del state[key]
     state.update(found)
@@ -570,9 +541,9 @@ def _wrap_below(module: nn.Module, policy: Policy, wrapper: Wrapper, given: _Giv
     wrap_modules(module, policy, wrapper, ignored_modules=taken, ignored_params=params, **inner)
 
 
-def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[nn.Module, str]]:
     """A module and those below that are in no other wrapper, with what their names begin with."""
-    yield prefix, module
+    yield module, prefix
     for name, child in module.named_children():
         if not isinstance(child, XlaFullyShardedDataParallel):
             yield from _own_modules(child, f"{prefix}{name}.")
@@ -582,29 +553,15 @@ def _materialize(
     module: nn.Module, init: Callable[[nn.Module], object] | None, device: str
 ) -> None:
     """Give parameters on the meta device memory and values."""
-    found = [(name, m) for name, m in _own_modules(module) if _is_meta(m)]
+    found = [each for each in _own_modules(module) if _is_meta(each[0])]
     if not found:
         return
-    if init is not None:
-        init(module)
+    if init is None:
+        around.reset(found, device)
     else:
-        for name, owner in found:
-            if not callable(getattr(owner, "reset_parameters", None)):
-                raise ValueError(
-                    f"'{name.removesuffix('.') or '(root)'}' is on the meta device, and its class "
-                    f"{type(owner).__name__} has no reset_parameters(); pass param_init_fn"
-                )
-        for _, owner in found:
-            owner.to_empty(device=device, recurse=False)
-            owner.reset_parameters()  # type: ignore[operator]  # it was looked for
-    for name, owner in _own_modules(module):
-        if _is_meta(owner):
-            raise ValueError(
-                f"'{name.removesuffix('.') or '(root)'}' is still on the meta device behind "
-                f"param_init_fn; let it give each parameter memory, for example with to_empty()"
-            )
+        init(module)
+    around.check_values(list(_own_modules(module)))
 
 
 def _is_meta(module: nn.Module) -> bool:
-    own = (*module._parameters.values(), *module._buffers.values())
-    return any(tensor is not None and tensor.is_meta for tensor in own)
+    return any(tensor.is_meta for _, tensor in around.tensors_of(module))

@@ -159,12 +159,12 @@ class Bare(nn.Module):
         self.weight = nn.Parameter(torch.empty(4, 4, device="meta"))
 
 
-@misuse("fsdp1-no-reset")
+@misuse("meta-no-reset")
 def _() -> None:
     FSDP(Bare())
 
 
-@misuse("fsdp1-left-on-meta")
+@misuse("meta-left")
 def _() -> None:
     FSDP(Bare(), param_init_fn=print)
 

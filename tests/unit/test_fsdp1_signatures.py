@@ -22,6 +22,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 import fsdp2
 from fsdp2 import fsdp1
 from fsdp2.fsdp1 import comm_hooks
+from fsdp2.wrap.around import Around
 
 DOCS = Path(fsdp2.__file__).parents[1] / "docs" / "compat_fsdp1.md"
 
@@ -83,7 +84,8 @@ def test_methods_take_torchs_arguments(name: str) -> None:
     assert _parameters(ours) == _parameters(getattr(torchs.FullyShardedDataParallel, name))
     for kind in (staticmethod, property):
         mine, theirs = (
-            isinstance(vars(api.FullyShardedDataParallel)[name], kind) for api in (fsdp1, torchs)
+            isinstance(inspect.getattr_static(api.FullyShardedDataParallel, name), kind)
+            for api in (fsdp1, torchs)
         )
         assert mine == theirs, kind
 
@@ -100,10 +102,11 @@ def test_attributes_are_properties_where_torchs_are() -> None:
 
 
 def test_every_public_method_of_torchs_is_ours() -> None:
+    own = {**vars(Around), **vars(fsdp1.FullyShardedDataParallel)}
     missing = {
         name
         for name in vars(torchs.FullyShardedDataParallel)
-        if not name.startswith("_") and name not in vars(fsdp1.FullyShardedDataParallel)
+        if not name.startswith("_") and name not in own
     }
     assert missing == set()
 

@@ -1,0 +1,149 @@
+"""A module around a unit: what the wrappers of FSDP1 and of XLA's FSDP have in common.
+
+    wrapper                    an `Around`
+      └ _fsdp_wrapped_module   the module inside, which is a unit of `fully_shard`
+          └ … other wrappers, made before this one
+
+Neither is imported here: each adds its own arguments, methods and state dicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2.core.schedule.unit import Unit
+
+INSIDE = "_fsdp_wrapped_module"
+"""Under which a wrapper holds its module, as torch's and XLA's."""
+
+PREFIX = f"{INSIDE}."
+"""What names have for each wrapper around."""
+
+Members = Sequence[tuple[nn.Module, str]]
+"""Modules, and what names of their parameters begin with: ``""``, or a name and a dot."""
+
+
+class Around(nn.Module):
+    """A wrapper: its attributes are those of the module inside, and no name has a trace of it.
+
+    `nn.Module`'s methods are called as such, so that another base class may stand in between.
+    """
+
+    @property
+    def _inside(self) -> nn.Module:
+        found = self._modules[INSIDE]
+        assert found is not None
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        """Of the wrapper, else of the module inside."""
+        try:
+            return nn.Module.__getattr__(self, name)
+        except AttributeError:
+            inside = self.__dict__.get("_modules", {}).get(INSIDE)
+            if inside is None:
+                raise
+            return getattr(inside, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Of the module inside, such as an ``nn.Sequential``."""
+        inside: Any = self._inside
+        return inside[key]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of ``nn.Module``, by the names of the unwrapped model."""
+        for name, param in nn.Module.named_parameters(self, prefix, recurse, remove_duplicate):
+            yield name.replace(PREFIX, ""), param
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """As of ``nn.Module``, by the names of the unwrapped model."""
+        for name, buffer in nn.Module.named_buffers(self, prefix, recurse, remove_duplicate):
+            yield name.replace(PREFIX, ""), buffer
+
+
+@contextmanager
+def flags_put_back(units: Iterable[Unit]) -> Iterator[None]:
+    """A context in which units' flags of a backward may be set: they are as before at the end."""
+    before = [(unit, unit.sync, unit.all_reduce, unit.reshard_after_backward) for unit in units]
+    try:
+        yield
+    finally:
+        for unit, sync, all_reduce, reshard in before:
+            unit.sync, unit.all_reduce, unit.reshard_after_backward = sync, all_reduce, reshard
+
+
+# ---- values and dtypes, before a module becomes a unit
+
+
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of a module's own parameters and buffers."""
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            yield name, tensor
+
+
+def reset(members: Members, device: torch.device | str) -> None:
+    """Give modules memory and their initial values, by their ``reset_parameters()``.
+
+    Args:
+        members: which.
+        device: of the memory.
+
+    Raises:
+        ValueError: a class has no such method; nothing is changed then.
+    """
+    resets = [getattr(member, "reset_parameters", None) for member, _ in members]
+    for (member, prefix), method in zip(members, resets, strict=True):
+        if not callable(method):
+            raise ValueError(
+                f"'{prefix.removesuffix('.') or '(root)'}' is on the meta device, and its class "
+                f"{type(member).__name__} has no reset_parameters(); pass param_init_fn"
+            )
+    for (member, _), method in zip(members, resets, strict=True):
+        member.to_empty(device=device, recurse=False)
+        with torch.no_grad():
+            method()  # type: ignore[misc]  # each can be called: it was looked at
+
+
+def check_values(members: Members, ignored: Set[torch.Tensor] = frozenset()) -> None:
+    """See that an initialisation has left nothing on the meta device.
+
+    Args:
+        members: which modules.
+        ignored: tensors that may be there.
+
+    Raises:
+        ValueError: a tensor is there; the message has its name.
+    """
+    for member, prefix in members:
+        for key, tensor in tensors_of(member):
+            if tensor.is_meta and tensor not in ignored:
+                name = prefix + key
+                raise ValueError(
+                    f"'{name}' is still on the meta device behind param_init_fn; let it "
+                    f"give each parameter memory, for example with to_empty(), and initialise it"
+                )
+
+
+def cast_buffers(members: Members, dtype: torch.dtype) -> dict[nn.Module, dict[str, torch.dtype]]:
+    """Cast modules' own floating-point buffers.
+
+    Returns:
+        The dtypes that buffers had before, of those that were cast, by module and name.
+    """
+    found: dict[nn.Module, dict[str, torch.dtype]] = {}
+    for member, _ in members:
+        for name, buffer in member._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+                found.setdefault(member, {})[name] = buffer.dtype
+                buffer.data = buffer.to(dtype)
+    return found
