@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -205,7 +205,11 @@ def _checked_type(value: object) -> StateDictType:
 def _checked_config(value: C | None, kind: type[C], argument: str) -> C:
     if value is None:
         return kind()
-    if type(value).__name__ != kind.__name__ or not hasattr(value, "offload_to_cpu"):
+    offload = getattr(value, "offload_to_cpu", None)
+    if type(value).__name__ == kind.__mro__[1].__name__ and offload is not None:
+        made: Any = kind  # of the class that torch's documentation passes for any type
+        return cast(C, made(offload_to_cpu=offload))
+    if type(value).__name__ != kind.__name__ or offload is None:
         raise RuntimeError(
             f"set_state_dict_type({argument}=…) takes a {kind.__name__} for this type, not "
             f"{type(value).__name__}; pass one, or leave it out"
