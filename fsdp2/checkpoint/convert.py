@@ -358,7 +358,7 @@ def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
 
 def _read_safetensors(path: Path) -> Contents:
     listed = catalogue(path)
-    mapped = {name: MappedFile(listed.folder / name) for name in listed.lengths}
+    mapped = {name: MappedFile(Path(listed.folder / name)) for name in listed.lengths}
     model: Nested = {}
     for name, place in listed.places.items():
         count, dtype, file = (

@@ -225,9 +225,17 @@ def write_durably(contents: Mapping[Path, bytes]) -> None:
 
 def read_at(file: BinaryIO, into: memoryview, offset: int) -> int:
     """Fill memory with a file's bytes from a place on; how many there were."""
+    try:
+        number = file.fileno()
+    except OSError:  # of a store
+        number = None
+        file.seek(offset)
     done = 0
     while done < len(into):
-        read = os.preadv(file.fileno(), [into[done:]], offset + done)
+        if number is None:
+            read = file.readinto(into[done:])  # type: ignore[attr-defined]  # fsspec's have it
+        else:
+            read = os.preadv(number, [into[done:]], offset + done)
         if not read:
             break
         done += read
@@ -269,6 +277,12 @@ class Readable(Protocol):
     """A `Path`, or what can be opened as one."""
 
     def open(self, mode: Literal["rb"]) -> BinaryIO: ...
+
+
+def length_of(path: Readable) -> int:
+    """Bytes of a file."""
+    with path.open("rb") as file:
+        return file.seek(0, os.SEEK_END)
 
 
 def hash_of(path: Readable, read: Callable[[int], None] | None = None) -> str:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.files import HASH
-from fsdp2.checkpoint.remote import RemoteStore
+from fsdp2.checkpoint.remote import RemoteStore, remote_path
 from fsdp2.checkpoint.stores import (
     MANIFEST,
     AnyPath,
@@ -83,6 +83,15 @@ def store_of(path: PathLike) -> Store:
         CheckpointError: the URL cannot be reached from here.
     """
     return RemoteStore(os.fspath(path)) if is_url(path) else DiskStore(local_path(path))
+
+
+def any_path(path: PathLike) -> AnyPath:
+    """What is to be read: on a disk, or behind a URL.
+
+    Raises:
+        CheckpointError: the URL cannot be reached from here.
+    """
+    return remote_path(os.fspath(path)) if is_url(path) else local_path(path)
 
 
 def steps(folder: PathLike) -> list[int]:

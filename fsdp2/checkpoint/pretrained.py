@@ -9,13 +9,17 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from fsdp2.checkpoint import files
 from fsdp2.checkpoint.exporting import Names
+from fsdp2.checkpoint.folder import any_path
 from fsdp2.checkpoint.state import Differences, Held, held_by
-from fsdp2.checkpoint.stores import PathLike, local_path
+from fsdp2.checkpoint.stores import PathLike
 from fsdp2.checkpoint.tensors import Catalogue, Reader, catalogue
 from fsdp2.checkpoint.together import is_first, together
 from fsdp2.core.config import CheckpointError
@@ -44,7 +48,8 @@ def load_pretrained(
 
     Args:
         model: takes parameters and persistent buffers.
-        folder: as of `export` or ``save_pretrained``; or a ``.safetensors`` file, or an index.
+        folder: as of `export` or ``save_pretrained``; or a ``.safetensors`` file, or an index. Or
+            a URL of one of them that fsspec knows, as "s3://bucket/llama" (extra `fsdp2[fsspec]`).
         names: the model's name of a tensor -> its name in the files; ``None``: it is not in them
             and stays as it is. Default: the same.
         strict: raise if names, shapes or dtypes differ. ``False``: load the others.
@@ -65,7 +70,7 @@ def load_pretrained(
         fsdp2.checkpoint.load_pretrained(model, "llama", names=lambda name: "model." + name)
     """
     what = f"load_pretrained('{folder}')"
-    found = together(what, lambda: catalogue(local_path(folder)) if is_first() else None)[0]
+    found = together(what, lambda: _headers(folder) if is_first() else None)[0]
     assert found is not None
     job = _Job(model, found, names or (lambda name: name))
     left = Differences.over_ranks(together(what, job.compare))
@@ -80,6 +85,12 @@ def load_pretrained(
     return left
 
 
+def _headers(folder: PathLike) -> Catalogue:
+    """To be sent: of a store without what reaches it, which each rank must have itself."""
+    found = catalogue(any_path(folder))
+    return replace(found, folder=Path(found.folder))
+
+
 class _Job:
     """One load, on one rank."""
 
@@ -91,6 +102,7 @@ class _Job:
 
     def compare(self) -> Differences:
         """What differs; changes nothing."""
+        self._found = replace(self._found, folder=any_path(self._found.folder))
         require_writable(self._model, "load_pretrained")
         self._check_files()
         held, tied, others = held_by(self._model)
@@ -115,7 +127,7 @@ class _Job:
     def _check_files(self) -> None:
         for name, length in self._found.lengths.items():
             path = self._found.folder / name
-            seen = path.stat().st_size if path.is_file() else None
+            seen = files.length_of(path) if path.is_file() else None
             if seen != length:
                 raise CheckpointError(
                     f"'{path}' has {seen} bytes on one rank and {length} on another; let all ranks "

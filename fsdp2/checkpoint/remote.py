@@ -16,6 +16,8 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import PurePosixPath
 from typing import BinaryIO, Protocol, cast
 
 from fsdp2.checkpoint import files
@@ -76,6 +78,14 @@ class RemotePath:
     def name(self) -> str:
         return self.path.rpartition("/")[2]
 
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.path).suffix
+
+    @property
+    def parent(self) -> RemotePath:
+        return RemotePath(self.fs, self.path.rpartition("/")[0], self.url.rpartition("/")[0])
+
     def __truediv__(self, name: str) -> RemotePath:
         if not name:
             return self
@@ -87,6 +97,16 @@ class RemotePath:
     def __fspath__(self) -> str:
         return self.url
 
+    def is_file(self) -> bool:
+        return self.fs.isfile(self.path)
+
+    def glob(self, pattern: str) -> Iterator[RemotePath]:
+        """Files of the folder itself."""
+        for each in self.fs.find(self.path, detail=False):
+            name = each.removeprefix(f"{self.path}/")
+            if "/" not in name and fnmatch(name, pattern):
+                yield self / name
+
     def open(self, mode: str = "rb") -> BinaryIO:
         return self.fs.open(self.path, mode)
 
@@ -94,14 +114,20 @@ class RemotePath:
         return self.fs.cat_file(self.path)
 
 
+def remote_path(url: str) -> RemotePath:
+    """What a URL names; `reach` says what it raises."""
+    scheme, _, rest = url.partition(":/")  # a `Path` has one slash of the two
+    url = f"{scheme}://{rest.lstrip('/')}".rstrip("/")
+    fs, path = reach(url)
+    return RemotePath(fs, path.rstrip("/"), url)
+
+
 class RemoteStore:
     """A folder of steps on a store."""
 
     def __init__(self, url: str) -> None:
-        scheme, _, rest = url.partition(":/")  # a `Path` has one slash of the two
-        url = f"{scheme}://{rest.lstrip('/')}".rstrip("/")
-        self.fs, path = reach(url)
-        self.root = RemotePath(self.fs, path.rstrip("/"), url)
+        self.root = remote_path(url)
+        self.fs = self.root.fs
 
     def __str__(self) -> str:
         return str(self.root)

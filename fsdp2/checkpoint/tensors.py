@@ -30,6 +30,7 @@ from typing import BinaryIO
 import torch
 
 from fsdp2.checkpoint import files
+from fsdp2.checkpoint.stores import AnyPath
 from fsdp2.core.config import CheckpointError
 
 DTYPES = {
@@ -102,7 +103,7 @@ class Catalogue:
         tied: names that stand for another tensor of the folder, as the files' metadata say.
     """
 
-    folder: Path
+    folder: AnyPath
     lengths: Mapping[str, int]
     places: Mapping[str, Place]
     tied: Mapping[str, str]
@@ -305,7 +306,7 @@ class Writer:
 # ---- reading
 
 
-def catalogue(path: Path) -> Catalogue:
+def catalogue(path: AnyPath) -> Catalogue:
     """Read the headers of a file or a folder; no tensor.
 
     Of a folder: the files that its index names; else ``model.safetensors``; else all that end so.
@@ -339,14 +340,14 @@ def catalogue(path: Path) -> Catalogue:
     return Catalogue(folder, lengths, places, tied)
 
 
-def _files_of(path: Path) -> tuple[Path, list[str], dict[str, str]]:
+def _files_of(path: AnyPath) -> tuple[AnyPath, list[str], dict[str, str]]:
     """The folder, the names of its files, and in which file which tensor is, where that is said."""
     if path.is_file() and path.suffix != ".json":
         return path.parent, [path.name], {}
     index = path if path.is_file() else path / INDEX
     if index.is_file():
         try:
-            wanted = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            wanted = json.loads(index.read_bytes())["weight_map"]
             names = sorted({Path(file).name for file in wanted.values()})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
@@ -355,22 +356,24 @@ def _files_of(path: Path) -> tuple[Path, list[str], dict[str, str]]:
             ) from error
         return index.parent, names, {name: Path(file).name for name, file in wanted.items()}
     single = path / f"model{SUFFIX}"
-    found = [single] if single.is_file() else sorted(path.glob(f"*{SUFFIX}"))
+    found = [single.name]
+    if not single.is_file():
+        found = sorted(file.name for file in path.glob(f"*{SUFFIX}"))
     if not found:
         raise CheckpointError(
             f"'{path}' is no safetensors file, and no folder with one; pass what export() or "
             f"save_pretrained() has made"
         )
-    return path, [file.name for file in found], {}
+    return path, found, {}
 
 
-def _read_header(path: Path) -> tuple[int, dict[str, Place], dict[str, str]]:
+def _read_header(path: AnyPath) -> tuple[int, dict[str, Place], dict[str, str]]:
     """Length, tensors and metadata of one file; checked as the package does."""
     if not path.is_file():
         raise CheckpointError(
             f"'{path}' is missing; copy all files that the index of the folder names"
         )
-    length = path.stat().st_size
+    length = files.length_of(path)
     parsed = _parsed(path, length)
     if parsed is None:
         raise CheckpointError(
@@ -382,7 +385,7 @@ def _read_header(path: Path) -> tuple[int, dict[str, Place], dict[str, str]]:
     return length, places, metadata
 
 
-def _parsed(path: Path, length: int) -> tuple[dict[str, Place], dict[str, str], int] | None:
+def _parsed(path: AnyPath, length: int) -> tuple[dict[str, Place], dict[str, str], int] | None:
     """Tensors, metadata, and where the last tensor ends; ``None`` if it is another format."""
     try:
         with path.open("rb") as file:

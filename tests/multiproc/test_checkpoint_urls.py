@@ -15,6 +15,7 @@ from fsdp2 import checkpoint
 from fsdp2.checkpoint import remote, saving
 from tests.common.errors import raises
 from tests.common.object_store import ObjectStore, url_of
+from tests.common.parity import assert_equal, full_all
 from tests.common.workers import ranks, run_on_ranks
 from tests.multiproc.test_checkpoints import EXTRA, assert_same, everything, made, train
 
@@ -64,6 +65,9 @@ def test_bits_between_numbers_of_ranks(tmp_path: Path) -> None:
     assert_same(everything(model, optimizer), everything(other, other_optimizer))
 
 
+_EMPTY = (8).to_bytes(8, "little") + b"{}      "  # a safetensors file of nothing
+
+
 class Refuses:
     """Lets puts, or deletes, of names that have a part fail."""
 
@@ -111,11 +115,28 @@ def test_a_rank_whose_put_fails(tmp_path: Path, call: str) -> None:
 
 
 @ranks(2)
+def test_pretrained_weights(tmp_path: Path) -> None:
+    """Each rank reads its rows from the store."""
+    (tmp_path / "objects").mkdir(exist_ok=True)
+    model, _ = made()
+    checkpoint.export(tmp_path / "out", model)
+    url = f"{url_of(tmp_path / 'objects')}/hf"
+    if dist.get_rank() == 0:
+        content = (tmp_path / "out/model.safetensors").read_bytes()
+        ObjectStore().pipe_file(f"{url.partition('//')[2]}/model.safetensors", content)
+    dist.barrier()
+    other, _ = made(seed=1)
+    assert not checkpoint.load_pretrained(other, url)
+    assert_equal(full_all(other.state_dict().values()), full_all(model.state_dict().values()))
+
+
+@ranks(2)
 def test_refused_on_one_rank_alone(tmp_path: Path) -> None:
     """A package that one rank does not have: all say so, in both calls."""
     url = f"{url_of(tmp_path)}/run"
     model, optimizer = made()
     checkpoint.save(url, model, optimizer, step=1)
+    ObjectStore().pipe_file(f"{url.partition('//')[2]}/hf/model.safetensors", _EMPTY)
 
     def reach(url: str) -> Any:
         if dist.get_rank() == 1:
@@ -128,6 +149,8 @@ def test_refused_on_one_rank_alone(tmp_path: Path) -> None:
             checkpoint.save(url, model, optimizer, step=2)
         with raises("ckpt-not-reached"):
             checkpoint.load(url, model, optimizer)
+        with raises("ckpt-not-reached"):
+            checkpoint.load_pretrained(model, f"{url}/hf")
     dist.barrier()
     assert checkpoint.steps(url) == [1]
     assert checkpoint.unfinished(url) == []
