@@ -17,6 +17,7 @@ from fsdp2.core.layout.layout import Slot, Transport
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.window import window_of
+from fsdp2.trace.summary import amount
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Report:
             f"{sum(g.num_params for g in self.groups):,}",
             f"{sum(g.numel for g in self.groups):,}",
             *(
-                _bytes(sum(getattr(group, name) for group in self.groups))
+                amount(sum(getattr(group, name) for group in self.groups))
                 for name in ("shard_bytes", "unsharded_bytes", "padding_bytes", "step_bytes")
             ),
             "",
@@ -122,10 +123,10 @@ def _row(group: GroupReport) -> tuple[str, ...]:
         group.name,
         f"{group.num_params:,}",
         f"{group.numel:,}",
-        _bytes(group.shard_bytes),
-        _bytes(group.unsharded_bytes),
-        _bytes(group.padding_bytes),
-        _bytes(group.step_bytes),
+        amount(group.shard_bytes),
+        amount(group.unsharded_bytes),
+        amount(group.padding_bytes),
+        amount(group.step_bytes),
         how,
     )
 
@@ -144,13 +145,6 @@ def _alike(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
         (names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}, {len(names)} alike", *row[1:])
         for names, row in zip(runs, found, strict=True)
     ]
-
-
-def _bytes(nbytes: int) -> str:
-    for size, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if nbytes >= size:
-            return f"{nbytes / size:,.1f} {name}"
-    return f"{nbytes} B"
 
 
 def report(model: nn.Module) -> Report:

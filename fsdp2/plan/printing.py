@@ -10,6 +10,7 @@ from fsdp2.plan.hardware import Hardware
 from fsdp2.plan.memory import Memory
 from fsdp2.plan.rehearsal import Rehearsal, Settings
 from fsdp2.plan.timing import Times, UnitTimes
+from fsdp2.trace.summary import amount
 
 GB = 10**9
 MOST_UNITS = 12
@@ -58,14 +59,6 @@ class Planned(Protocol):
         """The settings as code."""
 
 
-def _bytes(nbytes: float) -> str:
-    """In the unit that leaves one to three digits in front of the point."""
-    for size, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if nbytes >= size:
-            return f"{nbytes / size:,.2f} {name}"
-    return f"{nbytes:.0f} B"
-
-
 def render(plan: Planned) -> str:
     """A plan as a page of text."""
     settings, hardware, peak = plan.settings, plan.hardware, plan.memory.peak
@@ -79,14 +72,14 @@ def render(plan: Planned) -> str:
         f"Memory of a rank at its peak: {peak.where}",
     ]
     categories = [name for name in CATEGORIES if name in peak.categories]
-    rows = [[name, _bytes(peak.categories[name])] for name in categories]
+    rows = [[name, amount(peak.categories[name])] for name in categories]
     rows += [
-        ["live", _bytes(peak.live)],
-        ["rounded by the allocator", _bytes(peak.rounded)],
-        ["between steps", _bytes(plan.memory.before.live)],
+        ["live", amount(peak.live)],
+        ["rounded by the allocator", amount(peak.rounded)],
+        ["between steps", amount(plan.memory.before.live)],
     ]
     if plan.memory.host:
-        rows.append(["in CPU memory", _bytes(plan.memory.host)])
+        rows.append(["in CPU memory", amount(plan.memory.host)])
     lines += [*_table(["", "bytes"], rows), "", "Time of a step, in ms"]
     rows = [
         ["step", _ms(time.step)],
@@ -101,7 +94,7 @@ def render(plan: Planned) -> str:
     lines += [*_table(["", "ms"], rows), ""]
     lines.append(
         f"{plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}; a rank sends "
-        f"{_bytes(plan.bytes_in_node)} in its node and {_bytes(plan.bytes_between_nodes)} "
+        f"{amount(plan.bytes_in_node)} in its node and {amount(plan.bytes_between_nodes)} "
         f"to others in a step"
     )
     lines += ["", *_units(plan.units)]
@@ -149,14 +142,14 @@ def render_fit(fitting: Sequence[Planned], tried: Sequence[Planned], room: int) 
                 str(settings.reshard_after_forward),
                 str(settings.checkpointing),
                 _others(settings),
-                _bytes(plan.memory.peak.rounded),
+                amount(plan.memory.peak.rounded),
                 f"{plan.tokens_per_second:,.0f}",
                 "yes" if plan in fitting else "no",
             ]
         )
     lines = _table(header, rows)
     if not fitting:
-        return "\n".join([*lines, "", f"nothing that was tried fits {_bytes(room)}"])
+        return "\n".join([*lines, "", f"nothing that was tried fits {amount(room)}"])
     return "\n".join([*lines, "", fitting[0].verdict, "", fitting[0].code()])
 
 

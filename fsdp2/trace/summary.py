@@ -311,12 +311,12 @@ def milliseconds(time: float) -> str:
     return f"{time / 1e6:.3f} s"
 
 
-def amount(count: int) -> str:
-    """Bytes, for people: in powers of ten, as plans and reports have them."""
+def amount(nbytes: float) -> str:
+    """Bytes, for people: in powers of ten, one to three digits in front of the point."""
     for size, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if count >= size:
-            return f"{count / size:.2f} {name}"
-    return f"{count} B"
+        if nbytes >= size:
+            return f"{nbytes / size:,.2f} {name}"
+    return f"{nbytes:.0f} B"
 
 
 def peak_told(peak: Peak, origin: float = 0.0) -> str:
