@@ -4,9 +4,10 @@
     torchrun --nproc-per-node 8 -m fsdp2.plan calibrate -o node.json --device cuda
 
 On a CPU the ranks of a machine share its cores. So tables are measured of one process with all
-threads, and of several at the same time (`probes`): of operators by size, of the host, of gloo. On
-GPUs the collectives of one node are measured where torchrun started several ranks; what lies
-between nodes is taken from ``--base``.
+threads, and of several at the same time (`probes`): of operators by size, of the host, of gloo; and
+sharded steps of small models, for what they take more than these say. On GPUs the collectives of
+one node are measured where torchrun started several ranks; what lies between nodes is taken from
+``--base``.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from fsdp2.plan.probes import (
     measure_host,
     measure_operators,
     measure_products,
+    measure_steps,
+    together,
 )
 
 SMALL, LARGE = 2**12, 2**24  # bytes of gathered tensors
@@ -102,7 +105,9 @@ def _measure_cpu(ranks: Sequence[int]) -> Hardware:
     # More ranks than cores take turns: what they compute is known from as many as there are cores.
     tables = [Measured(**run["table"]) for count, run in runs.items() if count <= cores]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return _with_tables(tables, gloo, cores, memory)
+    found = _with_tables(tables, gloo, cores, memory)
+    steps = [step for run in runs.values() for step in run["steps"]]
+    return replace(found, together=together(found, steps))
 
 
 def _cores() -> int:
@@ -294,11 +299,11 @@ def _measure_as_rank() -> dict[str, Any]:
         base = _with_tables([replace(bare, ranks=1, host=zeros)], {}, 1, GIB)
         found = measure_host(base, replace(bare, host=zeros))
         table = asdict(found)
-    gloo = {}
-    if ranks > 1:
-        gloo = measure_gloo(torch.device("cpu"))
-        run_barrier(default_group())  # nobody leaves while another still measures with it
-    return {"table": table, "gloo": gloo}
+    device = torch.device("cpu")
+    gloo = measure_gloo(device) if ranks > 1 else {}
+    steps = measure_steps(device)
+    run_barrier(default_group())  # nobody leaves while another still measures with it
+    return {"table": table, "gloo": gloo, "steps": steps}
 
 
 if __name__ == "__main__":

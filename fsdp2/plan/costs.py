@@ -6,16 +6,21 @@
 A roofline takes the longer of an operator's arithmetic and its memory traffic. Tables know that a
 small product attains less than a large one, that a cache is faster than memory, and what each of
 them takes where several ranks compute on the same cores. Between what was measured is interpolated.
+Ranks of a step wait for each other besides, and wake up: `Together` says what that takes.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import TypeVar
 
 from fsdp2.paper.recording import Operation
-from fsdp2.plan.hardware import Curve, Hardware, Measured
+from fsdp2.plan.hardware import Curve, Hardware, Measured, Together
+
+T = TypeVar("T")
 
 
 class Costs:
@@ -58,7 +63,7 @@ class MeasuredCosts(Costs):
         ranks = min(world, hardware.node)
         self._tables = _beside(hardware.measured, ranks)
         most = max(hardware.cores, max(table.ranks for table, _ in self._tables))
-        self._turns = max(1.0, ranks / most)
+        self._turns = max(1.0, ranks / most) * _slower(hardware.together, ranks)
         self._host = {
             name: self._turns * sum(weight * table.host[name] for table, weight in self._tables)
             for name in self._tables[0][0].host
@@ -74,10 +79,12 @@ class MeasuredCosts(Costs):
         if len(ranks) == 1 or not hardware.gloo or hardware.nodes(ranks) > 1:
             return super().collective(note, ranks)
         world = min(self._world, hardware.node)
-        return sum(
-            weight * _at(curve, note.nbytes)
-            for curve, weight in _near(hardware.gloo[kind], world, len(ranks))
+        curves = [((at, size), curve) for at, size, curve in hardware.gloo[kind]]
+        waits = [((each.ranks, each.group), each.wait) for each in hardware.together]
+        seconds = sum(
+            weight * _at(curve, note.nbytes) for curve, weight in _near(curves, world, len(ranks))
         )
+        return seconds + sum(w * wait for wait, w in _near(waits, world, len(ranks)))
 
     def launch(self, note: Operation) -> float:
         if note.kind == "collective":
@@ -138,14 +145,23 @@ def _rate(points: Sequence[tuple[float, float, float]], flops: float, nbytes: fl
 
 
 def _near(
-    curves: Sequence[tuple[int, int, Curve]], world: int, size: int
-) -> list[tuple[Curve, float]]:
-    """Curves of (ranks of the machine, ranks of the group), the nearer the heavier."""
+    known: Sequence[tuple[tuple[int, int], T]], world: int, size: int
+) -> list[tuple[T, float]]:
+    """What is known of (ranks of the machine, ranks of the group), the nearer the heavier."""
     found = []
-    for at_world, at_size, curve in curves:
+    for (at_world, at_size), what in known:
         distance = math.log2(world / at_world) ** 2 + math.log2(size / at_size) ** 2
         if distance == 0.0:
-            return [(curve, 1.0)]
-        found.append((curve, 1.0 / distance**2))
+            return [(what, 1.0)]
+        found.append((what, 1.0 / distance**2))
     total = sum(weight for _, weight in found)
-    return [(curve, weight / total) for curve, weight in found]
+    return [(what, weight / total) for what, weight in found]
+
+
+def _slower(together: Sequence[Together], ranks: int) -> float:
+    """Of the numbers of ranks that are nearest: the mean."""
+    if not together:
+        return 1.0
+    away = {each: abs(math.log2(ranks / each.ranks)) for each in together}
+    least = min(away.values())
+    return statistics.mean(each.slower for each in together if away[each] == least)

@@ -51,6 +51,23 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Together:
+    """What sharded steps take more than their parts, as ranks wait for each other.
+
+    Attributes:
+        ranks: of the machine.
+        group: ranks that shard.
+        slower: times as long as alone: all but collectives.
+        wait: seconds that each collective takes more than one after another of its kind.
+    """
+
+    ranks: int
+    group: int
+    slower: float
+    wait: float
+
+
+@dataclass(frozen=True)
 class Hardware:
     """A kind of machine: nodes of alike devices.
 
@@ -77,6 +94,7 @@ class Hardware:
         cores: which the ranks of a node share; 0: they do not.
         measured: tables, which count in place of rates where there are any.
         gloo: by kind of collective: ranks of the machine, ranks of the group, and what it takes.
+        together: what steps take more than tables and curves say; empty: nothing.
     """
 
     name: str
@@ -101,6 +119,7 @@ class Hardware:
     cores: int = 0
     measured: tuple[Measured, ...] = ()
     gloo: dict[str, list[tuple[int, int, Curve]]] = field(default_factory=dict)
+    together: tuple[Together, ...] = ()
 
     @property
     def asynchronous(self) -> bool:
@@ -221,6 +240,7 @@ def from_json(found: Mapping[str, Any]) -> Hardware:
     for name in ("memory", "reserved", "rounding", "node"):
         found[name] = int(found[name])
     found["measured"] = tuple(Measured(**table) for table in found.get("measured", ()))
+    found["together"] = tuple(Together(**each) for each in found.get("together", ()))
     return Hardware(**found)
 
 

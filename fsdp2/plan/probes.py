@@ -3,6 +3,8 @@
     measure_products, measure_operators  ──> tables of `Measured`
     measure_host   ──> its host times and excess: small models, planned and run
     measure_gloo   ──> curves of collectives, in processes that have a process group
+    measure_steps  ──> seconds of sharded steps of the same models, there as well
+    together       ──> what these take more than the plans of tables and curves say
 
 A figure is the median of the faster half of repeated runs, so that what else the machine does
 counts little. A rank of one thread reads its own CPU time, in which waiting for a core is not.
@@ -10,6 +12,7 @@ counts little. A rank of one thread reads its own CPU time, in which waiting for
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -36,7 +39,7 @@ from fsdp2.core.device.collectives import (
 from fsdp2.paper.null_group import null_ranks
 from fsdp2.paper.recording import Operation
 from fsdp2.paper.stage import GlooOnPaper
-from fsdp2.plan.hardware import Curve, Hardware, Measured
+from fsdp2.plan.hardware import Curve, Hardware, Measured, Together
 from fsdp2.plan.planner import Plan, plan
 from fsdp2.plan.presets import Batch, Block, Model, Shape, loss, make_batch
 from fsdp2.plan.rehearsal import Settings, shard_as_planned
@@ -226,8 +229,11 @@ def _operators(numel: int) -> dict[str, tuple[Callable[[], object], int]]:
 # ---- the host
 
 
+Size = tuple[Shape, int]
+"""A model, and how many sequences a rank takes."""
+
 SMALL = (Shape(dim=16, layers=6, ffn=32, heads=2, kv_heads=2, vocab=32, seq=8), 1)
-"""Of a model of which the host alone takes time, and a batch."""
+"""Of which the host alone takes time."""
 LARGER = (
     (Shape(dim=64, layers=3, ffn=160, heads=4, kv_heads=4, vocab=256, seq=64), 4),
     (Shape(dim=96, layers=3, ffn=256, heads=4, kv_heads=4, vocab=256, seq=96), 8),
@@ -275,7 +281,7 @@ def _excess(made: Plan, phase: str, seen: float) -> tuple[float, float]:
     return nbytes / len(spans), max(seen - planned, 0.0) / len(spans)
 
 
-def _planned(base: Hardware, size: tuple[Shape, int], ranks: int) -> Plan:
+def _planned(base: Hardware, size: Size, mesh: int | tuple[int, ...]) -> Plan:
     shape, batch = size
     return plan(
         lambda: Model(shape),
@@ -283,7 +289,7 @@ def _planned(base: Hardware, size: tuple[Shape, int], ranks: int) -> Plan:
         units={Block},
         loss=loss,
         optimizer=_optimizer,
-        mesh=ranks,
+        mesh=mesh,
         hardware=base,
         clip=1.0,
     )
@@ -306,12 +312,11 @@ def _count(made: Plan) -> dict[str, int]:
     return found
 
 
-def _times(size: tuple[Shape, int], ranks: int) -> dict[str, float]:
+def _times(size: Size, ranks: int) -> dict[str, float]:
     """Seconds of the phases of a step: of 0 ranks without the engine, of others beside nobody."""
     shape, count = size
     model = Model(shape)
-    # Of the smallest one thread does all, so that its own time is that of the host.
-    clock = time.thread_time if size is SMALL else clock_of(torch.get_num_threads())
+    clock = clock_of(torch.get_num_threads())
     with ExitStack() as stack:
         if ranks:
             stack.enter_context(null_ranks(ranks, GlooOnPaper))
@@ -382,3 +387,78 @@ def _collective(mesh: DeviceMesh, kind: str, nbytes: int, device: torch.device) 
             run()
         found.append((time.perf_counter() - start) / many)
     return fast(found)
+
+
+# ---- sharded steps
+
+
+Steps = list[tuple[tuple[int, ...], int, float]]
+"""Of each mesh and each of `SIZES`: seconds of a step."""
+
+SIZES = (SMALL, *LARGER)
+WARM, GROUPS, IN_GROUP = 4, 4, 4
+"""Steps that are left out, and those whose means' median counts: a run's rate is a mean, too."""
+
+
+def measure_steps(device: torch.device) -> Steps:
+    """Of models that are sharded over all ranks; of more than two, over pairs of copies as well."""
+    world = default_group().size()
+    found: Steps = []
+    for shape in [(world,), (world // 2, 2)][: 2 if world > 2 and world % 2 == 0 else 1]:
+        names = ("replicate", "shard")[-len(shape) :]
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        for number, (model_shape, count) in enumerate(SIZES):
+            model = Model(model_shape)
+            shard_as_planned(model, mesh, Settings(mesh=shape), {Block})
+            batch, many = make_batch(model_shape, count), WARM + GROUPS * IN_GROUP
+            took = [sum(phases) for phases in _steps(model, batch, time.perf_counter, many)]
+            means = [
+                statistics.mean(took[start : start + IN_GROUP])
+                for start in range(WARM, many, IN_GROUP)
+            ]
+            found.append((shape, number, statistics.median(means)))
+    return found
+
+
+def together(base: Hardware, steps: Steps) -> tuple[Together, ...]:
+    """What sharded steps take more than their plans.
+
+    A step is fitted by ``slower * rest + collectives + wait * number of collectives``, over the
+    sizes of a mesh, so that the parts of the step that are off are of the least squares.
+
+    Args:
+        base: the machine, with tables and curves.
+        steps: of `measure_steps`, of all numbers of ranks.
+    """
+    found = []
+    for mesh in dict.fromkeys(tuple(shape) for shape, _, _ in steps):
+        points = []
+        for shape, number, seconds in steps:
+            if tuple(shape) == mesh:
+                made = _planned(base, SIZES[number], mesh if len(mesh) > 1 else mesh[0])
+                sent = made.time.communication
+                count = collectives_of(made)
+                points.append((made.time.step - sent, count, seconds - sent, seconds))
+        slower, wait = _fitted(points)
+        found.append(Together(math.prod(mesh), mesh[-1], slower, wait))
+    return tuple(found)
+
+
+def collectives_of(made: Plan) -> int:
+    """How many a step has, that of clipping too."""
+    return sum(note.kind == "collective" for note in made.rehearsal.recording.operations)
+
+
+def _fitted(points: Iterable[tuple[float, int, float, float]]) -> tuple[float, float]:
+    """Of (rest, count, what both make, the whole): the two factors; no factor is negative."""
+    rows = [(rest / whole, count / whole, both / whole) for rest, count, both, whole in points]
+    xx, xy, yy = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    xz, yz = (sum(row[i] * row[2] for row in rows) for i in (0, 1))
+    determinant = xx * yy - xy * xy
+    if determinant > 1e-12 * xx * yy:
+        slower, wait = (xz * yy - yz * xy) / determinant, (yz * xx - xz * xy) / determinant
+        if slower >= 0 and wait >= 0:
+            return slower, wait
+        if slower < 0:
+            return 0.0, yz / yy
+    return max(xz / xx, 0.0), 0.0
