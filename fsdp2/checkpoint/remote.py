@@ -102,10 +102,21 @@ class RemotePath:
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
         """Files of the folder itself."""
-        for each in self.fs.find(self.path, detail=False):
-            name = each.removeprefix(f"{self.path}/")
-            if "/" not in name and fnmatch(name, pattern):
+        for name, is_folder in self.inside().items():
+            if not is_folder and fnmatch(name, pattern):
                 yield self / name
+
+    def inside(self) -> dict[str, bool]:
+        """Names in the folder, and which of them are folders."""
+        self.fs.invalidate_cache()
+        try:
+            listed = self.fs.ls(self.path, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        found = ((str(each["name"]).rstrip("/"), each["type"] == "directory") for each in listed)
+        return {
+            each.rpartition("/")[2]: is_folder for each, is_folder in found if each != self.path
+        }
 
     def open(self, mode: str = "rb") -> BinaryIO:
         return self.fs.open(self.path, mode)
@@ -135,10 +146,12 @@ class RemoteStore:
     # ---- what is there
 
     def steps(self) -> list[int]:
-        names = [name for name, is_folder in self._inside().items() if is_folder]
+        names = [name for name, is_folder in self.root.inside().items() if is_folder]
         numbers = {name: name.removeprefix(STEP) for name in names if name.startswith(STEP)}
         found = [name for name, number in numbers.items() if number.isdecimal()]
-        return sorted(int(numbers[name]) for name in found if MANIFEST in self._inside(name))
+        return sorted(
+            int(numbers[name]) for name in found if MANIFEST in (self.root / name).inside()
+        )
 
     def has(self, step: int) -> bool:
         self.fs.invalidate_cache()
@@ -146,10 +159,10 @@ class RemoteStore:
 
     def unfinished(self) -> list[str]:
         found = []
-        for name, is_folder in self._inside().items():
+        for name, is_folder in self.root.inside().items():
             if not is_folder or not name.startswith(STEP):
                 continue
-            inside = self._inside(name)
+            inside = (self.root / name).inside()
             if MANIFEST not in inside:
                 found.append(name)
             else:
@@ -175,17 +188,6 @@ class RemoteStore:
             for name in names
             if begin + name in there
         }
-
-    def _inside(self, name: str = "") -> dict[str, bool]:
-        """Names in a folder, and which of them are folders."""
-        self.fs.invalidate_cache()
-        path = (self.root / name).path
-        try:
-            listed = self.fs.ls(path, detail=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        found = ((str(each["name"]).rstrip("/"), each["type"] == "directory") for each in listed)
-        return {each.rpartition("/")[2]: is_folder for each, is_folder in found if each != path}
 
     def _used(self, name: str) -> set[str] | None:
         """First parts of the names that a step's manifest has; ``None``: it tells nothing."""

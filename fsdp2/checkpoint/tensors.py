@@ -22,6 +22,7 @@ import ctypes
 import itertools
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -373,8 +374,10 @@ def _read_header(path: AnyPath) -> tuple[int, dict[str, Place], dict[str, str]]:
         raise CheckpointError(
             f"'{path}' is missing; copy all files that the index of the folder names"
         )
-    length = files.length_of(path)
-    parsed = _parsed(path, length)
+    with path.open("rb") as file:
+        length = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        parsed = _parsed(path, file, length)
     if parsed is None:
         raise CheckpointError(
             f"'{path}' is no safetensors file, or its beginning is damaged; copy it again"
@@ -385,14 +388,15 @@ def _read_header(path: AnyPath) -> tuple[int, dict[str, Place], dict[str, str]]:
     return length, places, metadata
 
 
-def _parsed(path: AnyPath, length: int) -> tuple[dict[str, Place], dict[str, str], int] | None:
+def _parsed(
+    path: AnyPath, file: BinaryIO, length: int
+) -> tuple[dict[str, Place], dict[str, str], int] | None:
     """Tensors, metadata, and where the last tensor ends; ``None`` if it is another format."""
     try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if not 0 < size <= min(_MAX_HEADER, length):
-                return None
-            content = json.loads(file.read(size))
+        size = int.from_bytes(file.read(8), "little")
+        if not 0 < size <= min(_MAX_HEADER, length):
+            return None
+        content = json.loads(file.read(size))
         metadata = {str(key): str(value) for key, value in content.pop(METADATA, {}).items()}
         places: dict[str, Place] = {}
         end = 8 + size

@@ -33,12 +33,12 @@ from fsdp2.core.device.collectives import default_group, run_all_gather, run_bar
 from fsdp2.plan.hardware import Curve, Hardware, Measured, from_json, load, write
 from fsdp2.plan.probes import (
     clock_of,
+    contention_of,
     measure_gloo,
     measure_host,
     measure_operators,
     measure_products,
     measure_steps,
-    together,
 )
 
 SMALL, LARGE = 2**12, 2**24  # bytes of gathered tensors
@@ -107,7 +107,7 @@ def _measure_cpu(ranks: Sequence[int]) -> Hardware:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     found = _with_tables(tables, gloo, cores, memory)
     steps = [step for run in runs.values() for step in run["steps"]]
-    return replace(found, together=together(found, steps))
+    return replace(found, contention=contention_of(found, steps))
 
 
 def _cores() -> int:

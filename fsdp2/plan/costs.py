@@ -6,7 +6,7 @@
 A roofline takes the longer of an operator's arithmetic and its memory traffic. Tables know that a
 small product attains less than a large one, that a cache is faster than memory, and what each of
 them takes where several ranks compute on the same cores. Between what was measured is interpolated.
-Ranks of a step wait for each other besides, and wake up: `Together` says what that takes.
+Ranks of a step wait for each other besides, and wake up: `Contention` says what that takes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from fsdp2.paper.recording import Operation
-from fsdp2.plan.hardware import Curve, Hardware, Measured, Together
+from fsdp2.plan.hardware import Contention, Curve, Hardware, Measured
 
 T = TypeVar("T")
 
@@ -63,15 +63,16 @@ class MeasuredCosts(Costs):
         ranks = min(world, hardware.node)
         self._tables = _beside(hardware.measured, ranks)
         most = max(hardware.cores, max(table.ranks for table, _ in self._tables))
-        self._turns = max(1.0, ranks / most) * _slower(hardware.together, ranks)
+        self._slower = max(1.0, ranks / most) * _slower(hardware.contention, ranks)
+        self._waits = [(each.ranks, each.group, each.wait) for each in hardware.contention]
         self._host = {
-            name: self._turns * sum(weight * table.host[name] for table, weight in self._tables)
+            name: self._slower * sum(weight * table.host[name] for table, weight in self._tables)
             for name in self._tables[0][0].host
         }
         self.unit = self._host["unit"]
 
     def operator(self, note: Operation) -> float:
-        return self._turns * sum(weight * _operator(table, note) for table, weight in self._tables)
+        return self._slower * sum(weight * _operator(table, note) for table, weight in self._tables)
 
     def collective(self, note: Operation, ranks: tuple[int, ...]) -> float:
         hardware = self._hardware
@@ -79,12 +80,10 @@ class MeasuredCosts(Costs):
         if len(ranks) == 1 or not hardware.gloo or hardware.nodes(ranks) > 1:
             return super().collective(note, ranks)
         world = min(self._world, hardware.node)
-        curves = [((at, size), curve) for at, size, curve in hardware.gloo[kind]]
-        waits = [((each.ranks, each.group), each.wait) for each in hardware.together]
-        seconds = sum(
-            weight * _at(curve, note.nbytes) for curve, weight in _near(curves, world, len(ranks))
-        )
-        return seconds + sum(w * wait for wait, w in _near(waits, world, len(ranks)))
+        curves = _near(hardware.gloo[kind], world, len(ranks))
+        waits = _near(self._waits, world, len(ranks))
+        seconds = sum(weight * _at(curve, note.nbytes) for curve, weight in curves)
+        return seconds + sum(weight * wait for wait, weight in waits)
 
     def launch(self, note: Operation) -> float:
         if note.kind == "collective":
@@ -144,12 +143,10 @@ def _rate(points: Sequence[tuple[float, float, float]], flops: float, nbytes: fl
     return math.exp(rates / weights)
 
 
-def _near(
-    known: Sequence[tuple[tuple[int, int], T]], world: int, size: int
-) -> list[tuple[T, float]]:
+def _near(known: Sequence[tuple[int, int, T]], world: int, size: int) -> list[tuple[T, float]]:
     """What is known of (ranks of the machine, ranks of the group), the nearer the heavier."""
     found = []
-    for (at_world, at_size), what in known:
+    for at_world, at_size, what in known:
         distance = math.log2(world / at_world) ** 2 + math.log2(size / at_size) ** 2
         if distance == 0.0:
             return [(what, 1.0)]
@@ -158,10 +155,10 @@ def _near(
     return [(what, weight / total) for what, weight in found]
 
 
-def _slower(together: Sequence[Together], ranks: int) -> float:
+def _slower(contention: Sequence[Contention], ranks: int) -> float:
     """Of the numbers of ranks that are nearest: the mean."""
-    if not together:
+    if not contention:
         return 1.0
-    away = {each: abs(math.log2(ranks / each.ranks)) for each in together}
+    away = {each: abs(math.log2(ranks / each.ranks)) for each in contention}
     least = min(away.values())
-    return statistics.mean(each.slower for each in together if away[each] == least)
+    return statistics.mean(each.slower for each in contention if away[each] == least)

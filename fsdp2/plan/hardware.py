@@ -51,7 +51,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Together:
+class Contention:
     """What sharded steps take more than their parts, as ranks wait for each other.
 
     Attributes:
@@ -94,7 +94,7 @@ class Hardware:
         cores: which the ranks of a node share; 0: they do not.
         measured: tables, which count in place of rates where there are any.
         gloo: by kind of collective: ranks of the machine, ranks of the group, and what it takes.
-        together: what steps take more than tables and curves say; empty: nothing.
+        contention: what steps take more than tables and curves say; empty: nothing.
     """
 
     name: str
@@ -119,7 +119,7 @@ class Hardware:
     cores: int = 0
     measured: tuple[Measured, ...] = ()
     gloo: dict[str, list[tuple[int, int, Curve]]] = field(default_factory=dict)
-    together: tuple[Together, ...] = ()
+    contention: tuple[Contention, ...] = ()
 
     @property
     def asynchronous(self) -> bool:
@@ -240,7 +240,7 @@ def from_json(found: Mapping[str, Any]) -> Hardware:
     for name in ("memory", "reserved", "rounding", "node"):
         found[name] = int(found[name])
     found["measured"] = tuple(Measured(**table) for table in found.get("measured", ()))
-    found["together"] = tuple(Together(**each) for each in found.get("together", ()))
+    found["contention"] = tuple(Contention(**each) for each in found.get("contention", ()))
     return Hardware(**found)
 
 

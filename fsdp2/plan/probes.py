@@ -4,7 +4,7 @@
     measure_host   ──> its host times and excess: small models, planned and run
     measure_gloo   ──> curves of collectives, in processes that have a process group
     measure_steps  ──> seconds of sharded steps of the same models, there as well
-    together       ──> what these take more than the plans of tables and curves say
+    contention_of  ──> what these take more than the plans of tables and curves say
 
 A figure is the median of the faster half of repeated runs, so that what else the machine does
 counts little. A rank of one thread reads its own CPU time, in which waiting for a core is not.
@@ -39,7 +39,7 @@ from fsdp2.core.device.collectives import (
 from fsdp2.paper.null_group import null_ranks
 from fsdp2.paper.recording import Operation
 from fsdp2.paper.stage import GlooOnPaper
-from fsdp2.plan.hardware import Curve, Hardware, Measured, Together
+from fsdp2.plan.hardware import Contention, Curve, Hardware, Measured
 from fsdp2.plan.planner import Plan, plan
 from fsdp2.plan.presets import Batch, Block, Model, Shape, loss, make_batch
 from fsdp2.plan.rehearsal import Settings, shard_as_planned
@@ -346,18 +346,23 @@ def _steps(model: nn.Module, batch: Batch, clock: Clock, count: int) -> Iterator
 # ---- gloo
 
 
+def _meshes(device: torch.device) -> Iterator[DeviceMesh]:
+    """Of all ranks; of an even number above two in pairs, too."""
+    world = default_group().size()
+    yield init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    if world > 2 and world % 2 == 0:
+        names = ("replicate", "shard")
+        yield init_device_mesh(device.type, (world // 2, 2), mesh_dim_names=names)
+
+
 def measure_gloo(device: torch.device) -> dict[str, list[tuple[int, int, Curve]]]:
     """Curves of collectives over all ranks, and over pairs that all communicate at a time."""
-    world = default_group().size()
-    meshes = [init_device_mesh(device.type, (world,), mesh_dim_names=("all",))]
-    if world > 2 and world % 2 == 0:
-        pairs = init_device_mesh(device.type, (world // 2, 2), mesh_dim_names=("over", "pair"))
-        meshes.append(pairs["pair"])
     found: dict[str, list[tuple[int, int, Curve]]] = {}
-    for mesh in meshes:
+    for whole in _meshes(device):
+        mesh = whole["shard"]
         for kind in ("all-gather", "reduce-scatter", "all-reduce"):
             curve = [(float(nbytes), _collective(mesh, kind, nbytes, device)) for nbytes in SENT]
-            found.setdefault(kind, []).append((world, mesh.size(), curve))
+            found.setdefault(kind, []).append((whole.size(), mesh.size(), curve))
     return found
 
 
@@ -402,11 +407,9 @@ WARM, GROUPS, IN_GROUP = 4, 4, 4
 
 def measure_steps(device: torch.device) -> Steps:
     """Of models that are sharded over all ranks; of more than two, over pairs of copies as well."""
-    world = default_group().size()
     found: Steps = []
-    for shape in [(world,), (world // 2, 2)][: 2 if world > 2 and world % 2 == 0 else 1]:
-        names = ("replicate", "shard")[-len(shape) :]
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    for mesh in _meshes(device):
+        shape = tuple(mesh.shape)
         for number, (model_shape, count) in enumerate(SIZES):
             model = Model(model_shape)
             shard_as_planned(model, mesh, Settings(mesh=shape), {Block})
@@ -420,7 +423,7 @@ def measure_steps(device: torch.device) -> Steps:
     return found
 
 
-def together(base: Hardware, steps: Steps) -> tuple[Together, ...]:
+def contention_of(base: Hardware, steps: Steps) -> tuple[Contention, ...]:
     """What sharded steps take more than their plans.
 
     A step is fitted by ``slower * rest + collectives + wait * number of collectives``, over the
@@ -435,12 +438,12 @@ def together(base: Hardware, steps: Steps) -> tuple[Together, ...]:
         points = []
         for shape, number, seconds in steps:
             if tuple(shape) == mesh:
-                made = _planned(base, SIZES[number], mesh if len(mesh) > 1 else mesh[0])
+                made = _planned(base, SIZES[number], mesh)
                 sent = made.time.communication
                 count = collectives_of(made)
                 points.append((made.time.step - sent, count, seconds - sent, seconds))
         slower, wait = _fitted(points)
-        found.append(Together(math.prod(mesh), mesh[-1], slower, wait))
+        found.append(Contention(math.prod(mesh), mesh[-1], slower, wait))
     return tuple(found)
 
 

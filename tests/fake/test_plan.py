@@ -31,7 +31,7 @@ from fsdp2.paper.recording import (
 from fsdp2.plan import calibrate, hardware, presets, probes
 from fsdp2.plan.__main__ import _of_function, _of_preset, _parser, main
 from fsdp2.plan.costs import costs_of
-from fsdp2.plan.hardware import Hardware, Measured, Together
+from fsdp2.plan.hardware import Contention, Hardware, Measured
 from fsdp2.plan.memory import Ledger
 from fsdp2.plan.planner import Plan, plan
 from fsdp2.testing.null_group import null_world
@@ -328,8 +328,8 @@ def test_measured_costs_are_those_of_the_tables() -> None:
 def test_ranks_together_are_slower_and_wait() -> None:
     """By the nearest number of ranks; and by the group's, too, for a collective."""
     alone = measured_machine()
-    pairs, all_four = Together(4, 2, 1.5, 2e-3), Together(4, 4, 2.5, 5e-3)
-    machine = replace(alone, together=(Together(1, 1, 1.1, 0.0), pairs, all_four))
+    pairs, all_four = Contention(4, 2, 1.5, 2e-3), Contention(4, 4, 2.5, 5e-3)
+    machine = replace(alone, contention=(Contention(1, 1, 1.1, 0.0), pairs, all_four))
     note, gather = noted("mul", 1e6), noted("all-gather", 1e6, kind="collective")
     for ranks, slower in ((1, 1.1), (4, 2.0), (8, 2.0)):
         before, now = costs_of(alone, ranks), costs_of(machine, ranks)
@@ -354,20 +354,20 @@ def test_what_ranks_take_together_is_fitted() -> None:
             rest, sent = made.time.step - made.time.communication, made.time.communication
             count = probes.collectives_of(made)
             steps.append(((2,), number, slower * rest + sent + wait * count))
-        (found,) = probes.together(machine, steps)
+        (found,) = probes.contention_of(machine, steps)
         assert (found.ranks, found.group) == (2, 2)
         assert (found.slower, found.wait) == pytest.approx((slower, wait), rel=1e-6, abs=1e-9)
-        again = probes._planned(replace(machine, together=(found,)), probes.SMALL, 2)
+        again = probes._planned(replace(machine, contention=(found,)), probes.SMALL, 2)
         assert again.time.step == pytest.approx(steps[0][2], rel=1e-6)
     # Steps that are faster than their parts: nothing is negative.
     faster = [(shape, number, 0.5 * seconds) for shape, number, seconds in steps]
-    (found,) = probes.together(machine, faster)
+    (found,) = probes.contention_of(machine, faster)
     assert found.slower >= 0
     assert found.wait >= 0
 
 
 def test_measured_machines_are_files(tmp_path: Path) -> None:
-    machine = replace(measured_machine(), together=(Together(2, 2, 1.2, 1e-3),))
+    machine = replace(measured_machine(), contention=(Contention(2, 2, 1.2, 1e-3),))
     hardware.write(machine, tmp_path / "m.json")
     read = hardware.load(tmp_path / "m.json")
     again = calibrate.median_of([machine, read, read])
@@ -389,8 +389,8 @@ def test_a_machine_is_calibrated(tmp_path: Path) -> None:
             assert [took for _, took in curve] == sorted(took for _, took in curve)
         assert table.host["forward"] > 0
     assert found.gloo.keys() == {"all-gather", "reduce-scatter", "all-reduce"}
-    assert [(each.ranks, each.group) for each in found.together] == [(1, 1), (2, 2)]
-    assert all(each.slower > 0 and each.wait >= 0 for each in found.together)
+    assert [(each.ranks, each.group) for each in found.contention] == [(1, 1), (2, 2)]
+    assert all(each.slower > 0 and each.wait >= 0 for each in found.contention)
     assert 0 < planned(hardware=found, mesh=1).time.step < 10
 
 
