@@ -104,7 +104,7 @@ class FSDPModule(CommunicationControls):
     def reshard(self) -> None:
         """Free this unit's gathered parameters and register the sharded ones; not recursive."""
         unit = require_record(self).unit
-        unit.reshard()
+        unit.give_up()
         unit.settle()
 
     def reset_iter_state(self) -> None:
@@ -514,7 +514,7 @@ class UnshardHandle:
     def wait(self) -> None:
         """Let the current stream wait for the all-gather, and register the gathered parameters."""
         if self._unit is not None:
-            self._scheduler.wait(self._unit)
+            self._scheduler.hand_over(self._unit)
             self._unit.settle()
             self._unit = None
 

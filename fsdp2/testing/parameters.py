@@ -23,6 +23,8 @@ from fsdp2.testing.virtual import VirtualDevice, VirtualTensor, _Counted
 class VirtualUnsharded:
     """Stands where a gathered ``nn.Parameter`` does."""
 
+    _version = 0
+
     def __init__(self, requires_grad: bool) -> None:
         self.requires_grad = requires_grad
 
@@ -161,6 +163,10 @@ class VirtualParam(PaperParam):
 
     def follow_between(self) -> None:
         """Nobody freezes them."""
+
+    def shard_version(self) -> int:
+        """Nobody writes them by hand."""
+        return 0
 
     def forms(self) -> list[SimpleNamespace | VirtualUnsharded]:
         """Those that were made."""

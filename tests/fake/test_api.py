@@ -73,11 +73,10 @@ def test_list_of_modules_is_one_group() -> None:
 def test_int_reshard_values() -> None:
     """The mesh's size means True, 1 means False."""
     fully_shard(nn.Linear(4, 4), reshard_after_forward=4, offload_policy=OffloadPolicy())
-    with torch.no_grad():
-        freed = fully_shard(nn.Linear(4, 4), reshard_after_forward=4)
-        freed(torch.randn(1, 4))
-        kept = fully_shard(nn.Linear(4, 4), reshard_after_forward=1)
-        kept(torch.randn(1, 4))
+    freed = fully_shard(nn.Linear(4, 4), reshard_after_forward=4)
+    freed(torch.randn(1, 4))
+    kept = fully_shard(nn.Linear(4, 4), reshard_after_forward=1)
+    kept(torch.randn(1, 4))
     assert isinstance(freed.weight, DTensor)
     assert not isinstance(kept.weight, DTensor)
 
@@ -135,9 +134,10 @@ def test_kept_parameters_are_gathered_again_after_an_optimizer_step() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.randn(2, 4)).sum().backward()
     with torch.no_grad():
-        model(torch.randn(2, 4))  # gathers, and keeps
+        model.unshard()  # gathers, and keeps
         gathers: list[str] = []
         observe(record_of(model).unit.groups, lambda what, _: gathers.append(what))
+        model(torch.randn(2, 4))
         model(torch.randn(2, 4))
         assert gathers == []
         optimizer.step()

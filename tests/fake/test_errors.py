@@ -790,10 +790,9 @@ def _() -> None:
 @misuse("optimizer-of-gathered")
 def _() -> None:
     model = sharded()
-    with torch.no_grad():
-        model(x())  # a root stays gathered
+    loss = model(x()).sum()  # a root stays gathered
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(x()).sum().backward()
+    loss.backward()
     optimizer.step()
 
 

@@ -175,6 +175,7 @@ def test_offload_after_an_evaluation() -> None:
 compute:
   alloc root
   forward root                after all_gather root
+  free root
 copy_in:
   load root                   after compute gradient root
 all_gather:

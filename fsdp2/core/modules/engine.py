@@ -25,7 +25,7 @@ from fsdp2.core.modules.dynamo import uncompiled
 from fsdp2.core.modules.explain import explain, explain_freed_in
 from fsdp2.core.modules.registry import record_of_unit
 from fsdp2.core.progress import Backwards
-from fsdp2.core.schedule.scheduler import Scheduler, scheduler_of
+from fsdp2.core.schedule.scheduler import GRAPHS, Graph, Scheduler, scheduler_of
 from fsdp2.core.schedule.side_doors import (
     Call,
     Calls,
@@ -54,18 +54,23 @@ class _ExplainingEngine(_Engine):
     """Autograd's engine, for backwards that reach sharded modules."""
 
     @uncompiled
-    def run_backward(self, ends: Ends, *args: Any, **kwargs: Any) -> Any:
+    def run_backward(self, ends: Ends, grads: Any, keep_graph: bool, *args: Any, **kw: Any) -> Any:
         inside = torch._C._current_graph_task_id() != _OUTSIDE  # a reentrant checkpoint's
         if noting and not inside:
             _hook_side_doors(ends)
+        if Graph.alive and not inside:
+            Graph.ending = frozenset() if keep_graph else _graphs_behind(ends)
         ended = Backwards.ended
         try:
-            result = super().run_backward(ends, *args, **kwargs)
+            result = super().run_backward(ends, grads, keep_graph, *args, **kw)
         except RuntimeError as error:
             _explain(error, ends)
             raise
         if inside:
             return result
+        if Graph.ending:
+            Graph.alive -= Graph.ending
+            Graph.ending = frozenset()
         if Backwards.ended == ended:
             _finish_unseen(ends)
         if noting:
@@ -89,6 +94,12 @@ def nodes_behind(ends: Ends) -> dict[Node, None]:
                 found[node] = None
                 waiting.append(node)
     return found
+
+
+def _graphs_behind(ends: Ends) -> frozenset[Graph]:
+    """The graphs, recorded by backwards, that a backward from ``ends`` reads."""
+    marked: list[Any] = [node.metadata for node in nodes_behind(ends)]  # dicts
+    return frozenset(graph for notes in marked for graph in notes.get(GRAPHS, ()))
 
 
 def _hook_side_doors(ends: Ends) -> None:

@@ -61,15 +61,13 @@ from fsdp2.core.modules.ties import take_up
 from fsdp2.core.params.param import GATHERED, ModuleEntries
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.retrace import next_node, running_node
-from fsdp2.core.schedule.scheduler import Graph, Scheduler
+from fsdp2.core.schedule.scheduler import GRAPHS, Scheduler
 from fsdp2.core.schedule.side_doors import make_scheduler, note_calls, refresh_scheduler
 from fsdp2.core.schedule.ties import inherit, tied_to
 from fsdp2.core.schedule.unit import BACKWARD, FORWARD, REDUCED, Unit, enlist
 
 SEEN = "_fsdp2_seen"
-"""Attribute of a gathered parameter that has a hook for backwards which reach no unit's output.
-
-In the metadata of a node of autograd: the `Graph` that it is in."""
+"""Attribute of a gathered parameter that has a hook for backwards which reach no unit's output."""
 
 _in_backward: Callable[[], int] = torch._C._current_graph_task_id
 _OUTSIDE = -1
@@ -225,7 +223,8 @@ class UnitHooks(UnitRecord):
         first = self._first_group
         if self._registrations != Registrations.count or (first and not is_registered(first)):
             scheduler = self._check_registrations(scheduler)
-        scheduler.begin_forward(self.unit, torch.is_grad_enabled())
+        anew = not self.modules[0].training  # no pipeline's micro-batch, and no backward's wait
+        scheduler.begin_forward(self.unit, torch.is_grad_enabled(), anew)
         if self._device.type == "cpu":
             return args, kwargs
         device = self._device
@@ -470,12 +469,12 @@ class UnitHooks(UnitRecord):
             nodes: tuple[Any, ...] = (grad.grad_fn, torch._C._current_autograd_node())
             for node in nodes:
                 if node is not None:
-                    node.metadata[SEEN] = scheduler.graph
+                    node.metadata.setdefault(GRAPHS, set()).add(scheduler.graph)
         scheduler.enter_backward(self.unit, running_node() if recomputes else None)
 
     def _hold(self, scheduler: Scheduler) -> None:
         """A graph is recorded whose own backward may reach parameters, but no output of a unit."""
-        scheduler.builds(Graph())
+        scheduler.records_graph()
         reference = weakref.ref(self)
 
         def on_parameter(_: torch.Tensor) -> None:
@@ -496,7 +495,7 @@ class UnitHooks(UnitRecord):
         if scheduler is not None and not scheduler.in_backward:
             scheduler.in_backward = True
             if torch.is_grad_enabled():
-                scheduler.builds(Graph())
+                scheduler.records_graph()
             end = self._end_backward
             scheduler.ending = weakref.ref(end)
             Variable._execution_engine.queue_callback(end)
@@ -596,10 +595,12 @@ def start(record: UnitRecord) -> Scheduler:
     old = record.scheduler
     scheduler = make_scheduler([below.unit for below in found], record.streams)
     if old is not None:  # units were added
-        scheduler.is_last_backward, scheduler.holds = old.is_last_backward, old.holds
+        scheduler.is_last_backward = old.is_last_backward
         scheduler.post_optim_event = old.post_optim_event
     before = [top.scheduler for top in (record, *roots) if top.scheduler is not None]
     scheduler.manual = any(former.manual for former in before)
+    for former in before:
+        scheduler.succeed(former)
     for below, names in found.items():
         below.serve(scheduler)
         below.unit.name = ", ".join(names)

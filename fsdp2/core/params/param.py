@@ -140,7 +140,22 @@ def follow_requires_grad(params: Iterable[Any]) -> bool:
                 param.requires_grad = not known
                 for form in param.forms():
                     form.requires_grad = not known
+    if changed:
+        FlagChanges.count += 1
     return changed
+
+
+class FlagChanges:
+    """Counts changes of ``requires_grad`` in this process: facts that ranks share.
+
+    A backward looks at the flags only where some changed since the last one: autograd drops the
+    gradient of a parameter that does not require one at that moment, whatever it did in forward.
+
+    Attributes:
+        count: how often the flags of a group's parameters were found changed.
+    """
+
+    count = 0
 
 
 @dataclass(frozen=True)
@@ -511,6 +526,15 @@ class ShardedParam:
         """Let a backward raise that reads the unsharded parameter: autograd compares versions."""
         if self.unsharded is not None:
             torch.autograd.graph.increment_version(self.unsharded)
+
+    def shard_version(self) -> int:
+        """How often operators have written the sharded parameter in place, as far as torch tells.
+
+        It does not count writes through ``.data``, ``torch._foreach_*`` and ``numpy()``.
+        """
+        local = getattr(self.sharded, "_local_tensor", self.sharded)
+        version: int = self.sharded._version + local._version
+        return version
 
     def between(self, rows: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
         """The parameter over a smaller group's rows, registered between forward and backward.

@@ -3,6 +3,7 @@
     scheduler  order, prefetch and windows of the units below one root
     window     a scheduler that gathers several units ahead
     backward_order  a scheduler of units that say when backward gathers the next one
+    kept       units that a forward has left unsharded, and what users write meanwhile
     in_flight  reductions on their way, and the memory that they hold
     unit       what one call of fully_shard made, and its flags
     group      parameters that share collectives

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, cast
 from weakref import WeakMethod
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, ShardingStateError
@@ -40,7 +41,13 @@ from fsdp2.core.layout.layout import GroupLayout, ParamShape, Slot, Transport, b
 from fsdp2.core.layout.logs import BIND, BindReason
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.params.gradients import COUNTS_ARE_TRUE, Gradients, gradients_of
-from fsdp2.core.params.param import ShardedParam, Swap, follow_requires_grad, shapes_of
+from fsdp2.core.params.param import (
+    GATHERED,
+    ShardedParam,
+    Swap,
+    follow_requires_grad,
+    shapes_of,
+)
 from fsdp2.core.progress import OptimizerSteps, ShardReaders, communication_error
 from fsdp2.core.reduce.program import ReductionSpec, is_direct, reduction_spec
 from fsdp2.core.reduce.reduction import (
@@ -60,6 +67,9 @@ from fsdp2.core.schedule.states import (
     UNSHARDED,
     refused,
 )
+
+_requires_grad = operator.attrgetter("requires_grad")
+_version = operator.attrgetter("_version")
 
 _UNSET: Any = None
 """Of what binding sets before anything else reads it."""
@@ -119,8 +129,10 @@ class ParamGroup:
         "_gathered_event",
         "_keeps_mirror",
         "_keeps_storage",
+        "_known_flags",
         "_launch_gather",
         "_launch_reduction",
+        "_lent",
         "_load",
         "_loaded_event",
         "_locals",
@@ -136,6 +148,8 @@ class ParamGroup:
         "_to_sharded",
         "_to_unsharded",
         "_transports",
+        "_unsharded",
+        "_versions",
         "_works",
         "bound",
         "collectives",
@@ -205,6 +219,10 @@ class ParamGroup:
         self._to_sharded: list[Swap] = []
         self._to_unsharded: list[Swap] = []
         self._references: list[int] = []  # to what is gathered, while nobody uses it
+        self._unsharded: list[nn.Parameter] = []  # the gathered parameters, and whether …
+        self._known_flags: list[bool] = []  # … they required grad when that was compared last
+        self._versions: list[int] = []  # of the gathered parameters: as often as we wrote them
+        self._lent: list[int] = []  # versions of shards, when a forward left them gathered
 
     @property
     def is_unsharded(self) -> bool:
@@ -414,6 +432,7 @@ class ParamGroup:
         Extended ones follow in their first gather.
         """
         self._to_sharded, self._to_unsharded = [], []
+        self._unsharded, self._known_flags, self._versions = [], [], []
         for transport in self._transports:
             for slot, gathered in transport.parameters():
                 param = self.params[slot.index]
@@ -426,6 +445,9 @@ class ParamGroup:
         assert param.unsharded is not None
         self._to_sharded += param.swaps(param.sharded)
         self._to_unsharded += param.swaps(param.unsharded)
+        self._unsharded.append(param.unsharded)
+        self._known_flags.append(param.unsharded.requires_grad)
+        self._versions.append(param.unsharded._version)
 
     def _bind_smaller(self) -> None:
         self._smaller = None
@@ -528,6 +550,8 @@ class ParamGroup:
         """After forward: keep a smaller group's rows, free the rest; no-op if not gathered."""
         if self.state is not UNSHARDED:
             return
+        if list(map(_requires_grad, self._unsharded)) != self._known_flags:
+            self.refresh_requires_grad()  # its own forward has changed them
         if self._smaller is None:
             self.reshard()
             return
@@ -579,16 +603,16 @@ class ParamGroup:
             store[name] = param
         self.state = UNSHARDED
 
-    def hide_beside_gradients(self) -> None:
-        """Hide what is gathered if a parameter has a gradient, which would be out of sight."""
-        if self.state is UNSHARDED and any(r.gradients.delivered() for r in self._reductions):
-            self.hide()
+    @property
+    def tells_references(self) -> bool:
+        """Whether it can be told who else may read what is gathered."""
+        return COUNTS_ARE_TRUE and self._extension is None
 
     @property
     def is_referred_to(self) -> bool:
         """Whether anybody else may read what is gathered: a graph, or who has kept a parameter."""
-        if not COUNTS_ARE_TRUE or self._extension is not None:
-            return True  # it cannot be told
+        if not self.tells_references:
+            return True
         return any(map(operator.gt, self._count_references(), self._references))
 
     def _count_references(self) -> list[int]:
@@ -628,14 +652,14 @@ class ParamGroup:
         """Free parameters that were gathered before an optimizer step: they have changed since."""
         if self.state is not SHARDED and self._gathered_at != OptimizerSteps.count:
             if self.state is HIDDEN:  # a graph that reads them raises, as it would without sharding
-                for param in self.params:
-                    param.forbid_reading()
+                self.forbid_reading()
             self.reshard()
 
     def forbid_reading(self) -> None:
         """Let a backward raise that reads parameters while they are freed."""
         for param in self.params:
             param.forbid_reading()
+        self._versions = list(map(_version, self._unsharded))
 
     def _await_gather(self) -> None:
         try:
@@ -653,10 +677,53 @@ class ParamGroup:
     def refresh_requires_grad(self) -> None:
         """Carry ``requires_grad`` from one form of a parameter to the other, if it changed."""
         changed = follow_requires_grad(self.params)
+        if changed:
+            self._known_flags = list(map(_requires_grad, self._unsharded))
         thawed = self._reduces_frozen and not self._accumulated
         if changed or thawed or (self._rebinds and not self._has_partial_sums):
             BIND.debug("'%s' binds its reductions: others take gradients now", self.name)
             self.bind_reductions()
+
+    # ---- what users write by hand
+
+    def lend(self) -> None:
+        """A forward leaves it gathered: note how often shards were written."""
+        self._lent = [param.shard_version() for param in self.params]
+
+    def take_back(self) -> bool:
+        """Look at what the user had at hand while it stayed gathered.
+
+        Returns:
+            Whether shards were written since `lend`, so that what is gathered is out of date.
+
+        Raises:
+            ShardingStateError: a gathered parameter was written, which is lost where it is freed.
+        """
+        if self.state is not UNSHARDED:
+            return False
+        if list(map(_requires_grad, self._unsharded)) != self._known_flags:
+            self.refresh_requires_grad()
+        if written := self.written:
+            raise ShardingStateError(
+                f"parameter '{written}' was written in place while it was unsharded, so that the "
+                f"write is lost when it is resharded; call reshard() on its module and write the "
+                f"sharded parameter, or write it after backward"
+            )
+        lent, self._lent = self._lent, []
+        return bool(lent) and lent != [param.shard_version() for param in self.params]
+
+    @property
+    def written(self) -> str | None:
+        """Name of a gathered parameter that an operator has written in place since the last look.
+
+        Those of subclasses with all-gather hooks are written by gathers.
+        """
+        before = self._versions
+        if self._extension is not None or list(map(_version, self._unsharded)) == before:
+            return None
+        self._versions = list(map(_version, self._unsharded))
+        pairs = zip(self._unsharded, before, self._versions, strict=True)
+        return next(getattr(full, GATHERED) for full, old, now in pairs if old != now)
 
     # ---- gradients
 

@@ -18,20 +18,23 @@ are another kind of scheduler, `fsdp2.core.schedule.window`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from typing import ClassVar
 
 from torch.autograd import profiler
 
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.streams import COMPUTE, SIDE_LANES, Event, Streams
 from fsdp2.core.layout.logs import SCHEDULE
+from fsdp2.core.params.param import FlagChanges
 from fsdp2.core.progress import Backwards, OptimizerSteps
 from fsdp2.core.schedule.connections import connect_groups
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.in_flight import InFlight
+from fsdp2.core.schedule.kept import Kept
 from fsdp2.core.schedule.layers import put_around
 from fsdp2.core.schedule.profiling import ProfiledGroup
-from fsdp2.core.schedule.states import GATHERING, HIDDEN, SHARDED
+from fsdp2.core.schedule.states import GATHERING, HIDDEN, SHARDED, UNSHARDED
 from fsdp2.core.schedule.unit import BACKWARD, FORWARD, IDLE, REDUCED, Unit
 
 
@@ -104,10 +107,31 @@ class ForwardOrder:
         self.entered = []
 
 
-class Graph:
-    """Stands for a graph that a backward records; nodes of that refer to it, while they live."""
+GRAPHS = "_fsdp2_graphs"
+"""In the metadata of a node of autograd: the set of the `Graph` objects that it is in."""
 
-    __slots__ = ("__weakref__",)
+
+class Graph:
+    """Stands for a graph that a backward records; nodes of that refer to it, while they live.
+
+    Args:
+        scheduler: the scheduler whose units' backward records it.
+
+    Attributes:
+        alive: all graphs that may still be read; empty where nobody takes derivatives of
+            derivatives.
+        ending: the graphs that the running backward reads for the last time, as it keeps none.
+        scheduler: as given, by a weak reference.
+    """
+
+    __slots__ = ("__weakref__", "scheduler")
+
+    alive: ClassVar[weakref.WeakSet[Graph]] = weakref.WeakSet()
+    ending: ClassVar[Set[Graph]] = frozenset()
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = weakref.ref(scheduler)
+        Graph.alive.add(self)
 
 
 class Scheduler:
@@ -132,9 +156,9 @@ class Scheduler:
             his own; the next gather waits for it, or else the end of the next forward.
         graph: stands for the graph that the running backward records (``create_graph``), if any.
         holds: whether such a graph may still be used: parameters stay in memory for it, as no hook
-            sees which of them it reads. Until a backward that records none is over, or until a
-            forward begins, or nodes of the graph go, and nobody refers to them. Shards are
-            registered meanwhile.
+            sees which of them it reads. Until a backward has read it that does not keep it, or
+            until its nodes go; and for each group, until nobody refers to its parameters when a
+            forward begins, or a backward ends. Shards are registered meanwhile.
         groups: all parameter groups.
         unreduced: whether a group may hold gradients of backwards without sync, or partial sums.
         connected: whether the process groups of all groups have communicators.
@@ -148,7 +172,6 @@ class Scheduler:
         self.units = list(units)
         self.streams = streams
         self.forward_root: Unit | None = None
-        self._steps = -1  # of optimizers, when a forward began last
         self.in_backward = False
         self.ending: Callable[[], object] = object
         self.failed = False
@@ -163,6 +186,7 @@ class Scheduler:
         self._records_exits = False
         self._prefetched: Unit | None = None  # gathered on a guess, not yet used
         self._requested: list[Unit] = []  # gathered on an explicit list, perhaps not yet used
+        self._kept = Kept()
         self._in_flight = InFlight(streams)
         self.post_optim_event: Event = None
         self.manual = False
@@ -183,6 +207,14 @@ class Scheduler:
             offloading.append(weakref.ref(self, offloading.remove))
         self._in_flight.window = max((unit.input_buffers for unit in self.units), default=1)
 
+    def succeed(self, former: Scheduler) -> None:
+        """Take over from ``former``, whose root is part of a larger model now."""
+        self._kept.succeed(former._kept)
+        self.holds = self.holds or former.holds
+        for graph in Graph.alive:
+            if graph.scheduler() is former:
+                graph.scheduler = weakref.ref(self)
+
     def follow_profiler(self) -> None:
         """A profiler was started or stopped: mark operations by unit name, or no longer."""
         self.ranges = profiler._is_profiler_enabled
@@ -190,8 +222,13 @@ class Scheduler:
 
     # ---- forward
 
-    def begin_forward(self, root: Unit, expects_backward: bool) -> None:
+    def begin_forward(self, root: Unit, expects_backward: bool, anew: bool = False) -> None:
         """A forward starts at ``root``, which is not inside another unit's forward.
+
+        Args:
+            root: the unit.
+            expects_backward: whether autograd records it.
+            anew: whether units that earlier forwards have left gathered are gathered again.
 
         Raises:
             ShardingStateError: nobody waited for the reductions of the last `finalize`, or a CUDA
@@ -211,13 +248,15 @@ class Scheduler:
         if not self.connected:
             self.connected = connect_groups(self.groups, expects_backward)
         self.forward_root = root
-        if self._steps != OptimizerSteps.count:
-            self._steps = OptimizerSteps.count
+        if self._kept.steps != OptimizerSteps.count:
+            self._kept.begin_iteration(bool(self._finished))
             for unit in self.units:
                 if unit.phase is IDLE:
                     unit.reshard_if_outdated()
         if self.holds:
             self._let_go()
+        if self._kept.units:
+            self._kept.free_written(anew)
         self._order.begin(root)
         self._records_exits = expects_backward
         if self.in_backward and (self._in_flight.holding or self._in_flight.summing):
@@ -241,11 +280,14 @@ class Scheduler:
 
     def _let_go(self) -> None:
         """Free what is held for graphs that are gone."""
-        held = [group for group in self.groups if group.state is not SHARDED]
-        for group in held:
-            if group.state is HIDDEN and not group.is_referred_to:
+        self.holds = False
+        for group in self.groups:
+            if group.state is SHARDED:
+                continue
+            if group.is_referred_to:
+                self.holds = True
+            elif group.state is HIDDEN:
                 group.reshard()
-        self.holds = any(group.state is not SHARDED for group in held)
 
     def _order_after_optimizer(self) -> None:
         """Let gathers wait for the optimizer on a user's stream, who drops gradients next."""
@@ -260,6 +302,8 @@ class Scheduler:
                 self._request(unit.forward_prefetch)
             return
         known = self._order.enter(unit)
+        if self.holds or self._kept.hides:
+            self._gather_anew(unit)
         self._gather(unit)
         for group in unit.groups:
             group.refresh_requires_grad()
@@ -286,6 +330,8 @@ class Scheduler:
                         group.shard_smaller()
                 else:
                     unit.reshard()
+            else:
+                self._kept.add(unit, keep)
             if self._records_exits:
                 unit.visits.append(len(self._finished))
                 self._finished.append(unit)
@@ -305,8 +351,7 @@ class Scheduler:
             root.visits.append(len(self._finished) - 1)  # the last inside
             self._without_groups.add(root)
         if not self._records_exits:
-            for group in self.groups:
-                group.hide_beside_gradients()
+            self._kept.show_shards(self.holds)
         self._order.end(root)
         self._drop_unused()  # at the loss, only what is kept on request is gathered
         if not self._records_exits:  # whoever evaluates may write shards next, by hand
@@ -336,17 +381,17 @@ class Scheduler:
 
     # ---- backward
 
-    def builds(self, graph: Graph) -> None:
+    def records_graph(self) -> None:
         """The backward that begins records a graph, which reads parameters unseen."""
-        self.graph, self.holds = graph, True
-        reference = weakref.ref(self)
+        self.graph, self.holds = Graph(self), True
+        reference = self.graph.scheduler
 
         def gone() -> None:
             scheduler = reference()
             if scheduler is not None and not scheduler.in_backward and not scheduler.forward_root:
                 scheduler._let_go()
 
-        weakref.finalize(graph, gone).atexit = False
+        weakref.finalize(self.graph, gone).atexit = False
 
     def enter_backward(self, unit: Unit, recomputed_for: int | None = None) -> None:
         """Gather ``unit`` for its backward and start on the one that should be next.
@@ -372,6 +417,9 @@ class Scheduler:
             self._gather(unit)
         else:
             unit.forbid_reading()
+        if self._kept.flags != FlagChanges.count:
+            for group in unit.groups:
+                group.refresh_requires_grad()
         if unit.backward_prefetch:
             self._request(unit.backward_prefetch)
         elif position:
@@ -457,7 +505,9 @@ class Scheduler:
     def end_backward(self) -> None:
         """The whole backward has run: finish units whose own end was not seen, and clean up."""
         Backwards.ended += 1
-        self.holds = self.graph is not None
+        if self.holds:
+            left = Graph.alive - Graph.ending
+            self.holds = any(graph.scheduler() is self for graph in left)
         last = self.is_last_backward and not self.manual
         for unit in self.units:
             if unit.phase is REDUCED and self._is_done(unit):  # as most are
@@ -470,9 +520,12 @@ class Scheduler:
             for unit in self.units:
                 if unit.reshard_after_backward and unit.phase is IDLE:
                     unit.hide()
+            if self.graph is None:
+                self._let_go()
         if last:
             self._drop_unused()
             self._drain()
+            self._kept.end_iteration()
         elif self._in_flight.holding or self._in_flight.summing:
             self._in_flight.order_after_hooks()  # the next backward may gather what they write
         # A forward around this backward goes on, and its own backward is to come.
@@ -514,6 +567,7 @@ class Scheduler:
             unit.phase = IDLE
         self._drop_unused()
         self._forget_exits()
+        self._kept.end_iteration()
         if wait:
             self._drain()
         self.unawaited = not wait
@@ -585,6 +639,11 @@ class Scheduler:
                 group.bind()  # also where a backward raised, and parameters were replaced since
         self.unshard(unit)
 
+    def hand_over(self, unit: Unit) -> None:
+        """As `wait`, for a user: it stays unsharded until he reshards it."""
+        self.wait(unit)
+        unit.claimed = True
+
     def wait(self, unit: Unit) -> None:
         """Make COMPUTE wait for a unit's all-gathers and register its gathered parameters."""
         for group in unit.groups:
@@ -596,6 +655,8 @@ class Scheduler:
                     raise
             elif group.state is HIDDEN:
                 group.show()
+            elif group.state is UNSHARDED:
+                group.take_back()
 
     def _abandon(self, group: ParamGroup) -> None:
         """Leave nothing of a gather that failed, for want of memory or of a peer."""
@@ -624,8 +685,10 @@ class Scheduler:
         self._join_lanes()
         self._prefetched = None
         self._requested.clear()
+        self._kept.forget()
         for unit in self.units:
             unit.phase = IDLE
+            unit.claimed = False
             for group in unit.groups:
                 group.abandon()
                 group.discard_gradients()
@@ -648,6 +711,15 @@ class Scheduler:
                 self.unshard(unit)
                 break
         self.wait(unit)
+
+    def _gather_anew(self, unit: Unit) -> None:
+        """Free what is hidden: its shards, which are registered, may have been written since.
+
+        What a graph reads of it is filled again, as by an operation through ``.data``.
+        """
+        for group in unit.groups:
+            if group.state is HIDDEN:
+                group.reshard()
 
     def _prefetch(self, unit: Unit | None) -> None:
         """Gather ``unit`` ahead; a guess that is still unused makes room for it (invariant I6)."""

@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.streams import Streams
 from fsdp2.core.schedule.backward_order import ChoosingScheduler, chooses
 from fsdp2.core.schedule.retrace import RetracingScheduler, next_node
@@ -91,7 +92,10 @@ class Calls:
 
 
 class NotingScheduler(Scheduler):
-    """What a scheduler does besides while it notes the calls of its units."""
+    """What a scheduler does besides while it notes the calls of its units.
+
+    A forward that writes its parameters does so from the first on, so that later ones need no look.
+    """
 
     calls: Calls
 
@@ -103,6 +107,13 @@ class NotingScheduler(Scheduler):
     def exit_forward(self, unit: Unit, keep: bool = False) -> None:
         if unit.is_root and self._records_exits:
             self.calls.whole = True
+        for group in unit.groups:
+            if written := group.written:
+                raise ShardingStateError(
+                    f"the forward of '{unit.title}' wrote parameter '{written}' in place, which is "
+                    f"lost when it is resharded; keep what forward changes in a buffer, or write "
+                    f"the sharded parameter between steps"
+                )
         super().exit_forward(unit, keep)
         if unit.groups and self._records_exits:
             self.calls.end(unit)

@@ -184,13 +184,22 @@ class GroupAlias(ParamGroup):
         """As `reshard`, but what is gathered stays in memory."""
         self._leave(self.tied.hide)
 
-    def hide_beside_gradients(self) -> None:
-        """As `hide`, if a parameter has a gradient."""
-        self._leave(self.tied.hide_beside_gradients)
-
     def show(self) -> None:
         """Register what is gathered and was hidden."""
         self.tied.show()
+
+    def lend(self) -> None:
+        """As the group."""
+        self.tied.lend()
+
+    def take_back(self) -> bool:
+        """As the group."""
+        return self.tied.take_back()
+
+    @property
+    def written(self) -> str | None:
+        """As the group's."""
+        return self.tied.written
 
     def _leave(self, free: Callable[[], None]) -> None:
         tie = _ties[self.tied]

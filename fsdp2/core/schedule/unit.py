@@ -74,6 +74,7 @@ class Unit:
             order.
         backward_prefetch: the same for backward.
         is_root: whether it is the root of its scheduler.
+        claimed: whether the user has gathered it himself, and not resharded it since.
         phase: where it is in the iteration.
         visits: a position in the forward's order of exits for each call whose backward is to come.
     """
@@ -82,6 +83,7 @@ class Unit:
         "__weakref__",
         "all_reduce",
         "backward_prefetch",
+        "claimed",
         "forward_prefetch",
         "groups",
         "input_buffers",
@@ -118,6 +120,7 @@ class Unit:
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
         self.is_root = False
+        self.claimed = False
         self.phase = IDLE
         self.visits: list[int] = []
 
@@ -161,6 +164,13 @@ class Unit:
         """Free its gathered parameters; no-op where they are sharded."""
         for group in self.groups:
             group.reshard()
+
+    def give_up(self) -> None:
+        """Free it for a user, who may have had its gathered parameters at hand."""
+        for group in self.groups:
+            group.take_back()
+        self.claimed = False
+        self.reshard()
 
     def hide(self) -> None:
         """Register its sharded parameters; what is gathered stays in memory."""

@@ -1,0 +1,109 @@
+"""Units that a forward has left unsharded, while users have their parameters at hand.
+
+    forward that autograd records   unsharded parameters are registered until backward has freed
+                                    them: a write to them is refused, as it would be lost
+    forward without gradients       sharded parameters are registered when it returns: whoever
+                                    evaluates may write them next, and the next use gathers again
+    unshard() of the user's         unsharded parameters are registered until he calls reshard()
+
+No version counter tells of all writes: not of those through ``.data``, ``numpy()``, a collective,
+or ``torch._foreach_*`` on DTensors. So a forward without gradients leaves nothing to ask about.
+"""
+
+from __future__ import annotations
+
+from fsdp2.core.params.param import FlagChanges
+from fsdp2.core.progress import OptimizerSteps
+from fsdp2.core.schedule.unit import IDLE, Unit
+
+
+class Kept:
+    """The units below one root that a forward has left unsharded, and no backward has freed.
+
+    Attributes:
+        flags: `FlagChanges.count` when an iteration began last.
+        steps: `OptimizerSteps.count` when a forward began last.
+        units: whether the unit's last forward returned parameters.
+        hides: whether units may be hidden for others than graphs.
+    """
+
+    __slots__ = ("flags", "hides", "steps", "units")
+
+    def __init__(self) -> None:
+        self.flags = FlagChanges.count
+        self.steps = -1
+        self.units: dict[Unit, bool] = {}
+        self.hides = False
+
+    def begin_iteration(self, pending: bool) -> None:
+        """A forward begins after an optimizer's step.
+
+        Args:
+            pending: whether backwards of earlier forwards are to come.
+        """
+        self.steps = OptimizerSteps.count
+        if not pending:
+            self.flags = FlagChanges.count
+
+    def add(self, unit: Unit, returned: bool) -> None:
+        """The forward of ``unit`` ends, and leaves it unsharded.
+
+        Args:
+            unit: the unit.
+            returned: whether its forward returned parameters.
+        """
+        self.units[unit] = returned
+        if unit.reshard_after_forward is None:
+            for group in unit.groups:
+                group.lend()
+
+    def free_written(self, anew: bool) -> None:
+        """A forward begins: free units whose sharded parameters were written since theirs.
+
+        To free all would take a gather for each forward of a pipeline's micro-batches, whose
+        backwards are to come. So versions decide, which miss some writes.
+
+        Args:
+            anew: whether all are freed.
+        """
+        for unit in self.units:
+            written = [group.take_back() for group in unit.groups]
+            if (anew or any(written)) and unit.phase is IDLE and not unit.claimed:
+                unit.reshard()
+
+    def show_shards(self, held: bool) -> None:
+        """A forward without gradients ends: register sharded parameters.
+
+        What a graph, a backward that gathers nothing or a caller can still read stays in memory.
+
+        Args:
+            held: whether graphs of backwards can.
+        """
+        units, self.units = self.units, {}
+        for unit, returned in units.items():
+            reads = bool(unit.visits) and not unit.unshard_in_backward
+            if unit.claimed:
+                self.units[unit] = returned
+            elif held or returned or reads:
+                unit.hide()
+                self.hides = True
+            else:
+                unit.reshard()
+
+    def end_iteration(self) -> None:
+        """Its last backward is over: what is gathered now a flag has asked for, or the user."""
+        for unit in tuple(self.units):
+            if not unit.is_gathered:
+                del self.units[unit]
+                unit.claimed = False
+        self.hides = False
+
+    def succeed(self, former: Kept) -> None:
+        """Take over from a root that is part of a larger model now."""
+        self.units.update(former.units)
+        self.hides = self.hides or former.hides
+
+    def forget(self) -> None:
+        """All were freed."""
+        self.units.clear()
+        self.hides = False
