@@ -20,7 +20,13 @@ from torch.distributed.tensor import DTensor
 from fsdp2.core import config
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.layout.mesh import MeshAxes, default_mesh, resolve_axes
-from fsdp2.core.modules.assembly import make_groups, move_buffers, streams_for, watch_state_dicts
+from fsdp2.core.modules.assembly import (
+    follow_aliases,
+    make_groups,
+    move_buffers,
+    streams_for,
+    watch_state_dicts,
+)
 from fsdp2.core.modules.engine import watch_backwards
 from fsdp2.core.modules.optimizers import watch_optimizers
 from fsdp2.core.modules.registrations import watch_registrations
@@ -174,6 +180,7 @@ def fully_shard(
     for member, kind in zip(modules, classes, strict=True):
         member.__class__ = kind
     watch_state_dicts(unit.groups)
+    follow_aliases(modules)
     if tied:
         join(found, tied)
         link([record])

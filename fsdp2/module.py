@@ -21,6 +21,7 @@ from fsdp2.communication import CommunicationControls
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.modules.assembly import (
     choose_reshard,
+    follow_aliases,
     join_unit,
     make_groups,
     move_buffers,
@@ -168,6 +169,7 @@ class FSDPModule(CommunicationControls):
         if record.scheduler is not None:
             refresh_scheduler(record.scheduler)
         watch_state_dicts(groups)
+        follow_aliases(record.modules)
         if tied:
             join(found, tied)
             link([record])

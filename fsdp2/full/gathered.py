@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from fsdp2.core.config import RankMismatchError, ShardingStateError
-from fsdp2.core.params.param import GATHERED, REPLACED, WHOLE, ShardedParam, is_extended, store_of
+from fsdp2.core.params.aliases import REPLACED
+from fsdp2.core.params.param import GATHERED, WHOLE, ShardedParam, is_extended, store_of
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.full.subjects import (
     Agreement,

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fsdp2.core.layout.layout import Slot
 from fsdp2.core.layout.mesh import local_of, with_dtype, wrap_local
 from fsdp2.core.modules.registrations import Registrations
-from fsdp2.core.params.param import REPLACED, ShardedParam
+from fsdp2.core.params.aliases import REPLACED
+from fsdp2.core.params.param import ShardedParam
 
 
 def repoint_optimizer(optimizer: torch.optim.Optimizer) -> None:

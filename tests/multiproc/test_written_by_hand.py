@@ -232,7 +232,7 @@ def _evaluate_before_backward(model: nn.Module) -> None:
 
 
 def _found(model: Any) -> list[nn.Parameter]:
-    """In the model; behind a recorded forward, after `reshard`, as they are of use till backward."""
+    """In the model; after a recorded forward only once it is resharded."""
     if not model.training:
         model.reshard()
         for module in units(model):

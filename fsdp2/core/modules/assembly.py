@@ -37,9 +37,10 @@ from fsdp2.core.modules.explain import explain_loading
 from fsdp2.core.modules.registrations import mark_managed
 from fsdp2.core.modules.registry import Arguments, UnitRecord
 from fsdp2.core.modules.selection import managed_modules
+from fsdp2.core.params.aliases import REPLACED, aliases_in, refuse_gradients
 from fsdp2.core.params.param import (
+    GATHERED,
     OWNER,
-    REPLACED,
     ModuleEntries,
     Plan,
     ShardedParam,
@@ -50,7 +51,7 @@ from fsdp2.core.schedule.group import ParamGroup, Runtime
 from fsdp2.core.schedule.scheduler import scheduler_of
 from fsdp2.core.schedule.states import SHARDED
 from fsdp2.core.schedule.ties import GroupAlias
-from fsdp2.core.schedule.unit import Unit, all_units
+from fsdp2.core.schedule.unit import Unit, all_groups, all_units
 
 _streams: dict[torch.device, Streams] = {}
 
@@ -89,6 +90,8 @@ def make_groups(
             plan.param.__dict__[OWNER] = managed.attributes[OWNER] = name
             plan.param.__dict__[REPLACED] = weakref.ref(managed)
             managed.sharded.__dict__[OWNER] = name
+            if plan.param.requires_grad:
+                refuse_gradients(plan.param, name)
         group.set_smaller_group(smaller)
         follow(group)
         groups.append(group)
@@ -177,6 +180,29 @@ def join_unit(groups: list[ParamGroup], unit: Unit, present: list[ParamGroup]) -
         if first.reducers is not first.collectives:
             group.set_reducers(first.reducers)
     unit.groups += groups
+
+
+def follow_aliases(modules: tuple[nn.Module, ...]) -> None:
+    """Let attributes of modules that refer to what parameters were before follow them from now on.
+
+    Args:
+        modules: the unit's; attributes of all modules below are looked at.
+    """
+    for module, _ in managed_modules(modules, into_units=True):
+        for alias, former in aliases_in(module):
+            replaced = former.__dict__.get(REPLACED)
+            param = None if replaced is None or GATHERED in former.__dict__ else replaced()
+            if param is not None:
+                param.aliases.append(alias)
+                alias[param.name] = param.sharded
+                _rebind(param)
+
+
+def _rebind(param: ShardedParam) -> None:
+    """Let the group of a parameter notice at the next gather that it fills other places."""
+    for group in all_groups():
+        if param in group.params:
+            group.rebind()
 
 
 def move_buffers(modules: tuple[nn.Module, ...], device: torch.device) -> None:

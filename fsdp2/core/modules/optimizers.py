@@ -20,7 +20,8 @@ from torch.optim.optimizer import (
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.modules.dynamo import uncompiled
 from fsdp2.core.modules.registrations import Registrations
-from fsdp2.core.params.param import GATHERED, OWNER, REPLACED, TIED
+from fsdp2.core.params.aliases import REPLACED
+from fsdp2.core.params.param import GATHERED, OWNER, TIED
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.schedule.scheduler import offloading, settle_all
 

@@ -28,10 +28,10 @@ from torch.nn.modules.module import (
 )
 
 from fsdp2.core.config import ShardingStateError
+from fsdp2.core.params.aliases import REPLACED
 from fsdp2.core.params.param import (
     GATHERED,
     OWNER,
-    REPLACED,
     WHOLE,
     AttributeStore,
     ModuleEntry,

@@ -22,10 +22,10 @@ from fsdp2.core.modules.optimizers import watch_optimizers
 from fsdp2.core.modules.registrations import Move, is_managed, mark_managed
 from fsdp2.core.modules.registry import UnitRecord, record_of_unit
 from fsdp2.core.modules.selection import NamedEntry, managed_modules
+from fsdp2.core.params.aliases import REPLACED
 from fsdp2.core.params.param import (
     GATHERED,
     OWNER,
-    REPLACED,
     ModuleEntries,
     ModuleEntry,
     ShardedParam,

@@ -1,6 +1,8 @@
 """One parameter: its two forms, the entries of modules that they fill, and its gradients.
 
     param      ShardedParam, and the plan that it is made from
+    aliases    references from before sharding: followed, or refused
+    hooks      hooks that users register on sharded parameters
     gradients  the gradients of several, taken and delivered; their DTensors used again
 
 Owns: the sharded and the gathered ``nn.Parameter`` and their ``.grad``.

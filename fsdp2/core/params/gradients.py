@@ -27,12 +27,13 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.tensor import DTensor
 
+from fsdp2.core.params.hooks import CountedHooks, may_have_hooks, run_tensor_hooks
 from fsdp2.core.params.param import ShardedParam
 
 Sum = tuple[Any, torch.Tensor, torch.Tensor]
@@ -97,10 +98,12 @@ class ShardedGradients:
         params: the parameters.
     """
 
-    __slots__ = ("_reuse", "params")
+    __slots__ = ("_hooked", "_hooks_seen", "_reuse", "params")
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
         self.params = params
+        self._hooked = False  # whether any parameter may have hooks, as was seen …
+        self._hooks_seen = -1  # … when so many were registered
         self._reuse = GradientReuse() if COUNTS_ARE_TRUE and len(params) >= FEWEST else None
 
     def keep_apart(self) -> None:
@@ -156,6 +159,10 @@ class ShardedGradients:
         over: Sequence[torch.Tensor] | None = None,
     ) -> list[Sum]:
         """As `Gradients.deliver`."""
+        if self._hooks_seen != CountedHooks.count:
+            self._look_for_hooks()
+        if self._hooked:
+            return self._deliver_to_hooks(rows, present, over)
         params, reuse = self.params, self._reuse
         if False in present:
             params, rows, reuse = _chosen(params, present), _chosen(rows, present), None
@@ -164,7 +171,7 @@ class ShardedGradients:
             objects, reuse = _chosen(over, present), None
         make = DTensor.__new__  # `wrap_local`, without its call for each
         waiting: list[Sum] = []
-        given, hooked = [], []
+        given = []
         with DisableTorchFunctionSubclass():  # which every look at a DTensor would ask for
             for param, new, gradient in zip(params, rows, objects, strict=True):
                 sharded = param.sharded
@@ -178,14 +185,37 @@ class ShardedGradients:
                     gradient._local_tensor = new
                 sharded.grad = gradient
                 given.append(gradient)
-                if sharded._post_accumulate_grad_hooks:
-                    hooked.append(param)
         if reuse is not None and not waiting:
             reuse.lend(given)
-        if hooked:
-            del objects, gradient  # a hook may drop gradients
-            for param in hooked:
-                param.run_hooks()
+        return waiting
+
+    def _look_for_hooks(self) -> None:
+        self._hooks_seen = CountedHooks.count
+        self._hooked = any(may_have_hooks(param.sharded) for param in self.params)
+
+    def _deliver_to_hooks(
+        self,
+        rows: Sequence[torch.Tensor],
+        present: Sequence[bool],
+        over: Sequence[torch.Tensor] | None,
+    ) -> list[Sum]:
+        """As `deliver`, where hooks see each gradient before it is one, and run when it is."""
+        waiting: list[Sum] = []
+        delivered = []
+        objects: Sequence[torch.Tensor | None] = over or [None] * len(rows)
+        for param, new, there, known in zip(self.params, rows, present, objects, strict=True):
+            if not there:
+                continue
+            sharded: Any = param.sharded
+            gradient: Any = param.gradient_over(new) if known is None else known
+            gradient = run_tensor_hooks(sharded, gradient, param.name)
+            if sharded.grad is not None:
+                waiting.append((param, sharded.grad._local_tensor, gradient._local_tensor))
+                continue
+            sharded.grad = gradient
+            delivered.append(param)
+        for param in delivered:
+            param.run_hooks()
         return waiting
 
     def objects_over(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -198,14 +228,16 @@ class ShardedGradients:
         params = self.params
         if False in present:
             params, objects = _chosen(params, present), _chosen(objects, present)
-        hooked = []
+        if self._hooks_seen != CountedHooks.count:
+            self._look_for_hooks()
+        for param, gradient in zip(params, objects, strict=True) if self._hooked else ():
+            result = run_tensor_hooks(param.sharded, cast(DTensor, gradient), param.name)
+            if result is not gradient:  # kept memory stays what the gradient is in
+                cast(Any, gradient)._local_tensor.copy_(result._local_tensor)
         with DisableTorchFunctionSubclass():
             for param, gradient in zip(params, objects, strict=True):
-                sharded = param.sharded
-                sharded.grad = gradient
-                if sharded._post_accumulate_grad_hooks:
-                    hooked.append(param)
-        for param in hooked:
+                param.sharded.grad = gradient
+        for param in params if self._hooked else ():
             param.run_hooks()
 
 

@@ -42,13 +42,11 @@ from fsdp2.core.layout.mesh import (
     with_dtype,
     wrap_local,
 )
+from fsdp2.core.params.aliases import REPLACED, Alias
+from fsdp2.core.params.hooks import count_hooks
 
 OWNER = "_fsdp2_owner"
 """Attribute of a parameter object that a unit manages, or replaced: the unit's name."""
-
-REPLACED = "_fsdp2_replaced"
-"""Attribute of a parameter object that is not the optimizer's: a weak reference to the
-`ShardedParam` of the one that is."""
 
 TIED = "_fsdp2_tied"
 """Attribute of a sharded parameter in whose place another was registered: its name."""
@@ -202,6 +200,7 @@ class ShardedParam:
         accumulated: gradients summed over backwards without sync, in the reduce dtype.
         grad_spec: of the DTensor that becomes ``.grad``.
         parallel: its spec before sharding, if it was a DTensor (tensor or expert parallel).
+        aliases: other places that refer to it, in attributes of modules.
         absorbed: others in whose place it was registered; optimizers may hold what they were.
     """
 
@@ -216,6 +215,7 @@ class ShardedParam:
         "_whole",
         "absorbed",
         "accumulated",
+        "aliases",
         "attributes",
         "axes",
         "compute_dtype",
@@ -252,6 +252,7 @@ class ShardedParam:
         self.accumulated: torch.Tensor | None = None
         self._between: nn.Parameter | None = None
         self.absorbed: list[ShardedParam] = []
+        self.aliases: list[Alias] = []
         # Of `register_hook` and `register_post_accumulate_grad_hook`. The dicts themselves go on,
         # so that handles which users have still remove what they stand for.
         self._hooks = param._backward_hooks, param._post_accumulate_grad_hooks
@@ -343,6 +344,7 @@ class ShardedParam:
             self.sharded.__dict__.update(self.attributes)
             if self._hooks[1] is not None:
                 self.sharded._post_accumulate_grad_hooks = self._hooks[1]
+            count_hooks(self.sharded)
             self.register(self.sharded)
         self.grad_spec = with_dtype(self._spec, self.grad_dtype)
         if self._grad_dtype is not None:
@@ -379,6 +381,7 @@ class ShardedParam:
         if chosen is not before:
             before.__dict__[REPLACED] = weakref.ref(self)
             chosen.__dict__.pop(REPLACED, None)
+            count_hooks(chosen)
         self.sharded = chosen
         for param in self.absorbed:
             param.sharded = chosen
@@ -444,8 +447,9 @@ class ShardedParam:
 
     @property
     def has_grad_hooks(self) -> bool:
-        """Whether a user registered a post-accumulate-grad hook."""
-        return bool(self.sharded._post_accumulate_grad_hooks)
+        """Whether a user registered a hook on the gradient or a post-accumulate-grad hook."""
+        sharded = self.sharded
+        return bool(sharded._post_accumulate_grad_hooks or sharded._backward_hooks)
 
     def clear_gradient(self, set_to_none: bool) -> None:
         """Drop the sharded gradient, or fill it with zeros."""
@@ -548,6 +552,8 @@ class ShardedParam:
         spec = DTensorSpec(mesh, (Replicate(), Shard(self.cut.dim)), tensor_meta=meta)
         param = nn.Parameter(wrap_local(rows, spec), requires_grad=self.sharded.requires_grad)
         param.__dict__.update({**self.attributes, **self._marks()})
+        param._backward_hooks = self.sharded._backward_hooks
+        param._post_accumulate_grad_hooks = self.sharded._post_accumulate_grad_hooks
         self._between = param
         return param
 
@@ -569,7 +575,9 @@ class ShardedParam:
 
     def swaps(self, param: nn.Parameter) -> list[Swap]:
         """The stores that register ``param``, ready to be run in a loop."""
-        return [(store_of(module), name, param) for module, name in self.entries]
+        swaps: list[Swap] = [(store_of(module), name, param) for module, name in self.entries]
+        swaps += [(alias, self.name, param) for alias in self.aliases]
+        return swaps
 
 
 def compute_dtype(options: GroupOptions, param: Any) -> torch.dtype:
