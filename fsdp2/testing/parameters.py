@@ -113,6 +113,7 @@ class VirtualParam(PaperParam):
 
     is_meta = False
     is_extended = False
+    is_its_shard = False
     compute_dtype = None
 
     def __init__(

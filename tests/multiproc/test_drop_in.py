@@ -427,20 +427,23 @@ def _raise(gradient: Tensor) -> None:
 
 @ranks(1, 2)
 def test_writes_to_gathered_parameters() -> None:
-    """Only shards are for good; on one rank the gathered parameter is the shard."""
-    size = dist.get_world_size()
-
-    def scenario(api: ModuleType) -> Any:
-        model = shard(api, seeded(lambda: nn.Linear(DIM, DIM)))
-        before = full(model.weight)
-        model.unshard()
-        with torch.no_grad():
-            model.weight.fill_(7)
+    """Only shards are for good, so they are refused; on one rank the gathered one is the shard."""
+    model = shard(OURS, seeded(lambda: nn.Linear(DIM, DIM)))
+    before = full(model.weight)
+    model.unshard()
+    with torch.no_grad():
+        model.weight.fill_(7)
+    if dist.get_world_size() == 1:
         model.reshard()
-        return before, full(model.weight)
-
-    before, after = same_as_torch(scenario) if size > 1 else scenario(OURS)
-    assert_equal(after, before if size > 1 else torch.full_like(before, 7))
+        assert_equal(full(model.weight), torch.full_like(before, 7))
+        return
+    with raises("written-unsharded"):
+        model.reshard()
+    model.reshard()  # to drop it
+    assert_equal(full(model.weight), before)
+    with fsdp2.gathered(model), torch.no_grad():
+        model.weight.fill_(7)
+    assert_equal(full(model.weight), torch.full_like(before, 7))
 
 
 # -- small things ---------------------------------------------------------------------------------

@@ -531,6 +531,12 @@ class ShardedParam:
         if self.unsharded is not None:
             torch.autograd.graph.increment_version(self.unsharded)
 
+    @property
+    def is_its_shard(self) -> bool:
+        """Whether the unsharded parameter is over the memory of the sharded one: on one rank."""
+        assert self.unsharded is not None
+        return local_of(self.unsharded).data_ptr() == self.local.data_ptr()
+
     def shard_version(self) -> int:
         """How often operators have written the sharded parameter in place, as far as torch tells.
 

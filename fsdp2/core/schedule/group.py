@@ -150,6 +150,7 @@ class ParamGroup:
         "_transports",
         "_unsharded",
         "_versions",
+        "_watched",
         "_works",
         "bound",
         "collectives",
@@ -221,7 +222,8 @@ class ParamGroup:
         self._references: list[int] = []  # to what is gathered, while nobody uses it
         self._unsharded: list[nn.Parameter] = []  # the gathered parameters, and whether …
         self._known_flags: list[bool] = []  # … they required grad when that was compared last
-        self._versions: list[int] = []  # of the gathered parameters: as often as we wrote them
+        self._watched: list[nn.Parameter] = []  # the gathered ones that a write would be lost of …
+        self._versions: list[int] = []  # … and as often as we have written them
         self._lent: list[int] = []  # versions of shards, when a forward left them gathered
 
     @property
@@ -432,7 +434,8 @@ class ParamGroup:
         Extended ones follow in their first gather.
         """
         self._to_sharded, self._to_unsharded = [], []
-        self._unsharded, self._known_flags, self._versions = [], [], []
+        self._unsharded, self._known_flags = [], []
+        self._watched, self._versions = [], []
         for transport in self._transports:
             for slot, gathered in transport.parameters():
                 param = self.params[slot.index]
@@ -447,7 +450,9 @@ class ParamGroup:
         self._to_unsharded += param.swaps(param.unsharded)
         self._unsharded.append(param.unsharded)
         self._known_flags.append(param.unsharded.requires_grad)
-        self._versions.append(param.unsharded._version)
+        if not (param.is_extended or param.is_its_shard):  # whose gathers write it themselves
+            self._watched.append(param.unsharded)
+            self._versions.append(param.unsharded._version)
 
     def _bind_smaller(self) -> None:
         self._smaller = None
@@ -659,7 +664,7 @@ class ParamGroup:
         """Let a backward raise that reads parameters while they are freed."""
         for param in self.params:
             param.forbid_reading()
-        self._versions = list(map(_version, self._unsharded))
+        self._versions = list(map(_version, self._watched))
 
     def _await_gather(self) -> None:
         try:
@@ -705,9 +710,9 @@ class ParamGroup:
             self.refresh_requires_grad()
         if written := self.written:
             raise ShardingStateError(
-                f"parameter '{written}' was written in place while it was unsharded, so that the "
-                f"write is lost when it is resharded; call reshard() on its module and write the "
-                f"sharded parameter, or write it after backward"
+                f"parameter '{written}' was written in place while it was unsharded, which is lost "
+                f"when it is resharded; write it inside fsdp2.gathered(), or the sharded one after "
+                f"reshard(), which drops the write if you call it once more"
             )
         lent, self._lent = self._lent, []
         return bool(lent) and lent != [param.shard_version() for param in self.params]
@@ -716,13 +721,13 @@ class ParamGroup:
     def written(self) -> str | None:
         """Name of a gathered parameter that an operator has written in place since the last look.
 
-        Those of subclasses with all-gather hooks are written by gathers.
+        `None` if there is none; so it is of those that are their shards, on one rank.
         """
         before = self._versions
-        if self._extension is not None or list(map(_version, self._unsharded)) == before:
+        if list(map(_version, self._watched)) == before:
             return None
-        self._versions = list(map(_version, self._unsharded))
-        pairs = zip(self._unsharded, before, self._versions, strict=True)
+        self._versions = list(map(_version, self._watched))
+        pairs = zip(self._watched, before, self._versions, strict=True)
         return next(getattr(full, GATHERED) for full, old, now in pairs if old != now)
 
     # ---- gradients
