@@ -64,6 +64,7 @@ from fsdp2.full import gathered
 from fsdp2.interop import CPUOffloadPolicy, TorchWrapperIdentity
 from fsdp2.module import FSDPModule
 from fsdp2.norms import clip_grad_norm_
+from fsdp2.sharded_class import sharded_class
 from fsdp2.wrap import any_wrap_policy, chosen_modules
 from fsdp2.wrap.around import INSIDE, Around, flags_put_back
 from fsdp2.wrap.choices import Policy
@@ -137,10 +138,7 @@ class FullyShardedDataParallel(Around, TorchWrapperIdentity):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
-        if not isinstance(module, nn.Module):
-            raise TypeError(
-                f"FullyShardedDataParallel takes a module, not {type(module).__name__}; pass one"
-            )
+        _check_module(module)
         settings = _settings_of(
             sharding_strategy,
             cpu_offload,
@@ -456,6 +454,14 @@ class _Replicated:
         return self._result
 
 
+def _check_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"FullyShardedDataParallel takes a module, not {type(module).__name__}; pass one"
+        )
+    sharded_class(module)  # raises if there can be none
+
+
 def _wrap_below(
     module: nn.Module,
     policy: Policy,
@@ -482,10 +488,17 @@ def _wrap_below(
         options=options,
     )
     chosen: dict[nn.Module, dict[str, Any]] = {c.module: dict(c.options) for c in choices}
-    for below in module.modules():
-        if isinstance(below, apart) and below is not module and below not in ignored.modules:
-            chosen[below] = {**options, **chosen.get(below, {}), "mixed_precision": None}
-            in_full_precision(below)
+    precise = [
+        below
+        for below in module.modules()
+        if isinstance(below, apart) and below is not module and below not in ignored.modules
+    ]
+    for below in precise:
+        chosen[below] = {**options, **chosen.get(below, {}), "mixed_precision": None}
+    for child in chosen:
+        sharded_class(child)  # raises if there can be none
+    for below in precise:
+        in_full_precision(below)
     made: dict[nn.Module, FullyShardedDataParallel] = {}
     for parent, name, child in list(order_of(module, chosen)):
         if child not in made:

@@ -231,7 +231,7 @@ def test_only_tests_of_benchmarks_import_benchmarks() -> None:
         ("communication", ["fsdp2.interop"]),
         ("interop", []),
         ("module", ["fsdp2.communication", "fsdp2.interop"]),
-        ("api", ["fsdp2.interop", "fsdp2.module"]),
+        ("api", ["fsdp2.interop", "fsdp2.module", "fsdp2.sharded_class"]),
     ],
 )
 def test_public_modules_stand_on_the_core(name: str, others: list[str]) -> None:
@@ -276,7 +276,7 @@ def test_what_replaces_torchs_names_stands_on_public_modules(name: str, others: 
             "wrapper",
             [
                 *("api", "core.layout.mesh", "core.modules.registry"),
-                *("interop", "module", "norms", "xla.shards"),
+                *("interop", "module", "norms", "sharded_class", "xla.shards"),
                 *("wrap.around", "wrap.choices"),
             ],
         ),
