@@ -811,7 +811,7 @@ def _() -> None:
 
 @misuse("norm-type")
 def _() -> None:
-    fsdp2.clip_grad_norm_(sharded().parameters(), 1.0, -1)
+    fsdp2.clip_grad_norm_(sharded().parameters(), 1.0, 0)
 
 
 @misuse("norm-nonfinite")

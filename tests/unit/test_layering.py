@@ -225,6 +225,7 @@ def test_only_tests_of_benchmarks_import_benchmarks() -> None:
     ("name", "others"),
     [
         ("inspect", ["fsdp2.trace.summary"]),
+        ("clipping", ["fsdp2", "fsdp2.norms"]),
         ("norms", []),
         ("optim/flat", []),
         ("optim/repoint", []),
@@ -255,7 +256,10 @@ def test_the_room_of_whole_tensors_stands_on_the_core() -> None:
     [
         (
             "install",
-            ["core.modules.registrations", "api", "fsdp1", "interop", "module", "startup"],
+            [
+                *("core.modules.registrations", "api", "clipping", "fsdp1"),
+                *("interop", "module", "startup"),
+            ],
         ),
         ("run", ["install"]),
     ],
