@@ -54,6 +54,7 @@ from fsdp2.fsdp1.construction import (
     synchronise,
 )
 from fsdp2.fsdp1.meshes import device_of, mesh_of
+from fsdp2.fsdp1.operators import compute_beyond_rules
 from fsdp2.fsdp1.state_dicts import (
     get_state_dict_type,
     set_state_dict_type,
@@ -185,6 +186,7 @@ class FullyShardedDataParallel(Around, TorchWrapperIdentity):
         self.process_group = mesh.get_group(mesh.ndim - 1)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.add_module(INSIDE, module)
+        compute_beyond_rules(self, mesh)
         clean_states(self)
         use_full_state_dicts(self._record)
         for below in self.fsdp_modules(self):
