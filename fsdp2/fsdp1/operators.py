@@ -72,6 +72,8 @@ def compute_beyond_rules(wrapper: nn.Module, mesh: DeviceMesh) -> None:
 
 def _bind() -> None:
     dispatcher: Any = DTensor._op_dispatcher
+    if not hasattr(dispatcher, _RULE):  # a torch that asks in another way: DTensor's errors stay
+        return
     find_rule = getattr(dispatcher, _RULE)
 
     def find_rule_or_result(op: Operator, args: Args, kwargs: Kwargs, *rest: Any) -> object:
@@ -125,7 +127,7 @@ def _bind() -> None:
 
 def _forget(wrapper: int) -> None:
     del _meshes[wrapper]
-    if not _meshes:
+    while _bound and not _meshes:
         _bound.pop()()
 
 
@@ -145,7 +147,7 @@ def _concerns(args: Args, kwargs: Kwargs) -> bool:
 
 
 def _is_sharded(tensor: DTensor) -> bool:
-    return any(placement.is_shard() for placement in tensor.placements)
+    return any(not p.is_replicate() and not p.is_partial() for p in tensor.placements)
 
 
 def _is_partial(tensor: DTensor) -> bool:
@@ -189,8 +191,8 @@ def _may_be_empty(args: Args, kwargs: Kwargs) -> bool:
     for spec in (leaf._spec for leaf in _sharded_leaves(args, kwargs)):
         pieces: dict[int, int] = {}
         for size, placement in zip(spec.mesh.shape, spec.placements, strict=True):
-            if placement.is_shard():
-                dim = placement.dim  # type: ignore[attr-defined]  # a Shard
+            dim = getattr(placement, "dim", None)  # of `Shard`, and of what is like it
+            if dim is not None:
                 pieces[dim] = pieces.get(dim, 1) * size
         for dim, count in pieces.items():
             rows = -(-spec.shape[dim] // count)
