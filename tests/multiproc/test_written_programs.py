@@ -19,6 +19,29 @@ TRAIN = Statement(
 )
 
 
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_programs(world: int) -> None:
+    assert check_many(range(4), world).failed == {}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_sixty_programs(world: int) -> None:
+    assert check_many(range(1000, 1020), world).failed == {}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("world", [2, 4])
+def test_writes_between_forward_and_backward(world: int) -> None:
+    assert check_many(range(2000, 2015), world, between=True).failed == {}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("world", "count"), [(2, 600), (3, 200), (4, 200)])
+def test_a_thousand_programs(world: int, count: int) -> None:
+    assert check_many(range(count), world).failed == {}
+
+
 def test_programs_that_reshard_by_hand() -> None:
     """After each statement: so nothing depends on what stays unsharded."""
     assert check_many(range(4), 2, reshards=True).failed == {}
