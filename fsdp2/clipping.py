@@ -5,12 +5,13 @@
 
 torch takes the norm of each local tensor. Some norms (``inf`` and negative ones) have none of an
 empty tensor, so that a rank whose shard is empty raises, and the others wait for it. These give
-torch's results on any shards. `fsdp2.install` puts them in place of torch's, which they call for
-all that is no DTensor.
+torch's results on any shards, and on tensors of several meshes. `fsdp2.install` puts them in place
+of torch's, which they call for all that those compute: the bits are torch's then.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -34,8 +35,9 @@ def get_total_norm(
     """As ``torch.nn.utils.get_total_norm``; of DTensors it is one, replicated on their mesh."""
     listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     first = next((tensor for tensor in listed if isinstance(tensor, DTensor)), None)
-    # Of order 0 it is the number of tensors that are not zero, which torch finds on any shards.
-    if first is None or _waits_for_sums(listed) or norm_type == 0:
+    waits_for_ever = math.isinf(float(norm_type)) or float(norm_type) < 0
+    torchs = not waits_for_ever and _are_together(listed)
+    if first is None or torchs or _waits_for_sums(listed):
         return torchs_get_total_norm(listed, norm_type, error_if_nonfinite, foreach)
     total = norms.get_total_norm(listed, norm_type, error_if_nonfinite, foreach)
     mesh = first.device_mesh
@@ -52,13 +54,18 @@ def clip_grads_with_norm_(
     """As ``torch.nn.utils.clip_grads_with_norm_``, with the norm of any mesh."""
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     grads = [param.grad for param in listed if param.grad is not None]
-    sharded = any(isinstance(tensor, DTensor) for tensor in [*listed, *grads])
-    if _waits_for_sums(grads) or not sharded:
+    total = [total_norm] if isinstance(total_norm, DTensor) else []
+    if _waits_for_sums(grads) or _are_together([*grads, *total]):
         torchs_clip_grads_with_norm_(listed, max_norm, total_norm, foreach)
         return
     if isinstance(total_norm, DTensor):
         total_norm = total_norm.full_tensor()
     norms.clip_grads_with_norm_(listed, max_norm, total_norm, foreach)
+
+
+def _are_together(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether tensors are on one mesh, or all of them on none."""
+    return len({getattr(tensor, "device_mesh", None) for tensor in tensors}) <= 1
 
 
 def _waits_for_sums(tensors: Iterable[torch.Tensor]) -> bool:
