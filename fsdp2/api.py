@@ -52,11 +52,9 @@ from fsdp2.interop import (
     replicated_parameters,
     state_of,
 )
-from fsdp2.module import FSDPModule
+from fsdp2.sharded_class import set_sharded_class, sharded_class
 
 M = TypeVar("M", bound=nn.Module)
-
-_sharded_classes: dict[type, type] = {}
 
 
 @overload
@@ -164,7 +162,6 @@ def fully_shard(
     reshard, smaller = _checked_reshard(reshard_after_forward, axes, plans)
 
     name = ", ".join(type(m).__name__ for m in modules)
-    classes = [_sharded_class(type(member)) for member in modules]
     arguments = Arguments(axes, policy, offload, smaller)
     options = GroupOptions(policy)
     unit = Unit(name, make_groups(name, plans, options, arguments), options)
@@ -177,8 +174,8 @@ def fully_shard(
     watch_optimizers()
     watch_registrations()
     watch_backwards()
-    for member, kind in zip(modules, classes, strict=True):
-        member.__class__ = kind
+    for member in modules:
+        set_sharded_class(member)
     watch_state_dicts(unit.groups)
     follow_aliases(modules)
     if tied:
@@ -259,7 +256,10 @@ def _checked_modules(module: object) -> tuple[nn.Module, ...]:
                 f"parameters; call fully_shard on its modules, or on a list of them"
             )
     inner = {below for member in modules for below in list(member.modules())[1:]}
-    return tuple(member for member in modules if member not in inner)
+    outer = tuple(member for member in modules if member not in inner)
+    for member in outer:
+        sharded_class(member)  # raises if there can be none
+    return outer
 
 
 def _check_wrappers(module: nn.Module) -> None:
@@ -362,12 +362,3 @@ def _checked_reshard(
                 f"{what}; pass True or False"
             )
     return True, value
-
-
-def _sharded_class(original: type) -> type:
-    if original not in _sharded_classes:
-        attributes = {"_fsdp2_original": original}
-        _sharded_classes[original] = type(
-            f"FSDP{original.__name__}", (FSDPModule, original), attributes
-        )
-    return _sharded_classes[original]

@@ -7,6 +7,7 @@
     torch.distributed.pipelining.stage, .schedules     torch's   ours         torch's
     torch.distributed.fsdp.fully_sharded_data_parallel torch's   ours         torch's
     torch.distributed.fsdp.sharded_grad_scaler         torch's   ours         torch's
+    torch.nn.utils[.clip_grad]                         torch's   ours         torch's
 
 A parameter that is added to a sharded module, and that no unit manages, is left alone with a
 warning meanwhile, as torch does it in silence: frameworks reduce its gradients themselves. Without
@@ -17,6 +18,10 @@ from within a script would else make a world of two implementations.
 
 Of FSDP1 the wrapper and its gradient scaler are replaced. Strategies, configurations and wrap
 policies stay torch's, and ours takes them: so they are the same objects for whoever imported them.
+
+``torch.nn.utils.clip_grad_norm_`` stays, and finds the norm by ours (`fsdp2.clipping`): torch's
+waits for ever where a rank's shard is empty and the order is ``inf``. Whoever imported it before
+gets that, too.
 
 Two things stay torch's. ``FSDPModule``, the base of our class: ``isinstance`` holds for modules
 that either implementation sharded, and for whoever imported the name, at any time. And the modules
@@ -31,6 +36,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 from fsdp2.api import fully_shard
+from fsdp2.clipping import clip_grads_with_norm_, get_total_norm
 from fsdp2.core.modules.registrations import Registrations
 from fsdp2.fsdp1 import FullyShardedDataParallel, ShardedGradScaler
 from fsdp2.interop import (
@@ -58,10 +64,18 @@ HOLDERS = (
     "torch.distributed.pipelining.schedules",
     "torch.distributed.fsdp.fully_sharded_data_parallel",
     "torch.distributed.fsdp.sharded_grad_scaler",
+    "torch.nn.utils",
+    "torch.nn.utils.clip_grad",
 )
 """Modules whose names are replaced. One that is imported later finds ours in the first."""
 
-OURS: dict[str, object] = {
+_NORMS: dict[str, object] = {
+    name: public
+    for public in (clip_grads_with_norm_, get_total_norm)
+    for name in (public.__name__, f"_{public.__name__}")
+}
+
+OURS: dict[str, object] = _NORMS | {
     public.__name__: public
     for public in (
         fully_shard,

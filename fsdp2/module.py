@@ -10,6 +10,7 @@ them at their next use.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any, Literal, NoReturn, overload
 
@@ -77,6 +78,14 @@ class FSDPModule(CommunicationControls):
     """
 
     _fsdp2_original: type
+
+    def __init_subclass__(cls, **arguments: object) -> None:
+        """Tell the original's bases of a subclass, as Python does; not if they ask for more."""
+        if "_fsdp2_original" not in cls.__dict__:
+            super().__init_subclass__(**arguments)
+            return
+        with contextlib.suppress(Exception):  # of code of the user's, for classes of the user's
+            super().__init_subclass__()
 
     def __new__(cls, *args: object, **kwargs: object) -> Any:
         """Make an instance of the original class: a sliced ``nn.Sequential`` is a plain one."""

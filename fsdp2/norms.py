@@ -55,8 +55,8 @@ def clip_grad_norm_(
             counts as this rank holds it: its gradient is taken to be the same on every rank.
         max_norm: the norm that gradients have at most afterwards. All of them are multiplied by
             ``min(1, max_norm / (norm + 1e-6))``.
-        norm_type: p of the p-norm over all elements; positive, ``inf`` for the largest absolute
-            value. Default 2.
+        norm_type: p of the p-norm over all elements: ``inf`` for the largest absolute value,
+            ``-inf`` for the smallest, any number but 0. Default 2.
         error_if_nonfinite: ``True`` raises if the norm is infinite or NaN, on all ranks and before
             any gradient has changed. Default ``False``: gradients become zero or NaN then.
         foreach: ``True`` handles many tensors in one kernel, ``False`` one at a time. ``None``
@@ -68,7 +68,7 @@ def clip_grad_norm_(
         the first parameter's rows.
 
     Raises:
-        ValueError: ``norm_type`` is not positive, a gradient is `Partial` or is sharded on mesh
+        ValueError: ``norm_type`` is 0 or NaN, a gradient is `Partial` or is sharded on mesh
             dims on which its parameter is not, or this rank is not part of a parameter's mesh.
         ShardingStateError: a parameter is the gathered one of a unit; its gradients are on the
             sharded one.
@@ -155,7 +155,7 @@ def get_total_norm(
     Args:
         tensors: tensors of any shapes and floating dtypes, or one. A DTensor counts once, however
             many replicas it has; a plain tensor counts as this rank holds it.
-        norm_type: p of the p-norm over all elements; positive, or ``inf``. Default 2.
+        norm_type: p of the p-norm over all elements, as for `clip_grad_norm_`. Default 2.
         error_if_nonfinite: whether to raise if the norm is infinite or NaN. Default ``False``.
         foreach: as for `clip_grad_norm_`.
 
@@ -341,8 +341,11 @@ def _total_norm(
 ) -> torch.Tensor:
     """The norm of the second of each pair; the first says how it is spread when there is none."""
     p = float(norm_type)
-    if not p > 0:
-        raise ValueError(f"norm_type={norm_type!r} is not a norm; pass a positive number or inf")
+    if p == 0 or math.isnan(p):
+        raise ValueError(
+            f"norm_type={norm_type!r} is not the norm of all elements; pass 2, 1, inf or another "
+            f"number than 0"
+        )
     if not members:
         return torch.tensor(0.0)
     double = not {owner.dtype for owner, _ in members}.isdisjoint(_DOUBLE)
@@ -362,7 +365,9 @@ def _total_norm(
 
 def _join(values: torch.Tensor, p: float) -> torch.Tensor:
     """Combine powers of norms along the first dim, in its order; NaN stays NaN."""
-    return values.amax(0) if math.isinf(p) else values.sum(0)
+    if math.isinf(p):
+        return values.amax(0) if p > 0 else values.amin(0)
+    return values.sum(0)
 
 
 def _root(power: torch.Tensor, p: float) -> torch.Tensor:
@@ -383,7 +388,8 @@ def _local_power(
             each = [torch.linalg.vector_norm(t, p, dtype=_wide(t.dtype)) for t in tensors]
         norms.append(torch.stack(each).to(family.device, dtype))
     if not norms:
-        return torch.zeros((), dtype=dtype, device=family.device)
+        neutral = math.inf if p == -math.inf else 0.0
+        return torch.full((), neutral, dtype=dtype, device=family.device)
     joined = torch.cat(norms)
     return _join(joined if math.isinf(p) or p == 1.0 else joined.pow(p), p)
 

@@ -6,6 +6,7 @@ meshes        process groups, meshes and devices: which ranks a wrapper shards o
 construction  what a constructor does before it shards
 comm_hooks    hooks that reduce gradients, and how units call them
 grad_scaler   `ShardedGradScaler`
+operators     loops and optimizers that do with parameters what DTensor has no rule for
 state_dicts   what ``state_dict()`` holds: full or sharded tensors
 optimizer_states  state dicts of optimizers by names, and the way back
 

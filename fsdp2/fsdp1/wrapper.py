@@ -54,6 +54,7 @@ from fsdp2.fsdp1.construction import (
     synchronise,
 )
 from fsdp2.fsdp1.meshes import device_of, mesh_of
+from fsdp2.fsdp1.operators import compute_beyond_rules
 from fsdp2.fsdp1.state_dicts import (
     get_state_dict_type,
     set_state_dict_type,
@@ -64,6 +65,7 @@ from fsdp2.full import gathered
 from fsdp2.interop import CPUOffloadPolicy, TorchWrapperIdentity
 from fsdp2.module import FSDPModule
 from fsdp2.norms import clip_grad_norm_
+from fsdp2.sharded_class import sharded_class
 from fsdp2.wrap import any_wrap_policy, chosen_modules
 from fsdp2.wrap.around import INSIDE, Around, flags_put_back
 from fsdp2.wrap.choices import Policy
@@ -137,10 +139,7 @@ class FullyShardedDataParallel(Around, TorchWrapperIdentity):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
-        if not isinstance(module, nn.Module):
-            raise TypeError(
-                f"FullyShardedDataParallel takes a module, not {type(module).__name__}; pass one"
-            )
+        _check_module(module)
         settings = _settings_of(
             sharding_strategy,
             cpu_offload,
@@ -187,6 +186,7 @@ class FullyShardedDataParallel(Around, TorchWrapperIdentity):
         self.process_group = mesh.get_group(mesh.ndim - 1)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.add_module(INSIDE, module)
+        compute_beyond_rules(self, mesh)
         clean_states(self)
         use_full_state_dicts(self._record)
         for below in self.fsdp_modules(self):
@@ -456,6 +456,14 @@ class _Replicated:
         return self._result
 
 
+def _check_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"FullyShardedDataParallel takes a module, not {type(module).__name__}; pass one"
+        )
+    sharded_class(module)  # raises if there can be none
+
+
 def _wrap_below(
     module: nn.Module,
     policy: Policy,
@@ -482,10 +490,17 @@ def _wrap_below(
         options=options,
     )
     chosen: dict[nn.Module, dict[str, Any]] = {c.module: dict(c.options) for c in choices}
-    for below in module.modules():
-        if isinstance(below, apart) and below is not module and below not in ignored.modules:
-            chosen[below] = {**options, **chosen.get(below, {}), "mixed_precision": None}
-            in_full_precision(below)
+    precise = [
+        below
+        for below in module.modules()
+        if isinstance(below, apart) and below is not module and below not in ignored.modules
+    ]
+    for below in precise:
+        chosen[below] = {**options, **chosen.get(below, {}), "mixed_precision": None}
+    for child in chosen:
+        sharded_class(child)  # raises if there can be none
+    for below in precise:
+        in_full_precision(below)
     made: dict[nn.Module, FullyShardedDataParallel] = {}
     for parent, name, child in list(order_of(module, chosen)):
         if child not in made:

@@ -72,7 +72,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         **options: passed on to ``optimizer_class``: ``lr``, ``betas``, ``fused`` …
 
     Raises:
-        TypeError: ``optimizer_class`` is not known to be element-wise.
+        TypeError: ``model`` is not a module, or ``optimizer_class`` not a class that is known to
+            be element-wise.
         ValueError: there are no parameters.
 
     `state` is a picture of the runs: tensors are views that may be written to, but step counts and
@@ -95,6 +96,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         elementwise: bool = False,
         **options: object,
     ) -> None:
+        _check(model, optimizer_class, params)
         if optimizer_class not in ELEMENTWISE and not elementwise:
             name = getattr(optimizer_class, "__name__", optimizer_class)
             raise TypeError(
@@ -270,6 +272,30 @@ class _Run:
         if together:
             return first.as_strided((self.flat.numel(),), (1,))
         return torch.cat([grad.reshape(-1) for grad in grads])
+
+
+def _check(model: object, optimizer_class: object, params: object) -> None:
+    """What torch's optimizers take first is the parameters; here it is the model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"FlatOptimizer takes the model first, whose shards it steps, not {_shown(model)}; "
+            f"pass FlatOptimizer(model, torch.optim.AdamW, lr=…), with params=… for some of its "
+            f"parameters or for groups of them"
+        )
+    if not callable(optimizer_class) or isinstance(optimizer_class, nn.Module):
+        raise TypeError(
+            f"FlatOptimizer takes an optimizer's class behind the model, not "
+            f"{_shown(optimizer_class)}; pass FlatOptimizer(model, torch.optim.AdamW, lr=…)"
+        )
+    if params is not None and not isinstance(params, Iterable):
+        raise TypeError(
+            f"FlatOptimizer takes parameters behind the optimizer's class, not {_shown(params)}; "
+            f"pass options such as lr by their names"
+        )
+
+
+def _shown(given: object) -> str:
+    return repr(given) if isinstance(given, str | float | type) else f"a {type(given).__name__}"
 
 
 def _options(group: ParamGroupOptions) -> ParamGroupOptions:

@@ -32,6 +32,7 @@ from fsdp2.core.modules.registry import records_below
 from fsdp2.interop import MixedPrecisionPolicy
 from fsdp2.module import FSDPModule
 from fsdp2.norms import clip_grad_norm_
+from fsdp2.sharded_class import sharded_class
 from fsdp2.wrap import around
 from fsdp2.wrap.around import INSIDE, PREFIX, Around
 from fsdp2.wrap.choices import Policy, Wrapper, wrap_modules
@@ -477,6 +478,7 @@ def _check_module(module: object) -> None:
             f"XlaFullyShardedDataParallel was given a wrapper around "
             f"{type(module.module).__name__}; wrap each module once, inner ones first"
         )
+    sharded_class(module)  # raises if there can be none
 
 
 def _say_what_is_meaningless(given: _Given) -> None:

@@ -810,7 +810,7 @@ def _() -> None:
 
 @misuse("norm-type")
 def _() -> None:
-    fsdp2.clip_grad_norm_(sharded().parameters(), 1.0, -1)
+    fsdp2.clip_grad_norm_(sharded().parameters(), 1.0, 0)
 
 
 @misuse("norm-nonfinite")
@@ -1051,3 +1051,32 @@ def _() -> None:
 
     with mock.patch.object(FSDPModule, "set_something_new", _refusal("x"), create=True):
         sharded().set_something_new(True)
+
+
+def _not_the_model(first: Callable[[nn.Module], Any]) -> None:
+    with raises("flat-optimizer-model"):
+        fsdp2.optim.FlatOptimizer(first(sharded()), torch.optim.AdamW, lr=0.1)
+
+
+@misuse("flat-optimizer-model")
+def _() -> None:
+    model = sharded()
+    _not_the_model(lambda model: list(model.parameters()))
+    _not_the_model(lambda model: [{"params": model.parameters(), "lr": 0.2}])
+    _not_the_model(lambda model: torch.optim.AdamW)
+    fsdp2.optim.FlatOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)  # type: ignore[arg-type]
+
+
+@misuse("flat-optimizer-class")
+def _() -> None:
+    model = sharded()
+    with raises("flat-optimizer-class"):
+        fsdp2.optim.FlatOptimizer(model, model.parameters(), torch.optim.AdamW)  # type: ignore[arg-type]
+    with raises("flat-optimizer-class"):
+        fsdp2.optim.FlatOptimizer(model, "AdamW")  # type: ignore[arg-type]
+    fsdp2.optim.FlatOptimizer(model, torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
+
+
+@misuse("flat-optimizer-params")
+def _() -> None:
+    fsdp2.optim.FlatOptimizer(sharded(), torch.optim.AdamW, 1e-3)  # type: ignore[arg-type]

@@ -173,18 +173,3 @@ def test_zero_grad_drops_what_torchs_does(kind: type[nn.Module]) -> None:
         model.zero_grad()
         kept = {name for name, param in params.items() if param.grad is not None}
         assert kept == ({"own"} if kind is _Hides else set())
-
-
-def test_a_class_that_cannot_be_extended_is_refused_before_anything_changes() -> None:
-    class Named(nn.Linear):
-        def __init_subclass__(cls, *, name: str) -> None:
-            super().__init_subclass__()
-
-    with null_world(2):
-        module = Named(4, 4)
-        before = dict(module.__dict__)
-        with pytest.raises(TypeError, match="name"):
-            fsdp2.fully_shard(module)
-        assert type(module) is Named
-        assert type(module.weight) is nn.Parameter
-        assert module.__dict__ == before

@@ -52,6 +52,7 @@ CLOSE = Tolerance(rtol=2e-6, atol=0.0)
 SUMMED = Tolerance(rtol=1e-5, atol=1e-7)  # the gradients too are sums in another order
 HALF = Tolerance(rtol=2**-7, atol=0.0)  # bf16: the factor and the product are rounded to 2**-9
 NORMS = (2.0, 1.0, math.inf, 3.0)
+SMALLEST = (-math.inf, -2.0)  # of which the smallest elements count most
 
 Spread = Sequence[Placement]
 
@@ -238,6 +239,10 @@ def test_experts_on_another_mesh(foreach: bool | None) -> None:
             fsdp2.get_total_norm([sharded.grad for sharded, _ in build()], norm_type)
         assert counter.total == 1
         check(build(), norm_type=norm_type, foreach=foreach)
+    for norm_type in SMALLEST:
+        actual = fsdp2.get_total_norm([sharded.grad for sharded, _ in build()], norm_type)
+        expected = torch.nn.utils.get_total_norm([whole.grad for _, whole in build()], norm_type)
+        assert_close(actual, expected, CLOSE, f"norm {norm_type}")
     with pytest.raises(RuntimeError):
         torch.nn.utils.clip_grad_norm_([sharded for sharded, _ in build()], 0.5)
 
@@ -397,6 +402,38 @@ def test_no_gradients_at_all() -> None:
     assert_equal(fsdp2.get_total_norm([]), torch.tensor(0.0), "no tensors")
 
 
+@ranks(2, extended=(4,))
+@pytest.mark.parametrize("foreach", [None, False])
+def test_torchs_functions_while_installed(foreach: bool | None) -> None:
+    """Any order, shards that are empty on some rank, and whoever imported torch's before."""
+    early = torch.nn.utils.clip_grad_norm_
+    fsdp2.install()
+    try:
+        for norm_type in (*NORMS, *SMALLEST, 0.0, "inf"):
+            model, plain = trained(OURS), trained(None)
+            rows = [param.to_local().numel() for param in model.parameters()]
+            assert dist.get_rank() == 0 or 0 in rows
+            actual = early(model.parameters(), 0.1, norm_type, foreach=foreach)
+            assert isinstance(actual, DTensor)  # as torch's
+            expected = early(plain.parameters(), 0.1, norm_type)
+            assert_close(actual.full_tensor(), expected, SUMMED, f"norm {norm_type}")
+            assert_close(full_grads(model), full_grads(plain), SUMMED, f"clipped by {norm_type}")
+            grads = [param.grad for param in model.parameters()]
+            norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1e-3, norm, foreach)
+            torch.nn.utils.clip_grads_with_norm_(plain.parameters(), 1e-3, norm.full_tensor())
+            assert_close(full_grads(model), full_grads(plain), SUMMED, f"scaled by {norm_type}")
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        sharded, _ = parameter(0, (1, 3), mesh, Shard(0))
+        sharded.grad.mul_(math.nan)
+        assert early(sharded, 1.0, math.inf).full_tensor().isnan()
+        assert early(sharded, 1.0, -math.inf).full_tensor().isnan()
+        partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+        assert float(torch.nn.utils.get_total_norm([partial])) > 0  # torch adds it up
+    finally:
+        fsdp2.uninstall()
+
+
 # -- values that are not finite, other dtypes -----------------------------------------------------
 
 
@@ -476,7 +513,7 @@ def test_gathered_parameters_are_refused() -> None:
 def test_arguments() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     sharded, plain = parameter(0, (8, 2), mesh, Shard(0))
-    for invalid in (0, -1.0, -math.inf, math.nan):
+    for invalid in (0, math.nan):
         with pytest.raises(ValueError, match="norm_type"):
             fsdp2.clip_grad_norm_(sharded, 1.0, invalid)
     expected = torch.nn.utils.get_total_norm(plain.grad)

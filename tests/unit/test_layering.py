@@ -225,13 +225,14 @@ def test_only_tests_of_benchmarks_import_benchmarks() -> None:
     ("name", "others"),
     [
         ("inspect", ["fsdp2.trace.summary"]),
+        ("clipping", ["fsdp2", "fsdp2.norms"]),
         ("norms", []),
         ("optim/flat", []),
         ("optim/repoint", []),
         ("communication", ["fsdp2.interop"]),
         ("interop", []),
         ("module", ["fsdp2.communication", "fsdp2.interop"]),
-        ("api", ["fsdp2.interop", "fsdp2.module"]),
+        ("api", ["fsdp2.interop", "fsdp2.module", "fsdp2.sharded_class"]),
     ],
 )
 def test_public_modules_stand_on_the_core(name: str, others: list[str]) -> None:
@@ -255,7 +256,10 @@ def test_the_room_of_whole_tensors_stands_on_the_core() -> None:
     [
         (
             "install",
-            ["core.modules.registrations", "api", "fsdp1", "interop", "module", "startup"],
+            [
+                *("core.modules.registrations", "api", "clipping", "fsdp1"),
+                *("interop", "module", "startup"),
+            ],
         ),
         ("run", ["install"]),
     ],
@@ -276,7 +280,7 @@ def test_what_replaces_torchs_names_stands_on_public_modules(name: str, others: 
             "wrapper",
             [
                 *("api", "core.layout.mesh", "core.modules.registry"),
-                *("interop", "module", "norms", "xla.shards"),
+                *("interop", "module", "norms", "sharded_class", "xla.shards"),
                 *("wrap.around", "wrap.choices"),
             ],
         ),

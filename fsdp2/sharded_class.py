@@ -1,0 +1,106 @@
+"""The class that `fully_shard` gives a module: ``FSDP<Original>``.
+
+    FSDP<Original> ── FSDPModule ── … ── Original     order in which methods are looked up
+    FSDP<Original> ── Original                        base that memory is laid out by, where needed
+
+Python gives an object another class only if both lay out their instances alike, which it tells by
+the chain of each class's first base. That chain differs where a base without ``nn.Module`` comes
+first: ``class Block(Mixin, nn.Module)`` with ``class Mixin(ABC)``. `Original` is then the first
+base, and a metaclass moves `FSDPModule` to the front of the lookup.
+
+No class of the user's is changed, and no object is until all of this has succeeded.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from fsdp2.module import FSDPModule
+
+_made: dict[type, type] = {}
+
+_set_class: Any = vars(object)["__class__"].__set__
+"""Changes an object's class, whatever its own class makes of attributes."""
+
+
+def sharded_class(module: nn.Module) -> type:
+    """``FSDP<Original>`` for a module's class: made once, and found to fit; changes nothing.
+
+    Args:
+        module: any module; the class that a sharded one has is returned as it is.
+
+    Raises:
+        TypeError: Python makes no such class, or ``module`` cannot be given it.
+    """
+    original = type(module)
+    if issubclass(original, FSDPModule):
+        return original  # sharded already, which others refuse
+    if original not in _made:
+        _made[original] = _fitting(module, original)
+    return _made[original]
+
+
+def set_sharded_class(module: nn.Module) -> None:
+    """Give a module its ``FSDP<Original>``."""
+    _set_class(module, sharded_class(module))
+
+
+def _fitting(module: nn.Module, original: type) -> type:
+    refused: Exception | None = None
+    for attempt in _attempts(original):
+        try:
+            kind = attempt()
+            _set_class(module, kind)
+        except Exception as error:  # of Python, or of any code of the user's that makes classes
+            refused = refused or error
+        else:
+            _set_class(module, original)
+            return kind
+    assert refused is not None
+    raise TypeError(
+        f"{original.__name__} cannot become the subclass that fully_shard makes of it "
+        f"({refused}); call fully_shard on a module around it, or on the modules inside it"
+    ) from refused
+
+
+def _attempts(original: type) -> Iterator[Callable[[], type]]:
+    """Ways to make the class, the plainest first."""
+    for bases, metaclass in (
+        ((FSDPModule, original), type(original)),
+        ((original, FSDPModule), _ControlsFirst.over(type(original))),
+    ):
+        # As a class statement does; then without what the user's metaclass asks for besides.
+        for make in (metaclass, _plain_maker(metaclass, type(original))):
+            attributes = {"_fsdp2_original": original}
+            yield functools.partial(make, f"FSDP{original.__name__}", bases, attributes)
+
+
+def _plain_maker(metaclass: type, of_user: type) -> Callable[..., type]:
+    """Makes classes of a metaclass with Python's own code alone."""
+    own: Any = abc.ABCMeta if issubclass(of_user, abc.ABCMeta) else type
+    made: Callable[..., type] = functools.partial(own.__new__, metaclass)
+    return made
+
+
+class _ControlsFirst(type):
+    """A metaclass: methods of `FSDPModule` are found before those of the base in front of it."""
+
+    @staticmethod
+    def over(metaclass: type) -> type:
+        """It, on top of the metaclass of a user's class."""
+        if issubclass(_ControlsFirst, metaclass):
+            return _ControlsFirst
+        name = f"{_ControlsFirst.__name__}{metaclass.__name__}"
+        return type.__new__(type, name, (_ControlsFirst, metaclass), {})
+
+    def mro(cls) -> list[type]:
+        order = super().mro()
+        if FSDPModule not in cls.__bases__:
+            return order  # a subclass has its base's order
+        front = [kind for kind in FSDPModule.__mro__ if kind is not object]
+        return [cls, *front, *(kind for kind in order[1:] if kind not in front)]
