@@ -253,6 +253,7 @@ class DebugSettings:
     Attributes:
         check_ranks: whether ranks agree on each step before they take it.
         check_nan: whether reduced gradients must be finite.
+        check_writes: whether parameters that are written where that counts for nothing are refused.
         timeout: seconds that a rank waits for others of which nothing is heard; ``None`` for the
             process group's own time-out.
     """
@@ -260,6 +261,7 @@ class DebugSettings:
     def __init__(self, settings: Settings, before: Settings) -> None:
         self.check_ranks = settings.check_ranks
         self.check_nan = settings.check_nan
+        self.check_writes = settings.check_writes
         self.timeout = settings.timeout
         self._before = before
 
@@ -272,7 +274,7 @@ class DebugSettings:
     def __repr__(self) -> str:
         return (
             f"DebugSettings(check_ranks={self.check_ranks}, check_nan={self.check_nan}, "
-            f"timeout={self.timeout})"
+            f"check_writes={self.check_writes}, timeout={self.timeout})"
         )
 
 
@@ -280,6 +282,7 @@ def debug(
     *,
     check_ranks: bool | None = None,
     check_nan: bool | None = None,
+    check_writes: bool | None = None,
     timeout: float | None = None,
 ) -> DebugSettings:
     """Switch checks on or off, for all sharded models of this process; on all ranks alike.
@@ -295,6 +298,10 @@ def debug(
             (default) leaves it as it is.
         check_nan: before and after each reduction, the ranks that take part ask each other whether
             gradients are finite. ``None`` (default) leaves it as it is.
+        check_writes: compare checksums of parameters, so that a write by any route is refused which
+            no version counter tells of: to unsharded parameters, as it would be lost, and to
+            sharded ones of a unit that stays unsharded and computes with what it has gathered.
+            ``None`` (default) leaves it as it is.
         timeout: with ``check_ranks``, seconds that a rank waits for others of which nothing is
             heard. ``None`` (default): as it is, at first the process group's own time-out. Ranks
             that are known to be elsewhere are not waited for.
@@ -308,7 +315,9 @@ def debug(
     While checks are on, a step may raise `RankMismatchError` or `NonFiniteGradientError`, on all
     ranks that take part in it. With ``check_ranks`` each step costs about five requests to the
     store, some tenths of a millisecond, and the host waits for the slowest rank; with
-    ``check_nan`` each reduction costs a small all-gather for which the host waits.
+    ``check_nan`` each reduction costs a small all-gather for which the host waits; with
+    ``check_writes`` each gather and each free reads all parameters, and costs such an all-gather. A
+    write raises `ShardingStateError`.
 
     Example::
 
@@ -322,6 +331,7 @@ def debug(
         before,
         check_ranks=before.check_ranks if check_ranks is None else bool(check_ranks),
         check_nan=before.check_nan if check_nan is None else bool(check_nan),
+        check_writes=before.check_writes if check_writes is None else bool(check_writes),
         timeout=before.timeout if timeout is None else timeout,
     )
     if settings != before:

@@ -165,10 +165,6 @@ class VirtualParam(PaperParam):
     def follow_between(self) -> None:
         """Nobody freezes them."""
 
-    def shard_version(self) -> int:
-        """Nobody writes them by hand."""
-        return 0
-
     def forms(self) -> list[SimpleNamespace | VirtualUnsharded]:
         """Those that were made."""
         return [form for form in (self.sharded, self.unsharded) if form is not None]

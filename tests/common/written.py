@@ -8,8 +8,9 @@ A program is source, so that one that fails is printed as a program that a reade
 and statements that are left when everything is dropped that the failure does not need.
 
 Nothing is resharded to be compared: a write that does not reach the next forward shows in what
-that returns. A write may be refused (`ShardingStateError`): the program ends there, and counts as
-refused.
+that returns. A write may be refused (`ShardingStateError`), by `fsdp2.debug(check_writes=True)`
+too, and DTensor refuses unsharded parameters beside sharded ones between a forward and its
+backward: the program ends there, and counts as refused.
 
 Computation is in float64, as in `tests.common.programs`.
 
@@ -40,6 +41,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fsdp2
 from fsdp2 import checkpoint as checkpoints
+from fsdp2.core.modules.registry import record_of
 from tests.common.parity import Tolerance, assert_close, full
 from tests.common.workers import close_pools, run_on_ranks
 
@@ -385,6 +387,7 @@ class Side:
     def __init__(self, script: Script, folder: str, sharded: bool) -> None:
         self.sharded, self.folder, self.shown = sharded, folder, list[Tensor]()
         self.reshards = sharded and script.reshards
+        self.has_waited = False  # after any statement, so that averages may be of unsharded ones
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(script.seed)
             self.model: Any = Net(script.blocks).double()
@@ -409,8 +412,15 @@ class Side:
         if not self.sharded and statement.plain is not None:
             source = statement.plain
         exec(source, self.names)
+        self.has_waited = self.has_waited or self._waits()
         for unit in self.names["units"] if self.reshards else ():
             unit.reshard()
+
+    def _waits(self) -> bool:
+        """Whether a forward has run whose backward is to come, so that units stay unsharded."""
+        record = record_of(self.model)
+        scheduler = None if record is None else record.scheduler
+        return scheduler is not None and scheduler.has_calls_to_come
 
     def out(self, value: Tensor) -> None:
         self.shown.append(value.detach().clone())
@@ -485,14 +495,17 @@ def rows(param: Tensor) -> Tensor:
 
 REFUSED = "refused: "
 BROKEN = "not a program: "
+_MIXED = "got mixed torch.Tensor and DTensor"
 
 
 def outcome(script: Script) -> str:
     """Run a program on this rank: "" if nothing is wrong; else what is, alike on all ranks."""
     folders = [tempfile.mkdtemp(prefix="written-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folders, 0)
+    stack = contextlib.ExitStack()
     try:
         sharded, plain = (Side(script, folders[0], each) for each in (True, False))
+        stack.enter_context(fsdp2.debug(check_writes=True))
         for position, statement in enumerate((*script.statements, *LAST)):
             found = _compared(sharded, plain, statement)
             said: list[str] = [""] * dist.get_world_size()
@@ -502,6 +515,7 @@ def outcome(script: Script) -> str:
                 return f"{position}: {worst}"
         return ""
     finally:
+        stack.close()
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(folders[0], ignore_errors=True)
@@ -524,6 +538,8 @@ def _compared(sharded: Side, plain: Side, statement: Statement) -> str:
     except fsdp2.ShardingStateError as error:
         return f"{REFUSED}{error}"
     except Exception as error:
+        if _MIXED in str(error) and sharded.has_waited:
+            return f"{REFUSED}{_MIXED}"
         return f"{statement.kind} raised {type(error).__name__}: {str(error)[:300]}"
     try:
         assert_close(sharded.shown, plain.shown, TOLERANCE, statement.kind)

@@ -85,11 +85,13 @@ def test_off_it_costs_no_call() -> None:
 
 
 def test_settings_are_returned_and_put_back() -> None:
-    assert repr(fsdp2.debug()) == "DebugSettings(check_ranks=False, check_nan=False, timeout=None)"
+    assert repr(fsdp2.debug()) == (
+        "DebugSettings(check_ranks=False, check_nan=False, check_writes=False, timeout=None)"
+    )
     with fsdp2.debug(check_nan=True) as inside:
         assert (inside.check_ranks, inside.check_nan, inside.timeout) == (False, True, None)
         with fsdp2.debug(check_nan=False, timeout=5):
-            assert repr(fsdp2.debug()).endswith("(check_ranks=False, check_nan=False, timeout=5)")
+            assert repr(fsdp2.debug()).endswith("check_writes=False, timeout=5)")
         assert fsdp2.debug().check_nan
         assert fsdp2.debug().timeout is None
     assert not fsdp2.debug().check_nan

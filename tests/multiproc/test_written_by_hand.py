@@ -424,20 +424,44 @@ def test_a_forward_that_writes_its_parameter() -> None:
 
 
 @ranks(2)
-def test_written_in_a_second_forward_whose_first_has_no_backward() -> None:
-    """The root stays unsharded; versions of its shards tell of operators that are not foreach."""
+@pytest.mark.parametrize("way", WAYS)
+def test_written_after_a_forward_that_has_no_backward(way: Callable[..., None]) -> None:
+    """The root stays unsharded after it, and is gathered again for the next."""
     model, plain = _pair()
     held = list(model.parameters())
-    for way in (_mul, _copy, _lerp, _add, _detached, _to_local):
+    model(_x())
+    with torch.no_grad():
+        way(held)
+        way(list(plain.parameters()))
+    _assert_same(model, plain, way)
+
+
+@ranks(2)
+@pytest.mark.parametrize("way", [way for way in WAYS if way is not _sgd])
+def test_checked_writes(way: Callable[..., None]) -> None:
+    """By any route: those that no version tells of, to what is unsharded and what stays so.
+
+    An optimizer's step is no such route: it frees what is gathered.
+    """
+    with fsdp2.debug(check_writes=True):
+        model, plain = _pair(reshard_after_forward=False)
+        held = list(model.parameters())
+        loss = regression_loss(model, part(0))
+        with torch.no_grad():
+            (_mul if way is _numpy else way)(list(model.head.parameters()))
+        with raises("written-unsharded"):
+            loss.backward()
+        model.reset_iter_state()
         model(_x())
         with torch.no_grad():
             way(held)
             way(list(plain.parameters()))
-        assert torch.equal(model(_x()), plain(_x()))
-        with torch.no_grad():
-            torch._foreach_mul_(held, 0.5)
-            torch._foreach_mul_(list(plain.parameters()), 0.5)
-        model.reshard()
+        with raises("written-sharded"):
+            model(_x())
+        for module in [model, *units(model)]:
+            module.reshard()
+        _assert_same(model, plain, way)
+        _train(model)
 
 
 # -- what a user unshards -------------------------------------------------------------------------

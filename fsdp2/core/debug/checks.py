@@ -2,6 +2,7 @@
 
     start_unshard   agree, then gather
     reduce          agree, reduce, look for NaN
+    reshard         look for writes to what is gathered, then free
 
 The checks are a layer around groups (`fsdp2.core.schedule.layers`), which they have while something
 is checked: nothing asks in a step whether it is. The process has one `Settings` and, while ranks
@@ -13,10 +14,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import operator
 import os
 import weakref
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -27,6 +29,7 @@ from fsdp2.core.config import (
     GroupOptions,
     NonFiniteGradientError,
     RankMismatchError,
+    ShardingStateError,
 )
 from fsdp2.core.debug.agreement import Agreement, Intent
 from fsdp2.core.device.collectives import (
@@ -44,7 +47,7 @@ from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import Layer, put_around
 from fsdp2.core.schedule.scheduler import scheduler_of
-from fsdp2.core.schedule.states import GroupState
+from fsdp2.core.schedule.states import GroupState, refuse_written
 from fsdp2.core.schedule.unit import Phase, Unit, all_groups, unit_of
 
 ENVIRONMENT = "FSDP2_DEBUG"
@@ -62,13 +65,30 @@ class Settings:
     Attributes:
         check_ranks: whether ranks agree on each step before they take it.
         check_nan: whether reduced gradients must be finite.
+        check_writes: whether what is gathered must be what shards are, and stay so.
         timeout: seconds that a rank waits for others of which nothing is heard; ``None`` for the
             process group's own time-out.
     """
 
     check_ranks: bool = False
     check_nan: bool = False
+    check_writes: bool = False
     timeout: float | None = None
+
+
+class Contents(NamedTuple):
+    """What a group's parameters held at some moment, as checksums.
+
+    Attributes:
+        shards: this rank's rows.
+        unsharded: what was gathered.
+    """
+
+    shards: list[str]
+    unsharded: list[str]
+
+
+_ContentsOf = weakref.WeakKeyDictionary[ParamGroup, Contents]
 
 
 class Checks:
@@ -78,11 +98,14 @@ class Checks:
         settings: what is checked; ``None`` until somebody asks.
         runs: how often the check of ranks was switched on: ranks do that alike.
         compared: groups of which ranks have compared the copies of their shards.
+        contents: of groups that are gathered, checksums of each parameter then: of the shard, and
+            of what was gathered.
     """
 
     settings: Settings | None = None
     runs = 0
     compared: ClassVar[weakref.WeakSet[ParamGroup]] = weakref.WeakSet()
+    contents: ClassVar[_ContentsOf] = weakref.WeakKeyDictionary()
     _agreement: Agreement | None = None
     _store: object = None  # where its notes are
     _optimizers: RemovableHandle | None = None  # handle of the hook on optimizers
@@ -121,7 +144,7 @@ class Checks:
     def any_is_on(cls) -> bool:
         """Whether groups have anything to check."""
         settings = cls.current()
-        return settings.check_ranks or settings.check_nan
+        return settings.check_ranks or settings.check_nan or settings.check_writes
 
     @classmethod
     def leave(cls, why: str) -> None:
@@ -210,6 +233,76 @@ class CheckedGroup(Layer):
         after = [_finite(tensor) for tensors in rows for tensor in tensors]
         self._refuse_non_finite(names, before, after, all_reduce)
         return pending
+
+    # ---- contents
+
+    def finish_unshard(self) -> None:
+        """Finish the all-gather, and note what it has brought."""
+        super().finish_unshard()
+        if Checks.current().check_writes:
+            Checks.contents[self] = self._contents()
+
+    def take_back(self, stays: bool = True) -> None:
+        """Look at what was written while the group stayed gathered."""
+        super().take_back(stays)
+        self._refuse_written(stays)
+
+    def shard_smaller(self) -> None:
+        """Look at what was written, then free."""
+        self._refuse_written()
+        super().shard_smaller()
+
+    def reshard(self) -> None:
+        """Look at what was written, then free."""
+        self._refuse_written()
+        super().reshard()
+
+    def hide(self) -> None:
+        """Look at what was written, then register the shards."""
+        self._refuse_written()
+        super().hide()
+
+    def abandon(self) -> None:
+        """Free, whatever was written."""
+        Checks.contents.pop(self, None)
+        super().abandon()
+
+    def _contents(self) -> Contents:
+        pairs = [
+            (_checksum(param.local), _checksum(local_of(param.unsharded)))
+            for param in self._compared_params()
+            if param.unsharded is not None
+        ]
+        return Contents([own for own, _ in pairs], [full for _, full in pairs])
+
+    def _compared_params(self) -> list[ShardedParam]:
+        """Of others a gather may bring what it likes."""
+        return [p for p in self.params if not (p.is_meta or p.is_extended or p.is_its_shard)]
+
+    def _refuse_written(self, stays: bool = False) -> None:
+        """Raise on all ranks alike: each has its own rows.
+
+        Args:
+            stays: whether what is gathered is used once more, so that shards count, too.
+        """
+        before = Checks.contents.get(self)
+        if before is None or self.state is not GroupState.UNSHARDED:
+            return
+        now = Checks.contents[self] = self._contents()
+        sharded, full = map(operator.ne, before.shards, now.shards), before.unsharded
+        written = [*map(operator.ne, full, now.unsharded), *(sharded if stays else ())]
+        own = list(map(int, written))
+        everyones = self.collectives.exchange(own) if self.collectives.size > 1 else [own]
+        names = [param.name for param in self._compared_params()]
+        for index, by_rank in enumerate(zip(*everyones, strict=True)):
+            if any(by_rank) and index < len(names):
+                refuse_written(names[index])
+            if any(by_rank):
+                raise ShardingStateError(
+                    f"parameter '{names[index - len(names)]}' was written while its unit stays "
+                    f"unsharded, which computes with what it has gathered; call reshard() on its "
+                    f"module after you write"
+                )
 
     # ---- agreeing
 

@@ -537,15 +537,6 @@ class ShardedParam:
         assert self.unsharded is not None
         return local_of(self.unsharded).data_ptr() == self.local.data_ptr()
 
-    def shard_version(self) -> int:
-        """How often operators have written the sharded parameter in place, as far as torch tells.
-
-        It does not count writes through ``.data``, ``torch._foreach_*`` and ``numpy()``.
-        """
-        local = getattr(self.sharded, "_local_tensor", self.sharded)
-        version: int = self.sharded._version + local._version
-        return version
-
     def between(self, rows: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
         """The parameter over a smaller group's rows, registered between forward and backward.
 

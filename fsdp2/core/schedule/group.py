@@ -65,6 +65,7 @@ from fsdp2.core.schedule.states import (
     RESHARDED,
     SHARDED,
     UNSHARDED,
+    refuse_written,
     refused,
 )
 
@@ -132,7 +133,6 @@ class ParamGroup:
         "_known_flags",
         "_launch_gather",
         "_launch_reduction",
-        "_lent",
         "_load",
         "_loaded_event",
         "_locals",
@@ -224,7 +224,6 @@ class ParamGroup:
         self._known_flags: list[bool] = []  # … they required grad when that was compared last
         self._watched: list[nn.Parameter] = []  # the gathered ones that a write would be lost of …
         self._versions: list[int] = []  # … and as often as we have written them
-        self._lent: list[int] = []  # versions of shards, when a forward left them gathered
 
     @property
     def is_unsharded(self) -> bool:
@@ -691,31 +690,21 @@ class ParamGroup:
 
     # ---- what users write by hand
 
-    def lend(self) -> None:
-        """A forward leaves it gathered: note how often shards were written."""
-        self._lent = [param.shard_version() for param in self.params]
-
-    def take_back(self) -> bool:
+    def take_back(self, stays: bool = True) -> None:
         """Look at what the user had at hand while it stayed gathered.
 
-        Returns:
-            Whether shards were written since `lend`, so that what is gathered is out of date.
+        Args:
+            stays: whether it is used once more, and not freed now.
 
         Raises:
             ShardingStateError: a gathered parameter was written, which is lost where it is freed.
         """
         if self.state is not UNSHARDED:
-            return False
+            return
         if list(map(_requires_grad, self._unsharded)) != self._known_flags:
             self.refresh_requires_grad()
         if written := self.written:
-            raise ShardingStateError(
-                f"parameter '{written}' was written in place while it was unsharded, which is lost "
-                f"when it is resharded; write it inside fsdp2.gathered(), or the sharded one after "
-                f"reshard(), which drops the write if you call it once more"
-            )
-        lent, self._lent = self._lent, []
-        return bool(lent) and lent != [param.shard_version() for param in self.params]
+            refuse_written(written)
 
     @property
     def written(self) -> str | None:

@@ -1,7 +1,8 @@
 """Units that a forward has left unsharded, while users have their parameters at hand.
 
     forward that autograd records   unsharded parameters are registered until backward has freed
-                                    them: a write to them is refused, as it would be lost
+                                    them, or a root's next forward gathers them again: a write to
+                                    them is refused, as it would be lost
     forward without gradients       sharded parameters are registered when it returns: whoever
                                     evaluates may write them next, and the next use gathers again
     unshard() of the user's         unsharded parameters are registered until he calls reshard()
@@ -53,22 +54,23 @@ class Kept:
             returned: whether its forward returned parameters.
         """
         self.units[unit] = returned
-        if unit.reshard_after_forward is None:
-            for group in unit.groups:
-                group.lend()
 
-    def free_written(self, anew: bool) -> None:
-        """A forward begins: free units whose sharded parameters were written since theirs.
+    def free_stale(self, anew: bool) -> None:
+        """A forward begins: free roots that an earlier one has left unsharded.
 
-        To free all would take a gather for each forward of a pipeline's micro-batches, whose
-        backwards are to come. So versions decide, which miss some writes.
+        Their shards may have been written, so they are gathered again. Other units stay unsharded
+        on request: to free them would take a gather for each forward of a pipeline's micro-batches,
+        whose backwards are to come.
 
         Args:
-            anew: whether all are freed.
+            anew: whether all are freed that the user has not unsharded himself.
         """
         for unit in self.units:
-            written = [group.take_back() for group in unit.groups]
-            if (anew or any(written)) and unit.phase is IDLE and not unit.claimed:
+            asked_for = unit.reshard_after_forward is not None and not anew
+            stays = asked_for or unit.claimed or unit.phase is not IDLE
+            for group in unit.groups:
+                group.take_back(stays)
+            if not stays:
                 unit.reshard()
 
     def show_shards(self, held: bool) -> None:

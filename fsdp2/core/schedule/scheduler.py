@@ -256,7 +256,7 @@ class Scheduler:
         if self.holds:
             self._let_go()
         if self._kept.units:
-            self._kept.free_written(anew)
+            self._kept.free_stale(anew)
         self._order.begin(root)
         self._records_exits = expects_backward
         if self.in_backward and (self._in_flight.holding or self._in_flight.summing):

@@ -188,13 +188,9 @@ class GroupAlias(ParamGroup):
         """Register what is gathered and was hidden."""
         self.tied.show()
 
-    def lend(self) -> None:
+    def take_back(self, stays: bool = True) -> None:
         """As the group."""
-        self.tied.lend()
-
-    def take_back(self) -> bool:
-        """As the group."""
-        return self.tied.take_back()
+        self.tied.take_back(stays)
 
     @property
     def written(self) -> str | None:

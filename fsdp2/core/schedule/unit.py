@@ -168,7 +168,7 @@ class Unit:
     def give_up(self) -> None:
         """Free it for a user, who may have had its gathered parameters at hand."""
         for group in self.groups:
-            group.take_back()
+            group.take_back(stays=False)
         self.claimed = False
         self.reshard()
 
