@@ -401,8 +401,7 @@ def test_whole_tensors_while_a_unit_is_gathered() -> None:
     model = shard(OURS, seeded(MLP))
     whole = seeded(MLP, seed=1).state_dict()
     options = StateDictOptions(full_state_dict=True)
-    with torch.no_grad():
-        model(torch.ones(2, DIM))
+    model(torch.ones(2, DIM))
     with raises("plain-state-dict") as error:
         set_model_state_dict(model, dict(whole), options=options)
     assert "reshard()" in str(error.value)

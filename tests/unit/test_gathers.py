@@ -34,8 +34,8 @@ def _exposed(log: list[tuple[str, str]]) -> int:
 class Rules:
     """What the rules demand where every guess is right: no streams, no states, no scheduler.
 
-    A unit is gathered when its forward or backward begins, unless it still is. It is freed when
-    its forward ends, unless it is kept or also begins next; and when its backward ends, unless the
+    A unit is gathered when its forward or backward begins, unless it still is; a root always in
+    forward, unless it is kept on request. It is freed when its forward ends, unless it is kept or also begins next; and when its backward ends, unless the
     forward that ended before is its own too. Whatever begins next is gathered ahead.
 
     Attributes:
@@ -54,6 +54,9 @@ class Rules:
 
     def forward(self) -> None:
         """One forward of the root."""
+        assert self._root.unit is not None
+        if self._root.unit.reshard_after_forward is None:  # its shards may have been written since
+            self._gathered.discard(self._root.name)
         self._rest = _entries(self._root)
         self._forward(self._root)
 

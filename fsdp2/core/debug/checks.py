@@ -41,13 +41,20 @@ from fsdp2.core.device.collectives import (
 )
 from fsdp2.core.device.streams import Lane
 from fsdp2.core.layout.mesh import local_of, memory_order
-from fsdp2.core.params.param import Plan, ShardedParam, axes_in, compute_dtype, is_extended
+from fsdp2.core.params.param import (
+    Plan,
+    ShardedParam,
+    axes_in,
+    compute_dtype,
+    is_extended,
+    refuse_written,
+)
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import Layer, put_around
 from fsdp2.core.schedule.scheduler import scheduler_of
-from fsdp2.core.schedule.states import GroupState, refuse_written
+from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.schedule.unit import Phase, Unit, all_groups, unit_of
 
 ENVIRONMENT = "FSDP2_DEBUG"
@@ -204,7 +211,9 @@ class CheckedGroup(Layer):
     height = 1
 
     def start_unshard(self) -> None:
-        """Agree on the all-gather, then issue it."""
+        """Look at what was written, agree on the all-gather, then issue it."""
+        if self.state is GroupState.RESHARDED:
+            self._refuse_written(stays=True)
         if Checks.current().check_ranks:
             smaller = self.smaller_group if self.state is GroupState.RESHARDED else None
             collectives = self.collectives if smaller is None else smaller.collectives
@@ -268,8 +277,9 @@ class CheckedGroup(Layer):
         super().abandon()
 
     def _contents(self) -> Contents:
+        there = self.state is GroupState.UNSHARDED
         pairs = [
-            (_checksum(param.local), _checksum(local_of(param.unsharded)))
+            (_checksum(param.local), _checksum(local_of(param.unsharded)) if there else "")
             for param in self._compared_params()
             if param.unsharded is not None
         ]
@@ -286,9 +296,12 @@ class CheckedGroup(Layer):
             stays: whether what is gathered is used once more, so that shards count, too.
         """
         before = Checks.contents.get(self)
-        if before is None or self.state is not GroupState.UNSHARDED:
+        if before is None or self.state not in (GroupState.UNSHARDED, GroupState.RESHARDED):
             return
-        now = Checks.contents[self] = self._contents()
+        now = self._contents()
+        if self.state is GroupState.RESHARDED:
+            now = now._replace(unsharded=before.unsharded)
+        Checks.contents[self] = now
         sharded, full = map(operator.ne, before.shards, now.shards), before.unsharded
         written = [*map(operator.ne, full, now.unsharded), *(sharded if stays else ())]
         own = list(map(int, written))

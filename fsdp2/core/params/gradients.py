@@ -98,11 +98,12 @@ class ShardedGradients:
         params: the parameters.
     """
 
-    __slots__ = ("_hooked", "_hooks_seen", "_reuse", "params")
+    __slots__ = ("_edited", "_hooks_seen", "_reuse", "_watched", "params")
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
         self.params = params
-        self._hooked = False  # whether any parameter may have hooks, as was seen …
+        self._edited = False  # whether any parameter may have hooks on its gradient …
+        self._watched = False  # … or post-accumulate-grad hooks, as was seen …
         self._hooks_seen = -1  # … when so many were registered
         self._reuse = GradientReuse() if COUNTS_ARE_TRUE and len(params) >= FEWEST else None
 
@@ -161,7 +162,7 @@ class ShardedGradients:
         """As `Gradients.deliver`."""
         if self._hooks_seen != CountedHooks.count:
             self._look_for_hooks()
-        if self._hooked:
+        if self._edited:
             return self._deliver_to_hooks(rows, present, over)
         params, reuse = self.params, self._reuse
         if False in present:
@@ -187,11 +188,16 @@ class ShardedGradients:
                 given.append(gradient)
         if reuse is not None and not waiting:
             reuse.lend(given)
+        if self._watched:
+            del objects, gradient  # a hook may drop gradients
+            _run_hooks(params, waiting)
         return waiting
 
     def _look_for_hooks(self) -> None:
         self._hooks_seen = CountedHooks.count
-        self._hooked = any(may_have_hooks(param.sharded) for param in self.params)
+        found = [may_have_hooks(param.sharded) for param in self.params]
+        self._edited = any(edited for edited, _ in found)
+        self._watched = any(watched for _, watched in found)
 
     def _deliver_to_hooks(
         self,
@@ -201,7 +207,6 @@ class ShardedGradients:
     ) -> list[Sum]:
         """As `deliver`, where hooks see each gradient before it is one, and run when it is."""
         waiting: list[Sum] = []
-        delivered = []
         objects: Sequence[torch.Tensor | None] = over or [None] * len(rows)
         for param, new, there, known in zip(self.params, rows, present, objects, strict=True):
             if not there:
@@ -213,9 +218,7 @@ class ShardedGradients:
                 waiting.append((param, sharded.grad._local_tensor, gradient._local_tensor))
                 continue
             sharded.grad = gradient
-            delivered.append(param)
-        for param in delivered:
-            param.run_hooks()
+        _run_hooks(_chosen(self.params, present), waiting)
         return waiting
 
     def objects_over(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -230,14 +233,14 @@ class ShardedGradients:
             params, objects = _chosen(params, present), _chosen(objects, present)
         if self._hooks_seen != CountedHooks.count:
             self._look_for_hooks()
-        for param, gradient in zip(params, objects, strict=True) if self._hooked else ():
+        for param, gradient in zip(params, objects, strict=True) if self._edited else ():
             result = run_tensor_hooks(param.sharded, cast(DTensor, gradient), param.name)
             if result is not gradient:  # kept memory stays what the gradient is in
                 cast(Any, gradient)._local_tensor.copy_(result._local_tensor)
         with DisableTorchFunctionSubclass():
             for param, gradient in zip(params, objects, strict=True):
                 param.sharded.grad = gradient
-        for param in params if self._hooked else ():
+        for param in params if self._watched else ():
             param.run_hooks()
 
 
@@ -275,6 +278,14 @@ def gradients_of(params: Sequence[ShardedParam]) -> Gradients:
     """The gradients of parameters that are reduced alike."""
     permuted = any(param.order is not None for param in params)
     return PermutedGradients(params) if permuted else ShardedGradients(params)
+
+
+def _run_hooks(params: Sequence[ShardedParam], waiting: Sequence[Sum]) -> None:
+    """Run post-accumulate-grad hooks, but of those that ``waiting`` are still to be added to."""
+    later = [param for param, _, _ in waiting]
+    for param in params:
+        if not any(param is other for other in later):
+            param.run_hooks()
 
 
 def _chosen(items: Sequence[Any], present: Sequence[bool]) -> list[Any]:

@@ -48,10 +48,16 @@ def count_hooks(param: torch.Tensor) -> None:
     CountedHooks.count += 1  # whoever has looked at another parameter in its place looks again
 
 
-def may_have_hooks(param: torch.Tensor) -> bool:
-    """Whether ``param`` has hooks, or gets them in a dict that does not count."""
-    dicts = (param._backward_hooks, param._post_accumulate_grad_hooks)
-    return any(hooks or type(hooks) is not CountedHooks for hooks in dicts)
+def may_have_hooks(param: torch.Tensor) -> tuple[bool, bool]:
+    """Whether ``param`` has hooks on its gradient, and post-accumulate-grad hooks.
+
+    So it may where the dict of such hooks is one that does not count.
+    """
+    edits, watches = param._backward_hooks, param._post_accumulate_grad_hooks
+    return (
+        bool(edits) or type(edits) is not CountedHooks,
+        bool(watches) or type(watches) is not CountedHooks,
+    )
 
 
 def run_tensor_hooks(param: torch.Tensor, gradient: DTensor, name: str) -> DTensor:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import nn
@@ -182,6 +182,22 @@ def axes_in(plans: list[Plan]) -> list[MeshAxes]:
     return list({id(plan.axes): plan.axes for plan in plans}.values())
 
 
+def refuse_written(name: str) -> NoReturn:
+    """Raise that an unsharded parameter was written.
+
+    Args:
+        name: the parameter's.
+
+    Raises:
+        ShardingStateError: always.
+    """
+    raise ShardingStateError(
+        f"parameter '{name}' was written in place while it was unsharded, which is lost when it is "
+        f"resharded; write it inside fsdp2.gathered(), or the sharded one after reshard(), which "
+        f"drops the write if you call it once more"
+    )
+
+
 class ShardedParam:
     """A parameter that fsdp2 manages.
 
@@ -208,6 +224,7 @@ class ShardedParam:
     __slots__ = (
         "__weakref__",
         "_between",
+        "_between_version",
         "_grad_dtype",
         "_hooks",
         "_spec",
@@ -251,6 +268,7 @@ class ShardedParam:
         self.unsharded: nn.Parameter | None = None
         self.accumulated: torch.Tensor | None = None
         self._between: nn.Parameter | None = None
+        self._between_version = 0
         self.absorbed: list[ShardedParam] = []
         self.aliases: list[Alias] = []
         # Of `register_hook` and `register_post_accumulate_grad_hook`. The dicts themselves go on,
@@ -551,14 +569,23 @@ class ShardedParam:
         param.__dict__.update({**self.attributes, **self._marks()})
         param._backward_hooks = self.sharded._backward_hooks
         param._post_accumulate_grad_hooks = self.sharded._post_accumulate_grad_hooks
-        self._between = param
+        self._between, self._between_version = param, param._version
         return param
 
     def follow_between(self) -> None:
-        """Take over ``requires_grad`` from the form that is registered between the passes."""
+        """Take over ``requires_grad`` from the form that is registered between the passes.
+
+        Raises:
+            ShardingStateError: that form was written, which counts for nothing.
+        """
         between = self._between
-        if between is not None and between.requires_grad is not self.requires_grad:
+        if between is None:
+            return
+        if between.requires_grad is not self.requires_grad:
             self.sharded.requires_grad = between.requires_grad
+        if between._version != self._between_version:
+            self._between_version = between._version
+            refuse_written(self.name)
 
     def forms(self) -> list[nn.Parameter]:
         """The objects that may be registered for it: sharded, gathered, in between."""

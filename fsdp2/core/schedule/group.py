@@ -46,6 +46,7 @@ from fsdp2.core.params.param import (
     ShardedParam,
     Swap,
     follow_requires_grad,
+    refuse_written,
     shapes_of,
 )
 from fsdp2.core.progress import OptimizerSteps, ShardReaders, communication_error
@@ -65,7 +66,6 @@ from fsdp2.core.schedule.states import (
     RESHARDED,
     SHARDED,
     UNSHARDED,
-    refuse_written,
     refused,
 )
 

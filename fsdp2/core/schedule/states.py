@@ -15,7 +15,6 @@ it first (invariant I12).
 from __future__ import annotations
 
 from enum import Enum
-from typing import NoReturn
 
 from fsdp2.core.config import ShardingStateError
 
@@ -54,20 +53,4 @@ def refused(action: str, group: str, state: GroupState) -> ShardingStateError:
     return ShardingStateError(
         f"cannot {action} the parameters of '{group}', which are {state.value}; after an "
         f"exception in forward or backward, call reset_iter_state() on the root module"
-    )
-
-
-def refuse_written(name: str) -> NoReturn:
-    """Raise that an unsharded parameter was written.
-
-    Args:
-        name: the parameter's.
-
-    Raises:
-        ShardingStateError: always.
-    """
-    raise ShardingStateError(
-        f"parameter '{name}' was written in place while it was unsharded, which is lost when it is "
-        f"resharded; write it inside fsdp2.gathered(), or the sharded one after reshard(), which "
-        f"drops the write if you call it once more"
     )
