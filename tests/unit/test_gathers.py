@@ -35,8 +35,9 @@ class Rules:
     """What the rules demand where every guess is right: no streams, no states, no scheduler.
 
     A unit is gathered when its forward or backward begins, unless it still is; a root always in
-    forward, unless it is kept on request. It is freed when its forward ends, unless it is kept or also begins next; and when its backward ends, unless the
-    forward that ended before is its own too. Whatever begins next is gathered ahead.
+    forward, unless it is kept on request. It is freed when its forward ends, unless it is kept or
+    also begins next; and when its backward ends, unless the forward that ended before is its own
+    too. Whatever begins next is gathered ahead.
 
     Attributes:
         gathers: how often each unit is gathered.

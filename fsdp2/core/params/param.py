@@ -551,9 +551,9 @@ class ShardedParam:
 
     @property
     def is_its_shard(self) -> bool:
-        """Whether the unsharded parameter is over the memory of the sharded one: on one rank."""
-        assert self.unsharded is not None
-        return local_of(self.unsharded).data_ptr() == self.local.data_ptr()
+        """Whether the unsharded parameter may be over the sharded one's memory: on one rank."""
+        alike = self.unsharded is None or self.unsharded.dtype == self.sharded.dtype
+        return self.axes.size == 1 and alike
 
     def between(self, rows: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
         """The parameter over a smaller group's rows, registered between forward and backward.
