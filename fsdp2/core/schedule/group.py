@@ -22,6 +22,7 @@ from weakref import WeakMethod
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, ShardingStateError
@@ -130,7 +131,6 @@ class ParamGroup:
         "_gathered_event",
         "_keeps_mirror",
         "_keeps_storage",
-        "_known_flags",
         "_launch_gather",
         "_launch_reduction",
         "_load",
@@ -143,12 +143,15 @@ class ParamGroup:
         "_references",
         "_route",
         "_runtime",
+        "_sharded",
+        "_sharded_flags",
         "_smaller",
         "_taken",
         "_to_sharded",
         "_to_unsharded",
         "_transports",
         "_unsharded",
+        "_unsharded_flags",
         "_versions",
         "_watched",
         "_works",
@@ -220,8 +223,10 @@ class ParamGroup:
         self._to_sharded: list[Swap] = []
         self._to_unsharded: list[Swap] = []
         self._references: list[int] = []  # to what is gathered, while nobody uses it
-        self._unsharded: list[nn.Parameter] = []  # the gathered parameters, and whether …
-        self._known_flags: list[bool] = []  # … they required grad when that was compared last
+        self._sharded: list[nn.Parameter] = []  # both forms, and whether they required grad …
+        self._sharded_flags: list[bool] = []  # … when that was compared last
+        self._unsharded: list[nn.Parameter] = []
+        self._unsharded_flags: list[bool] = []
         self._watched: list[nn.Parameter] = []  # the gathered ones that a write would be lost of …
         self._versions: list[int] = []  # … and as often as we have written them
 
@@ -376,6 +381,8 @@ class ParamGroup:
             self.bind_reductions()
         backed = [p for p in self.params if hasattr(p.sharded, "_local_tensor")]
         self._locals = [(cast(DTensor, p.sharded), p.local) for p in backed]
+        self._sharded = [param.sharded for param in self.params]
+        self._sharded_flags = list(map(_requires_grad, self._sharded))
         self._bind_smaller()
         if self._mirror is not None:
             self._mirror.release()
@@ -433,7 +440,7 @@ class ParamGroup:
         Extended ones follow in their first gather.
         """
         self._to_sharded, self._to_unsharded = [], []
-        self._unsharded, self._known_flags = [], []
+        self._unsharded, self._unsharded_flags = [], []
         self._watched, self._versions = [], []
         for transport in self._transports:
             for slot, gathered in transport.parameters():
@@ -448,7 +455,7 @@ class ParamGroup:
         self._to_sharded += param.swaps(param.sharded)
         self._to_unsharded += param.swaps(param.unsharded)
         self._unsharded.append(param.unsharded)
-        self._known_flags.append(param.unsharded.requires_grad)
+        self._unsharded_flags.append(param.unsharded.requires_grad)
         if not (param.is_extended or param.is_its_shard):  # whose gathers write it themselves
             self._watched.append(param.unsharded)
             self._versions.append(param.unsharded._version)
@@ -554,8 +561,8 @@ class ParamGroup:
         """After forward: keep a smaller group's rows, free the rest; no-op if not gathered."""
         if self.state is not UNSHARDED:
             return
-        if list(map(_requires_grad, self._unsharded)) != self._known_flags:
-            self.refresh_requires_grad()  # its own forward has changed them
+        if list(map(_requires_grad, self._unsharded)) != self._unsharded_flags:
+            self._carry_flags()  # its own forward has changed them
         if self._smaller is None:
             self.reshard()
             return
@@ -679,14 +686,27 @@ class ParamGroup:
             self.streams.wait(COMPUTE, self._gathered_event, "compute after all-gather")
 
     def refresh_requires_grad(self) -> None:
-        """Carry ``requires_grad`` from one form of a parameter to the other, if it changed."""
-        changed = follow_requires_grad(self.params)
+        """Carry ``requires_grad`` from one form of a parameter to the other, if it changed.
+
+        What users had at hand is compared: shards here, what is gathered where they had that.
+        """
+        with DisableTorchFunctionSubclass():  # see `fsdp2.core.params.param`
+            changed = list(map(_requires_grad, self._sharded)) != self._sharded_flags
         if changed:
-            self._known_flags = list(map(_requires_grad, self._unsharded))
+            self._carry_flags()
         thawed = self._reduces_frozen and not self._accumulated
-        if changed or thawed or (self._rebinds and not self._has_partial_sums):
-            BIND.debug("'%s' binds its reductions: others take gradients now", self.name)
-            self.bind_reductions()
+        if thawed or (self._rebinds and not self._has_partial_sums):
+            self._bind_changed_reductions()
+
+    def _carry_flags(self) -> None:
+        if follow_requires_grad(self.params):
+            self._bind_changed_reductions()
+        self._sharded_flags = list(map(_requires_grad, self._sharded))
+        self._unsharded_flags = list(map(_requires_grad, self._unsharded))
+
+    def _bind_changed_reductions(self) -> None:
+        BIND.debug("'%s' binds its reductions: others take gradients now", self.name)
+        self.bind_reductions()
 
     # ---- what users write by hand
 
@@ -701,8 +721,8 @@ class ParamGroup:
         """
         if self.state is not UNSHARDED:
             return
-        if list(map(_requires_grad, self._unsharded)) != self._known_flags:
-            self.refresh_requires_grad()
+        if list(map(_requires_grad, self._unsharded)) != self._unsharded_flags:
+            self._carry_flags()
         if written := self.written:
             refuse_written(written)
 
