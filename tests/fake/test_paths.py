@@ -106,7 +106,7 @@ def test_from_the_gradient_of_an_input_to_grad(step: Callable[[], None]) -> None
 def test_a_gather_and_its_use(step: Callable[[], None]) -> None:
     """The second unit's forward begins: it waits for its gather and launches the next one's."""
     begin = part(stops(step), "pre_forward", 2, "post_forward")
-    assert begin == Walk(calls=19, moves=8, files=6)
+    assert begin == Walk(calls=18, moves=7, files=5)
 
 
 def test_the_end_of_a_forward(step: Callable[[], None]) -> None:
