@@ -162,7 +162,7 @@ class VirtualParam(PaperParam):
     def between(self, rows: VirtualTensor, mesh: object) -> None:
         """There is no parameter to register."""
 
-    def follow_between(self) -> None:
+    def follow_smaller(self) -> None:
         """Nobody freezes them."""
 
     def forms(self) -> list[SimpleNamespace | VirtualUnsharded]:

@@ -88,11 +88,11 @@ class Contents(NamedTuple):
 
     Attributes:
         shards: this rank's rows.
-        unsharded: what was gathered.
+        registered: what stood in their stead: what was gathered, or a smaller group's rows.
     """
 
     shards: list[str]
-    unsharded: list[str]
+    registered: list[str]
 
 
 _ContentsOf = weakref.WeakKeyDictionary[ParamGroup, Contents]
@@ -106,7 +106,7 @@ class Checks:
         runs: how often the check of ranks was switched on: ranks do that alike.
         compared: groups of which ranks have compared the copies of their shards.
         contents: of groups that are gathered, checksums of each parameter then: of the shard, and
-            of what was gathered.
+            of what was registered in its stead.
     """
 
     settings: Settings | None = None
@@ -257,9 +257,11 @@ class CheckedGroup(Layer):
         self._refuse_written(stays)
 
     def shard_smaller(self) -> None:
-        """Look at what was written, then free."""
+        """Look at what was written, then free, and note which rows are left."""
         self._refuse_written()
         super().shard_smaller()
+        if self.state is GroupState.RESHARDED and self in Checks.contents:
+            Checks.contents[self] = self._contents()
 
     def reshard(self) -> None:
         """Look at what was written, then free."""
@@ -277,11 +279,11 @@ class CheckedGroup(Layer):
         super().abandon()
 
     def _contents(self) -> Contents:
-        there = self.state is GroupState.UNSHARDED
+        smaller = self.state is GroupState.RESHARDED
         pairs = [
-            (_checksum(param.local), _checksum(local_of(param.unsharded)) if there else "")
+            (_checksum(param.local), _checksum(local_of(registered)))
             for param in self._compared_params()
-            if param.unsharded is not None
+            if (registered := param.smaller if smaller else param.unsharded) is not None
         ]
         return Contents([own for own, _ in pairs], [full for _, full in pairs])
 
@@ -298,12 +300,9 @@ class CheckedGroup(Layer):
         before = Checks.contents.get(self)
         if before is None or self.state not in (GroupState.UNSHARDED, GroupState.RESHARDED):
             return
-        now = self._contents()
-        if self.state is GroupState.RESHARDED:
-            now = now._replace(unsharded=before.unsharded)
-        Checks.contents[self] = now
-        sharded, full = map(operator.ne, before.shards, now.shards), before.unsharded
-        written = [*map(operator.ne, full, now.unsharded), *(sharded if stays else ())]
+        now = Checks.contents[self] = self._contents()
+        sharded = map(operator.ne, before.shards, now.shards) if stays else ()
+        written = [*map(operator.ne, before.registered, now.registered), *sharded]
         own = list(map(int, written))
         everyones = self.collectives.exchange(own) if self.collectives.size > 1 else [own]
         names = [param.name for param in self._compared_params()]

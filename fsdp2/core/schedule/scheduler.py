@@ -323,8 +323,8 @@ class Scheduler:
             if unit.frees_after_forward and not keep:
                 if self.holds:
                     unit.hide()
-                elif self._prefetched is None and self._order.successor() is unit:
-                    self._prefetched = unit
+                elif self._prefetched is None and self._comes_next(unit):
+                    pass
                 elif self._records_exits:
                     for group in unit.groups:
                         group.shard_smaller()
@@ -337,6 +337,13 @@ class Scheduler:
                 self._finished.append(unit)
         if unit is self.forward_root:
             self._end_forward(unit)
+
+    def _comes_next(self, unit: Unit) -> bool:
+        """Whether the next call is of the same unit: it is kept for that one."""
+        if self._order.successor() is not unit:
+            return False
+        self._prefetched = unit
+        return True
 
     def give_up_forward(self, unit: Unit) -> None:
         """A call of ``unit`` raised, inside of a forward that may go on: it has no backward."""

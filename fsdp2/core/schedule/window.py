@@ -67,14 +67,13 @@ class LookingAhead(Scheduler):
         if unit.groups and not unit.forward_prefetch and self._order.is_at(unit):
             self._gather_ahead(self._order.following(self.window))
 
-    def exit_forward(self, unit: Unit, keep: bool = False) -> None:
-        """Free ``unit`` unless it is kept, or comes again within the window."""
-        if unit.groups and unit.frees_after_forward and not (keep or self.holds):
-            following = self._order.following(self.window)
-            if unit in following:
-                self._keep_ahead(unit, following)
-                keep = True
-        super().exit_forward(unit, keep)
+    def _comes_next(self, unit: Unit) -> bool:
+        """Whether a call of the same unit is within the window: it is kept for that one."""
+        following = self._order.following(self.window)
+        if unit not in following:
+            return False
+        self._keep_ahead(unit, following)
+        return True
 
     # ---- backward
 
