@@ -159,7 +159,7 @@ class VirtualParam(PaperParam):
         self.gathered = gathered
         self.unsharded = VirtualUnsharded(self.sharded.requires_grad)
 
-    def between(self, rows: VirtualTensor, mesh: object) -> None:
+    def make_smaller(self, rows: VirtualTensor, mesh: object) -> None:
         """There is no parameter to register."""
 
     def follow_smaller(self) -> None:
