@@ -30,9 +30,9 @@ from fsdp2.core.modules.assembly import (
 )
 from fsdp2.core.modules.dynamo import uncompiled_methods
 from fsdp2.core.modules.frames import forward_method
-from fsdp2.core.modules.hooks import start
 from fsdp2.core.modules.optimizers import watch_optimizers
 from fsdp2.core.modules.registry import UnitRecord, records_below, require_record
+from fsdp2.core.modules.roots import start
 from fsdp2.core.modules.selection import (
     PlacementFn,
     entries_of,
@@ -42,7 +42,6 @@ from fsdp2.core.modules.selection import (
 from fsdp2.core.modules.ties import join, link, tied_parameters
 from fsdp2.core.params.param import ModuleEntries
 from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.core.schedule.side_doors import refresh_scheduler
 from fsdp2.core.schedule.states import SHARDED
 from fsdp2.core.schedule.unit import PrefetchTime, Unit
 from fsdp2.interop import TORCHS, replicated_parameters
@@ -176,7 +175,7 @@ class FSDPModule(CommunicationControls):
         move_buffers(record.modules, arguments.axes.device)
         record.ignored = ModuleEntries({*record.ignored, *entries_of(record.modules, left_out)})
         if record.scheduler is not None:
-            refresh_scheduler(record.scheduler)
+            record.scheduler.refresh()
         watch_state_dicts(groups)
         follow_aliases(record.modules)
         if tied:
@@ -294,7 +293,7 @@ class FSDPModule(CommunicationControls):
                 "finalize_backward() was called on a module whose backwards end by themselves; "
                 "call set_manual_backward_finalization(True) before them"
             )
-        if scheduler.unawaited:
+        if scheduler.iteration.unawaited:
             raise RuntimeError(
                 "finalize_backward() was called before the handle of the last one was waited for; "
                 "call its wait()"
@@ -426,7 +425,7 @@ class FSDPModule(CommunicationControls):
             record.unit.prefetch_window = units
         for scheduler in {record.scheduler for record in records}:
             if scheduler is not None:
-                refresh_scheduler(scheduler)
+                scheduler.refresh()
 
     def set_backward_prefetch(
         self, when: Literal["before", "after", "never"], *, recurse: bool = True
@@ -459,7 +458,7 @@ class FSDPModule(CommunicationControls):
             record.unit.prefetches = times[when]
         for scheduler in {record.scheduler for record in records}:
             if scheduler is not None:
-                refresh_scheduler(scheduler)
+                scheduler.refresh()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``nn.Module.zero_grad``, for all gradients that units hold.
@@ -616,8 +615,8 @@ def _require_root(module: object, method: str) -> None:
 
 
 def _require_outside(scheduler: Scheduler, method: str) -> None:
-    if scheduler.in_backward or scheduler.forward_root is not None:
-        during = "backward" if scheduler.in_backward else "forward"
+    if scheduler.is_running:
+        during = "backward" if scheduler.iteration.in_backward else "forward"
         raise RuntimeError(
             f"{method}() was called during {during}; call it after its end, or after an exception "
             f"call reset_iter_state() first"

@@ -17,6 +17,7 @@ import functools
 import operator
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -53,7 +54,7 @@ from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import Layer, put_around
-from fsdp2.core.schedule.scheduler import scheduler_of
+from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.schedule.unit import Phase, Unit, all_groups, unit_of
 
@@ -95,6 +96,8 @@ class Contents(NamedTuple):
     registered: list[str]
 
 
+SchedulerOf = Callable[[Unit], Scheduler | None]
+
 _ContentsOf = weakref.WeakKeyDictionary[ParamGroup, Contents]
 
 
@@ -104,6 +107,7 @@ class Checks:
     Attributes:
         settings: what is checked; ``None`` until somebody asks.
         runs: how often the check of ranks was switched on: ranks do that alike.
+        scheduler_of: which scheduler serves a unit.
         compared: groups of which ranks have compared the copies of their shards.
         contents: of groups that are gathered, checksums of each parameter then: of the shard, and
             of what was registered in its stead.
@@ -111,6 +115,7 @@ class Checks:
 
     settings: Settings | None = None
     runs = 0
+    scheduler_of: ClassVar[SchedulerOf]
     compared: ClassVar[weakref.WeakSet[ParamGroup]] = weakref.WeakSet()
     contents: ClassVar[_ContentsOf] = weakref.WeakKeyDictionary()
     _agreement: Agreement | None = None
@@ -198,8 +203,14 @@ def _announce_exit() -> None:
     atexit.register(lambda: Checks.leave("has ended"))
 
 
-def follow(group: ParamGroup) -> None:
-    """Let a new group check what is checked now."""
+def follow(group: ParamGroup, scheduler_of: SchedulerOf) -> None:
+    """Let a new group check what is checked now.
+
+    Args:
+        group: the group.
+        scheduler_of: which scheduler serves a unit, for messages: modules know, from above.
+    """
+    Checks.scheduler_of = staticmethod(scheduler_of)
     put_around([group], CheckedGroup, Checks.any_is_on())
 
 
@@ -341,8 +352,8 @@ class CheckedGroup(Layer):
             for param in self.params
         }
         moment = "outside forward and backward"
-        scheduler = scheduler_of(unit)
-        if scheduler is not None and scheduler.in_backward:
+        scheduler = Checks.scheduler_of(unit)
+        if scheduler is not None and scheduler.iteration.in_backward:
             moment = "for" if unit.phase is Phase.BACKWARD else "ahead of"
             moment += " its backward"
         elif scheduler is not None and (running := scheduler.entered_last) is not None:

@@ -35,7 +35,7 @@ from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.layout.mesh import MeshAxes, local_of, smaller_mesh
 from fsdp2.core.modules.explain import explain_loading
 from fsdp2.core.modules.registrations import mark_managed
-from fsdp2.core.modules.registry import Arguments, UnitRecord
+from fsdp2.core.modules.registry import Arguments, UnitRecord, scheduler_of
 from fsdp2.core.modules.selection import managed_modules
 from fsdp2.core.params.aliases import REPLACED, aliases_in, refuse_gradients
 from fsdp2.core.params.param import (
@@ -48,7 +48,6 @@ from fsdp2.core.params.param import (
     is_extended,
 )
 from fsdp2.core.schedule.group import ParamGroup, Runtime
-from fsdp2.core.schedule.scheduler import scheduler_of
 from fsdp2.core.schedule.states import SHARDED
 from fsdp2.core.schedule.ties import GroupAlias
 from fsdp2.core.schedule.unit import Unit, all_groups, all_units
@@ -93,7 +92,7 @@ def make_groups(
             if plan.param.requires_grad:
                 refuse_gradients(plan.param, name)
         group.set_smaller_group(smaller)
-        follow(group)
+        follow(group, scheduler_of)
         groups.append(group)
     return groups
 
@@ -284,9 +283,9 @@ def _is_in_use(group: ParamGroup) -> bool:
         groups = [own.tied if isinstance(own, GroupAlias) else own for own in unit.groups]
         if group in groups:
             scheduler = scheduler_of(unit)
-            if scheduler is None or scheduler.failed:
+            if scheduler is None or scheduler.iteration.failed:
                 continue
-            if scheduler.forward_root is not None or scheduler.in_backward:
+            if scheduler.is_running:
                 return True
     return False
 
