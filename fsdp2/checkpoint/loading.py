@@ -31,7 +31,7 @@ from fsdp2.checkpoint.folder import (
     read_manifest,
     store_of,
 )
-from fsdp2.checkpoint.saving import end_saves
+from fsdp2.checkpoint.saving import end_saves, note_load
 from fsdp2.checkpoint.snapshot import Nested, snapshot
 from fsdp2.checkpoint.state import (
     Differences,
@@ -90,7 +90,8 @@ def load(
         model: takes parameters and persistent buffers.
         optimizer: takes the saved optimizer's state and options. A parameter that had no state when
             it was saved has none then. Default ``None``: none is loaded.
-        step: the step. Default ``None``: the newest complete one.
+        step: the step. Default ``None``: the newest complete one. The next save of this model goes
+            on from it, and replaces the steps behind it: see `replaced`.
         strict: raise if names, shapes or dtypes differ. ``False``: load the others, and return what
             was left.
         rng: set this rank's random number generators, as ``save(rng=True)`` has found them on the
@@ -131,6 +132,7 @@ def load(
             f"{left.retyped}; pass strict=False to load what is alike"
         )
     together(what, lambda: job.read(left))
+    note_load(model, job.store, manifest.step)
     return Loaded(manifest.step, job.extra, left)
 
 
@@ -187,7 +189,7 @@ class _Job:
         verify: bool,
         buffers: bool,
     ) -> None:
-        self._store = store
+        self.store = store
         self._manifest = manifest
         self._path: AnyPath = items_of(store, manifest)
         self._model = model
@@ -207,16 +209,16 @@ class _Job:
         Raises:
             CheckpointError: the step cannot be loaded by anybody, or the groups are others.
         """
-        if not self._store.has(self._manifest.step):
-            place = self._store.folder(self._manifest.step)
+        if not self.store.has(self._manifest.step):
+            place = self.store.folder(self._manifest.step)
             raise CheckpointError(
                 f"rank {rank_and_size()[0]} does not see '{place}', which rank 0 has listed; "
                 f"pass a folder on a file system that all ranks share"
             )
-        check_files(self._store, self._manifest)
+        check_files(self.store, self._manifest)
         if self._verify:
             rank, size = rank_and_size()
-            check_hashes(self._store, self._manifest, sorted(self._manifest.files)[rank::size])
+            check_hashes(self.store, self._manifest, sorted(self._manifest.files)[rank::size])
         self._metadata = Reader(self._path).read_metadata()
         found = Differences()
         saved = self._metadata.state_dict_metadata
@@ -242,7 +244,7 @@ class _Job:
     def _compare_optimizer(self, optimizer: torch.optim.Optimizer, found: Differences) -> None:
         if not self._manifest.has_optimizer:
             raise CheckpointError(
-                f"step {self._manifest.step} of '{self._store}' was saved without an optimizer; "
+                f"step {self._manifest.step} of '{self.store}' was saved without an optimizer; "
                 f"load it without one"
             )
         saved = self._metadata.state_dict_metadata
@@ -253,7 +255,7 @@ class _Job:
         if [set(names) for names in theirs] != [set(names) for names in ours]:
             different = sorted({n for g in theirs for n in g} ^ {n for g in ours for n in g})
             raise CheckpointError(
-                f"step {self._manifest.step} of '{self._store}' has {len(theirs)} parameter "
+                f"step {self._manifest.step} of '{self.store}' has {len(theirs)} parameter "
                 f"groups, and the optimizer {len(ours)}, over other parameters ({different} in one "
                 f"alone); make the optimizer as it was, or load without it"
             )
