@@ -73,7 +73,7 @@ def test_lightning_trainer() -> None:
 def test_fsdp1() -> None:
     """accelerate with ``fsdp_version=1``, the Trainer with ``fsdp="full_shard auto_wrap"``."""
     _needs("accelerate", "transformers")
-    check("with_fsdp1.py", "accelerate", "trainer")
+    check("with_fsdp1.py", "accelerate", "recomputed", "mixed", "upcast", "trainer")
 
 
 @pytest.mark.parametrize("case", ["lightning", "lightning_trainer"])

@@ -16,6 +16,7 @@ from torch import nn
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.layout.logs import log_layout
 from fsdp2.core.modules.registry import UnitRecord, record_of, record_of_unit, records_below
+from fsdp2.core.params.param import ModuleEntry, ShardedParam
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.side_doors import note_calls
 from fsdp2.core.schedule.ties import inherit, tied_to
@@ -117,10 +118,14 @@ def _tops(found: Iterable[UnitRecord]) -> list[UnitRecord]:
 
 
 def _name_parameters(root: nn.Module) -> None:
-    names = {id(param): name for name, param in root.named_parameters()}
+    """By where they are registered, the first place of several; whatever is registered there."""
+    managed: dict[ModuleEntry, ShardedParam] = {}
     for below in records_below(root):
         for group in below.unit.groups:
             group.name = below.unit.title
-            for param in group.params:
-                registered = param.sharded if not group.is_unsharded else param.unsharded
-                param.name = names.get(id(registered), param.name)
+            managed.update({entry: param for param in group.params for entry in param.entries})
+    entries = [(m, key, prefix) for prefix, m in root.named_modules() for key in m._parameters]
+    for module, key, prefix in reversed(entries):
+        param = managed.get((module, key))
+        if param is not None:
+            param.name = f"{prefix}.{key}" if prefix else key

@@ -408,7 +408,8 @@ class ShardedParam:
 
     def absorb(self, other: ShardedParam) -> None:
         """Stand for one that no module registers any more, as it was tied to this one."""
-        other.sharded.__dict__.update({REPLACED: weakref.ref(self), TIED: other.name})
+        if other.sharded is not self.sharded:  # a state dict may have assigned one to both
+            other.sharded.__dict__.update({REPLACED: weakref.ref(self), TIED: other.name})
         self.absorbed += [other, *other.absorbed]
         for param in (other, *other.absorbed):
             param.sharded = self.sharded
