@@ -33,6 +33,7 @@ NOT_CATALOGUED = {
     "end.failure.error": "what a save has failed with: a message of `checkpoint`",
     "failure": "what the user's hook raised, once the other ranks know of it",
     "RankMismatchError(sentence)": "what a rank has claimed: a message of `agreement`",
+    "AutocastError": "`plan.reasons` has a message for it",
     "communication_error(operation, name, error)": "`core.progress` has it",
 }
 """What is raised besides, and why the catalogue does not have it."""

@@ -329,7 +329,7 @@ TRACE: dict[str, set[str]] = {
 }
 """What modules of `fsdp2.trace` import of fsdp2: the data stands on nothing, not even on torch."""
 
-BINDING = ("recording", "context")
+BINDING = ("states", "recording", "context")
 """Those that stand on the core besides: what is bound to it, and when."""
 
 
