@@ -21,7 +21,9 @@ from torch._C import DisableTorchFunctionSubclass
 from fsdp2.communication import CommunicationControls
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.modules.assembly import (
+    check_groups,
     choose_reshard,
+    connect_meshes,
     follow_aliases,
     join_unit,
     make_groups,
@@ -31,15 +33,10 @@ from fsdp2.core.modules.assembly import (
 from fsdp2.core.modules.dynamo import uncompiled_methods
 from fsdp2.core.modules.frames import forward_method
 from fsdp2.core.modules.optimizers import watch_optimizers
+from fsdp2.core.modules.planned import join_others, plan_taken
 from fsdp2.core.modules.registry import UnitRecord, records_below, require_record
 from fsdp2.core.modules.roots import start
-from fsdp2.core.modules.selection import (
-    PlacementFn,
-    entries_of,
-    managed_parameters,
-    plan_parameters,
-)
-from fsdp2.core.modules.ties import join, link, tied_parameters
+from fsdp2.core.modules.selection import PlacementFn
 from fsdp2.core.params.param import ModuleEntries
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.states import SHARDED
@@ -165,22 +162,23 @@ class FSDPModule(CommunicationControls):
         if record.scheduler is not None:
             _require_outside(record.scheduler, "shard_new_parameters")
         unit, arguments = record.unit, record.arguments
+        name = f"{unit.name or '(root)'} (new)"
         left_out = replicated_parameters(record.modules)
-        found = managed_parameters(record.modules, left_out, new_to=record)
-        tied = tied_parameters(found, record.modules, arguments.precision)
-        own = {param: entries for param, entries in found.items() if param not in tied}
-        plans = plan_parameters(own, arguments.axes, shard_placement_fn, arguments.precision)
-        groups = make_groups(f"{unit.name or '(root)'} (new)", plans, unit.options, arguments)
+        precision, choose = arguments.precision, shard_placement_fn
+        taken = plan_taken(
+            record.modules, left_out, arguments.axes, choose, precision, new_to=record
+        )
+        check_groups(name, taken.plans, unit.options)
+        connect_meshes(taken.plans, arguments)
+        groups = make_groups(name, taken.plans, unit.options, arguments)
         join_unit(groups, unit, [g for near in records_below(self) for g in near.unit.own_groups])
         move_buffers(record.modules, arguments.axes.device)
-        record.ignored = ModuleEntries({*record.ignored, *entries_of(record.modules, left_out)})
+        record.ignored = ModuleEntries({*record.ignored, *taken.left_alone})
         if record.scheduler is not None:
             record.scheduler.refresh()
         watch_state_dicts(groups)
         follow_aliases(record.modules)
-        if tied:
-            join(found, tied)
-            link([record])
+        join_others(taken, record)
         watch_optimizers()  # what they hold may have been replaced
 
     def set_requires_gradient_sync(

@@ -55,22 +55,35 @@ from fsdp2.core.schedule.unit import Unit, all_groups, all_units
 _streams: dict[torch.device, Streams] = {}
 
 
+def check_groups(name: str, plans: list[Plan], options: GroupOptions) -> None:
+    """Raise where `make_groups` could not make them, or ranks would make others.
+
+    Args:
+        name: of the unit's modules.
+        plans: what is to become of their parameters.
+        options: of the groups to be.
+    """
+    check_plans(name, plans, options)
+    _check_memory(plans)
+
+
+def connect_meshes(plans: list[Plan], arguments: Arguments) -> None:
+    """Make the process groups that groups of ``plans`` use: what may fail, for want of a peer."""
+    for plan in plans:
+        plan.axes.mesh_of(plan.cut)
+    for axes in axes_in(plans):
+        _smaller_group(axes, arguments.reshard_to)
+        announce(axes.group, axes.device)
+        announce(axes.replicas, axes.device)
+
+
 def make_groups(
     name: str, plans: list[Plan], options: GroupOptions, arguments: Arguments
 ) -> list[ParamGroup]:
     """A group for each mesh, in the order in which parameters name them."""
-    check_plans(name, plans, options)
-    _check_memory(plans)
-    meshes = axes_in(plans)
-    # What makes process groups, and may raise: before anything changes.
-    for plan in plans:
-        plan.axes.mesh_of(plan.cut)
-    smaller_groups = [_smaller_group(axes, arguments.reshard_to) for axes in meshes]
-    for axes in meshes:
-        announce(axes.group, axes.device)
-        announce(axes.replicas, axes.device)
     groups = []
-    for axes, smaller in zip(meshes, smaller_groups, strict=True):
+    for axes in axes_in(plans):
+        smaller = _smaller_group(axes, arguments.reshard_to)
         streams = streams_for(axes.device)
         members = [plan for plan in plans if plan.axes is axes]
         params = [ShardedParam(plan) for plan in members]
