@@ -1,4 +1,4 @@
-"""Make torch's names of FSDP2 and FSDP1 resolve to ours, for frameworks that import them.
+"""Make torch's names of FSDP2 and FSDP1 resolve to ours (decision 9), for frameworks.
 
     holder of names                                    before    installed    after
     torch.distributed.fsdp                             torch's   ours         torch's

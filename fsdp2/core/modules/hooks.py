@@ -369,7 +369,7 @@ class UnitHooks(UnitRecord):
 
         Then only the unit and what is newer can use it: its gradient is complete when the unit's
         nodes have run. Others may have older uses (an encoder's output, in each block of a
-        decoder), for which the unit should not wait.
+        decoder), for which the unit should not wait (decision 2).
         """
         node = tensor.grad_fn if type(tensor) is torch.Tensor else None
         if node is None or node._sequence_nr() + 1 != next_node():

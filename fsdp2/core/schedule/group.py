@@ -475,7 +475,7 @@ class ParamGroup:
             )
 
     def _bind_mirror(self, nbytes: int) -> None:
-        """The device's copy of offloaded shards, there between a gather's start and its end."""
+        """The device's copy of offloaded shards, from a gather's start to its end (decision 8)."""
         self._mirror = self.kernels.transient(nbytes, f"shards of {self.name}")
         self._load = Load(self._mirror, self.shard, nbytes, self.kernels) if nbytes else None
 
