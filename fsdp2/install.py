@@ -105,10 +105,11 @@ def install() -> None:
     Python processes that this one starts from now on install as well, however they are started:
     a folder of fsdp2's in front of ``PYTHONPATH`` sees to it. One that is given an environment of
     its own, or none (``python -E``), does not. Ranks of both kinds then raise at the first forward.
+    Workers of Ray do, by a setup hook, whatever their environment.
 
     Warns:
         UserWarning: modules that imported torch's ``fully_shard`` before, and go on calling it. The
-            message names them.
+            message names them. Or ``ray.init()`` ran before.
 
     Example::
 

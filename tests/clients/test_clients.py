@@ -111,6 +111,13 @@ def test_ranks_that_a_script_starts(case: str) -> None:
     check_started("with_launchers.py", case)
 
 
+@pytest.mark.parametrize("case", ["actors", "trainer"])
+def test_ranks_that_ray_starts(case: str) -> None:
+    """With a ``runtime_env`` that sets ``PYTHONPATH``, which hides what others are told by."""
+    _needs("ray")
+    check_started("with_ray.py", case)
+
+
 def test_pipelining() -> None:
     """2 stages a rank where the schedule is looped; 2 shards each."""
     check(
