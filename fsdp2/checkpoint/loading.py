@@ -358,7 +358,7 @@ class _Job:
         """Read and put in place all but what is left; and ``extra``."""
         out, model = left.left(), self._wanted.model
         tensors = [each for each in self._tensors if each[0] not in out]
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             self._step.read((theirs, value) for _, theirs, value in tensors)
             _reshard(model)
             chosen = {own[6:]: value for own, _, value in tensors if own.startswith("model.")}

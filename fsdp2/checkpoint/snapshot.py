@@ -68,14 +68,14 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
 
         >>> fsdp2.checkpoint.snapshot(model).model["blocks.0.weight"].to_local().norm()
     """
-    sharded = _sharded(model)
-    params = dict(_parameters(model, sharded))
-    return Snapshot(
-        MappingProxyType(_model_state(model, params)),
-        MappingProxyType({name: value.detach() for name, value in _buffers(model, False)}),
-        None if optimizer is None else MappingProxyType(optimizer_state([optimizer], params)),
-        MappingProxyType(dict(_flat_shards(model))),
-    )
+    with torch.inference_mode(False), torch.no_grad():
+        params = dict(_parameters(model, _sharded(model)))
+        return Snapshot(
+            MappingProxyType(_model_state(model, params)),
+            MappingProxyType({name: value.detach() for name, value in _buffers(model, False)}),
+            None if optimizer is None else MappingProxyType(optimizer_state([optimizer], params)),
+            MappingProxyType(dict(_flat_shards(model))),
+        )
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
