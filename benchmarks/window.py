@@ -28,7 +28,6 @@ import torch
 
 from benchmarks import stats
 from fsdp2.core.device.streams import Lane
-from fsdp2.core.schedule.side_doors import refresh_scheduler
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.timeline import idle, replay
 from fsdp2.testing.virtual import Op, VirtualDevice
@@ -126,7 +125,7 @@ def ours(units: Sequence[Unit], window: int, buffers: int = 1, separate: bool = 
         Node("root", leaves, list(range(len(leaves))), shapes=()), device, window=window
     )
     simulation.scheduler.units[0].input_buffers = buffers
-    refresh_scheduler(simulation.scheduler)
+    simulation.scheduler.refresh()
     simulation.iteration()
     return _exposed(device, simulation.forward, simulation.backward, times, separate)
 

@@ -4,12 +4,14 @@ fully_shard(module) ── class becomes FSDP<Original>(FSDPModule, Original)
                     ── parameters become DTensors: one Unit, one ParamGroup a mesh
                     ── hooks that drive the unit's scheduler
 
-Everything is checked before anything is changed.
+A call is planned, which raises all that can be raised and changes nothing (`plan_call`), and then
+applied (`apply_calls`). Whoever makes several units of a model plans them all first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
 import torch
@@ -21,6 +23,8 @@ from fsdp2.core import config
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.layout.mesh import MeshAxes, default_mesh, resolve_axes
 from fsdp2.core.modules.assembly import (
+    check_groups,
+    connect_meshes,
     follow_aliases,
     make_groups,
     move_buffers,
@@ -29,18 +33,12 @@ from fsdp2.core.modules.assembly import (
 )
 from fsdp2.core.modules.engine import watch_backwards
 from fsdp2.core.modules.optimizers import watch_optimizers
+from fsdp2.core.modules.planned import Pending, Taken, join_others, plan_taken
 from fsdp2.core.modules.registrations import watch_registrations
 from fsdp2.core.modules.registry import Arguments, record_of
 from fsdp2.core.modules.saved import hooks_for
-from fsdp2.core.modules.selection import (
-    NamedEntry,
-    PlacementFn,
-    entries_of,
-    managed_parameters,
-    plan_parameters,
-)
-from fsdp2.core.modules.ties import join, link, strays, take_strays, tied_parameters
-from fsdp2.core.params.param import ModuleEntries, Plan, is_extended
+from fsdp2.core.modules.selection import PlacementFn
+from fsdp2.core.params.param import Plan, is_extended
 from fsdp2.core.schedule.unit import Unit
 from fsdp2.interop import (
     CPUOffloadPolicy,
@@ -148,84 +146,126 @@ def fully_shard(
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters())
     """
-    modules = _checked_modules(module)
-    policy = _checked_policy(mp_policy)
-    offload = _checked_offload(offload_policy)
-    ignored = _checked_ignored(ignored_params) | replicated_parameters(modules)
-    _check_callable(shard_placement_fn)
-    axes = resolve_axes(default_mesh() if mesh is None else mesh, dp_mesh_dims)
-    found = managed_parameters(modules, ignored)
-    tied = tied_parameters(found, modules, policy)
-    places = strays(found, modules)
-    own = {param: entries for param, entries in found.items() if param not in tied}
-    plans = plan_parameters(own, axes, shard_placement_fn, policy)
-    reshard, smaller = _checked_reshard(reshard_after_forward, axes, plans)
-
-    name = ", ".join(type(m).__name__ for m in modules)
-    arguments = Arguments(axes, policy, offload, smaller)
-    options = GroupOptions(policy)
-    unit = Unit(name, make_groups(name, plans, options, arguments), options)
-    unit.reshard_after_forward = reshard
-    move_buffers(modules, axes.device)
-    left_alone = ModuleEntries(entries_of(modules, ignored))
-    hooks = hooks_for(axes.device)
-    record = hooks(unit, modules, arguments, left_alone, streams_for(axes.device))
-    announce(modules, record)
-    watch_optimizers()
-    watch_registrations()
-    watch_backwards()
-    for member in modules:
-        set_sharded_class(member)
-    watch_state_dicts(unit.groups)
-    follow_aliases(modules)
-    if tied:
-        join(found, tied)
-        link([record])
-    if places:
-        take_strays(places)
+    call = plan_call(
+        module,
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        dp_mesh_dims=dp_mesh_dims,
+    )
+    apply_calls([call])
     return module
-
-
-def check_call(
-    modules: Sequence[nn.Module],
-    found: Mapping[nn.Parameter, list[NamedEntry]],
-    ignored: set[nn.Parameter],
-    *,
-    mesh: DeviceMesh,
-    reshard_after_forward: bool | int | None,
-    shard_placement_fn: PlacementFn | None,
-    mp_policy: MixedPrecisionPolicy | None,
-    offload_policy: OffloadPolicy | None,
-) -> None:
-    """Raise what `fully_shard` would with these arguments; change nothing.
-
-    Args:
-        modules: the modules.
-        found: the parameters that the call would take, and where they are registered.
-        ignored: parameters to leave alone.
-        mesh: as for `fully_shard`, as all that follow.
-        reshard_after_forward: see there.
-        shard_placement_fn: see there; called with each parameter.
-        mp_policy: see there.
-        offload_policy: see there.
-    """
-    _checked_modules(list(modules))
-    policy = _checked_policy(mp_policy)
-    _checked_offload(offload_policy)
-    _checked_ignored(ignored)
-    _check_callable(shard_placement_fn)
-    axes = resolve_axes(mesh)
-    plans = plan_parameters(dict(found), axes, shard_placement_fn, policy)
-    _checked_reshard(reshard_after_forward, axes, plans)
 
 
 setattr(fully_shard, "state", state_of)  # noqa: B010  # where torch's clients look for a state
 
 
+# ---- planned, then applied
+
+
+@dataclass(frozen=True)
+class PlannedCall:
+    """A call of `fully_shard` of which everything is known, and nothing is done.
+
+    Attributes:
+        name: of the modules, for messages.
+        taken: the modules, and what the call takes of their parameters.
+        arguments: what it was called with, for parameters that are added later.
+        options: of its groups.
+        reshard_after_forward: whether forward frees; ``None``: not at the root.
+    """
+
+    name: str
+    taken: Taken
+    arguments: Arguments
+    options: GroupOptions
+    reshard_after_forward: bool | None
+
+
+def plan_call(
+    module: object,
+    *,
+    mesh: DeviceMesh | None,
+    reshard_after_forward: bool | int | None,
+    shard_placement_fn: PlacementFn | None,
+    mp_policy: MixedPrecisionPolicy | None,
+    offload_policy: OffloadPolicy | None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    pending: Pending | None = None,
+) -> PlannedCall:
+    """All that a call of `fully_shard` is to do; changes nothing, but for ``mesh=None``.
+
+    Args:
+        module: as for `fully_shard`, as all that follow.
+        mesh: see there; ``None`` starts the default process group if there is none.
+        reshard_after_forward: see there.
+        shard_placement_fn: see there.
+        mp_policy: see there.
+        offload_policy: see there.
+        ignored_params: see there.
+        dp_mesh_dims: see there.
+        pending: calls that are planned, and applied before this one. It is added to them.
+
+    Raises:
+        ValueError: something about the arguments or a parameter does not fit.
+        TypeError: an argument is of the wrong type.
+        RankMismatchError: ranks shard something else, while that is checked.
+    """
+    modules = _checked_modules(module, pending)
+    policy = _checked_policy(mp_policy)
+    offload = _checked_offload(offload_policy)
+    ignored = _checked_ignored(ignored_params) | replicated_parameters(modules)
+    _check_callable(shard_placement_fn)
+    axes = resolve_axes(default_mesh() if mesh is None else mesh, dp_mesh_dims)
+    name = ", ".join(type(m).__name__ for m in modules)
+    options = GroupOptions(policy)
+    taken = plan_taken(modules, ignored, axes, shard_placement_fn, policy, pending=pending)
+    reshard, smaller = _checked_reshard(reshard_after_forward, axes, taken.plans)
+    check_groups(name, taken.plans, options)
+    if pending is not None:
+        pending.add(taken, policy)
+    arguments = Arguments(axes, policy, offload, smaller)
+    return PlannedCall(name, taken, arguments, options, reshard)
+
+
+def apply_calls(calls: Sequence[PlannedCall]) -> None:
+    """Do what was planned, in this order.
+
+    Process groups are made first, which is all that may still fail: for want of a peer.
+    """
+    for call in calls:
+        connect_meshes(call.taken.plans, call.arguments)
+    for call in calls:
+        _apply(call)
+
+
+def _apply(call: PlannedCall) -> None:
+    taken, axes = call.taken, call.arguments.axes
+    groups = make_groups(call.name, taken.plans, call.options, call.arguments)
+    unit = Unit(call.name, groups, call.options)
+    unit.reshard_after_forward = call.reshard_after_forward
+    move_buffers(taken.modules, axes.device)
+    hooks, streams = hooks_for(axes.device), streams_for(axes.device)
+    record = hooks(unit, taken.modules, call.arguments, taken.left_alone, streams)
+    announce(taken.modules, record)
+    watch_optimizers()
+    watch_registrations()
+    watch_backwards()
+    for member in taken.modules:
+        set_sharded_class(member)
+    watch_state_dicts(unit.groups)
+    follow_aliases(taken.modules)
+    join_others(taken, record)
+
+
 # ---- checks of arguments
 
 
-def _checked_modules(module: object) -> tuple[nn.Module, ...]:
+def _checked_modules(module: object, pending: Pending | None) -> tuple[nn.Module, ...]:
     if not isinstance(module, nn.Module | Iterable):
         raise TypeError(
             f"fully_shard takes a module or a list of modules, not {type(module).__name__}"
@@ -243,7 +283,7 @@ def _checked_modules(module: object) -> tuple[nn.Module, ...]:
             raise ValueError(
                 f"fully_shard got the same {type(member).__name__} twice in one list; list it once"
             )
-        if record_of(member) is not None:
+        if record_of(member) is not None or (pending is not None and member in pending.modules):
             raise ValueError(
                 f"fully_shard was already called on this {type(member).__name__}; call it once"
             )

@@ -36,7 +36,6 @@ from fsdp2.core.modules.assembly import process_group
 from fsdp2.core.modules.dynamo import uncompiled_methods
 from fsdp2.core.modules.registry import UnitRecord, records_below, require_record
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.side_doors import refresh_scheduler
 from fsdp2.interop import TorchIdentity
 
 C = TypeVar("C")
@@ -139,7 +138,7 @@ class CommunicationControls(TorchIdentity):
         self._change(recurse=recurse, reduce_unused=bool(reduce_scatter_unused_params))
         for record in self._records(recurse):
             if record.scheduler is not None:
-                refresh_scheduler(record.scheduler)
+                record.scheduler.refresh()
 
     def set_all_reduce_hook(
         self,
@@ -280,7 +279,7 @@ class CommunicationControls(TorchIdentity):
         for record in self._records(recurse):
             record.unit.input_buffers = max_input_buffers
             if record.scheduler is not None:
-                refresh_scheduler(record.scheduler)
+                record.scheduler.refresh()
 
     def set_packing_threshold(self, nbytes: int, *, recurse: bool = True) -> None:
         """Choose which parameters travel packed where a backend gathers many in one launch.

@@ -1,4 +1,4 @@
-"""Make torch's names of FSDP2 and FSDP1 resolve to ours, for frameworks that import them.
+"""Make torch's names of FSDP2 and FSDP1 resolve to ours (decision 9), for frameworks.
 
     holder of names                                    before    installed    after
     torch.distributed.fsdp                             torch's   ours         torch's
@@ -105,10 +105,11 @@ def install() -> None:
     Python processes that this one starts from now on install as well, however they are started:
     a folder of fsdp2's in front of ``PYTHONPATH`` sees to it. One that is given an environment of
     its own, or none (``python -E``), does not. Ranks of both kinds then raise at the first forward.
+    Workers of Ray do, by a setup hook, whatever their environment.
 
     Warns:
         UserWarning: modules that imported torch's ``fully_shard`` before, and go on calling it. The
-            message names them.
+            message names them. Or ``ray.init()`` ran before.
 
     Example::
 

@@ -32,8 +32,8 @@ from torch.distributed.tensor import Shard
 
 from fsdp2.core import config
 from fsdp2.core.modules.assembly import choose_reshard
-from fsdp2.core.modules.hooks import start
 from fsdp2.core.modules.registry import UnitRecord, record_of
+from fsdp2.core.modules.roots import start
 from fsdp2.core.params.param import ShardedParam, compute_dtype
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GroupState
@@ -488,7 +488,7 @@ class StateStandIn(_StandIn, _state.FSDPState):  # typed as Any
     def _training_state(self, value: object) -> None:
         """IDLE may be set where it is so: clients do it before they move a model."""
         scheduler = self._record.scheduler
-        busy = scheduler is not None and (scheduler.in_backward or scheduler.forward_root)
+        busy = scheduler is not None and scheduler.is_running
         if self._adopted_by is None and (busy or value is not _common.TrainingState.IDLE):
             raise self._wrong("_training_state", value)
 
@@ -535,7 +535,7 @@ class StateStandIn(_StandIn, _state.FSDPState):  # typed as Any
     @property
     def iter_forward_root(self) -> StateStandIn | None:
         scheduler = self._record.scheduler
-        root = None if scheduler is None else scheduler.forward_root
+        root = None if scheduler is None else scheduler.iteration.forward_root
         return None if root is None else _STAND_INS[id(root)]
 
     @property

@@ -21,7 +21,9 @@ from torch._C import DisableTorchFunctionSubclass
 from fsdp2.communication import CommunicationControls
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.modules.assembly import (
+    check_groups,
     choose_reshard,
+    connect_meshes,
     follow_aliases,
     join_unit,
     make_groups,
@@ -30,19 +32,13 @@ from fsdp2.core.modules.assembly import (
 )
 from fsdp2.core.modules.dynamo import uncompiled_methods
 from fsdp2.core.modules.frames import forward_method
-from fsdp2.core.modules.hooks import start
 from fsdp2.core.modules.optimizers import watch_optimizers
+from fsdp2.core.modules.planned import join_others, plan_taken
 from fsdp2.core.modules.registry import UnitRecord, records_below, require_record
-from fsdp2.core.modules.selection import (
-    PlacementFn,
-    entries_of,
-    managed_parameters,
-    plan_parameters,
-)
-from fsdp2.core.modules.ties import join, link, tied_parameters
+from fsdp2.core.modules.roots import start
+from fsdp2.core.modules.selection import PlacementFn
 from fsdp2.core.params.param import ModuleEntries
 from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.core.schedule.side_doors import refresh_scheduler
 from fsdp2.core.schedule.states import SHARDED
 from fsdp2.core.schedule.unit import PrefetchTime, Unit
 from fsdp2.interop import TORCHS, replicated_parameters
@@ -166,22 +162,23 @@ class FSDPModule(CommunicationControls):
         if record.scheduler is not None:
             _require_outside(record.scheduler, "shard_new_parameters")
         unit, arguments = record.unit, record.arguments
+        name = f"{unit.name or '(root)'} (new)"
         left_out = replicated_parameters(record.modules)
-        found = managed_parameters(record.modules, left_out, new_to=record)
-        tied = tied_parameters(found, record.modules, arguments.precision)
-        own = {param: entries for param, entries in found.items() if param not in tied}
-        plans = plan_parameters(own, arguments.axes, shard_placement_fn, arguments.precision)
-        groups = make_groups(f"{unit.name or '(root)'} (new)", plans, unit.options, arguments)
+        precision, choose = arguments.precision, shard_placement_fn
+        taken = plan_taken(
+            record.modules, left_out, arguments.axes, choose, precision, new_to=record
+        )
+        check_groups(name, taken.plans, unit.options)
+        connect_meshes(taken.plans, arguments)
+        groups = make_groups(name, taken.plans, unit.options, arguments)
         join_unit(groups, unit, [g for near in records_below(self) for g in near.unit.own_groups])
         move_buffers(record.modules, arguments.axes.device)
-        record.ignored = ModuleEntries({*record.ignored, *entries_of(record.modules, left_out)})
+        record.ignored = ModuleEntries({*record.ignored, *taken.left_alone})
         if record.scheduler is not None:
-            refresh_scheduler(record.scheduler)
+            record.scheduler.refresh()
         watch_state_dicts(groups)
         follow_aliases(record.modules)
-        if tied:
-            join(found, tied)
-            link([record])
+        join_others(taken, record)
         watch_optimizers()  # what they hold may have been replaced
 
     def set_requires_gradient_sync(
@@ -294,7 +291,7 @@ class FSDPModule(CommunicationControls):
                 "finalize_backward() was called on a module whose backwards end by themselves; "
                 "call set_manual_backward_finalization(True) before them"
             )
-        if scheduler.unawaited:
+        if scheduler.iteration.unawaited:
             raise RuntimeError(
                 "finalize_backward() was called before the handle of the last one was waited for; "
                 "call its wait()"
@@ -426,7 +423,7 @@ class FSDPModule(CommunicationControls):
             record.unit.prefetch_window = units
         for scheduler in {record.scheduler for record in records}:
             if scheduler is not None:
-                refresh_scheduler(scheduler)
+                scheduler.refresh()
 
     def set_backward_prefetch(
         self, when: Literal["before", "after", "never"], *, recurse: bool = True
@@ -459,7 +456,7 @@ class FSDPModule(CommunicationControls):
             record.unit.prefetches = times[when]
         for scheduler in {record.scheduler for record in records}:
             if scheduler is not None:
-                refresh_scheduler(scheduler)
+                scheduler.refresh()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``nn.Module.zero_grad``, for all gradients that units hold.
@@ -616,8 +613,8 @@ def _require_root(module: object, method: str) -> None:
 
 
 def _require_outside(scheduler: Scheduler, method: str) -> None:
-    if scheduler.in_backward or scheduler.forward_root is not None:
-        during = "backward" if scheduler.in_backward else "forward"
+    if scheduler.is_running:
+        during = "backward" if scheduler.iteration.in_backward else "forward"
         raise RuntimeError(
             f"{method}() was called during {during}; call it after its end, or after an exception "
             f"call reset_iter_state() first"

@@ -7,7 +7,8 @@ snapshot   `snapshot`: what is there, looked at without touching it
 loading    `load`, `read_extra`: compared on all ranks before anything is written
 exporting  `export`: a folder that Hugging Face's libraries load, written by all ranks at once
 pretrained `load_pretrained`: such a folder into a model, each rank its own slices
-folder     `steps`, `verify`, `unfinished`, `remove`; the manifest that makes a step one
+retention  `Keep`, `best_step`: which steps stay, and what a branch replaces
+folder     `steps`, `replaced`, `verify`, `unfinished`, `remove`; the manifest that makes a step one
 stores     where steps are kept, what is done there, and the one on a disk
 remote     the one behind a URL, which fsspec reaches: no renames, no syncs
 state      what is saved under which name, and what differs; DCP's reader, which runs no code
@@ -28,9 +29,10 @@ The room stands on public modules, on `fsdp2.full` and on ``torch.distributed.ch
 
 from fsdp2.checkpoint.convert import Converted, convert
 from fsdp2.checkpoint.exporting import Exported, export
-from fsdp2.checkpoint.folder import remove, steps, unfinished, verify
+from fsdp2.checkpoint.folder import remove, replaced, steps, unfinished, verify
 from fsdp2.checkpoint.loading import Loaded, load, read_extra
 from fsdp2.checkpoint.pretrained import load_pretrained
+from fsdp2.checkpoint.retention import Keep, best_step
 from fsdp2.checkpoint.saving import Saving, async_save, save
 from fsdp2.checkpoint.snapshot import Snapshot, snapshot
 from fsdp2.checkpoint.state import Differences
@@ -39,16 +41,19 @@ __all__ = [
     "Converted",
     "Differences",
     "Exported",
+    "Keep",
     "Loaded",
     "Saving",
     "Snapshot",
     "async_save",
+    "best_step",
     "convert",
     "export",
     "load",
     "load_pretrained",
     "read_extra",
     "remove",
+    "replaced",
     "save",
     "snapshot",
     "steps",

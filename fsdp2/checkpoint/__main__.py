@@ -2,7 +2,7 @@
 python -m fsdp2.checkpoint convert SOURCE TARGET [--from KIND] [--to KIND] [--step N] [--ranks N]
 python -m fsdp2.checkpoint export FOLDER OUT [--step N] [--dtype bfloat16] [--shard-size 5GB]
 
-ls       steps, their sizes, how many ranks have written them, and what is half-done
+ls       steps, their sizes, how many ranks have written them, what is replaced, and half-done
 show     names, shapes and dtypes of a step
 verify   reads every byte; says which files are not what was saved, and exits with 1
 convert  makes a checkpoint of another kind, a block of a tensor at a time
@@ -80,7 +80,11 @@ def _ls(folder: str) -> int:
         manifest = read_manifest(store, step)
         size = sum(length for length, _ in manifest.files.values())
         optimizer = "with" if manifest.has_optimizer else "without"
-        print(f"{step:>10}  {size:>15,} bytes  {manifest.ranks} ranks  {optimizer} optimizer")
+        metric = "" if manifest.metric is None else f"  metric {manifest.metric:g}"
+        about = f"{manifest.ranks} ranks  {optimizer} optimizer{metric}"
+        print(f"{step:>10}  {size:>15,} bytes  {about}")
+    for step, why in store.replaced().items():
+        print(f"replaced: step {step}, {why}")
     for name in store.unfinished():
         print(f"half-done: {name}")
     return 0

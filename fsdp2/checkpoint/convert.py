@@ -448,16 +448,9 @@ def _write(
 def _saving(place: Path) -> Path:
     """Where a target is written; what a crash has left there goes."""
     path = place.with_name(f".saving-{place.name}")
-    _discard(path)
+    files.discard(path)
     files.make_folders(place.parent)
     return path
-
-
-def _discard(path: Path) -> None:
-    if path.is_dir():
-        files.remove_tree(path)
-    elif path.exists():
-        files.DISK.remove(path)
 
 
 @contextmanager
@@ -466,7 +459,7 @@ def _beside_file(place: Path) -> Iterator[Path]:
     try:
         yield path
     except BaseException:
-        _discard(path)
+        files.discard(path)
         raise
     files.DISK.rename(path, place)
     files.DISK.sync_folder(place.parent)
@@ -480,7 +473,7 @@ def _beside_folder(place: Path) -> Iterator[Path]:
         yield path
         files.DISK.sync_folder(path)
     except BaseException:
-        _discard(path)
+        files.discard(path)
         raise
     files.DISK.rename(path, place)
     files.DISK.sync_folder(place.parent)
@@ -503,7 +496,7 @@ def _write_step(
         raise CheckpointError("convert() to kind 'steps' needs the number of the step; pass step=")
     if root.exists() and not root.is_dir():
         raise CheckpointError(f"'{root}' is a file; pass a folder")
-    if step in steps(root):
+    if DiskStore(root).has(step):
         raise CheckpointError(
             f"'{root}' has step {step} already; save another, or call "
             f"fsdp2.checkpoint.remove(folder, {step}) before"
@@ -531,7 +524,7 @@ def _write_step(
     files.make_folders(root)
     saving, disk = saving_folder(root, step), files.DurableFiles()
     for left in (saving, step_folder(root, step)):
-        _discard(left)
+        files.discard(left)
     files.DISK.make_folder(saving)
     try:
         _write_dcp(saving, tree, disk, progress)
@@ -546,7 +539,7 @@ def _write_step(
         files.write_durably({saving / MANIFEST: manifest.encoded()})
         files.DISK.sync_folder(saving)
     except BaseException:
-        _discard(saving)
+        files.discard(saving)
         raise
     files.DISK.rename(saving, step_folder(root, step))
     files.DISK.sync_folder(root)

@@ -139,7 +139,7 @@ def export(
         writer.abandon()
         if is_first() and not out.exists():
             with contextlib.suppress(OSError):
-                files.remove_tree(writing)
+                files.discard(writing)
         raise
     return Exported(out, sorted(layout.lengths), layout.total, shared.tied)
 
@@ -472,8 +472,7 @@ def _bytes_in(size: int | str) -> int:
 
 def _begin(out: Path, writing: Path, layout: Layout, writer: Writer) -> None:
     """All files with their headers, beside the place; what an earlier crash left is gone."""
-    if writing.exists():
-        files.remove_tree(writing)
+    files.discard(writing)
     above = next(path for path in out.absolute().parents if path.is_dir())
     free = files.free_bytes(above)
     if free < layout.total:

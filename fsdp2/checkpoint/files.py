@@ -264,13 +264,19 @@ def make_folder(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder and all below."""
+    """Remove a folder and all below; of a link the link alone, never what is behind it."""
+    if path.is_symlink() or not path.is_dir():
+        DISK.remove(path)
+        return
     for entry in sorted(path.iterdir()):
-        if entry.is_dir() and not entry.is_symlink():
-            remove_tree(entry)
-        else:
-            DISK.remove(entry)
+        remove_tree(entry)
     DISK.remove_folder(path)
+
+
+def discard(path: Path) -> None:
+    """Remove what is there, if anything is: a folder, a file, or a link that leads nowhere."""
+    if os.path.lexists(path):
+        remove_tree(path)
 
 
 class Readable(Protocol):

@@ -46,6 +46,7 @@ class Manifest:
         extra: what the user added; a tensor in it is {"tensor": place}.
         has_optimizer: whether an optimizer was saved.
         torch: the version that has written it.
+        metric: what `Keep` compares, if that was given.
         hash: what the checksums are; see `files.Checksum`.
         digest: SHA-256 of all of this without it.
         format: of the folder; another one is refused.
@@ -57,6 +58,7 @@ class Manifest:
     extra: Json
     has_optimizer: bool
     torch: str
+    metric: float | None = None
     hash: str = HASH
     digest: str = ""
     format: int = FORMAT
@@ -64,11 +66,16 @@ class Manifest:
     def encoded(self) -> bytes:
         """The bytes of the manifest's file, the digest set."""
         whole = replace(self, digest=self._digest())
-        return (json.dumps(asdict(whole), indent=1) + "\n").encode()
+        return (json.dumps(whole._content(), indent=1) + "\n").encode()
 
     def _digest(self) -> str:
-        text = json.dumps(asdict(replace(self, digest="")), sort_keys=True)
+        text = json.dumps(replace(self, digest="")._content(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def _content(self) -> dict[str, Json]:
+        """Without what is younger than the format and not given: such steps read as before."""
+        content = asdict(self)
+        return {key: content[key] for key in content if key != "metric" or content[key] is not None}
 
     @property
     def is_whole(self) -> bool:
@@ -97,12 +104,29 @@ def any_path(path: PathLike) -> AnyPath:
 def steps(folder: PathLike) -> list[int]:
     """The complete steps of a folder, oldest first; none where there is no folder.
 
+    A step that a branch has replaced is not among them: see `replaced`.
+
     Example::
 
         >>> fsdp2.checkpoint.steps("run")
         [100, 200]
     """
     return store_of(folder).steps()
+
+
+def replaced(folder: PathLike) -> dict[int, str]:
+    """The complete steps that a branch has replaced, and by what.
+
+    After ``load(step=200)``, the next save of that model replaces all steps behind 200: it is the
+    newest then. What is replaced is loaded by its number alone, is the first that ``keep`` removes,
+    and gives way to a save of its number.
+
+    Example::
+
+        >>> fsdp2.checkpoint.replaced("run")
+        {300: 'by step 230, which goes on from step 200'}
+    """
+    return store_of(folder).replaced()
 
 
 def unfinished(folder: PathLike) -> list[str]:
@@ -120,11 +144,12 @@ def read_manifest(store: Store, step: int | None) -> Manifest:
         CheckpointError: there is no such step, or it is not one that this version reads.
     """
     known = store.steps()
-    if not known:
+    there = step is not None and store.has(step)  # also one that a branch has replaced
+    if not known and not there:
         raise CheckpointError(
             f"'{store}' has no complete step; pass the folder that save() was given"
         )
-    if step is not None and step not in known:
+    if step is not None and not there:
         raise CheckpointError(f"'{store}' has no complete step {step}; load one of {known}")
     number = known[-1] if step is None else step
     path = store.folder(number) / MANIFEST
@@ -278,8 +303,8 @@ def remove(folder: PathLike, step: int | None = None) -> list[str]:
         names = store.unfinished()
         store.remove_unfinished(names)
         return names
-    known = store.steps()
-    if step not in known:
+    if not store.has(step):
+        known = store.steps()
         raise CheckpointError(f"'{store}' has no complete step {step}; pass one of {known}")
     store.remove_steps([step])
     return [step_name(step)]

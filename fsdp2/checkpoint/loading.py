@@ -33,7 +33,7 @@ from fsdp2.checkpoint.folder import (
 )
 from fsdp2.checkpoint.optimizers import Names, OptimizerMatch
 from fsdp2.checkpoint.reading import Step
-from fsdp2.checkpoint.saving import end_saves
+from fsdp2.checkpoint.saving import end_saves, note_load
 from fsdp2.checkpoint.snapshot import Nested, named_parameters, snapshot
 from fsdp2.checkpoint.state import (
     Differences,
@@ -43,6 +43,7 @@ from fsdp2.checkpoint.state import (
     States,
     as_list,
     as_module,
+    first_of,
     read_below,
     rng_states,
     set_rng_states,
@@ -102,7 +103,8 @@ def load(
             may be others, and several optimizers one. States come back in the dtype in which they
             were saved. A parameter that had no state when it was saved has none then. Default
             ``None``: none is loaded.
-        step: the step. Default ``None``: the newest complete one.
+        step: the step. Default ``None``: the newest complete one. The next save of this model goes
+            on from it, and replaces the steps behind it: see `replaced`.
         strict: raise if names, shapes or dtypes differ. ``False``: load the others, and return what
             was left.
         rng: set this rank's random number generators, as ``save(rng=True)`` has found them on the
@@ -165,6 +167,7 @@ def load(
             f"load what is alike"
         )
     together(what, lambda: job.read(left))
+    note_load(first_of(model), job.store, manifest.step)
     return Loaded(manifest.step, job.extra, job.rank_extra, left)
 
 
@@ -234,7 +237,7 @@ class _Job:
     """One load, on one rank."""
 
     def __init__(self, store: Store, manifest: Manifest, wanted: _Wanted) -> None:
-        self._store = store
+        self.store = store
         self._manifest = manifest
         self._wanted = wanted
         self._step: Step
@@ -252,18 +255,18 @@ class _Job:
         Raises:
             CheckpointError: the step cannot be loaded by anybody.
         """
-        if not self._store.has(self._manifest.step):
-            place = self._store.folder(self._manifest.step)
+        if not self.store.has(self._manifest.step):
+            place = self.store.folder(self._manifest.step)
             raise CheckpointError(
                 f"rank {rank_and_size()[0]} does not see '{place}', which rank 0 has listed; "
                 f"pass a folder on a file system that all ranks share"
             )
-        check_files(self._store, self._manifest)
+        check_files(self.store, self._manifest)
         wanted = self._wanted
         if wanted.verify:
             rank, size = rank_and_size()
-            check_hashes(self._store, self._manifest, sorted(self._manifest.files)[rank::size])
-        self._step = Step(items_of(self._store, self._manifest))
+            check_hashes(self.store, self._manifest, sorted(self._manifest.files)[rank::size])
+        self._step = Step(items_of(self.store, self._manifest))
         found = Differences()
         self._compare_model(found)
         beside = {f"states.{name}": held for name, held in wanted.states.items()}
@@ -344,7 +347,7 @@ class _Job:
         wanted = self._wanted
         if not self._manifest.has_optimizer:
             raise CheckpointError(
-                f"step {self._manifest.step} of '{self._store}' was saved without an optimizer; "
+                f"step {self._manifest.step} of '{self.store}' was saved without an optimizer; "
                 f"load it without one"
             )
         self._optimizer = OptimizerMatch(

@@ -21,7 +21,16 @@ from pathlib import PurePosixPath
 from typing import BinaryIO, Protocol, cast
 
 from fsdp2.checkpoint import files
-from fsdp2.checkpoint.stores import INDEX, MANIFEST, STEP, AnyPath, step_name
+from fsdp2.checkpoint.stores import (
+    INDEX,
+    MANIFEST,
+    REPLACED,
+    STEP,
+    AnyPath,
+    Failures,
+    number_of,
+    step_name,
+)
 from fsdp2.core.config import CheckpointError
 
 _PART = 1 << 26  # bytes that an upload sends at once, and holds: S3 takes 10,000 parts of an object
@@ -146,12 +155,24 @@ class RemoteStore:
     # ---- what is there
 
     def steps(self) -> list[int]:
-        names = [name for name, is_folder in self.root.inside().items() if is_folder]
-        numbers = {name: name.removeprefix(STEP) for name in names if name.startswith(STEP)}
-        found = [name for name, number in numbers.items() if number.isdecimal()]
-        return sorted(
-            int(numbers[name]) for name in found if MANIFEST in (self.root / name).inside()
-        )
+        inside = self.root.inside()
+        names = [name for name in inside if f"{REPLACED}{name}" not in inside]
+        return sorted(step for step in map(number_of, names) if step is not None and self._is(step))
+
+    def _is(self, step: int) -> bool:
+        return MANIFEST in self.folder(step).inside()
+
+    def replaced(self) -> dict[int, str]:
+        found = {}
+        for name in self.root.inside():
+            step = number_of(name.removeprefix(REPLACED)) if name.startswith(REPLACED) else None
+            if step is not None and self._is(step):
+                found[step] = (self.root / name).read_bytes().decode(errors="replace")
+        return found
+
+    def half_removed(self) -> list[str]:
+        """None: what has no manifest may be about to have one."""
+        return []
 
     def has(self, step: int) -> bool:
         self.fs.invalidate_cache()
@@ -166,7 +187,7 @@ class RemoteStore:
             if MANIFEST not in inside:
                 found.append(name)
             else:
-                used = self._used(name)
+                used = self.used(name)
                 found += [
                     f"{name}/{each}"
                     for each, is_folder in inside.items()
@@ -189,7 +210,7 @@ class RemoteStore:
             if begin + name in there
         }
 
-    def _used(self, name: str) -> set[str] | None:
+    def used(self, name: str) -> set[str] | None:
         """First parts of the names that a step's manifest has; ``None``: it tells nothing."""
         try:
             content = json.loads((self.root / name / MANIFEST).read_bytes())
@@ -212,16 +233,34 @@ class RemoteStore:
     def attempt(self, step: int, token: str) -> RemoteAttempt:
         return RemoteAttempt(self, step, token)
 
+    def replace(self, why: Mapping[int, str]) -> None:
+        for step, text in why.items():
+            self.fs.pipe_file(self._mark(step).path, text.encode())
+
+    def reinstate(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            self.fs.invalidate_cache()
+            if self._mark(step).is_file():
+                self.fs.rm_file(self._mark(step).path)
+
+    def _mark(self, step: int) -> RemotePath:
+        return self.root / f"{REPLACED}{step_name(step)}"
+
     def remove_steps(self, doomed: list[int]) -> None:
-        for step in doomed:
-            self.fs.rm_file((self.folder(step) / MANIFEST).path)
-        self.remove_unfinished([step_name(step) for step in doomed])
+        with Failures() as failures:
+            for step in doomed:
+                with failures.noted():
+                    self.fs.rm_file((self.folder(step) / MANIFEST).path)
+                    self.remove_unfinished([step_name(step)])
+                    self.reinstate([step])
 
     def remove_unfinished(self, names: list[str]) -> None:
-        for name in names:
-            self.fs.invalidate_cache()
-            with suppress(FileNotFoundError):  # the manifest was all
-                self.fs.rm((self.root / name).path, recursive=True)
+        with Failures() as failures:
+            for name in names:
+                with failures.noted():
+                    self.fs.invalidate_cache()
+                    with suppress(FileNotFoundError):  # the manifest was all
+                        self.fs.rm((self.root / name).path, recursive=True)
 
 
 class RemoteAttempt:
@@ -229,6 +268,7 @@ class RemoteAttempt:
 
     def __init__(self, store: RemoteStore, step: int, token: str) -> None:
         self._fs = store.fs
+        self._store, self._step = store, step
         self._decided = False  # whether the manifest may be there
         self._manifest = store.folder(step) / MANIFEST
         self._own = store.folder(step) / token
@@ -251,6 +291,12 @@ class RemoteAttempt:
         """The index, and the manifest in one piece."""
         fs = self._fs
         fs.pipe_file((self._own / INDEX).path, index)
+        before: list[str] = []
+        if self._store.has(self._step):  # replaced: its mark goes when it is no step any more
+            name = step_name(self._step)
+            before = [f"{name}/{each}" for each in self._store.used(name) or () if each]
+            fs.rm_file(self._manifest.path)
+        self._store.reinstate([self._step])
         self._decided = True
         try:
             fs.pipe_file(self._manifest.path, manifest)
@@ -259,6 +305,8 @@ class RemoteAttempt:
             with suppress(Exception):
                 fs.rm_file(self._manifest.path)
             raise
+        with suppress(Exception):  # `unfinished` has them
+            self._store.remove_unfinished(before)
 
     def clear(self, rank: int) -> None:
         """Each rank its own files."""

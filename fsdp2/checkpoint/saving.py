@@ -5,7 +5,7 @@
 3. all           tell rank 0 what they have written, or why not                    one exchange
 4. rank 0        .metadata, manifest.json                     written, synced; the folder synced
 5. rank 0        rename         .saving-step-N-TOKEN -> step-N; FOLDER synced: now the step exists
-6. rank 0        older steps    removed, where `keep` says so; and tells all
+6. rank 0        older steps    removed, where `keep` says so (`retention`); and tells all
 
 On a store (`remote`) files are put under a name of the try's own in 2, and the manifest at last in
 the place of 5.
@@ -28,11 +28,12 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -46,6 +47,7 @@ from fsdp2.checkpoint.folder import (
     store_of,
 )
 from fsdp2.checkpoint.items import index_of, write_items
+from fsdp2.checkpoint.retention import Keep, Origins, Pruner, Stay, branch, left_behind
 from fsdp2.checkpoint.snapshot import Nested, named_parameters
 from fsdp2.checkpoint.staging import Copy, HostMemory, State, plain, watch_loads, watch_optimizers
 from fsdp2.checkpoint.state import (
@@ -55,6 +57,7 @@ from fsdp2.checkpoint.state import (
     States,
     as_list,
     as_module,
+    first_of,
     state_of,
 )
 from fsdp2.checkpoint.stores import INDEX, AnyPath, Attempt, PathLike, Store
@@ -65,7 +68,7 @@ from fsdp2.core.device.collectives import LostRankError, SideChannel, rank_and_s
 
 LOG = logging.getLogger("fsdp2.checkpoint")
 
-Facts = tuple[str, int, int | None, tuple[object, ...]]
+Facts = tuple[str, int, Keep | None, tuple[object, ...]]
 """What ranks must agree on: folder, step, keep, DTensors in ``extra``."""
 
 Layout = list[tuple[str, object]]
@@ -79,7 +82,8 @@ def save(
     *,
     step: int,
     extra: Value = None,
-    keep: int | None = None,
+    keep: int | Keep | None = None,
+    metric: float | None = None,
     rng: bool = False,
     buffers: bool = False,
     rank_extra: Value = None,
@@ -106,7 +110,11 @@ def save(
             back as they were. Rank 0's is saved, and of DTensors, which come back whole, every
             rank's part.
         keep: how many complete steps stay at most; older ones are removed when this one is
-            complete. Default ``None``: all stay.
+            complete: first what a branch has replaced, of a link the link alone. A `Keep` lets the
+            best ones stay, too. What cannot be removed is a warning, and is tried again by the next
+            save. Default ``None``: all stay.
+        metric: of this step, as ``Keep(best=…)`` and `best_step` compare it; rank 0's is saved.
+            Default ``None``: it is never one of the best.
         rng: whether the states of this rank's random number generators are saved: the CPU's, and
             the current accelerator's. Default ``False``.
         buffers: whether buffers that are not persistent are saved, too. Default ``False``.
@@ -128,7 +136,8 @@ def save(
 
         fsdp2.checkpoint.save("run", model, optimizer, step=100, extra={"lr": 0.1}, keep=3)
     """
-    job = _Job(folder, step, keep, f"save('{folder}', step={step})", beside=False)
+    what, stay = f"save('{folder}', step={step})", Stay(first_of(model), keep, metric)
+    job = _Job(folder, step, stay, what, beside=False)
     job.take(
         lambda: Asked(
             as_module(model),
@@ -151,7 +160,8 @@ def async_save(
     *,
     step: int,
     extra: Value = None,
-    keep: int | None = None,
+    keep: int | Keep | None = None,
+    metric: float | None = None,
     rng: bool = False,
     buffers: bool = False,
     rank_extra: Value = None,
@@ -183,6 +193,7 @@ def async_save(
         step: as of `save`.
         extra: as of `save`.
         keep: as of `save`.
+        metric: as of `save`.
         rng: as of `save`.
         buffers: as of `save`.
         rank_extra: as of `save`.
@@ -201,7 +212,8 @@ def async_save(
         train_on()
         saving.result()
     """
-    job = _Job(folder, step, keep, f"async_save('{folder}', step={step})", beside=True)
+    what, stay = f"async_save('{folder}', step={step})", Stay(first_of(model), keep, metric)
+    job = _Job(folder, step, stay, what, beside=True)
     job.take(
         lambda: Asked(
             as_module(model),
@@ -360,6 +372,8 @@ class _Process:
     def __init__(self) -> None:
         self.tokens: list[str] = []
         self.latest: list[Saving] = []
+        self.origins = Origins()
+        self.pruner = Pruner()
         self._memories = [HostMemory(), HostMemory()]
         self._plans: list[tuple[Layout, object, _Plan]] = []
 
@@ -422,6 +436,11 @@ _PLANS = 3
 _process = _Process()
 
 
+def note_load(model: nn.Module, store: Store, step: int) -> None:
+    """The next save of this model goes on from a step: what is newer there is replaced then."""
+    _process.origins.loaded(model, store, step)
+
+
 def end_saves() -> None:
     """Wait for saves under way; what they have failed with is raised by the next save, not here."""
     _process.finish()
@@ -477,14 +496,12 @@ class _Job:
     Args:
         folder: of steps, on a disk or on a store.
         step: the number of the step.
-        keep: how many complete steps stay.
+        stay: which complete steps stay.
         what: the function that is called, for sentences.
         beside: whether it goes on beside training.
     """
 
-    def __init__(
-        self, folder: PathLike, step: int, keep: int | None, what: str, beside: bool
-    ) -> None:
+    def __init__(self, folder: PathLike, step: int, stay: Stay, what: str, beside: bool) -> None:
         self._channel = side_channel()
         _process.wait(_OVERLAPS if beside else 0, what, self._channel)
         self._beside = beside
@@ -494,7 +511,7 @@ class _Job:
         self._folder = folder
         self._store: Store
         self._step = step
-        self._keep = keep
+        self._stay = stay
         self._what = what
         self._taken: Outcome[None] = Outcome()
         self._cause: Exception | None = None
@@ -520,7 +537,8 @@ class _Job:
         self._taken, self._cause = attempt(self._what, lambda: self._take(asked()))
 
     def _take(self, asked: Asked) -> None:
-        _check(self._step, self._keep)
+        _check(self._step)
+        self._stay.check()
         self._store = store_of(self._folder)
         extra, own = _packed("extra", asked.extra), _packed("rank_extra", asked.rank_extra)
         self._content, self._shared = extra.content, tuple(extra.shared)
@@ -597,6 +615,7 @@ class _Job:
                     own, cause = attempt(self._what, self._attempt)
                 answer = agree(self._what, self._channel, own, cause, self._decide)
                 if answer.is_done:
+                    _process.origins.saved(self._stay.model, self._store, self._step)
                     if answer.before is not None:
                         error = CheckpointError(answer.before)
                         self._end.before = self._untold or _Failure(error)
@@ -619,7 +638,7 @@ class _Job:
 
     def _attempt(self) -> _Written:
         """Write this rank's file, or say that there is no plan."""
-        facts = (str(self._store), self._step, self._keep, self._shared)
+        facts = (str(self._store), self._step, self._stay.keep, self._shared)
         self._begin()
         tried = self._tried
         if self._local or self._plan is None or tried is None:
@@ -636,7 +655,7 @@ class _Job:
     def _begin(self) -> None:
         """See that the step may be written; rank 0 holds the folder, and clears it of old tries."""
         store, step = self._store, self._step
-        if store.has(step):
+        if store.has(step) and step not in {*left_behind(store, self._origin()), *store.replaced()}:
             raise CheckpointError(
                 f"'{store}' has step {step} already; save another, or call "
                 f"fsdp2.checkpoint.remove(folder, {step}) before"
@@ -662,7 +681,7 @@ class _Job:
         if told[0].token is None or any(written.token != told[0].token for written in told):
             return [_Answer()] * len(told)
         self._commit(told)
-        self._prune()
+        _process.pruner.prune(self._store, self._step, self._stay.keep)
         before = next((written.before for written in told if written.before is not None), None)
         return [_Answer(is_done=True, before=before)] * len(told)
 
@@ -694,14 +713,19 @@ class _Job:
             extra=self._content,
             has_optimizer=self._has_optimizer,
             torch=torch.__version__,
+            metric=self._stay.metric,
         )
-        tried.commit(index, manifest.encoded())
+        replaced = branch(self._store, self._step, self._origin())
+        try:
+            tried.commit(index, manifest.encoded())
+        except BaseException:
+            with suppress(Exception):  # of each store's own classes
+                self._store.reinstate(replaced)
+            raise
 
-    def _prune(self) -> None:
-        """Remove older steps; never the newest, and never the one that was just saved."""
-        if self._keep is not None:
-            older = self._store.steps()[: -self._keep]
-            self._store.remove_steps([step for step in older if step != self._step])
+    def _origin(self) -> int | None:
+        """Asked behind the save before, as that may be the first of the branch."""
+        return _process.origins.of(self._stay.model, self._store)
 
 
 def _copied(state: State, beside: State) -> Copy:
@@ -735,13 +759,11 @@ def _is_of_a_value(item: WriteItem, paths: Mapping[str, tuple[Any, ...]]) -> boo
     return len(path) > inside.get(path[0], len(path))
 
 
-def _check(step: int, keep: int | None) -> None:
+def _check(step: int) -> None:
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise CheckpointError(
             f"save(step=…) takes a whole number that is not negative, not {step!r}"
         )
-    if keep is not None and (not isinstance(keep, int) or keep < 1):
-        raise CheckpointError(f"save(keep=…) takes a number of steps from 1, or None, not {keep!r}")
 
 
 def _packed(argument: str, value: Value) -> Packed:

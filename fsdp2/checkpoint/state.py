@@ -109,6 +109,11 @@ def as_module(model: Models) -> nn.Module:
     return nn.ModuleDict(model)
 
 
+def first_of(model: Models) -> nn.Module:
+    """Which of several models stands for all, where it is asked from which step they go on."""
+    return next(iter(model.values()), nn.Module()) if isinstance(model, Mapping) else model
+
+
 def as_list(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
     """Optimizers in their order; none for ``None``.
 

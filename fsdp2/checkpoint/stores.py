@@ -5,6 +5,7 @@ FOLDER/step-00000100/.metadata       DCP's index
 FOLDER/step-00000100/__0_0.distcp    what rank 0 wrote
 FOLDER/.saving-step-00000200-TOKEN/  half-written: never read, removed on request
 FOLDER/.removing-step-00000050/      half-removed: the same
+FOLDER/.replaced-step-00000300       why step 300 is not loaded of itself: see `retention`
 FOLDER/.owner                        who saves into FOLDER just now
 
 `remote` has the other store, which knows neither renames nor syncs.
@@ -27,6 +28,7 @@ MANIFEST = "manifest.json"
 OWNER = ".owner"
 INDEX = ".metadata"
 STEP = "step-"
+REPLACED = ".replaced-"
 _SAVING, _REMOVING = ".saving-", ".removing-"
 
 PathLike = str | os.PathLike[str]
@@ -79,7 +81,7 @@ class Attempt(Protocol):
         """A new file, which is durable when it is closed."""
 
     def commit(self, index: bytes, manifest: bytes) -> None:
-        """Let the step be there: all of it is durable when this returns."""
+        """Let the step be there, in the place of one that is replaced; durable on return."""
 
     def clear(self, rank: int) -> None:
         """Remove what ``rank`` has left of it, as far as that works; nobody commits it."""
@@ -92,10 +94,22 @@ class Store(Protocol):
     """A folder of steps; ``str`` of it is its name in messages."""
 
     def steps(self) -> list[int]:
-        """The complete steps, oldest first; none where there is no folder."""
+        """The complete steps that no branch has replaced, oldest first; none without a folder."""
 
     def has(self, step: int) -> bool:
-        """Whether a step is complete."""
+        """Whether a step is complete, replaced or not."""
+
+    def replaced(self) -> dict[int, str]:
+        """The complete steps that a branch has replaced, and the words that it left for each."""
+
+    def replace(self, why: Mapping[int, str]) -> None:
+        """Let steps be replaced, durably; they stay, and `steps` does not have them."""
+
+    def reinstate(self, steps: Iterable[int]) -> None:
+        """Take `replace` back."""
+
+    def half_removed(self) -> list[str]:
+        """Names of what removals have left here, where it is told from what is being written."""
 
     def unfinished(self) -> list[str]:
         """Names of what is half-done."""
@@ -127,7 +141,11 @@ class Store(Protocol):
         """A step to write; all ranks pass the same token, which no other try has."""
 
     def remove_steps(self, doomed: list[int]) -> None:
-        """Remove complete steps: each is gone at once, and then its files."""
+        """Remove complete steps: each is gone at once, and then its files.
+
+        Of a link the link goes, and what is behind it stays. One that cannot be removed keeps none
+        of the others; what it failed with is raised at the end.
+        """
 
     def remove_unfinished(self, names: list[str]) -> None:
         """Remove what `unfinished` has named."""
@@ -173,6 +191,35 @@ def saving_folder(folder: Path, step: int, token: str = "") -> Path:
     return folder / f"{_SAVING}{step_name(step)}{token and '-'}{token}"
 
 
+def number_of(name: str) -> int | None:
+    """The step whose folder has this very name; ``None``: no step's has."""
+    digits = name.removeprefix(STEP)
+    number = int(digits) if digits.isascii() and digits.isdecimal() else None
+    return number if number is not None and step_name(number) == name else None
+
+
+class Failures:
+    """Goes on behind a failure, and raises the first one at the end."""
+
+    def __init__(self) -> None:
+        self._first: Exception | None = None
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Go on behind whatever is raised inside: of a store, of each store's own classes."""
+        try:
+            yield
+        except Exception as error:
+            self._first = self._first or error
+
+    def __enter__(self) -> Failures:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None and self._first is not None:
+            raise self._first
+
+
 class DiskStore:
     """A folder on a disk: files are synced, and one rename makes a step."""
 
@@ -183,15 +230,37 @@ class DiskStore:
         return str(self.root)
 
     def steps(self) -> list[int]:
-        found = []
-        for path in self.root.glob(f"{STEP}*") if self.root.is_dir() else ():
-            number = path.name.removeprefix(STEP)
-            if number.isdecimal() and (path / MANIFEST).is_file():
-                found.append(int(number))
-        return sorted(found)
+        if not self.root.is_dir():
+            return []
+        names = {path.name for path in self.root.iterdir()}
+        found = (number_of(name) for name in names if f"{REPLACED}{name}" not in names)
+        return sorted(step for step in found if step is not None and self.has(step))
 
     def has(self, step: int) -> bool:
-        return step in self.steps()
+        return (self.folder(step) / MANIFEST).is_file()
+
+    def replaced(self) -> dict[int, str]:
+        found = {}
+        for path in sorted(self.root.glob(f"{REPLACED}{STEP}*")):
+            step = number_of(path.name.removeprefix(REPLACED))
+            if step is not None and self.has(step):
+                found[step] = path.read_bytes().decode(errors="replace")
+        return found
+
+    def replace(self, why: Mapping[int, str]) -> None:
+        if why:
+            files.write_durably({self._mark(step): text.encode() for step, text in why.items()})
+            files.DISK.sync_folder(self.root)
+
+    def reinstate(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            files.discard(self._mark(step))
+
+    def half_removed(self) -> list[str]:
+        return sorted(path.name for path in self.root.glob(f"{_REMOVING}*"))
+
+    def _mark(self, step: int) -> Path:
+        return self.root / f"{REPLACED}{step_name(step)}"
 
     def unfinished(self) -> list[str]:
         root = self.root
@@ -227,33 +296,45 @@ class DiskStore:
             yield
 
     def sweep(self, step: int, own: tuple[str, ...]) -> None:
-        name, headless = saving_folder(self.root, step).name, self.folder(step)
+        name = saving_folder(self.root, step).name
         kin = [p for p in self.root.iterdir() if p.name == name or p.name.startswith(f"{name}-")]
-        for left in [*kin, headless] if headless.exists() else kin:
+        for left in kin if self.has(step) else [*kin, self.folder(step)]:
             if not left.name.endswith(own):
-                files.remove_tree(left)
+                files.discard(left)
 
     def attempt(self, step: int, token: str) -> DiskAttempt:
         return DiskAttempt(self, step, token)
 
     def remove_steps(self, doomed: list[int]) -> None:
-        moved = []
-        for step in doomed:
-            path = self.folder(step)
-            other = self.root / f"{_REMOVING}{path.name}"
-            if other.exists():
-                files.remove_tree(other)
-            files.DISK.rename(path, other)
-            moved.append(other)
-        if moved:
-            # Before a file goes: a step whose old name comes back after a crash must have all.
-            files.DISK.sync_folder(self.root)
-        for other in moved:
-            files.remove_tree(other)
+        moved = {}
+        with Failures() as failures:
+            for step in doomed:
+                with failures.noted():
+                    moved[step] = self.move_away(step)
+            if moved:
+                # Before a file goes: a step whose old name comes back after a crash must have all.
+                files.DISK.sync_folder(self.root)
+            for step, other in moved.items():
+                with failures.noted():
+                    files.remove_tree(other)
+                    self.reinstate([step])
+
+    def move_away(self, step: int) -> Path:
+        """Let a step be half-removed, under a name that nothing else has; not durable yet."""
+        path = self.folder(step)
+        names, number = {each.name for each in self.root.iterdir()}, 0
+        other = f"{_REMOVING}{path.name}"
+        while other in names:  # what another removal has left
+            number += 1
+            other = f"{_REMOVING}{path.name}-{number}"
+        files.DISK.rename(path, self.root / other)
+        return self.root / other
 
     def remove_unfinished(self, names: list[str]) -> None:
-        for name in names:
-            files.remove_tree(self.root / name)
+        with Failures() as failures:
+            for name in names:
+                with failures.noted():
+                    files.remove_tree(self.root / name)
 
 
 class DiskAttempt:
@@ -262,6 +343,7 @@ class DiskAttempt:
     folder = ""
 
     def __init__(self, store: DiskStore, step: int, token: str) -> None:
+        self._store, self._step = store, step
         self._root = store.root
         self._saving = saving_folder(store.root, step, token)
         self._disk = files.DurableFiles()
@@ -275,11 +357,33 @@ class DiskAttempt:
         return self._disk.create(self._saving / name)
 
     def commit(self, index: bytes, manifest: bytes) -> None:
-        """The index, the manifest, and the one rename."""
+        """The index, the manifest, and the one rename; taken back if it cannot be durable."""
         files.write_durably({self._saving / INDEX: index, self._saving / MANIFEST: manifest})
         files.DISK.sync_folder(self._saving)
-        files.DISK.rename(self._saving, self._root / self.path.name)
-        files.DISK.sync_folder(self._root)
+        before = self._displaced()
+        place = self._root / self.path.name
+        files.DISK.rename(self._saving, place)
+        try:
+            files.DISK.sync_folder(self._root)
+        except BaseException:
+            with suppress(OSError):  # else `save` would say that it failed, and the step be there
+                files.DISK.rename(place, self._saving)
+            raise
+        if before is not None:
+            with suppress(OSError):  # `half_removed` has it
+                files.remove_tree(before)
+
+    def _displaced(self) -> Path | None:
+        """Move a replaced step of this number away, and then take its mark, durably in this order.
+
+        Else a crash between the two could leave the old step there as if nothing had replaced it.
+        """
+        before = None
+        if os.path.lexists(self._store.folder(self._step)):
+            before = self._store.move_away(self._step)
+            files.DISK.sync_folder(self._root)
+        self._store.reinstate([self._step])
+        return before
 
     def clear(self, rank: int) -> None:
         """Each rank its own files, and rank 0 all: ranks clear at their own pace."""

@@ -1,4 +1,4 @@
-"""What a user may choose, as frozen values, and the exceptions that fsdp2 raises.
+"""What a user may choose, as frozen values, and the exceptions that fsdp2 raises (decision 11).
 
     MixedPrecisionPolicy ──┐
     OffloadPolicy ─────────┼──> fully_shard ──> every group keeps frozen GroupOptions;
@@ -77,8 +77,9 @@ class MixedPrecisionPolicy:
             backward. ``None`` (default) keeps each parameter's own dtype.
         reduce_dtype: dtype of the gradient reduction. ``None`` (default) reduces in the sharded
             parameter's own dtype, as torch does since 2.15: fp32 for fp32 parameters that compute
-            in bf16. Pass ``reduce_dtype=param_dtype`` for what torch did before: half the bytes,
-            sums of fewer bits. Without gradient sync, gradients accumulate in this dtype.
+            in bf16 (decision 5). Pass ``reduce_dtype=param_dtype`` for what torch did before: half
+            the bytes, sums of fewer bits. Without gradient sync, gradients accumulate in this
+            dtype.
         output_dtype: dtype that floating-point outputs of the unit's forward are cast to.
             ``None`` (default) leaves them alone.
         cast_forward_inputs: whether floating-point inputs of the unit's forward are cast to

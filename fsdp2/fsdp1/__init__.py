@@ -5,6 +5,7 @@ config        strategies, prefetch, mixed precision, offload
 meshes        process groups, meshes and devices: which ranks a wrapper shards over
 construction  what a constructor does before it shards
 comm_hooks    hooks that reduce gradients, and how units call them
+flat_parameter  what clients read and write of torch's flat parameter
 grad_scaler   `ShardedGradScaler`
 operators     loops and optimizers that do with parameters what DTensor has no rule for
 state_dicts   what ``state_dict()`` holds: full or sharded tensors

@@ -11,7 +11,8 @@
 
 torch's FSDP1 gives users plain tensors of the rows that a rank has; every operator takes them, with
 a result that differs from rank to rank. Here the result is the unsharded model's, on every rank, so
-that every rank must compute it. Whether rows can be shared out evenly decides nothing.
+that every rank must compute it. Whether rows can be shared out evenly decides nothing
+(decision 26).
 
 DTensor asks its dispatcher for a rule where it knows none; that is where this steps in. It is bound
 while there are wrappers, and leaves DTensors of other meshes as they are. A plain tensor beside a

@@ -53,6 +53,7 @@ from fsdp2.fsdp1.construction import (
     order_of,
     synchronise,
 )
+from fsdp2.fsdp1.flat_parameter import FlatParameter
 from fsdp2.fsdp1.meshes import device_of, mesh_of
 from fsdp2.fsdp1.operators import compute_beyond_rules
 from fsdp2.fsdp1.state_dicts import (
@@ -67,7 +68,7 @@ from fsdp2.module import FSDPModule
 from fsdp2.norms import clip_grad_norm_
 from fsdp2.sharded_class import sharded_class
 from fsdp2.wrap import any_wrap_policy, chosen_modules
-from fsdp2.wrap.around import INSIDE, Around, flags_put_back
+from fsdp2.wrap.around import Around, flags_put_back
 from fsdp2.wrap.choices import Policy
 
 ProcessGroups = ProcessGroup | tuple[ProcessGroup, ProcessGroup]
@@ -185,7 +186,7 @@ class FullyShardedDataParallel(Around, TorchWrapperIdentity):
         self.cpu_offload = CPUOffload(settings.offload is not None)
         self.process_group = mesh.get_group(mesh.ndim - 1)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
-        self.add_module(INSIDE, module)
+        self._hold(module)
         compute_beyond_rules(self, mesh)
         clean_states(self)
         use_full_state_dicts(self._record)
@@ -221,14 +222,24 @@ class FullyShardedDataParallel(Around, TorchWrapperIdentity):
 
     @property
     def _record(self) -> UnitRecord:
-        return require_record(self._inside)
+        return require_record(self._wrapped)
 
     @property
     def _unit_module(self) -> FSDPModule:
         """The wrapped module, which has the methods of its unit."""
-        found: Any = self._inside
+        found: Any = self._wrapped
         assert isinstance(found, FSDPModule)
         return found
+
+    @property
+    def _has_params(self) -> bool:
+        return bool(self._record.unit.own_groups)
+
+    @property
+    def _flat_param(self) -> FlatParameter | None:
+        return FlatParameter(self._wrapped) if self._has_params else None
+
+    _handle = _flat_param
 
     def check_is_root(self) -> bool:
         """Whether no other wrapper was made around this one."""
@@ -258,7 +269,7 @@ class FullyShardedDataParallel(Around, TorchWrapperIdentity):
         Returns:
             The wrapper.
         """
-        with gathered(self._inside, recurse=False):
+        with gathered(self._wrapped, recurse=False):
             nn.Module.apply(self, fn)
         return self
 
@@ -281,7 +292,7 @@ class FullyShardedDataParallel(Around, TorchWrapperIdentity):
             offload_to_cpu: whether whole parameters are in CPU memory. Default ``False``.
             with_grads: whether gradients are whole, too. Default ``False``.
         """
-        inside: Any = module._modules[INSIDE] if is_wrapper(module) and not recurse else module
+        inside: Any = module._wrapped if is_wrapper(module) and not recurse else module
         return gathered(
             inside,
             recurse=recurse,

@@ -122,8 +122,8 @@ def require_idle(subjects: Iterable[Subject], function: str) -> None:
         scheduler = None if record is None else record.scheduler
         if scheduler is None:
             continue
-        in_backward = scheduler.in_backward or torch._C._current_graph_task_id() != -1
-        if in_backward or scheduler.forward_root is not None:
+        in_backward = scheduler.iteration.in_backward or torch._C._current_graph_task_id() != -1
+        if in_backward or scheduler.is_running:
             during = "backward" if in_backward else "forward"
             raise ShardingStateError(
                 f"{function}() was called during {during} of '{unit.title}'; call it after its "

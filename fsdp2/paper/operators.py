@@ -13,7 +13,7 @@ An RMS norm is one kernel on a GPU, and a formula elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,9 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from fsdp2.paper.recording import Recorder
+from fsdp2.paper.values import Values, tensors_in
 
 _aten = torch.ops.aten
 
@@ -34,6 +36,9 @@ _FACTORIES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_st
 
 _SPARSE = {"embedding", "index", "index_select", "gather", "select_backward"}
 """They read no more than they write, however large what they read from."""
+
+
+_TAKE_INDICES = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
 
 class _Known(NamedTuple):
@@ -68,11 +73,13 @@ class Operators(TorchDispatchMode):
 
     Args:
         recorder: who notes it.
+        values: those that are known; the model may ask for them.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, values: Values) -> None:
         super().__init__()
         self._recorder = recorder
+        self._values = values
         self._known: dict[object, _Known] = {}
 
     def __torch_dispatch__(
@@ -85,20 +92,44 @@ class Operators(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes again, of local tensors
         given = kwargs or {}
+        if self._recorder.phase != "optimizer":
+            args = self._on_device(func, args)
         key = _key(func, args, given)
         known = None if key is None else self._known.get(key)
-        if func._schema.name.startswith("aten::_fused_") and not func._schema.returns:
-            result = None  # a whole optimizer step in place, which meta does not know of all
+        answer = self._values.answer(func, args, given)
+        if answer is not None:
+            result = answer[0]
+        elif known is not None:
+            result = known.make()
         else:
-            result = func(*args, **given) if known is None else known.make()
-        results = _tensors(result)
+            result = _run(func, args, given)
+        results = tensors_in(result)
         if results and not results[0].is_meta:
             return result
-        inputs = _tensors((args, given.values()))
+        inputs = tensors_in((args, given.values()))
         if not results and not any(tensor.is_meta for tensor in inputs):
             return result
         self._note(func, args, given, result, inputs, results, key, known)
+        if answer is None:
+            self._values.follow(func, args, given, result)
         return result
+
+    def _on_device(self, func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Tensors in CPU memory among those on ``meta``, where the device planned for takes them.
+
+        A CPU has no other memory; a GPU takes indices from there.
+        """
+        if self._recorder.recording.asynchronous and func._schema.name not in _TAKE_INDICES:
+            return args
+        tensors = tensors_in(args)
+        if len({each.is_meta for each in tensors if each.dim()}) < 2:
+            return args
+        if func._schema.name == "aten::copy_":
+            return args
+        moved: tuple[Any, ...] = tree_map_only(
+            torch.Tensor, lambda each: each if each.is_meta else self._values.put(each), args
+        )
+        return moved
 
     def _note(
         self,
@@ -144,6 +175,33 @@ class Operators(TorchDispatchMode):
             self._known[key] = _Known(shapes, kind, flops, nbytes)
 
 
+def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """On ``meta``, which does not know of some operators, or knows one dtype alone."""
+    if func._schema.name.startswith("aten::_fused_") and not func._schema.returns:
+        return None  # a whole optimizer step in place
+    if func is _aten._grouped_mm.default:
+        return _grouped_product(*args, **kwargs)
+    return func(*args, **kwargs)
+
+
+def _grouped_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Products by expert, in all dtypes: torch's own on ``meta`` are in bf16.
+
+    Of two matrices it is a product for each expert, whose rows of the inner dim ``offs`` ends;
+    else the dim that both have is that of experts, or the tokens of all are in one dim.
+    """
+    experts = () if offs is None or a.dim() != b.dim() else (len(offs),)
+    if a.dim() == b.dim() == 3:
+        experts = (a.shape[0],)
+    return a.new_empty((*experts, a.shape[-2], b.shape[-1]), dtype=out_dtype or a.dtype)
+
+
 def _key(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
     """What results depend on; ``None`` where nothing is to be remembered."""
     if func._schema.is_mutable or func.is_view:
@@ -178,33 +236,23 @@ _PLAIN = (
 )
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    """The tensors among values, and in lists of them."""
-    if isinstance(values, torch.Tensor):
-        return [values]
-    found: list[torch.Tensor] = []
-    if isinstance(values, list | tuple | ValuesView):
-        for value in values:
-            if isinstance(value, torch.Tensor):
-                found.append(value)
-            elif isinstance(value, list | tuple | ValuesView):
-                found += _tensors(value)
-    return found
-
-
 def _size(tensor: torch.Tensor) -> int:
     return min(int(tensor.nbytes), int(tensor.untyped_storage().nbytes()))
 
 
 def _mutated(args: tuple[Any, ...]) -> int:
     """Of operators that return nothing: what the first argument holds, which they write."""
-    return sum(map(_size, _tensors(args[0]))) if args else 0
+    return sum(map(_size, tensors_in(args[0]))) if args else 0
 
 
 def _flops(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
     name = func._schema.name
     if "dot_product" in name and "attention" in name:
         return _attention(args, backward="backward" in name)
+    if name == "aten::_grouped_mm":
+        a, b = args[:2]  # each row of one meets the matrix of its expert
+        apart = b.shape[0] if a.dim() == b.dim() == 3 else 1
+        return 2 * apart * int(a.shape[-2] * a.shape[-1] * b.shape[-1])
     count = flop_registry.get(func._overloadpacket)
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
 

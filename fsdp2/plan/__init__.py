@@ -2,6 +2,7 @@
 
 planner    plan(…) -> Plan: results, other settings, a search for what fits
 rehearsal  the step itself, run on paper
+reasons    why a model cannot be rehearsed, in a sentence
 search     other settings: what fits, and what to change first
 timing     when each operation runs on a machine
 memory     what is allocated at each moment

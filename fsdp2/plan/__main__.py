@@ -36,10 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, RuntimeError) as error:
         print(f"fsdp2.plan: {error}", file=sys.stderr)
         return 2
+    fits = made.fits
     if args.fit:
-        found = made.fit(args.memory * 1e9 if args.memory else None)
+        found = made.fit(args.memory * 1e9 if args.memory else None, progress=_progress)
         print(found)
-        made = found.best or made
+        made, fits = found.best or made, found.best is not None
     else:
         print(made)
     if args.show:
@@ -47,7 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.trace:
         made.trace(args.trace)
         print(f"\nwrote {args.trace}")
-    return 0 if made.fits else 1
+    return 0 if fits else 1
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--keep", action="store_true", help="keep blocks gathered from forward to backward")
     add("--window", type=int, default=1, help="units gathered ahead")
     add("--precision", choices=["bf16", "fp32"], default="bf16")
+    add("--clip", type=float, help="the largest norm of gradients (default: they are not clipped)")
     add("--offload", action="store_true", help="shards and optimizer in CPU memory")
     add("--fit", action="store_true", help="search for the fastest settings that fit")
     add("--memory", type=float, help="GB of a rank, of --fit (default: the device's)")
@@ -103,6 +109,7 @@ def _of_preset(args: argparse.Namespace) -> Plan:
         window=args.window,
         precision=mixed if args.precision == "bf16" else None,
         offload=args.offload,
+        clip=args.clip,
     )
 
 

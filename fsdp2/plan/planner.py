@@ -251,7 +251,11 @@ class Plan:
         return Plan(self._subject, settings, hardware, rehearsal)
 
     def fit(
-        self, memory: float | None = None, limit: int = 30, low_precision: bool = False
+        self,
+        memory: float | None = None,
+        limit: int = 30,
+        low_precision: bool = False,
+        progress: Callable[[str], object] | None = None,
     ) -> Fit[Plan]:
         """Search for the fastest settings that fit.
 
@@ -264,6 +268,10 @@ class Plan:
             memory: bytes of a rank; default: `room`.
             limit: rehearsals at most.
             low_precision: whether gradients may be reduced in bf16, where precision is mixed.
+            progress: called with a line for each rehearsal, such as ``print``. Default: nobody.
+
+        Returns:
+            What was tried; printed, a table, the best and the code that trains so.
 
         Raises:
             ValueError: the user's own calls of `fully_shard` were planned, which cannot be varied.
@@ -274,7 +282,7 @@ class Plan:
                 "pass units=… in its place"
             )
         room = self.room if memory is None else int(memory)
-        return search(self, room, limit, low_precision)
+        return search(self, room, limit, low_precision, progress)
 
     # ---- as a picture and in print
 

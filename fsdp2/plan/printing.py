@@ -150,7 +150,24 @@ def render_fit(fitting: Sequence[Planned], tried: Sequence[Planned], room: int) 
     lines = _table(header, rows)
     if not fitting:
         return "\n".join([*lines, "", f"nothing that was tried fits {amount(room)}"])
-    return "\n".join([*lines, "", fitting[0].verdict, "", fitting[0].code()])
+    best = fitting[0]
+    lines += ["", f"of {amount(room)} that were allowed, {amount(best.memory.peak.rounded)} at "]
+    lines[-1] += f"{best.memory.peak.where}: {told(best.settings)}; {best.time.step:.3g} s a step, "
+    lines[-1] += f"{best.tokens_per_second:,.0f} tokens/s"
+    return "\n".join([*lines, "", best.code()])
+
+
+def told(settings: Settings) -> str:
+    """Settings in a line, those that `Plan.fit` changes."""
+    parts = [
+        f"mesh {' x '.join(map(str, settings.mesh))}",
+        f"batch {settings.batch}",
+        f"accumulate {settings.accumulate}",
+        f"reshard_after_forward {settings.reshard_after_forward}",
+        f"checkpointing {settings.checkpointing}",
+    ]
+    others = _others(settings)
+    return ", ".join(parts if others == "-" else [*parts, others])
 
 
 def _others(settings: Settings) -> str:
@@ -179,7 +196,7 @@ def code(settings: Settings, hardware: Hardware, policy: str) -> str:
         lines += ["import torch"]
     lines += [
         "from torch.distributed.device_mesh import init_device_mesh",
-        "from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard",
+        f"from fsdp2 import {', '.join(_used(settings))}",
         "from fsdp2.wrap import chosen_modules",
         "",
         f'mesh = init_device_mesh("{hardware.device}", {settings.mesh}, mesh_dim_names={names})',
@@ -211,14 +228,40 @@ def code(settings: Settings, hardware: Hardware, policy: str) -> str:
         lines.append(f"model.set_prefetch_window({settings.window})")
     if not settings.reshard_after_backward:
         lines.append("model.set_reshard_after_backward(False)")
-    if settings.accumulate > 1:
-        calls = "model.set_is_last_backward(is_last)"
+    return "\n".join([*lines, "", *_step(settings)])
+
+
+def _used(settings: Settings) -> list[str]:
+    """What the lines take of fsdp2."""
+    wanted = {
+        "CPUOffloadPolicy": settings.offload,
+        "MixedPrecisionPolicy": settings.precision is not None,
+        "clip_grad_norm_": settings.clip is not None,
+        "fully_shard": True,
+    }
+    return [name for name, used in wanted.items() if used]
+
+
+def _step(settings: Settings) -> list[str]:
+    """A step as a function: its micro-batches, when gradients are reduced, clipping."""
+    lines = [
+        f"BATCH = {settings.batch}  # samples of a micro-batch",
+        f"ACCUMULATE = {settings.accumulate}  # micro-batches of a step",
+        "",
+        "def train_step(micro_batches, loss, optimizer):",
+    ]
+    if settings.accumulate == 1:
+        lines += ["    (batch,) = micro_batches", "    loss(model, batch).backward()"]
+    else:
+        lines += ["    for number, batch in enumerate(micro_batches):"]
+        lines += ["        is_last = number == ACCUMULATE - 1"]
         if not settings.reduce_each:
-            calls = f"model.set_requires_gradient_sync(is_last); {calls}"
-        lines.append(
-            f"# {settings.accumulate} micro-batches of {settings.batch}; before each: {calls}"
-        )
-    return "\n".join(lines)
+            lines += ["        model.set_requires_gradient_sync(is_last)"]
+        lines += ["        model.set_is_last_backward(is_last)"]
+        lines += ["        (loss(model, batch) / ACCUMULATE).backward()"]
+    if settings.clip is not None:
+        lines += [f"    clip_grad_norm_(model.parameters(), {settings.clip})"]
+    return [*lines, "    optimizer.step()", "    optimizer.zero_grad()"]
 
 
 def _ms(seconds: float) -> str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2.api import fully_shard
-from fsdp2.core.config import ShardingStateError
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.schedule.layers import put_around
@@ -31,9 +30,12 @@ from fsdp2.inspect import GroupReport, group_reports
 from fsdp2.interop import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.module import FSDPModule
 from fsdp2.norms import clip_grad_norm_
+from fsdp2.paper.devices import NamedDevices, no_autocast
 from fsdp2.paper.operators import Operators, attention_of, fused_optimizers
 from fsdp2.paper.recording import ACTIVATIONS, GRADIENTS, MODEL, Recorder, Recording
 from fsdp2.paper.stage import NotedGroup, module_of_meta, on_paper
+from fsdp2.paper.values import Following, Values
+from fsdp2.plan.reasons import explaining
 from fsdp2.wrap import Choice, ModuleWrapPolicy, chosen_modules
 from fsdp2.wrap.choices import Policy
 
@@ -149,15 +151,21 @@ def rehearse(subject: Subject, settings: Settings, device: str, backend: str) ->
         stack.enter_context(torch.random.fork_rng(devices=[]))
         mesh = _mesh(settings)
         stack.enter_context(module_of_meta())
-        with torch.device("meta"):
+        values = Values()
+        stack.enter_context(no_autocast())
+        stack.enter_context(NamedDevices())
+        with torch.device("meta"), Following(values), explaining("make_model"):
             model = subject.make_model()
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"plan() takes a model or a function that makes one, which returned "
                 f"{type(model).__name__}; let it return an nn.Module"
             )
-        with Operators(recorder):
-            return _rehearse(subject, settings, device, recorder, model, mesh)
+        values.forget(model.parameters())
+        with Following(values), explaining("make_batch"):
+            batch = _make_batch(subject, settings)
+        with Operators(recorder, values):
+            return _rehearse(subject, settings, device, recorder, model, mesh, batch)
 
 
 def _check(settings: Settings) -> None:
@@ -195,6 +203,7 @@ def _rehearse(
     recorder: Recorder,
     model: nn.Module,
     mesh: DeviceMesh,
+    batch: Batch,
 ) -> Rehearsal:
     parameters = sum(param.numel() for param in model.parameters())
     recorder.tag((*model.parameters(), *model.buffers()), MODEL)
@@ -203,12 +212,11 @@ def _rehearse(
     _check_units(subject, settings, units)
     _watch(units, recorder)
     shards = [_Rows(param) for param in model.parameters()]
-    optimizer = subject.optimizer([rows.param for rows in shards])
+    optimizer = _make_optimizer(subject, shards)
     if device != "cpu":
         for group in optimizer.param_groups:
             if group.get("foreach", 0) is None and not group.get("fused"):
                 group["foreach"] = True  # as torch chooses on an accelerator
-    batch = _make_batch(subject, settings)
     recorder.tag(tensors_in(batch), ACTIVATIONS)
     step = _Step(subject, settings, recorder, model, shards, optimizer, batch)
     step.run()
@@ -222,6 +230,16 @@ def _rehearse(
 
 
 # ---- making it
+
+
+def _make_optimizer(subject: Subject, shards: Sequence[_Rows]) -> torch.optim.Optimizer:
+    optimizer = subject.optimizer([rows.param for rows in shards])
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer=… of plan() returned {type(optimizer).__name__}; let it return one "
+            f"torch.optim.Optimizer"
+        )
+    return optimizer
 
 
 def _shard(subject: Subject, settings: Settings, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -399,14 +417,14 @@ class _Step:
             if count > 1 and isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(self.settings.reduce_each or micro == count - 1)
                 model.set_is_last_backward(micro == count - 1)
-            with recorder.during("forward"), _explaining():
+            with recorder.during("forward"), explaining("loss", model):
                 loss = self.subject.loss(model, self.batch)
                 if not loss.requires_grad:
                     raise ValueError(
                         "the loss of a plan needs no gradient, so that there is no backward; let "
                         "loss=… return what depends on parameters that are trained"
                     )
-            with recorder.during("backward"), _explaining():
+            with recorder.during("backward"), explaining("backward", model):
                 loss.backward()
             del loss
         found = [param.grad for param in model.parameters() if param.grad is not None]
@@ -421,23 +439,6 @@ class _Step:
             OptimizerSteps.count += 1  # nobody sees that it holds managed parameters
             for rows in self.shards:
                 rows.drop()
-
-
-@contextmanager
-def _explaining() -> Iterator[None]:
-    """A sentence where a model needs values."""
-    try:
-        yield
-    except (NotImplementedError, RuntimeError) as error:
-        words = str(error).lower()
-        known = "meta" in words or "data-dependent" in words
-        if isinstance(error, ShardingStateError) or not known:
-            raise
-        raise ValueError(
-            f"the model asks for values of a tensor, and a plan has shapes alone: {error}; give "
-            f"make_model a variant whose shapes do not depend on values, such as experts that "
-            f"take equally many tokens"
-        ) from error
 
 
 def default_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -465,7 +466,7 @@ def on_meta(model: nn.Module) -> nn.Module:
     """A copy of a model without its memory."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        bare = torch.empty_like(tensor, device="meta")
+        bare = tensor.detach().to("meta")
         if isinstance(tensor, nn.Parameter):
             bare = nn.Parameter(bare, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = bare

@@ -7,18 +7,23 @@ advice(plan)        ──>  the first thing to change where a plan does not fit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from fsdp2.plan.printing import Planned, render_fit
+from fsdp2.plan.printing import Planned, render_fit, told
 from fsdp2.plan.rehearsal import Settings
+from fsdp2.trace.summary import amount
 
 REFINEMENTS = 6
 """Rehearsals that are kept for what is tried with the best settings alone."""
 
+ALIKE = 0.995
+"""Of the fastest one's speed: who is that fast is as fast, and less memory counts."""
+
+Progress = Callable[[str], object]
 
 P = TypeVar("P", bound="Candidate")
 
@@ -56,13 +61,19 @@ class Fit(Generic[P]):
 
     @property
     def fitting(self) -> list[P]:
-        """Those that fit, the fastest first."""
+        """Those that fit, the fastest first; of those within 0.5 % of it, that of least memory."""
         found = [plan for plan in self.tried if _peak(plan) <= self.room]
-        return sorted(found, key=lambda plan: -plan.tokens_per_second)
+        most = max((plan.tokens_per_second for plan in found), default=0.0)
+
+        def order(plan: P) -> tuple[float, int]:
+            speed = plan.tokens_per_second
+            return (-most if speed >= ALIKE * most else -speed), _peak(plan)
+
+        return sorted(found, key=order)
 
     @property
     def best(self) -> P | None:
-        """The fastest that fits; ``None`` where none does."""
+        """The first of `fitting`; ``None`` where none fits."""
         found = self.fitting
         return found[0] if found else None
 
@@ -70,40 +81,80 @@ class Fit(Generic[P]):
         return render_fit(self.fitting, self.tried, self.room)
 
 
-def search(plan: P, room: int, limit: int, low_precision: bool) -> Fit[P]:
+def search(
+    plan: P, room: int, limit: int, low_precision: bool, progress: Progress | None = None
+) -> Fit[P]:
     """See `Plan.fit`."""
-    found: Fit[P] = Fit(room, [])
-    hopeless: set[tuple[object, ...]] = set()
+    found: _Search[P] = _Search(room, limit, progress)
     for settings in _candidates(plan):
-        key = (settings.mesh, settings.batch)
         if len(found.tried) + REFINEMENTS >= max(limit, REFINEMENTS + 1):
             break
-        if key in hopeless:
-            continue
-        made = _with(plan, settings)
-        found.tried.append(made)
-        thriftiest = settings.checkpointing is True and settings.reshard_after_forward is True
-        # Where activations are small, what is computed again may be more than what is saved.
-        if thriftiest and _peak(made) > 1.25 * room:
-            hopeless.add(key)
+        if not found.is_hopeless(settings):
+            found.run(plan, settings)
     if found.best is None:
         thrifty = min(found.tried, key=_peak)
-        _try(found, thrifty, [replace(thrifty.settings, offload=True)], limit)
+        found.run_all(thrifty, [replace(thrifty.settings, offload=True)])
     best = found.best
     if best is not None:
-        _try(found, best, _refinements(best, room), limit)
+        found.run_all(best, _refinements(best, room))
     best = found.best
     if best is not None and low_precision and best.settings.precision is not None:
         halves = replace(best.settings.precision, reduce_dtype=torch.bfloat16)
-        _try(found, best, [replace(best.settings, precision=halves)], limit)
-    return found
+        found.run_all(best, [replace(best.settings, precision=halves)])
+    return Fit(room, found.tried)
 
 
-def _try(found: Fit[P], plan: P, settings: Sequence[Settings], limit: int) -> None:
-    known = {made.settings for made in found.tried}
-    for each in settings:
-        if len(found.tried) < limit and each not in known:
-            found.tried.append(_with(plan, each))
+class _Search(Fit[P]):
+    """A search under way."""
+
+    def __init__(self, room: int, limit: int, progress: Progress | None) -> None:
+        super().__init__(room, [])
+        self._limit, self._progress = limit, progress
+
+    def run(self, plan: P, settings: Settings) -> None:
+        """Plan these settings, and tell what came of it."""
+        made = _with(plan, settings)
+        self.tried.append(made)
+        if self._progress is not None:
+            fits = "fits" if _peak(made) <= self.room else "does not fit"
+            self._progress(
+                f"{len(self.tried)} of at most {self._limit}: {told(settings)}: "
+                f"{amount(_peak(made))} {fits}, {made.tokens_per_second:,.0f} tokens/s"
+            )
+
+    def run_all(self, plan: P, settings: Sequence[Settings]) -> None:
+        """Those that were not tried, within the limit."""
+        known = {made.settings for made in self.tried}
+        for each in settings:
+            if len(self.tried) < self._limit and each not in known:
+                self.run(plan, each)
+
+    def is_hopeless(self, settings: Settings) -> bool:
+        """Whether others of this micro-batch that need less do not fit.
+
+        What is not freed after forward takes more of the same. Who recomputes less takes more too,
+        but where activations are small: there, what is computed again may be more than is saved.
+        """
+        for made in self.tried:
+            now = made.settings
+            if (now.mesh, now.batch) != (settings.mesh, settings.batch):
+                continue
+            same = now.checkpointing == settings.checkpointing
+            frees = now.reshard_after_forward is True
+            if same and frees and _peak(made) > self.room:
+                return True
+            less = _recomputed(now) > _recomputed(settings) and (
+                frees or now.reshard_after_forward == settings.reshard_after_forward
+            )
+            if less and _peak(made) > 1.25 * self.room:
+                return True
+        return False
+
+
+def _recomputed(settings: Settings) -> float:
+    """The part of units that are computed again."""
+    every = int(settings.checkpointing)
+    return 1 / every if every else 0.0
 
 
 def _refinements(best: Candidate, room: int) -> list[Settings]:

@@ -159,10 +159,10 @@ class VirtualParam(PaperParam):
         self.gathered = gathered
         self.unsharded = VirtualUnsharded(self.sharded.requires_grad)
 
-    def between(self, rows: VirtualTensor, mesh: object) -> None:
+    def make_smaller(self, rows: VirtualTensor, mesh: object) -> None:
         """There is no parameter to register."""
 
-    def follow_between(self) -> None:
+    def follow_smaller(self) -> None:
         """Nobody freezes them."""
 
     def forms(self) -> list[SimpleNamespace | VirtualUnsharded]:

@@ -23,7 +23,7 @@ from fsdp2.core.layout.layout import ROWS, Cut
 from fsdp2.core.params.param import ShardedParam
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.schedule.group import ParamGroup, Runtime
-from fsdp2.core.schedule.side_doors import make_scheduler
+from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.ties import TiedGroup, lend, users_of
 from fsdp2.core.schedule.unit import Phase, Unit
 from fsdp2.testing.parameters import PaperGradients, VirtualParam
@@ -153,7 +153,7 @@ class Simulation:
         units[0].is_root = True
         for unit in units:
             unit.prefetch_window = window
-        self.scheduler = make_scheduler(units, cast(Streams, device))
+        self.scheduler = Scheduler(units, cast(Streams, device))
 
     def _make_unit(self, node: Node, world_size: int, coalesces: bool) -> None:
         groups: list[ParamGroup] = []
@@ -227,7 +227,7 @@ class Simulation:
         """
         calls = [self.calls.pop() for _ in range(forwards)]
         pending = Counter(node for call in calls for node in call.used_nodes())
-        self.scheduler.in_backward = True
+        self.scheduler.begin_backward(object, records=False)
         for call in calls:
             self._backward(call, pending)
         self.scheduler.end_backward()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import warnings
 from pathlib import Path
 from types import TracebackType
 
@@ -29,7 +31,8 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
 
     Only this process is recorded, and nothing is communicated. Steps inside cost more, by some µs
     for each slice; steps outside cost what they cost without it. If an exception ends the ``with``,
-    what was seen is written none the less.
+    what was seen is written none the less; it goes on as it is, also where that write fails, of
+    which a warning tells.
 
     Args:
         path: the file, which is replaced. "{rank}" in it stands for this process's rank. Without
@@ -41,8 +44,10 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
             record nothing.
 
     Raises:
-        ValueError: the folder is not there, or no module is sharded.
+        ValueError: the folder is not there, the file cannot be written, or no module is sharded.
         ShardingStateError: another one is on.
+        OSError: the file could be written when the ``with`` began, and no more when it ended, such
+            as on a full disk. `timeline` is there none the less.
 
     Example::
 
@@ -85,6 +90,7 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
             raise ValueError(
                 "fsdp2.trace found no sharded module in this process; call fully_shard before it"
             )
+        _check_file(self._path)
         self._recorder = Recorder()
         self._recorder.begin()
         return self
@@ -98,18 +104,59 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             return
-        rank, size = rank_and_size()
-        device = next((group.device.type for group in all_groups()), "cpu")
-        metadata: dict[str, Value] = {
-            "title": self._title or f"rank {rank} of {size}",
-            "source": "run",
-            "clock": "host" if recorder.is_hosts else "events",
-            "rank": rank,
-            "world_size": size,
-            "device": device,
-            "torch": str(torch.__version__),
-        }
-        if error is not None:
-            metadata["incomplete"] = f"{type(error).__name__}: {error}"
-        self.timeline = recorder.end(metadata)
-        self.timeline.write(self._path)
+        try:
+            self.timeline = recorder.end()
+            self.timeline.metadata = _metadata(recorder, self._title, error)
+            self.timeline.write(self._path)
+        except Exception as failed:
+            if error is not None:
+                _warn(self._path, failed)
+            elif isinstance(failed, OSError):
+                raise OSError(
+                    f"fsdp2.trace could not write '{self._path}' when it ended: {failed}; the "
+                    f"timeline is still there: write it elsewhere with trace.timeline.write(path)"
+                ) from failed
+            else:
+                raise
+
+
+def _check_file(path: str) -> None:
+    """Raise now rather than behind the steps; what is in the file stays until then."""
+    known = os.path.lexists(path)
+    try:
+        with open(path, "ab"):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"fsdp2.trace cannot write '{path}': {error.strerror}; name a file that this process "
+            f"may write"
+        ) from error
+    if not known:
+        os.remove(path)
+
+
+def _warn(path: str, failed: Exception) -> None:
+    """Tell that there is no file, without an exception in place of the user's."""
+    with contextlib.suppress(Warning):  # a filter may make it an exception
+        warnings.warn(
+            f"fsdp2.trace wrote no '{path}' for the steps that an exception ended: {failed}",
+            stacklevel=3,
+        )
+
+
+def _metadata(
+    recorder: Recorder, title: str | None, error: BaseException | None
+) -> dict[str, Value]:
+    rank, size = rank_and_size()
+    metadata: dict[str, Value] = {
+        "title": title or f"rank {rank} of {size}",
+        "source": "run",
+        "clock": "host" if recorder.is_hosts else "events",
+        "rank": rank,
+        "world_size": size,
+        "device": next((group.device.type for group in all_groups()), "cpu"),
+        "torch": str(torch.__version__),
+    }
+    if error is not None:
+        metadata["incomplete"] = f"{type(error).__name__}: {error}"
+    return metadata

@@ -20,8 +20,10 @@ from fsdp2.trace.summary import (
     UnitTimes,
     amount,
     compared,
+    idle_told,
     milliseconds,
     peak_told,
+    steps_told,
     summary,
 )
 from fsdp2.trace.timeline import Timeline
@@ -113,11 +115,18 @@ def _run(timeline: Timeline, number: int, compares: bool) -> dict[str, Any]:
         about.append(f"it ends early: {head['incomplete']}")
     note = str(head.get("note") or "")
     categories = timeline.categories
+    marks = [
+        [number, begin, f"step {number}, {milliseconds(found.step_times[number])}"]
+        for number, begin in timeline.marks
+    ]
     return {
         "title": found.title or f"timeline {number}",
         "about": ", ".join(part for part in about if part)
         + (note and f". {note[0].upper()}{note[1:]}."),
         "facts": _facts(found),
+        "steps": steps_told(found.step_times) if len(marks) > 1 else "",
+        "marks": marks if len(marks) > 1 else [],
+        "idle": idle_told(found.idle) if found.idle else "",
         "lanes": timeline.lanes,
         "start": timeline.start,
         "end": timeline.end,

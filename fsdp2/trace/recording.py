@@ -41,6 +41,7 @@ from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import Layer, put_around
 from fsdp2.core.schedule.states import RESHARDED
 from fsdp2.core.schedule.unit import BACKWARD, FORWARD, Phase, Unit, all_groups, all_units
+from fsdp2.trace.states import OptimizerStates
 from fsdp2.trace.timeline import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -52,7 +53,6 @@ from fsdp2.trace.timeline import (
     Memory,
     Slice,
     Timeline,
-    Value,
     Wait,
 )
 
@@ -120,6 +120,7 @@ class Recorder:
         self._stepping: list[torch.optim.Optimizer] = []  # those in their step, outermost first
         self._stepped = False  # since the last forward
         self._device = "cpu"
+        self._states: OptimizerStates | None = None  # once it has begun
         self._mark: Stamp = 0.0
         self._zero: tuple[float, torch.Event] | None = None
         self._exits = contextlib.ExitStack()
@@ -143,6 +144,8 @@ class Recorder:
             exits.callback(register_optimizer_step_post_hook(self._after_step).remove)
             self._exits = exits.pop_all()
         self._device = next((group.device.type for group in all_groups()), "cpu")
+        self._states = OptimizerStates(all_groups(), self._device)
+        self.hold(self._states, "optimizer", self._states.nbytes)
         self._count_all()
 
     def _follow(self, streams: DeviceStreams) -> None:
@@ -163,7 +166,7 @@ class Recorder:
             streams: DeviceStreams = self._streams
             streams.__class__ = DeviceStreams
 
-    def end(self, metadata: dict[str, Value]) -> Timeline:
+    def end(self) -> Timeline:
         """Unbind, wait for what runs, and return all that was seen."""
         try:
             self.close()
@@ -176,7 +179,7 @@ class Recorder:
         slices = [self._slice(raw) for raw in self._slices]
         waits = [self._wait(raw, places) for raw in self._waits]
         memory = [Memory(self._time(at), found) for at, found in self._memory]
-        return Timeline(slices, waits, memory, metadata).sorted()
+        return Timeline(slices, waits, memory).sorted()
 
     # ---- time
 
@@ -342,8 +345,9 @@ class Recorder:
         self._stepping.clear()
         self._stepped = True
         self.close("optimizer")
-        states = [value for state in optimizer.state.values() for value in state.values()]
-        self.hold(optimizer, "optimizer", self._bytes_of(states))
+        assert self._states is not None
+        self._states.add(optimizer)
+        self.hold(self._states, "optimizer", self._states.nbytes)
         self._sample(self._mark)
 
     # ---- events

@@ -10,7 +10,8 @@ Exposed is the time for which the compute lane stands still behind a collective.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp2.trace.timeline import (
@@ -86,6 +87,8 @@ class Summary:
         title: of the timeline.
         steps: how many it has; all that follows is of all of them.
         duration: from the first slice to the last.
+        step_times: of each step its number, and the time from its first slice to that of the next,
+            or to the last slice's end.
         compute: for how long the compute lane ran anything.
         communication: sum of all collectives.
         hidden: how much of that ran while the compute lane did.
@@ -100,6 +103,7 @@ class Summary:
     title: str
     steps: int
     duration: float
+    step_times: dict[int, float]
     compute: float
     communication: float
     hidden: float
@@ -122,6 +126,8 @@ class Summary:
             f"communication {self.exposed * share:.1f} %, overlap {100 * self.overlap:.1f} % of "
             f"{milliseconds(self.communication)} of communication"
         ]
+        if self.steps > 1:
+            lines.append(steps_told(self.step_times))
         if self.peak is not None:
             lines.append(peak_told(self.peak))
         rows = [_cells(row) for row in self.units]
@@ -183,6 +189,7 @@ def summary(file: Source) -> Summary:
         title=str(timeline.metadata.get("title") or ""),
         steps=timeline.steps,
         duration=timeline.duration,
+        step_times=_step_times(timeline),
         compute=length(busy),
         communication=sum(s.duration for s in collectives),
         hidden=sum(covered((s.start, s.end), busy) for s in collectives),
@@ -192,6 +199,12 @@ def summary(file: Source) -> Summary:
         peak=timeline.peak,
         most={n: max(m.bytes.get(n, 0) for m in timeline.memory) for n in timeline.categories},
     )
+
+
+def _step_times(timeline: Timeline) -> dict[int, float]:
+    marks = timeline.marks
+    ends = [*(begin for _, begin in marks[1:]), timeline.end]
+    return {number: end - begin for (number, begin), end in zip(marks, ends, strict=False)}
 
 
 def _unit(name: str, slices: Sequence[Slice], exposed: float) -> UnitTimes:
@@ -317,6 +330,30 @@ def amount(nbytes: float) -> str:
         if nbytes >= size:
             return f"{nbytes / size:,.2f} {name}"
     return f"{nbytes:.0f} B"
+
+
+def steps_told(times: Mapping[int, float]) -> str:
+    """How long steps take: the median, and those that differ most from it.
+
+    Args:
+        times: of each step, by its number.
+    """
+    least, most = (choose(times, key=lambda n: times[n]) for choose in (min, max))
+    return (
+        f"{len(times)} steps: median {milliseconds(statistics.median(times.values()))}, least "
+        f"{milliseconds(times[least])} (step {least}), most {milliseconds(times[most])} "
+        f"(step {most})"
+    )
+
+
+def idle_told(idle: Mapping[str, float]) -> str:
+    """Why compute stands still, the cause of most time first.
+
+    Args:
+        idle: µs by cause.
+    """
+    causes = [f"{milliseconds(time)} {cause}" for cause, time in idle.items()]
+    return f"Compute is idle for {milliseconds(sum(idle.values()))}: {', '.join(causes)}."
 
 
 def peak_told(peak: Peak, origin: float = 0.0) -> str:

@@ -236,6 +236,14 @@ class Timeline:
         return max(1, len({s.iteration for s in self.slices}))
 
     @property
+    def marks(self) -> list[tuple[int, float]]:
+        """Of each step its number, and when its first slice begins, in µs; in order."""
+        begins: dict[int, float] = {}
+        for each in self.slices:
+            begins[each.iteration] = min(begins.get(each.iteration, each.start), each.start)
+        return sorted(begins.items(), key=lambda mark: mark[1])
+
+    @property
     def units(self) -> list[str]:
         """The units that slices belong to, in the order in which they come first."""
         return list(dict.fromkeys(s.unit for s in self.slices if s.unit))

@@ -34,6 +34,14 @@ class Around(nn.Module):
     `nn.Module`'s methods are called as such, so that another base class may stand in between.
     """
 
+    _wrapped: nn.Module
+    """The module that became the unit."""
+
+    def _hold(self, module: nn.Module) -> None:
+        self.add_module(INSIDE, module)
+        # Clients put wrappers of their own around it later, such as ``checkpoint_wrapper``'s.
+        self.__dict__["_wrapped"] = module
+
     @property
     def _inside(self) -> nn.Module:
         found = self._modules[INSIDE]

@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2.api import check_call, fully_shard
+from fsdp2.api import PlannedCall, apply_calls, plan_call
 from fsdp2.core.config import CPUOffloadPolicy
 from fsdp2.core.layout.mesh import default_mesh, device_of, node_mesh
+from fsdp2.core.modules.planned import Pending
 from fsdp2.core.modules.registry import record_of, require_record
-from fsdp2.core.modules.selection import NamedEntry, PlacementFn
+from fsdp2.core.modules.selection import PlacementFn
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.interop import MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.module import FSDPModule
@@ -137,7 +138,7 @@ class _Plan:
     modules: list[nn.Module]
     options: dict[str, Any]
     tied: bool = False
-    found: dict[nn.Parameter, list[NamedEntry]] = field(default_factory=dict)
+    call: PlannedCall | None = None
 
 
 def shard_model(
@@ -219,12 +220,9 @@ def shard_model(
     for plan in plans:
         _check_options(plan)
     plans = _with_ties(model, plans, params, options)
-    root = _Plan(["(root)"], [model], options)
-    plans = [plan for plan in _filled([*plans, root], params) if plan.found or plan is root]
+    plans = _planned([*plans, _Plan(["(root)"], [model], options)], params)
+    apply_calls([call for plan in plans if (call := plan.call) is not None])
     for plan in plans:
-        check_call(plan.modules, plan.found, params, **plan.options)
-    for plan in plans:
-        fully_shard(plan.modules, ignored_params=params, **plan.options)
         for member in plan.modules:
             if isinstance(member, FSDPModule):
                 member.set_reshard_after_backward(settings.frees_backward, recurse=False)
@@ -367,18 +365,15 @@ def _with_ties(
     return [*tied, *(plan for plan in plans if plan.modules[0] not in gone)]
 
 
-def _filled(plans: Sequence[_Plan], ignored: set[nn.Parameter]) -> Sequence[_Plan]:
-    """Say for each unit which parameters it takes, as `fully_shard` will."""
-    taken: set[nn.Parameter] = set(ignored)
-    for plan in plans:
-        for module in plan.modules:
-            for prefix, owner in module.named_modules():
-                for key, param in owner._parameters.items():
-                    if param is not None and param not in taken:
-                        name = f"{prefix}.{key}" if prefix else key
-                        plan.found.setdefault(param, []).append(NamedEntry(owner, key, name))
-        taken |= plan.found.keys()
-    return plans
+def _planned(units: Sequence[_Plan], ignored: set[nn.Parameter]) -> list[_Plan]:
+    """Those of ``units`` that have parameters, and the last, each with its call; all, or none."""
+    pending = Pending()
+    for unit in units:
+        if unit is units[-1] or pending.takes_any(tuple(unit.modules), ignored):
+            unit.call = plan_call(
+                unit.modules, ignored_params=ignored, pending=pending, **unit.options
+            )
+    return [unit for unit in units if unit.call is not None]
 
 
 def _show_gradients(module: nn.Module) -> None:
@@ -406,7 +401,7 @@ def _report(plan: _Plan) -> UnitReport:
     reshard = plan.options["reshard_after_forward"]
     return UnitReport(
         names=tuple(plan.names),
-        num_params=len(plan.found),
+        num_params=0 if plan.call is None else len(plan.call.taken.plans),
         numel=sum(slot.numel for layout in layouts for slot in layout.slots),
         shard_bytes=sum(layout.shard_bytes for layout in layouts),
         reshard_after_forward=(

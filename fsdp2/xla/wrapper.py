@@ -34,7 +34,7 @@ from fsdp2.module import FSDPModule
 from fsdp2.norms import clip_grad_norm_
 from fsdp2.sharded_class import sharded_class
 from fsdp2.wrap import around
-from fsdp2.wrap.around import INSIDE, PREFIX, Around
+from fsdp2.wrap.around import PREFIX, Around
 from fsdp2.wrap.choices import Policy, Wrapper, wrap_modules
 from fsdp2.xla.shards import FORMAT, ShardMetadata, describe, local, whole
 
@@ -179,7 +179,7 @@ class XlaFullyShardedDataParallel(Around):
         if auto_wrap_policy is not None:
             _wrap_below(module, auto_wrap_policy, auto_wrapper_callable or type(self), given)
         self._init_fn = param_init_fn
-        self.add_module(INSIDE, module)
+        self._hold(module)
         self.register_load_state_dict_pre_hook(_rows_become_whole)
         if execute_sharding_on_init:
             self.execute_sharding()
@@ -197,15 +197,15 @@ class XlaFullyShardedDataParallel(Around):
             model.load_state_dict(full)  # the unwrapped model's
             model.execute_sharding()
         """
-        if isinstance(self.module, FSDPModule):
+        if isinstance(self._wrapped, FSDPModule):
             return
-        for below in reversed(list(self.module.modules())):
+        for below in reversed(list(self._wrapped.modules())):
             if isinstance(below, XlaFullyShardedDataParallel):
                 below.execute_sharding()
-        _materialize(self.module, self._init_fn, self._mesh.device_type)
+        _materialize(self._wrapped, self._init_fn, self._mesh.device_type)
         chosen = self._settings
         fully_shard(
-            self.module,
+            self._wrapped,
             mesh=self._mesh,
             reshard_after_forward=chosen.reshard_after_forward,
             shard_placement_fn=_on_dim_0 if chosen.on_dim_0 else None,
@@ -217,7 +217,7 @@ class XlaFullyShardedDataParallel(Around):
             self._cast_buffers(chosen.buffer_dtype)
 
     def _cast_buffers(self, dtype: torch.dtype) -> None:
-        members = list(_own_modules(self.module))
+        members = list(_own_modules(self._wrapped))
         prefixes = dict(reversed(members))
         for member, before in around.cast_buffers(members, dtype).items():
             for name, kept in before.items():
@@ -231,7 +231,7 @@ class XlaFullyShardedDataParallel(Around):
     @property
     def _unit(self) -> FSDPModule:
         self.execute_sharding()
-        module = self.module
+        module: Any = self._wrapped
         assert isinstance(module, FSDPModule)
         return module
 

@@ -73,7 +73,7 @@ def test_lightning_trainer() -> None:
 def test_fsdp1() -> None:
     """accelerate with ``fsdp_version=1``, the Trainer with ``fsdp="full_shard auto_wrap"``."""
     _needs("accelerate", "transformers")
-    check("with_fsdp1.py", "accelerate", "trainer")
+    check("with_fsdp1.py", "accelerate", "recomputed", "mixed", "upcast", "trainer")
 
 
 @pytest.mark.parametrize("case", ["lightning", "lightning_trainer"])
@@ -109,6 +109,13 @@ def test_ranks_that_a_script_starts(case: str) -> None:
     if case == "accelerates":
         _needs("accelerate")
     check_started("with_launchers.py", case)
+
+
+@pytest.mark.parametrize("case", ["actors", "trainer"])
+def test_ranks_that_ray_starts(case: str) -> None:
+    """With a ``runtime_env`` that sets ``PYTHONPATH``, which hides what others are told by."""
+    _needs("ray")
+    check_started("with_ray.py", case)
 
 
 def test_pipelining() -> None:

@@ -9,8 +9,8 @@ and statements that are left when everything is dropped that the failure does no
 
 Nothing is resharded to be compared: a write that does not reach the next forward shows in what
 that returns. A write may be refused (`ShardingStateError`), by `fsdp2.debug(check_writes=True)`
-too, and DTensor refuses unsharded parameters beside sharded ones between a forward and its
-backward: the program ends there, and counts as refused.
+too, and DTensor refuses unsharded parameters beside sharded ones where a backward is to come, or
+the program has unsharded units itself: it ends there, and counts as refused.
 
 Computation is in float64, as in `tests.common.programs`.
 
@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fsdp2
 from fsdp2 import checkpoint as checkpoints
-from fsdp2.core.modules.registry import record_of
+from fsdp2.core.modules.registry import records_below
 from tests.common.parity import Tolerance, assert_close, full
 from tests.common.workers import close_pools, run_on_ranks
 
@@ -387,7 +387,7 @@ class Side:
     def __init__(self, script: Script, folder: str, sharded: bool) -> None:
         self.sharded, self.folder, self.shown = sharded, folder, list[Tensor]()
         self.reshards = sharded and script.reshards
-        self.has_waited = False  # after any statement, so that averages may be of unsharded ones
+        self.has_stayed = False  # unsharded after any statement, so that averages may be of such
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(script.seed)
             self.model: Any = Net(script.blocks).double()
@@ -412,15 +412,17 @@ class Side:
         if not self.sharded and statement.plain is not None:
             source = statement.plain
         exec(source, self.names)
-        self.has_waited = self.has_waited or self._waits()
+        self.has_stayed = self.has_stayed or self._stays()
         for unit in self.names["units"] if self.reshards else ():
             unit.reshard()
 
-    def _waits(self) -> bool:
-        """Whether a forward has run whose backward is to come, so that units stay unsharded."""
-        record = record_of(self.model)
-        scheduler = None if record is None else record.scheduler
-        return scheduler is not None and scheduler.has_calls_to_come
+    def _stays(self) -> bool:
+        """Whether units stay unsharded: for a backward to come, or as the program asked for it."""
+        records = records_below(self.model)
+        units = [record.unit for record in records]
+        if any(unit.claimed or not unit.reshard_after_backward for unit in units):
+            return True
+        return any(r.scheduler is not None and r.scheduler.has_calls_to_come for r in records)
 
     def out(self, value: Tensor) -> None:
         self.shown.append(value.detach().clone())
@@ -538,7 +540,7 @@ def _compared(sharded: Side, plain: Side, statement: Statement) -> str:
     except fsdp2.ShardingStateError as error:
         return f"{REFUSED}{error}"
     except Exception as error:
-        if _MIXED in str(error) and sharded.has_waited:
+        if _MIXED in str(error) and sharded.has_stayed:
             return f"{REFUSED}{_MIXED}"
         return f"{statement.kind} raised {type(error).__name__}: {str(error)[:300]}"
     try:

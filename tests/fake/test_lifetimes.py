@@ -255,7 +255,7 @@ def test_a_part_that_was_called_alone_and_raised() -> None:
     scheduler = record_of(model).scheduler  # type: ignore[union-attr]
     assert scheduler is not None
     assert scheduler.resets == before + 1
-    assert scheduler.forward_root is None
+    assert scheduler.iteration.forward_root is None
     assert not any(unit.is_gathered for unit in scheduler.units)
 
 

@@ -36,6 +36,7 @@ from fsdp2.plan.memory import Ledger
 from fsdp2.plan.planner import Plan, plan
 from fsdp2.testing.null_group import null_world
 from fsdp2.testing.stand_in import device
+from fsdp2.trace.summary import amount
 from tests.common.errors import raises
 
 DIM, LAYERS, RANKS = 256, 4, 8
@@ -397,15 +398,62 @@ def test_a_machine_is_calibrated(tmp_path: Path) -> None:
 def test_settings_that_fit_are_found() -> None:
     made = planned(batch=4)
     tight = made.with_(reshard_after_forward=True).memory.peak.rounded
-    found = made.fit(memory=tight, limit=8)
-    assert len(found.tried) <= 8
+    lines: list[str] = []
+    found = made.fit(memory=tight, limit=8, progress=lines.append)
+    assert len(lines) == len(found.tried) <= 8
+    assert lines[0].startswith("1 of at most 8: mesh 8, batch 4, accumulate 1, reshard_after_")
     assert found.best is not None
     assert found.best.memory.peak.rounded <= tight
-    assert all(p.tokens_per_second <= found.best.tokens_per_second for p in found.fitting)
+    rates = [p.tokens_per_second for p in found.fitting]
+    assert found.best.tokens_per_second >= 0.995 * max(rates)
+    assert f"of {amount(tight)} that were allowed, " in str(found)
     assert "fully_shard(" in str(found)
     nothing = made.fit(memory=1, limit=4)
     assert nothing.best is None
-    assert "nothing that was tried fits" in str(nothing)
+    assert "nothing that was tried fits 1 B" in str(nothing)
+
+
+def test_what_needs_more_than_what_does_not_fit_is_not_tried() -> None:
+    """Every setting that is left out needs more than one that was tried, and that did not fit."""
+    shape = presets.PRESETS["tiny"]
+    made = plan(
+        lambda: presets.Model(shape),
+        lambda count: presets.make_batch(shape, count),
+        units={presets.Block},
+        loss=presets.loss,
+        batch=64,
+    )
+    thrifty = made.with_(checkpointing=True, reshard_after_forward=True).memory.peak.rounded
+    found = made.fit(memory=1.05 * thrifty)
+    tried = {
+        (p.settings.batch, p.settings.checkpointing, p.settings.reshard_after_forward)
+        for p in found.tried
+    }
+    left_out = []
+    for batch in {p.settings.batch for p in found.tried}:
+        for checkpointing in (True, 2, False):
+            for reshard in (True, False):
+                if (batch, checkpointing, reshard) in tried:
+                    continue
+                left_out.append(
+                    made.with_(
+                        batch=batch,
+                        accumulate=64 // batch,
+                        checkpointing=checkpointing,
+                        reshard_after_forward=reshard,
+                    )
+                )
+    assert left_out
+    assert all(each.memory.peak.rounded > found.room for each in left_out)
+    assert found.best is not None
+
+
+def test_of_those_that_are_as_fast_that_of_least_memory_is_the_best() -> None:
+    found = planned(batch=4).fit(limit=12)
+    most = max(p.tokens_per_second for p in found.fitting)
+    alike = [p for p in found.fitting if p.tokens_per_second >= 0.995 * most]
+    assert found.best is not None
+    assert found.best.memory.peak.rounded == min(p.memory.peak.rounded for p in alike)
 
 
 def test_the_code_of_a_plan_runs() -> None:
@@ -427,6 +475,35 @@ def test_the_code_of_a_plan_runs() -> None:
     offloaded = made.with_(offload=True).code()
     assert "CPUOffloadPolicy()" in offloaded
     compile(offloaded, "code", "exec")
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("reduce_each", [False, True])
+def test_the_code_of_a_plan_trains_as_planned(accumulate: int, reduce_each: bool) -> None:
+    """Micro-batches, reductions and clipping: the gradients are those of the whole batch."""
+    made = planned(
+        mesh=1, batch=2, accumulate=accumulate, reduce_each=reduce_each, clip=0.5, optimizer=sgd
+    )
+    data = torch.randn(accumulate, made.settings.batch, DIM)
+    with null_world(1):
+        model = stack()
+        for param in model.parameters():
+            nn.init.normal_(param, std=DIM**-0.5)
+        whole = stack()
+        whole.load_state_dict(model.state_dict())
+        given: dict[str, Any] = {"model": model, "policy": {Layer}}
+        exec(made.code().replace('"cuda"', '"cpu"'), given)
+        assert (given["BATCH"], given["ACCUMULATE"]) == (2, accumulate)
+        given["train_step"](
+            data, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), 0.1)
+        )
+        whole(data.flatten(0, 1)).square().mean().backward()
+        nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        torch.optim.SGD(whole.parameters(), 0.1).step()
+        for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+            local: Any = ours
+            torch.testing.assert_close(local.to_local(), theirs.detach())
+            assert ours.grad is None
 
 
 def test_a_verdict_says_what_would_fit() -> None:
@@ -515,6 +592,14 @@ def test_a_plan_in_print_and_as_a_file(tmp_path: Path) -> None:
 def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["tiny", "--ranks", "4", "--trace", str(tmp_path / "t.json")]) == 0
     assert "tokens/s" in capsys.readouterr().out
+    fit = ["tiny", "--ranks", "4", "--batch", "2", "--clip", "1", "--fit", "--memory"]
+    assert main([*fit, "0.0001"]) == 1
+    assert "nothing that was tried fits 100.00 kB" in capsys.readouterr().out
+    assert main([*fit, "0.5"]) == 0
+    printed = capsys.readouterr()
+    assert "of 500.00 MB that were allowed" in printed.out
+    assert "clip_grad_norm_(model.parameters(), 1.0)" in printed.out
+    assert "1 of at most 30: mesh 4" in printed.err
     assert main(["tiny-moe", "--ranks", "4", "--replicate", "2", "--hardware", "a100"]) == 0
     assert main(["no-such-model"]) == 2
     assert "is no preset" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -230,6 +231,40 @@ def test_an_optimizer_around_another_is_one(tmp_path: Path) -> None:
     assert moments <= trace.timeline.memory[-1].bytes["optimizer"] < moments + 99  # step counts
 
 
+def bytes_of_states(optimizer: torch.optim.Optimizer) -> int:
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(getattr(value, "_local_tensor", value).nbytes for value in values)
+
+
+def test_states_from_before_the_trace_are_counted(tmp_path: Path) -> None:
+    """Of optimizers that step later, or not at all; once, also where two refer to them."""
+    model, optimizer = build()
+    step(model, optimizer)
+    model(torch.ones(4, 64)).sum().backward()
+    with fsdp2.trace(tmp_path / "backward.json") as trace:
+        model(torch.ones(4, 64)).sum().backward()
+    there = bytes_of_states(optimizer)
+    assert there > 2 * BLOCKS * (64 * 64 + 64) * 4 // 8
+    assert trace.timeline is not None
+    assert {sample.bytes["optimizer"] for sample in trace.timeline.memory} == {there}
+    with fsdp2.trace(tmp_path / "step.json") as trace:
+        step(model, optimizer)
+    assert trace.timeline is not None
+    assert {sample.bytes["optimizer"] for sample in trace.timeline.memory} == {there}
+
+
+def test_states_of_an_optimizer_around_another_are_counted_once(tmp_path: Path) -> None:
+    model, _ = build()
+    optimizer = FlatOptimizer(model, torch.optim.AdamW)
+    step(model, optimizer)
+    with fsdp2.trace(tmp_path / "step.json") as trace:
+        model(torch.ones(4, 64))
+    assert trace.timeline is not None
+    moments = 2 * BLOCKS * (64 * 64 + 64) * 4 // 8
+    found = {sample.bytes["optimizer"] for sample in trace.timeline.memory}
+    assert all(moments <= each < moments + 99 for each in found)  # step counts
+
+
 @pytest.mark.parametrize("zero", ["before", "behind"])
 def test_gradients_that_were_dropped_are_not_counted(tmp_path: Path, zero: str) -> None:
     model, optimizer = build()
@@ -326,6 +361,73 @@ def test_an_exception_inside_is_passed_on_and_the_file_written(tmp_path: Path) -
     assert units(found, "all-gather", "all-gather") == [*"012"]
     assert set(_classes(model)) == {Unit, ParamGroup}
     step(model, optimizer)
+
+
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def traced_until(path: Path, raised: BaseException) -> nn.Module:
+    """A trace that an exception ends, behind which the file's folder is no more there."""
+    model, optimizer = build()
+    path.parent.mkdir()
+
+    def run() -> None:
+        with fsdp2.trace(path):
+            step(model, optimizer)
+            path.parent.rmdir()
+            raise raised
+
+    with pytest.raises(type(raised)) as found:
+        run()
+    assert found.value is raised
+    return model
+
+
+@pytest.mark.parametrize("raised", [RuntimeError("theirs"), KeyboardInterrupt(), MuteError()])
+@pytest.mark.parametrize("quiet", ["always", "error"])
+def test_a_file_that_cannot_be_written_hides_no_exception(
+    tmp_path: Path, raised: BaseException, quiet: Any
+) -> None:
+    """Written or not, it is the user's that goes on, also where warnings are errors."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter(quiet)
+        model = traced_until(tmp_path / "there" / "step.json", raised)
+    if quiet == "always":
+        assert "step.json' for the steps that an exception ended" in str(told[0].message)
+        assert told[0].filename == __file__
+    assert set(_classes(model)) == {Unit, ParamGroup}
+
+
+def test_a_file_that_can_no_more_be_written_leaves_the_timeline(tmp_path: Path) -> None:
+    model, optimizer = build()
+    folder = tmp_path / "there"
+    folder.mkdir()
+    trace = fsdp2.trace(folder / "step.json")
+    with raises("trace-not-written"), trace:
+        step(model, optimizer)
+        folder.rmdir()
+    assert trace.timeline is not None
+    trace.timeline.write(tmp_path / "elsewhere.json")
+    assert units(trace.timeline, "all-gather", "all-gather") == [*"012", *"210"]
+
+
+def test_a_bad_path_is_found_before_the_steps(tmp_path: Path) -> None:
+    model, _ = build()
+    nowhere = tmp_path / "link.json"
+    nowhere.symlink_to(tmp_path / "nowhere" / "step.json")
+    for path in (tmp_path, nowhere, f"{tmp_path}/{'long' * 99}.json"):
+        with raises("trace-cannot-write"), fsdp2.trace(path):
+            pytest.fail("it began")
+    assert set(_classes(model)) == {Unit, ParamGroup}
+    old = tmp_path / "old.json"
+    old.write_text("old")
+    with fsdp2.trace(tmp_path / "new.json"):
+        assert not (tmp_path / "new.json").exists()
+    with fsdp2.trace(old):
+        assert old.read_text() == "old"
+    assert old.read_text() != "old"
 
 
 def test_refused(tmp_path: Path) -> None:

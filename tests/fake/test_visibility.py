@@ -423,7 +423,7 @@ def test_a_forward_that_returns_nothing_while_an_exception_is_handled() -> None:
         assert model(TOKENS) is None
         kept = error.args
     assert kept == ("division by zero",)
-    assert record_of(model).scheduler.forward_root is None  # type: ignore[union-attr]  # it has ended
+    assert record_of(model).scheduler.iteration.forward_root is None  # type: ignore[union-attr]  # it has ended
 
 
 @pytest.mark.parametrize("where", ["root", "block"])

@@ -14,6 +14,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as dcp
 import torch.distributed.fsdp as torchs
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchsScaler
@@ -613,6 +619,57 @@ def test_apply_and_summon() -> None:
     with ours.FSDP.summon_full_params(model, rank0_only=True, offload_to_cpu=True):
         is_whole = not isinstance(model.head.weight, DTensor)
         assert is_whole == (dist.get_rank() == 0)
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_wrappers_put_inside_later(strategy: str, reentrant: bool) -> None:
+    """As accelerate does it, which accumulates besides: the wrapper knows its unit all the same."""
+    kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+
+    def scenario(api: Any) -> Any:
+        model = wrap(api, seeded(Net), strategy)
+        wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=kind)
+        policy = ModuleWrapPolicy({Block})
+        apply_activation_checkpointing(model, wrapper, auto_wrap_policy=policy)
+        assert type(model.blocks[0]._fsdp_wrapped_module) is CheckpointWrapper
+        model.apply(lambda module: None)
+        contexts = {0: model.no_sync, 1: model.no_sync}
+        seen = train(api, model, 4, lambda step: contexts.get(step, contextlib.nullcontext)())
+        with api.FullyShardedDataParallel.summon_full_params(model.blocks[0], recurse=False):
+            assert model.blocks[0].module.up.weight.shape == (12, DIM)
+        state = model.state_dict()
+        return [seen[:-1], list(seen[-1].values()), list(state), list(state.values())]
+
+    as_torch(scenario, close)
+
+
+@ranks(2)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_clients_put_the_flat_parameter_into_full_precision(frozen: bool) -> None:
+    """accelerate's lines for a model that was loaded in bf16 and is trained in mixed precision."""
+
+    def scenario(api: Any) -> Any:
+        precision = api.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        net = seeded(Net).to(torch.bfloat16)
+        for param in net.blocks[1].parameters():
+            param.requires_grad_(not frozen)
+        model = wrap(api, net, mixed_precision=precision)
+        for wrapper in api.FullyShardedDataParallel.fsdp_modules(model):
+            assert wrapper._has_params
+            param = wrapper._flat_param
+            assert (param.dtype, param.device.type) == (torch.bfloat16, "cpu")
+            if param.requires_grad:
+                assert any(name.endswith("weight") for name in wrapper._flat_param._fqns)
+                param.data = param.data.to(torch.float32)
+                wrapper._handle._orig_param_dtype = torch.float32
+        return train(api, model)
+
+    as_torch(scenario, close)
+    empty = wrap(ours, nn.Sequential(Block()))
+    assert not empty._has_params
+    assert empty._flat_param is None
 
 
 @ranks(2)

@@ -281,6 +281,33 @@ def test_evaluation_ends_sharded() -> None:
 
 
 @ranks(4)
+def test_used_first_in_inference_mode() -> None:
+    """What is registered between forward and backward is no inference tensor."""
+    model: Any = shard(OURS, EVEN(), reshard_after_forward=2)
+    plain = EVEN()
+    inputs, targets = regression_batches(DIM, 8, steps=1)[0]
+    with torch.inference_mode():
+        model(my_part(inputs))
+    regression_loss(model, (my_part(inputs), my_part(targets))).backward()
+    regression_loss(plain, (inputs, targets)).backward()
+    assert_close(full_grads(model), full_grads(plain), FP32, "unsharded")
+
+
+@ranks(4)
+@pytest.mark.parametrize("written", ["data", "local"])
+def test_writes_in_between_are_refused_where_they_are_checked(written: str) -> None:
+    """No version tells of them, and the rows of the smaller group go with the next reshard."""
+    with fsdp2.debug(check_writes=True):
+        model: Any = shard(OURS, EVEN(), reshard_after_forward=2)
+        loss = model(torch.ones(1, DIM)).sum()
+        weight = model.layers[1].weight
+        with torch.no_grad():
+            (weight.data if written == "data" else weight.to_local()).mul_(2)
+        with raises("written-unsharded"):
+            loss.backward()
+
+
+@ranks(4)
 def test_optimizer_step_after_a_forward_without_backward() -> None:
     """The smaller group's rows are out of date then, and must not be used."""
     model: Any = shard(OURS, EVEN(), reshard_after_forward=2)

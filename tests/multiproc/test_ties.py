@@ -11,7 +11,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fsdp2
 from fsdp2 import fully_shard
@@ -360,11 +360,53 @@ def test_from_the_meta_device(when: str) -> None:
             model.named_parameters(), source.named_parameters(), strict=True
         ):
             mesh, placements = param.device_mesh, param.placements
-            param.copy_(torch.distributed.tensor.distribute_tensor(values, mesh, placements))
+            param.copy_(distribute_tensor(values, mesh, placements))
     batches = language_batches(13, steps=3)
     sharded = train_sharded(model, adamw, language_loss, batches)
     check_one(model)
     assert_close(sharded, train_unsharded(source, adamw, language_loss, batches), FP32)
+
+
+@ranks(2)
+@each_once(
+    which=["both", "both, head first", "root"],
+    when=["before the first forward", "after an iteration", "by a state dict"],
+)
+def test_a_loader_replaces_both_and_ties_them(which: str, when: str) -> None:
+    """As transformers does it: the optimizer trains the one tensor that the entries hold."""
+    source, model = build(tied=True), build()
+    _shard(*UNITS[which](model))
+    ids = torch.arange(6).view(2, 3)
+    if when == "after an iteration":
+        model(ids).square().mean().backward()
+        model.zero_grad()
+    before = model.embed.weight, model.head.weight
+    loaded = {
+        name: nn.Parameter(
+            distribute_tensor(
+                source.get_parameter(name).detach(), param.device_mesh, param.placements
+            )
+        )
+        for name, param in model.named_parameters()
+        if name != "head.weight"
+    }
+    loaded["head.weight"] = loaded["embed.weight"]
+    if when == "by a state dict":
+        model.load_state_dict({**model.state_dict(), **loaded}, assign=True)
+    else:
+        for name, param in loaded.items():
+            owner, _, key = name.rpartition(".")
+            setattr(model.get_submodule(owner), key, param)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    plain = torch.optim.AdamW(source.parameters(), lr=0.1)
+    for _ in range(2):
+        _step(model, optimizer)
+        _step(source, plain)
+    check_one(model)
+    assert_close(full_params(model), dict(source.named_parameters()), FP32)
+    for stale, name in zip(before, ["embed.weight", "head.weight"], strict=True):
+        with pytest.raises(fsdp2.ShardingStateError, match=rf"holds parameter '{name}'"):
+            torch.optim.SGD([stale], lr=0.1).step()
 
 
 @ranks(2)

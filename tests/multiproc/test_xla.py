@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchsPolicy
 from torch.distributed.tensor import DTensor, Shard
 
@@ -442,6 +443,21 @@ def test_sharding_may_come_later() -> None:
     model.execute_sharding()
     found = consolidate_sharded_state_dicts(_everyones(model), model.get_shard_metadata())
     assert_equal(found, dict(full))
+
+
+@ranks(2)
+def test_a_wrapper_put_inside_later() -> None:
+    """torch's ``checkpoint_wrapper`` around the module: it is not sharded again."""
+
+    def wrap(model: nn.Module) -> nn.Module:
+        wrapped: Any = FSDP(model)
+        wrapped._fsdp_wrapped_module = checkpoint_wrapper(wrapped._fsdp_wrapped_module)
+        with wrapped.no_sync():
+            wrapped.set_gradient_divide_factors(1.0, 2.0)
+        return wrapped
+
+    found, expected = ([step.loss for step in steps] for steps in _language(wrap))
+    assert_equal(found, expected)
 
 
 # ---- what the wrapper is

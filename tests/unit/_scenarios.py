@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 from fsdp2.core.config import CPUOffloadPolicy
 from fsdp2.core.progress import OptimizerSteps
-from fsdp2.core.schedule.side_doors import refresh_scheduler
 from fsdp2.core.schedule.unit import Unit
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualDevice
@@ -399,7 +398,7 @@ def _choose_window(rng: random.Random, watch: Watch) -> None:
         window = rng.choice((1, 2, 3))
         for unit in scheduler.units:
             unit.prefetch_window = window
-        refresh_scheduler(scheduler)
+        scheduler.refresh()
         watch.log[known:] = [("free what is outdated", name) for _, name in watch.log[known:]]
 
 

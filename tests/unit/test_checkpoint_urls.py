@@ -409,14 +409,11 @@ def test_a_manifest_that_is_put_without_an_answer(tmp_path: Path, deletes: bool)
 
 
 def test_old_steps_that_cannot_be_removed(tmp_path: Path) -> None:
-    """The save fails, and both steps are whole."""
+    """The save is durable, and both steps are whole."""
     url = f"{url_of(tmp_path)}/{RUN}"
     checkpoint.save(url, *made(seed=1), step=1)
     model, optimizer = made(seed=2)
-    with (
-        mock.patch.object(ObjectStore, "before", Fails(0, deletes=True)),
-        raises("ckpt-rank-failed"),
-    ):
+    with mock.patch.object(ObjectStore, "before", Fails(0, deletes=True)):
         checkpoint.save(url, model, optimizer, step=2, keep=1)
     assert checkpoint.steps(url) == [1, 2]
     assert checkpoint.verify(url) == checkpoint.unfinished(url) == []

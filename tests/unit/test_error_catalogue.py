@@ -29,9 +29,11 @@ NOT_CATALOGUED = {
     "BlockingIOError(file.read().decode(errors='replace'))": "reworded by `checkpoint.saving`",
     "LostRankError(str(error))": "reworded by `checkpoint.together`",
     "lost_rank(what)": "`checkpoint.together` has it",
+    "self._first": "the first failure of several actions: `checkpoint.stores` goes on behind it",
     "end.failure.error": "what a save has failed with: a message of `checkpoint`",
     "failure": "what the user's hook raised, once the other ranks know of it",
     "RankMismatchError(sentence)": "what a rank has claimed: a message of `agreement`",
+    "AutocastError": "`plan.reasons` has a message for it",
     "communication_error(operation, name, error)": "`core.progress` has it",
 }
 """What is raised besides, and why the catalogue does not have it."""

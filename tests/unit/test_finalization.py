@@ -298,7 +298,7 @@ def test_a_guess_that_a_user_asks_for_is_his() -> None:
     def claim(sim: Simulation, what: str) -> None:
         if what == "forward a" and not claimed:
             assert b.groups[0].state.needs_gather is False
-            assert sim.scheduler._prefetched is b
+            assert sim.scheduler.iteration.ahead == [b]
             sim.scheduler.claim(b)
             claimed.append(len(sim.device.trace))
 

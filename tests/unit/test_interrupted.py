@@ -177,7 +177,10 @@ def test_an_exception_at_any_operation(setting: str, iteration: str) -> None:
         sim.calls.clear()
         scheduler = sim.scheduler
         where = f"operation {position} of {number}: {device.trace[-1]}"
-        assert scheduler.in_backward or scheduler.forward_root is scheduler.units[0], where
+        assert (
+            scheduler.iteration.in_backward
+            or scheduler.iteration.forward_root is scheduler.units[0]
+        ), where
         scheduler.reset()
         sim.drop_gradients()
         _set_sync(sim, True)

@@ -190,6 +190,13 @@ def test_a_room_says_what_lives_there(room: str) -> None:
         assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
 
 
+def test_code_says_which_decisions_it_follows() -> None:
+    text = "\n".join(path.read_text(encoding="utf-8") for path in FILES)
+    cited = {int(number) for number in re.findall(r"\bdecisions?[ /]0*(\d+)", text)}
+    known = {int(path.name[:4]) for path in (ROOT.parent / "docs" / "decisions").glob("0*.md")}
+    assert cited == known
+
+
 def test_no_modules_of_the_package_import_each_other_in_a_circle() -> None:
     above = {_name(path): _own_modules(path) - {_name(path)} for path in FILES}
     while above:
@@ -329,7 +336,7 @@ TRACE: dict[str, set[str]] = {
 }
 """What modules of `fsdp2.trace` import of fsdp2: the data stands on nothing, not even on torch."""
 
-BINDING = ("recording", "context")
+BINDING = ("states", "recording", "context")
 """Those that stand on the core besides: what is bound to it, and when."""
 
 

@@ -36,7 +36,7 @@ def _check_seeds(scenario: str, seeds: range) -> None:
         watch = SCENARIOS[scenario](random.Random(f"{scenario} {seed}"), device)
         watch.check_trace()
         assert watch.problems == [], f"seed {seed}"
-        assert watch.sim.scheduler.forward_root is None, f"seed {seed}"
+        assert watch.sim.scheduler.iteration.forward_root is None, f"seed {seed}"
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.unit import Phase, Unit
-from fsdp2.core.schedule.window import LookingAhead
 from fsdp2.testing.virtual import Allocation, VirtualDevice
 from tests.unit._scenarios import SCENARIOS
 
@@ -153,7 +152,7 @@ def _the_optimizer_does_not_wait_for_copies(monkeypatch: pytest.MonkeyPatch) -> 
     settle = Scheduler.settle
 
     def hasty(self: Scheduler) -> None:
-        if self.in_backward or self.forward_root is not None:  # not where a step begins
+        if self.is_running:  # not where a step begins
             settle(self)
 
     monkeypatch.setattr(Scheduler, "settle", hasty)
@@ -163,7 +162,7 @@ def _an_evaluation_does_not_wait_for_copies(monkeypatch: pytest.MonkeyPatch) -> 
     settle = Scheduler.settle
 
     def hasty(self: Scheduler) -> None:
-        if self.forward_root is None:
+        if self.iteration.forward_root is None:
             settle(self)
 
     monkeypatch.setattr(Scheduler, "settle", hasty)
@@ -231,21 +230,21 @@ def _keep_unused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _keep_wrong_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forget(self: Scheduler) -> None:
-        self._prefetched = None
-
-    monkeypatch.setattr(Scheduler, "_drop_guess", forget)
+    monkeypatch.setattr(Scheduler, "_free_guess", lambda *_: None)
 
 
 def _make_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LookingAhead, "_make_room", lambda *_: None)
+    def greedy(self: Scheduler, units: Sequence[Unit | None], backward: bool = False) -> None:
+        self.iteration.ahead += [unit for unit in units if unit and self.unshard(unit)]
+
+    monkeypatch.setattr(Scheduler, "_gather_ahead", greedy)
 
 
 def _forget_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forget(self: LookingAhead) -> None:
-        self._ahead = []
+    def forget(self: Scheduler, but: Sequence[Unit] = ()) -> None:
+        self.iteration.ahead.clear()
 
-    monkeypatch.setattr(LookingAhead, "_drop_guess", forget)
+    monkeypatch.setattr(Scheduler, "_drop_guesses", forget)
 
 
 def _never_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,22 +280,20 @@ def _drop_guess_at_the_next_gather(monkeypatch: pytest.MonkeyPatch) -> None:
     gather = Scheduler._gather
 
     def hasty(self: Scheduler, unit: Unit) -> None:
-        if self._prefetched is not unit:
-            self._drop_guess()
+        self._drop_guesses(but=[unit])
         gather(self, unit)
 
     monkeypatch.setattr(Scheduler, "_gather", hasty)
 
 
 def _drop_guess_where_none_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefetch = Scheduler._prefetch
+    gather = Scheduler._gather_ahead
 
-    def hasty(self: Scheduler, unit: Unit | None) -> None:
-        if unit is not self._prefetched:
-            self._drop_guess()
-        prefetch(self, unit)
+    def hasty(self: Scheduler, units: Sequence[Unit | None], backward: bool = False) -> None:
+        self._drop_guesses(but=units)
+        gather(self, units, backward)
 
-    monkeypatch.setattr(Scheduler, "_prefetch", hasty)
+    monkeypatch.setattr(Scheduler, "_gather_ahead", hasty)
 
 
 def _drop_guess_after_every_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +301,7 @@ def _drop_guess_after_every_backward(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def hasty(self: Scheduler) -> None:
         end(self)
-        self._drop_guess()
+        self._drop_guesses()
 
     monkeypatch.setattr(Scheduler, "end_backward", hasty)
 
@@ -314,7 +311,7 @@ def _finish_idle_units_after_every_backward(monkeypatch: pytest.MonkeyPatch) -> 
 
     def hasty(self: Scheduler) -> None:
         for unit in self.units:
-            if unit.phase is Phase.IDLE and unit is not self._prefetched:
+            if unit.phase is Phase.IDLE and unit not in self.iteration.ahead:
                 self._finish(unit, unit.reshard_after_backward, over=True)
         end(self)
 

@@ -108,7 +108,7 @@ class Param:
     name: str
     registered: list[Any] = field(default_factory=list)
 
-    def between(self, rows: torch.Tensor, mesh: Any) -> torch.Tensor:
+    def make_smaller(self, rows: torch.Tensor, mesh: Any) -> torch.Tensor:
         return rows
 
     def swaps(self, param: Any) -> list[Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fsdp2.trace import COLLECTIVES, LANES, Memory, Slice, Timeline, Wait
+from fsdp2.trace import COLLECTIVES, LANES, Memory, Slice, Timeline, Wait, summary
 from fsdp2.trace.timeline import covered, length, union
 from tests.common.errors import raises
 from tests.common.perfetto import problems_of
@@ -111,6 +112,19 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     path.write_text('{"otherData": {"format": "fsdp2 timeline", "version": 99}}')
     with raises("trace-version"):
         Timeline.read(path)
+
+
+def test_steps_have_marks_and_times() -> None:
+    found = example()
+    assert found.marks == [(0, 0.0), (1, 6.0)]
+    told = summary(found)
+    assert told.step_times == {0: 6.0, 1: 4.0}
+    assert "2 steps: median 5 µs, least 4 µs (step 1), most 6 µs (step 0)" in str(told)
+    one = replace(found, slices=found.slices[:3])
+    assert summary(one).step_times == {0: 9.0}
+    assert "steps:" not in str(summary(one))
+    assert summary(Timeline()).step_times == {}
+    assert "steps:" not in str(summary(Timeline()))
 
 
 # ---- intervals, against a count of small steps

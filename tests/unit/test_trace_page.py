@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,6 +96,28 @@ def test_the_table_of_two_runs_is_of_a_step(tmp_path: Path) -> None:
     first, second = json.loads(data[1])
     assert first["units"] == second["units"]
     assert [first["letter"], second["letter"]] == ["A", "B"]
+
+
+def test_steps_are_marked_and_idle_time_has_causes(tmp_path: Path) -> None:
+    found = step(40, "one")
+    later = [replace(s, start=s.start + 500, end=s.end + 500, iteration=1) for s in found.slices]
+    found.slices = [*found.slices, *later]
+    (run,) = _data(show(found, to=tmp_path / "steps.html"))
+    assert run["marks"] == [[0, 0.0, "step 0, 500 µs"], [1, 500.0, "step 1, 440 µs"]]
+    assert run["steps"].startswith("2 steps: median 470 µs")
+    assert run["idle"] == (
+        "Compute is idle for 140 µs: 100 µs nothing was launched, 40 µs compute after all-gather."
+    )
+    (alone,) = _data(show(step(0, "one"), to=tmp_path / "one.html"))
+    assert (alone["marks"], alone["steps"], alone["idle"]) == ([], "", "")
+
+
+def _data(page: Path) -> list[dict[str, Any]]:
+    text = page.read_text()
+    data = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
+    assert data is not None
+    found: list[dict[str, Any]] = json.loads(data[1])
+    return found
 
 
 # ---- in a browser
@@ -230,6 +253,20 @@ class TestInABrowser:
         )
         assert unnamed == []
         assert page.run("document.documentElement.lang") == "en"
+
+    def test_steps_are_shown_one_after_another(self, chromium: Browser, tmp_path: Path) -> None:
+        found = step(40, "one")
+        found.slices += [
+            replace(s, start=s.start + 500, end=s.end + 500, iteration=1) for s in found.slices
+        ]
+        page = chromium.open(show(found, to=tmp_path / "steps.html"))
+        assert page.text(".steps").startswith("2 steps: median 470 µs")
+        assert page.text(".idle").startswith("Compute is idle for 140 µs: ")
+        page.run("document.querySelector('canvas[role=application]').focus()")
+        for shown, told in (((0, 500), "step 0, 500 µs"), ((500, 940), "step 1, 440 µs")):
+            page.press("s")
+            assert _range(page) == pytest.approx(shown, abs=0.1)
+            assert page.text(".told") == told
 
     @pytest.mark.parametrize("dark", [False, True])
     def test_it_is_legible_in_light_and_dark(

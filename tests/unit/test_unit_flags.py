@@ -13,9 +13,6 @@ from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPoli
 from fsdp2.core.device.streams import Lane
 from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.retrace import RetracingScheduler
-from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.core.schedule.side_doors import refresh_scheduler
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import HOST, VirtualCollectives, VirtualDevice
@@ -398,16 +395,17 @@ def test_groups_of_a_unit_count_as_one_in_the_window() -> None:
         assert most <= 1
 
 
-def test_the_kind_of_scheduler_follows_the_flag() -> None:
-    """The mode may be switched between iterations; everybody keeps the scheduler that he has."""
+def test_retracing_follows_the_flag() -> None:
+    """The mode may be switched between iterations."""
     sim = warm(chain("a", "b"))
     scheduler = sim.scheduler
-    for unused, kind in ((False, Scheduler), (True, RetracingScheduler), (False, Scheduler)):
+    for unused in (False, True, False):
         for unit in scheduler.units:
             unit.change(reduce_unused=unused)
-        refresh_scheduler(scheduler)
-        assert type(scheduler) is kind
-        refresh_scheduler(scheduler)
-        assert type(scheduler) is kind
+        scheduler.refresh()
+        retracing = scheduler.iteration.retracing
+        assert (retracing is not None) is unused
+        scheduler.refresh()
+        assert scheduler.iteration.retracing is retracing
         sim.iteration()
     assert sim.device.races == []

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 from expecttest import assert_expected_inline
 
-from fsdp2.core.schedule.retrace import RetracingScheduler
-from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.core.schedule.side_doors import NotingScheduler, note_calls, refresh_scheduler
-from fsdp2.core.schedule.window import LookingAhead
+from fsdp2.core.schedule.side_doors import note_calls
 from fsdp2.testing.simulation import Node, Simulation
 from tests.unit._schedules import chain, emitted, leaf, unit_of, warm
 
@@ -22,7 +19,7 @@ def gathers(sim: Simulation, start: int) -> list[str]:
 def choose(sim: Simulation, window: int) -> None:
     for unit in sim.scheduler.units:
         unit.prefetch_window = window
-    refresh_scheduler(sim.scheduler)
+    sim.scheduler.refresh()
 
 
 def test_two_units_are_gathered_ahead() -> None:
@@ -147,13 +144,11 @@ def test_lists_of_the_users_win() -> None:
 def test_the_largest_window_below_a_root_counts() -> None:
     sim = warm(chain("a", "b", "c"))
     unit_of(sim, "b").prefetch_window = 3
-    refresh_scheduler(sim.scheduler)
-    assert isinstance(sim.scheduler, LookingAhead)
+    sim.scheduler.refresh()
     assert sim.scheduler.window == 3
     unit_of(sim, "b").prefetch_window = 1
-    refresh_scheduler(sim.scheduler)
-    assert type(sim.scheduler) is Scheduler
-    assert not {"window", "_ahead"} & vars(sim.scheduler).keys()
+    sim.scheduler.refresh()
+    assert sim.scheduler.window == 1
 
 
 @pytest.mark.parametrize("windows", [(1, 3), (3, 1), (3, 2), (2, 3)])
@@ -181,18 +176,19 @@ def test_a_window_that_changes_in_the_middle(windows: tuple[int, int]) -> None:
     assert sim.device.races == []
 
 
-def test_kinds_of_schedulers_combine() -> None:
+def test_what_units_ask_for_combines() -> None:
     sim = warm(chain("a", "b", "c"))
     note_calls(sim.scheduler)
     choose(sim, 2)
     for group in sim.scheduler.groups:
         group.options = group.options.__class__(reduce_unused=True)
-    refresh_scheduler(sim.scheduler)
-    for kind in (NotingScheduler, RetracingScheduler, LookingAhead):
-        assert isinstance(sim.scheduler, kind)
+    sim.scheduler.refresh()
+    assert sim.scheduler.calls is not None
+    assert sim.scheduler.iteration.retracing is not None
+    assert sim.scheduler.window == 2
     sim.iteration()
     choose(sim, 1)
-    assert not isinstance(sim.scheduler, LookingAhead)
-    assert isinstance(sim.scheduler, RetracingScheduler)
+    assert sim.scheduler.window == 1
+    assert sim.scheduler.iteration.retracing is not None
     sim.iteration()
     assert sim.device.races == []

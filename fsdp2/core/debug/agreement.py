@@ -1,4 +1,4 @@
-"""Ranks agree on their next step before they take it, by notes on a board.
+"""Ranks agree on their next step before they take it, by notes on a board (decision 12).
 
     board   <run>.<failures>/ 0,1,2,3 / 17 / 2 ──> "3f2a…|the all-gather of 'a' for its forward"
             a run of the checks, the ranks that must agree, their 17th step, rank 2's note on it

@@ -17,6 +17,7 @@ import functools
 import operator
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -53,7 +54,7 @@ from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import Layer, put_around
-from fsdp2.core.schedule.scheduler import scheduler_of
+from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.schedule.unit import Phase, Unit, all_groups, unit_of
 
@@ -88,12 +89,14 @@ class Contents(NamedTuple):
 
     Attributes:
         shards: this rank's rows.
-        unsharded: what was gathered.
+        registered: what stood in their stead: what was gathered, or a smaller group's rows.
     """
 
     shards: list[str]
-    unsharded: list[str]
+    registered: list[str]
 
+
+SchedulerOf = Callable[[Unit], Scheduler | None]
 
 _ContentsOf = weakref.WeakKeyDictionary[ParamGroup, Contents]
 
@@ -104,13 +107,15 @@ class Checks:
     Attributes:
         settings: what is checked; ``None`` until somebody asks.
         runs: how often the check of ranks was switched on: ranks do that alike.
+        scheduler_of: which scheduler serves a unit.
         compared: groups of which ranks have compared the copies of their shards.
         contents: of groups that are gathered, checksums of each parameter then: of the shard, and
-            of what was gathered.
+            of what was registered in its stead.
     """
 
     settings: Settings | None = None
     runs = 0
+    scheduler_of: ClassVar[SchedulerOf]
     compared: ClassVar[weakref.WeakSet[ParamGroup]] = weakref.WeakSet()
     contents: ClassVar[_ContentsOf] = weakref.WeakKeyDictionary()
     _agreement: Agreement | None = None
@@ -198,8 +203,14 @@ def _announce_exit() -> None:
     atexit.register(lambda: Checks.leave("has ended"))
 
 
-def follow(group: ParamGroup) -> None:
-    """Let a new group check what is checked now."""
+def follow(group: ParamGroup, scheduler_of: SchedulerOf) -> None:
+    """Let a new group check what is checked now.
+
+    Args:
+        group: the group.
+        scheduler_of: which scheduler serves a unit, for messages: modules know, from above.
+    """
+    Checks.scheduler_of = staticmethod(scheduler_of)
     put_around([group], CheckedGroup, Checks.any_is_on())
 
 
@@ -257,9 +268,11 @@ class CheckedGroup(Layer):
         self._refuse_written(stays)
 
     def shard_smaller(self) -> None:
-        """Look at what was written, then free."""
+        """Look at what was written, then free, and note which rows are left."""
         self._refuse_written()
         super().shard_smaller()
+        if self.state is GroupState.RESHARDED and self in Checks.contents:
+            Checks.contents[self] = self._contents()
 
     def reshard(self) -> None:
         """Look at what was written, then free."""
@@ -277,11 +290,11 @@ class CheckedGroup(Layer):
         super().abandon()
 
     def _contents(self) -> Contents:
-        there = self.state is GroupState.UNSHARDED
+        smaller = self.state is GroupState.RESHARDED
         pairs = [
-            (_checksum(param.local), _checksum(local_of(param.unsharded)) if there else "")
+            (_checksum(param.local), _checksum(local_of(registered)))
             for param in self._compared_params()
-            if param.unsharded is not None
+            if (registered := param.smaller if smaller else param.unsharded) is not None
         ]
         return Contents([own for own, _ in pairs], [full for _, full in pairs])
 
@@ -298,12 +311,9 @@ class CheckedGroup(Layer):
         before = Checks.contents.get(self)
         if before is None or self.state not in (GroupState.UNSHARDED, GroupState.RESHARDED):
             return
-        now = self._contents()
-        if self.state is GroupState.RESHARDED:
-            now = now._replace(unsharded=before.unsharded)
-        Checks.contents[self] = now
-        sharded, full = map(operator.ne, before.shards, now.shards), before.unsharded
-        written = [*map(operator.ne, full, now.unsharded), *(sharded if stays else ())]
+        now = Checks.contents[self] = self._contents()
+        sharded = map(operator.ne, before.shards, now.shards) if stays else ()
+        written = [*map(operator.ne, before.registered, now.registered), *sharded]
         own = list(map(int, written))
         everyones = self.collectives.exchange(own) if self.collectives.size > 1 else [own]
         names = [param.name for param in self._compared_params()]
@@ -342,8 +352,8 @@ class CheckedGroup(Layer):
             for param in self.params
         }
         moment = "outside forward and backward"
-        scheduler = scheduler_of(unit)
-        if scheduler is not None and scheduler.in_backward:
+        scheduler = Checks.scheduler_of(unit)
+        if scheduler is not None and scheduler.iteration.in_backward:
             moment = "for" if unit.phase is Phase.BACKWARD else "ahead of"
             moment += " its backward"
         elif scheduler is not None and (running := scheduler.entered_last) is not None:

@@ -1,4 +1,4 @@
-"""What a backend is known to do: the one place that says so, and where each line is from.
+"""What a backend is known to do, and where each line is from (decision 22).
 
     process group ── what serves the device ──> its class ──> Traits, or UNKNOWN
 

@@ -6,7 +6,7 @@
 
 A TransientBuffer keeps its tensors for ever and gives their storage back in between. Autograd
 saves views of gathered parameters for backward; when the storage is filled again, those views are
-valid again (invariant I3). One storage means one allocation and one free a gather, whatever the
+valid again (I3, decision 4). One storage means one allocation and one free a gather, whatever the
 number of parameters.
 
 Each view has a version counter of its own (`_aliased`): collectives and copies bump the counter of

@@ -9,7 +9,7 @@ The scheduler speaks of *lanes*; what a lane is depends on the device:
     REDUCE        divides, reduce-scatters, casts     (same)
     ALL_REDUCE    sums over the replicate axis        (same)
 
-Every buffer of fsdp2 is allocated on the COMPUTE lane and freed on it (invariant I2), so the
+Every buffer of fsdp2 is allocated on the COMPUTE lane and freed on it (I2, decision 1), so the
 caching allocator sees one stream and `record_stream` is never needed: a side lane waits for an
 event of COMPUTE before it touches a buffer, and COMPUTE waits for an event of that side lane
 before the buffer is freed. `fsdp2.testing.virtual` has a third implementation that checks this.

@@ -163,7 +163,7 @@ class SmallerRows:
         rows = self._rows.view(dtype, start, slot.local_shape(rank))
         self._targets.append(rows)
         self._sources.append(slot.part(gathered, rank))
-        between = param.between(rows, self._group.mesh)
+        between = param.make_smaller(rows, self._group.mesh)
         for buffer, tensor in ((full, self._sources[-1]), (self._rows, local_of(between))):
             buffer.follow(tensor)
         self.swaps += param.swaps(between)

@@ -1,7 +1,7 @@
 """How a segment's shards become gathered parameters.
 
     Coalesced   shard ─(cast)─> own piece of its slot ══ one launch, an all-gather each ══> slots
-                no copy afterwards; none before where shard and compute dtype agree
+                no copy afterwards; none before where shard and compute dtype agree (decision 17)
     Packed      shard ─(cast)─> own row of [ranks, n] ══ one all-gather ══> rows ── copy ──> slots
                 beside coalesced ones of the same dtype it goes along in their launch
     Custom      as packed, all segments in one collective of the user's

@@ -55,7 +55,8 @@ class Cut:
     Attributes:
         dim: the dim that is cut into pieces of ``ceil(length / ranks)``.
         bands: into how many equal bands dim 0 is cut before, of as many ranks each; they divide
-            the ranks and dim 0's length, and ``dim`` is another dim if there is more than one.
+            the ranks and dim 0's length, and ``dim`` is another dim if there is more than one
+            (decision 18).
     """
 
     dim: int = 0
@@ -99,7 +100,7 @@ def default_cut(
     dims: Sequence[int] | None = None,
     in_bands: bool = True,
 ) -> Cut:
-    """The cut that is taken where several will do.
+    """The cut that is taken where several will do (decision 14).
 
     On the first dim, unless equal pieces of it pad more than 3 % of the parameter and more than
     1 MiB over all ranks. Then, of all dims and, where dim 0 and others were named, of dim 0 in as
@@ -394,7 +395,7 @@ def pick_transport(param: ParamShape, world_size: int, coalesces: bool) -> Trans
 def _pick_transports(
     params: Sequence[ParamShape], world_size: int, coalesces: bool, pack_below: int
 ) -> list[Transport]:
-    """The transports of a group's parameters: small ones are packed, if there are several."""
+    """The transports of a group's parameters: several small ones are packed (decision 24)."""
     picked = [pick_transport(param, world_size, coalesces) for param in params]
     small: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
     for index, (param, transport) in enumerate(zip(params, picked, strict=True)):

@@ -36,7 +36,7 @@ from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.layout.mesh import MeshAxes, local_of, smaller_mesh
 from fsdp2.core.modules.explain import explain_loading
 from fsdp2.core.modules.registrations import mark_managed
-from fsdp2.core.modules.registry import Arguments, UnitRecord
+from fsdp2.core.modules.registry import Arguments, UnitRecord, scheduler_of
 from fsdp2.core.modules.selection import managed_modules
 from fsdp2.core.params.aliases import REPLACED, aliases_in, refuse_gradients
 from fsdp2.core.params.param import (
@@ -49,7 +49,6 @@ from fsdp2.core.params.param import (
     is_extended,
 )
 from fsdp2.core.schedule.group import ParamGroup, Runtime
-from fsdp2.core.schedule.scheduler import scheduler_of
 from fsdp2.core.schedule.states import SHARDED
 from fsdp2.core.schedule.ties import GroupAlias
 from fsdp2.core.schedule.unit import Unit, all_groups, all_units
@@ -57,22 +56,35 @@ from fsdp2.core.schedule.unit import Unit, all_groups, all_units
 _streams: dict[torch.device, Streams] = {}
 
 
+def check_groups(name: str, plans: list[Plan], options: GroupOptions) -> None:
+    """Raise where `make_groups` could not make them, or ranks would make others.
+
+    Args:
+        name: of the unit's modules.
+        plans: what is to become of their parameters.
+        options: of the groups to be.
+    """
+    check_plans(name, plans, options)
+    _check_memory(plans)
+
+
+def connect_meshes(plans: list[Plan], arguments: Arguments) -> None:
+    """Make the process groups that groups of ``plans`` use: what may fail, for want of a peer."""
+    for plan in plans:
+        plan.axes.mesh_of(plan.cut)
+    for axes in axes_in(plans):
+        _smaller_group(axes, arguments.reshard_to)
+        announce(axes.group, axes.device)
+        announce(axes.replicas, axes.device)
+
+
 def make_groups(
     name: str, plans: list[Plan], options: GroupOptions, arguments: Arguments
 ) -> list[ParamGroup]:
     """A group for each mesh, in the order in which parameters name them."""
-    check_plans(name, plans, options)
-    _check_memory(plans)
-    meshes = axes_in(plans)
-    # What makes process groups, and may raise: before anything changes.
-    for plan in plans:
-        plan.axes.mesh_of(plan.cut)
-    smaller_groups = [_smaller_group(axes, arguments.reshard_to) for axes in meshes]
-    for axes in meshes:
-        announce(axes.group, axes.device)
-        announce(axes.replicas, axes.device)
     groups = []
-    for axes, smaller in zip(meshes, smaller_groups, strict=True):
+    for axes in axes_in(plans):
+        smaller = _smaller_group(axes, arguments.reshard_to)
         streams = streams_for(axes.device)
         members = [plan for plan in plans if plan.axes is axes]
         params = [ShardedParam(plan) for plan in members]
@@ -94,7 +106,7 @@ def make_groups(
             if plan.param.requires_grad:
                 refuse_gradients(plan.param, name)
         group.set_smaller_group(smaller)
-        follow(group)
+        follow(group, scheduler_of)
         groups.append(group)
     return groups
 
@@ -306,9 +318,9 @@ def _is_in_use(group: ParamGroup) -> bool:
         groups = [own.tied if isinstance(own, GroupAlias) else own for own in unit.groups]
         if group in groups:
             scheduler = scheduler_of(unit)
-            if scheduler is None or scheduler.failed:
+            if scheduler is None or scheduler.iteration.failed:
                 continue
-            if scheduler.forward_root is not None or scheduler.in_backward:
+            if scheduler.is_running:
                 return True
     return False
 

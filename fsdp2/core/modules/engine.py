@@ -8,7 +8,8 @@
 
 A hook on an output sees a gradient that comes to that output, and nothing sees an exception: it
 goes from C++ to the user. torch has no hook here. So the attribute that holds autograd's engine
-gets an engine of a subclass. It costs a Python call for a whole backward, and none for its units.
+gets an engine of a subclass (decision 19). It costs a Python call for a whole backward, and none
+for its units.
 """
 
 from __future__ import annotations
@@ -23,17 +24,12 @@ from torch.autograd.graph import GradientEdge, Node
 
 from fsdp2.core.modules.dynamo import uncompiled
 from fsdp2.core.modules.explain import explain, explain_freed_in
-from fsdp2.core.modules.registry import record_of_unit
+from fsdp2.core.modules.registry import record_of_unit, scheduler_of
 from fsdp2.core.progress import Backwards
-from fsdp2.core.schedule.scheduler import GRAPHS, Graph, Scheduler, scheduler_of
-from fsdp2.core.schedule.side_doors import (
-    Call,
-    Calls,
-    calls_of,
-    note_calls,
-    noting,
-    stop_noting_unused,
-)
+from fsdp2.core.schedule.calls import Call, Calls
+from fsdp2.core.schedule.graphs import GRAPHS, Graph
+from fsdp2.core.schedule.scheduler import Scheduler
+from fsdp2.core.schedule.side_doors import note_calls, noting, stop_noting_unused
 from fsdp2.core.schedule.unit import Unit, all_units
 
 if TYPE_CHECKING:
@@ -107,7 +103,7 @@ def _hook_side_doors(ends: Ends) -> None:
 
     A hook on an output comes before: where that was it, nothing is left to do.
     """
-    noted = [calls for each in noting if (s := each()) is not None and (calls := calls_of(s))]
+    noted = [calls for each in noting if (s := each()) is not None and (calls := s.calls)]
     if not noted:
         return
     nodes = nodes_behind(ends)
@@ -189,5 +185,4 @@ def _finish_unseen(ends: Ends) -> None:
     for scheduler in left:
         params = [param for group in scheduler.groups for param in group.params]
         if any(id(param.unsharded) in reached for param in params):
-            scheduler.in_backward = True
-            scheduler.end_backward()
+            scheduler.end_unseen_backward()

@@ -20,16 +20,15 @@ import functools
 import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
 from torch import nn
-from torch.autograd import Variable, profiler
+from torch.autograd import Variable
 
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.streams import Streams
-from fsdp2.core.layout.logs import log_layout
 from fsdp2.core.modules.containers import (
     cast,
     grad_tensors,
@@ -53,17 +52,16 @@ from fsdp2.core.modules.registry import (
     Arguments,
     Kwargs,
     UnitRecord,
-    record_of,
     record_of_unit,
     records_below,
 )
+from fsdp2.core.modules.roots import served_with, start
 from fsdp2.core.modules.ties import take_up
 from fsdp2.core.params.param import GATHERED, ModuleEntries
+from fsdp2.core.schedule.graphs import GRAPHS
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.retrace import next_node, running_node
-from fsdp2.core.schedule.scheduler import GRAPHS, Scheduler
-from fsdp2.core.schedule.side_doors import make_scheduler, note_calls, refresh_scheduler
-from fsdp2.core.schedule.ties import inherit, tied_to
+from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.unit import BACKWARD, FORWARD, REDUCED, Unit, enlist
 
 SEEN = "_fsdp2_seen"
@@ -132,7 +130,7 @@ class UnitHooks(UnitRecord):
         self._is_list = len(modules) > 1
         self._still_to_run: set[int] = set()  # of a list: ids of modules that have not run yet
         self._returned_parameter = False  # of a list: whether one that has run returned one
-        # What autograd calls with the gradient of an input; `serve` says what that is.
+        # What autograd calls with the gradient of an input; `serve` says whose.
         self._leave_backward: functools.partial[None] = functools.partial(Scheduler.exit_backward)
         for module in modules:
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
@@ -150,7 +148,7 @@ class UnitHooks(UnitRecord):
     def serve(self, scheduler: Scheduler) -> None:
         """Let ``scheduler`` serve the unit from now on: in graphs that are there already, too."""
         self.scheduler = scheduler
-        leave = uncompiled(type(scheduler).exit_backward)
+        leave = uncompiled(Scheduler.exit_backward)
         # In place, for the tensors that hold it.
         self._leave_backward.__setstate__((leave, (scheduler, self.unit), {}, None))  # type: ignore[attr-defined]  # not in typeshed
 
@@ -161,7 +159,8 @@ class UnitHooks(UnitRecord):
         scheduler = self.scheduler or start(self)
         if _in_backward() != _OUTSIDE:
             return self._recompute(scheduler, args, kwargs)
-        unit, around = self.unit, scheduler.forward_root
+        unit, now = self.unit, scheduler.iteration
+        around = now.forward_root
         if self._is_list:
             if not self._begins_list():
                 return self._cast_inputs(args, kwargs)
@@ -169,11 +168,7 @@ class UnitHooks(UnitRecord):
             return self._cast_inputs(args, kwargs)
         self._inner_calls = 0  # what an exception left of them
         if (
-            around is None
-            or around is unit
-            or unit.is_root
-            or scheduler.failed
-            or scheduler.in_backward
+            around is None or around is unit or unit.is_root or now.failed or now.in_backward
         ):  # no forward is around this one; what looks like one was ended by an exception
             args, kwargs = self._begin(scheduler, args, kwargs)
             scheduler = self.scheduler or scheduler
@@ -218,7 +213,7 @@ class UnitHooks(UnitRecord):
 
     def _begin(self, scheduler: Scheduler, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """A forward begins that is not inside of another; its inputs are moved to the device."""
-        if scheduler.forward_root is not None or scheduler.failed or scheduler.in_backward:
+        if scheduler.is_running or scheduler.iteration.failed:
             scheduler.reset()
         first = self._first_group
         if self._registrations != Registrations.count or (first and not is_registered(first)):
@@ -237,7 +232,7 @@ class UnitHooks(UnitRecord):
     def _check_registrations(self, scheduler: Scheduler) -> Scheduler:
         """Something was registered since: find new units and ties, refuse what none manages."""
         self._registrations = -1  # until nothing is refused
-        if self.unit.is_root and set(_served(self)) != {*map(record_of_unit, scheduler.units)}:
+        if self.unit.is_root and set(served_with(self)) != {*map(record_of_unit, scheduler.units)}:
             scheduler = start(self)
         groups = scheduler.groups
         known = {id(form) for group in groups for p in group.params for form in p.forms()}
@@ -251,7 +246,7 @@ class UnitHooks(UnitRecord):
         if moves:
             scheduler.wait_for_reductions()
             take_up(moves, scheduler.units)
-            refresh_scheduler(scheduler)
+            scheduler.refresh()
         below = (r.unit for module in self.modules for r in records_below(module))
         groups = [group for unit in below for group in unit.own_groups]
         self._first_group = groups[0] if groups else None
@@ -306,8 +301,8 @@ class UnitHooks(UnitRecord):
             self._inner_calls -= 1
         elif _in_backward() != _OUTSIDE:
             pass  # one that ran again: a checkpoint ends it by an exception when it has enough
-        elif scheduler.forward_root is self.unit:
-            scheduler.failed = True
+        elif scheduler.iteration.forward_root is self.unit:
+            scheduler.fail()
         elif self.unit.phase is FORWARD and not self._is_list:
             scheduler.give_up_forward(self.unit)
 
@@ -320,7 +315,7 @@ class UnitHooks(UnitRecord):
         self._returned_parameter = self._returned_parameter or keep
         if not self._still_to_run:
             scheduler.exit_forward(self.unit, self._returned_parameter)
-        elif scheduler.forward_root is self.unit:
+        elif scheduler.iteration.forward_root is self.unit:
             # One module of a list, called on its own (a head, chunk by chunk): backward is next,
             # so that the parameters stay.
             self._still_to_run.clear()
@@ -374,7 +369,7 @@ class UnitHooks(UnitRecord):
 
         Then only the unit and what is newer can use it: its gradient is complete when the unit's
         nodes have run. Others may have older uses (an encoder's output, in each block of a
-        decoder), for which the unit should not wait.
+        decoder), for which the unit should not wait (decision 2).
         """
         node = tensor.grad_fn if type(tensor) is torch.Tensor else None
         if node is None or node._sequence_nr() + 1 != next_node():
@@ -448,33 +443,35 @@ class UnitHooks(UnitRecord):
     ) -> None:
         scheduler = self.scheduler
         assert scheduler is not None
-        if not scheduler.in_backward:
-            scheduler.in_backward = True
-            if profiler._is_profiler_enabled is not scheduler.ranges:
-                scheduler.follow_profiler()
+        now = scheduler.iteration
+        if not now.in_backward:
             # Recomputation enables grad in every backward; otherwise it means create_graph=True.
-            if torch.is_grad_enabled() and records and not recomputes:
-                self._hold(scheduler)
-            end = self._end_backward
-            scheduler.ending = weakref.ref(end)  # autograd holds it as long as this backward runs
-            Variable._execution_engine.queue_callback(end)
-        elif scheduler.ending() is None:
+            holds = torch.is_grad_enabled() and records and not recomputes
+            self._begin_backward(scheduler, holds)
+            if holds:
+                self._watch_parameters(scheduler)
+        elif now.ending() is None:
             raise ShardingStateError(
                 f"the backward of '{self.unit.title}' follows one that an exception ended, whose "
                 f"gradients are incomplete; call reset_iter_state() on the root, or run the "
                 f"forward again before its backward"
             )
-        if scheduler.graph is not None and grad is not None:
+        if now.graph is not None and grad is not None:
             # As long as these live: what the gradient comes from, and forward's node that it is of.
             nodes: tuple[Any, ...] = (grad.grad_fn, torch._C._current_autograd_node())
             for node in nodes:
                 if node is not None:
-                    node.metadata.setdefault(GRAPHS, set()).add(scheduler.graph)
+                    node.metadata.setdefault(GRAPHS, set()).add(now.graph)
         scheduler.enter_backward(self.unit, running_node() if recomputes else None)
 
-    def _hold(self, scheduler: Scheduler) -> None:
+    def _begin_backward(self, scheduler: Scheduler, records: bool) -> None:
+        end = self._end_backward
+        # Autograd holds it as long as this backward runs.
+        scheduler.begin_backward(weakref.ref(end), records)
+        Variable._execution_engine.queue_callback(end)
+
+    def _watch_parameters(self, scheduler: Scheduler) -> None:
         """A graph is recorded whose own backward may reach parameters, but no output of a unit."""
-        scheduler.records_graph()
         reference = weakref.ref(self)
 
         def on_parameter(_: torch.Tensor) -> None:
@@ -492,13 +489,8 @@ class UnitHooks(UnitRecord):
     def _on_parameter_grad(self) -> None:
         """Its end reduces what it brings, whether or not it reaches a unit's output."""
         scheduler = self.scheduler
-        if scheduler is not None and not scheduler.in_backward:
-            scheduler.in_backward = True
-            if torch.is_grad_enabled():
-                scheduler.records_graph()
-            end = self._end_backward
-            scheduler.ending = weakref.ref(end)
-            Variable._execution_engine.queue_callback(end)
+        if scheduler is not None and not scheduler.iteration.in_backward:
+            self._begin_backward(scheduler, torch.is_grad_enabled())
 
     def _end_backward(self) -> None:
         scheduler = self.scheduler
@@ -557,108 +549,3 @@ def _on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], object], k
     hooks[key] = hook
     for other in older:  # what came later in forward goes first, as in all of backward
         hooks[other] = hooks.pop(other)  # autograd knows nothing of `move_to_end`
-
-
-def start(record: UnitRecord) -> Scheduler:
-    """Make the module of ``record`` the root of all units below it, and give them one scheduler.
-
-    Called before the first forward (or a call that needs the scheduler), when every unit is there.
-    """
-    if len(record.modules) > 1:
-        raise ShardingStateError(
-            f"the first forward ran a module of the list {record.unit.name}, which has no single "
-            f"root; call fully_shard on the model that holds them and run that first"
-        )
-    for below in records_below(record.modules[0]):
-        inherit(below.unit, lambda unit: record_of_unit(unit) is None)
-    found = _served(record)
-    roots = _tops(found)
-    for top in roots:
-        if top is not record and record in records_below(top.modules[0]):
-            start(top)  # a tied one is around it, and is the root sooner or later
-            assert record.scheduler is not None
-            return record.scheduler
-    for below, names in found.items():
-        busy = below.scheduler
-        if busy is not None and (busy.forward_root is not None or busy.in_backward):
-            raise ShardingStateError(
-                f"unit '{', '.join(names)}' is in the middle of a forward or backward of its own; "
-                f"finish it, or call reset_iter_state() on it, before running its parent"
-            )
-        if busy is not None and busy.manual and below not in roots:
-            raise ShardingStateError(
-                f"set_manual_backward_finalization was called on '{', '.join(names)}', which is "
-                f"below the root; call it on the module whose forward you call"
-            )
-        if busy is not None:
-            busy.wait_for_reductions()
-    old = record.scheduler
-    scheduler = make_scheduler([below.unit for below in found], record.streams)
-    if old is not None:  # units were added
-        scheduler.is_last_backward = old.is_last_backward
-        scheduler.post_optim_event = old.post_optim_event
-    before = [top.scheduler for top in (record, *roots) if top.scheduler is not None]
-    scheduler.manual = any(former.manual for former in before)
-    for former in before:
-        scheduler.succeed(former)
-    for below, names in found.items():
-        below.serve(scheduler)
-        below.unit.name = ", ".join(names)
-        below.unit.visits = []  # which the scheduler before counted
-        below.unit.is_root = below is record or below in roots
-        below.alone = len(roots) == 1
-    for top in roots:
-        for module in top.modules:
-            _name_parameters(module)
-    note_calls(scheduler)
-    layouts = [(u.title, [g.layout for g in u.groups if g.layout]) for u in scheduler.units]
-    log_layout(type(record.modules[0]).__name__, layouts)
-    return scheduler
-
-
-def _served(record: UnitRecord) -> dict[UnitRecord, list[str]]:
-    """The units that one scheduler serves, and their names: those below a root, and tied ones.
-
-    Where one uses parameters of a unit elsewhere, that and all that is served with it belong too.
-    """
-    found: dict[UnitRecord, list[str]] = {}
-    for name, module in record.modules[0].named_modules():
-        below = record_of(module)
-        if below is not None:
-            found.setdefault(below, []).append(name)
-    reached = list(found)
-    for near in reached:  # which grows
-        for unit in sorted(tied_to(near.unit), key=lambda unit: unit.name):
-            tied = record_of_unit(unit)
-            if tied is None or tied in found:
-                continue
-            others = [below for module in tied.modules for below in records_below(module)]
-            if tied.scheduler is not None:
-                others += filter(None, map(record_of_unit, tied.scheduler.units))
-            for further in others:
-                if further not in found:
-                    found[further] = [further.unit.name]
-                    reached.append(further)
-    return found
-
-
-def _tops(found: Iterable[UnitRecord]) -> list[UnitRecord]:
-    """Those that are below none of the others."""
-    inside = {
-        below
-        for record in found
-        for module in record.modules
-        for below in records_below(module)
-        if below is not record
-    }
-    return [record for record in found if record not in inside]
-
-
-def _name_parameters(root: nn.Module) -> None:
-    names = {id(param): name for name, param in root.named_parameters()}
-    for below in records_below(root):
-        for group in below.unit.groups:
-            group.name = below.unit.title
-            for param in group.params:
-                registered = param.sharded if not group.is_unsharded else param.unsharded
-                param.name = names.get(id(registered), param.name)

@@ -87,19 +87,23 @@ def is_managed(module: nn.Module, name: str) -> bool:
     return name in module.__dict__.get(MANAGED, ())
 
 
-def follow_replaced(group: ParamGroup, known: Set[int]) -> None:
+def follow_replaced(group: ParamGroup, known: set[int]) -> None:
     """Manage what was put in the entries of a group's parameters and is sharded like them.
 
     Args:
         group: the group.
-        known: ids of all forms of managed parameters: those may be tied, but replace none.
+        known: ids of all forms of managed parameters: those may be tied, but replace none. What is
+            followed here is one from now on: a loader may put it into entries of several.
     """
     if group.state is not GroupState.SHARDED:
         return  # the entries are filled with what was gathered
-    replaced = [param for param in group.params if param.was_replaced(known)]
-    for param in replaced:
-        param.follow_registered()
-    if replaced:
+    followed = False
+    for param in group.params:
+        if param.was_replaced(known):
+            param.follow_registered()
+            known.add(id(param.sharded))
+            followed = True
+    if followed:
         group.rebind()
 
 

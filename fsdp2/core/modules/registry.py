@@ -137,6 +137,15 @@ def record_of_unit(unit: Unit) -> UnitRecord | None:
     return _records.get(unit)
 
 
+def scheduler_of(unit: Unit) -> Scheduler | None:
+    """The scheduler that serves a unit; ``None`` before its root's first forward.
+
+    A unit gets another one where its root becomes part of a larger model, or gets more units.
+    """
+    record = record_of_unit(unit)
+    return None if record is None else record.scheduler
+
+
 def require_record(module: object) -> UnitRecord:
     """As `record_of`; raises where `fully_shard` was not called on ``module``.
 

@@ -8,7 +8,7 @@ modules ── managed_modules ──> those that no earlier unit has
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -51,14 +51,17 @@ class NamedEntry(NamedTuple):
 
 
 def managed_parameters(
-    modules: tuple[nn.Module, ...], ignored: set[nn.Parameter], new_to: UnitRecord | None = None
+    modules: tuple[nn.Module, ...],
+    ignored: set[nn.Parameter],
+    new_to: UnitRecord | None = None,
+    pending: Set[nn.Module] = frozenset(),
 ) -> dict[nn.Parameter, list[NamedEntry]]:
     """Parameters below ``modules`` that no other unit has; ``new_to`` a unit: those it has not.
 
-    Those that are tied to another unit's are among them.
+    Those that are tied to another unit's are among them. Modules ``pending`` are to be units.
     """
     found: dict[nn.Parameter, list[NamedEntry]] = {}
-    for owner, prefix in managed_modules(modules):
+    for owner, prefix in managed_modules(modules, pending=pending):
         for key, param in owner._parameters.items():
             if param is None or param in ignored:
                 continue
@@ -78,10 +81,18 @@ def entries_of(modules: tuple[nn.Module, ...], params: set[nn.Parameter]) -> set
 
 
 def managed_modules(
-    modules: tuple[nn.Module, ...], into_units: bool = False
+    modules: tuple[nn.Module, ...],
+    into_units: bool = False,
+    pending: Set[nn.Module] = frozenset(),
 ) -> Iterator[tuple[nn.Module, str]]:
-    """Modules below ``modules`` that no other unit has, parents first, with name prefixes."""
-    seen: set[nn.Module] = set()
+    """Modules below ``modules`` that no other unit has, parents first, with name prefixes.
+
+    Args:
+        modules: where to begin.
+        into_units: whether those of other units are among them.
+        pending: those that are to be units, and are left out in any case.
+    """
+    seen: set[nn.Module] = set(pending) - set(modules)
     for module in modules:
         yield from _walk(module, "", into_units, seen)
 

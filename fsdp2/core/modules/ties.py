@@ -10,7 +10,7 @@ any more leaves its group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from fsdp2.core.params.param import (
     OWNER,
     ModuleEntries,
     ModuleEntry,
+    Plan,
     ShardedParam,
     compute_dtype,
 )
@@ -96,7 +97,7 @@ def tied_parameters(
         entry = found[param][0]
         if owned is None or (is_managed(entry.module, entry.key) and _is_in(modules, owned.unit)):
             continue  # whose unit is gone; of a unit around this one
-        _check_dtype(entry.name, owned, policy)
+        check_same_dtype(entry.name, _computed(owned), policy)
         tied[param] = owned
     return tied
 
@@ -107,36 +108,73 @@ def _is_in(modules: Sequence[nn.Module], unit: Unit) -> bool:
     return any(module in modules for outer in around for module in outer.modules())
 
 
-def _check_dtype(name: str, owned: Owned, policy: MixedPrecisionPolicy) -> None:
+class Computed(NamedTuple):
+    """How a unit computes with a parameter of its own.
+
+    Attributes:
+        name: the parameter's.
+        dtype: of its shard.
+        chosen: dtype of compute; ``None``: the shard's.
+        is_exception: whether the user has chosen that for this parameter alone.
+    """
+
+    name: str
+    dtype: torch.dtype
+    chosen: torch.dtype | None
+    is_exception: bool
+
+
+def _computed(owned: Owned) -> Computed:
     param = owned.param
-    if not param.dtype.is_floating_point:
+    chosen = compute_dtype(owned.group.options, param)
+    return Computed(param.name, param.dtype, chosen, param.compute_dtype is not None)
+
+
+def check_same_dtype(name: str, other: Computed, policy: MixedPrecisionPolicy) -> None:
+    """Raise if a unit would compute with another unit's parameter in another dtype than that does.
+
+    Args:
+        name: of the parameter in the unit.
+        other: of the one that it is.
+        policy: the unit's.
+
+    Raises:
+        ValueError: it would.
+    """
+    if not other.dtype.is_floating_point or other.is_exception:
         return
-    computes = compute_dtype(owned.group.options, param)
-    wanted = policy.param_dtype or param.dtype
-    if computes != wanted and param.compute_dtype is None:
+    computes, wanted = other.chosen or other.dtype, policy.param_dtype or other.dtype
+    if computes != wanted:
         raise ValueError(
-            f"parameter '{name}' is tied to parameter '{param.name}', with which its unit computes "
+            f"parameter '{name}' is tied to parameter '{other.name}', with which its unit computes "
             f"in {computes}, not in {wanted}; give both units the same param_dtype"
         )
 
 
-def join(found: Found, tied: Mapping[nn.Parameter, Owned]) -> None:
+def join(found: Found, tied: Iterable[nn.Parameter]) -> None:
     """Give parameters of other units the entries where they were found."""
-    for param, owned in tied.items():
+    owners = Owners(all_units())
+    for param in tied:
+        owned = owners.of(param)
+        assert owned is not None
         owned.group.reshard()
         entries: list[ModuleEntry] = [(entry.module, entry.key) for entry in found[param]]
         present = list(owned.param.entries)
         _fill(owned, [*present, *(entry for entry in entries if entry not in present)])
 
 
+Stray = tuple[NamedEntry, nn.Parameter, ShardedParam | None]
+"""Where a unit registers a parameter of a call around it, which one, and what it had there."""
+
+
 def strays(
-    found: Found, modules: Sequence[nn.Module]
-) -> list[tuple[NamedEntry, nn.Parameter, ShardedParam | None]]:
-    """Where units below ``modules`` register one of ``found``, and what they had there."""
+    found: Found, modules: Sequence[nn.Module], pending: Set[nn.Module] = frozenset()
+) -> list[Stray]:
+    """Where units below ``modules`` register one of ``found``; not those that are ``pending``."""
     known = {entry[:2] for entries in found.values() for entry in entries}
     places = [
         (NamedEntry(module, key, prefix + key), param)
-        for module, prefix in managed_modules(tuple(modules), into_units=True)
+        for module, prefix in managed_modules(tuple(modules), into_units=True, pending=pending)
         for key, param in module._parameters.items()
         if param is not None and param in found and (module, key) not in known
     ]
@@ -151,9 +189,21 @@ def strays(
     return [(entry, param, managed.get(entry[:2])) for entry, param in places]
 
 
-def take_strays(
-    places: Sequence[tuple[NamedEntry, nn.Parameter, ShardedParam | None]],
+def check_strays(
+    places: Sequence[Stray], plans: Sequence[Plan], policy: MixedPrecisionPolicy
 ) -> None:
+    """Raise what `take_strays` would, once ``plans`` of a call with ``policy`` are applied."""
+    own = {plan.param: plan for plan in plans}
+    for entry, param, _ in places:
+        plan = own.get(param)
+        for record in _around(entry.module, all_units()) if plan is not None else ():
+            assert plan is not None
+            chosen = plan.compute_dtype or policy.param_dtype
+            computed = Computed(plan.name, param.dtype, chosen, plan.compute_dtype is not None)
+            check_same_dtype(entry.name, computed, record.arguments.precision)
+
+
+def take_strays(places: Sequence[Stray]) -> None:
     """Manage what `strays` has found; the parameters are sharded now."""
     owners = Owners(all_units())
     moves = []
@@ -192,7 +242,7 @@ def take_up(moves: Sequence[Move], units: Iterable[Unit]) -> None:
     owners = Owners(units)
     for move in moves:
         for record in _around(move.module, units):
-            _check_dtype(move.name, owners[move.param], record.arguments.precision)
+            check_same_dtype(move.name, _computed(owners[move.param]), record.arguments.precision)
     entries = _moved(moves)
     for param in entries:
         owners[param].group.reshard()

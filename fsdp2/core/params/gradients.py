@@ -7,7 +7,7 @@
 
 One call serves all parameters, as a call each would cost as much as its work.
 
-DTensors that were ``.grad`` and are nobody's any more are used again for the next gradients:
+DTensors that were ``.grad`` and are nobody's any more are the next gradients (decision 16):
 
     rows of A   rows of B   rows of C       of this step; let go with the gradients, as ever
       └ lent      └ lent      └ the last    DTensors: what ``.grad`` of A, B and C is

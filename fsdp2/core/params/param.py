@@ -213,6 +213,7 @@ class ShardedParam:
         requires_grad: as both forms had it when it was last looked at.
         sharded: the DTensor parameter that the optimizer sees.
         unsharded: the gathered parameter, once it exists.
+        smaller: the one over a smaller group's rows, if units are resharded to that.
         accumulated: gradients summed over backwards without sync, in the reduce dtype.
         grad_spec: of the DTensor that becomes ``.grad``.
         parallel: its spec before sharding, if it was a DTensor (tensor or expert parallel).
@@ -223,10 +224,9 @@ class ShardedParam:
     # A model has thousands, and a step looks at each several times: slots are the least memory.
     __slots__ = (
         "__weakref__",
-        "_between",
-        "_between_version",
         "_grad_dtype",
         "_hooks",
+        "_smaller_version",
         "_spec",
         "_target",
         "_whole",
@@ -245,6 +245,7 @@ class ShardedParam:
         "requires_grad",
         "shape",
         "sharded",
+        "smaller",
         "unsharded",
     )
 
@@ -267,8 +268,8 @@ class ShardedParam:
         self.sharded: nn.Parameter = param
         self.unsharded: nn.Parameter | None = None
         self.accumulated: torch.Tensor | None = None
-        self._between: nn.Parameter | None = None
-        self._between_version = 0
+        self.smaller: nn.Parameter | None = None
+        self._smaller_version = 0
         self.absorbed: list[ShardedParam] = []
         self.aliases: list[Alias] = []
         # Of `register_hook` and `register_post_accumulate_grad_hook`. The dicts themselves go on,
@@ -407,11 +408,12 @@ class ShardedParam:
 
     def absorb(self, other: ShardedParam) -> None:
         """Stand for one that no module registers any more, as it was tied to this one."""
-        other.sharded.__dict__.update({REPLACED: weakref.ref(self), TIED: other.name})
+        if other.sharded is not self.sharded:  # a state dict may have assigned one to both
+            other.sharded.__dict__.update({REPLACED: weakref.ref(self), TIED: other.name})
         self.absorbed += [other, *other.absorbed]
         for param in (other, *other.absorbed):
             param.sharded = self.sharded
-        other.unsharded = other._between = other.accumulated = None
+        other.unsharded = other.smaller = other.accumulated = None
         other.absorbed = []
 
     def was_replaced(self, known: Set[int] = frozenset()) -> bool:
@@ -555,7 +557,7 @@ class ShardedParam:
         alike = self.unsharded is None or self.unsharded.dtype == self.sharded.dtype
         return self.axes.size == 1 and alike
 
-    def between(self, rows: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
+    def make_smaller(self, rows: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
         """The parameter over a smaller group's rows, registered between forward and backward.
 
         Args:
@@ -565,31 +567,32 @@ class ShardedParam:
         rows = self.as_seen(rows)
         meta = with_dtype(self._spec, rows.dtype).tensor_meta
         spec = DTensorSpec(mesh, (Replicate(), Shard(self.cut.dim)), tensor_meta=meta)
-        param = nn.Parameter(wrap_local(rows, spec), requires_grad=self.sharded.requires_grad)
+        with torch.inference_mode(False):  # which training registers, too
+            param = nn.Parameter(wrap_local(rows, spec), requires_grad=self.sharded.requires_grad)
         param.__dict__.update({**self.attributes, **self._marks()})
         param._backward_hooks = self.sharded._backward_hooks
         param._post_accumulate_grad_hooks = self.sharded._post_accumulate_grad_hooks
-        self._between, self._between_version = param, param._version
+        self.smaller, self._smaller_version = param, param._version
         return param
 
-    def follow_between(self) -> None:
+    def follow_smaller(self) -> None:
         """Take over ``requires_grad`` from the form that is registered between the passes.
 
         Raises:
             ShardingStateError: that form was written, which counts for nothing.
         """
-        between = self._between
-        if between is None:
+        smaller = self.smaller
+        if smaller is None:
             return
-        if between.requires_grad is not self.requires_grad:
-            self.sharded.requires_grad = between.requires_grad
-        if between._version != self._between_version:
-            self._between_version = between._version
+        if smaller.requires_grad is not self.requires_grad:
+            self.sharded.requires_grad = smaller.requires_grad
+        if smaller._version != self._smaller_version:
+            self._smaller_version = smaller._version
             refuse_written(self.name)
 
     def forms(self) -> list[nn.Parameter]:
         """The objects that may be registered for it: sharded, gathered, in between."""
-        forms = (self.sharded, self.unsharded, self._between)
+        forms = (self.sharded, self.unsharded, self.smaller)
         return [form for form in forms if form is not None]
 
     def register(self, param: nn.Parameter) -> None:

@@ -5,7 +5,7 @@
     shapes of the rows         ──> [Run, Run, …]    in how few calls views of them are made
     what is needed of them     ──> Program          the steps, by lane, in their order
 
-`fsdp2.core.reduce.reduction` has the steps themselves, and runs them.
+`fsdp2.core.reduce.reduction` has the steps themselves, and runs them (decision 6).
 """
 
 from __future__ import annotations

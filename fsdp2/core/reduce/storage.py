@@ -16,7 +16,7 @@ from fsdp2.core.params.gradients import Gradients
 
 
 class KeptGradients:
-    """The gradients of the members of a reduction.
+    """The gradients of the members of a reduction, which stay in place on request (decision 15).
 
     Args:
         gradients: the members'.

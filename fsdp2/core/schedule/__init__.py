@@ -1,8 +1,7 @@
 """When groups of parameters are gathered, freed and reduced.
 
     scheduler  order, prefetch and windows of the units below one root
-    window     a scheduler that gathers several units ahead
-    backward_order  a scheduler of units that say when backward gathers the next one
+    iteration  what lasts from the first forward to the end of the last backward
     kept       units that a forward has left unsharded, and what users write meanwhile
     in_flight  reductions on their way, and the memory that they hold
     unit       what one call of fully_shard made, and its flags
@@ -10,7 +9,9 @@
     connections  process groups that they use, connected before the first gather
     states     where a group's parameters are, and what leads from where to where
     retrace    a backward that misses no unit, whatever this rank's loss uses
-    side_doors which of autograd's nodes are which unit's, for backwards that enter by no output
+    calls      which of autograd's nodes are which unit's, for backwards that enter by no output
+    side_doors which schedulers note that, and for how long
+    graphs     graphs that backwards record, for which parameters stay in memory
     ties       groups that several units use
     layers     what is put around a group's operations on request
     profiling  a layer: ranges by unit name in a profiler's trace

@@ -475,7 +475,7 @@ class ParamGroup:
             )
 
     def _bind_mirror(self, nbytes: int) -> None:
-        """The device's copy of offloaded shards, there between a gather's start and its end."""
+        """The device's copy of offloaded shards, from a gather's start to its end (decision 8)."""
         self._mirror = self.kernels.transient(nbytes, f"shards of {self.name}")
         self._load = Load(self._mirror, self.shard, nbytes, self.kernels) if nbytes else None
 
@@ -521,7 +521,7 @@ class ParamGroup:
         elif self.state is RESHARDED:
             assert self._smaller is not None
             route = self._smaller.route
-            self._follow_between()
+            self._follow_smaller()
         else:
             raise refused("start_unshard", self.name, self.state)
         self.state, self._taken = GATHERING, route
@@ -588,7 +588,7 @@ class ParamGroup:
         if state is not RESHARDED:
             self._release_full()
         else:
-            self._follow_between()
+            self._follow_smaller()
         self.state = SHARDED
 
     def reshard_unless_hidden(self) -> None:
@@ -631,9 +631,9 @@ class ParamGroup:
         gathered = [param.unsharded for param in self.params]
         return [self._full.references(), *map(sys.getrefcount, gathered)]
 
-    def _follow_between(self) -> None:
+    def _follow_smaller(self) -> None:
         for param in self.params:
-            param.follow_between()
+            param.follow_smaller()
 
     def abandon(self) -> None:
         """Free what an exception left half way; COMPUTE is behind the other lanes."""

@@ -8,7 +8,8 @@
     unshard() of the user's         unsharded parameters are registered until he calls reshard()
 
 No version counter tells of all writes: not of those through ``.data``, ``numpy()``, a collective,
-or ``torch._foreach_*`` on DTensors. So a forward without gradients leaves nothing to ask about.
+or ``torch._foreach_*`` on DTensors. So a forward without gradients leaves nothing to ask about
+(decision 25).
 """
 
 from __future__ import annotations

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
-from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.core.schedule.unit import BACKWARD, IDLE, REDUCED, Unit
+from fsdp2.core.schedule.unit import BACKWARD, IDLE, Unit
 
-_NOWHERE = -2
+NOWHERE = -2
 """The position of a call inside another, of a unit without groups: none, and next to none."""
 
 next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -45,124 +44,16 @@ class _Begin(NamedTuple):
     ended: int
 
 
-class RetracingScheduler(Scheduler):
-    """A scheduler whose backward misses no unit, and counts absent gradients as zeros.
+class Follower(Protocol):
+    """What enters and leaves units where a backward skips them: the scheduler."""
 
-    A scheduler becomes one, by its class, while a group asks for it (`refresh_scheduler`).
-    """
+    def enter_backward(
+        self, unit: Unit, recomputed_for: int | None = None, skipped: bool = False
+    ) -> None:
+        """The backward of a call of ``unit`` begins."""
 
-    def begin(self) -> None:
-        """Note each call from now on. Of earlier ones, it is known in which order they ended."""
-        self._retracing = Retracing(self._finished, self._starts)
-        self._filled: set[Unit] = set()  # their absent gradients were taken as zeros
-
-    def enter_forward(self, unit: Unit) -> None:
-        """Note that the call begins."""
-        if unit.groups and self._records_exits:
-            self._retracing.forward_begins(unit)
-        super().enter_forward(unit)
-
-    def exit_forward(self, unit: Unit, keep: bool = False) -> None:
-        """Note that the call has ended."""
-        is_root = unit is self.forward_root
-        super().exit_forward(unit, keep)
-        if not self._records_exits:
-            return
-        if unit.groups:
-            self._retracing.forward_ends()
-        elif not is_root:  # so that this call is not taken for an earlier one, of which it was root
-            unit.visits.append(_NOWHERE)
-            self._without_groups.add(unit)
-
-    def give_up_forward(self, unit: Unit) -> None:
-        """Forget the call that had begun."""
-        super().give_up_forward(unit)
-        if unit.groups and self._records_exits:
-            self._retracing.forward_gives_up(unit)
-
-    def enter_backward(self, unit: Unit, recomputed_for: int | None = None) -> None:
-        """Before ``unit``, enter those that this backward skips."""
-        if unit.phase is BACKWARD:
-            return
-        if unit.visits and unit.visits[-1] != _NOWHERE:
-            if recomputed_for is not None:  # it is entered when its turn is
-                self._retracing.recompute(unit, recomputed_for, self)
-                self._gather(unit)
-                return
-            self._retracing.enter(unit.visits[-1], self)
-        self.begin_backward(unit, running_node())
-
-    def begin_backward(self, unit: Unit, node: int | None = None) -> None:
-        """Enter ``unit``, whether or not others were skipped.
-
-        Args:
-            unit: the unit.
-            node: sequence number of autograd's node for which; ``None``: it is skipped itself.
-        """
-        if unit.phase is IDLE:
-            self._filled.discard(unit)
-        if unit.groups:
-            self._retracing.backward_begins(unit, node)
-        super().enter_backward(unit)
-
-    def leave_later_call(self, unit: Unit) -> bool:
-        """Leave ``unit`` where nothing was entered between two of its calls."""
-        if not (unit.visits and self._retracing.is_past(unit)):
-            return False
-        self.exit_backward(unit)
-        return True
-
-    def _finish(self, unit: Unit, reshard: bool, over: bool = False, fill: bool = False) -> None:
-        """Once no more gradients are to come, absent ones may count as zeros (invariant I10)."""
-        if not over and unit in self._retracing.inside:
-            self._retracing.exit(unit, self)
-        if not unit.sync:
-            super()._finish(unit, reshard, over)
-            return
-        fill = (over or not unit.visits) and unit not in self._filled
-        if fill:
-            self._filled.add(unit)
-        if fill or over or not any(group.options.reduce_unused for group in unit.groups):
-            super()._finish(unit, reshard, over, fill)
-        else:
-            self._leave_unreduced(unit, reshard)
-
-    def _leave_unreduced(self, unit: Unit, reshard: bool) -> None:
-        """Free a unit of which more calls are to come.
-
-        Ranks differ in which gradients they have, so one reduction takes them all (invariant I11).
-        """
-        unit.phase = REDUCED
-        if reshard and not (unit.visits and self._stays_for_next(unit)):
-            unit.reshard()
-
-    def end_backward(self) -> None:
-        """Take up the rest, and finish."""
-        if self.forward_root is None:
-            self._retracing.end(self)
-        else:
-            self._retracing.interrupt()  # a derivative inside a forward: its backward is to come
-        over = self.is_last_backward and not self.manual
-        super().end_backward()
-        if over:
-            self._filled.clear()  # units that the next iteration never calls count again
-
-    def _is_done(self, unit: Unit) -> bool:
-        return unit in self._filled and super()._is_done(unit)
-
-    def finalize(self, wait: bool) -> None:
-        """As it is, and what it skipped counts again."""
-        super().finalize(wait)
-        self._filled.clear()
-
-    def _forget_exits(self) -> None:
-        super()._forget_exits()
-        self._retracing.forget()
-
-    def reset(self) -> None:
-        """As it is, and what it skipped counts again."""
-        super().reset()
-        self._filled.clear()
+    def exit_backward(self, unit: Unit) -> None:
+        """It ends."""
 
 
 class Retracing:
@@ -174,6 +65,7 @@ class Retracing:
 
     Attributes:
         inside: units whose backward has begun and is not over, and when the call began whose it is.
+        filled: units whose absent gradients were taken as zeros.
     """
 
     def __init__(self, finished: Sequence[Unit | None], starts: Sequence[int]) -> None:
@@ -185,6 +77,7 @@ class Retracing:
         self._ends: list[int] = []  # autograd's next node when each of `finished` ended
         self._first: list[int] = []  # the same when each forward's first call began
         self.inside: dict[Unit, _Begin] = {}
+        self.filled: set[Unit] = set()
 
     def forward_begins(self, unit: Unit) -> None:
         """A call of ``unit`` begins that has a backward."""
@@ -204,8 +97,36 @@ class Retracing:
         """The call ends that was finished last."""
         self._ends.append(next_node())
 
+    def comes_to(self, unit: Unit, recomputed_for: int | None, follower: Follower) -> bool:
+        """The backward of a call of ``unit`` is to begin: enter the units that it skips.
+
+        Args:
+            unit: the unit.
+            recomputed_for: sequence number of autograd's node for which its forward runs again.
+            follower: what enters and leaves units.
+
+        Returns:
+            Whether ``unit`` is entered now: not where its forward runs again before its turn.
+        """
+        if not unit.visits or unit.visits[-1] == NOWHERE:
+            return True
+        if recomputed_for is not None:
+            self.recompute(unit, recomputed_for, follower)
+            return False
+        self.enter(unit.visits[-1], follower)
+        return True
+
     def backward_begins(self, unit: Unit, node: int | None) -> None:
-        """The backward of a call of ``unit`` begins: of the last one, or else see `_of_node`."""
+        """The backward of a call of ``unit`` begins: of the last one, or else see `_of_node`.
+
+        Args:
+            unit: the unit.
+            node: sequence number of autograd's node for which; ``None``: it was skipped.
+        """
+        if unit.phase is IDLE:
+            self.filled.discard(unit)
+        if not unit.groups:
+            return
         calls = self._begins.get(unit)
         if calls:  # none were noted where the mode was chosen after the forward
             begin = calls.pop()
@@ -227,13 +148,13 @@ class Retracing:
                 return last._replace(node=own)
         return last
 
-    def enter(self, position: int, scheduler: RetracingScheduler) -> None:
+    def enter(self, position: int, follower: Follower) -> None:
         """The unit whose call ended at ``position`` is to be entered; take up what is behind it."""
-        self._follow(position, scheduler)
-        self._catch_up(position + 1, scheduler)
-        self._leave_behind(position, scheduler)
+        self._follow(position, follower)
+        self._catch_up(position + 1, follower)
+        self._leave_behind(position, follower)
 
-    def recompute(self, unit: Unit, node: int, scheduler: RetracingScheduler) -> None:
+    def recompute(self, unit: Unit, node: int, follower: Follower) -> None:
         """The last call of ``unit`` runs again; take up what backward is past.
 
         That is not all behind it, where more units than this one run again.
@@ -241,19 +162,19 @@ class Retracing:
         Args:
             unit: whose call it is.
             node: sequence number of the node of autograd that it runs for.
-            scheduler: what enters and leaves units.
+            follower: what enters and leaves units.
         """
-        self._follow(unit.visits[-1], scheduler)
+        self._follow(unit.visits[-1], follower)
         if len(self._ends) < len(self._finished):  # the mode was chosen after the forward
             return
         begun = self._begins.get(unit)
         call = begun[-1].call if begun else 0  # around none, where all were entered
         # Not calls in which that node is the last, nor those of a reentrant checkpoint that it is
         # the node of: they made none.
-        self._catch_up(self._ended_before(node + 1), scheduler)
+        self._catch_up(self._ended_before(node + 1), follower)
         # Nor a list of modules around this call, of which it was the first thing in the checkpoint.
         self._leave_until(
-            lambda last: self.inside[last].node <= node or self.inside[last].call < call, scheduler
+            lambda last: self.inside[last].node <= node or self.inside[last].call < call, follower
         )
 
     def _ended_before(self, node: int) -> int:
@@ -276,29 +197,43 @@ class Retracing:
         begin, node = self.inside.get(unit), running_node()
         return begin is not None and node is not None and node < begin.node
 
-    def _follow(self, position: int, scheduler: RetracingScheduler) -> None:
+    def _follow(self, position: int, follower: Follower) -> None:
         """The backward is in the forward that ``position`` is in."""
         forward = bisect.bisect_right(self._starts, position) - 1
         start = self._starts[forward]
         if start != self._floor:
             if self._floor is not None:
-                self._catch_up(self._floor, scheduler)  # the rest of a later forward
+                self._catch_up(self._floor, follower)  # the rest of a later forward
             following = self._starts[forward + 1 : forward + 2]
             self._reached = following[0] if following else len(self._finished)
             self._floor = start
 
-    def exit(self, unit: Unit, scheduler: RetracingScheduler) -> None:
+    def exit(self, unit: Unit, follower: Follower) -> None:
         """The end of ``unit`` was seen: take up the rest of what is inside it."""
-        self._catch_up(self.inside[unit].ended, scheduler)
-        self._leave_until(lambda last: last is unit, scheduler)
+        self._catch_up(self.inside[unit].ended, follower)
+        self._leave_until(lambda last: last is unit, follower)
         del self.inside[unit]
 
-    def end(self, scheduler: RetracingScheduler) -> None:
+    def end(self, follower: Follower) -> None:
         """The whole backward has run: take up the rest."""
         if self._floor is not None:
-            self._catch_up(self._floor, scheduler)
+            self._catch_up(self._floor, follower)
             self._floor = None
-        self._leave_until(lambda last: False, scheduler)
+        self._leave_until(lambda last: False, follower)
+
+    def fills(self, unit: Unit, over: bool) -> bool:
+        """Whether no more gradients of ``unit`` are to come, so that absent ones count as zeros.
+
+        They do once (invariant I10).
+
+        Args:
+            unit: it ends.
+            over: whether the whole backward has run, not the backward of a call alone.
+        """
+        if unit in self.filled or not (over or not unit.visits):
+            return False
+        self.filled.add(unit)
+        return True
 
     def interrupt(self) -> None:
         """A backward is over that followed only a part of a forward; it has missed nothing."""
@@ -314,25 +249,25 @@ class Retracing:
         self._first.clear()
         self.inside.clear()
 
-    def _catch_up(self, position: int, scheduler: RetracingScheduler) -> None:
+    def _catch_up(self, position: int, follower: Follower) -> None:
         """Enter the units that this backward skips, down to ``position``."""
         while self._reached > position:
             self._reached -= 1
             skipped = self._finished[self._reached]
             if skipped is not None and skipped.visits[-1:] == [self._reached]:
-                self._leave_behind(self._reached, scheduler)
+                self._leave_behind(self._reached, follower)
                 if skipped.phase is not BACKWARD:
-                    scheduler.begin_backward(skipped)
+                    follower.enter_backward(skipped, skipped=True)
 
-    def _leave_behind(self, position: int, scheduler: RetracingScheduler) -> None:
+    def _leave_behind(self, position: int, follower: Follower) -> None:
         """Leave the units whose calls began behind ``position``."""
-        self._leave_until(lambda last: self.inside[last].ended <= position, scheduler)
+        self._leave_until(lambda last: self.inside[last].ended <= position, follower)
 
-    def _leave_until(self, stays: Callable[[Unit], bool], scheduler: RetracingScheduler) -> None:
+    def _leave_until(self, stays: Callable[[Unit], bool], follower: Follower) -> None:
         """Leave units, the one whose call began last first, until that one ``stays``."""
         while self.inside:
             last = max(self.inside, key=self.inside.__getitem__)
             if stays(last):
                 return
             del self.inside[last]
-            scheduler.exit_backward(last)
+            follower.exit_backward(last)

@@ -11,15 +11,20 @@ Gather i+1 is issued before compute i and its side lane waits for COMPUTE as it 
 for compute i-1, whose buffer the free of i-1 gave back. So besides units whose forward (or
 backward) is under way and units that are kept on request, at most one unit is gathered: two in
 all for a sequence of blocks (invariant I6). A wrong guess costs one gather and one free, never a
-wrong result: what was prefetched and not used is freed before the next prefetch. Larger windows
-are another kind of scheduler, `fsdp2.core.schedule.window`.
+wrong result: what was prefetched and not used is freed before the next prefetch.
+
+What a unit asks for besides, each in a place of its own:
+
+    a larger window           `Guesses`, which gathers i+2 at i (decision 23)
+    when backward prefetches  before it computes, behind its end, never: `Scheduler.exit_backward`
+    no unit is missed         `fsdp2.core.schedule.retrace` (decision 7)
+    side doors                `fsdp2.core.schedule.calls`
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence, Set
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Sequence
 
 from torch.autograd import profiler
 
@@ -28,14 +33,19 @@ from fsdp2.core.device.streams import COMPUTE, SIDE_LANES, Event, Streams
 from fsdp2.core.layout.logs import SCHEDULE
 from fsdp2.core.params.param import FlagChanges
 from fsdp2.core.progress import Backwards, OptimizerSteps
+from fsdp2.core.schedule.calls import Calls
 from fsdp2.core.schedule.connections import connect_groups
+from fsdp2.core.schedule.graphs import Graph
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.in_flight import InFlight
-from fsdp2.core.schedule.kept import Kept
+from fsdp2.core.schedule.iteration import Iteration
 from fsdp2.core.schedule.layers import put_around
 from fsdp2.core.schedule.profiling import ProfiledGroup
+from fsdp2.core.schedule.retrace import NOWHERE, running_node
 from fsdp2.core.schedule.states import GATHERING, HIDDEN, SHARDED, UNSHARDED
-from fsdp2.core.schedule.unit import BACKWARD, FORWARD, IDLE, REDUCED, Unit
+from fsdp2.core.schedule.unit import BACKWARD, FORWARD, IDLE, REDUCED, PrefetchTime, Unit
+
+_BEFORE = PrefetchTime.BEFORE
 
 
 class ForwardOrder:
@@ -47,7 +57,8 @@ class ForwardOrder:
         units: all units, as they are registered.
 
     Attributes:
-        entered: the units of the running forward, in the order in which they were entered.
+        entered: the units of the forward that began last, in the order in which they were entered,
+            until it is over.
     """
 
     __slots__ = ("_cursor", "_expected", "_known", "_units", "entered")
@@ -83,55 +94,15 @@ class ForwardOrder:
                     return True
         return False
 
-    def successor(self) -> Unit | None:
-        """The unit that is expected next."""
-        following = self._cursor + 1
-        return self._expected[following] if following < len(self._expected) else None
-
     def following(self, count: int) -> Sequence[Unit]:
         """The units that are expected next, ``count`` at most; one may be among them twice."""
         following = self._cursor + 1
         return self._expected[following : following + count]
 
-    def is_at(self, unit: Unit) -> bool:
-        """Whether ``unit``, which was entered last, was expected at any time."""
-        return self._cursor >= 0 and self._expected[self._cursor] is unit
-
     def end(self, root: Unit) -> None:
         """The forward of ``root`` is over."""
         self._known[root] = self.entered
         self.entered = []
-
-    def forget(self) -> None:
-        """The running forward was given up."""
-        self.entered = []
-
-
-GRAPHS = "_fsdp2_graphs"
-"""In the metadata of a node of autograd: the set of the `Graph` objects that it is in."""
-
-
-class Graph:
-    """Stands for a graph that a backward records; nodes of that refer to it, while they live.
-
-    Args:
-        scheduler: the scheduler whose units' backward records it.
-
-    Attributes:
-        alive: all graphs that may still be read; empty where nobody takes derivatives of
-            derivatives.
-        ending: the graphs that the running backward reads for the last time, as it keeps none.
-        scheduler: as given, by a weak reference.
-    """
-
-    __slots__ = ("__weakref__", "scheduler")
-
-    alive: ClassVar[weakref.WeakSet[Graph]] = weakref.WeakSet()
-    ending: ClassVar[Set[Graph]] = frozenset()
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = weakref.ref(scheduler)
-        Graph.alive.add(self)
 
 
 class Scheduler:
@@ -143,22 +114,14 @@ class Scheduler:
 
     Attributes:
         units: all units below the root, and itself.
-        forward_root: the unit whose forward encloses the running one; ``None`` outside.
-        in_backward: whether a backward has begun whose end was not seen.
-        ending: gives what that backward calls at its end; ``None`` where it is over without.
-        failed: whether the forward of ``forward_root`` raised.
+        iteration: the running iteration; nobody else writes to it.
         is_last_backward: whether the end of this backward waits for reductions and cleans up.
         manual: whether it leaves both to `finalize`, whatever ``is_last_backward`` says.
-        unawaited: whether a `finalize` that did not wait is still to be followed by
-            `wait_for_reductions`.
         resets: how often an iteration was given up.
         post_optim_event: recorded behind the optimizer's step by a user who runs it on a stream of
             his own; the next gather waits for it, or else the end of the next forward.
-        graph: stands for the graph that the running backward records (``create_graph``), if any.
-        holds: whether such a graph may still be used: parameters stay in memory for it, as no hook
-            sees which of them it reads. Until a backward has read it that does not keep it, or
-            until its nodes go; and for each group, until nobody refers to its parameters when a
-            forward begins, or a backward ends. Shards are registered meanwhile.
+        window: how many units are gathered ahead at most.
+        calls: notes of the units' calls, while it makes them (`fsdp2.core.schedule.side_doors`).
         groups: all parameter groups.
         unreduced: whether a group may hold gradients of backwards without sync, or partial sums.
         connected: whether the process groups of all groups have communicators.
@@ -171,30 +134,17 @@ class Scheduler:
     def __init__(self, units: Sequence[Unit], streams: Streams) -> None:
         self.units = list(units)
         self.streams = streams
-        self.forward_root: Unit | None = None
-        self.in_backward = False
-        self.ending: Callable[[], object] = object
-        self.failed = False
+        self.iteration = Iteration()
         self.is_last_backward = True
-        self.graph: Graph | None = None
-        self.holds = False
-        self._order = ForwardOrder(self.units)
-        self._entered = 0  # position of the unit whose backward began last
-        self._starts: list[int] = []  # first positions of this iteration's forwards
-        self._finished: list[Unit | None] = []  # this iteration's exits, till their backward comes
-        self._without_groups: set[Unit | None] = set()  # units that have visits none the less
-        self._records_exits = False
-        self._prefetched: Unit | None = None  # gathered on a guess, not yet used
-        self._requested: list[Unit] = []  # gathered on an explicit list, perhaps not yet used
-        self._kept = Kept()
-        self._in_flight = InFlight(streams)
-        self.post_optim_event: Event = None
         self.manual = False
-        self.unawaited = False
         self.resets = 0
+        self.post_optim_event: Event = None
+        self.window = 1
+        self.calls: Calls | None = None
         self.ranges = False
         self.unreduced = True  # so that somebody looks
-        _serving.update(dict.fromkeys(units, weakref.ref(self)))
+        self._order = ForwardOrder(self.units)
+        self._in_flight = InFlight(streams)
         self.refresh()
 
     def refresh(self) -> None:
@@ -206,19 +156,50 @@ class Scheduler:
         if self._offloaded and all(known() is not self for known in offloading):
             offloading.append(weakref.ref(self, offloading.remove))
         self._in_flight.window = max((unit.input_buffers for unit in self.units), default=1)
+        self.window = window_of(self.units)
+        while len(self.iteration.ahead) > self.window:
+            self._free_guess(self.iteration.ahead.pop())
+        self.iteration.retrace(self._misses_no_unit)
+
+    @property
+    def _misses_no_unit(self) -> bool:
+        return any(group.options.reduce_unused for group in self.groups)
 
     def succeed(self, former: Scheduler) -> None:
         """Take over from ``former``, whose root is part of a larger model now."""
-        self._kept.succeed(former._kept)
-        self.holds = self.holds or former.holds
-        for graph in Graph.alive:
-            if graph.scheduler() is former:
-                graph.scheduler = weakref.ref(self)
+        self.iteration.succeed(former.iteration)
+        Graph.hand_over(former, self)
 
     def follow_profiler(self) -> None:
         """A profiler was started or stopped: mark operations by unit name, or no longer."""
         self.ranges = profiler._is_profiler_enabled
         put_around(self.groups, ProfiledGroup, self.ranges)
+
+    # ---- what is under way
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward or backward is under way, or was when an exception came."""
+        return self.iteration.in_backward or self.iteration.forward_root is not None
+
+    @property
+    def entered_last(self) -> Unit | None:
+        """The unit that the running forward entered last; ``None`` outside. For messages."""
+        entered = self._order.entered
+        return entered[-1] if entered and self.iteration.forward_root is not None else None
+
+    @property
+    def has_calls_to_come(self) -> bool:
+        """Whether forwards have run whose backward did not come yet."""
+        return bool(self.iteration.finished)
+
+    @property
+    def has_unseen_gradients(self) -> bool:
+        """Whether a backward that is over has left gradients that nobody took."""
+        if self.is_running:
+            return False
+        last = self.is_last_backward and not self.manual
+        return last and any(group.has_gradients for unit in self.units for group in unit.groups)
 
     # ---- forward
 
@@ -234,7 +215,8 @@ class Scheduler:
             ShardingStateError: nobody waited for the reductions of the last `finalize`, or a CUDA
                 graph is recorded over memory that does not stay.
         """
-        if self.unawaited:
+        now = self.iteration
+        if now.unawaited:
             raise ShardingStateError(
                 f"the forward of '{root.title}' was called before the gradients of the "
                 f"last finalize_backward(async_op=True) were waited for; call wait() on the "
@@ -247,24 +229,24 @@ class Scheduler:
             self.follow_profiler()
         if not self.connected:
             self.connected = connect_groups(self.groups, expects_backward)
-        self.forward_root = root
-        if self._kept.steps != OptimizerSteps.count:
-            self._kept.begin_iteration(bool(self._finished))
+        now.forward_root = root
+        if now.kept.steps != OptimizerSteps.count:
+            now.kept.begin_iteration(bool(now.finished))
             for unit in self.units:
                 if unit.phase is IDLE:
                     unit.reshard_if_outdated()
-        if self.holds:
+        if now.holds:
             self._let_go()
-        if self._kept.units:
-            self._kept.free_stale(anew)
+        if now.kept.units:
+            now.kept.free_stale(anew)
         self._order.begin(root)
-        self._records_exits = expects_backward
-        if self.in_backward and (self._in_flight.holding or self._in_flight.summing):
+        now.records = expects_backward
+        if now.in_backward and (self._in_flight.holding or self._in_flight.summing):
             self._in_flight.order_after_hooks()  # else the last backward has, at its end
-        if len(self._finished) > self.FORWARDS_REMEMBERED * len(self.units):
-            self._forget_exits()  # forwards whose backward never came
+        if len(now.finished) > self.FORWARDS_REMEMBERED * len(self.units):
+            now.forget_calls()  # forwards whose backward never came
         if expects_backward:
-            self._starts.append(len(self._finished))
+            now.starts.append(len(now.finished))
 
     def _check_capture(self, root: Unit, expects_backward: bool) -> None:
         """A CUDA graph replays addresses, and memory that comes and goes has others by then."""
@@ -278,14 +260,19 @@ class Scheduler:
                     f"set_keep_gradient_storage(True) on the root, and run some steps before"
                 )
 
+    def let_go(self) -> None:
+        """A graph is gone: free what was kept for it, unless forward or backward is under way."""
+        if not self.is_running:
+            self._let_go()
+
     def _let_go(self) -> None:
         """Free what is held for graphs that are gone."""
-        self.holds = False
+        self.iteration.holds = False
         for group in self.groups:
             if group.state is SHARDED:
                 continue
             if group.is_referred_to:
-                self.holds = True
+                self.iteration.holds = True
             elif group.state is HIDDEN:
                 group.reshard()
 
@@ -295,14 +282,20 @@ class Scheduler:
         self.streams.wait(COMPUTE, event, "compute after the optimizer")
 
     def enter_forward(self, unit: Unit) -> None:
-        """Gather ``unit`` and start on the one that should be next."""
+        """Gather ``unit`` and start on those that should be next."""
+        now = self.iteration
         unit.phase = FORWARD
         if not unit.groups:
             if unit.forward_prefetch:
                 self._request(unit.forward_prefetch)
             return
+        if now.records:
+            if self.calls is not None:
+                self.calls.begin(unit)
+            if now.retracing is not None:
+                now.retracing.forward_begins(unit)
         known = self._order.enter(unit)
-        if self.holds or self._kept.hides:
+        if now.holds or now.kept.hides:
             self._gather_anew(unit)
         self._gather(unit)
         for group in unit.groups:
@@ -310,99 +303,144 @@ class Scheduler:
         if unit.forward_prefetch:
             self._request(unit.forward_prefetch)
         elif known:
-            self._prefetch(self._order.successor())
+            self._gather_ahead(self._order.following(self.window))
 
     def exit_forward(self, unit: Unit, keep: bool = False) -> None:
-        """Free ``unit`` unless it is kept, or is itself the next one."""
+        """Free ``unit`` unless it is kept, or comes again within the window.
+
+        Args:
+            unit: the unit.
+            keep: whether its forward returned parameters, which the caller reads.
+        """
+        now = self.iteration
+        if self.calls is not None:
+            self._note_exit(unit, self.calls)
         unit.phase = IDLE
-        if unit is self.forward_root:
+        is_root = unit is now.forward_root
+        if is_root:
             for inside in self.units:  # a list of modules of which some did not run
                 if inside.phase is FORWARD:
                     self.exit_forward(inside)
         if unit.groups:
             if unit.frees_after_forward and not keep:
-                if self.holds:
+                if now.holds:
                     unit.hide()
-                elif self._prefetched is None and self._order.successor() is unit:
-                    self._prefetched = unit
-                elif self._records_exits:
+                elif len(now.ahead) < self.window and unit in self._order.following(self.window):
+                    now.ahead.append(unit)
+                elif now.records:
                     for group in unit.groups:
                         group.shard_smaller()
                 else:
                     unit.reshard()
             else:
-                self._kept.add(unit, keep)
-            if self._records_exits:
-                unit.visits.append(len(self._finished))
-                self._finished.append(unit)
-        if unit is self.forward_root:
+                now.kept.add(unit, keep)
+            if now.records:
+                unit.visits.append(len(now.finished))
+                now.finished.append(unit)
+        if now.retracing is not None and now.records:
+            self._retrace_exit(unit, is_root)
+        if is_root:
             self._end_forward(unit)
+
+    def _note_exit(self, unit: Unit, calls: Calls) -> None:
+        """Note where the call ends, in the first iteration, and refuse a forward that writes.
+
+        It does so from the first on, so that later ones need no look.
+        """
+        for group in unit.groups:
+            if written := group.written:
+                raise ShardingStateError(
+                    f"the forward of '{unit.title}' wrote parameter '{written}' in place, which is "
+                    f"lost when it is resharded; keep what forward changes in a buffer, or write "
+                    f"the sharded parameter between steps"
+                )
+        if self.iteration.records:
+            calls.whole = calls.whole or unit.is_root
+            calls.end(unit)
+
+    def _retrace_exit(self, unit: Unit, is_root: bool) -> None:
+        """Note that a call has ended, for backwards that miss none."""
+        now = self.iteration
+        assert now.retracing is not None
+        if unit.groups:
+            now.retracing.forward_ends()
+        elif not is_root:  # so that this call is not taken for an earlier one, of which it was root
+            unit.visits.append(NOWHERE)
+            now.without_groups.add(unit)
 
     def give_up_forward(self, unit: Unit) -> None:
         """A call of ``unit`` raised, inside of a forward that may go on: it has no backward."""
+        now = self.iteration
         unit.phase = IDLE
-        if unit.frees_after_forward and not self.holds:
+        if unit.frees_after_forward and not now.holds:
             for group in unit.groups:
                 if group.is_unsharded:  # else it was a gather that raised
                     group.reshard()
+        if self.calls is not None:
+            self.calls.end(unit)
+        if now.retracing is not None and unit.groups and now.records:
+            now.retracing.forward_gives_up(unit)
+
+    def fail(self) -> None:
+        """The forward that encloses all others has raised."""
+        self.iteration.failed = True
 
     def _end_forward(self, root: Unit) -> None:
-        if not root.groups and self._records_exits and len(self._finished) > self._starts[-1]:
-            root.visits.append(len(self._finished) - 1)  # the last inside
-            self._without_groups.add(root)
-        if not self._records_exits:
-            self._kept.show_shards(self.holds)
+        now = self.iteration
+        if not root.groups and now.records and len(now.finished) > now.starts[-1]:
+            root.visits.append(len(now.finished) - 1)  # the last inside
+            now.without_groups.add(root)
+        if not now.records:
+            now.kept.show_shards(now.holds)
         self._order.end(root)
         self._drop_unused()  # at the loss, only what is kept on request is gathered
-        if not self._records_exits:  # whoever evaluates may write shards next, by hand
+        if not now.records:  # whoever evaluates may write shards next, by hand
             self.settle()
         if self.post_optim_event is not None:  # nothing was gathered
             self._order_after_optimizer()
-        self.forward_root = None
-
-    @property
-    def entered_last(self) -> Unit | None:
-        """The unit that the running forward entered last; ``None`` outside. For messages."""
-        entered = self._order.entered
-        return entered[-1] if entered else None
-
-    @property
-    def has_calls_to_come(self) -> bool:
-        """Whether forwards have run whose backward did not come yet."""
-        return bool(self._finished)
-
-    @property
-    def has_unseen_gradients(self) -> bool:
-        """Whether a backward that is over has left gradients that nobody took."""
-        if self.in_backward or self.forward_root is not None:
-            return False
-        last = self.is_last_backward and not self.manual
-        return last and any(group.has_gradients for unit in self.units for group in unit.groups)
+        now.forward_root = None
 
     # ---- backward
 
-    def records_graph(self) -> None:
-        """The backward that begins records a graph, which reads parameters unseen."""
-        self.graph, self.holds = Graph(self), True
-        reference = self.graph.scheduler
+    def begin_backward(self, ending: Callable[[], object], records: bool) -> None:
+        """The first gradient of a backward comes.
 
-        def gone() -> None:
-            scheduler = reference()
-            if scheduler is not None and not scheduler.in_backward and not scheduler.forward_root:
-                scheduler._let_go()
+        Args:
+            ending: gives what that backward calls at its end; ``None`` where it is over without.
+            records: whether it records a graph, which reads parameters unseen.
+        """
+        self.iteration.in_backward = True
+        self.iteration.ending = ending
+        if profiler._is_profiler_enabled is not self.ranges:
+            self.follow_profiler()
+        if records:
+            self.iteration.graph, self.iteration.holds = Graph(self), True
 
-        weakref.finalize(self.graph, gone).atexit = False
+    def end_unseen_backward(self) -> None:
+        """A backward is over whose gradients came by no hook of a unit: reduce what it has left."""
+        self.iteration.in_backward = True
+        self.end_backward()
 
-    def enter_backward(self, unit: Unit, recomputed_for: int | None = None) -> None:
-        """Gather ``unit`` for its backward and start on the one that should be next.
+    def enter_backward(
+        self, unit: Unit, recomputed_for: int | None = None, skipped: bool = False
+    ) -> None:
+        """Gather ``unit`` for its backward and start on those that should be next.
 
         Args:
             unit: the unit.
             recomputed_for: sequence number of autograd's node for which its forward runs again.
+            skipped: whether no gradient comes to it, and its turn has come.
         """
         if unit.phase is BACKWARD:
             return
+        now = self.iteration
+        if now.retracing is not None:
+            if not skipped and not now.retracing.comes_to(unit, recomputed_for, self):
+                self._gather(unit)
+                return
+            now.retracing.backward_begins(unit, None if skipped else running_node())
         unit.phase = BACKWARD
+        now.postponed = None
         if not unit.groups:
             del unit.visits[-1:]
             if unit.backward_prefetch:
@@ -411,55 +449,79 @@ class Scheduler:
         position = 0
         if unit.visits:
             position = unit.visits.pop()
-            self._finished[position] = None
-        self._entered = position
+            now.finished[position] = None
+        now.entered = position
         if unit.unshard_in_backward:
             self._gather(unit)
         else:
             unit.forbid_reading()
-        if self._kept.flags != FlagChanges.count:
+        if now.kept.flags != FlagChanges.count:
             for group in unit.groups:
                 group.refresh_requires_grad()
         if unit.backward_prefetch:
             self._request(unit.backward_prefetch)
         elif position:
-            following = self._finished[position - 1]
-            if following is not None and following.unshard_in_backward:
-                self._prefetch(following)
+            before = now.finished[max(position - self.window, 0) : position]
+            before.reverse()
+            if unit.prefetches is _BEFORE:
+                self._gather_ahead(before, backward=True)
+            else:
+                self._postpone(unit, before)
+
+    def _postpone(self, unit: Unit, before: Sequence[Unit | None]) -> None:
+        """Let the end of ``unit`` gather the next one, not its begin (`exit_backward`)."""
+        following = next((each for each in before if each and each.unshard_in_backward), None)
+        if following is not None:
+            self.iteration.postponed = unit, following
 
     def leave_later_call(self, unit: Unit) -> bool:
         """Leave ``unit`` if a gradient has come to a call before the one whose backward it is in.
 
+        Where no unit may be missed, nothing is entered between two calls of one. Else the gradients
+        of both calls are reduced together.
+
         Returns:
             Whether it was left: the earlier call is to be entered.
         """
-        return False  # the gradients of both calls are reduced together
+        retracing = self.iteration.retracing
+        if retracing is None or not (unit.visits and retracing.is_past(unit)):
+            return False
+        self.exit_backward(unit)
+        return True
 
     def enter_recomputation(self, unit: Unit) -> None:
         """Gather ``unit``, in backward, for a forward that runs again."""
-        if unit.is_sharded or self.holds:
+        if unit.is_sharded or self.iteration.holds:
             self._gather(unit)
 
     def exit_backward(self, unit: Unit, _: object = None) -> None:
         """Free ``unit``, unless it is itself the next one, and reduce the gradients it has.
 
-        It may be called as a gradient's hook, with the gradient of one of the unit's inputs. Other
-        kinds of schedulers override `_finish`, not this, so that it may be bound once and for all.
+        It may be called as a gradient's hook, with the gradient of one of the unit's inputs.
         """
         if unit.phase is not BACKWARD:  # a derivative by its inputs, inside of it or without it
             return
-        if not self.holds:
+        if not self.iteration.holds:
             self._finish(unit, unit.reshard_after_backward)
 
-    def _finish(self, unit: Unit, reshard: bool, over: bool = False, fill: bool = False) -> None:
+    def _finish(self, unit: Unit, reshard: bool, over: bool = False) -> None:
         """Free and reduce: at the end of a call's backward, and again when all have run.
 
         Args:
             unit: the unit.
             reshard: whether to free it.
             over: whether the whole backward has run, not this call's alone.
-            fill: whether absent gradients may count as zeros.
         """
+        now = self.iteration
+        fill = False  # whether absent gradients count as zeros, where that was asked for
+        if now.retracing is not None:
+            if not over and unit in now.retracing.inside:
+                now.retracing.exit(unit, self)
+            fill = unit.sync and now.retracing.fills(unit, over)
+            if unit.sync and not (fill or over) and self._is_reduced_later(unit, reshard):
+                return
+        if now.postponed is not None and now.postponed[0] is unit:
+            self._gather_postponed(now.postponed, reshard, over)
         again = over and unit.phase is REDUCED
         if not over:
             unit.phase = REDUCED
@@ -487,11 +549,34 @@ class Scheduler:
                     if unit.visits:  # gathered again for an earlier call, maybe at once
                         self._in_flight.order_after_hooks()
 
-    def _stays_for_next(self, unit: Unit) -> bool:
-        """Whether the call before was of the same unit: it is kept for that one's backward."""
-        if self._prefetched is not None or unit.visits[-1] != self._entered - 1:
+    def _is_reduced_later(self, unit: Unit, reshard: bool) -> bool:
+        """Free a unit of which more calls are to come, if one reduction is to take them all.
+
+        Ranks differ in which gradients they have (invariant I11).
+        """
+        if not any(group.options.reduce_unused for group in unit.groups):
             return False
-        self._prefetched = unit
+        unit.phase = REDUCED
+        if reshard and not (unit.visits and self._stays_for_next(unit)):
+            unit.reshard()
+        return True
+
+    def _gather_postponed(self, postponed: tuple[Unit, Unit], reshard: bool, over: bool) -> None:
+        """Behind the end of a unit, gather what comes next, if the unit asks for it there."""
+        unit, following = postponed
+        self.iteration.postponed = None
+        if unit.prefetches is PrefetchTime.AFTER and not over and following is not unit:
+            if reshard:
+                unit.reshard()
+            self._gather_ahead([following])
+
+    def _stays_for_next(self, unit: Unit) -> bool:
+        """Whether a call of the same unit is within the window: it is kept for that backward."""
+        now = self.iteration
+        within = now.entered - self.window <= unit.visits[-1] < now.entered
+        if not within or len(now.ahead) >= self.window or not unit.groups:
+            return False
+        now.ahead.append(unit)
         return True
 
     def _accumulate(self, unit: Unit, reshard: bool) -> None:
@@ -505,9 +590,14 @@ class Scheduler:
     def end_backward(self) -> None:
         """The whole backward has run: finish units whose own end was not seen, and clean up."""
         Backwards.ended += 1
-        if self.holds:
-            left = Graph.alive - Graph.ending
-            self.holds = any(graph.scheduler() is self for graph in left)
+        now = self.iteration
+        if now.retracing is not None:
+            if now.forward_root is None:
+                now.retracing.end(self)
+            else:  # a derivative inside a forward: its backward is to come
+                now.retracing.interrupt()
+        if now.holds:
+            now.holds = Graph.any_held_by(self)
         last = self.is_last_backward and not self.manual
         for unit in self.units:
             if unit.phase is REDUCED and self._is_done(unit):  # as most are
@@ -516,27 +606,32 @@ class Scheduler:
                 reshard = unit.reshard_after_backward and not self._keeps(unit, last)
                 self._finish(unit, reshard, over=True)
                 unit.phase = IDLE
-        if self.holds:
+        if now.holds:
             for unit in self.units:
                 if unit.reshard_after_backward and unit.phase is IDLE:
                     unit.hide()
-            if self.graph is None:
+            if now.graph is None:
                 self._let_go()
         if last:
             self._drop_unused()
             self._drain()
-            self._kept.end_iteration()
+            now.kept.end_iteration()
+            if now.retracing is not None:
+                now.retracing.filled.clear()  # what the next iteration never calls counts again
         elif self._in_flight.holding or self._in_flight.summing:
             self._in_flight.order_after_hooks()  # the next backward may gather what they write
         # A forward around this backward goes on, and its own backward is to come.
-        if self.forward_root is None and (last or not any(unit.visits for unit in self.units)):
-            self._forget_exits()
-        self._entered = 0
-        self.graph = None
-        self.in_backward = False
+        if now.forward_root is None and (last or not any(unit.visits for unit in self.units)):
+            now.forget_calls()
+        now.entered = 0
+        now.graph = None
+        now.in_backward = False
 
     def _is_done(self, unit: Unit) -> bool:
         """Whether a unit whose own end was seen is sharded, and nothing is there to reduce."""
+        retracing = self.iteration.retracing
+        if retracing is not None and unit not in retracing.filled:
+            return False
         for group in unit.groups:  # noqa: SIM110  # asked for every unit at the end of backward
             if not group.is_over:
                 return False
@@ -544,7 +639,7 @@ class Scheduler:
 
     def _is_to_finish(self, unit: Unit, last: bool) -> bool:
         """Whether this backward's end is the unit's."""
-        if unit.phase is FORWARD and self.forward_root is not None:
+        if unit.phase is FORWARD and self.iteration.forward_root is not None:
             return False  # a backward inside a forward: its parameters are in use
         if unit.phase is not IDLE or last:
             return True
@@ -552,8 +647,9 @@ class Scheduler:
 
     def _keeps(self, unit: Unit, last: bool) -> bool:
         """Whether the unit stays gathered: for a later backward, or for a graph of this one."""
-        ahead = unit is self._prefetched or unit in self._requested or unit.phase is IDLE
-        return (ahead and not last) or self.holds
+        now = self.iteration
+        ahead = unit in now.ahead or unit in now.requested or unit.phase is IDLE
+        return (ahead and not last) or now.holds
 
     def finalize(self, wait: bool) -> None:
         """End an iteration's backwards: reduce what waits, free as units' flags say, clean up.
@@ -561,17 +657,20 @@ class Scheduler:
         Args:
             wait: whether gradients are there on return; else after `wait_for_reductions`.
         """
-        self.in_backward = True
+        now = self.iteration
+        now.in_backward = True
         for unit in self.units:
             self._finish(unit, unit.reshard_after_backward, over=True)
             unit.phase = IDLE
         self._drop_unused()
-        self._forget_exits()
-        self._kept.end_iteration()
+        now.forget_calls()
+        now.kept.end_iteration()
+        if now.retracing is not None:
+            now.retracing.filled.clear()
         if wait:
             self._drain()
-        self.unawaited = not wait
-        self.in_backward = False
+        now.unawaited = not wait
+        now.in_backward = False
 
     def finalize_unit(self, unit: Unit) -> None:
         """As `finalize`, for one unit; gradients are there on return."""
@@ -581,16 +680,7 @@ class Scheduler:
     def wait_for_reductions(self) -> None:
         """Let COMPUTE, and the host for offloaded gradients, wait for what is under way."""
         self._drain()
-        self.unawaited = False
-
-    def _forget_exits(self) -> None:
-        """The calls whose backward did not come: most often there are none."""
-        for unit in self._without_groups.union(self._finished):
-            if unit is not None:
-                unit.visits.clear()
-        self._finished.clear()
-        self._without_groups.clear()
-        self._starts.clear()
+        self.iteration.unawaited = False
 
     def settle(self) -> None:
         """Block the host until it may write offloaded shards (invariant I8)."""
@@ -619,7 +709,7 @@ class Scheduler:
                 if self.post_optim_event is not None:
                     self._order_after_optimizer()
                 try:
-                    if group.reroute or not (self.in_backward and group.bound):
+                    if group.reroute or not (self.iteration.in_backward and group.bound):
                         group.bind()
                     group.start_unshard()
                 except BaseException:
@@ -630,10 +720,10 @@ class Scheduler:
 
     def claim(self, unit: Unit) -> None:
         """As `unshard`, for a user: what was a guess until now stays until he reshards it."""
-        if self._prefetched is unit:
-            self._prefetched = None
-        if unit in self._requested:
-            self._requested.remove(unit)
+        now = self.iteration
+        for ahead in (now.ahead, now.requested):
+            if unit in ahead:
+                ahead.remove(unit)
         for group in unit.groups:
             if group.state is SHARDED:
                 group.bind()  # also where a backward raised, and parameters were replaced since
@@ -681,31 +771,22 @@ class Scheduler:
         self._in_flight.finish_all_reduces()
         self.settle()
         self._in_flight.arriving.clear()
-        self.unawaited = False
         self._join_lanes()
-        self._prefetched = None
-        self._requested.clear()
-        self._kept.forget()
         for unit in self.units:
-            unit.phase = IDLE
-            unit.claimed = False
-            for group in unit.groups:
-                group.abandon()
-                group.discard_gradients()
-        self._forget_exits()
-        self._entered = 0
-        self._order.forget()
-        self.forward_root = None
-        self.in_backward = self.failed = False
-        self.graph, self.holds = None, False
+            unit.give_up_iteration()
+        if self.calls is not None:
+            self.calls.forget()
+        self.iteration = Iteration()
+        self.iteration.retrace(self._misses_no_unit)
 
     # ---- gathering and freeing
 
     def _gather(self, unit: Unit) -> None:
-        if self._prefetched is unit:
-            self._prefetched = None
-        if self._requested and unit in self._requested:
-            self._requested.remove(unit)
+        now = self.iteration
+        if unit in now.ahead:
+            now.ahead.remove(unit)
+        if now.requested and unit in now.requested:
+            now.requested.remove(unit)
         for group in unit.groups:
             if group.state.needs_gather:
                 self.unshard(unit)
@@ -721,37 +802,61 @@ class Scheduler:
             if group.state is HIDDEN:
                 group.reshard()
 
-    def _prefetch(self, unit: Unit | None) -> None:
-        """Gather ``unit`` ahead; a guess that is still unused makes room for it (invariant I6)."""
-        if unit is None:
-            return
-        if self._prefetched is not None and unit.is_sharded:
-            self._drop_guess()
-        if self.unshard(unit):
-            self._prefetched = unit
+    def _gather_ahead(self, units: Sequence[Unit | None], backward: bool = False) -> None:
+        """Gather units ahead; guesses that are still unused make room for them (invariant I6).
+
+        Args:
+            units: those that should be next, the first one first; as many as the window has places
+                at most. ``None`` stands for one that is through.
+            backward: whether those are left out that gather nothing in backward.
+        """
+        ahead = self.iteration.ahead
+        for unit in units:
+            if unit is None or (backward and not unit.unshard_in_backward):
+                continue
+            if len(ahead) >= self.window and unit.is_sharded and unit not in ahead:
+                # There is one: of so many units, at least this one is not among the guesses.
+                stale = next(guess for guess in ahead if guess not in units)
+                ahead.remove(stale)
+                self._free_guess(stale)
+            if self.unshard(unit) and unit not in ahead:
+                ahead.append(unit)
 
     def _request(self, units: Sequence[Unit]) -> None:
-        if self._prefetched not in units:
-            self._drop_guess()
+        now = self.iteration
+        self._drop_guesses(but=units)
         for unit in units:
             if unit.is_sharded:
                 self.unshard(unit)
-                self._requested.append(unit)
+                now.requested.append(unit)
 
-    def _drop_guess(self) -> None:
-        """Free the unit that was gathered ahead, unless it has come into use since."""
-        guess, self._prefetched = self._prefetched, None
-        if guess is not None and guess.phase in (IDLE, REDUCED):
+    def _free_guess(self, guess: Unit) -> None:
+        """Free a unit that was gathered ahead, unless it has come into use since."""
+        if guess.phase in (IDLE, REDUCED):
             if not guess.is_sharded:
                 SCHEDULE.debug("gathered ahead and not used, so it is freed: %s", guess)
             guess.reshard()
 
+    def _drop_guesses(self, but: Sequence[Unit | None] = ()) -> None:
+        ahead = self.iteration.ahead
+        dropped = [guess for guess in ahead if guess not in but]
+        ahead[:] = [guess for guess in ahead if guess in but]
+        for guess in dropped:
+            self._free_guess(guess)
+
     def _drop_unused(self) -> None:
-        self._drop_guess()
-        for unit in self._requested:
+        now = self.iteration
+        if now.ahead:
+            self._drop_guesses()
+        for unit in now.requested:
             if any(group.state is GATHERING for group in unit.groups):
                 unit.reshard()
-        self._requested.clear()
+        now.requested.clear()
+
+
+def window_of(units: Iterable[Unit]) -> int:
+    """How many units a scheduler of these gathers ahead: the most that one of them asks for."""
+    return max((unit.prefetch_window for unit in units), default=1)
 
 
 offloading: list[weakref.ref[Scheduler]] = []
@@ -764,15 +869,3 @@ def settle_all() -> None:
         scheduler = reference()
         if scheduler is not None:
             scheduler.settle()
-
-
-_serving: weakref.WeakKeyDictionary[Unit, weakref.ref[Scheduler]] = weakref.WeakKeyDictionary()
-
-
-def scheduler_of(unit: Unit) -> Scheduler | None:
-    """The scheduler that was made last for ``unit``; ``None`` before its root's first forward.
-
-    A unit gets another one where its root becomes part of a larger model, or gets more units.
-    """
-    found = _serving.get(unit)
-    return None if found is None else found()

@@ -1,4 +1,4 @@
-"""Groups that several units use, as parameters of theirs are tied.
+"""Groups that several units use, as parameters of theirs are tied (decision 21).
 
     embed  unit ── groups ──> TiedGroup   [embed.weight, also head.weight]
     head   unit ── groups ──> GroupAlias ──┘

@@ -172,6 +172,15 @@ class Unit:
         self.claimed = False
         self.reshard()
 
+    def give_up_iteration(self) -> None:
+        """Free it and drop what no reduction has taken, wherever an exception has left it."""
+        self.phase = IDLE
+        self.claimed = False
+        self.visits.clear()
+        for group in self.groups:
+            group.abandon()
+            group.discard_gradients()
+
     def hide(self) -> None:
         """Register its sharded parameters; what is gathered stays in memory."""
         for group in self.groups:

@@ -30,8 +30,11 @@ def on_plain_cpu():
 
 
 def accelerate(case):
+    """Accumulated; recomputed and accumulated; in bf16; in bf16 of a model that was loaded so."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state(reset_partial_state=True)
     fsdp_on_cpu()
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=1,
@@ -41,10 +44,18 @@ def accelerate(case):
         use_orig_params=True,
         cpu_ram_efficient_loading=False,
         sync_module_states=False,
+        activation_checkpointing=case == "recomputed",
     )
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2)
+    accelerator = Accelerator(
+        cpu=True,
+        fsdp_plugin=plugin,
+        gradient_accumulation_steps=2,
+        mixed_precision="bf16" if case in ("mixed", "upcast") else "no",
+    )
     on_plain_cpu()
     model = tiny_llama()
+    if case == "upcast":
+        model = model.to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
     report_wrapper(case, model)
@@ -58,6 +69,9 @@ def accelerate(case):
                 accelerator.clip_grad_norm_(model.parameters(), 1e9)
             optimizer.step()
             optimizer.zero_grad()
+
+
+mixed = upcast = recomputed = accelerate
 
 
 def trainer(case):

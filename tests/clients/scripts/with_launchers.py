@@ -16,6 +16,11 @@ STEPS = 3
 
 def train(case):
     """On one rank, whoever started it."""
+    run_steps(case)
+    finish()
+
+
+def run_steps(case):
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -31,12 +36,15 @@ def train(case):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    finish()
+
+
+def rank_variables(rank):
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
 
 
 def rank_process(rank, case):
     """Of `torch.multiprocessing`: the environment is the parent's."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
+    os.environ.update(rank_variables(rank))
     train(case)
 
 
@@ -50,7 +58,7 @@ def fork(case):
 
 def popen(case):
     """Rank 1 is a process of this script's, with its own environment added to."""
-    environment = {**os.environ, "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": str(RANKS)}
+    environment = {**os.environ, **rank_variables(1)}
     subprocess.Popen([sys.executable, os.path.abspath(__file__), "--rank", case], env=environment)
     rank_process(0, case)
 

@@ -69,10 +69,11 @@ def main(case):
     if case == "resharding":
         for value in (True, False, True):
             fsdp_utils.set_reshard_after_forward(model, value)
-            with torch.no_grad():
-                model(input_ids=tokens(0))
+            loss = model(input_ids=tokens(0), labels=tokens(0)).loss
             sharded = all(hasattr(param, "placements") for param in model.parameters())
             assert sharded is value, f"{sharded} after set_reshard_after_forward({value})"
+            loss.backward()
+            optimizer.zero_grad()
             train(case, model, optimizer, range(1))
     fsdp_utils.offload_fsdp2_model_to_cpu(model, empty_cache=False)
     fsdp_utils.load_fsdp2_model_to_gpu(model)

@@ -1,0 +1,224 @@
+"""Which steps stay: what a branch replaces, and what `keep` removes.
+
+    100  200  300      load(step=200), train on, save(step=230)
+    100  200  (300)  230         300 is replaced: durably marked before 230 is there
+    keep=2:  200  230            what is replaced goes first, then what is older
+
+A crash between the mark and the step leaves 200 as the newest: that is what was asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from fsdp2.checkpoint.folder import read_manifest, store_of
+from fsdp2.checkpoint.stores import Failures, PathLike, Store, step_name
+from fsdp2.core.config import CheckpointError
+
+LOG = logging.getLogger("fsdp2.checkpoint")
+# No `warnings`: where they are errors, a step that is durable would be told as one that is not.
+
+
+@dataclass(frozen=True)
+class Keep:
+    """How many complete steps stay, as ``save(keep=…)`` takes it.
+
+    Attributes:
+        newest: so many of the newest; at least 1.
+        best: so many more, of those with the best metric. Default 0.
+        highest: whether a higher metric is better. Default ``False``: a lower one is.
+
+    Example::
+
+        keep = fsdp2.checkpoint.Keep(newest=2, best=1)
+        fsdp2.checkpoint.save("run", model, optimizer, step=100, keep=keep, metric=loss)
+    """
+
+    newest: int
+    best: int = 0
+    highest: bool = False
+
+
+def best_step(folder: PathLike, *, highest: bool = False) -> int:
+    """The complete step with the best metric, as ``save(metric=…)`` was given; the newest of them.
+
+    Local: call it on one rank, or on all.
+
+    Args:
+        folder: as of `save`.
+        highest: whether a higher metric is better. Default ``False``: a lower one is.
+
+    Raises:
+        CheckpointError: no complete step has a metric.
+
+    Example::
+
+        fsdp2.checkpoint.load("run", model, step=fsdp2.checkpoint.best_step("run"))
+    """
+    store = store_of(folder)
+    ranked = _ranked(store, store.steps(), highest)
+    if not ranked:
+        raise CheckpointError(
+            f"'{store}' has no complete step with a metric; pass metric= to save(), or load the "
+            f"newest step"
+        )
+    return ranked[0]
+
+
+def _ranked(store: Store, steps: list[int], highest: bool) -> list[int]:
+    """Those with a metric, the best first; of equal ones the newest first."""
+    found = []
+    for step in steps:
+        try:
+            metric = read_manifest(store, step).metric
+        except CheckpointError:  # it cannot be loaded either
+            continue
+        if metric is not None:
+            found.append((-metric if highest else metric, -step))
+    return [-step for _, step in sorted(found)]
+
+
+class Stay:
+    """What a save was told of the steps that stay.
+
+    Attributes:
+        model: what is saved.
+        asked: as it was given.
+        keep: the same, checked.
+        metric: of the step, as its manifest has it: what is not finite is never the best.
+    """
+
+    def __init__(self, model: nn.Module, asked: int | Keep | None, metric: float | None) -> None:
+        self.model = model
+        self.asked = asked
+        self.keep = Keep(asked) if isinstance(asked, int) else asked
+        found = None if metric is None else float(metric)
+        self.metric = found if found is not None and math.isfinite(found) else None
+
+    def check(self) -> None:
+        """Raise unless `keep` is a number of steps, a `Keep` of such, or ``None``.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        keep = self.keep
+        if keep is None:
+            return
+        numbers = [keep.newest, keep.best] if isinstance(keep, Keep) else [0, 0]
+        whole = all(isinstance(each, int) and not isinstance(each, bool) for each in numbers)
+        if isinstance(self.asked, bool) or not whole or numbers[0] < 1 or numbers[1] < 0:
+            raise CheckpointError(
+                f"save(keep=…) takes a number of steps from 1, a Keep of such, or None, not "
+                f"{self.asked!r}"
+            )
+
+
+# ---- what a branch replaces
+
+
+class Origins:
+    """Which step of a folder each model goes on from, between a load and the next save."""
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
+
+    def loaded(self, model: nn.Module, store: Store, step: int) -> None:
+        """Take note of a load."""
+        self._known.setdefault(model, {})[str(store)] = step
+
+    def saved(self, model: nn.Module, store: Store, step: int) -> None:
+        """Take note of a save: what other models have been loaded from is no branch of it."""
+        name = str(store)
+        self._known.get(model, {}).pop(name, None)
+        for known in self._known.values():
+            if name in known:
+                known[name] = max(known[name], step)
+
+    def of(self, model: nn.Module, store: Store) -> int | None:
+        """The step that a save of the model goes on from, if it is the first behind a load.
+
+        Several models may have been loaded from several steps of one folder: from the newest.
+        """
+        name = str(store)
+        if name not in self._known.get(model, {}):
+            return None
+        return max(known[name] for known in self._known.values() if name in known)
+
+
+def left_behind(store: Store, origin: int | None) -> list[int]:
+    """The steps that a branch from ``origin`` leaves."""
+    return [] if origin is None else [step for step in store.steps() if step > origin]
+
+
+def branch(store: Store, step: int, origin: int | None) -> list[int]:
+    """Before a step is there: mark what it replaces, and say so; which these are."""
+    left = left_behind(store, origin)
+    newer = [each for each in store.steps() if each > step]
+    if left:
+        store.replace(dict.fromkeys(left, f"by step {step}, which goes on from step {origin}"))
+        LOG.warning(
+            "step %d of '%s' goes on from step %d and replaces %s: load() finds these by their "
+            "number alone from now on, and keep= removes them first",
+            *(step, store, origin, left),
+        )
+    elif newer:
+        LOG.warning(
+            "step %d of '%s' is saved beside %s, of which load() takes the newest; remove these, "
+            "or pass step=%d to load()",
+            *(step, store, newer, step),
+        )
+    return left
+
+
+# ---- what `keep` removes
+
+
+class Pruner:
+    """Removes what `keep` says when a step is durable; what fails is tried again by the next save.
+
+    What removals have left on a disk is told by its name, on a store by this object alone.
+    """
+
+    def __init__(self) -> None:
+        self._tried: dict[str, set[int]] = {}  # by store
+
+    def prune(self, store: Store, step: int, keep: Keep | None) -> None:
+        """Never the newest, and never ``step``, which was just saved; raises nothing."""
+        if keep is None:
+            return
+        try:
+            tried = self._tried.setdefault(str(store), set())
+            left = {step_name(each) for each in tried if not store.has(each)}
+            doomed = _doomed(store, step, keep)
+            with Failures() as failures:
+                with failures.noted():
+                    names = [*store.half_removed(), *left.intersection(store.unfinished())]
+                    store.remove_unfinished(names)
+                    tried.clear()
+                tried.update(doomed)
+                with failures.noted():
+                    store.remove_steps(doomed)
+                    tried.difference_update(doomed)
+        except Exception as error:  # of each store's own classes
+            LOG.warning(
+                "step %d of '%s' is durable, but an older one could not be removed (%s: %s); the "
+                "next save with keep= tries again",
+                *(step, store, type(error).__name__, error),
+            )
+
+
+def _doomed(store: Store, step: int, keep: Keep) -> list[int]:
+    """What is replaced and does not fit beside the others, and what is older."""
+    live, replaced = store.steps(), sorted(store.replaced())
+    stay = {step, *live[-keep.newest :]}
+    if keep.best:
+        others = [each for each in live if each not in stay]
+        stay.update(_ranked(store, others, keep.highest)[: keep.best])
+    room = max(0, keep.newest - len(live))
+    stay.update(replaced[len(replaced) - room :] if room < len(replaced) else replaced)
+    return [each for each in (*replaced, *live) if each not in stay]

@@ -1,0 +1,131 @@
+"""Which module is a root, and which units it serves: found when the first forward begins.
+
+    the module that is called first      the root of all units below it
+    units tied to one of these           served with it, wherever they are; so are their roots
+    a root that is part of a larger model later, or gets more units      `start` again
+
+Nothing is named before: only then is it known what a unit's place in the model is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from fsdp2.core.config import ShardingStateError
+from fsdp2.core.layout.logs import log_layout
+from fsdp2.core.modules.registry import UnitRecord, record_of, record_of_unit, records_below
+from fsdp2.core.params.param import ModuleEntry, ShardedParam
+from fsdp2.core.schedule.scheduler import Scheduler
+from fsdp2.core.schedule.side_doors import note_calls
+from fsdp2.core.schedule.ties import inherit, tied_to
+
+
+def start(record: UnitRecord) -> Scheduler:
+    """Make the module of ``record`` the root of all units below it, and give them one scheduler.
+
+    Called before the first forward (or a call that needs the scheduler), when every unit is there.
+    """
+    if len(record.modules) > 1:
+        raise ShardingStateError(
+            f"the first forward ran a module of the list {record.unit.name}, which has no single "
+            f"root; call fully_shard on the model that holds them and run that first"
+        )
+    for below in records_below(record.modules[0]):
+        inherit(below.unit, lambda unit: record_of_unit(unit) is None)
+    found = served_with(record)
+    roots = _tops(found)
+    for top in roots:
+        if top is not record and record in records_below(top.modules[0]):
+            start(top)  # a tied one is around it, and is the root sooner or later
+            assert record.scheduler is not None
+            return record.scheduler
+    for below, names in found.items():
+        busy = below.scheduler
+        if busy is not None and busy.is_running:
+            raise ShardingStateError(
+                f"unit '{', '.join(names)}' is in the middle of a forward or backward of its own; "
+                f"finish it, or call reset_iter_state() on it, before running its parent"
+            )
+        if busy is not None and busy.manual and below not in roots:
+            raise ShardingStateError(
+                f"set_manual_backward_finalization was called on '{', '.join(names)}', which is "
+                f"below the root; call it on the module whose forward you call"
+            )
+        if busy is not None:
+            busy.wait_for_reductions()
+    old = record.scheduler
+    scheduler = Scheduler([below.unit for below in found], record.streams)
+    if old is not None:  # units were added
+        scheduler.is_last_backward = old.is_last_backward
+        scheduler.post_optim_event = old.post_optim_event
+    before = [top.scheduler for top in (record, *roots) if top.scheduler is not None]
+    scheduler.manual = any(former.manual for former in before)
+    for former in before:
+        scheduler.succeed(former)
+    for below, names in found.items():
+        below.serve(scheduler)
+        below.unit.name = ", ".join(names)
+        below.unit.visits = []  # which the scheduler before counted
+        below.unit.is_root = below is record or below in roots
+        below.alone = len(roots) == 1
+    for top in roots:
+        for module in top.modules:
+            _name_parameters(module)
+    note_calls(scheduler)
+    layouts = [(u.title, [g.layout for g in u.groups if g.layout]) for u in scheduler.units]
+    log_layout(type(record.modules[0]).__name__, layouts)
+    return scheduler
+
+
+def served_with(record: UnitRecord) -> dict[UnitRecord, list[str]]:
+    """The units that one scheduler serves, and their names: those below a root, and tied ones.
+
+    Where one uses parameters of a unit elsewhere, that and all that is served with it belong too.
+    """
+    found: dict[UnitRecord, list[str]] = {}
+    for name, module in record.modules[0].named_modules():
+        below = record_of(module)
+        if below is not None:
+            found.setdefault(below, []).append(name)
+    reached = list(found)
+    for near in reached:  # which grows
+        for unit in sorted(tied_to(near.unit), key=lambda unit: unit.name):
+            tied = record_of_unit(unit)
+            if tied is None or tied in found:
+                continue
+            others = [below for module in tied.modules for below in records_below(module)]
+            if tied.scheduler is not None:
+                others += filter(None, map(record_of_unit, tied.scheduler.units))
+            for further in others:
+                if further not in found:
+                    found[further] = [further.unit.name]
+                    reached.append(further)
+    return found
+
+
+def _tops(found: Iterable[UnitRecord]) -> list[UnitRecord]:
+    """Those that are below none of the others."""
+    inside = {
+        below
+        for record in found
+        for module in record.modules
+        for below in records_below(module)
+        if below is not record
+    }
+    return [record for record in found if record not in inside]
+
+
+def _name_parameters(root: nn.Module) -> None:
+    """By where they are registered, the first place of several; whatever is registered there."""
+    managed: dict[ModuleEntry, ShardedParam] = {}
+    for below in records_below(root):
+        for group in below.unit.groups:
+            group.name = below.unit.title
+            managed.update({entry: param for param in group.params for entry in param.entries})
+    entries = [(m, key, prefix) for prefix, m in root.named_modules() for key in m._parameters]
+    for module, key, prefix in reversed(entries):
+        param = managed.get((module, key))
+        if param is not None:
+            param.name = f"{prefix}.{key}" if prefix else key

@@ -1,0 +1,83 @@
+"""Which of autograd's nodes belong to which unit's call, for backwards that enter by a side door.
+
+    forward of unit i   ──> nodes 17 to 40 are i's      noted when the call begins and ends
+    backward begins     ──> which edges lead into them  (`fsdp2.core.modules.engine` looks)
+
+Backward enters a unit where a gradient comes to one of its outputs. A loss may also use what the
+unit's forward kept, or what a hook inside of it took: nobody returned that. So a root notes its
+units' calls in its first iteration. If a backward comes in by such a door, it goes on noting for
+good; else it stops, and a step pays nothing (`fsdp2.core.schedule.side_doors`).
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from fsdp2.core.schedule.retrace import next_node
+from fsdp2.core.schedule.unit import Unit
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a unit: nodes of two calls are apart, as nodes of two units."""
+
+    unit: Unit
+
+
+class Calls:
+    """The calls of a root's units, as ranges of autograd's nodes.
+
+    Attributes:
+        used: whether a backward came in by a node that was no output's.
+        looked: whether a backward has looked at a call.
+        whole: whether a forward of the root is among them, not of units below alone.
+    """
+
+    REMEMBERED = 65536  # changes of owner: who knows how many backwards of a forward are to come
+
+    def __init__(self) -> None:
+        self.used = self.looked = self.whole = False
+        self._starts: list[int] = []  # autograd's next node where the owner of nodes changed
+        self._owners: list[Call | None] = []  # which it was from there on
+        self._open: list[Call] = []  # that have begun, outermost first
+        self._thread = 0  # each has numbers of its own
+
+    def begin(self, unit: Unit) -> None:
+        """A call of ``unit`` begins."""
+        thread = threading.get_ident()
+        if thread != self._thread:
+            self.forget()
+            self._thread = thread
+        if len(self._starts) > self.REMEMBERED and not self._open:
+            del self._starts[: self.REMEMBERED // 2], self._owners[: self.REMEMBERED // 2]
+        call = Call(unit)
+        self._open.append(call)
+        self._note(call)
+
+    def end(self, unit: Unit) -> None:
+        """It has ended, and with it what is still open inside."""
+        if any(call.unit is unit for call in self._open):
+            while self._open.pop().unit is not unit:
+                pass
+            self._note(self._open[-1] if self._open else None)
+
+    def _note(self, owner: Call | None) -> None:
+        self._starts.append(next_node())
+        self._owners.append(owner)
+
+    def __bool__(self) -> bool:
+        """Whether any are known to this thread."""
+        return bool(self._starts) and self._thread == threading.get_ident()
+
+    def owner(self, number: int) -> Call | None:
+        """The innermost call in which the node of that sequence number was made."""
+        position = bisect_right(self._starts, number) - 1
+        return self._owners[position] if position >= 0 else None
+
+    def forget(self) -> None:
+        """They were given up."""
+        self._starts.clear()
+        self._owners.clear()
+        self._open.clear()

@@ -1,0 +1,58 @@
+"""Graphs that backwards record (``create_graph=True``), which may read parameters unseen."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Set
+from typing import ClassVar, Protocol
+
+GRAPHS = "_fsdp2_graphs"
+"""In the metadata of a node of autograd: the set of the `Graph` objects that it is in."""
+
+
+class Holder(Protocol):
+    """What keeps parameters in memory for graphs: a scheduler."""
+
+    def let_go(self) -> None:
+        """A graph is gone: free what was kept for it, unless forward or backward is under way."""
+
+
+class Graph:
+    """Stands for a graph that a backward records; nodes of that refer to it, while they live.
+
+    Args:
+        holder: the scheduler whose units' backward records it.
+
+    Attributes:
+        alive: all graphs that may still be read; empty where nobody takes derivatives of
+            derivatives.
+        ending: the graphs that the running backward reads for the last time, as it keeps none.
+        holder: as given, by a weak reference.
+    """
+
+    __slots__ = ("__weakref__", "holder")
+
+    alive: ClassVar[weakref.WeakSet[Graph]] = weakref.WeakSet()
+    ending: ClassVar[Set[Graph]] = frozenset()
+
+    def __init__(self, holder: Holder) -> None:
+        self.holder = weakref.ref(holder)
+        Graph.alive.add(self)
+        weakref.finalize(self, _gone, self.holder).atexit = False
+
+    @classmethod
+    def any_held_by(cls, holder: Holder) -> bool:
+        """Whether a graph of ``holder`` may still be read when the running backward is over."""
+        return any(graph.holder() is holder for graph in cls.alive - cls.ending)
+
+    @classmethod
+    def hand_over(cls, former: Holder, holder: Holder) -> None:
+        """What ``former`` keeps for graphs is ``holder``'s from now on."""
+        for graph in cls.alive:
+            if graph.holder() is former:
+                graph.holder = weakref.ref(holder)
+
+
+def _gone(holder: weakref.ref[Holder]) -> None:
+    if (found := holder()) is not None:
+        found.let_go()

@@ -1,0 +1,98 @@
+"""Why a model cannot be rehearsed: one sentence, with the module and the line of its source.
+
+    with explaining(model): model(batch)      values, devices, autocast, FlexAttention
+
+What is none of these goes on as it is: it would be raised in a run, too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import nn
+
+from fsdp2.core.config import ShardingStateError
+from fsdp2.paper.devices import AutocastError
+
+_OWN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
+"""Folders whose lines are not the user's."""
+
+
+@contextmanager
+def explaining(where: str, model: nn.Module | None = None) -> Iterator[None]:
+    """Raise a sentence in place of torch's own words about ``meta``.
+
+    Args:
+        where: who runs inside, for what is in no module, such as "loss".
+        model: whose modules are named.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ShardingStateError):
+            raise
+        _explain(error, where, model)
+        raise
+
+
+def _explain(error: Exception, where: str, model: nn.Module | None) -> None:
+    """Raise what ``error`` means; return where that is not known."""
+    place, words = _place(error, where, model), str(error)
+    if isinstance(error, AutocastError):
+        raise ValueError(
+            f"{place} enters torch.autocast, which a plan does not follow; leave it out there, and "
+            f"pass precision=MixedPrecisionPolicy(…) to plan()"
+        ) from None
+    if "FlexAttention" in words or "flex_attention" in words:
+        raise ValueError(
+            f"{place} calls flex_attention, which a plan has no kernel of; plan with "
+            f"scaled_dot_product_attention in its place, in transformers with "
+            f"attn_implementation='sdpa'"
+        ) from error
+    if "not on the expected device" in words or "to be on the same device" in words:
+        raise ValueError(
+            f"{place} combines a tensor in CPU memory with those of the device, which a GPU "
+            f"refuses, too; make it where they are, as with device=x.device, or let it be a buffer"
+        ) from error
+    if "not compiled with CUDA" in words or "no NVIDIA driver" in words:
+        raise ValueError(
+            f"{place} asks for a GPU, and a plan has none: {_first(words)}; let it use the device "
+            f"of its input in place of torch.cuda"
+        ) from error
+    if _is_about_values(error, words.lower()):
+        raise ValueError(
+            f"{place} asks for values of a tensor, and a plan has shapes alone: {_first(words)}; "
+            f"give make_model a variant whose shapes do not depend on values, such as experts that "
+            f"take equally many tokens"
+        ) from error
+
+
+def _is_about_values(error: Exception, words: str) -> bool:
+    known = "meta" in words or "data-dependent" in words
+    return known and isinstance(error, NotImplementedError | RuntimeError | TypeError)
+
+
+def _first(words: str) -> str:
+    """The first sentence."""
+    return words.partition("\n")[0].partition(". ")[0].rstrip(".!")
+
+
+def _place(error: Exception, where: str, model: nn.Module | None) -> str:
+    """Whose code it was, and the line: the innermost that is neither torch's nor fsdp2's."""
+    names = {} if model is None else {id(m): name for name, m in model.named_modules()}
+    module = line = ""
+    trace = error.__traceback__
+    while trace is not None:
+        frame: FrameType = trace.tb_frame
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and names.get(id(owner)) is not None:
+            module = f"module '{names[id(owner)] or '(root)'}'"
+        if not frame.f_code.co_filename.startswith(_OWN):
+            line = f"{frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return f"{module or where} ({line})" if line else module or where

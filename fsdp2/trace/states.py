@@ -1,0 +1,63 @@
+"""What optimizers keep on the device: of those that step while a trace is on, and of earlier ones.
+
+A step tells of its optimizer. One that stepped, or loaded its states, before the trace began is
+found among the objects of this process: torch has no list of optimizers.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from fsdp2.core.layout.mesh import local_of
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.trace.timeline import length, union
+
+
+class OptimizerStates:
+    """The optimizers that are known, and their bytes.
+
+    Args:
+        groups: whose parameters they step; others are known once they step.
+        device_type: of what is counted; other states may be offloaded.
+    """
+
+    def __init__(self, groups: Iterable[ParamGroup], device_type: str) -> None:
+        self._device = device_type
+        managed = {id(param.sharded) for group in groups for param in group.params}
+        self._known = {id(each): each for each in _optimizers() if _steps(each, managed)}
+
+    def add(self, optimizer: Optimizer) -> None:
+        """It has stepped."""
+        self._known[id(optimizer)] = optimizer
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states; what several optimizers refer to is there once."""
+        tensors: list[torch.Tensor] = []  # a picture of states lives as long as this refers to it
+        for optimizer in self._known.values():
+            found = tree_leaves(list(optimizer.state.values()))
+            tensors += [local_of(each) for each in found if isinstance(each, torch.Tensor)]
+        parts: dict[int, list[tuple[float, float]]] = {}
+        for tensor in tensors:
+            if tensor.device.type == self._device:
+                begin = int(tensor.storage_offset()) * tensor.element_size()
+                storage = tensor.untyped_storage()._cdata
+                parts.setdefault(storage, []).append((begin, begin + tensor.nbytes))
+        return int(sum(length(union(each)) for each in parts.values()))
+
+
+def _optimizers() -> list[Optimizer]:
+    # The class is asked, as a proxy's own `__class__` may load what it stands for.
+    return [cast(Optimizer, each) for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+
+
+def _steps(optimizer: Optimizer, managed: set[int]) -> bool:
+    """Whether it holds a parameter of these; one that is half made holds none."""
+    groups = vars(optimizer).get("param_groups", ())
+    return any(id(param) in managed for group in groups for param in group["params"])
