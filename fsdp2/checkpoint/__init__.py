@@ -12,6 +12,9 @@ folder     `steps`, `replaced`, `verify`, `unfinished`, `remove`; the manifest t
 stores     where steps are kept, what is done there, and the one on a disk
 remote     the one behind a URL, which fsspec reaches: no renames, no syncs
 state      what is saved under which name, and what differs; DCP's reader, which runs no code
+values     what is no tensor, with its types, as JSON
+reading    a step's items, by what they belong to
+optimizers states and options of optimizers, found by parameter name
 convert    `convert`: from any kind of checkpoint to any other, streamed
 contents   model, optimizer by name and the rest, of any kind; files of ranks joined
 archives   files of torch.save, read without running code and written tensor by tensor

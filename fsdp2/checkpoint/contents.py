@@ -38,12 +38,14 @@ class Contents:
         optimizer: "state" by name and key, "param_groups" with names; ``None`` if there is none.
         rng: by rank and device.
         extra: whatever else there is.
+        beside: of a step, its "states" and "rank_extra".
     """
 
     model: Nested
     optimizer: Nested | None = None
     rng: Nested = field(default_factory=dict)
     extra: Tree = None
+    beside: Nested = field(default_factory=dict)
 
     def tree(self, numbered: bool = False) -> Nested:
         """Nested as state dicts are, the optimizer by name or by number."""
@@ -54,7 +56,7 @@ class Contents:
             found["rng"] = self.rng
         if self.extra is not None:
             found["extra"] = self.extra
-        return found
+        return {**found, **self.beside}
 
 
 def contents_of(tree: Tree, source: Path) -> Contents:
@@ -93,6 +95,15 @@ def contents_of(tree: Tree, source: Path) -> Contents:
         found.rng = rest.pop("rng")
     if rest:
         found.extra = rest["extra"] if list(rest) == ["extra"] else rest
+    return found
+
+
+def contents_of_step(tree: Nested, source: Path) -> Contents:
+    """The same of a step, whose places are known, and whose modules may have values of any kind."""
+    found = Contents(_cleaned(tree.get("model", {}), source), rng=tree.get("rng", {}))
+    if "optimizer" in tree:
+        found.optimizer = _by_name(tree["optimizer"], found.model, source)
+    found.beside = {name: tree[name] for name in ("states", "rank_extra", "about") if name in tree}
     return found
 
 

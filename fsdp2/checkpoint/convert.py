@@ -13,7 +13,9 @@ What is written stands beside its place until it is whole and durable.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.archives import read_archive, read_file, write_archive
-from fsdp2.checkpoint.contents import Contents, contents_of, joined
+from fsdp2.checkpoint.contents import Contents, contents_of, contents_of_step, joined
 from fsdp2.checkpoint.entries import Entry, MappedFile, Piece, Tree, entries_of, whole_of
 from fsdp2.checkpoint.folder import (
     Manifest,
@@ -46,7 +48,7 @@ from fsdp2.checkpoint.folder import (
     steps,
 )
 from fsdp2.checkpoint.items import file_of, index_of
-from fsdp2.checkpoint.state import Reader, packed, unpacked
+from fsdp2.checkpoint.state import Reader, kept_values
 from fsdp2.checkpoint.stores import (
     INDEX,
     MANIFEST,
@@ -57,6 +59,7 @@ from fsdp2.checkpoint.stores import (
     step_folder,
 )
 from fsdp2.checkpoint.tensors import SUFFIX, About, catalogue, plan
+from fsdp2.checkpoint.values import packed, unpacked
 from fsdp2.core.config import CheckpointError
 from fsdp2.core.layout.layout import default_cut
 from fsdp2.xla.files import check_models, check_ranks
@@ -78,8 +81,8 @@ class Converted:
         from_kind: what the source was.
         to_kind: what the target is.
         step: of the source or the target, where one of them is a folder of steps.
-        left: what the target's kind does not have: "optimizer", "rng", "extra", and names of the
-            model's that are no tensors.
+        left: what the target's kind does not have: "optimizer", "rng", "extra", "states",
+            "rank_extra", and names of the model's that are no tensors.
     """
 
     from_kind: str
@@ -246,7 +249,7 @@ def _read(path: Path, found: Converted) -> Contents:
     if found.from_kind == "steps":
         return _read_step(path, found)
     if found.from_kind == "dcp":
-        return contents_of(_read_dcp(path), path)
+        return contents_of(_read_dcp(path)[0], path)
     if found.from_kind == "safetensors":
         return _read_safetensors(path)
     if found.from_kind == "xla":
@@ -267,17 +270,29 @@ def _read_step(path: Path, found: Converted) -> Contents:
     manifest = read_manifest(store, step)
     check_files(store, manifest)
     check_hashes(store, manifest, list(manifest.files))
-    tree = _read_dcp(Path(items_of(store, manifest)))
+    tree, flat = _read_dcp(Path(items_of(store, manifest)))
+    for text in tree.pop("values", {}).values():
+        if not isinstance(text, Entry):
+            _put_value(tree, flat, json.loads(text))
     extra = unpacked(manifest.extra, tree.pop("extra", {}))
-    contents = contents_of(tree, path)
+    contents = contents_of_step(tree, path)
     contents.extra = extra
     if found.step is None or found.to_kind != "steps":
         found.step = manifest.step
     return contents
 
 
-def _read_dcp(folder: Path) -> Nested:
-    """The state dict, nested as it was."""
+def _put_value(tree: Nested, flat: Nested, written: list[Any]) -> None:
+    """A value with its types, in the place of what DCP's items have of it."""
+    path, content = written
+    at: Any = tree
+    for part in path[:-1]:
+        at = at.setdefault(part, {}) if isinstance(at, dict) else at[part]
+    at[path[-1]] = unpacked(content, flat)
+
+
+def _read_dcp(folder: Path) -> tuple[Nested, Nested]:
+    """The state dict, nested as it was; and by items."""
     metadata = Reader(folder).read_metadata()
     stored, mapped = metadata.storage_data, dict[str, MappedFile]()
 
@@ -296,9 +311,12 @@ def _read_dcp(folder: Path) -> Nested:
         file = mapped.setdefault(info.relative_path, MappedFile(path))
         return read_archive(file, info.offset, info.offset + info.length), file
 
-    found: Nested = {}
+    found, flat = Nested(), Nested()
+    paths = metadata.planner_data or {}
     for name, about in metadata.state_dict_metadata.items():
         value: Tree
+        path = paths.get(name, (name,))
+        unit = ".".join(map(str, path[: 4 if path[0] == "optimizer" else 2]))
         if isinstance(about, TensorStorageMetadata):
             pieces = []
             for chunk in about.chunks:
@@ -306,10 +324,13 @@ def _read_dcp(folder: Path) -> Nested:
                 (piece,) = entry.pieces
                 pieces.append(Piece(piece.tensor, tuple(chunk.offsets), piece.file))
             value = whole_of(name, about.size, about.properties.dtype, pieces, folder)
+        elif f"values.{unit}" in metadata.state_dict_metadata:
+            continue  # of any class; its types are there
         else:
             value, _ = slice_of(MetadataIndex(name))
-        set_element(found, (metadata.planner_data or {}).get(name, (name,)), value)
-    return found
+        flat[name] = value
+        set_element(found, path, value)
+    return found, flat
 
 
 def _read_xla(path: Path) -> Contents:
@@ -398,12 +419,15 @@ def _write(
     place: Path, contents: Contents, found: Converted, ranks: int, progress: Progress | None
 ) -> None:
     kind = found.to_kind
+    if kind != "steps":
+        contents.beside.pop("about", None)
     if kind != "steps" and place.exists():
         raise CheckpointError(
             f"'{place}' is there already; pass another target, or remove it before"
         )
     if kind in ("xla", "safetensors"):
         rest = {"optimizer": contents.optimizer, "rng": contents.rng, "extra": contents.extra}
+        rest |= contents.beside
         found.left = [name for name, value in rest.items() if value]
         found.left += [n for n, value in contents.model.items() if not isinstance(value, Entry)]
     if kind == "steps":
@@ -477,16 +501,26 @@ def _write_step(
             f"'{root}' has step {step} already; save another, or call "
             f"fsdp2.checkpoint.remove(folder, {step}) before"
         )
-    wrong, content, places = packed(_metas(contents.extra, {}))
-    if wrong is not None:
+    entries: dict[int, Entry] = {}
+
+    def entry(value: Tree) -> Tree:
+        """Of a tensor without memory what it stands for; others are the bytes of numpy's arrays."""
+        found = entries.get(id(value), value)
+        return Entry.of(found) if isinstance(found, torch.Tensor) else found
+
+    extra = _metas(contents.extra, entries)
+    held = packed(extra)
+    if held.wrong:
         raise CheckpointError(
-            f"save(extra=…) has a {wrong}, which cannot be loaded without running code; pass None, "
-            f"numbers, strings, tensors, and lists and dicts with str keys of them"
+            f"convert() found {held.wrong[0]}, which only running code would load; leave it out of "
+            f"what is converted to steps"
         )
     tree = contents.tree()
     tree.pop("extra", None)
-    if places:
-        tree["extra"] = dict(zip(places, entries_of(contents.extra), strict=True))
+    tree["extra"] = {name: entry(value) for name, value in held.tensors.items()}
+    metas = _metas(tree, entries)  # alive, so that no other tensor has their ids
+    values = kept_values(metas)
+    tree["values"] = {name: entry(value) for name, value in values.items()}
     files.make_folders(root)
     saving, disk = saving_folder(root, step), files.DurableFiles()
     for left in (saving, step_folder(root, step)):
@@ -498,7 +532,7 @@ def _write_step(
             step=step,
             ranks=1,
             files=dict(sorted(disk.written.items())),
-            extra=content,
+            extra=held.content,
             has_optimizer=contents.optimizer is not None,
             torch=torch.__version__,
         )
@@ -513,15 +547,27 @@ def _write_step(
 
 def _metas(tree: Tree, entries: dict[int, Entry]) -> Tree:
     """The same, with a tensor without memory for each entry; which, by the tensor's ``id``."""
-    if isinstance(tree, Entry):
-        meta = torch.empty(tree.shape, dtype=tree.dtype, device="meta")
-        entries[id(meta)] = tree
-        return meta
+
+    def meta(value: Tree) -> Tree:
+        if not isinstance(value, Entry):
+            return value
+        made = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        entries[id(made)] = value
+        return made
+
+    return _mapped(tree, meta)
+
+
+def _mapped(tree: Tree, change: Callable[[Tree], Tree]) -> Tree:
+    """The same nesting of other leaves."""
     if isinstance(tree, dict):
-        return {key: _metas(value, entries) for key, value in tree.items()}
+        found = copy.copy(tree)  # of its class
+        for key, value in tree.items():
+            found[key] = _mapped(value, change)
+        return found
     if isinstance(tree, (list, tuple)):
-        return type(tree)(_metas(value, entries) for value in tree)
-    return tree
+        return type(tree)(_mapped(value, change) for value in tree)
+    return change(tree)
 
 
 def _write_dcp(
@@ -529,7 +575,8 @@ def _write_dcp(
 ) -> None:
     """One file, and the index."""
     entries: dict[int, Entry] = {}
-    flat, paths = flatten_state_dict(_metas(tree, entries))
+    metas = _metas(tree, entries)  # alive, so that nothing else has their ids
+    flat, paths = flatten_state_dict(metas)
     about: dict[str, Any] = {}
     stored: dict[MetadataIndex, Any] = {}
     with disk.create(folder / file_of(0)) as stream:
@@ -546,7 +593,7 @@ def _write_dcp(
             else:
                 index = MetadataIndex(name)
                 about[name] = BytesStorageMetadata()
-                write_archive(counted, value)
+                write_archive(counted, _mapped(value, lambda v: entries.get(id(v), v)))
             info = filesystem._StorageInfo(file_of(0), begin, counted.done - begin)
             stored[index] = info
     with disk.create(folder / INDEX) as stream:

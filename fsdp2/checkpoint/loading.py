@@ -8,20 +8,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint.folder import (
     Manifest,
@@ -31,27 +31,31 @@ from fsdp2.checkpoint.folder import (
     read_manifest,
     store_of,
 )
+from fsdp2.checkpoint.optimizers import Names, OptimizerMatch
+from fsdp2.checkpoint.reading import Step
 from fsdp2.checkpoint.saving import end_saves, note_load
-from fsdp2.checkpoint.snapshot import Nested, snapshot
+from fsdp2.checkpoint.snapshot import Nested, named_parameters, snapshot
 from fsdp2.checkpoint.state import (
     Differences,
-    Extra,
+    Models,
+    Optimizers,
     Reader,
-    named_optimizer_state,
-    params_by_place,
+    States,
+    as_list,
+    as_module,
+    first_of,
     read_below,
-    read_into,
     rng_states,
     set_rng_states,
-    unpacked,
+    ties_of,
 )
 from fsdp2.checkpoint.stores import AnyPath, PathLike, Store
 from fsdp2.checkpoint.together import is_first, together
+from fsdp2.checkpoint.values import Value, unpacked
 from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.collectives import rank_and_size
+from fsdp2.core.layout.mesh import local_of
 from fsdp2.module import FSDPModule
-
-_STATE, _GROUPS = "optimizer.state", "optimizer.param_groups"
 
 
 @dataclass
@@ -60,25 +64,32 @@ class Loaded:
 
     Attributes:
         step: the step.
-        extra: what `save` was given, tensors on the CPU, tuples as lists.
-        left: what differed and was left as it was; with ``strict=True`` it is empty.
+        extra: what `save` was given, with its types; tensors are plain, whole and on the CPU.
+        rank_extra: what `save` was given as ``rank_extra`` on the rank of this number; ``None`` if
+            there was no such rank.
+        left: what differed and was left as it was; with ``strict=True`` it is empty, but for what
+            ``rng="if_saved"`` has not found.
     """
 
     step: int
-    extra: Extra = None
+    extra: Value = None
+    rank_extra: Value = None
     left: Differences = field(default_factory=Differences)
 
 
 def load(
     folder: PathLike,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    model: Models,
+    optimizer: Optimizers | None = None,
     *,
     step: int | None = None,
     strict: bool = True,
-    rng: bool = False,
+    rng: bool | Literal["if_saved"] = False,
     verify: bool = False,
     buffers: bool = False,
+    cast: bool = False,
+    names: Names | None = None,
+    states: States | None = None,
 ) -> Loaded:
     """Load a complete step, which any number of ranks, mesh or strategy may have saved.
 
@@ -87,20 +98,29 @@ def load(
 
     Args:
         folder: as of `save`.
-        model: takes parameters and persistent buffers.
-        optimizer: takes the saved optimizer's state and options. A parameter that had no state when
-            it was saved has none then. Default ``None``: none is loaded.
+        model: takes parameters and persistent buffers; or several models by name, as of `save`.
+        optimizer: takes the saved optimizer's state and options, by the names of parameters: groups
+            may be others, and several optimizers one. States come back in the dtype in which they
+            were saved. A parameter that had no state when it was saved has none then. Default
+            ``None``: none is loaded.
         step: the step. Default ``None``: the newest complete one. The next save of this model goes
             on from it, and replaces the steps behind it: see `replaced`.
         strict: raise if names, shapes or dtypes differ. ``False``: load the others, and return what
             was left.
         rng: set this rank's random number generators, as ``save(rng=True)`` has found them on the
-            rank of the same number. Default ``False``.
+            rank of the same number. ``"if_saved"``: where there was such a rank; others keep
+            theirs, and have it in ``left``. Default ``False``.
         verify: read every byte of the step before, each rank its part of the files, and raise if
             one is not what was saved. Default ``False``: files are there, and of their lengths. It
             costs about as long as reading the step once more, divided by the ranks.
         buffers: load buffers that are not persistent, too, as ``save(buffers=True)`` has saved
             them. Default ``False``.
+        cast: let floating-point tensors be of other dtypes than they were, as fp32 weights in a
+            bf16 model: they are rounded to the model's. So are states of the optimizer that had
+            the parameter's dtype. Default ``False``.
+        names: the model's name of a parameter or buffer to its name in the step, of the optimizer's
+            parameters, too; ``None`` leaves it as it is. Default ``None``: they are the same.
+        states: tensors that take what ``save(states=…)`` was given. Default ``None``: none do.
 
     Returns:
         The step, ``extra``, and what was left.
@@ -115,7 +135,8 @@ def load(
     """
     what = f"load('{folder}')"
     end_saves()
-    told = together(what, lambda: _told(folder, step, strict, rng, verify, buffers, optimizer))
+    options = (step, strict, rng, verify, buffers, cast, names is None, sorted(states or {}))
+    told = together(what, lambda: _told(folder, model, optimizer, options))
     if any(asked != told[0][0] for asked, _ in told):
         raise CheckpointError(
             f"load() got other folders, steps, optimizers or options on other ranks "
@@ -123,20 +144,34 @@ def load(
         )
     manifest = told[0][1]
     assert manifest is not None
-    job = _Job(store_of(folder), manifest, model, optimizer, rng, verify, buffers)
+    wanted = _Wanted(
+        as_module(model),
+        as_list(optimizer),
+        bool(rng),
+        verify,
+        buffers,
+        cast,
+        names or (lambda name: name),
+        states or {},
+    )
+    job = _Job(store_of(folder), manifest, wanted)
     left = Differences.over_ranks(together(what, job.compare))
-    if left and strict:
+    refused = left
+    if rng == "if_saved":
+        refused = replace(left, missing=[n for n in left.missing if not n.startswith("rng.")])
+    if refused and strict:
         raise CheckpointError(
             f"step {manifest.step} of '{folder}' is not of this model: missing {left.missing}, "
             f"unexpected {left.unexpected}, of other shapes {left.reshaped}, of other dtypes "
-            f"{left.retyped}; pass strict=False to load what is alike"
+            f"{left.retyped}, with several values for one {left.conflicting}; pass strict=False to "
+            f"load what is alike"
         )
     together(what, lambda: job.read(left))
-    note_load(model, job.store, manifest.step)
-    return Loaded(manifest.step, job.extra, left)
+    note_load(first_of(model), job.store, manifest.step)
+    return Loaded(manifest.step, job.extra, job.rank_extra, left)
 
 
-def read_extra(folder: PathLike, step: int | None = None) -> Extra:
+def read_extra(folder: PathLike, step: int | None = None, *, rank: int | None = None) -> Value:
     """What `save` was given as ``extra``, without a model: what a run looks at before it begins.
 
     Local: call it on one rank, or in no job at all.
@@ -144,6 +179,8 @@ def read_extra(folder: PathLike, step: int | None = None) -> Extra:
     Args:
         folder: as of `save`.
         step: the step. Default ``None``: the newest complete one.
+        rank: of which rank ``rank_extra`` is returned in its place; ``None`` is returned if there
+            was no such rank. Default ``None``: ``extra`` is.
 
     Raises:
         CheckpointError: there is no such step, or a file of it is missing or cut short.
@@ -157,57 +194,66 @@ def read_extra(folder: PathLike, step: int | None = None) -> Extra:
     manifest = read_manifest(store, step)
     check_files(store, manifest)
     path = items_of(store, manifest)
+    if rank is not None:
+        return _rank_extra(path, Reader(path).read_metadata(), rank)
     tensors = read_below(path, Reader(path).read_metadata(), "extra")
     return unpacked(manifest.extra, tensors)
 
 
+def _rank_extra(path: AnyPath, metadata: Metadata, rank: int) -> Value:
+    held = read_below(path, metadata, f"rank_extra.{rank}")
+    return unpacked(json.loads(held.pop("content")), held) if held else None
+
+
 def _told(
     folder: PathLike,
-    step: int | None,
-    strict: bool,
-    rng: bool,
-    verify: bool,
-    buffers: bool,
-    optimizer: torch.optim.Optimizer | None,
+    model: Models,
+    optimizer: Optimizers | None,
+    options: tuple[object, ...],
 ) -> tuple[tuple[object, ...], Manifest | None]:
     """What ranks must agree on, and rank 0's manifest."""
-    store = store_of(folder)
-    asked = (str(store), step, strict, rng, verify, buffers, optimizer is not None)
+    store, step = store_of(folder), options[0]
+    as_module(model)  # which raises on all ranks
+    asked = (str(store), *options, len(as_list(optimizer)))
+    assert step is None or isinstance(step, int)
     return asked, read_manifest(store, step) if is_first() else None
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What is loaded into, as of `load`."""
+
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    rng: bool
+    verify: bool
+    buffers: bool
+    cast: bool
+    names: Names
+    states: States
 
 
 class _Job:
     """One load, on one rank."""
 
-    def __init__(
-        self,
-        store: Store,
-        manifest: Manifest,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        rng: bool,
-        verify: bool,
-        buffers: bool,
-    ) -> None:
+    def __init__(self, store: Store, manifest: Manifest, wanted: _Wanted) -> None:
         self.store = store
         self._manifest = manifest
-        self._path: AnyPath = items_of(store, manifest)
-        self._model = model
-        self._optimizer = optimizer
-        self._rng = rng
-        self._verify = verify
-        self.extra: Extra = None
-        self._buffers = dict(snapshot(model).buffers) if buffers else {}
-        self._metadata = Metadata({})
-        self._model_state: Nested = {}
-        self._groups: list[Nested] = []  # the saved options, by place
-        self._states: dict[str, dict[str, str]] = {}  # parameter -> key -> saved name
+        self._wanted = wanted
+        self._step: Step
+        self._optimizer: OptimizerMatch | None = None
+        self._tensors: list[tuple[str, str, Tensor]] = []  # own name, the step's, what to read into
+        self._values: Nested = {}  # of modules, by their name
+        self.extra: Value = None
+        self.rank_extra: Value = None
+
+    # ---- comparing
 
     def compare(self) -> Differences:
         """What differs; changes nothing.
 
         Raises:
-            CheckpointError: the step cannot be loaded by anybody, or the groups are others.
+            CheckpointError: the step cannot be loaded by anybody.
         """
         if not self.store.has(self._manifest.step):
             place = self.store.folder(self._manifest.step)
@@ -216,139 +262,126 @@ class _Job:
                 f"pass a folder on a file system that all ranks share"
             )
         check_files(self.store, self._manifest)
-        if self._verify:
+        wanted = self._wanted
+        if wanted.verify:
             rank, size = rank_and_size()
             check_hashes(self.store, self._manifest, sorted(self._manifest.files)[rank::size])
-        self._metadata = Reader(self._path).read_metadata()
+        self._step = Step(items_of(self.store, self._manifest))
         found = Differences()
-        saved = self._metadata.state_dict_metadata
-        self._model_state, _ = flatten_state_dict({"model": get_model_state_dict(self._model)})
-        for name, value in {**self._model_state, **self._own_buffers()}.items():
-            if name not in saved:
-                found.missing.append(name)
-            else:
-                found.compare(name, value, saved[name])
-        found.unexpected += [
-            name for name in saved if name.startswith("model.") and name not in self._model_state
-        ]
-        if self._optimizer is not None:
-            self._compare_optimizer(self._optimizer, found)
-        if self._rng:
+        self._compare_model(found)
+        beside = {f"states.{name}": held for name, held in wanted.states.items()}
+        if wanted.buffers:
+            beside["buffers"] = snapshot(wanted.model).buffers
+        for name, held in beside.items():
+            self._compare_beside(name, held, found)
+        if wanted.optimizers:
+            self._compare_optimizers(found)
+        if wanted.rng:
             own = [f"rng.{rank_and_size()[0]}.{kind}" for kind in rng_states()]
-            found.missing += [name for name in own if name not in saved]
+            found.missing += [name for name in own if name not in self._step.saved]
         return found
 
-    def _own_buffers(self) -> Nested:
-        return {f"buffers.{name}": value for name, value in self._buffers.items()}
+    def _compare_model(self, found: Differences) -> None:
+        """Tensors are read in place later; values now, so that a class in them changes nothing."""
+        step, taken, units, here = self._step, set[str](), dict[str, str](), dict[str, Tensor]()
+        state = get_model_state_dict(self._wanted.model)
+        params = named_parameters(self._wanted.model) if step.about.trainable else ()
+        frozen = {name for name, param in params if not param.requires_grad}
+        for name, value in state.items():
+            theirs = self._wanted.names(name)
+            if theirs is None:
+                continue
+            taken.add(theirs)
+            if theirs not in step.model:
+                if name not in frozen:
+                    found.missing.append(f"model.{name}")
+            elif isinstance(value, Tensor) and not name.endswith("_extra_state"):
+                about = step.saved.get(f"model.{theirs}")
+                if found.compare(f"model.{name}", value, about, self._wanted.cast):
+                    self._tensors.append((f"model.{name}", f"model.{theirs}", value))
+            else:
+                units[name] = theirs
+                here.update(_tensors_of(f"model.{theirs}", value))
+        values = step.values({f"model.{each}": step.model[each] for each in units.values()}, here)
+        self._values = {name: values[f"model.{theirs}"] for name, theirs in units.items()}
+        found.unexpected += [f"model.{name}" for name in step.model if name not in taken]
+        self._compare_ties(state, found)
 
-    def _compare_optimizer(self, optimizer: torch.optim.Optimizer, found: Differences) -> None:
+    def _compare_ties(self, state: Nested, found: Differences) -> None:
+        """Of tensors with several names here, the step must have one value."""
+        ties = {f"model.{name}": f"model.{first}" for name, first in ties_of(state).items()}
+        saved = self._step.about.ties
+        read = {name: (theirs, value) for name, theirs, value in self._tensors}
+        for name, first in ties.items():
+            if name not in read or first not in read:
+                continue
+            (theirs, value), (other, _) = read[name], read[first]
+            tied = [saved.get(each, each) for each in (theirs[6:], other[6:])]
+            if tied[0] != tied[1] and not self._same(theirs, other, value):
+                found.conflicting.append(name)
+        self._tensors = [each for each in self._tensors if ties.get(each[0]) not in read]
+
+    def _same(self, first: str, second: str, like: Tensor) -> bool:
+        """Whether this rank's rows of two tensors of the step are the same."""
+        copies = torch.empty_like(like), torch.empty_like(like)
+        self._step.read(zip((first, second), copies, strict=True))
+        a, b = map(local_of, copies)
+        return bool(((a == b) | ((a != a) & (b != b))).all())
+
+    def _compare_beside(self, name: str, held: Mapping[str, Tensor], found: Differences) -> None:
+        """Tensors that are no part of the model's state dict."""
+        for key, value in held.items():
+            own = f"{name}.{key}"
+            if own not in self._step.saved:
+                found.missing.append(own)
+            elif found.compare(own, value, self._step.saved[own], self._wanted.cast):
+                self._tensors.append((own, own, value))
+        if name.startswith("states."):
+            found.unexpected += [
+                each
+                for each in self._step.saved
+                if each.startswith(f"{name}.") and each[len(name) + 1 :] not in held
+            ]
+
+    def _compare_optimizers(self, found: Differences) -> None:
+        wanted = self._wanted
         if not self._manifest.has_optimizer:
             raise CheckpointError(
                 f"step {self._manifest.step} of '{self.store}' was saved without an optimizer; "
                 f"load it without one"
             )
-        saved = self._metadata.state_dict_metadata
-        here = named_optimizer_state(self._model, optimizer)
-        self._groups = list(read_below(self._path, self._metadata, _GROUPS))
-        theirs = [group["params"] for group in self._groups]
-        ours = [group["params"] for group in here["param_groups"]]
-        if [set(names) for names in theirs] != [set(names) for names in ours]:
-            different = sorted({n for g in theirs for n in g} ^ {n for g in ours for n in g})
-            raise CheckpointError(
-                f"step {self._manifest.step} of '{self.store}' has {len(theirs)} parameter "
-                f"groups, and the optimizer {len(ours)}, over other parameters ({different} in one "
-                f"alone); make the optimizer as it was, or load without it"
-            )
-        for place, (kept, group) in enumerate(zip(self._groups, here["param_groups"], strict=True)):
-            name = f"{_GROUPS}.{place}"
-            found.missing += [f"{name}.{key}" for key in group if key not in kept]
-            found.unexpected += [f"{name}.{key}" for key in kept if key not in group]
-        for name in saved:
-            if name.startswith(_STATE + "."):
-                path = self._metadata.planner_data[name]
-                self._states.setdefault(path[2], {})[path[3]] = name
-        self._compare_states(here["state"], found)
+        self._optimizer = OptimizerMatch(
+            self._step, wanted.model, wanted.optimizers, wanted.names, wanted.cast
+        )
+        self._optimizer.compare(found)
 
-    def _compare_states(self, here: dict[str, Nested], found: Differences) -> None:
-        """Of parameters that have a state in both; one in the step alone is taken as it is."""
-        saved = self._metadata.state_dict_metadata
-        for param, state in here.items():
-            keys = self._states.get(param)
-            if keys is None:
-                continue
-            for key, value in state.items():
-                if key not in keys:
-                    found.missing.append(f"{_STATE}.{param}.{key}")
-                else:
-                    found.compare(keys[key], value, saved[keys[key]])
-            found.unexpected += [keys[key] for key in keys if key not in state]
+    # ---- loading
 
     def read(self, left: Differences) -> None:
         """Read and put in place all but what is left; and ``extra``."""
-        out = left.left()
-        flat = {name: value for name, value in self._model_state.items() if name not in out}
-        with torch.no_grad():
-            read_into(self._path, self._metadata, flat)
-            own = self._own_buffers()
-            read_into(self._path, self._metadata, {k: own[k] for k in own if k not in out})
-            _reshard(self._model)
-            whole = get_model_state_dict(self._model)
-            chosen = {key: value for key, value in whole.items() if f"model.{key}" in flat}
-            for key in chosen:
-                chosen[key] = flat[f"model.{key}"]
-            options = StateDictOptions(strict=False)
-            set_model_state_dict(self._model, chosen, options=options)
+        out, model = left.left(), self._wanted.model
+        tensors = [each for each in self._tensors if each[0] not in out]
+        with torch.inference_mode(False), torch.no_grad():
+            self._step.read((theirs, value) for _, theirs, value in tensors)
+            _reshard(model)
+            chosen = {own[6:]: value for own, _, value in tensors if own.startswith("model.")}
+            set_model_state_dict(
+                model, {**chosen, **self._values}, options=StateDictOptions(strict=False)
+            )
             if self._optimizer is not None:
-                self._read_optimizer(self._optimizer, out, set(left.unexpected))
-        if self._rng:
-            states = read_below(self._path, self._metadata, f"rng.{rank_and_size()[0]}")
-            set_rng_states(states)
-        tensors = read_below(self._path, self._metadata, "extra")
-        self.extra = unpacked(self._manifest.extra, tensors)
+                self._optimizer.load(out)
+        rank = str(rank_and_size()[0])
+        path, metadata = self._step.path, self._step.metadata
+        if self._wanted.rng:
+            set_rng_states(read_below(path, metadata, f"rng.{rank}"))
+        self.extra = unpacked(self._manifest.extra, read_below(path, metadata, "extra"))
+        self.rank_extra = _rank_extra(path, metadata, int(rank))
 
-    def _read_optimizer(
-        self, optimizer: torch.optim.Optimizer, out: set[str], unexpected: set[str]
-    ) -> None:
-        """Make a state dict of new memory, read into it, and let the optimizer take it."""
-        places = params_by_place(self._model, optimizer)
-        plain = optimizer.state_dict()
-        flat: Nested = {}
-        slots = list(self._slots(places, plain["state"], out | unexpected))
-        for _, _, name, value in slots:
-            flat[name] = value
-        read_into(self._path, self._metadata, flat)
-        state: dict[int, Nested] = {}
-        for place, key, name, value in slots:
-            state.setdefault(place, {})[key] = flat.get(name, value)
-        for place, kept in plain["state"].items():
-            for key, value in kept.items():  # what was left stays
-                if f"{_STATE}.{places[place][0]}.{key}" in out:
-                    state.setdefault(place, {})[key] = value
-        for kept, group in zip(self._groups, plain["param_groups"], strict=True):
-            group.update({k: v for k, v in kept.items() if k in group and k != "params"})
-        optimizer.load_state_dict({"state": state, "param_groups": plain["param_groups"]})
 
-    def _slots(
-        self, places: list[tuple[str, Any]], here: dict[int, Nested], out: set[str]
-    ) -> Iterator[tuple[int, str, str, Any]]:
-        """(place, key, saved name, memory) of all that is read of an optimizer's state."""
-        saved = self._metadata.state_dict_metadata
-        for place, (param_name, param) in enumerate(places):
-            for key, name in self._states.get(param_name, {}).items():
-                if name in out:
-                    continue
-                about = saved[name]
-                if not isinstance(about, TensorStorageMetadata):
-                    yield place, key, name, None
-                    continue
-                dtype, like = about.properties.dtype, here.get(place, {}).get(key)
-                if like is None and tuple(about.size) == tuple(param.shape) and param.dim():
-                    like = param
-                if like is None or (not isinstance(like, DTensor) and like.dim() == 0):
-                    device = "cpu" if like is None else like.device
-                    yield place, key, name, torch.empty(about.size, dtype=dtype, device=device)
-                else:
-                    yield place, key, name, torch.empty_like(like, dtype=dtype)
+def _tensors_of(name: str, value: object) -> dict[str, Tensor]:
+    """Tensors inside of a value, by the names that DCP's items have."""
+    flat, _ = flatten_state_dict({name: value})
+    return {name: each for name, each in flat.items() if isinstance(each, Tensor)}
 
 
 def _reshard(model: nn.Module) -> None:

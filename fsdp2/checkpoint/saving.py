@@ -23,19 +23,20 @@ order of the calls, however fast each is.
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
@@ -49,16 +50,26 @@ from fsdp2.checkpoint.items import index_of, write_items
 from fsdp2.checkpoint.retention import Keep, Origins, Pruner, Stay, branch, left_behind
 from fsdp2.checkpoint.snapshot import Nested, named_parameters
 from fsdp2.checkpoint.staging import Copy, HostMemory, State, plain, watch_loads, watch_optimizers
-from fsdp2.checkpoint.state import Extra, packed, state_of
+from fsdp2.checkpoint.state import (
+    Asked,
+    Models,
+    Optimizers,
+    States,
+    as_list,
+    as_module,
+    first_of,
+    state_of,
+)
 from fsdp2.checkpoint.stores import INDEX, AnyPath, Attempt, PathLike, Store
 from fsdp2.checkpoint.together import Outcome, agree, attempt, is_first, side_channel
+from fsdp2.checkpoint.values import Packed, Value, packed
 from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.collectives import LostRankError, SideChannel, rank_and_size
 
 LOG = logging.getLogger("fsdp2.checkpoint")
 
-Facts = tuple[str, int, Keep | None]
-"""What ranks must agree on: folder, step, keep."""
+Facts = tuple[str, int, Keep | None, tuple[object, ...]]
+"""What ranks must agree on: folder, step, keep, DTensors in ``extra``."""
 
 Layout = list[tuple[str, object]]
 """By name, what a plan depends on: of a DTensor its spec, of a tensor its shape and dtype."""
@@ -66,15 +77,18 @@ Layout = list[tuple[str, object]]
 
 def save(
     folder: PathLike,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    model: Models,
+    optimizer: Optimizers | None = None,
     *,
     step: int,
-    extra: Extra = None,
+    extra: Value = None,
     keep: int | Keep | None = None,
     metric: float | None = None,
     rng: bool = False,
     buffers: bool = False,
+    rank_extra: Value = None,
+    trainable: bool = False,
+    states: States | None = None,
 ) -> AnyPath:
     """Save a step, which exists when it is complete and durable, and not before.
 
@@ -84,12 +98,17 @@ def save(
     Args:
         folder: a folder of steps that all ranks see; made if it is not there. Or a URL of a store,
             as "s3://bucket/run", which the package ``fsspec`` and the store's own reach.
-        model: its parameters and persistent buffers are saved, sharded or not.
-        optimizer: over parameters of ``model``. Default ``None``: none is saved.
+        model: its parameters and persistent buffers are saved, sharded or not; extra states of
+            modules, too. Or several models by name, as {"actor": …, "critic": …}.
+        optimizer: over parameters of ``model``; or a list of those that have no parameter in
+            common. Default ``None``: none is saved.
         step: the number of the step, not negative.
-        extra: what else the run needs: None, bool, int, float, str, tensors, and lists, tuples and
-            dicts with str keys of them; a scheduler's, a scaler's, a data loader's
-            ``state_dict()``. Rank 0's is saved. Tuples come back as lists.
+        extra: what else the run needs: a scheduler's, a scaler's, a data loader's
+            ``state_dict()``. None, bool, int, float, complex, str, bytes, tensors, dtypes, devices,
+            paths, ``BytesIO``, numpy's numbers and arrays, and lists, tuples, sets, deques, dicts,
+            ``Counter``, ``OrderedDict`` and ``defaultdict`` of them, with any such keys; all come
+            back as they were. Rank 0's is saved, and of DTensors, which come back whole, every
+            rank's part.
         keep: how many complete steps stay at most; older ones are removed when this one is
             complete: first what a branch has replaced, of a link the link alone. A `Keep` lets the
             best ones stay, too. What cannot be removed is a warning, and is tried again by the next
@@ -99,6 +118,12 @@ def save(
         rng: whether the states of this rank's random number generators are saved: the CPU's, and
             the current accelerator's. Default ``False``.
         buffers: whether buffers that are not persistent are saved, too. Default ``False``.
+        rank_extra: as ``extra``, of each rank its own: a data loader's position. No DTensors.
+            Default ``None``.
+        trainable: whether parameters that do not require a gradient are left out, such as those
+            below adapters; `load` leaves frozen ones as they are then. Default ``False``.
+        states: tensors besides, by name, by the name of the state: averages of weights as
+            {"ema": {name: tensor}}, DTensors or not. Default ``None``: none.
 
     Returns:
         The folder of the step: a `Path`; of a store, what has its URL as ``str`` and opens its
@@ -111,23 +136,37 @@ def save(
 
         fsdp2.checkpoint.save("run", model, optimizer, step=100, extra={"lr": 0.1}, keep=3)
     """
-    what, stay = f"save('{folder}', step={step})", Stay(model, keep, metric)
+    what, stay = f"save('{folder}', step={step})", Stay(first_of(model), keep, metric)
     job = _Job(folder, step, stay, what, beside=False)
-    job.take(optimizer, extra, rng, buffers)
+    job.take(
+        lambda: Asked(
+            as_module(model),
+            as_list(optimizer),
+            extra,
+            rank_extra,
+            rng,
+            buffers,
+            trainable,
+            states or {},
+        )
+    )
     return job.start().result()
 
 
 def async_save(
     folder: PathLike,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    model: Models,
+    optimizer: Optimizers | None = None,
     *,
     step: int,
-    extra: Extra = None,
+    extra: Value = None,
     keep: int | Keep | None = None,
     metric: float | None = None,
     rng: bool = False,
     buffers: bool = False,
+    rank_extra: Value = None,
+    trainable: bool = False,
+    states: States | None = None,
 ) -> Saving:
     """As `save`, but train on meanwhile: what is saved is what was there at the call.
 
@@ -157,6 +196,9 @@ def async_save(
         metric: as of `save`.
         rng: as of `save`.
         buffers: as of `save`.
+        rank_extra: as of `save`.
+        trainable: as of `save`.
+        states: as of `save`; copied at the call.
 
     Returns:
         What becomes of it. Errors are raised there, or by a later save, on all ranks alike.
@@ -170,9 +212,20 @@ def async_save(
         train_on()
         saving.result()
     """
-    what, stay = f"async_save('{folder}', step={step})", Stay(model, keep, metric)
+    what, stay = f"async_save('{folder}', step={step})", Stay(first_of(model), keep, metric)
     job = _Job(folder, step, stay, what, beside=True)
-    job.take(optimizer, extra, rng, buffers)
+    job.take(
+        lambda: Asked(
+            as_module(model),
+            as_list(optimizer),
+            extra,
+            rank_extra,
+            rng,
+            buffers,
+            trainable,
+            states or {},
+        )
+    )
     return job.start()
 
 
@@ -463,6 +516,7 @@ class _Job:
         self._taken: Outcome[None] = Outcome()
         self._cause: Exception | None = None
         self._content: Json = None
+        self._shared: tuple[object, ...] = ()
         self._has_optimizer = False
         self._planner = DefaultSavePlanner()
         self._state: Nested = {}
@@ -478,42 +532,34 @@ class _Job:
 
     # ---- in the call
 
-    def take(
-        self,
-        optimizer: torch.optim.Optimizer | None,
-        extra: Extra,
-        rng: bool,
-        buffers: bool,
-    ) -> None:
+    def take(self, asked: Callable[[], Asked]) -> None:
         """Take note of all that is saved; what it fails with is told to all ranks."""
-        self._taken, self._cause = attempt(
-            self._what, lambda: self._take(optimizer, extra, rng, buffers)
-        )
+        self._taken, self._cause = attempt(self._what, lambda: self._take(asked()))
 
-    def _take(
-        self,
-        optimizer: torch.optim.Optimizer | None,
-        extra: Extra,
-        rng: bool,
-        buffers: bool,
-    ) -> None:
-        _check(self._step, extra)
+    def _take(self, asked: Asked) -> None:
+        _check(self._step)
         self._stay.check()
         self._store = store_of(self._folder)
-        _, self._content, tensors = packed(extra)
-        self._has_optimizer = optimizer is not None
-        model = self._stay.model
-        state = state_of(model, optimizer, rng, buffers)
-        if tensors and is_first():
-            state["extra"] = tensors
+        extra, own = _packed("extra", asked.extra), _packed("rank_extra", asked.rank_extra)
+        self._content, self._shared = extra.content, tuple(extra.shared)
+        self._has_optimizer = bool(asked.optimizers)
+        state = state_of(asked)
+        state["extra"] = {
+            name: value
+            for name, value in extra.tensors.items()
+            if is_first() or isinstance(value, DTensor)
+        }
+        if asked.rank_extra is not None:
+            content = {"content": json.dumps(own.content), **own.tensors}
+            state["rank_extra"] = {str(rank_and_size()[0]): content}
         self._planner.set_up_planner(state, is_coordinator=is_first())
         self._state = flat = self._planner.state_dict
         self._layout = [(name, _facts_of(value)) for name, value in flat.items()]
         if self._beside:
             watch_optimizers()
-            watch_loads(model)
+            watch_loads(asked.model)
             trained = {k: v for k, v in flat.items() if k.startswith("optimizer.state.")}
-            trained |= {f"model.{name}": param for name, param in named_parameters(model)}
+            trained |= {f"model.{name}": param for name, param in named_parameters(asked.model)}
             self._copy = _copied(flat, trained)
 
     def start(self) -> Saving:
@@ -592,7 +638,7 @@ class _Job:
 
     def _attempt(self) -> _Written:
         """Write this rank's file, or say that there is no plan."""
-        facts = (str(self._store), self._step, self._stay.keep)
+        facts = (str(self._store), self._step, self._stay.keep, self._shared)
         self._begin()
         tried = self._tried
         if self._local or self._plan is None or tried is None:
@@ -626,8 +672,8 @@ class _Job:
         facts = [written.facts for written in told]
         if any(other != facts[0] for other in facts):
             raise CheckpointError(
-                f"save() got other steps, folders or keep on other ranks ({facts}); pass the same "
-                f"on all"
+                f"save() got other steps, folders, keep or DTensors in extra on other ranks "
+                f"({facts}); pass the same on all"
             )
         plans = [written.local for written in told]
         if all(plan is not None for plan in plans):
@@ -641,7 +687,7 @@ class _Job:
 
     def _plan_for(self, local: list[SavePlan]) -> list[_Answer]:
         planner = DefaultSavePlanner()
-        finished, metadata = planner.create_global_plan(local)
+        finished, metadata = planner.create_global_plan(_values_of_the_first(local))
         token = secrets.token_hex(4)
         _process.tokens.append(token)
         return [
@@ -691,17 +737,46 @@ def _copied(state: State, beside: State) -> Copy:
         return Copy(state, beside, _process.free_memory())
 
 
-def _check(step: int, extra: Extra) -> None:
+def _values_of_the_first(plans: list[SavePlan]) -> list[SavePlan]:
+    """Values, and tensors inside of them, are those of the first rank that has them.
+
+    They fit together then; DCP would take each from whom has the least to write.
+    """
+    seen: set[MetadataIndex] = set()
+    found = []
+    for plan in plans:
+        items = [item for item in plan.items if item.index not in seen]
+        seen |= {item.index for item in plan.items if _is_of_a_value(item, plan.planner_data)}
+        found.append(replace(plan, items=items))
+    return found
+
+
+def _is_of_a_value(item: WriteItem, paths: Mapping[str, tuple[Any, ...]]) -> bool:
+    if item.type is not WriteItemType.TENSOR:
+        return item.type is WriteItemType.BYTE_IO
+    path = paths[item.index.fqn]
+    inside = {"model": 2, "optimizer": 3 if path[1] == "param_groups" else 4, "values": 0}
+    return len(path) > inside.get(path[0], len(path))
+
+
+def _check(step: int) -> None:
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise CheckpointError(
             f"save(step=…) takes a whole number that is not negative, not {step!r}"
         )
-    wrong = packed(extra)[0]
-    if wrong is not None:
+
+
+def _packed(argument: str, value: Value) -> Packed:
+    found = packed(value)
+    wrong = found.wrong[:1]
+    if argument == "rank_extra" and found.shared:
+        wrong.append(f"a DTensor at '{found.shared[0][0]}'")
+    if wrong:
         raise CheckpointError(
-            f"save(extra=…) has a {wrong}, which cannot be loaded without running code; pass None, "
-            f"numbers, strings, tensors, and lists and dicts with str keys of them"
+            f"save({argument}=…) has {wrong[0]}, which only running code, or the same ranks, would "
+            f"load; pass numbers, strings, bytes, tensors, numpy's arrays, and containers of them"
         )
+    return found
 
 
 def _facts_of(value: object) -> object:

@@ -9,7 +9,7 @@ forward computes. Who writes its own state dict (hooks, ``_save_to_state_dict``)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -68,14 +68,14 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
 
         >>> fsdp2.checkpoint.snapshot(model).model["blocks.0.weight"].to_local().norm()
     """
-    sharded = _sharded(model)
-    params = dict(_parameters(model, sharded))
-    return Snapshot(
-        MappingProxyType(_model_state(model, params)),
-        MappingProxyType({name: value.detach() for name, value in _buffers(model, False)}),
-        None if optimizer is None else MappingProxyType(_optimizer_state(optimizer, params)),
-        MappingProxyType(dict(_flat_shards(model))),
-    )
+    with torch.inference_mode(False), torch.no_grad():
+        params = dict(_parameters(model, _sharded(model)))
+        return Snapshot(
+            MappingProxyType(_model_state(model, params)),
+            MappingProxyType({name: value.detach() for name, value in _buffers(model, False)}),
+            None if optimizer is None else MappingProxyType(optimizer_state([optimizer], params)),
+            MappingProxyType(dict(_flat_shards(model))),
+        )
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -166,15 +166,44 @@ def _flat_shards(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 # ---- the optimizer
 
 
-def _optimizer_state(
-    optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor]
+def optimizer_state(
+    optimizers: Sequence[torch.optim.Optimizer], params: Mapping[str, torch.Tensor]
 ) -> Nested:
-    """As `named_optimizer_state`, of the optimizer's attributes, which runs no hook."""
+    """``"state"`` and ``"param_groups"`` of all, by name; of attributes, which runs no hook.
+
+    Raises:
+        CheckpointError: a parameter is not among ``params``, or of two optimizers.
+    """
     names: dict[int, str] = {}
     for name, param in params.items():
         names.setdefault(id(param), name)
-    placed = [param for group in optimizer.param_groups for param in group["params"]]
-    own = [name_of(param, names) for param in placed]
+    found: Nested = {"state": {}, "param_groups": []}
+    seen: set[str] = set()
+    for optimizer in optimizers:
+        state = _state_of_one(optimizer, names)
+        own = {name for group in state["param_groups"] for name in group["params"]}
+        if own & seen:
+            raise CheckpointError(
+                f"two optimizers have parameter '{min(own & seen)}', whose states have one name; "
+                f"give it to one of them, or save them in two folders"
+            )
+        seen |= own
+        found["state"].update(state["state"])
+        found["param_groups"] += state["param_groups"]
+    return found
+
+
+def names_in(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
+    """Names of an optimizer's parameters in the order of their numbers, by their ``id``.
+
+    Raises:
+        CheckpointError: there is none for one.
+    """
+    return [name_of(param, names) for group in optimizer.param_groups for param in group["params"]]
+
+
+def _state_of_one(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Nested:
+    own = names_in(optimizer, names)
     if _has_own_state_dict(optimizer):
         return renamed(optimizer.state_dict(), own)
     state = optimizer.state

@@ -4,8 +4,12 @@ model.<name>                              parameters and persistent buffers
 buffers.<name>                            buffers that are not persistent, on request
 optimizer.state.<parameter>.<key>         the names of torch's get_optimizer_state_dict
 optimizer.param_groups                    with names in the place of parameters
+states.<name>.<key>                       tensors besides the model's, such as averages of weights
 rng.<rank>.<device>                       states of random number generators
 extra.<place>                             tensors of the user's
+rank_extra.<rank>.<place>                 the same, of each rank
+values.<name>                             of a name above: its value with its types, see `values`
+about                                     how it was saved: `About`
 
 And which part of each tensor this rank has: `held_by`.
 """
@@ -13,10 +17,11 @@ And which part of each tensor this rank has: `held_by`.
 from __future__ import annotations
 
 import io
+import json
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -35,34 +40,198 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fsdp2.checkpoint.folder import Json
-from fsdp2.checkpoint.snapshot import Nested, name_of, named_parameters, renamed, snapshot
+from fsdp2.checkpoint.snapshot import Nested, named_parameters, optimizer_state, snapshot
 from fsdp2.checkpoint.stores import INDEX, AnyPath
+from fsdp2.checkpoint.values import Value, is_kept_by_dcp, packed
 from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.collectives import rank_and_size
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.names import clean
 
-Extra: TypeAlias = Any
-"""None, bool, int, float, str, tensors, and lists, tuples and dicts with str keys of them."""
-
-
 # ---- what is there
 
 
-def state_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, rng: bool, buffers: bool = False
-) -> Nested:
-    """All that is saved but ``extra``; tensors are those of the model, not copies."""
-    seen = snapshot(model, optimizer)
-    state: Nested = {"model": dict(seen.model)}
-    if seen.optimizer is not None:
-        state["optimizer"] = dict(seen.optimizer)
-    if buffers:
+Models: TypeAlias = nn.Module | Mapping[str, nn.Module]
+"""A model, or several by name."""
+
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+"""An optimizer, or several that have no parameter in common."""
+
+States: TypeAlias = Mapping[str, Mapping[str, Tensor]]
+"""Tensors by name, by the name of the state."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is saved, as of `save`."""
+
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    extra: Value = None
+    rank_extra: Value = None
+    rng: bool = False
+    buffers: bool = False
+    trainable: bool = False
+    states: States = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class About:
+    """How a step was saved. Steps of older versions, and DCP's, have none.
+
+    Attributes:
+        trainable: whether frozen parameters were left out.
+        ties: names of the model's tensors, each with the first name of the same tensor.
+        optimizers: names of classes.
+    """
+
+    trainable: bool = False
+    ties: Mapping[str, str] = field(default_factory=dict)
+    optimizers: Sequence[str] = ()
+
+
+def as_module(model: Models) -> nn.Module:
+    """Several models as one, whose parameters are called by both names.
+
+    Raises:
+        CheckpointError: it is neither a model nor models by name.
+    """
+    if isinstance(model, nn.Module):
+        return model
+    if not isinstance(model, Mapping) or not all(
+        isinstance(name, str) and name and "." not in name and isinstance(each, nn.Module)
+        for name, each in model.items()
+    ):
+        raise CheckpointError(
+            f"checkpoints take a module, or a dict of modules by names without dots, not "
+            f"{_shown(model)}; pass the model"
+        )
+    return nn.ModuleDict(model)
+
+
+def first_of(model: Models) -> nn.Module:
+    """Which of several models stands for all, where it is asked from which step they go on."""
+    return next(iter(model.values()), nn.Module()) if isinstance(model, Mapping) else model
+
+
+def as_list(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
+    """Optimizers in their order; none for ``None``.
+
+    Raises:
+        CheckpointError: one is none.
+    """
+    found: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    found = [each for each in found if each is not None]
+    wrong = next((each for each in found if not hasattr(each, "param_groups")), None)
+    if wrong is not None:
+        raise CheckpointError(
+            f"checkpoints take an optimizer, or a list of them, not {_shown(wrong)}; pass the "
+            f"optimizer"
+        )
+    return found
+
+
+def _shown(given: object) -> str:
+    if isinstance(given, (Mapping, list, tuple)):
+        return f"a {type(given).__qualname__} of {sorted(map(str, given))}"
+    return f"a {type(given).__qualname__}"
+
+
+def state_of(asked: Asked) -> Nested:
+    """All that is saved but what is ``extra``; tensors are those of the model, not copies."""
+    seen = snapshot(asked.model)
+    params = dict(named_parameters(asked.model))
+    frozen = {name for name, p in params.items() if asked.trainable and not p.requires_grad}
+    state: Nested = {"model": {k: v for k, v in seen.model.items() if k not in frozen}}
+    if asked.optimizers:
+        state["optimizer"] = optimizer_state(asked.optimizers, params)
+    if asked.buffers:
         state["buffers"] = dict(seen.buffers)
-    if rng:
+    if asked.states:
+        state["states"] = {name: dict(held) for name, held in asked.states.items()}
+    if asked.rng:
         state["rng"] = {str(rank_and_size()[0]): rng_states()}
+    state["values"] = kept_values(state)
+    kinds = [class_of(optimizer) for optimizer in asked.optimizers]
+    about = About(asked.trainable, ties_of(state["model"]), kinds)
+    state["about"] = json.dumps(asdict(about))
     return state
+
+
+def class_of(optimizer: torch.optim.Optimizer) -> str:
+    """The name of an optimizer's class; of the inner one, where it only arranges memory."""
+    kind = getattr(optimizer, "optimizer_class", type(optimizer))
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def ties_of(model: Mapping[str, object]) -> dict[str, str]:
+    """Names of tensors that are the same memory as one before, and that one's name."""
+    first: dict[object, str] = {}
+    found = {}
+    for name, value in model.items():
+        if isinstance(value, Tensor) and (local := local_of(value)).numel() and not local.is_meta:
+            kept = first.setdefault(memory_of(local), name)
+            if kept != name:
+                found[name] = kept
+    return found
+
+
+def memory_of(local: Tensor) -> object:
+    """Which memory it is: the same for tied tensors, unless they are empty."""
+    if local.layout is not torch.strided:
+        return id(local)
+    storage = local.untyped_storage()._cdata
+    return storage, local.storage_offset(), tuple(local.shape), local.stride(), local.dtype
+
+
+def _values_in(state: Nested) -> Iterator[tuple[tuple[str | int, ...], object]]:
+    """(path, value) of all of the model's and the optimizers'."""
+    for name, value in state["model"].items():
+        yield ("model", name), value
+    optimizer = state.get("optimizer", {"state": {}, "param_groups": []})
+    for param, kept in optimizer["state"].items():
+        for key, value in kept.items():
+            yield ("optimizer", "state", param, _text(key, param)), value
+    for place, group in enumerate(optimizer["param_groups"]):
+        for key, value in group.items():
+            yield ("optimizer", "param_groups", place, _text(key, f"group {place}")), value
+
+
+def _text(key: object, of: str) -> str:
+    if isinstance(key, str):
+        return key
+    raise CheckpointError(
+        f"the optimizer's state of '{of}' has the key {key!r}, which would come back as a string; "
+        f"name states by strings"
+    )
+
+
+def kept_values(state: Nested) -> Nested:
+    """What DCP's items do not bring back as it was, with its types; and tensors inside of it."""
+    found: Nested = {}
+    for path, value in _values_in(state):
+        if isinstance(value, Tensor) or is_kept_by_dcp(value):
+            continue
+        name = ".".join(map(str, path))
+
+        def named(tensor: Tensor, inside: tuple[str, ...], reached: bool, name: str = name) -> str:
+            if reached:
+                return ".".join((name, *inside))
+            place = f"{name}#{len(found)}"
+            found[place] = tensor.detach() if tensor.requires_grad else tensor
+            return f"values.{place}"
+
+        held = packed(value, named)
+        if held.wrong:
+            raise CheckpointError(
+                f"save() cannot keep '{name}', which has {held.wrong[0]}, as only running code "
+                f"would load it; make it of numbers, strings, bytes, tensors and containers of them"
+            )
+        found[name] = json.dumps([path, held.content])
+    return found
+
+
+# ---- random numbers
 
 
 def rng_states() -> dict[str, torch.Tensor]:
@@ -84,62 +253,6 @@ def set_rng_states(states: Mapping[str, torch.Tensor]) -> None:
             torch.get_device_module(kind).set_rng_state(value)
 
 
-def params_by_place(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> list[tuple[str, torch.Tensor]]:
-    """(name, parameter) of the optimizer's parameters, in the order of their numbers.
-
-    Raises:
-        CheckpointError: the model does not have one of them.
-    """
-    names: dict[int, str] = {}
-    for name, param in named_parameters(model):
-        names.setdefault(id(param), name)
-    placed = [param for group in optimizer.param_groups for param in group["params"]]
-    return [(name_of(param, names), param) for param in placed]
-
-
-def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Nested:
-    """An optimizer's state dict, with names in the place of numbers."""
-    names = [name for name, _ in params_by_place(model, optimizer)]
-    return renamed(optimizer.state_dict(), names)
-
-
-def packed(extra: Extra) -> tuple[str | None, Json, dict[str, torch.Tensor]]:
-    """The first class in it that cannot be saved; what JSON has of it; its tensors by place."""
-    tensors: dict[str, torch.Tensor] = {}
-    wrong: list[str] = []
-
-    def pack(value: object) -> Json:
-        if isinstance(value, torch.Tensor):
-            tensors[str(len(tensors))] = value.detach()
-            return {"tensor": len(tensors) - 1}
-        if isinstance(value, dict) and all(type(key) is str for key in value):
-            return {"dict": {key: pack(held) for key, held in value.items()}}
-        if isinstance(value, (list, tuple)):
-            return [pack(held) for held in value]
-        if value is None or type(value) in (bool, int, float, str):
-            return value  # type: ignore[return-value]  # checked
-        wrong.append(type(value).__qualname__)
-        return None
-
-    content = pack(extra)
-    return (wrong[0] if wrong else None), content, tensors
-
-
-def unpacked(content: Json, tensors: Mapping[str, torch.Tensor]) -> Extra:
-    """What `packed` was given."""
-    if isinstance(content, list):
-        return [unpacked(held, tensors) for held in content]
-    if isinstance(content, dict):
-        if "tensor" in content:
-            return tensors[str(content["tensor"])]
-        held = content["dict"]
-        assert isinstance(held, dict)
-        return {key: unpacked(value, tensors) for key, value in held.items()}
-    return content
-
-
 # ---- what differs
 
 
@@ -152,28 +265,38 @@ class Differences:
         unexpected: the step has it, nobody takes it.
         reshaped: both have it, of other shapes.
         retyped: both have it, in other dtypes.
+        conflicting: one has several values where the other has one: a parameter that is tied now
+            and was not; an option of groups that were merged or cut.
     """
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     reshaped: list[str] = field(default_factory=list)
     retyped: list[str] = field(default_factory=list)
+    conflicting: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.reshaped or self.retyped)
+        return any(vars(self).values())
 
     def left(self) -> set[str]:
         """What is not loaded of what is there."""
-        return {*self.missing, *self.reshaped, *self.retyped}
+        return {*self.missing, *self.reshaped, *self.retyped, *self.conflicting}
 
-    def compare(self, name: str, value: object, saved: object) -> bool:
-        """Whether ``value`` is of the shape and dtype that was saved; noted if not."""
-        if not isinstance(saved, TensorStorageMetadata):
-            return not isinstance(value, torch.Tensor)
-        if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(saved.size):
+    def compare(self, name: str, value: Tensor, saved: object, cast: bool = False) -> bool:
+        """Whether ``value`` is of the shape and dtype that was saved; noted if not.
+
+        Args:
+            name: of ``value``.
+            value: what is to be read into.
+            saved: what the index says.
+            cast: whether another floating-point dtype will do.
+        """
+        if not isinstance(saved, TensorStorageMetadata) or tuple(value.shape) != tuple(saved.size):
             self.reshaped.append(name)
             return False
-        if value.dtype != saved.properties.dtype:
+        dtype = saved.properties.dtype
+        both = value.dtype.is_floating_point and dtype.is_floating_point
+        if value.dtype != dtype and not (cast and both):
             self.retyped.append(name)
             return False
         return True
@@ -187,6 +310,7 @@ class Differences:
             sorted(unexpected),
             sorted({name for part in parts for name in part.reshaped}),
             sorted({name for part in parts for name in part.retyped}),
+            sorted({name for part in parts for name in part.conflicting}),
         )
 
 
@@ -264,7 +388,14 @@ class Reader(FileSystemReader):
 
 class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+        name = read_item.dest_index.fqn
+        try:
+            self.state_dict[name] = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"the step has '{name}' as an object of a class, which only running code would "
+                f"load; load it with torch.distributed.checkpoint, or leave it out by names="
+            ) from error
 
 
 def read_into(path: AnyPath, metadata: Metadata, state: Nested) -> None:
@@ -351,9 +482,7 @@ class Held:
     @property
     def identity(self) -> object:
         """Which memory it is: the same for tied tensors."""
-        local = self.local
-        storage = local.untyped_storage()._cdata
-        return storage, local.storage_offset(), tuple(local.shape), local.stride(), local.dtype
+        return memory_of(self.local)
 
 
 def held_by(model: nn.Module) -> tuple[dict[str, Held], dict[str, str], list[str]]:

@@ -135,6 +135,11 @@ class FlatOptimizer(torch.optim.Optimizer):
     # ---- what users see
 
     @property
+    def optimizer_class(self) -> type[torch.optim.Optimizer]:
+        """The class whose steps these are."""
+        return type(self._inner)
+
+    @property
     def state(self) -> defaultdict[torch.Tensor, ParamState]:
         """State by parameter; tensors of the parameter's shape are DTensors sharded like it."""
         found: dict[torch.Tensor, ParamState] = {}

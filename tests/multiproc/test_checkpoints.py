@@ -120,7 +120,7 @@ def _continues(
         train(model, optimizer, 1, seed=9)
     found = checkpoint.load(folder, model, optimizer, rng=rng)
     assert found.step == 2
-    assert found.extra["schedule"] == [1, [2.5, None]]
+    assert found.extra["schedule"] == [1, (2.5, None)]
     assert torch.equal(found.extra["table"], torch.arange(4))
     assert not found.left
     drawn = torch.rand(3)
@@ -534,9 +534,8 @@ def test_load_refuses(tmp_path: Path) -> None:
         checkpoint.load(run, model, optimizer)
     with raises("ckpt-differs"):
         checkpoint.load(run, made(hidden=HIDDEN + 1)[0])
-    groups = [{"params": [p]} for p in model.parameters()]
-    with raises("ckpt-groups"):
-        checkpoint.load(run, model, torch.optim.AdamW(groups), step=1)
+    with raises("ckpt-differs"):
+        checkpoint.load(run, model, torch.optim.AdamW([model.unused]), step=1)
 
     with raises("ckpt-load-ranks-differ"):
         checkpoint.load(run, model, step=1 + dist.get_rank())

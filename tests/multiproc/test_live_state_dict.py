@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 import fsdp2
@@ -241,3 +243,28 @@ def test_what_modules_write_themselves_stays() -> None:
         assert all(isinstance(state[name], DTensor) for name in state if name != "second.2.bias")
         assert "second.0.renamed" in state
         assert isinstance(state["second.2.weight"], DTensor)
+
+
+@ranks(2)
+@pytest.mark.parametrize("trained", [False, True])
+def test_state_dicts_in_inference_mode(trained: bool, tmp_path: Path) -> None:
+    """They hold what they hold elsewhere, and are no inference tensors: training goes on."""
+    model = shard(OURS, mlp())
+    optimizer = adamw(model.parameters())
+    if trained:
+        regression_loss(model, my_part(one_batch())).backward()
+        optimizer.step()
+    expected = {name: full(value) for name, value in model.state_dict().items()}
+    with torch.inference_mode():
+        regression_loss(model, my_part(one_batch()))
+        for take in (lambda: model.state_dict(), lambda: get_model_state_dict(model)):
+            state = take()
+            assert torch.is_inference_mode_enabled()
+            assert all(isinstance(value, DTensor) for value in state.values())
+            assert not any(value.to_local().is_inference() for value in state.values())
+        fsdp2.checkpoint.save(tmp_path, model, optimizer, step=1)
+        assert not fsdp2.checkpoint.load(tmp_path, model, optimizer).left
+        assert torch.is_inference_mode_enabled()
+    assert_equal({name: full(value) for name, value in state.items()}, expected)
+    regression_loss(model, my_part(one_batch())).backward()
+    optimizer.step()

@@ -6,6 +6,7 @@ groups ── watch_state_dicts ──> hooks: a state dict that is taken has th
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import OrderedDict
 from dataclasses import replace
@@ -261,17 +262,20 @@ def watch_state_dicts_of(owners: set[nn.Module], group: ParamGroup) -> None:
     """As `watch_state_dicts`, for state dicts of some modules."""
     collected: list[list[str]] = []  # where the load under way collects its errors
     shown = _Shown(group)
+    outside = _OutsideInference()
 
     def before() -> None:
         group.reshard()
         group.settle()
 
     def before_save(*_: object) -> None:
+        outside.enter()
         if not _is_in_use(group):
             before()
 
     def after_save(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
         shown.put_into(state, module, prefix)
+        outside.leave()
 
     def before_load(*given: Any) -> None:
         before()
@@ -288,6 +292,24 @@ def watch_state_dicts_of(owners: set[nn.Module], group: ParamGroup) -> None:
         hooks.move_to_end(handle.id, last=False)  # others may rename the keys
         owner.register_load_state_dict_pre_hook(before_load)
         owner.register_load_state_dict_post_hook(after_load)
+
+
+class _OutsideInference(threading.local):
+    """State dicts are taken outside of ``torch.inference_mode()``, which makes no DTensors' views.
+
+    Of each thread: several may take one at once.
+    """
+
+    def __init__(self) -> None:
+        self._left: list[torch.inference_mode] = []
+
+    def enter(self) -> None:
+        mode = torch.inference_mode(False)
+        mode.__enter__()
+        self._left.append(mode)
+
+    def leave(self) -> None:
+        self._left.pop().__exit__(None, None, None)
 
 
 def _is_in_use(group: ParamGroup) -> bool:

@@ -1,0 +1,305 @@
+"""A step's optimizer states and options, found by parameter name: groups, ties and optimizers may
+be others than they were.
+
+    step       group 0 [a, b]   group 1 [c]        a: exp_avg …   c: exp_avg …
+    optimizer  group 0 [c, a]   group 1 [new]      options where both agree; the rest is reported
+
+torch's ``load_state_dict`` casts states to the parameter's dtype and loses strings; here they are
+put in place as they were saved. An optimizer with a ``load_state_dict`` of its own is asked.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from fsdp2.checkpoint.reading import GROUPS, Step
+from fsdp2.checkpoint.snapshot import Nested, named_parameters, names_in
+from fsdp2.checkpoint.state import Differences, class_of
+from fsdp2.checkpoint.values import Value, packed
+
+Names = Callable[[str], str | None]
+"""The model's name of a tensor to the step's; ``None`` leaves it out."""
+
+_STATE = "optimizer.state"
+_SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "min_momentum"}
+"""Options that schedulers add to groups."""
+
+
+@dataclass(frozen=True)
+class _Own:
+    """A parameter of an optimizer.
+
+    Attributes:
+        number: among the optimizer's.
+        name: the model's.
+        theirs: the step's name; ``None`` if the step has none.
+        param: it.
+        group: its group's place among all.
+        state: what the optimizer has of it.
+    """
+
+    number: int
+    name: str
+    theirs: str | None
+    param: Tensor
+    group: int
+    state: Nested
+
+
+@dataclass
+class _Slot:
+    """A part of a parameter's state.
+
+    Attributes:
+        own: the parameter.
+        key: of the part.
+        unit: what the step calls it.
+        value: memory for a tensor, or a value that was read.
+    """
+
+    own: _Own
+    key: str
+    unit: str
+    value: Any = None
+
+
+class OptimizerMatch:
+    """Optimizers and a step, side by side.
+
+    Args:
+        step: has an optimizer.
+        model: has the parameters.
+        optimizers: take states and options.
+        names: of parameters in the step.
+        cast: whether states may be of other floating-point dtypes.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        names: Names,
+        cast: bool,
+    ) -> None:
+        self._step = step
+        self._optimizers = optimizers
+        self._cast = cast
+        self._theirs = step.groups()
+        self._place = {n: at for at, group in enumerate(self._theirs) for n in group["params"]}
+        self._plain = [optimizer.state_dict() for optimizer in optimizers]
+        self._groups: list[Nested] = [g for plain in self._plain for g in plain["param_groups"]]
+        self._own = list(self._owned(model, names))
+        self._slots: list[list[_Slot]] = [[] for _ in optimizers]
+        self._kept: list[set[int]] = [set() for _ in optimizers]  # parameters left as they are
+        self._options: list[Nested] = [{} for _ in self._groups]
+
+    def _owned(self, model: nn.Module, names: Names) -> Iterator[list[_Own]]:
+        """Of each optimizer its parameters."""
+        aliases: dict[int, list[str]] = {}
+        for name, param in named_parameters(model):
+            aliases.setdefault(id(param), []).append(name)
+        first = {each: listed[0] for each, listed in aliases.items()}
+        place = 0
+        for optimizer, plain in zip(self._optimizers, self._plain, strict=True):
+            called, found = names_in(optimizer, first), list[_Own]()
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    asked = (names(alias) for alias in aliases[id(param)])
+                    theirs = next((name for name in asked if name in self._place), None)
+                    number = len(found)
+                    state = plain["state"].get(number, {})
+                    found.append(_Own(number, called[number], theirs, param, place, state))
+                place += 1
+            yield found
+
+    # ---- comparing
+
+    def compare(self, found: Differences) -> None:
+        """Note what differs; change nothing. Values that are no tensors are read."""
+        self._compare_options(found)
+        for at, optimizer in enumerate(self._optimizers):
+            for own in self._own[at]:
+                self._compare_state(at, optimizer, own, found)
+        taken = {own.theirs for each in self._own for own in each}
+        found.unexpected += [f"{_STATE}.{name}" for name in self._place if name not in taken]
+        units = {
+            slot.unit: self._step.states[str(slot.own.theirs)][slot.key]
+            for slot in chain.from_iterable(self._slots)
+            if not self._step.is_tensor(slot.unit)
+        }
+        values = self._step.values(units, {})
+        for slot in chain.from_iterable(self._slots):
+            slot.value = values.get(slot.unit)
+
+    def _compare_options(self, found: Differences) -> None:
+        sources: list[list[int]] = [[] for _ in self._groups]
+        for own in chain.from_iterable(self._own):
+            if own.theirs is not None and self._place[own.theirs] not in sources[own.group]:
+                sources[own.group].append(self._place[own.theirs])
+        for place, (group, among) in enumerate(zip(self._groups, sources, strict=True)):
+            sharing = [g for g, s in zip(self._groups, sources, strict=True) if {*s} & {*among}]
+            for key in group:
+                if key in ("params", "param_names") or not among:
+                    continue
+                saved = [self._theirs[at][key] for at in among if key in self._theirs[at]]
+                if len(saved) < len(among):
+                    found.missing.append(f"{GROUPS}.{place}.{key}")
+                elif not _alike(saved) or not _alike([g.get(key) for g in sharing]):
+                    found.conflicting.append(f"{GROUPS}.{place}.{key}")
+                else:
+                    self._options[place][key] = _moved(saved[0], group[key])
+        for at, theirs in enumerate(self._theirs):
+            takers = [g for g, s in zip(self._groups, sources, strict=True) if at in s]
+            known = {"params", *(key for group in takers for key in group)}
+            extra = [key for key in theirs if takers and key not in known]
+            found.unexpected += [f"{GROUPS}.{at}.{key}" for key in extra]
+
+    def _compare_state(
+        self, at: int, optimizer: torch.optim.Optimizer, own: _Own, found: Differences
+    ) -> None:
+        """One that the step alone has is taken as it is, if it is of such an optimizer."""
+        prefix = f"{_STATE}.{own.name}"
+        if own.theirs is None:
+            found.missing.append(prefix)
+            self._kept[at].add(own.number)
+            return
+        saved = self._step.states.get(own.theirs, {})
+        if saved and not own.state and not self._is_of(optimizer, self._place[own.theirs]):
+            found.unexpected += [f"{_STATE}.{own.theirs}.{key}" for key in saved]
+            self._kept[at].add(own.number)
+            return
+        for key, value in own.state.items() if saved else ():
+            if key not in saved:
+                found.missing.append(f"{prefix}.{key}")
+            elif isinstance(value, Tensor):
+                unit = f"{_STATE}.{own.theirs}.{key}"
+                found.compare(f"{prefix}.{key}", value, self._step.saved.get(unit), self._cast)
+        for key in saved:
+            unit = f"{_STATE}.{own.theirs}.{key}"
+            if own.state and key not in own.state:
+                found.unexpected.append(unit)
+            else:
+                self._slots[at].append(_Slot(own, key, unit))
+
+    def _is_of(self, optimizer: torch.optim.Optimizer, group: int) -> bool:
+        """Whether the step's states are those of such an optimizer, as far as it tells."""
+        classes = self._step.about.optimizers
+        if group < len(classes) and classes[group] == class_of(optimizer):
+            return True
+        options = {*self._theirs[group]} - {"params", "param_names"} - _SCHEDULED
+        known = {*optimizer.defaults, *(key for each in optimizer.param_groups for key in each)}
+        return options <= known and {*optimizer.defaults} <= options
+
+    # ---- loading
+
+    def load(self, out: set[str]) -> None:
+        """Read states, and put them and the options in place, but what is ``out``."""
+        slots = [
+            [slot for slot in each if f"{_STATE}.{slot.own.name}.{slot.key}" not in out]
+            for each in self._slots
+        ]
+        for slot in chain.from_iterable(slots):
+            if self._step.is_tensor(slot.unit):
+                slot.value = self._memory(slot)
+        self._step.read(
+            (slot.unit, slot.value)
+            for slot in chain.from_iterable(slots)
+            if self._step.is_tensor(slot.unit)
+        )
+        options = iter(self._options)
+        for at, optimizer in enumerate(self._optimizers):
+            state: dict[int, Nested] = {}
+            for own in self._own[at]:
+                for key, value in own.state.items():  # what was left stays
+                    if own.number in self._kept[at] or f"{_STATE}.{own.name}.{key}" in out:
+                        state.setdefault(own.number, {})[key] = value
+            for slot in slots[at]:
+                state.setdefault(slot.own.number, {})[slot.key] = slot.value
+            groups = [{**group, **next(options)} for group in self._plain[at]["param_groups"]]
+            _put(optimizer, {"state": state, "param_groups": groups})
+
+    def _memory(self, slot: _Slot) -> Tensor:
+        """New memory for a tensor of a state: as it is here, or as the parameter is."""
+        about = self._step.saved[slot.unit]
+        assert isinstance(about, TensorStorageMetadata)
+        dtype, param = about.properties.dtype, slot.own.param
+        like: Any = slot.own.state.get(slot.key)
+        if isinstance(like, Tensor) and self._cast:
+            dtype = like.dtype
+        elif self._cast and param.dtype.is_floating_point and dtype == self._dtype_of(slot.own):
+            dtype = param.dtype
+        if not isinstance(like, Tensor) and about.size == param.shape and param.dim():
+            like = param
+        if isinstance(like, DTensor) or (isinstance(like, Tensor) and like.dim()):
+            return torch.empty_like(like, dtype=dtype)
+        options = {**self._groups[slot.own.group], **self._options[slot.own.group]}
+        on_device = slot.key != "step" or options.get("capturable") or options.get("fused")
+        device = param.device if on_device else torch.device("cpu")
+        return torch.empty(about.size, dtype=dtype, device=device)
+
+    def _dtype_of(self, own: _Own) -> torch.dtype | None:
+        """The parameter's in the step."""
+        about = self._step.saved.get(f"model.{own.theirs}")
+        return about.properties.dtype if isinstance(about, TensorStorageMetadata) else None
+
+
+def _alike(values: Sequence[Value]) -> bool:
+    """Whether all are of one type and value; tensors in them, too."""
+    if len(values) < 2:
+        return True
+    first, *others = (packed(value) for value in values)
+    return all(
+        each.content == first.content
+        and all(map(torch.equal, each.tensors.values(), first.tensors.values()))
+        for each in others
+    )
+
+
+def _moved(value: object, like: object) -> object:
+    """An option, on the device where it is now: a learning rate may be a tensor."""
+    if isinstance(value, Tensor) and isinstance(like, Tensor):
+        return value.to(like.device)
+    return value
+
+
+def _put(optimizer: torch.optim.Optimizer, state_dict: Nested) -> None:
+    """As ``optimizer.load_state_dict(state_dict)``, without its casts."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        optimizer.load_state_dict(state_dict)
+        for number, kept in state_dict["state"].items():
+            _undo_casts(params[number], kept, optimizer.state.get(params[number], {}))
+        return
+    for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        state_dict = before(optimizer, state_dict) or state_dict
+    groups = [
+        {**new, "params": old["params"]}
+        for old, new in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+    ]
+    state: defaultdict[Any, Nested] = defaultdict(dict)
+    for number, kept in state_dict["state"].items():
+        state[params[number] if isinstance(number, int) else number] = kept
+    optimizer.__setstate__({"state": state, "param_groups": groups})
+    for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+        after(optimizer)
+
+
+def _undo_casts(param: Tensor, kept: Nested, state: Nested) -> None:
+    """What an optimizer's own ``load_state_dict`` has let torch's cast."""
+    for key, value in kept.items():
+        here = state.get(key)
+        if isinstance(value, Tensor) and isinstance(here, Tensor):
+            if here.dtype != value.dtype and here.dtype == param.dtype:
+                state[key] = value.to(here.device)
+        elif isinstance(value, str) and isinstance(here, str):
+            state[key] = value
