@@ -7,6 +7,7 @@ snapshot   `snapshot`: what is there, looked at without touching it
 loading    `load`, `read_extra`: compared on all ranks before anything is written
 exporting  `export`: a folder that Hugging Face's libraries load, written by all ranks at once
 pretrained `load_pretrained`: such a folder into a model, each rank its own slices
+unsaved    buffers that no file has, as their modules' own code sets them
 retention  `Keep`, `best_step`: which steps stay, and what a branch replaces
 folder     `steps`, `replaced`, `verify`, `unfinished`, `remove`; the manifest that makes a step one
 stores     where steps are kept, what is done there, and the one on a disk
