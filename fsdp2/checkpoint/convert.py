@@ -39,6 +39,7 @@ from fsdp2.checkpoint.entries import Entry, MappedFile, Piece, Tree, entries_of,
 from fsdp2.checkpoint.folder import (
     Manifest,
     Progress,
+    broken_values,
     check_files,
     check_hashes,
     items_of,
@@ -268,7 +269,8 @@ def _read_step(path: Path, found: Converted) -> Contents:
     check_files(store, manifest)
     check_hashes(store, manifest, list(manifest.files))
     tree = _read_dcp(Path(items_of(store, manifest)))
-    extra = unpacked(manifest.extra, tree.pop("extra", {}))
+    with broken_values(store.folder(manifest.step)):
+        extra = unpacked(manifest.extra, tree.pop("extra", {}))
     contents = contents_of(tree, path)
     contents.extra = extra
     if found.step is None or found.to_kind != "steps":
@@ -279,6 +281,11 @@ def _read_step(path: Path, found: Converted) -> Contents:
 def _read_dcp(folder: Path) -> Nested:
     """The state dict, nested as it was."""
     metadata = Reader(folder).read_metadata()
+    with broken_values(folder):
+        return _nested(folder, metadata)
+
+
+def _nested(folder: Path, metadata: Metadata) -> Nested:
     stored, mapped = metadata.storage_data, dict[str, MappedFile]()
 
     def slice_of(index: MetadataIndex) -> tuple[Tree, MappedFile]:

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint.folder import (
     Manifest,
+    broken_values,
     check_files,
     check_hashes,
     items_of,
@@ -157,8 +158,9 @@ def read_extra(folder: PathLike, step: int | None = None) -> Extra:
     manifest = read_manifest(store, step)
     check_files(store, manifest)
     path = items_of(store, manifest)
-    tensors = read_below(path, Reader(path).read_metadata(), "extra")
-    return unpacked(manifest.extra, tensors)
+    metadata = Reader(path).read_metadata()
+    with broken_values(path):
+        return unpacked(manifest.extra, read_below(path, metadata, "extra"))
 
 
 def _told(
