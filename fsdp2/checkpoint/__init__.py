@@ -19,6 +19,9 @@ optimizers states and options of optimizers, found by parameter name
 convert    `convert`: from any kind of checkpoint to any other, streamed
 contents   model, optimizer by name and the rest, of any kind; files of ranks joined
 archives   files of torch.save, read without running code and written tensor by tensor
+index      DCP's index: read, and checked before anything is made of it
+pickles    pickles, by an interpreter that reaches new containers alone
+boxes      pieces that cover a tensor, each element once
 entries    tensors that stay in their files, read block by block
 tensors    the safetensors format by offsets: slices written and read at their places
 together   ranks that succeed together or fail together
