@@ -25,8 +25,8 @@ if __package__ in (None, ""):  # run as a script
 
 from fsdp2.examples import train_lm
 from fsdp2.examples.options import parse
-from fsdp2.plan.calibrate import measure_cpu, median_of
-from fsdp2.plan.hardware import load, write
+from fsdp2.planning.calibrate import measure_cpu, median_of
+from fsdp2.planning.hardware import load, write
 
 RANKS = (1, 2, 4)
 STEPS, STEPS_OF_MEDIUM = 80, 12
@@ -117,7 +117,7 @@ def table(rows: Sequence[Row]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--use", type=Path, help="a file of python -m fsdp2.plan calibrate")
+    parser.add_argument("--use", type=Path, help="a file of python -m fsdp2.planning calibrate")
     parser.add_argument("--machine", type=Path, default=Path("this_machine.json"), help="written")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="configurations with these words")

@@ -19,8 +19,8 @@ import torch
 
 import fsdp2
 from fsdp2.paper.recording import GATHERED, GRADIENTS, OPTIMIZER, SHARDS, Operation
-from fsdp2.plan.memory import Ledger
-from fsdp2.plan.presets import PRESETS, Block, Model, Shape, loss, make_batch
+from fsdp2.planning.memory import Ledger
+from fsdp2.planning.presets import PRESETS, Block, Model, Shape, loss, make_batch
 
 TITAN = "torchtitan, docs/performance.md"
 MOSAIC = "llm-foundry, scripts/train/benchmarking/README.md"

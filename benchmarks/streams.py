@@ -23,7 +23,7 @@ from fsdp2.core.config import MixedPrecisionPolicy
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.timeline import timeline_of
 from fsdp2.testing.virtual import Allocation, Op, VirtualDevice
-from fsdp2.trace import Timeline, show
+from fsdp2.tracing import Timeline, show
 
 BLOCKS = 4
 PARAMS = 200e6

@@ -15,7 +15,7 @@ from fsdp2.core.layout.layout import Slot, Transport
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import window_of
-from fsdp2.trace.summary import amount
+from fsdp2.tracing.summaries import amount
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch
 
 from benchmarks import planned_steps, report, stats, step, variants
 from benchmarks.models import PRESETS, Llama, recompute_blocks
-from fsdp2.plan import Hardware
-from fsdp2.plan.hardware import load, write
+from fsdp2.planning import Hardware
+from fsdp2.planning.hardware import load, write
 from fsdp2.testing.null_group import CallLog, null_world
 from fsdp2.testing.stand_in import device as stand_in
 

@@ -3,7 +3,7 @@
 saving     `save`, `async_save`: written beside, synced, listed with checksums, renamed
 items      DCP's files, written: a rank's items, and the index
 staging    copies to host memory, beside training
-snapshot   `snapshot`: what is there, looked at without touching it
+snapshots  `snapshot`: what is there, looked at without touching it
 loading    `load`, `read_extra`: compared on all ranks before anything is written
 exporting  `export`: a folder that Hugging Face's libraries load, written by all ranks at once
 pretrained `load_pretrained`: such a folder into a model, each rank its own slices
@@ -16,7 +16,7 @@ state      what is saved under which name, and what differs; DCP's reader, which
 values     what is no tensor, with its types, as JSON
 reading    a step's items, by what they belong to
 optimizers states and options of optimizers, found by parameter name
-convert    `convert`: from any kind of checkpoint to any other, streamed
+converting `convert`: from any kind of checkpoint to any other, streamed
 contents   model, optimizer by name and the rest, of any kind; files of ranks joined
 archives   files of torch.save, read without running code and written tensor by tensor
 index      DCP's index: read, and checked before anything is made of it
@@ -31,14 +31,14 @@ The room stands on public modules, on `fsdp2.full` and on ``torch.distributed.ch
 ``python -m fsdp2.checkpoint`` is `__main__`. It adds nothing to a step of training.
 """
 
-from fsdp2.checkpoint.convert import Converted, convert
+from fsdp2.checkpoint.converting import Converted, convert
 from fsdp2.checkpoint.exporting import Exported, export
 from fsdp2.checkpoint.folder import remove, replaced, steps, unfinished, verify
 from fsdp2.checkpoint.loading import Loaded, load, read_extra
 from fsdp2.checkpoint.pretrained import load_pretrained
 from fsdp2.checkpoint.retention import Keep, best_step
 from fsdp2.checkpoint.saving import Saving, async_save, save
-from fsdp2.checkpoint.snapshot import Snapshot, snapshot
+from fsdp2.checkpoint.snapshots import Snapshot, snapshot
 from fsdp2.checkpoint.state import Differences
 
 __all__ = [

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from fsdp2.checkpoint.convert import KINDS, convert
+from fsdp2.checkpoint.converting import KINDS, convert
 from fsdp2.checkpoint.exporting import export
 from fsdp2.checkpoint.folder import (
     Progress,

@@ -35,7 +35,7 @@ from fsdp2.checkpoint.folder import (
 from fsdp2.checkpoint.optimizers import Names, OptimizerMatch
 from fsdp2.checkpoint.reading import Step
 from fsdp2.checkpoint.saving import end_saves, note_load
-from fsdp2.checkpoint.snapshot import Nested, named_parameters, snapshot
+from fsdp2.checkpoint.snapshots import Nested, named_parameters, snapshot
 from fsdp2.checkpoint.state import (
     Differences,
     Models,

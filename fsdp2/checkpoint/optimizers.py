@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint.reading import GROUPS, Step
-from fsdp2.checkpoint.snapshot import Nested, named_parameters, names_in
+from fsdp2.checkpoint.snapshots import Nested, named_parameters, names_in
 from fsdp2.checkpoint.state import Differences, class_of
 from fsdp2.checkpoint.values import Value, packed
 

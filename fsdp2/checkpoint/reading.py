@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint.folder import Json
-from fsdp2.checkpoint.snapshot import Nested
+from fsdp2.checkpoint.snapshots import Nested
 from fsdp2.checkpoint.state import About, Reader, read_into
 from fsdp2.checkpoint.stores import AnyPath
 from fsdp2.checkpoint.values import Value, tensors_in, unpacked

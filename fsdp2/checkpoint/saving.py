@@ -48,7 +48,7 @@ from fsdp2.checkpoint.folder import (
 )
 from fsdp2.checkpoint.items import index_of, write_items
 from fsdp2.checkpoint.retention import Keep, Origins, Pruner, Stay, branch, left_behind
-from fsdp2.checkpoint.snapshot import Nested, named_parameters
+from fsdp2.checkpoint.snapshots import Nested, named_parameters
 from fsdp2.checkpoint.staging import Copy, HostMemory, State, plain, watch_loads, watch_optimizers
 from fsdp2.checkpoint.state import (
     Asked,

@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp2.checkpoint.index import read_index
-from fsdp2.checkpoint.snapshot import Nested, named_parameters, optimizer_state, snapshot
+from fsdp2.checkpoint.snapshots import Nested, named_parameters, optimizer_state, snapshot
 from fsdp2.checkpoint.stores import AnyPath
 from fsdp2.checkpoint.values import Value, is_kept_by_dcp, packed
 from fsdp2.core.config import CheckpointError

@@ -39,7 +39,7 @@ from fsdp2.fsdp1.state_dicts import (
     rows_of_sharded_tensor,
     wrong_rows,
 )
-from fsdp2.full.gathered import require_released
+from fsdp2.full.gathering import require_released
 from fsdp2.full.subjects import Agreement, require_idle, settle, subjects_of
 from fsdp2.full.way import cut_rows, made_whole, scattered_rows
 

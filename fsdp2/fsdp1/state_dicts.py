@@ -40,7 +40,7 @@ from fsdp2.fsdp1.config import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp2.full.gathered import is_held
+from fsdp2.full.gathering import is_held
 from fsdp2.full.subjects import Agreement, Subject, require_idle, settle, subjects_of
 from fsdp2.full.way import cut_rows, made_whole
 

@@ -1,6 +1,6 @@
 """Whole tensors in and out of a sharded model.
 
-gathered   `gathered`: parameters and gradients that are whole for a while, and written back
+gathering  `gathered`: parameters and gradients that are whole for a while, and written back
 stream     `full_parameters`: one unit after another, for export
 loading    `load_from_rank0`, `sync_module_states`: rank 0's weights and buffers to all;
            `rewritten`: for what writes a model's shards by itself
@@ -11,7 +11,7 @@ The room owns nothing but what is whole at the moment. It stands on `fsdp2.core`
 unit: who does not call it pays nothing.
 """
 
-from fsdp2.full.gathered import gathered
+from fsdp2.full.gathering import gathered
 from fsdp2.full.loading import IncompatibleKeys, load_from_rank0, sync_module_states
 from fsdp2.full.stream import full_parameters
 

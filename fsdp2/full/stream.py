@@ -15,7 +15,7 @@ from fsdp2.core.config import RankMismatchError, ShardingStateError
 from fsdp2.core.names import clean
 from fsdp2.core.params.param import is_extended
 from fsdp2.core.progress import OptimizerSteps
-from fsdp2.full.gathered import require_released
+from fsdp2.full.gathering import require_released
 from fsdp2.full.subjects import (
     Agreement,
     Subject,

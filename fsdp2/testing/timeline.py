@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from fsdp2.core.device.streams import Lane
 from fsdp2.testing.virtual import HOST, PLACES, USER, Allocation, Op, Place
-from fsdp2.trace.timeline import (
+from fsdp2.tracing.timeline import (
     ALL_GATHER,
     ALL_REDUCE,
     COMPUTE,
@@ -120,7 +120,7 @@ def idle(spans: Iterable[Span], lane: Place) -> float:
 
 @dataclass(frozen=True)
 class Told:
-    """What a timeline says of an operation; see `fsdp2.trace.timeline.Slice`."""
+    """What a timeline says of an operation; see `fsdp2.tracing.timeline.Slice`."""
 
     operation: str
     unit: str = ""

@@ -3,7 +3,7 @@
 policies     rules that choose modules: by class, by size, by a function of the user's
 choices      a policy asked about a model: the chosen modules, bottom-up, with their options
 whole        `shard_model`: the chosen modules and the model itself, by a strategy
-deferred     `deferred`: a model that is sharded while it is made
+deferring    `deferred`: a model that is sharded while it is made
 annotations  `enable_wrap` and `wrap`: modules that a model's own code marks
 around       a module around a unit: what FSDP1's and XLA's wrappers have in common
 
@@ -20,7 +20,7 @@ Example::
 
 from fsdp2.wrap.annotations import enable_wrap, wrap
 from fsdp2.wrap.choices import Choice, chosen_modules, options_for, wrap_modules
-from fsdp2.wrap.deferred import deferred
+from fsdp2.wrap.deferring import deferred
 from fsdp2.wrap.policies import (
     CustomPolicy,
     ModuleWrapPolicy,

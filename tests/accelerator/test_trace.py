@@ -22,7 +22,7 @@ import fsdp2
 from fsdp2.core.device.streams import DeviceStreams
 from fsdp2.core.modules.registry import require_record
 from fsdp2.testing.stand_in import device, group
-from fsdp2.trace import Timeline
+from fsdp2.tracing import Timeline
 from tests.common.workers import close_pools, ranks
 
 pytestmark = [

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fsdp2
-from fsdp2.plan import Plan
+from fsdp2.planning import Plan
 
 pytestmark = pytest.mark.clients
 

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2.install import HOLDERS, OURS
+from fsdp2.installing import HOLDERS, OURS
 from fsdp2.interop import TORCHS_NAMES
 from fsdp2.run import main
 from fsdp2.startup import FOLDER, ray_workers, sitecustomize

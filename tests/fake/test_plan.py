@@ -28,15 +28,15 @@ from fsdp2.paper.recording import (
     SHARDS,
     Operation,
 )
-from fsdp2.plan import calibrate, hardware, presets, probes
-from fsdp2.plan.__main__ import _of_function, _of_preset, _parser, main
-from fsdp2.plan.costs import costs_of
-from fsdp2.plan.hardware import Contention, Hardware, Measured
-from fsdp2.plan.memory import Ledger
-from fsdp2.plan.planner import Plan, plan
+from fsdp2.planning import calibrate, hardware, presets, probes
+from fsdp2.planning.__main__ import _of_function, _of_preset, _parser, main
+from fsdp2.planning.costs import costs_of
+from fsdp2.planning.hardware import Contention, Hardware, Measured
+from fsdp2.planning.memory import Ledger
+from fsdp2.planning.planner import Plan, plan
 from fsdp2.testing.null_group import null_world
 from fsdp2.testing.stand_in import device
-from fsdp2.trace.summary import amount
+from fsdp2.tracing.summaries import amount
 from tests.common.errors import raises
 
 DIM, LAYERS, RANKS = 256, 4, 8
@@ -380,7 +380,16 @@ def test_measured_machines_are_files(tmp_path: Path) -> None:
 def test_a_machine_is_calibrated(tmp_path: Path) -> None:
     """All of this process's figures; others are of several processes at a time."""
     path = tmp_path / "m.json"
-    command = [sys.executable, "-m", "fsdp2.plan", "calibrate", "--ranks", "1,2", "-o", str(path)]
+    command = [
+        sys.executable,
+        "-m",
+        "fsdp2.planning",
+        "calibrate",
+        "--ranks",
+        "1,2",
+        "-o",
+        str(path),
+    ]
     subprocess.run(command, check=True, timeout=900)
     found = hardware.load(path)
     assert [table.ranks for table in found.measured] == [1, 2][: found.cores]

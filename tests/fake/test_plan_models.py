@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import fsdp2
 from fsdp2.paper.recording import Operation
-from fsdp2.plan import Plan
+from fsdp2.planning import Plan
 from tests.common.errors import raises
 
 DIM = 8

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp2.plan import hardware
-from fsdp2.plan.planner import Plan, plan
-from fsdp2.trace import COLLECTIVES, summary
+from fsdp2.planning import hardware
+from fsdp2.planning.planner import Plan, plan
+from fsdp2.tracing import COLLECTIVES, summary
 
 DIM, LAYERS = 256, 3
 

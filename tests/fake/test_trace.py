@@ -23,7 +23,7 @@ from fsdp2.core.schedule.unit import Unit
 from fsdp2.optim import FlatOptimizer
 from fsdp2.testing.counting import called
 from fsdp2.testing.null_group import init_null_group, null_mesh
-from fsdp2.trace import Slice, Timeline
+from fsdp2.tracing import Slice, Timeline
 from tests.common.errors import raises
 from tests.common.perfetto import problems_of
 

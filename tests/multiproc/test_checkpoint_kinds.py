@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fsdp2 import checkpoint, fully_shard, shard_model
-from fsdp2.checkpoint.convert import kind_of
+from fsdp2.checkpoint.converting import kind_of
 from tests.common.workers import run_on_ranks
 
 DIM = 6

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from fsdp2.trace import Timeline
+from fsdp2.tracing import Timeline
 from tests.common.parity import assert_equal
 from tests.common.workers import ranks
 

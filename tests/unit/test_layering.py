@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -189,6 +191,19 @@ def test_a_room_says_what_lives_there(room: str) -> None:
         assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
 
 
+def test_no_public_name_hides_a_module() -> None:
+    """``import fsdp2.planning.hardware as h`` finds what a function of that name would hide."""
+    for path in FILES:
+        name = _name(path)
+        if path.stem in ("__main__", "sitecustomize"):  # which run on import
+            continue
+        full = f"fsdp2.{name}" if name else "fsdp2"
+        importlib.import_module(full)
+        scope: dict[str, object] = {}
+        exec(f"import {full} as found", scope)
+        assert scope["found"] is sys.modules[full], full
+
+
 def test_code_says_which_decisions_it_follows() -> None:
     text = "\n".join(path.read_text(encoding="utf-8") for path in FILES)
     cited = {int(number) for number in re.findall(r"\bdecisions?[ /]0*(\d+)", text)}
@@ -213,7 +228,7 @@ def test_what_decides_does_not_import_the_hooks() -> None:
 def test_the_testing_room_stands_on_the_core(path: Path) -> None:
     assert _rooms_of(path) <= {*TESTING, *GROUND}
     own = {module for module in _own_modules(path) if not _below(module, "core")}
-    others = {"trace.timeline", "paper.null_group"}
+    others = {"tracing.timeline", "paper.null_group"}
     assert all(_below(module, "testing") or module in others for module in own)
 
 
@@ -230,7 +245,7 @@ def test_only_tests_of_benchmarks_import_benchmarks() -> None:
 @pytest.mark.parametrize(
     ("name", "others"),
     [
-        ("reports", ["fsdp2.trace.summary"]),
+        ("reports", ["fsdp2.tracing.summaries"]),
         ("clipping", ["fsdp2", "fsdp2.norms"]),
         ("norms", []),
         ("optim/flat", []),
@@ -261,13 +276,13 @@ def test_the_room_of_whole_tensors_stands_on_the_core() -> None:
     ("name", "others"),
     [
         (
-            "install",
+            "installing",
             [
                 *("core.modules.registrations", "api", "clipping", "fsdp1"),
                 *("interop", "module", "startup"),
             ],
         ),
-        ("run", ["install"]),
+        ("run", ["installing"]),
     ],
 )
 def test_what_replaces_torchs_names_stands_on_public_modules(name: str, others: list[str]) -> None:
@@ -304,7 +319,7 @@ def test_fsdp1_says_what_lives_there() -> None:
     for path in (ROOT / "fsdp1").glob("*.py"):
         assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
     users = {_name(path) for path in FILES if any(_below(m, "fsdp1") for m in _own_modules(path))}
-    assert {name for name in users if not _below(name, "fsdp1")} <= {"", "install"}
+    assert {name for name in users if not _below(name, "fsdp1")} <= {"", "installing"}
 
 
 def test_the_room_of_checkpoints_stands_on_public_modules() -> None:
@@ -329,9 +344,9 @@ def test_the_room_of_checkpoints_stands_on_public_modules() -> None:
 
 TRACE: dict[str, set[str]] = {
     "timeline": set(),
-    "summary": {"trace.timeline"},
-    "page": {"trace.summary", "trace.timeline"},
-    "__main__": {"trace.page", "trace.summary"},
+    "summaries": {"tracing.timeline"},
+    "page": {"tracing.summaries", "tracing.timeline"},
+    "__main__": {"tracing.page", "tracing.summaries"},
 }
 """What modules of `fsdp2.trace` import of fsdp2: the data stands on nothing, not even on torch."""
 
@@ -341,19 +356,19 @@ BINDING = ("states", "recording", "context")
 
 def test_the_room_of_timelines_stands_on_its_data() -> None:
     """And says what lives there; nobody in core knows of it."""
-    room = ROOT / "trace"
+    room = ROOT / "tracing"
     text = ast.get_docstring(_tree(room / "__init__.py")) or ""
     for path in room.glob("*.py"):
         named = path.stem.startswith("__") or re.search(rf"\b{path.stem}\b", text)
         assert named, path.stem
     for name, others in TRACE.items():
-        assert _own_modules(room / f"{name}.py") - {f"trace.{name}"} == others
+        assert _own_modules(room / f"{name}.py") - {f"tracing.{name}"} == others
         assert not any(_below(m, "torch") for m in _modules_of(room / f"{name}.py"))
     assert {path.stem for path in room.glob("*.py")} == {"__init__", *TRACE, *BINDING}
     for name in BINDING:
         own = _own_modules(room / f"{name}.py")
-        assert all(_below(module, "core") or _below(module, "trace") for module in own)
-    users = {_name(path) for path in FILES if any(_below(m, "trace") for m in _own_modules(path))}
+        assert all(_below(module, "core") or _below(module, "tracing") for module in own)
+    users = {_name(path) for path in FILES if any(_below(m, "tracing") for m in _own_modules(path))}
     assert not any(_below(name, "core") for name in users)
 
 
@@ -367,18 +382,18 @@ def test_the_rooms_of_paper_and_plans_say_what_lives_there() -> None:
         "core.schedule.layers",
         "core.schedule.unit",
     }
-    for room, others in (("paper", set()), ("plan", public | known)):
+    for room, others in (("paper", set()), ("planning", public | known)):
         text = ast.get_docstring(_tree(ROOT / room / "__init__.py")) or ""
         for path in (ROOT / room).glob("*.py"):
             named = path.stem.startswith("__") or re.search(rf"\b{path.stem}\b", text)
             assert named, path.stem
             for module in _own_modules(path):
-                below = ("core", "paper") if room == "paper" else ("plan", "paper", "trace")
+                below = ("core", "paper") if room == "paper" else ("planning", "paper", "tracing")
                 assert module in others or any(_below(module, each) for each in below), path
-    users = {_name(p) for p in FILES if any(_below(m, "plan") for m in _own_modules(p))}
-    assert all(name == "" or _below(name, "plan") for name in users)
+    users = {_name(p) for p in FILES if any(_below(m, "planning") for m in _own_modules(p))}
+    assert all(name == "" or _below(name, "planning") for name in users)
     users = {_name(p) for p in FILES if any(_below(m, "paper") for m in _own_modules(p))}
-    assert all(name.partition(".")[0] in ("plan", "paper", "testing") for name in users)
+    assert all(name.partition(".")[0] in ("planning", "paper", "testing") for name in users)
 
 
 def test_every_exported_name_exists() -> None:

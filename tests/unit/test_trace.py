@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from fsdp2.trace import COLLECTIVES, LANES, Memory, Slice, Timeline, Wait, summary
-from fsdp2.trace.timeline import covered, length, union
+from fsdp2.tracing import COLLECTIVES, LANES, Memory, Slice, Timeline, Wait, summary
+from fsdp2.tracing.timeline import covered, length, union
 from tests.common.errors import raises
 from tests.common.perfetto import problems_of
 

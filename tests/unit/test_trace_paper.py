@@ -14,7 +14,7 @@ from fsdp2.core.device.streams import Lane
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.timeline import BOOKKEEPING, LANE_OF, idle, replay, timeline_of
 from fsdp2.testing.virtual import HOST, Op, Place, VirtualDevice, VirtualEvent
-from fsdp2.trace import Memory, Slice, Timeline, Wait, diff, summary
+from fsdp2.tracing import Memory, Slice, Timeline, Wait, diff, summary
 from tests.common.perfetto import problems_of, program, query, tables
 from tests.unit._random_models import random_settings, random_tree
 

@@ -1,7 +1,7 @@
 """What a machine can do, from a JSON file: rates, bandwidths, latencies, and where each is from.
 
     load("h100")            one of the files beside this module
-    load("my_machine.json") what `python -m fsdp2.plan calibrate` wrote, or somebody
+    load("my_machine.json") what `python -m fsdp2.planning calibrate` wrote, or somebody
 
 Durations are a roofline: an operator takes the longer of its arithmetic and its memory traffic,
 and a fixed cost. A collective takes the longer of what it sends in a node and between nodes, and a
@@ -219,7 +219,7 @@ def load(which: str | Path | Hardware) -> Hardware:
     if not path.is_file():
         raise ValueError(
             f"hardware={str(which)!r} is neither one of {', '.join(names())} nor the path of a "
-            f".json file; write one with python -m fsdp2.plan calibrate"
+            f".json file; write one with python -m fsdp2.planning calibrate"
         )
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     known = {each.name for each in fields(Hardware)}
@@ -229,7 +229,7 @@ def load(which: str | Path | Hardware) -> Hardware:
     if wrong or missing:
         raise ValueError(
             f"{path.name} lacks {missing or 'nothing'} and has unknown {wrong or 'nothing'}; see "
-            f"fsdp2/plan/hardware/h100.json for what a file says"
+            f"fsdp2/planning/hardware/h100.json for what a file says"
         )
     return from_json(found)
 

@@ -1,9 +1,9 @@
 """Timelines from the command line.
 
-python -m fsdp2.trace view step.json                  writes step.html
-python -m fsdp2.trace view plan.json step.json        both on one axis
-python -m fsdp2.trace summary step.json               prints tables
-python -m fsdp2.trace diff plan.json step.json        prints them side by side
+python -m fsdp2.tracing view step.json                  writes step.html
+python -m fsdp2.tracing view plan.json step.json        both on one axis
+python -m fsdp2.tracing summary step.json               prints tables
+python -m fsdp2.tracing diff plan.json step.json        prints them side by side
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fsdp2.trace.page import show
-from fsdp2.trace.summary import diff, summary
+from fsdp2.tracing.page import show
+from fsdp2.tracing.summaries import diff, summary
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 2 wrong usage or no timeline."""
-    parser = argparse.ArgumentParser(prog="python -m fsdp2.trace")
+    parser = argparse.ArgumentParser(prog="python -m fsdp2.tracing")
     commands = parser.add_subparsers(dest="command", required=True)
     view = commands.add_parser("view", help="write an HTML page that shows timelines")
     view.add_argument("files", nargs="+", metavar="FILE")

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.trace.timeline import length, union
+from fsdp2.tracing.timeline import length, union
 
 
 class OptimizerStates:

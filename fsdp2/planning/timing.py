@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from fsdp2.core.device.streams import Lane
 from fsdp2.paper.recording import Operation, Recording, Signal, Wait
-from fsdp2.plan.costs import costs_of
-from fsdp2.plan.hardware import Hardware
+from fsdp2.planning.costs import costs_of
+from fsdp2.planning.hardware import Hardware
 
 HOST_BANDWIDTH = 2.0e10
 """Bytes a second of what the host computes on its own memory, such as an offloaded optimizer."""

@@ -16,11 +16,11 @@ from typing import Any
 from torch import nn
 
 from fsdp2.core.device.streams import Lane
-from fsdp2.plan.hardware import Hardware, load
-from fsdp2.plan.memory import Memory, follow
-from fsdp2.plan.picture import timeline_of
-from fsdp2.plan.printing import code, render
-from fsdp2.plan.rehearsal import (
+from fsdp2.planning.hardware import Hardware, load
+from fsdp2.planning.memory import Memory, follow
+from fsdp2.planning.picture import timeline_of
+from fsdp2.planning.printing import code, render
+from fsdp2.planning.rehearsal import (
     Loss,
     MakeModel,
     MakeOptimizer,
@@ -35,9 +35,9 @@ from fsdp2.plan.rehearsal import (
     rehearse,
     takes_count,
 )
-from fsdp2.plan.search import Fit, advice, search
-from fsdp2.plan.timing import Times, Timing, UnitTimes, schedule
-from fsdp2.trace import Timeline, show
+from fsdp2.planning.search import Fit, advice, search
+from fsdp2.planning.timing import Times, Timing, UnitTimes, schedule
+from fsdp2.tracing import Timeline, show
 from fsdp2.wrap.choices import Policy
 
 GB = 10**9
@@ -403,7 +403,7 @@ def plan(
         shard: called with the model and a mesh, in place of ``units``: your own calls of
             `fully_shard`.
         mesh: ranks: a number, ``(shard,)`` or ``(replicate, shard)``. Default: 8.
-        hardware: a name that `fsdp2.plan.hardware.load` knows, a file, or a `Hardware`.
+        hardware: a name that `fsdp2.planning.hardware.load` knows, a file, or a `Hardware`.
         loss: called with the model and a micro-batch, returns a scalar. Default: the model's output
             if that is one, its ``loss``, or its mean.
         optimizer: called with this rank's rows as plain parameters. Default: AdamW.

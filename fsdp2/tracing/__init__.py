@@ -1,7 +1,7 @@
 """What ran where and when, from paper, from a stand-in and from real runs: one format.
 
 timeline   the data: slices and waits by lane, memory by category; as a file that Perfetto opens
-summary    the same in numbers: exposed communication, idle time, overlap; two side by side
+summaries  the same in numbers: exposed communication, idle time, overlap; two side by side
 recording  what is bound to groups, units and streams while real steps are recorded
 states     what optimizers keep on the device
 page       one HTML file to look at
@@ -9,13 +9,13 @@ context    ``with fsdp2.trace(path):`` around real steps
 __main__   the same from the command line
 
 `fsdp2.trace` is the context of that name, which has `summary`, `diff`, `show` and `read`. Other
-names are imported: ``from fsdp2.trace import Timeline``.
+names are imported: ``from fsdp2.tracing import Timeline``.
 """
 
-from fsdp2.trace.context import trace
-from fsdp2.trace.page import show
-from fsdp2.trace.summary import Difference, Summary, UnitTimes, diff, summary
-from fsdp2.trace.timeline import (
+from fsdp2.tracing.context import trace
+from fsdp2.tracing.page import show
+from fsdp2.tracing.summaries import Difference, Summary, UnitTimes, diff, summary
+from fsdp2.tracing.timeline import (
     CATEGORIES,
     COLLECTIVES,
     LANES,

@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdp2.trace.timeline import (
+from fsdp2.tracing.timeline import (
     BETWEEN,
     COLLECTIVES,
     COMPUTE,

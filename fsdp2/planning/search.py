@@ -13,9 +13,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from fsdp2.plan.printing import Planned, render_fit, told
-from fsdp2.plan.rehearsal import Settings
-from fsdp2.trace.summary import amount
+from fsdp2.planning.printing import Planned, render_fit, told
+from fsdp2.planning.rehearsal import Settings
+from fsdp2.tracing.summaries import amount
 
 REFINEMENTS = 6
 """Rehearsals that are kept for what is tried with the best settings alone."""

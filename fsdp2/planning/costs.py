@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from fsdp2.paper.recording import Operation
-from fsdp2.plan.hardware import Contention, Curve, Hardware, Measured
+from fsdp2.planning.hardware import Contention, Curve, Hardware, Measured
 
 T = TypeVar("T")
 

@@ -1,9 +1,9 @@
 """Plan a preset or a function of yours, or measure this machine.
 
-python -m fsdp2.plan llama-70b --ranks 64 --hardware h100 --checkpointing
-python -m fsdp2.plan llama-8b --ranks 8 --batch 4 --fit
-python -m fsdp2.plan my_project.training:plan_it
-python -m fsdp2.plan calibrate -o this_machine.json
+python -m fsdp2.planning llama-70b --ranks 64 --hardware h100 --checkpointing
+python -m fsdp2.planning llama-8b --ranks 8 --batch 4 --fit
+python -m fsdp2.planning my_project.training:plan_it
+python -m fsdp2.planning calibrate -o this_machine.json
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 import torch
 
 from fsdp2.interop import MixedPrecisionPolicy
-from fsdp2.plan import hardware, presets
-from fsdp2.plan.planner import Plan, plan
+from fsdp2.planning import hardware, presets
+from fsdp2.planning.planner import Plan, plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 planned, 1 it does not fit, 2 wrong usage."""
     given = sys.argv[1:] if argv is None else list(argv)
     if given[:1] == ["calibrate"]:
-        from fsdp2.plan.calibrate import main as calibrate  # it starts processes
+        from fsdp2.planning.calibrate import main as calibrate  # it starts processes
 
         return calibrate(given[1:])
     args = _parser().parse_args(given)
@@ -56,7 +56,7 @@ def _progress(line: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m fsdp2.plan", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fsdp2.planning", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     names = ", ".join(presets.PRESETS)

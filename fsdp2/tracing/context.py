@@ -13,10 +13,10 @@ import torch
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.collectives import rank_and_size
 from fsdp2.core.schedule.unit import all_groups
-from fsdp2.trace.page import show
-from fsdp2.trace.recording import Recorder
-from fsdp2.trace.summary import diff, summary
-from fsdp2.trace.timeline import Timeline, Value
+from fsdp2.tracing.page import show
+from fsdp2.tracing.recording import Recorder
+from fsdp2.tracing.summaries import diff, summary
+from fsdp2.tracing.timeline import Timeline, Value
 
 RANK = "{rank}"
 
@@ -27,7 +27,7 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
     Each unit's compute, gathers, copies and reductions become slices by lane; each wait of one lane
     for another an arrow; what fsdp2 has allocated counters. Where lanes are streams (a GPU), times
     are those of events on them. On the CPU they are the host's. `ui.perfetto.dev` opens the file,
-    and so do `fsdp2.trace.summary`, `fsdp2.trace.diff` and ``python -m fsdp2.trace view``.
+    and so do `fsdp2.trace.summary`, `fsdp2.trace.diff` and ``python -m fsdp2.tracing view``.
 
     Only this process is recorded, and nothing is communicated. Steps inside cost more, by some µs
     for each slice; steps outside cost what they cost without it. If an exception ends the ``with``,

@@ -13,14 +13,14 @@ calibrate  measures the machine that it runs on, by the probes of a process
 printing   tables, and settings as code
 picture    a plan as a timeline
 
-``python -m fsdp2.plan`` plans a preset, or a function of yours.
+``python -m fsdp2.planning`` plans a preset, or a function of yours.
 """
 
-from fsdp2.plan.hardware import Hardware
-from fsdp2.plan.memory import Memory, Moment
-from fsdp2.plan.planner import Plan, plan
-from fsdp2.plan.rehearsal import Settings
-from fsdp2.plan.search import Fit
-from fsdp2.plan.timing import Times, UnitTimes
+from fsdp2.planning.hardware import Hardware
+from fsdp2.planning.memory import Memory, Moment
+from fsdp2.planning.planner import Plan, plan
+from fsdp2.planning.rehearsal import Settings
+from fsdp2.planning.search import Fit
+from fsdp2.planning.timing import Times, UnitTimes
 
 __all__ = ["Fit", "Hardware", "Memory", "Moment", "Plan", "Settings", "Times", "UnitTimes", "plan"]

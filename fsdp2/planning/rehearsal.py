@@ -34,7 +34,7 @@ from fsdp2.paper.operators import Operators, attention_of, fused_optimizers
 from fsdp2.paper.recording import ACTIVATIONS, GRADIENTS, MODEL, Recorder, Recording
 from fsdp2.paper.stage import NotedGroup, module_of_meta, on_paper
 from fsdp2.paper.values import Following, Values
-from fsdp2.plan.reasons import explaining
+from fsdp2.planning.reasons import explaining
 from fsdp2.reports import GroupReport, group_reports
 from fsdp2.wrap import Choice, ModuleWrapPolicy, chosen_modules
 from fsdp2.wrap.choices import Policy

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from fsdp2.core.device.streams import Lane
 from fsdp2.paper.recording import Operation, Recording
-from fsdp2.plan.memory import samples
-from fsdp2.plan.timing import Span, Timing
-from fsdp2.trace import Memory, Slice, Timeline, Wait
+from fsdp2.planning.memory import samples
+from fsdp2.planning.timing import Span, Timing
+from fsdp2.tracing import Memory, Slice, Timeline, Wait
 
 LANES = {
     Lane.COMPUTE: "compute",

@@ -41,8 +41,8 @@ from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import Layer, put_around
 from fsdp2.core.schedule.states import RESHARDED
 from fsdp2.core.schedule.unit import BACKWARD, FORWARD, Phase, Unit, all_groups, all_units
-from fsdp2.trace.states import OptimizerStates
-from fsdp2.trace.timeline import (
+from fsdp2.tracing.states import OptimizerStates
+from fsdp2.tracing.timeline import (
     ALL_GATHER,
     ALL_REDUCE,
     BETWEEN,

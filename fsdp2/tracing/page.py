@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fsdp2.trace.summary import (
+from fsdp2.tracing.summaries import (
     Source,
     Summary,
     UnitTimes,
@@ -26,7 +26,7 @@ from fsdp2.trace.summary import (
     steps_told,
     summary,
 )
-from fsdp2.trace.timeline import Timeline
+from fsdp2.tracing.timeline import Timeline
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 """What runs of one page are called where names have no room."""
@@ -76,7 +76,7 @@ def _path(source: Source) -> str | os.PathLike[str]:
 
 
 def _html(timelines: list[Timeline]) -> str:
-    template = resources.files("fsdp2.trace").joinpath("page.html").read_text(encoding="utf-8")
+    template = resources.files("fsdp2.tracing").joinpath("page.html").read_text(encoding="utf-8")
     several = len(timelines) > 1
     runs = [_run(each.sorted(), n, several) for n, each in enumerate(timelines, 1)]
     numbers = [summary(each) for each in timelines]

@@ -1,7 +1,7 @@
 """Measure this machine's figures: products, memory traffic, host time, and collectives.
 
-    python -m fsdp2.plan calibrate -o this_machine.json              # a CPU, gloo between processes
-    torchrun --nproc-per-node 8 -m fsdp2.plan calibrate -o node.json --device cuda
+    python -m fsdp2.planning calibrate -o this_machine.json          # a CPU, gloo between processes
+    torchrun --nproc-per-node 8 -m fsdp2.planning calibrate -o node.json --device cuda
 
 On a CPU the ranks of a machine share its cores. So tables are measured of one process with all
 threads, and of several at the same time (`probes`): of operators by size, of the host, of gloo; and
@@ -30,8 +30,8 @@ import torch
 from torch import nn
 
 from fsdp2.core.device.collectives import default_group, run_all_gather, run_barrier
-from fsdp2.plan.hardware import Curve, Hardware, Measured, from_json, load, write
-from fsdp2.plan.probes import (
+from fsdp2.planning.hardware import Curve, Hardware, Measured, from_json, load, write
+from fsdp2.planning.probes import (
     clock_of,
     contention_of,
     measure_gloo,
@@ -47,7 +47,7 @@ GIB = 2**30
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 done."""
-    parser = argparse.ArgumentParser(prog="python -m fsdp2.plan calibrate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fsdp2.planning calibrate", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("-o", "--output", type=Path, default=Path("this_machine.json"))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -149,7 +149,7 @@ def _with_tables(
         network=rate,
         network_latency=latency,
         shared=True,
-        sources={"all": "python -m fsdp2.plan calibrate"},
+        sources={"all": "python -m fsdp2.planning calibrate"},
         cores=cores,
         measured=tuple(tables),
         gloo=gloo,
@@ -170,7 +170,7 @@ def measure_gpu(base: Hardware) -> tuple[Hardware, bool]:
         flops=flops,
         bandwidth=_bandwidth(device),
         host_op=_host_op(device),
-        sources={**base.sources, "flops, bandwidth, host_op": "python -m fsdp2.plan calibrate"},
+        sources={**base.sources, "flops, bandwidth, host_op": "python -m fsdp2.planning calibrate"},
     )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         latency, rate = _gathers(device)
@@ -268,7 +268,7 @@ def _run_ranks(ranks: int, threads: int) -> dict[str, Any]:
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "fsdp2.plan.calibrate"],
+            [sys.executable, "-m", "fsdp2.planning.calibrate"],
             env={**os.environ, **common, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from fsdp2.paper.recording import CATEGORIES
-from fsdp2.plan.hardware import Hardware
-from fsdp2.plan.memory import Memory
-from fsdp2.plan.rehearsal import Rehearsal, Settings
-from fsdp2.plan.timing import Times, UnitTimes
-from fsdp2.trace.summary import amount
+from fsdp2.planning.hardware import Hardware
+from fsdp2.planning.memory import Memory
+from fsdp2.planning.rehearsal import Rehearsal, Settings
+from fsdp2.planning.timing import Times, UnitTimes
+from fsdp2.tracing.summaries import amount
 
 GB = 10**9
 MOST_UNITS = 12
