@@ -11,6 +11,7 @@ Example::
 
 from fsdp2 import checkpoint, optim, xla
 from fsdp2.api import fully_shard
+from fsdp2.checks.switch import DebugSettings, debug
 from fsdp2.core.config import (
     CheckpointError,
     CommunicationError,
@@ -21,7 +22,6 @@ from fsdp2.core.config import (
 from fsdp2.core.device.collectives import AllGather, Comm, ReduceScatter
 from fsdp2.core.layout.mesh import FSDPMeshInfo, ShardPlacementResult
 from fsdp2.full import full_parameters, gathered, load_from_rank0, sync_module_states
-from fsdp2.inspect import DebugSettings, GroupReport, Report, debug, group_reports, report
 from fsdp2.install import install, uninstall
 from fsdp2.interop import (
     CPUOffloadPolicy,
@@ -39,6 +39,7 @@ from fsdp2.module import (
 from fsdp2.norms import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from fsdp2.optim import repoint_optimizer
 from fsdp2.plan.planner import Plan, plan
+from fsdp2.reports import GroupReport, Report, group_reports, report
 from fsdp2.trace import trace
 from fsdp2.wrap import (
     Choice,

@@ -7,6 +7,7 @@ snapshot   `snapshot`: what is there, looked at without touching it
 loading    `load`, `read_extra`: compared on all ranks before anything is written
 exporting  `export`: a folder that Hugging Face's libraries load, written by all ranks at once
 pretrained `load_pretrained`: such a folder into a model, each rank its own slices
+unsaved    buffers that no file has, as their modules' own code sets them
 retention  `Keep`, `best_step`: which steps stay, and what a branch replaces
 folder     `steps`, `replaced`, `verify`, `unfinished`, `remove`; the manifest that makes a step one
 stores     where steps are kept, what is done there, and the one on a disk
@@ -18,6 +19,9 @@ optimizers states and options of optimizers, found by parameter name
 convert    `convert`: from any kind of checkpoint to any other, streamed
 contents   model, optimizer by name and the rest, of any kind; files of ranks joined
 archives   files of torch.save, read without running code and written tensor by tensor
+index      DCP's index: read, and checked before anything is made of it
+pickles    pickles, by an interpreter that reaches new containers alone
+boxes      pieces that cover a tensor, each element once
 entries    tensors that stay in their files, read block by block
 tensors    the safetensors format by offsets: slices written and read at their places
 together   ranks that succeed together or fail together

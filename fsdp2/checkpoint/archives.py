@@ -22,6 +22,8 @@ from typing import Any, Protocol, cast
 import torch
 
 from fsdp2.checkpoint.entries import Entry, MappedFile, Tree, Window, entries_of
+from fsdp2.checkpoint.files import BrokenError
+from fsdp2.checkpoint.pickles import DTYPES, Interpreter, Maker, check_tree
 from fsdp2.core.config import CheckpointError
 
 _ALIGNMENT = 64  # bytes, of storages in the file, as torch.save does it
@@ -59,7 +61,7 @@ class Record:
     def __init__(self, *args: Any) -> None:
         pass
 
-    def __setstate__(self, state: Any) -> None:
+    def build_from(self, state: Any) -> None:
         if isinstance(state, tuple) and len(state) == 2:  # of __dict__, of __slots__
             state = {**(state[0] or {}), **(state[1] or {})}
         self.state = state
@@ -75,17 +77,41 @@ _RECORDED = (
     "torch.distributed.remote_device",
     "torch.distributed.tensor",
 )
-_HARMLESS = {
-    ("_codecs", "encode"),
-    ("builtins", "bytearray"),
-    ("builtins", "complex"),
-    ("builtins", "frozenset"),
-    ("builtins", "set"),
-    ("collections", "Counter"),
-    ("collections", "OrderedDict"),
-    ("torch", "Size"),
-    ("torch", "device"),
-    ("torch.serialization", "_get_layout"),
+
+
+def _encoded(text: str, encoding: str) -> bytes:
+    """How protocol 2 has bytes."""
+    if encoding != "latin1":
+        raise BrokenError()
+    return text.encode(encoding)
+
+
+def _array(data: bytes | bytearray = b"") -> bytearray:
+    if not isinstance(data, (bytes, bytearray)):  # a number would be so many bytes of memory
+        raise BrokenError()
+    return bytearray(data)
+
+
+def _scalars(values: Any = ()) -> Any:
+    """What a set may be made of: hashed without recursion."""
+    if any(isinstance(each, tuple) for each in values):
+        raise BrokenError()
+    return values
+
+
+_LAYOUTS = {str(each): each for each in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
+
+_HARMLESS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("_codecs", "encode"): _encoded,
+    ("builtins", "bytearray"): _array,
+    ("builtins", "complex"): complex,
+    ("builtins", "frozenset"): lambda values=(): frozenset(_scalars(values)),
+    ("builtins", "set"): lambda values=(): set(_scalars(values)),
+    ("collections", "Counter"): lambda counts=(): collections.Counter(dict(counts)),
+    ("collections", "OrderedDict"): dict,
+    ("torch", "Size"): torch.Size,
+    ("torch", "device"): torch.device,
+    ("torch.serialization", "_get_layout"): lambda name: _LAYOUTS[name],
 }
 
 
@@ -99,20 +125,16 @@ class _Storage:
     dtype: torch.dtype
 
 
-class _BrokenError(Exception):
-    """Of a file: what is in it fits nothing."""
-
-
-class _Unpickler(pickle.Unpickler):
+class _Names:
     """Makes entries and plain values, and nothing that could do something."""
 
-    def __init__(self, data: bytes, file: MappedFile, members: dict[str, tuple[int, int]]) -> None:
-        super().__init__(io.BytesIO(data), encoding="utf-8")
+    def __init__(self, file: MappedFile, members: dict[str, tuple[int, int]]) -> None:
         self._file = file
         self._members = members
         self._made: dict[object, Entry] = {}
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find(self, module: str, name: str) -> Any:
+        """What stands for a name of the pickle."""
         module = {"__builtin__": "builtins"}.get(module, module)
         own: dict[tuple[str, str], Callable[..., Any]] = {
             ("builtins", "getattr"): self._inner,
@@ -126,39 +148,42 @@ class _Unpickler(pickle.Unpickler):
             ("torch.nn.parameter", "Parameter"): Record,
             ("torch.nn.parameter", "Buffer"): Record,
         }
-        if (module, name) in own:
-            return own[module, name]
+        made = own.get((module, name), _HARMLESS.get((module, name)))
+        if made is not None:
+            return Maker(made)
         if any(module == each.rstrip(".") or module.startswith(each) for each in _RECORDED):
-            return type(name, (Record,), {"kind": name})
+            return Maker(_kind(name))
         if module in ("torch", "torch.storage") and name.endswith("Storage"):
             return torch.uint8 if name == "UntypedStorage" else _dtype_of(name)
-        found = getattr(torch, name, None) if module == "torch" else None
-        if (module, name) in _HARMLESS or isinstance(found, torch.dtype):
-            return super().find_class(module, name)
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
         raise CheckpointError(
             f"'{self._file.path}' names '{module}.{name}', which no plain value has; save tensors, "
             f"numbers, strings, lists and dicts alone"
         )
 
-    def persistent_load(self, pid: Any) -> _Storage:
+    def persistent(self, pid: Any) -> _Storage:
+        """The storage that a persistent id names."""
         _, dtype, key, _, count = pid
         offset, length = self._members[f"data/{key}"]
-        if count * dtype.itemsize > length:
-            raise _BrokenError()
+        if not isinstance(count, int) or not 0 <= count * dtype.itemsize <= length:
+            raise BrokenError()
         return _Storage(key, offset, length, dtype)
 
     def _inner(self, outer: Any, name: str) -> Any:
         """A class in a class, which this version of pickle asks for so."""
-        if not (isinstance(outer, type) and issubclass(outer, Record)):
-            raise _BrokenError()
-        return type(name, (Record,), {"kind": name})
+        if not _makes_records(outer):
+            raise BrokenError()
+        return Maker(_kind(name))
 
-    def _typed(self, make: Callable[..., Any], kind: Any, args: Any, state: Any) -> Any:
-        if isinstance(kind, type) and issubclass(kind, Record) and make is Record:
-            found = kind()
-            found.__setstate__(state)
+    def _typed(self, make: Any, kind: Any, args: Any, state: Any) -> Any:
+        if _makes_records(kind) and _makes_records(make):
+            found = kind.make()
+            found.build_from(state)
             return found
-        return make(*args)
+        if not isinstance(make, Maker):
+            raise BrokenError()
+        return make.make(*args)
 
     def _tensor(
         self,
@@ -210,6 +235,16 @@ class _Unpickler(pickle.Unpickler):
         return self._made[place]
 
 
+def _kind(name: str) -> type[Record]:
+    """A class of records that is the file's own."""
+    return type(name, (Record,), {"kind": name})
+
+
+def _makes_records(value: Any) -> bool:
+    made = value.make if isinstance(value, Maker) else None
+    return isinstance(made, type) and issubclass(made, Record)
+
+
 def _dtype_of(storage: str) -> torch.dtype:
     """FloatStorage -> torch.float32"""
     known = torch.storage._dtype_to_storage_type_map().items()
@@ -237,8 +272,11 @@ def read_archive(file: MappedFile, begin: int = 0, end: int | None = None) -> Tr
             root = archive.infolist()[0].filename.partition("/")[0]
             text = archive.read(f"{root}/data.pkl")
             if "byteorder" in members and archive.read(f"{root}/byteorder") != b"little":
-                raise _BrokenError()
-        return _Unpickler(text, file, members).load()
+                raise BrokenError()
+        names = _Names(file, members)
+        tree = Interpreter(text, names.find, names.persistent).load()
+        check_tree(tree)
+        return tree
     except CheckpointError:
         raise
     except Exception as error:  # zip files and pickles may break in any way
@@ -252,7 +290,7 @@ def read_archive(file: MappedFile, begin: int = 0, end: int | None = None) -> Tr
 def _data_of(file: MappedFile, begin: int, info: zipfile.ZipInfo) -> int:
     """Where a member's bytes begin in the file."""
     if info.compress_type != zipfile.ZIP_STORED:
-        raise _BrokenError()
+        raise BrokenError()
     header = begin + info.header_offset
     name, more = _MEMBER.unpack(file.read(header, header + _SMALL))
     return header + _SMALL + cast(int, name) + cast(int, more)

@@ -41,6 +41,7 @@ from fsdp2.checkpoint.entries import Entry, MappedFile, Piece, Tree, entries_of,
 from fsdp2.checkpoint.folder import (
     Manifest,
     Progress,
+    broken_values,
     check_files,
     check_hashes,
     items_of,
@@ -271,10 +272,11 @@ def _read_step(path: Path, found: Converted) -> Contents:
     check_files(store, manifest)
     check_hashes(store, manifest, list(manifest.files))
     tree, flat = _read_dcp(Path(items_of(store, manifest)))
-    for text in tree.pop("values", {}).values():
-        if not isinstance(text, Entry):
-            _put_value(tree, flat, json.loads(text))
-    extra = unpacked(manifest.extra, tree.pop("extra", {}))
+    with broken_values(store.folder(manifest.step)):
+        for text in tree.pop("values", {}).values():
+            if not isinstance(text, Entry):
+                _put_value(tree, flat, json.loads(text))
+        extra = unpacked(manifest.extra, tree.pop("extra", {}))
     contents = contents_of_step(tree, path)
     contents.extra = extra
     if found.step is None or found.to_kind != "steps":
@@ -294,6 +296,11 @@ def _put_value(tree: Nested, flat: Nested, written: list[Any]) -> None:
 def _read_dcp(folder: Path) -> tuple[Nested, Nested]:
     """The state dict, nested as it was; and by items."""
     metadata = Reader(folder).read_metadata()
+    with broken_values(folder):
+        return _nested(folder, metadata)
+
+
+def _nested(folder: Path, metadata: Metadata) -> tuple[Nested, Nested]:
     stored, mapped = metadata.storage_data, dict[str, MappedFile]()
 
     def slice_of(index: MetadataIndex) -> tuple[Tree, MappedFile]:

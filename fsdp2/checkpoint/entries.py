@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fsdp2.checkpoint.boxes import cover
 from fsdp2.core.config import CheckpointError
 
 BLOCK = 1 << 20  # bytes that are read at once, unless one element of dim 0 of a piece has more
@@ -226,21 +227,13 @@ def whole_of(
     once = {(piece.offsets, tuple(piece.tensor.shape)): piece for piece in pieces}
     kept = [piece for piece in once.values() if piece.tensor.numel()]
     covered = sum(piece.tensor.numel() for piece in kept)
-    wrong = [piece for piece in kept if piece.tensor.dtype != dtype or _beyond(piece, shape)]
-    if wrong or covered != math.prod(shape):
+    boxes = [(piece.offsets, tuple(piece.tensor.shape)) for piece in kept]
+    if any(piece.tensor.dtype != dtype for piece in kept) or not cover(shape, boxes):
         raise CheckpointError(
             f"'{source}' has {covered} of {math.prod(shape)} elements of '{name}'; copy the files "
             f"of all ranks, of one step"
         )
     return Entry(tuple(shape), dtype, tuple(kept))
-
-
-def _beyond(piece: Piece, shape: Sequence[int]) -> bool:
-    """Whether it is no part of a tensor of that shape."""
-    sizes = tuple(piece.tensor.shape)
-    if not len(sizes) == len(piece.offsets) == len(shape):
-        return True
-    return any(o + n > s for o, n, s in zip(piece.offsets, sizes, shape, strict=True))
 
 
 def entries_of(tree: Tree) -> Iterator[Entry]:

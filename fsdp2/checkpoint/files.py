@@ -41,6 +41,10 @@ _sync_file_range = _range_syncer()
 _START_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 
 
+class BrokenError(ValueError):
+    """Of a file: what is in it fits nothing."""
+
+
 class Checksum:
     """CRC-32 of bytes, as gzip and zip files have it.
 

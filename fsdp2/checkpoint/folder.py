@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
 from fsdp2.checkpoint import files
-from fsdp2.checkpoint.files import HASH
+from fsdp2.checkpoint.files import HASH, BrokenError
 from fsdp2.checkpoint.remote import RemoteStore, remote_path
 from fsdp2.checkpoint.stores import (
     MANIFEST,
@@ -20,6 +21,7 @@ from fsdp2.checkpoint.stores import (
     DiskStore,
     PathLike,
     Store,
+    is_inside,
     is_url,
     items_folder,
     local_path,
@@ -156,7 +158,7 @@ def read_manifest(store: Store, step: int | None) -> Manifest:
     try:
         content = json.loads(path.read_bytes().decode())
         version, kind = content["format"], content.get("hash", HASH)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"'{path}' is no manifest of a step; load another step, or the folder's copy"
         ) from error
@@ -169,14 +171,48 @@ def read_manifest(store: Store, step: int | None) -> Manifest:
     try:
         manifest = Manifest(**content)
         items_folder(manifest.files)
+        _check_types(manifest)
         whole = manifest.is_whole and step_name(manifest.step) == store.folder(number).name
-    except (TypeError, ValueError, AttributeError):
+    except (TypeError, ValueError, AttributeError, RecursionError):
         whole = False
     if not whole:
         raise CheckpointError(
             f"'{path}' is not what save() wrote there; load another step, or the folder's copy"
         )
     return manifest
+
+
+def _check_types(manifest: Manifest) -> None:
+    """Raise unless all is of its type and files are below the step's folder."""
+    numbers = [manifest.step, manifest.ranks]
+    for name, (length, checksum) in manifest.files.items():
+        if not is_inside(name) or not isinstance(checksum, str):
+            raise BrokenError()
+        numbers.append(length)
+    if any(type(each) is not int or each < 0 for each in numbers):
+        raise BrokenError()
+    if not isinstance(manifest.has_optimizer, bool) or not isinstance(manifest.torch, str):
+        raise BrokenError()
+    if type(manifest.metric) not in (float, int, type(None)):
+        raise BrokenError()
+
+
+@contextmanager
+def broken_values(place: AnyPath) -> Iterator[None]:
+    """Say in a sentence whatever is raised where values of a checkpoint are read and put together.
+
+    Raises:
+        CheckpointError: anything else was raised inside.
+    """
+    try:
+        yield
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:  # files may be broken in any way
+        raise CheckpointError(
+            f"'{os.fspath(place)}' holds a value that no save has written "
+            f"({type(error).__name__}); load another step, or copy its files again"
+        ) from error
 
 
 def items_of(store: Store, manifest: Manifest) -> AnyPath:

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from fsdp2.checkpoint.convert import kind_of
 from fsdp2.checkpoint.folder import (
     Manifest,
+    broken_values,
     check_files,
     check_hashes,
     items_of,
@@ -198,10 +199,11 @@ def read_extra(folder: PathLike, step: int | None = None, *, rank: int | None = 
     manifest = _manifest_of(store, step, folder)
     check_files(store, manifest)
     path = items_of(store, manifest)
-    if rank is not None:
-        return _rank_extra(path, Reader(path).read_metadata(), rank)
-    tensors = read_below(path, Reader(path).read_metadata(), "extra")
-    return unpacked(manifest.extra, tensors)
+    metadata = Reader(path).read_metadata()
+    with broken_values(path):
+        if rank is not None:
+            return _rank_extra(path, metadata, rank)
+        return unpacked(manifest.extra, read_below(path, metadata, "extra"))
 
 
 def _rank_extra(path: AnyPath, metadata: Metadata, rank: int) -> Value:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from fsdp2.checkpoint.state import Differences, Held, held_by
 from fsdp2.checkpoint.stores import PathLike
 from fsdp2.checkpoint.tensors import Catalogue, Reader, catalogue
 from fsdp2.checkpoint.together import is_first, together
+from fsdp2.checkpoint.unsaved import recomputed, unsaved
 from fsdp2.core.config import CheckpointError
 from fsdp2.full.loading import require_writable, rewritten
 
@@ -43,8 +45,9 @@ def load_pretrained(
     under several, if they are equal. Names that the files' metadata tie to another are found there.
 
     What is on the meta device gets memory first, and stays tied. A buffer that no file has
-    (``persistent=False``) is then set by ``reset_parameters()`` of its module; without one make it
-    on a real device, or build the model in `fsdp2.deferred`.
+    (``persistent=False``) gets the value that ``reset_parameters()`` of its module gives it, or the
+    ``_init_weights(module)`` of a module around it, which transformers' models have. Where neither
+    sets it, make it on a real device, or build the model in `fsdp2.deferred`.
 
     Args:
         model: takes parameters and persistent buffers.
@@ -99,6 +102,7 @@ class _Job:
         self._found = found
         self._names = names
         self._sources: dict[str, list[str]] = {}  # the model's name -> tensors of the files
+        self._values: dict[str, Tensor] = {}  # of buffers that no file has
 
     def compare(self) -> Differences:
         """What differs; changes nothing."""
@@ -161,17 +165,23 @@ class _Job:
         for name, part in held.items():
             if part.local.is_meta and name not in loaded:
                 self._check_reset(name)
-        for name in _hidden(self._model):
-            self._check_reset(name)
+        for name in unsaved(self._model):
+            value = recomputed(self._model, name)
+            if value is None:
+                self._refuse_unset(name)
+            self._values[name] = value
 
     def _check_reset(self, name: str) -> None:
         owner = self._model.get_submodule(name.rpartition(".")[0])
         if not callable(getattr(owner, "reset_parameters", None)):
-            raise CheckpointError(
-                f"'{name}' is on the meta device and not in '{self._found.folder}', so that it "
-                f"would have no values; give its module a reset_parameters(), or build the model "
-                f"in fsdp2.deferred(…)"
-            )
+            self._refuse_unset(name)
+
+    def _refuse_unset(self, name: str) -> NoReturn:
+        raise CheckpointError(
+            f"'{name}' is on the meta device and not in '{self._found.folder}', so that it would "
+            f"have no values; give its module a reset_parameters(), or a module around it an "
+            f"_init_weights(module), that sets it, or build the model in fsdp2.deferred(…)"
+        )
 
     @torch.no_grad()
     def read(self, left: set[str]) -> None:
@@ -179,11 +189,12 @@ class _Job:
         held, _, _ = held_by(self._model)
         loaded = {name for name in self._sources if name not in left}
         unset = [name for name, part in held.items() if part.local.is_meta and name not in loaded]
-        unset += _hidden(self._model)
         owners = {self._model.get_submodule(name.rpartition(".")[0]): None for name in unset}
         with rewritten(self._model), contextlib.ExitStack() as stack:
             for owner in owners:
                 owner.reset_parameters()  # type: ignore[operator]  # `check` has found it
+            for name, value in self._values.items():
+                self._model.get_buffer(name).copy_(value)
             held, _, _ = held_by(self._model)
             reader = stack.enter_context(Reader(self._found))
             for name in sorted(loaded, key=lambda name: self._order(self._sources[name][0])):
@@ -195,16 +206,6 @@ class _Job:
         """Files are read from the beginning to the end."""
         place = self._found.places[source]
         return place.file, place.offset
-
-
-def _hidden(model: nn.Module) -> list[str]:
-    """Names of buffers on the meta device that no state dict has."""
-    return [
-        f"{prefix}.{key}" if prefix else key
-        for prefix, member in model.named_modules()
-        for key in sorted(member._non_persistent_buffers_set)
-        if (buffer := member._buffers.get(key)) is not None and buffer.is_meta
-    ]
 
 
 def _equal(reader: Reader, one: str, other: str, held: Held) -> bool:

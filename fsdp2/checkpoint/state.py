@@ -40,8 +40,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from fsdp2.checkpoint.index import read_index
 from fsdp2.checkpoint.snapshot import Nested, named_parameters, optimizer_state, snapshot
-from fsdp2.checkpoint.stores import INDEX, AnyPath
+from fsdp2.checkpoint.stores import AnyPath
 from fsdp2.checkpoint.values import Value, is_kept_by_dcp, packed
 from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.collectives import rank_and_size
@@ -334,41 +335,6 @@ class Differences:
 # ---- DCP's reader, which runs no code
 
 
-_HARMLESS = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    )
-} | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
-    ("collections", "OrderedDict"),
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    """Takes what DCP's index consists of, and nothing that could do something."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        known = (module, name) in _HARMLESS
-        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        raise CheckpointError(
-            f"the index of the step names '{module}.{name}', which no index of DCP has; load only "
-            f"what save() has written"
-        )
-
-
 class _Files(FileSystem):
     """What DCP's reader does to files, done to any."""
 
@@ -382,7 +348,7 @@ class _Files(FileSystem):
 
 
 class Reader(FileSystemReader):
-    """DCP's, of a step wherever it is, with an index that runs no code."""
+    """DCP's, of a step wherever it is, with an index that runs no code and is checked."""
 
     def __init__(self, path: AnyPath) -> None:
         super().__init__("")
@@ -390,17 +356,7 @@ class Reader(FileSystemReader):
         self.path: Any = path
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        path = self.path / INDEX
-        try:
-            metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
-        except CheckpointError:
-            raise
-        except Exception as error:  # a pickle may break in any way
-            raise CheckpointError(
-                f"'{path}' is no index of DCP; load another step, or copy the file again"
-            ) from error
-        assert isinstance(metadata, Metadata)
-        return metadata
+        return read_index(self.path)
 
 
 class _Planner(DefaultLoadPlanner):

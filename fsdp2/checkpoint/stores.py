@@ -18,7 +18,7 @@ import re
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import BinaryIO, Literal, Protocol
 
 from fsdp2.checkpoint import files
@@ -401,6 +401,13 @@ class DiskAttempt:
     def give_up(self, rank: int) -> None:
         """The same: what was committed has another name."""
         self.clear(rank)
+
+
+def is_inside(name: str) -> bool:
+    """Whether it names a file below a folder, in whatever system's way of writing."""
+    paths = PurePosixPath(name), PureWindowsPath(name)
+    named = bool(name) and "\0" not in name and bool(paths[0].parts)
+    return named and not any(".." in path.parts or path.anchor for path in paths)
 
 
 def items_folder(names: Mapping[str, object]) -> str:

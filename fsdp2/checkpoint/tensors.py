@@ -26,12 +26,13 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
 from fsdp2.checkpoint import files
-from fsdp2.checkpoint.stores import AnyPath
+from fsdp2.checkpoint.files import BrokenError
+from fsdp2.checkpoint.stores import AnyPath, is_inside
 from fsdp2.core.config import CheckpointError
 
 DTYPES = {
@@ -349,13 +350,15 @@ def _files_of(path: AnyPath) -> tuple[AnyPath, list[str], dict[str, str]]:
     if index.is_file():
         try:
             wanted = json.loads(index.read_bytes())["weight_map"]
-            names = sorted({Path(file).name for file in wanted.values()})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            names = sorted(set(wanted.values()))
+            if any("/" in name or not is_inside(name) for name in names):
+                raise BrokenError()
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"'{index}' is no index of safetensors files; pass the folder of save_pretrained, "
                 f"or one of its files"
             ) from error
-        return index.parent, names, {name: Path(file).name for name, file in wanted.items()}
+        return index.parent, names, dict(wanted)
     single = path / f"model{SUFFIX}"
     found = [single.name]
     if not single.is_file():
@@ -394,28 +397,51 @@ def _parsed(
     """Tensors, metadata, and where the last tensor ends; ``None`` if it is another format."""
     try:
         size = int.from_bytes(file.read(8), "little")
-        if not 0 < size <= min(_MAX_HEADER, length):
+        if not 0 < size <= min(_MAX_HEADER, length - 8):
             return None
-        content = json.loads(file.read(size))
-        metadata = {str(key): str(value) for key, value in content.pop(METADATA, {}).items()}
+        content = json.loads(file.read(size).decode(), object_pairs_hook=_once)
+        metadata = content.pop(METADATA, {})
+        if not all(isinstance(each, str) for pair in metadata.items() for each in pair):
+            return None
+        spans: list[tuple[int, int]] = []
         places: dict[str, Place] = {}
-        end = 8 + size
         for name, said in content.items():
-            begin, behind = said["data_offsets"]
-            shape = tuple(int(extent) for extent in said["shape"])
+            name.encode()  # half of a pair of UTF-16 is no name
+            begin, behind = _whole_numbers(said["data_offsets"])
+            shape = tuple(_whole_numbers(said["shape"]))
             if said["dtype"] not in DTYPES:
                 raise CheckpointError(
                     f"'{path}' has '{name}' in dtype {said['dtype']}, which this version does not "
                     f"read; write it in another dtype"
                 )
             about = About(shape, DTYPES[said["dtype"]])
-            if begin < 0 or min(shape, default=0) < 0 or behind - begin != about.nbytes:
+            if behind - begin != about.nbytes:
                 return None
             places[name] = Place(path.name, 8 + size + begin, about)
-            end = max(end, 8 + size + behind)
+            spans.append((begin, behind))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    return places, metadata, end
+    end = 0
+    for begin, behind in sorted(spans):
+        if begin != end:  # a hole, or two tensors in one place
+            return None
+        end = behind
+    return places, metadata, 8 + size + end
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, Any]:
+    """An object of JSON whose names are there once."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise BrokenError()
+    return found
+
+
+def _whole_numbers(value: object) -> list[int]:
+    """Not negative, and neither words nor fractions."""
+    if not isinstance(value, list) or any(type(each) is not int or each < 0 for each in value):
+        raise BrokenError()
+    return value
 
 
 @dataclass

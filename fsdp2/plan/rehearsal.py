@@ -26,7 +26,6 @@ from fsdp2.core.modules.registry import record_of
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.schedule.layers import put_around
 from fsdp2.core.schedule.unit import Unit
-from fsdp2.inspect import GroupReport, group_reports
 from fsdp2.interop import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.module import FSDPModule
 from fsdp2.norms import clip_grad_norm_
@@ -36,6 +35,7 @@ from fsdp2.paper.recording import ACTIVATIONS, GRADIENTS, MODEL, Recorder, Recor
 from fsdp2.paper.stage import NotedGroup, module_of_meta, on_paper
 from fsdp2.paper.values import Following, Values
 from fsdp2.plan.reasons import explaining
+from fsdp2.reports import GroupReport, group_reports
 from fsdp2.wrap import Choice, ModuleWrapPolicy, chosen_modules
 from fsdp2.wrap.choices import Policy
 

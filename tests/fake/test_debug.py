@@ -15,7 +15,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
-from fsdp2.core.debug.checks import ENVIRONMENT, CheckedGroup, Checks, Settings
+from fsdp2.checks.groups import ENVIRONMENT, CheckedGroup, Checks, Settings
 from fsdp2.core.device.collectives import StoreBoard
 from fsdp2.core.modules.registry import records_below
 from fsdp2.core.schedule.group import ParamGroup

@@ -457,6 +457,48 @@ class Resetting(Rotary):
         self.angles.copy_(torch.arange(3.0))
 
 
+class Around(nn.Module):
+    """Initialises what is below, as transformers' models do; what it draws is not used."""
+
+    def __init__(self, sets: bool = True) -> None:
+        super().__init__()
+        self.sets, self.inside = sets, Rotary()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Rotary):
+            nn.init.normal_(module.weight)
+            if self.sets:
+                module.angles.copy_(torch.arange(3.0))
+
+
+@ranks(2)
+def test_buffers_that_no_file_has(tmp_path: Path) -> None:
+    """On the meta device: initialised by the module around, without a touch of the parameters."""
+    source = Around()
+    nn.init.normal_(source.inside.weight, generator=torch.Generator().manual_seed(0))
+    checkpoint.export(tmp_path / "out", source)
+    with torch.device("meta"):
+        model, other = Around(), Around(sets=False)
+    for each in (model, other):
+        fully_shard(each.inside)
+        fully_shard(each)
+    seed = torch.get_rng_state()
+    checkpoint.load_pretrained(model, tmp_path / "out")
+    assert torch.equal(torch.get_rng_state(), seed)
+    assert_same(whole(model), whole(source))
+    assert torch.equal(model.inside.angles, source.inside.angles)
+    with raises("pretrained-no-values"):
+        checkpoint.load_pretrained(other, tmp_path / "out")
+    assert other.inside.angles.is_meta
+    Rotary.reset_parameters = lambda self: nn.init.zeros_(self.weight)  # as an Embedding's: it sets
+    try:  # the parameter alone
+        with raises("pretrained-no-values"):
+            checkpoint.load_pretrained(other, tmp_path / "out")
+    finally:
+        del Rotary.reset_parameters
+    dist.barrier()
+
+
 @ranks(2)
 def test_load_refuses(tmp_path: Path) -> None:
     """And lists all that differs; `strict=False` loads what is alike."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from fsdp2.checks.agreement import LOOK_INTERVAL, Agreement, Intent
 from fsdp2.core.config import RankMismatchError
-from fsdp2.core.debug.agreement import LOOK_INTERVAL, Agreement, Intent
 
 LONG = 60.0  # seconds: no test waits that long unless it fails
 

@@ -23,7 +23,7 @@ NOT_CATALOGUED = {
     "CheckpointError(sentence)": "what a rank has said: a message of `checkpoint`",
     "MemoryError(str(error))": "the system's; reworded by `checkpoint.together`",
     "OSError(errno.EINVAL, os.strerror(errno.EINVAL))": "as files raise it; zipfile expects it",
-    "_BrokenError()": "`archives` has a message for it",
+    "BrokenError()": "readers of `checkpoint` have messages for it",
     "_unlike(source, name)": "a message of `checkpoint.contents`",
     "_unlike(source, str(key))": "the same",
     "BlockingIOError(file.read().decode(errors='replace'))": "reworded by `checkpoint.saving`",

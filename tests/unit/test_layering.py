@@ -26,8 +26,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "gather": ("device", "layout", "params"),
     "reduce": ("device", "layout", "params"),
     "schedule": ("device", "layout", "params", "gather", "reduce"),
-    "debug": ("device", "layout", "params", "reduce", "schedule"),
-    "modules": ("device", "layout", "params", "gather", "schedule", "debug"),
+    "modules": ("device", "layout", "params", "gather", "schedule"),
 }
 TESTING = ("device", "layout", "params", "gather", "reduce", "schedule", "modules")
 """What `fsdp2.testing` may import of them."""
@@ -231,7 +230,7 @@ def test_only_tests_of_benchmarks_import_benchmarks() -> None:
 @pytest.mark.parametrize(
     ("name", "others"),
     [
-        ("inspect", ["fsdp2.trace.summary"]),
+        ("reports", ["fsdp2.trace.summary"]),
         ("clipping", ["fsdp2", "fsdp2.norms"]),
         ("norms", []),
         ("optim/flat", []),
@@ -360,7 +359,7 @@ def test_the_room_of_timelines_stands_on_its_data() -> None:
 
 def test_the_rooms_of_paper_and_plans_say_what_lives_there() -> None:
     """Plans stand on paper, on public modules and on timelines; paper on the core alone."""
-    public = {"api", "inspect", "interop", "module", "norms", "wrap", "wrap.choices"}
+    public = {"api", "reports", "interop", "module", "norms", "wrap", "wrap.choices"}
     known = {"core.config", "core.device.streams", "core.device.collectives"}
     known |= {
         "core.progress",

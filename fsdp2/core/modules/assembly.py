@@ -19,7 +19,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
-from fsdp2.core.debug.checks import check_plans, follow
 from fsdp2.core.device import rehearsal
 from fsdp2.core.device.buffers import empties_storages
 from fsdp2.core.device.collectives import (
@@ -49,6 +48,7 @@ from fsdp2.core.params.param import (
     is_extended,
 )
 from fsdp2.core.schedule.group import ParamGroup, Runtime
+from fsdp2.core.schedule.layers import Watchers
 from fsdp2.core.schedule.states import SHARDED
 from fsdp2.core.schedule.ties import GroupAlias
 from fsdp2.core.schedule.unit import Unit, all_groups, all_units
@@ -64,8 +64,9 @@ def check_groups(name: str, plans: list[Plan], options: GroupOptions) -> None:
         plans: what is to become of their parameters.
         options: of the groups to be.
     """
-    check_plans(name, plans, options)
     _check_memory(plans)
+    for check in Watchers.plans:
+        check(name, plans, options)
 
 
 def connect_meshes(plans: list[Plan], arguments: Arguments) -> None:
@@ -106,7 +107,8 @@ def make_groups(
             if plan.param.requires_grad:
                 refuse_gradients(plan.param, name)
         group.set_smaller_group(smaller)
-        follow(group, scheduler_of)
+        for follow in Watchers.groups:
+            follow(group)
         groups.append(group)
     return groups
 

@@ -12,10 +12,25 @@ the same way. A step without layers asks nothing and calls nothing. Layers do no
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import ClassVar
 
+from fsdp2.core.config import GroupOptions
+from fsdp2.core.params.param import Plan
 from fsdp2.core.schedule.group import ParamGroup
+
+
+class Watchers:
+    """What rooms above core want to be told of; each adds itself when it is imported.
+
+    Attributes:
+        plans: called before anything is changed, with the name of a unit's modules, what is to
+            become of their parameters, and the options of its groups. They may raise.
+        groups: called with each new group, around which they may put a layer.
+    """
+
+    plans: ClassVar[list[Callable[[str, list[Plan], GroupOptions], None]]] = []
+    groups: ClassVar[list[Callable[[ParamGroup], None]]] = []
 
 
 class Layer(ParamGroup):

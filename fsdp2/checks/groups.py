@@ -17,7 +17,6 @@ import functools
 import operator
 import os
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -25,6 +24,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from fsdp2.checks.agreement import Agreement, Intent
 from fsdp2.core.config import (
     CommunicationError,
     GroupOptions,
@@ -32,7 +32,6 @@ from fsdp2.core.config import (
     RankMismatchError,
     ShardingStateError,
 )
-from fsdp2.core.debug.agreement import Agreement, Intent
 from fsdp2.core.device.collectives import (
     ReduceKind,
     StoreBoard,
@@ -42,6 +41,7 @@ from fsdp2.core.device.collectives import (
 )
 from fsdp2.core.device.streams import Lane
 from fsdp2.core.layout.mesh import local_of, memory_order
+from fsdp2.core.modules.registry import scheduler_of
 from fsdp2.core.params.param import (
     Plan,
     ShardedParam,
@@ -53,8 +53,7 @@ from fsdp2.core.params.param import (
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.layers import Layer, put_around
-from fsdp2.core.schedule.scheduler import Scheduler
+from fsdp2.core.schedule.layers import Layer, Watchers, put_around
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.schedule.unit import Phase, Unit, all_groups, unit_of
 
@@ -96,8 +95,6 @@ class Contents(NamedTuple):
     registered: list[str]
 
 
-SchedulerOf = Callable[[Unit], Scheduler | None]
-
 _ContentsOf = weakref.WeakKeyDictionary[ParamGroup, Contents]
 
 
@@ -107,7 +104,6 @@ class Checks:
     Attributes:
         settings: what is checked; ``None`` until somebody asks.
         runs: how often the check of ranks was switched on: ranks do that alike.
-        scheduler_of: which scheduler serves a unit.
         compared: groups of which ranks have compared the copies of their shards.
         contents: of groups that are gathered, checksums of each parameter then: of the shard, and
             of what was registered in its stead.
@@ -115,7 +111,6 @@ class Checks:
 
     settings: Settings | None = None
     runs = 0
-    scheduler_of: ClassVar[SchedulerOf]
     compared: ClassVar[weakref.WeakSet[ParamGroup]] = weakref.WeakSet()
     contents: ClassVar[_ContentsOf] = weakref.WeakKeyDictionary()
     _agreement: Agreement | None = None
@@ -203,14 +198,8 @@ def _announce_exit() -> None:
     atexit.register(lambda: Checks.leave("has ended"))
 
 
-def follow(group: ParamGroup, scheduler_of: SchedulerOf) -> None:
-    """Let a new group check what is checked now.
-
-    Args:
-        group: the group.
-        scheduler_of: which scheduler serves a unit, for messages: modules know, from above.
-    """
-    Checks.scheduler_of = staticmethod(scheduler_of)
+def _follow(group: ParamGroup) -> None:
+    """Let a new group check what is checked now."""
     put_around([group], CheckedGroup, Checks.any_is_on())
 
 
@@ -352,7 +341,7 @@ class CheckedGroup(Layer):
             for param in self.params
         }
         moment = "outside forward and backward"
-        scheduler = Checks.scheduler_of(unit)
+        scheduler = scheduler_of(unit)
         if scheduler is not None and scheduler.iteration.in_backward:
             moment = "for" if unit.phase is Phase.BACKWARD else "ahead of"
             moment += " its backward"
@@ -428,7 +417,7 @@ class CheckedGroup(Layer):
 # ---- before a unit is made
 
 
-def check_plans(name: str, plans: list[Plan], options: GroupOptions) -> None:
+def _check_plans(name: str, plans: list[Plan], options: GroupOptions) -> None:
     """Raise on all ranks alike if they shard something else; before anything is changed.
 
     Args:
@@ -510,3 +499,7 @@ def _checksum(local: torch.Tensor) -> str:
         weights = torch.arange(start + 1, start + 1 + chunk.numel(), device=chunk.device)
         total += int((chunk * weights).sum())
     return f"checksum {total % (1 << 64):016x}"
+
+
+Watchers.plans.append(_check_plans)
+Watchers.groups.append(_follow)

@@ -1,0 +1,9 @@
+"""What `fsdp2.debug` switches on.
+
+    switch     debug(…): what is checked, for all sharded models of this process
+    groups     groups that agree, look for NaN and for lost writes, before they go on
+    agreement  ranks agree on each step, by notes on a board
+
+Owns: the settings and the agreement of this process. Core knows nothing of it: it tells its
+watchers of parameters that are to be sharded and of new groups (`fsdp2.core.schedule.layers`).
+"""
