@@ -110,7 +110,8 @@ def contents_of_step(tree: Nested, source: Path) -> Contents:
 def _is_model(tree: Nested) -> bool:
     """Whether it is a state dict of tensors by name; modules may have values beside."""
     return any(isinstance(v, Entry) for v in tree.values()) and not any(
-        isinstance(value, dict) or not isinstance(key, str) for key, value in tree.items()
+        not isinstance(key, str) or (isinstance(value, dict) and not key.endswith("_extra_state"))
+        for key, value in tree.items()
     )
 
 

@@ -9,9 +9,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
+from fsdp2.checkpoint.convert import kind_of
 from fsdp2.checkpoint.folder import (
     Manifest,
     broken_values,
@@ -50,7 +53,7 @@ from fsdp2.checkpoint.state import (
     set_rng_states,
     ties_of,
 )
-from fsdp2.checkpoint.stores import AnyPath, PathLike, Store
+from fsdp2.checkpoint.stores import STEP, AnyPath, PathLike, Store, is_url, local_path
 from fsdp2.checkpoint.together import is_first, together
 from fsdp2.checkpoint.values import Value, unpacked
 from fsdp2.core.config import CheckpointError
@@ -98,7 +101,7 @@ def load(
     holds is run.
 
     Args:
-        folder: as of `save`.
+        folder: as of `save`; or the path of a step, which `save` returns.
         model: takes parameters and persistent buffers; or several models by name, as of `save`.
         optimizer: takes the saved optimizer's state and options, by the names of parameters: groups
             may be others, and several optimizers one. States come back in the dtype in which they
@@ -138,10 +141,10 @@ def load(
     end_saves()
     options = (step, strict, rng, verify, buffers, cast, names is None, sorted(states or {}))
     told = together(what, lambda: _told(folder, model, optimizer, options))
-    if any(asked != told[0][0] for asked, _ in told):
+    if any(asked != told[0][0] for asked, _, _ in told):
         raise CheckpointError(
             f"load() got other folders, steps, optimizers or options on other ranks "
-            f"({[asked for asked, _ in told]}); pass the same on all"
+            f"({[asked for asked, _, _ in told]}); pass the same on all"
         )
     manifest = told[0][1]
     assert manifest is not None
@@ -155,7 +158,7 @@ def load(
         names or (lambda name: name),
         states or {},
     )
-    job = _Job(store_of(folder), manifest, wanted)
+    job = _Job(store_of(told[rank_and_size()[0]][2]), manifest, wanted)
     left = Differences.over_ranks(together(what, job.compare))
     refused = left
     if rng == "if_saved":
@@ -191,8 +194,9 @@ def read_extra(folder: PathLike, step: int | None = None, *, rank: int | None = 
         >>> fsdp2.checkpoint.read_extra("run")
         {'epoch': 3}
     """
-    store = store_of(folder)
-    manifest = read_manifest(store, step)
+    place, step = _place_of(folder, step)
+    store = store_of(place)
+    manifest = _manifest_of(store, step, folder)
     check_files(store, manifest)
     path = items_of(store, manifest)
     metadata = Reader(path).read_metadata()
@@ -211,14 +215,48 @@ def _told(
     folder: PathLike,
     model: Models,
     optimizer: Optimizers | None,
-    options: tuple[object, ...],
-) -> tuple[tuple[object, ...], Manifest | None]:
-    """What ranks must agree on, and rank 0's manifest."""
-    store, step = store_of(folder), options[0]
+    options: tuple[Any, ...],
+) -> tuple[tuple[object, ...], Manifest | None, PathLike]:
+    """What ranks must agree on, rank 0's manifest, and this rank's path of the folder."""
+    place, step = _place_of(folder, options[0])
+    store = store_of(place)
     as_module(model)  # which raises on all ranks
-    asked = (str(store), *options, len(as_list(optimizer)))
-    assert step is None or isinstance(step, int)
-    return asked, read_manifest(store, step) if is_first() else None
+    asked = (str(store), step, *options[1:], len(as_list(optimizer)))
+    return asked, _manifest_of(store, step, folder) if is_first() else None, place
+
+
+def _place_of(folder: PathLike, step: int | None) -> tuple[PathLike, int | None]:
+    """The folder of steps and the step, where the path of a step is given; else what is given."""
+    above, name = os.path.split(os.fspath(folder).rstrip("/"))
+    number = name.removeprefix(STEP)
+    if name == number or not number.isdecimal() or step not in (None, int(number)):
+        return folder, step
+    if not store_of(above or ".").has(int(number)):  # a folder of steps that is called so
+        return folder, step
+    return above or ".", int(number)
+
+
+def _manifest_of(store: Store, step: int | None, given: PathLike) -> Manifest:
+    """The manifest of a step.
+
+    Raises:
+        CheckpointError: there is none; what is there in its place is told.
+    """
+    kind = None if is_url(given) or store.steps() else _kind_at(local_path(given))
+    if kind not in (None, "steps"):
+        raise CheckpointError(
+            f"'{given}' is a checkpoint of kind '{kind}', and load() takes a folder of steps; call "
+            f"fsdp2.checkpoint.convert('{given}', FOLDER, to_kind='steps', step=0) once, and load "
+            f"FOLDER"
+        )
+    return read_manifest(store, step)
+
+
+def _kind_at(path: Path) -> str | None:
+    try:
+        return kind_of(path) if path.exists() else None
+    except CheckpointError:
+        return None
 
 
 @dataclass(frozen=True)

@@ -142,27 +142,35 @@ class OptimizerMatch:
             slot.value = values.get(slot.unit)
 
     def _compare_options(self, found: Differences) -> None:
-        sources: list[list[int]] = [[] for _ in self._groups]
+        """What a group has of each option in all groups that its parameters were in."""
+        sources: list[dict[int, None]] = [{} for _ in self._groups]
+        takers: list[dict[int, None]] = [{} for _ in self._theirs]
         for own in chain.from_iterable(self._own):
-            if own.theirs is not None and self._place[own.theirs] not in sources[own.group]:
-                sources[own.group].append(self._place[own.theirs])
-        for place, (group, among) in enumerate(zip(self._groups, sources, strict=True)):
-            sharing = [g for g, s in zip(self._groups, sources, strict=True) if {*s} & {*among}]
-            for key in group:
-                if key in ("params", "param_names") or not among:
-                    continue
-                saved = [self._theirs[at][key] for at in among if key in self._theirs[at]]
-                if len(saved) < len(among):
-                    found.missing.append(f"{GROUPS}.{place}.{key}")
-                elif not _alike(saved) or not _alike([g.get(key) for g in sharing]):
-                    found.conflicting.append(f"{GROUPS}.{place}.{key}")
+            if own.theirs is not None:
+                at = self._place[own.theirs]
+                sources[own.group][at] = takers[at][own.group] = None
+        apart = [self._apart([self._groups[place] for place in each]) for each in takers]
+        for place, group in enumerate(self._groups):
+            theirs = [self._theirs[at] for at in sources[place]]
+            for key in {*group} - {"params", "param_names"} if theirs else ():
+                name = f"{GROUPS}.{place}.{key}"
+                saved = [each[key] for each in theirs if key in each]
+                if len(saved) < len(theirs):
+                    found.missing.append(name)
+                elif not _alike(saved) or any(key in apart[at] for at in sources[place]):
+                    found.conflicting.append(name)
                 else:
                     self._options[place][key] = _moved(saved[0], group[key])
-        for at, theirs in enumerate(self._theirs):
-            takers = [g for g, s in zip(self._groups, sources, strict=True) if at in s]
-            known = {"params", *(key for group in takers for key in group)}
-            extra = [key for key in theirs if takers and key not in known]
+        for at, options in enumerate(self._theirs):
+            known = {"params", *(key for place in takers[at] for key in self._groups[place])}
+            extra = [key for key in options if takers[at] and key not in known]
             found.unexpected += [f"{GROUPS}.{at}.{key}" for key in extra]
+
+    @staticmethod
+    def _apart(groups: Sequence[Nested]) -> set[str]:
+        """Options that are not the same in all."""
+        keys = {key for group in groups for key in group} - {"params", "param_names"}
+        return {key for key in keys if not _alike([group.get(key) for group in groups])}
 
     def _compare_state(
         self, at: int, optimizer: torch.optim.Optimizer, own: _Own, found: Differences

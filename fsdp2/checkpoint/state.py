@@ -186,9 +186,13 @@ def memory_of(local: Tensor) -> object:
 
 
 def _values_in(state: Nested) -> Iterator[tuple[tuple[str | int, ...], object]]:
-    """(path, value) of all of the model's and the optimizers'."""
-    for name, value in state["model"].items():
-        yield ("model", name), value
+    """(path, value) of all that is saved of models, optimizers and states besides."""
+    for kind in ("model", "buffers"):
+        for name, value in state.get(kind, {}).items():
+            yield (kind, name), value
+    for name, held in state.get("states", {}).items():
+        for key, value in held.items():
+            yield ("states", name, key), value
     optimizer = state.get("optimizer", {"state": {}, "param_groups": []})
     for param, kept in optimizer["state"].items():
         for key, value in kept.items():
@@ -207,11 +211,24 @@ def _text(key: object, of: str) -> str:
     )
 
 
+def _check_layout(path: tuple[str | int, ...], rows: Tensor) -> None:
+    """A load writes into the tensor that is there, which has other elements then, or scales."""
+    if rows.layout is not torch.strided or rows.is_quantized:
+        what = f"of {rows.dtype}" if rows.is_quantized else f"of {rows.layout}"
+        raise CheckpointError(
+            f"save() cannot keep '{'.'.join(map(str, path))}', a tensor {what}, which no load "
+            f"would restore in place; make it dense, or a buffer that is not persistent"
+        )
+
+
 def kept_values(state: Nested) -> Nested:
     """What DCP's items do not bring back as it was, with its types; and tensors inside of it."""
     found: Nested = {}
     for path, value in _values_in(state):
-        if isinstance(value, Tensor) or is_kept_by_dcp(value):
+        if isinstance(value, Tensor):
+            _check_layout(path, local_of(value))
+            continue
+        if is_kept_by_dcp(value):
             continue
         name = ".".join(map(str, path))
 

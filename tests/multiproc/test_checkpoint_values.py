@@ -143,3 +143,33 @@ def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
     with raises("ckpt-load-ranks-differ"):
         checkpoint.load(tmp_path, model, cast=bool(rank))
     assert checkpoint.steps(tmp_path) == [1]
+
+
+@ranks(2)
+def test_what_is_no_folder_of_steps(tmp_path: Path) -> None:
+    """The path of a step is taken; of what else is there, all ranks say how it is loaded."""
+    model = made()
+    path = checkpoint.save(tmp_path / "run", model, step=1, extra=[1])
+    checkpoint.save(tmp_path / "run", model, step=2)
+    for given in (path, f"{path}/"):
+        found = checkpoint.load(given, model)
+        assert (found.step, found.extra) == (1, [1])
+        assert checkpoint.load(given, model, step=1).step == 1
+        assert checkpoint.read_extra(given) == [1]
+    with raises("ckpt-none"):
+        checkpoint.load(path, model, step=2)
+    state = {"model": get_model_state_dict(model)}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp")
+    if dist.get_rank() == 0:
+        torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
+    dist.barrier()
+    for name, kind in (("dcp", "dcp"), ("model.pt", "torch")):
+        with raises("ckpt-other-kind") as caught:
+            checkpoint.load(tmp_path / name, model)
+        assert f"kind '{kind}'" in str(caught.value)
+    with raises("ckpt-none"):
+        checkpoint.load(tmp_path / "nothing", model)
+    if dist.get_rank() == 0:
+        checkpoint.convert(tmp_path / "dcp", tmp_path / "steps", to_kind="steps", step=0)
+    dist.barrier()
+    assert not checkpoint.load(tmp_path / "steps", made(seed=1)).left

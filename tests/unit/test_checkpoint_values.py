@@ -182,6 +182,29 @@ def test_what_no_load_would_restore_is_refused(tmp_path: Path, value: Any) -> No
     assert checkpoint.steps(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(torch.tensor([0.0, 2.0]).to_sparse(), torch.eye(2).to_sparse_csr()),
+        torch.quantize_per_tensor(torch.ones(2), 0.5, 1, torch.qint8),
+    ],
+)
+def test_tensors_that_no_load_would_restore_are_refused(tmp_path: Path, value: Tensor) -> None:
+    """They would load into other elements, or other scales, without a word."""
+    model = Holds()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.state[model.weight]["it"] = value
+    with raises("ckpt-layout") as caught:
+        checkpoint.save(tmp_path, model, optimizer, step=1)
+    assert "'optimizer.state.weight.it'" in str(caught.value)
+    with raises("ckpt-layout"):
+        checkpoint.save(tmp_path, model, step=1, states={"ema": {"it": value}})
+    model.register_buffer("it", value)
+    with raises("ckpt-layout"):
+        checkpoint.save(tmp_path, model, step=1)
+    assert checkpoint.steps(tmp_path) == []
+
+
 def test_what_holds_itself_is_refused(tmp_path: Path) -> None:
     value: dict[str, Any] = {}
     value["self"] = [value]
