@@ -21,6 +21,7 @@ boxes      pieces that cover a tensor, each element once
 entries    tensors that stay in their files, read block by block
 tensors    the safetensors format by offsets: slices written and read at their places
 together   ranks that succeed together or fail together
+owning     one job at a time in a folder: by a lock, or by a lease
 files      all that is done to files, in one place
 
 The room stands on public modules, on `fsdp2.full` and on ``torch.distributed.checkpoint``;
