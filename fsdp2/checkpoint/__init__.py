@@ -8,6 +8,7 @@ loading    `load`, `read_extra`: compared on all ranks before anything is writte
 exporting  `export`: a folder that Hugging Face's libraries load, written by all ranks at once
 pretrained `load_pretrained`: such a folder into a model, each rank its own slices
 retention  `Keep`, `best_step`: which steps stay, and what a branch replaces
+binaries   the same of pytorch_model*.bin, read without running code
 folder     `steps`, `replaced`, `verify`, `unfinished`, `remove`; the manifest that makes a step one
 stores     where steps are kept, what is done there, and the one on a disk
 remote     the one behind a URL, which fsspec reaches: no renames, no syncs

@@ -302,7 +302,7 @@ def test_fsdp1_says_what_lives_there() -> None:
 
 
 def test_the_room_of_checkpoints_stands_on_public_modules() -> None:
-    """And says what lives there; ranks talk through `together`, `files` alone writes, and `owning` its lock."""
+    """And says what lives there; ranks talk through `together`, `files` writes, `owning` locks."""
     room = ROOT / "checkpoint"
     text = ast.get_docstring(_tree(room / "__init__.py")) or ""
     others = {"module", "core.config", "core.device.collectives", "core.names", "full.loading"}
