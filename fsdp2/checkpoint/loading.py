@@ -29,6 +29,7 @@ from fsdp2.checkpoint.folder import (
     check_files,
     check_hashes,
     items_of,
+    newest_readable,
     read_manifest,
     store_of,
 )
@@ -80,6 +81,7 @@ def load(
     rng: bool = False,
     verify: bool = False,
     buffers: bool = False,
+    fallback: bool = False,
 ) -> Loaded:
     """Load a complete step, which any number of ranks, mesh or strategy may have saved.
 
@@ -102,6 +104,9 @@ def load(
             costs about as long as reading the step once more, divided by the ranks.
         buffers: load buffers that are not persistent, too, as ``save(buffers=True)`` has saved
             them. Default ``False``.
+        fallback: without ``step``, load the newest step that can be read, and warn of each newer
+            one; the next save replaces these. With ``verify=True`` one with a flipped bit is none
+            that can be read. Default ``False``: raise if the newest cannot be.
 
     Returns:
         The step, ``extra``, and what was left.
@@ -116,7 +121,9 @@ def load(
     """
     what = f"load('{folder}')"
     end_saves()
-    told = together(what, lambda: _told(folder, step, strict, rng, verify, buffers, optimizer))
+    has = optimizer is not None
+    asked = (str(folder), step, strict, rng, verify, buffers, fallback, has)
+    told = together(what, lambda: _told(folder, asked, fallback and step is None, verify))
     if any(asked != told[0][0] for asked, _ in told):
         raise CheckpointError(
             f"load() got other folders, steps, optimizers or options on other ranks "
@@ -164,18 +171,15 @@ def read_extra(folder: PathLike, step: int | None = None) -> Extra:
 
 
 def _told(
-    folder: PathLike,
-    step: int | None,
-    strict: bool,
-    rng: bool,
-    verify: bool,
-    buffers: bool,
-    optimizer: torch.optim.Optimizer | None,
+    folder: PathLike, asked: tuple[object, ...], fallback: bool, verify: bool
 ) -> tuple[tuple[object, ...], Manifest | None]:
     """What ranks must agree on, and rank 0's manifest."""
     store = store_of(folder)
-    asked = (str(store), step, strict, rng, verify, buffers, optimizer is not None)
-    return asked, read_manifest(store, step) if is_first() else None
+    if not is_first():
+        return asked, None
+    step = asked[1]
+    assert step is None or isinstance(step, int)
+    return asked, newest_readable(store, verify) if fallback else read_manifest(store, step)
 
 
 class _Job:
