@@ -9,6 +9,7 @@ exporting  `export`: a folder that Hugging Face's libraries load, written by all
 pretrained `load_pretrained`: such a folder into a model, each rank its own slices
 unsaved    buffers that no file has, as their modules' own code sets them
 retention  `Keep`, `best_step`: which steps stay, and what a branch replaces
+binaries   the same of pytorch_model*.bin, read without running code
 folder     `steps`, `replaced`, `verify`, `unfinished`, `remove`; the manifest that makes a step one
 stores     where steps are kept, what is done there, and the one on a disk
 remote     the one behind a URL, which fsspec reaches: no renames, no syncs
@@ -25,6 +26,7 @@ boxes      pieces that cover a tensor, each element once
 entries    tensors that stay in their files, read block by block
 tensors    the safetensors format by offsets: slices written and read at their places
 together   ranks that succeed together or fail together
+owning     one job at a time in a folder: by a lock, or by a lease
 files      all that is done to files, in one place
 
 The room stands on public modules, on `fsdp2.full` and on ``torch.distributed.checkpoint``;

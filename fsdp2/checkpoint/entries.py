@@ -58,6 +58,10 @@ class MappedFile:
             warnings.filterwarnings("ignore", message=".*not writable.*")
             return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
 
+    def offset_of(self, tensor: torch.Tensor) -> int:
+        """Where the numbers of a tensor in this file begin."""
+        return tensor.data_ptr() - self._begin
+
     def release_all(self) -> None:
         """Let all pages go: where one is touched, the kernel may map megabytes around it."""
         self._map.madvise(mmap.MADV_DONTNEED)

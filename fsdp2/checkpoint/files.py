@@ -7,7 +7,9 @@ place that writes down what is done, so that a crash can be played after each op
 from __future__ import annotations
 
 import ctypes
+import errno
 import io
+import logging
 import os
 import sys
 import zlib
@@ -17,10 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+LOG = logging.getLogger("fsdp2.checkpoint")
 
 HASH = "crc32"
 """What files are compared by, as the manifest names it: see `Checksum`."""
@@ -39,6 +38,28 @@ def _range_syncer() -> Any:
 
 _sync_file_range = _range_syncer()
 _START_WRITING = 2  # SYNC_FILE_RANGE_WRITE
+
+
+_NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+"""What file systems say that cannot sync a folder, as some of FUSE, SMB and of virtual machines."""
+
+
+_unsynced: set[int] = set()
+"""Devices whose users have been warned."""
+
+
+def _warn_of_names(path: Path, error: OSError) -> None:
+    """Once for each file system: what is not promised there."""
+    device = os.stat(path).st_dev
+    if device in _unsynced:
+        return
+    _unsynced.add(device)
+    LOG.warning(
+        "'%s' is on a file system that cannot sync a folder (%s): bytes of files are durable when "
+        "a save returns, their names may not be; a crash of the machine, not of the job, may take "
+        "the newest step back, after keep= has removed older ones",
+        *(path, os.strerror(error.errno or 0)),
+    )
 
 
 class BrokenError(ValueError):
@@ -86,10 +107,14 @@ class Disk:
         os.fsync(file.fileno())
 
     def sync_folder(self, path: Path) -> None:
-        """Return when the names in a folder are on the disk."""
+        """Return when the names in a folder are on the disk, where its file system can do that."""
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
+        except OSError as error:
+            if error.errno not in _NO_SYNC:
+                raise
+            _warn_of_names(path, error)
         finally:
             os.close(handle)
 
@@ -305,72 +330,3 @@ def hash_of(path: Readable, read: Callable[[int], None] | None = None) -> str:
             if read is not None:
                 read(done)
     return found.hexdigest()
-
-
-# ---- one job at a time
-
-
-@contextmanager
-def owned(path: Path, about: str) -> Iterator[None]:
-    """Hold the file ``path`` while inside; it is gone afterwards.
-
-    The system lets go of it when the process ends, however it does. Where the file system knows no
-    locks, the file alone says that it is held.
-
-    Args:
-        path: the file.
-        about: what is written into it, of who holds it.
-
-    Raises:
-        BlockingIOError: somebody else does; its text is what they wrote.
-    """
-    held = _hold(path)
-    try:
-        held.write(about.encode())
-        held.flush()
-        yield
-    finally:
-        with suppress(OSError):  # not there any more: the folder was removed
-            os.unlink(path)
-        held.close()
-
-
-def _hold(path: Path) -> BinaryIO:
-    while True:
-        try:
-            made, file = True, path.open("x+b")
-        except FileExistsError:
-            try:
-                made, file = False, path.open("r+b")
-            except FileNotFoundError:
-                continue
-        try:
-            locked = _lock(file)
-            if not locked and not made:
-                raise BlockingIOError(file.read().decode(errors="replace"))
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                file.truncate()  # what one that has died had written
-                return file
-        except FileNotFoundError:
-            pass  # removed between the two by who held it: it is free
-        except BaseException:
-            file.close()
-            raise
-        file.close()
-
-
-def _lock(file: BinaryIO) -> bool:
-    """Whether it is locked now; not where the file system knows no locks.
-
-    Raises:
-        BlockingIOError: somebody else has locked it; its text is what they wrote.
-    """
-    if fcntl is None:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise BlockingIOError(file.read().decode(errors="replace")) from None
-    except OSError:
-        return False
-    return True

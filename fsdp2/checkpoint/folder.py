@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.files import HASH, BrokenError
+from fsdp2.checkpoint.index import read_index
 from fsdp2.checkpoint.remote import RemoteStore, remote_path
 from fsdp2.checkpoint.stores import (
     MANIFEST,
@@ -28,6 +30,8 @@ from fsdp2.checkpoint.stores import (
     step_name,
 )
 from fsdp2.core.config import CheckpointError
+
+LOG = logging.getLogger("fsdp2.checkpoint")
 
 FORMAT = 1
 
@@ -255,6 +259,34 @@ def check_hashes(store: Store, manifest: Manifest, names: Iterable[str]) -> None
                 f"'{path}' has other bytes than were saved; load another step, or copy the file "
                 f"again"
             )
+
+
+def newest_readable(store: Store, verify: bool) -> Manifest:
+    """The manifest of the newest step whose files are there, with an index that is whole.
+
+    Args:
+        store: where the steps are.
+        verify: whether to compare every byte as well; on this rank alone.
+
+    Raises:
+        CheckpointError: no step can be read.
+    """
+    known = store.steps()
+    for step in reversed(known):
+        try:
+            manifest = read_manifest(store, step)
+            check_files(store, manifest)
+            if verify:
+                check_hashes(store, manifest, manifest.files)
+            read_index(items_of(store, manifest))
+        except (CheckpointError, OSError) as error:
+            LOG.warning("step %d of '%s' cannot be read (%s); an older one is", step, store, error)
+        else:
+            return manifest
+    raise CheckpointError(
+        f"'{store}' has no complete step that can be read, of {known}; pass the folder that save() "
+        f"was given, or a copy of it"
+    )
 
 
 def verify(

@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
-from fsdp2.checkpoint.convert import kind_of
+from fsdp2.checkpoint.converting import kind_of
 from fsdp2.checkpoint.folder import (
     Manifest,
     broken_values,
     check_files,
     check_hashes,
     items_of,
+    newest_readable,
     read_manifest,
     store_of,
 )
@@ -94,6 +95,7 @@ def load(
     cast: bool = False,
     names: Names | None = None,
     states: States | None = None,
+    fallback: bool = False,
 ) -> Loaded:
     """Load a complete step, which any number of ranks, mesh or strategy may have saved.
 
@@ -125,6 +127,9 @@ def load(
         names: the model's name of a parameter or buffer to its name in the step, of the optimizer's
             parameters, too; ``None`` leaves it as it is. Default ``None``: they are the same.
         states: tensors that take what ``save(states=…)`` was given. Default ``None``: none do.
+        fallback: without ``step``, load the newest step that can be read, and warn of each newer
+            one; the next save replaces these. With ``verify=True`` one with a flipped bit is none
+            that can be read. Default ``False``: raise if the newest cannot be.
 
     Returns:
         The step, ``extra``, and what was left.
@@ -139,8 +144,8 @@ def load(
     """
     what = f"load('{folder}')"
     end_saves()
-    options = (step, strict, rng, verify, buffers, cast, names is None, sorted(states or {}))
-    told = together(what, lambda: _told(folder, model, optimizer, options))
+    options = (strict, rng, buffers, cast, names is None, sorted(states or {}))
+    told = together(what, lambda: _told(folder, model, optimizer, step, fallback, verify, options))
     if any(asked != told[0][0] for asked, _, _ in told):
         raise CheckpointError(
             f"load() got other folders, steps, optimizers or options on other ranks "
@@ -196,7 +201,8 @@ def read_extra(folder: PathLike, step: int | None = None, *, rank: int | None = 
     """
     place, step = _place_of(folder, step)
     store = store_of(place)
-    manifest = _manifest_of(store, step, folder)
+    _check_kind(store, folder)
+    manifest = read_manifest(store, step)
     check_files(store, manifest)
     path = items_of(store, manifest)
     metadata = Reader(path).read_metadata()
@@ -215,14 +221,22 @@ def _told(
     folder: PathLike,
     model: Models,
     optimizer: Optimizers | None,
-    options: tuple[Any, ...],
+    step: int | None,
+    fallback: bool,
+    verify: bool,
+    options: tuple[object, ...],
 ) -> tuple[tuple[object, ...], Manifest | None, PathLike]:
     """What ranks must agree on, rank 0's manifest, and this rank's path of the folder."""
-    place, step = _place_of(folder, options[0])
+    place, step = _place_of(folder, step)
     store = store_of(place)
     as_module(model)  # which raises on all ranks
-    asked = (str(store), step, *options[1:], len(as_list(optimizer)))
-    return asked, _manifest_of(store, step, folder) if is_first() else None, place
+    asked = (str(store), step, fallback, verify, *options, len(as_list(optimizer)))
+    if not is_first():
+        return asked, None, place
+    _check_kind(store, folder)
+    if fallback and step is None:
+        return asked, newest_readable(store, verify), place
+    return asked, read_manifest(store, step), place
 
 
 def _place_of(folder: PathLike, step: int | None) -> tuple[PathLike, int | None]:
@@ -236,12 +250,8 @@ def _place_of(folder: PathLike, step: int | None) -> tuple[PathLike, int | None]
     return above or ".", int(number)
 
 
-def _manifest_of(store: Store, step: int | None, given: PathLike) -> Manifest:
-    """The manifest of a step.
-
-    Raises:
-        CheckpointError: there is none; what is there in its place is told.
-    """
+def _check_kind(store: Store, given: PathLike) -> None:
+    """Raise, where there are no steps but a checkpoint of another kind, what that is."""
     kind = None if is_url(given) or store.steps() else _kind_at(local_path(given))
     if kind not in (None, "steps"):
         raise CheckpointError(
@@ -249,7 +259,6 @@ def _manifest_of(store: Store, step: int | None, given: PathLike) -> Manifest:
             f"fsdp2.checkpoint.convert('{given}', FOLDER, to_kind='steps', step=0) once, and load "
             f"FOLDER"
         )
-    return read_manifest(store, step)
 
 
 def _kind_at(path: Path) -> str | None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2.checkpoint import files
+from fsdp2.checkpoint.binaries import are_binaries, catalogue_of
 from fsdp2.checkpoint.exporting import Names
 from fsdp2.checkpoint.folder import any_path
 from fsdp2.checkpoint.state import Differences, Held, held_by
@@ -33,7 +34,7 @@ _PIECE = 1 << 20  # elements that are compared at once
 def load_pretrained(
     model: nn.Module, folder: PathLike, *, names: Names | None = None, strict: bool = True
 ) -> Differences:
-    """Load a folder of safetensors files, or one file, into a model, sharded or not.
+    """Load a folder of safetensors or ``pytorch_model*.bin``, or one file, into a model.
 
     Every rank of the default process group calls it, with the same arguments, between steps;
     without a process group one process does. Each rank reads the bytes of its own slices alone,
@@ -51,8 +52,9 @@ def load_pretrained(
 
     Args:
         model: takes parameters and persistent buffers.
-        folder: as of `export` or ``save_pretrained``; or a ``.safetensors`` file, or an index. Or
-            a URL of one of them that fsspec knows, as "s3://bucket/llama" (extra `fsdp2[fsspec]`).
+        folder: as of `export` or ``save_pretrained``; or a ``.safetensors`` or ``.bin`` file, or an
+            index. Of a folder with both, safetensors. Or a URL that fsspec knows, of safetensors,
+            as "s3://bucket/llama" (extra `fsdp2[fsspec]`).
         names: the model's name of a tensor -> its name in the files; ``None``: it is not in them
             and stays as it is. Default: the same.
         strict: raise if names, shapes or dtypes differ. ``False``: load the others.
@@ -90,7 +92,8 @@ def load_pretrained(
 
 def _headers(folder: PathLike) -> Catalogue:
     """To be sent: of a store without what reaches it, which each rank must have itself."""
-    found = catalogue(any_path(folder))
+    path = any_path(folder)
+    found = catalogue_of(path) if are_binaries(path) else catalogue(path)
     return replace(found, folder=Path(found.folder))
 
 

@@ -13,7 +13,7 @@ that another may be writing.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -224,8 +224,8 @@ class RemoteStore:
         if self.fs.isfile(self.root.path):
             raise CheckpointError(f"'{self.root}' is a file; pass a folder")
 
-    def hold(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def hold(self) -> AbstractContextManager[Callable[[], bool]]:
+        return nullcontext(lambda: True)
 
     def sweep(self, step: int, own: tuple[str, ...]) -> None:
         """Nothing: another job may be at it, and `remove` is there."""

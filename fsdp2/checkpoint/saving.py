@@ -47,6 +47,7 @@ from fsdp2.checkpoint.folder import (
     store_of,
 )
 from fsdp2.checkpoint.items import index_of, write_items
+from fsdp2.checkpoint.owning import LEASE
 from fsdp2.checkpoint.retention import Keep, Origins, Pruner, Stay, branch, left_behind
 from fsdp2.checkpoint.snapshots import Nested, named_parameters
 from fsdp2.checkpoint.staging import Copy, HostMemory, State, plain, watch_loads, watch_optimizers
@@ -528,7 +529,7 @@ class _Job:
         self._end = _End()
         self._local = False  # whether to tell what this rank would write
         self._held = ExitStack()  # on rank 0, the folder
-        self._holds = False
+        self._is_ours: Callable[[], bool] | None = None  # once the folder is held
 
     # ---- in the call
 
@@ -661,9 +662,8 @@ class _Job:
                 f"fsdp2.checkpoint.remove(folder, {step}) before"
             )
         store.prepare()
-        if is_first() and not self._holds:
-            self._held.enter_context(store.hold())
-            self._holds = True
+        if is_first() and self._is_ours is None:
+            self._is_ours = self._held.enter_context(store.hold())
             store.sweep(step, tuple(_process.tokens))
 
     # ---- on rank 0
@@ -715,6 +715,11 @@ class _Job:
             torch=torch.__version__,
             metric=self._stay.metric,
         )
+        if self._is_ours is not None and not self._is_ours():
+            raise CheckpointError(
+                f"another job has taken '{self._store}' over, as nothing was seen of this one for "
+                f"{LEASE} seconds; stop one of the two, or give each a folder of its own"
+            )
         replaced = branch(self._store, self._step, self._origin())
         try:
             tried.commit(index, manifest.encoded())

@@ -16,12 +16,12 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import BinaryIO, Literal, Protocol
 
-from fsdp2.checkpoint import files
+from fsdp2.checkpoint import files, owning
 from fsdp2.core.config import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -127,8 +127,8 @@ class Store(Protocol):
             CheckpointError: it is a file.
         """
 
-    def hold(self) -> AbstractContextManager[None]:
-        """Let no other job save into it while inside, where the store knows how.
+    def hold(self) -> AbstractContextManager[Callable[[], bool]]:
+        """Let no other job save into it while inside, where the store knows how; whether it does.
 
         Raises:
             CheckpointError: another one does.
@@ -282,18 +282,18 @@ class DiskStore:
         files.make_folders(self.root)
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
+    def hold(self) -> Iterator[Callable[[], bool]]:
         path = self.root / OWNER
         about = f"process {os.getpid()} on {socket.gethostname()}"
         with ExitStack() as held:
             try:
-                held.enter_context(files.owned(path, about))
+                is_ours = held.enter_context(owning.owned(path, about))
             except BlockingIOError as error:
                 raise CheckpointError(
                     f"another job saves into '{self.root}' just now ({error}); pass a folder of "
                     f"its own, or, if that job is gone, remove '{path}'"
                 ) from error
-            yield
+            yield is_ours
 
     def sweep(self, step: int, own: tuple[str, ...]) -> None:
         name = saving_folder(self.root, step).name

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import checkpoint
-from fsdp2.checkpoint import files, staging
+from fsdp2.checkpoint import files, owning, staging
 from fsdp2.checkpoint import saving as saving_module
 from fsdp2.checkpoint.stores import saving_folder
 from fsdp2.core.device import collectives
@@ -395,7 +395,7 @@ def test_one_job_at_a_time(tmp_path: Path) -> None:
     model, _ = made()
     owner = tmp_path / ".owner"
     if dist.get_rank() == 0:
-        with files.owned(owner, "process 1 on another"), raises("ckpt-other-job") as caught:
+        with owning.owned(owner, "process 1 on another"), raises("ckpt-other-job") as caught:
             checkpoint.save(tmp_path, model, step=1)
         assert "process 1 on another" in str(caught.value)
         assert not owner.exists()

@@ -19,6 +19,7 @@ from fsdp2 import checkpoint
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.__main__ import main
 from fsdp2.checkpoint.folder import store_of
+from fsdp2.core.config import CheckpointError
 from tests.common.errors import raises
 from tests.common.object_store import ObjectStore, url_of
 from tests.unit.test_checkpoint_crashes import Recorder, crashes
@@ -424,3 +425,34 @@ def test_ls_says_what_is_replaced(run: str, capsys: pytest.CaptureFixture[str]) 
     said = capsys.readouterr().out
     assert "replaced: step 300, by step 230, which goes on from step 200" in said
     assert store_of(run).steps() == [100, 200, 230]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", ".metadata", "__0_0.distcp", "a flipped bit"])
+def test_the_newest_readable_step(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`fallback=True` warns of what is broken, and the branch from there wins."""
+    for step in (1, 2, 3):
+        saved(tmp_path, step)
+    for step in (2, 3):
+        path = tmp_path / f"step-0000000{step}" / name.replace("a flipped bit", "__0_0.distcp")
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content if name == "a flipped bit" else content[:9])
+    flipped = name == "a flipped bit"
+    options = {"verify": True} if flipped else {}
+    with pytest.raises(CheckpointError):
+        loaded(tmp_path, **options)
+    assert loaded(tmp_path, fallback=True, **options) == 1
+    assert [record.args[0] for record in caplog.records] == [3, 2]
+    with pytest.raises(CheckpointError):
+        loaded(tmp_path, step=3, fallback=True, **options)
+    model = made()
+    checkpoint.load(tmp_path, model, fallback=True, **options)
+    saved(tmp_path, 4, model)
+    assert checkpoint.steps(tmp_path) == [1, 4]
+    for step in (1, 4):
+        (tmp_path / f"step-0000000{step}" / "__0_0.distcp").unlink()
+    if not flipped:
+        with raises("ckpt-none-readable"):
+            loaded(tmp_path, fallback=True)
