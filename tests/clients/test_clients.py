@@ -111,6 +111,31 @@ def test_ranks_that_a_script_starts(case: str) -> None:
     check_started("with_launchers.py", case)
 
 
+@pytest.mark.parametrize("case", ["sft", "sft_lora", "dpo", "dpo_lora", "grpo"])
+def test_trl(case: str) -> None:
+    """With DPO and LoRA, the reference forward freezes adapters between forward and backward."""
+    _needs("trl", "peft")
+    check("with_trl.py", case)
+
+
+@pytest.mark.parametrize(
+    ("case", "package"),
+    [
+        ("schedulefree", "schedulefree"),
+        ("heavyball", "heavyball"),
+        ("torchdata", "torchdata"),
+        ("sentences", "sentence_transformers"),
+        ("diffusers", "diffusers"),
+        ("int8", "torchao"),
+        ("bitnet", "torchao"),
+    ],
+)
+def test_libraries(case: str, package: str) -> None:
+    """Optimizers, loaders, losses and models around what `fully_shard` sharded."""
+    _needs(package, "transformers")
+    check("with_libraries.py", case)
+
+
 @pytest.mark.parametrize("case", ["actors", "trainer"])
 def test_ranks_that_ray_starts(case: str) -> None:
     """With a ``runtime_env`` that sets ``PYTHONPATH``, which hides what others are told by."""

@@ -1,0 +1,180 @@
+"""Libraries around a model that `fully_shard` sharded, called as usual. Arguments: cases."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from common import finish, report_classes, report_loss, tiny_llama, tokens
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+STEPS = 4
+
+
+def sharded(model, layers, policy=None):
+    options = {"mp_policy": policy} if policy else {}
+    for layer in layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def llama(policy=None, prepare=None):
+    model = tiny_llama()
+    if prepare is not None:
+        prepare(model)
+    return sharded(model, model.model.layers, policy)
+
+
+def language(case, model, optimizer, steps=range(STEPS), around=lambda training: None):
+    report_classes(case, model)
+    for step in steps:
+        around(True)
+        loss = model(input_ids=tokens(step), labels=tokens(step)).loss
+        report_loss(case, loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        around(False)
+        with torch.no_grad():
+            report_loss(case, model(input_ids=tokens(99), labels=tokens(99)).loss)
+        model.reshard()  # torch's root keeps what it gathered, and misses what is written next
+
+
+def schedulefree(case):
+    """Evaluated after every step: `eval()` and `train()` write the parameters by hand."""
+    from schedulefree import AdamWScheduleFree
+
+    model = llama()
+    optimizer = AdamWScheduleFree(model.parameters(), lr=1e-2, foreach=False)
+    language(
+        case, model, optimizer, around=lambda on: optimizer.train() if on else optimizer.eval()
+    )
+
+
+def heavyball(case):
+    import heavyball
+
+    model = llama()
+    language(case, model, heavyball.AdamW(model.parameters(), lr=1e-2))
+
+
+def _quantized(case, config):
+    """The reduction's dtype is named: without one torch 2.13 reduces in bf16, fsdp2 in fp32."""
+    from torchao import quantize_
+
+    def prepare(model):
+        quantize_(model.model.layers, config)
+
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.bfloat16)
+    model = llama(policy, prepare)
+    language(case, model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+def int8(case):
+    from torchao.prototype.quantized_training import int8_mixed_precision_training
+
+    _quantized(case, int8_mixed_precision_training())
+
+
+def bitnet(case):
+    from torchao.prototype.quantized_training import bitnet_training
+
+    _quantized(case, bitnet_training())
+
+
+def torchdata(case):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    rows = [tokens(step) for step in range(2 * STEPS)]
+    loader = StatefulDataLoader(rows, batch_size=None)
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    report_classes(case, model)
+    for batch in loader:
+        loss = model(input_ids=batch, labels=batch).loss
+        report_loss(case, loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sentences(case):
+    """A sentence-transformers model of a tiny BERT, with its multiple-negatives loss."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import losses, modules
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    transformer = modules.Transformer.__new__(modules.Transformer)
+    torch.nn.Module.__init__(transformer)
+    bert = BertModel(config)
+
+    class Encoder(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bert = bert
+
+        def forward(self, features):
+            hidden = self.bert(features["input_ids"], features["attention_mask"])[0]
+            return {**features, "token_embeddings": hidden}
+
+    model = SentenceTransformer(modules=[Encoder(), modules.Pooling(32)], device="cpu")
+    sharded(model, bert.encoder.layer)
+    loss_of = losses.MultipleNegativesRankingLoss(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    report_classes(case, model)
+    for step in range(STEPS):
+        pair = [
+            {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            for ids in (tokens(step, 4), tokens(step + 50, 4))
+        ]
+        loss = loss_of(pair, torch.empty(0))
+        report_loss(case, loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def diffusers(case):
+    from diffusers import DDPMScheduler, UNet2DModel
+
+    torch.manual_seed(0)
+    model = UNet2DModel(
+        sample_size=8,
+        in_channels=1,
+        out_channels=1,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=4,
+    )
+    sharded(model, [*model.down_blocks, *model.up_blocks])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    noise_of = DDPMScheduler()
+    report_classes(case, model)
+    for step in range(STEPS):
+        torch.manual_seed(100 * step + dist.get_rank())
+        images, noise = torch.randn(2, 1, 8, 8), torch.randn(2, 1, 8, 8)
+        times = torch.randint(1000, (2,))
+        noisy = noise_of.add_noise(images, noise, times)
+        loss = (model(noisy, times).sample - noise).square().mean()
+        report_loss(case, loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+dist.init_process_group("gloo")
+for name in sys.argv[1:]:
+    globals()[name](name)
+finish()
