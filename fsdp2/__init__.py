@@ -22,6 +22,7 @@ from fsdp2.core.config import (
 from fsdp2.core.device.collectives import AllGather, Comm, ReduceScatter
 from fsdp2.core.layout.mesh import FSDPMeshInfo, ShardPlacementResult
 from fsdp2.full import full_parameters, gathered, load_from_rank0, sync_module_states
+from fsdp2.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.installing import install, uninstall
 from fsdp2.interop import (
     CPUOffloadPolicy,
@@ -29,15 +30,9 @@ from fsdp2.interop import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from fsdp2.module import (
-    FSDPModule,
-    GradientReductionHandle,
-    UnshardHandle,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
-from fsdp2.norms import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from fsdp2.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 from fsdp2.optim import repoint_optimizer
+from fsdp2.optim.norms import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from fsdp2.planning.planner import Plan, plan
 from fsdp2.reports import GroupReport, Report, group_reports, report
 from fsdp2.tracing import trace

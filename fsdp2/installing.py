@@ -19,9 +19,9 @@ from within a script would else make a world of two implementations.
 Of FSDP1 the wrapper and its gradient scaler are replaced. Strategies, configurations and wrap
 policies stay torch's, and ours takes them: so they are the same objects for whoever imported them.
 
-``torch.nn.utils.clip_grad_norm_`` stays, and finds the norm by ours (`fsdp2.clipping`): torch's
-waits for ever where a rank's shard is empty and the order is ``inf``. Whoever imported it before
-gets that, too.
+``torch.nn.utils.clip_grad_norm_`` stays, and finds the norm by ours (`fsdp2.optim.clipping`):
+torch's waits for ever where a rank's shard is empty and the order is ``inf``. Whoever imported it
+before gets that, too.
 
 Two things stay torch's. ``FSDPModule``, the base of our class: ``isinstance`` holds for modules
 that either implementation sharded, and for whoever imported the name, at any time. And the modules
@@ -36,9 +36,9 @@ from collections.abc import Iterator
 from types import ModuleType
 
 from fsdp2.api import fully_shard
-from fsdp2.clipping import clip_grads_with_norm_, get_total_norm
 from fsdp2.core.modules.registrations import Registrations
 from fsdp2.fsdp1 import FullyShardedDataParallel, ShardedGradScaler
+from fsdp2.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.interop import (
     TORCHS_NAMES,
     WRAPPER_NAMES,
@@ -47,12 +47,8 @@ from fsdp2.interop import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from fsdp2.module import (
-    GradientReductionHandle,
-    UnshardHandle,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
+from fsdp2.module import register_fsdp_forward_method, share_comm_ctx
+from fsdp2.optim.clipping import clip_grads_with_norm_, get_total_norm
 from fsdp2.startup import install_children, uninstall_children
 
 HOLDERS = (

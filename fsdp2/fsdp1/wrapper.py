@@ -65,7 +65,7 @@ from fsdp2.fsdp1.state_dicts import (
 from fsdp2.full import gathered
 from fsdp2.interop import CPUOffloadPolicy, TorchWrapperIdentity
 from fsdp2.module import FSDPModule
-from fsdp2.norms import clip_grad_norm_
+from fsdp2.optim.norms import clip_grad_norm_
 from fsdp2.sharded_class import sharded_class
 from fsdp2.wrap import any_wrap_policy, chosen_modules
 from fsdp2.wrap.around import Around, flags_put_back

@@ -1,7 +1,9 @@
-"""Optimizers of sharded parameters.
+"""Optimizers of sharded parameters, and what is asked of their gradients.
 
 flat     FlatOptimizer: element-wise optimizers over the units' flat shards
 repoint  repoint_optimizer: optimizers that were made before `fully_shard`
+norms    clip_grad_norm_ and its parts
+clipping torch's own functions of norms, on shards that may be empty: for `install`
 """
 
 from fsdp2.optim.flat import FlatOptimizer

@@ -28,7 +28,7 @@ from fsdp2.core.schedule.layers import put_around
 from fsdp2.core.schedule.unit import Unit
 from fsdp2.interop import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.module import FSDPModule
-from fsdp2.norms import clip_grad_norm_
+from fsdp2.optim.norms import clip_grad_norm_
 from fsdp2.paper.devices import NamedDevices, no_autocast
 from fsdp2.paper.operators import Operators, attention_of, fused_optimizers
 from fsdp2.paper.recording import ACTIVATIONS, GRADIENTS, MODEL, Recorder, Recording

@@ -31,7 +31,7 @@ from fsdp2.core.layout.mesh import default_mesh, mesh_of_groups
 from fsdp2.core.modules.registry import records_below
 from fsdp2.interop import MixedPrecisionPolicy
 from fsdp2.module import FSDPModule
-from fsdp2.norms import clip_grad_norm_
+from fsdp2.optim.norms import clip_grad_norm_
 from fsdp2.sharded_class import sharded_class
 from fsdp2.wrap import around
 from fsdp2.wrap.around import PREFIX, Around

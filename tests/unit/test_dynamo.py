@@ -12,7 +12,6 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 import fsdp2
-from fsdp2.communication import CommunicationControls
 from fsdp2.core.modules import dynamo as marks
 from fsdp2.core.modules.dynamo import see_through, uncompiled, uncompiled_methods
 from fsdp2.core.modules.hooks import UnitHooks
@@ -61,7 +60,7 @@ def test_a_marked_function_is_the_same_function() -> None:
 
 def test_every_hook_and_method_is_marked() -> None:
     own = (UnitHooks, SavingUnitHooks)
-    for cls in (*own, fsdp2.FSDPModule, CommunicationControls, fsdp2.UnshardHandle):
+    for cls in (*own, fsdp2.FSDPModule, fsdp2.UnshardHandle):
         methods = {
             name: value
             for name, value in vars(cls).items()

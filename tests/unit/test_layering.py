@@ -246,13 +246,12 @@ def test_only_tests_of_benchmarks_import_benchmarks() -> None:
     ("name", "others"),
     [
         ("reports", ["fsdp2.tracing.summaries"]),
-        ("clipping", ["fsdp2", "fsdp2.norms"]),
-        ("norms", []),
+        ("optim/clipping", ["fsdp2.optim", "fsdp2.optim.norms"]),
+        ("optim/norms", []),
         ("optim/flat", []),
         ("optim/repoint", []),
-        ("communication", ["fsdp2.interop"]),
         ("interop", []),
-        ("module", ["fsdp2.communication", "fsdp2.interop"]),
+        ("module", ["fsdp2.handles", "fsdp2.interop"]),
         ("api", ["fsdp2.interop", "fsdp2.module", "fsdp2.sharded_class"]),
     ],
 )
@@ -278,8 +277,8 @@ def test_the_room_of_whole_tensors_stands_on_the_core() -> None:
         (
             "installing",
             [
-                *("core.modules.registrations", "api", "clipping", "fsdp1"),
-                *("interop", "module", "startup"),
+                *("core.modules.registrations", "api", "fsdp1", "handles"),
+                *("interop", "module", "optim.clipping", "startup"),
             ],
         ),
         ("run", ["installing"]),
@@ -301,7 +300,7 @@ def test_what_replaces_torchs_names_stands_on_public_modules(name: str, others: 
             "wrapper",
             [
                 *("api", "core.layout.mesh", "core.modules.registry"),
-                *("interop", "module", "norms", "sharded_class", "xla.shards"),
+                *("interop", "module", "optim.norms", "sharded_class", "xla.shards"),
                 *("wrap.around", "wrap.choices"),
             ],
         ),
@@ -374,7 +373,7 @@ def test_the_room_of_timelines_stands_on_its_data() -> None:
 
 def test_the_rooms_of_paper_and_plans_say_what_lives_there() -> None:
     """Plans stand on paper, on public modules and on timelines; paper on the core alone."""
-    public = {"api", "reports", "interop", "module", "norms", "wrap", "wrap.choices"}
+    public = {"api", "reports", "interop", "module", "optim.norms", "wrap", "wrap.choices"}
     known = {"core.config", "core.device.streams", "core.device.collectives"}
     known |= {
         "core.progress",

@@ -20,8 +20,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.utils import clip_grads_with_norm_ as torchs_clip_grads_with_norm_
 from torch.nn.utils import get_total_norm as torchs_get_total_norm
 
-from fsdp2 import norms
 from fsdp2.core.layout.mesh import wrap_local
+from fsdp2.optim import norms
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
 

@@ -1,0 +1,49 @@
+"""What calls of a sharded module return that go on behind them, to be waited for."""
+
+from __future__ import annotations
+
+from fsdp2.core.modules.dynamo import uncompiled_methods
+from fsdp2.core.schedule.scheduler import Scheduler
+from fsdp2.core.schedule.unit import Unit
+
+
+@uncompiled_methods
+class UnshardHandle:
+    """Returned by ``unshard(async_op=True)``."""
+
+    def __init__(self, scheduler: Scheduler, unit: Unit) -> None:
+        self._scheduler = scheduler
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        """Let the current stream wait for the all-gather, and register the gathered parameters."""
+        if self._unit is not None:
+            self._scheduler.hand_over(self._unit)
+            self._unit.settle()
+            self._unit = None
+
+
+@uncompiled_methods
+class GradientReductionHandle:
+    """Returned by ``finalize_backward(async_op=True)``."""
+
+    def __init__(self, scheduler: Scheduler | None) -> None:
+        self._scheduler = scheduler
+        self._resets = scheduler.resets if scheduler is not None else 0
+
+    def wait(self) -> None:
+        """Let the current stream wait for the reductions, and the host for offloaded gradients.
+
+        Raises:
+            RuntimeError: ``reset_iter_state()`` has dropped the reductions meanwhile.
+        """
+        scheduler = self._scheduler
+        if scheduler is None:
+            return
+        if scheduler.resets != self._resets:
+            raise RuntimeError(
+                "the gradients that this handle waits for were dropped by reset_iter_state(); run "
+                "the iteration again"
+            )
+        scheduler.wait_for_reductions()
+        self._scheduler = None
