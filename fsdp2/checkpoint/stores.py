@@ -13,6 +13,7 @@ FOLDER/.owner                        who saves into FOLDER just now
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import socket
@@ -403,6 +404,7 @@ class DiskAttempt:
         self.clear(rank)
 
 
+@functools.cache  # an index names few files, for many tensors
 def is_inside(name: str) -> bool:
     """Whether it names a file below a folder, in whatever system's way of writing."""
     paths = PurePosixPath(name), PureWindowsPath(name)
