@@ -111,7 +111,7 @@ def test_ranks_that_a_script_starts(case: str) -> None:
     check_started("with_launchers.py", case)
 
 
-@pytest.mark.parametrize("case", ["sft", "sft_lora", "dpo", "dpo_lora", "grpo"])
+@pytest.mark.parametrize("case", ["sft", "sft_lora", "dpo", "dpo_lora"])
 def test_trl(case: str) -> None:
     """With DPO and LoRA, the reference forward freezes adapters between forward and backward."""
     _needs("trl", "peft")
@@ -122,12 +122,9 @@ def test_trl(case: str) -> None:
     ("case", "package"),
     [
         ("schedulefree", "schedulefree"),
-        ("heavyball", "heavyball"),
         ("torchdata", "torchdata"),
         ("sentences", "sentence_transformers"),
-        ("diffusers", "diffusers"),
         ("int8", "torchao"),
-        ("bitnet", "torchao"),
     ],
 )
 def test_libraries(case: str, package: str) -> None:

@@ -50,13 +50,6 @@ def schedulefree(case):
     )
 
 
-def heavyball(case):
-    import heavyball
-
-    model = llama()
-    language(case, model, heavyball.AdamW(model.parameters(), lr=1e-2))
-
-
 def _quantized(case, config):
     """The reduction's dtype is named: without one torch 2.13 reduces in bf16, fsdp2 in fp32."""
     from torchao import quantize_
@@ -138,36 +131,6 @@ def sentences(case):
             for ids in (tokens(step, 4), tokens(step + 50, 4))
         ]
         loss = loss_of(pair, torch.empty(0))
-        report_loss(case, loss)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def diffusers(case):
-    from diffusers import DDPMScheduler, UNet2DModel
-
-    torch.manual_seed(0)
-    model = UNet2DModel(
-        sample_size=8,
-        in_channels=1,
-        out_channels=1,
-        block_out_channels=(8, 16),
-        norm_num_groups=4,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=4,
-    )
-    sharded(model, [*model.down_blocks, *model.up_blocks])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    noise_of = DDPMScheduler()
-    report_classes(case, model)
-    for step in range(STEPS):
-        torch.manual_seed(100 * step + dist.get_rank())
-        images, noise = torch.randn(2, 1, 8, 8), torch.randn(2, 1, 8, 8)
-        times = torch.randint(1000, (2,))
-        noisy = noise_of.add_noise(images, noise, times)
-        loss = (model(noisy, times).sample - noise).square().mean()
         report_loss(case, loss)
         loss.backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""trl's trainers, which shard through accelerate: SFT, DPO and GRPO, whole and with LoRA."""
+"""trl's trainers, which shard through accelerate: SFT and DPO, whole and with LoRA."""
 
 import os
 import sys
@@ -91,15 +91,9 @@ def main(case):
         options["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
     if kind == "sft":
         given, data = trl.SFTConfig(**arguments(case, max_length=16)), rows(text=8)
-    elif kind == "dpo":
+    else:
         given = trl.DPOConfig(**arguments(case, max_length=16))
         data = rows(prompt=4, chosen=4, rejected=4)
-    else:
-        given = trl.GRPOConfig(
-            **arguments(case, max_completion_length=4, num_generations=2, temperature=1.0)
-        )
-        data = rows(prompt=4)
-        options["reward_funcs"] = lambda completions, **_: [float(len(c)) for c in completions]
     torch.manual_seed(1)
     trainer = reporting(getattr(trl, f"{kind.upper()}Trainer"), case)(
         args=given, train_dataset=data, **options
