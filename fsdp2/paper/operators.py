@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from fsdp2.paper.recording import Recorder
+from fsdp2.paper.scratch import on_cpu
 from fsdp2.paper.values import Values, tensors_in
 
 _aten = torch.ops.aten
@@ -162,7 +163,9 @@ class Operators(TorchDispatchMode):
         dtype = next((t.dtype for t in (*results, *inputs) if t.is_meta), torch.float32)
         lane = None if host else recorder.lane
         many = len(args[0]) if args and isinstance(args[0], list | tuple) else 1
-        recorder.operation(lane, name, kind, flops, nbytes, dtype, max(many, 1))
+        inside = 0 if recorder.recording.asynchronous else on_cpu(name, args, results)
+        with recorder.scratch(inside):
+            recorder.operation(lane, name, kind, flops, nbytes, dtype, max(many, 1))
 
     def _remember(
         self, key: object, result: Any, results: list[torch.Tensor], flops: int, nbytes: int

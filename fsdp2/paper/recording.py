@@ -161,6 +161,7 @@ class Recorder:
         self._live: dict[int, Allocation] = {}
         self._lives: dict[int, _Life] = {}
         self._outlived: set[int] = set()  # that were there when the next stretch began
+        self._copy = 0  # number of what the backend has copied last
         self._named = ""  # what the engine is about to allocate
         self._engine = ""  # the unit that it works for
         self._stretch = 0
@@ -284,6 +285,21 @@ class Recorder:
         if self._notes is not None:
             self._notes.append(note)
 
+    @contextmanager
+    def scratch(self, nbytes: int) -> Iterator[None]:
+        """Memory that an operator has inside while it runs."""
+        if not nbytes or self._notes is None:
+            yield
+            return
+        self._last += 1
+        number = self._last
+        self.recording.categories[number] = TEMPORARY
+        self.allocate(number, nbytes)
+        try:
+            yield
+        finally:
+            self.free(number)
+
     def free(self, number: int) -> None:
         """Memory went; no-op where it had gone."""
         if self._live.pop(number, None) is not None and self._notes is not None:
@@ -334,9 +350,25 @@ class Recorder:
             )
 
     def collective(
-        self, name: str, nbytes: int, dtype: torch.dtype, ranks: tuple[int, ...], tensors: int
+        self,
+        name: str,
+        nbytes: int,
+        dtype: torch.dtype,
+        ranks: tuple[int, ...],
+        tensors: int,
+        copied: int = 0,
     ) -> None:
-        """A collective ran."""
+        """A collective ran, for which the backend has copies of so many bytes.
+
+        They count until the next collective: threads of gloo let go of them some time behind the
+        wait for the collective, and often not before.
+        """
+        self.free(self._copy)
+        if copied:
+            self._last += 1
+            self._copy = self._last
+            self.recording.categories[self._copy] = TEMPORARY
+            self.allocate(self._copy, copied)
         if self._notes is None:
             return
         groups = self.recording.groups

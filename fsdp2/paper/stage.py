@@ -184,7 +184,13 @@ class NotedFusedKernels(_Noted, FusedKernels):
 
 
 class _PaperGroup(NullGroup):
-    """Rank 0 of a group, which notes its collectives."""
+    """Rank 0 of a group, which notes its collectives.
+
+    Attributes:
+        copies: whether it gathers into, and reduces, a copy of the whole tensor.
+    """
+
+    copies = False
 
     def __init__(self, rank: int, size: int, observer: Observer | None = None) -> None:
         super().__init__(rank, size, self._note)
@@ -203,7 +209,8 @@ class _PaperGroup(NullGroup):
             moved, count = tensors[half:], half
         nbytes = sum(tensor.nbytes for tensor in moved)
         kind = _KINDS.get(name, name)
-        _recorder.collective(kind, nbytes, moved[0].dtype, self._ranks, count)
+        copied = nbytes if self.copies and kind in ("all-gather", "reduce-scatter") else 0
+        _recorder.collective(kind, nbytes, moved[0].dtype, self._ranks, count, copied)
 
 
 _KINDS = {
@@ -225,7 +232,9 @@ class Nccl2OnPaper(_PaperGroup):
 
 
 class GlooOnPaper(_PaperGroup):
-    """Gloo."""
+    """Gloo (torch 2.13, as its allocations in a run of two ranks show)."""
+
+    copies = True
 
 
 _GROUPS: dict[str, type[NullGroup]] = {

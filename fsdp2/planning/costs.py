@@ -40,7 +40,7 @@ class Costs:
 
     def operator(self, note: Operation) -> float:
         """Seconds of the device."""
-        return self._hardware.compute(note.flops, note.nbytes, note.dtype, self._world)
+        return self._hardware.compute(note, self._world)
 
     def collective(self, note: Operation, ranks: tuple[int, ...]) -> float:
         """Seconds of a collective, from when all ranks are there."""

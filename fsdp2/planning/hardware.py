@@ -4,8 +4,8 @@
     load("my_machine.json") what `python -m fsdp2.planning calibrate` wrote, or somebody
 
 Durations are a roofline: an operator takes the longer of its arithmetic and its memory traffic,
-and a fixed cost. A collective takes the longer of what it sends in a node and between nodes, and a
-latency for each round.
+and a fixed cost; products, attention and all else have rates of their own. A collective takes the
+longer of what it sends in a node and between nodes, and a latency for each round.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from fsdp2.paper.recording import Operation
 
 FOLDER = Path(__file__).with_name("hardware")
 
@@ -68,6 +70,25 @@ class Contention:
 
 
 @dataclass(frozen=True)
+class Attained:
+    """What a training step attains, beside large products and copies.
+
+    Attributes:
+        attention: "forward" and "backward": FLOPs a second that fused attention attains in bf16, of
+            all pairs of tokens, also those that a causal mask leaves out; empty: a product's.
+        unfused: the part of the bandwidth that the model's operators attain which are neither
+            products nor attention. An operator counts what it is given and returns; kernels of a
+            training step read and write more than that, and some are too small to fill a device.
+        straggling: the part of a step by which it is longer for each doubling of nodes, as ranks
+            wait for the slowest.
+    """
+
+    attention: dict[str, float] = field(default_factory=dict)
+    unfused: float = 1.0
+    straggling: float = 0.0
+
+
+@dataclass(frozen=True)
 class Hardware:
     """A kind of machine: nodes of alike devices.
 
@@ -95,6 +116,7 @@ class Hardware:
         measured: tables, which count in place of rates where there are any.
         gloo: by kind of collective: ranks of the machine, ranks of the group, and what it takes.
         contention: what steps take more than tables and curves say; empty: nothing.
+        attained: what a training step attains of these rates.
     """
 
     name: str
@@ -120,6 +142,7 @@ class Hardware:
     measured: tuple[Measured, ...] = ()
     gloo: dict[str, list[tuple[int, int, Curve]]] = field(default_factory=dict)
     contention: tuple[Contention, ...] = ()
+    attained: Attained = field(default_factory=Attained)
 
     @property
     def asynchronous(self) -> bool:
@@ -130,12 +153,24 @@ class Hardware:
         """FLOPs a second of one rank where ``ranks`` compute."""
         return _of(self.flops, dtype) / self._sharers(ranks)
 
-    def compute(self, flops: int, nbytes: int, dtype: torch.dtype, ranks: int) -> float:
-        """Seconds of one operator on the device."""
-        sharers = self._sharers(ranks)
-        arithmetic = flops / _of(self.flops, dtype) if flops else 0.0
-        traffic = nbytes / self.bandwidth
-        return self.kernel + max(arithmetic, traffic) * sharers
+    def compute(self, note: Operation, ranks: int) -> float:
+        """Seconds of one operator on the device, where ``ranks`` compute."""
+        arithmetic = note.flops / self._rate_of(note) if note.flops else 0.0
+        whole = bool(note.flops) or note.kind == "copy"
+        traffic = note.nbytes / (self.bandwidth * (1.0 if whole else self.attained.unfused))
+        return self.kernel + max(arithmetic, traffic) * self._sharers(ranks)
+
+    def _rate_of(self, note: Operation) -> float:
+        """FLOPs a second: attention's, or a product's."""
+        products = _of(self.flops, note.dtype)
+        if "attention" not in note.name or not self.attained.attention:
+            return products
+        found = self.attained.attention["backward" if "backward" in note.name else "forward"]
+        return found * products / _of(self.flops, torch.bfloat16)
+
+    def waits_for_slowest(self, ranks: int) -> float:
+        """The part of a step for which a rank waits for the slowest of so many."""
+        return self.attained.straggling * math.log2(max(1.0, ranks / self.node))
 
     def collective(self, kind: str, nbytes: int, ranks: tuple[int, ...], world: int) -> float:
         """Seconds of one collective.
@@ -240,6 +275,7 @@ def from_json(found: Mapping[str, Any]) -> Hardware:
     for name in ("memory", "reserved", "rounding", "node"):
         found[name] = int(found[name])
     found["measured"] = tuple(Measured(**table) for table in found.get("measured", ()))
+    found["attained"] = Attained(**found.get("attained", {}))
     found["contention"] = tuple(Contention(**each) for each in found.get("contention", ()))
     return Hardware(**found)
 

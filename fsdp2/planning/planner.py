@@ -97,8 +97,17 @@ class Plan:
                 by_phase[span.operation.phase] += seconds
         compute = sum(by_phase.values())
         waited = inline + sum(s.end - s.start for s in world.stalls if s.lane is Lane.COMPUTE)
-        host = max(world.step - compute - copies - waited, 0.0)
-        return Times(world.step, compute, copies, communication, waited, host, **by_phase)
+        host = max(world.step - world.stragglers - compute - copies - waited, 0.0)
+        return Times(
+            step=world.step,
+            compute=compute,
+            copies=copies,
+            communication=communication,
+            exposed=waited,
+            host=host,
+            stragglers=world.stragglers,
+            **by_phase,
+        )
 
     @cached_property
     def units(self) -> list[UnitTimes]:

@@ -90,6 +90,7 @@ def render(plan: Planned) -> str:
         ["communication, hidden or not", _ms(time.communication)],
         ["communication, exposed", _ms(time.exposed)],
         ["waiting for the host", _ms(time.host)],
+        ["waiting for slower ranks", _ms(time.stragglers)],
     ]
     lines += [*_table(["", "ms"], rows), ""]
     lines.append(

@@ -59,13 +59,15 @@ class Timing:
         stalls: all waits.
         times: for each note, how far COMPUTE is then.
         host: when the host has launched all.
-        step: when all lanes and the host are done.
+        stragglers: how long ranks wait for the slowest besides.
+        step: when all lanes and the host are done, and the slowest rank.
     """
 
     spans: list[Span] = field(default_factory=list)
     stalls: list[Stall] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     host: float = 0.0
+    stragglers: float = 0.0
     step: float = 0.0
 
 
@@ -80,6 +82,7 @@ class Times:
         communication: of all collectives, hidden or not.
         exposed: of communication for which compute stands still.
         host: how long compute stands still otherwise: the host is late, or has work of its own.
+        stragglers: how long it waits for slower ranks, on average.
         forward: of the user's operators in forward.
         backward: the same in backward.
         optimizer: the same in the optimizer's step.
@@ -91,6 +94,7 @@ class Times:
     communication: float
     exposed: float
     host: float
+    stragglers: float
     forward: float
     backward: float
     optimizer: float
@@ -140,7 +144,9 @@ def schedule(recording: Recording, hardware: Hardware, world: int) -> Timing:
         clock.timing.times.append(max(clock.now[Lane.COMPUTE], clock.host))
     timing = clock.timing
     timing.host = clock.host
-    timing.step = max(clock.host, *clock.now.values())
+    alone = max(clock.host, *clock.now.values())
+    timing.stragglers = alone * hardware.waits_for_slowest(world)
+    timing.step = alone + timing.stragglers
     return timing
 
 
