@@ -124,7 +124,6 @@ def test_trl(case: str) -> None:
         ("schedulefree", "schedulefree"),
         ("torchdata", "torchdata"),
         ("sentences", "sentence_transformers"),
-        ("int8", "torchao"),
     ],
 )
 def test_libraries(case: str, package: str) -> None:
