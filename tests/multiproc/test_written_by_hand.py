@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -406,6 +407,31 @@ def test_unsharded_parameters_are_written() -> None:
         _mul(list(model.parameters()))
         _mul(list(plain.parameters()))
     _assert_same(model, plain)
+
+
+@ranks(2)
+def test_numpy_of_an_unsharded_parameter() -> None:
+    """Its memory stays, as torch can resize it no more; results are those of the plain model."""
+    model, plain = _pair()
+    unit = units(model)[0]
+    unit.unshard()
+    array = next(unit.parameters()).detach().numpy()
+    with pytest.warns(UserWarning, match=r"memory of gathered .* is not freed any more, as numpy"):
+        unit.reshard()
+    assert array.size
+    with warnings.catch_warnings(action="error"):  # it is said once
+        for _ in range(2):
+            _compute(model, dist.get_rank())
+            assert_like_unsharded(full_grads(model), plain, _compute)
+            with torch.no_grad():
+                _mul(list(model.parameters()))
+                _mul(list(plain.parameters()))
+            model.zero_grad()
+    _assert_same(model, plain)
+
+
+def _compute(model: nn.Module, rank: int) -> None:
+    regression_loss(model, part(0, rank)).backward()
 
 
 @ranks(2)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -169,6 +170,10 @@ class FlatBuffer(_OneStorage):
         return self._raw.untyped_storage()
 
 
+_kept: set[str] = set()
+"""Names of buffers that warned of memory which is not freed."""
+
+
 class TransientBuffer(_OneStorage):
     """A flat buffer whose memory is there only between ``acquire`` and ``release``.
 
@@ -200,9 +205,28 @@ class TransientBuffer(_OneStorage):
             self.allocated = True
 
     def release(self) -> None:
-        """Give the memory back to the current stream's allocator."""
+        """Give the memory back to the current stream's allocator.
+
+        It stays where ``numpy()`` of a tensor over it was called, which torch says by an exception:
+        the storage cannot be resized any more, even if nobody has the array.
+        """
         self.allocated = not self.nbytes  # first: an interrupt in between costs a copy at most
-        self._storage.resize_(0)
+        try:
+            self._storage.resize_(0)
+        except RuntimeError:
+            if self._storage.resizable():
+                raise
+            self._keep()
+
+    def _keep(self) -> None:
+        self.allocated = True
+        if self.name not in _kept:
+            _kept.add(self.name)
+            warnings.warn(
+                f"memory of {self.name} is not freed any more, as numpy() of an unsharded "
+                f"parameter refers to it; call numpy() on a copy (param.detach().clone())",
+                stacklevel=2,
+            )
 
 
 # ---- where storages cannot be emptied
