@@ -1,7 +1,7 @@
 """Many small parameters: what a save and a load cost for each, ours and DCP's.
 
     python benchmarks/checkpoint_parameters.py                  # 1,000, 3,000 and 10,000 parameters
-    python benchmarks/checkpoint_parameters.py --rounds 5 --json results/checkpoint.json
+    python benchmarks/checkpoint_parameters.py --rounds 5 --json X.json
 
 Parameters are 8×8 and 8, in units of 100, with AdamW's state: three tensors and a number each. One
 process; rounds are interleaved, and medians given with the lowest and the highest. *CPU* is that of

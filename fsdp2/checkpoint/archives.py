@@ -26,7 +26,7 @@ from fsdp2.checkpoint.files import BrokenError
 from fsdp2.checkpoint.pickles import DTYPES, Interpreter, Maker, check_tree
 from fsdp2.core.config import CheckpointError
 
-_ALIGNMENT = 64  # bytes, of storages in the file, as torch.save does it
+ALIGNMENT = 64  # bytes, of storages in the file, as torch.save does it
 _SMALL, _ZIP64 = 30, 20  # bytes: of a member's header without names, and of its sizes of 64 bits
 _MEMBER = struct.Struct("<26xHH")  # lengths of a member's name and of what else stands there
 
@@ -373,7 +373,7 @@ def write_archive(sink: Sink, tree: Tree) -> None:
             info.file_size = size
             wide = size * 1.05 > zipfile.ZIP64_LIMIT
             start = counted.count + _SMALL + len(info.filename) + 4 + _ZIP64 * wide
-            fill = -start % _ALIGNMENT
+            fill = -start % ALIGNMENT
             info.extra = struct.pack("<2sH", b"FB", fill) + b"\0" * fill
             with archive.open(info, "w", force_zip64=wide) as file:
                 for block in blocks:
@@ -381,7 +381,7 @@ def write_archive(sink: Sink, tree: Tree) -> None:
 
         member("data.pkl", [text.getvalue()], len(text.getvalue()))
         member(".format_version", [b"1"], 1)
-        member(".storage_alignment", [str(_ALIGNMENT).encode()], 2)
+        member(".storage_alignment", [str(ALIGNMENT).encode()], 2)
         member("byteorder", [b"little"], 6)
         for entry, token in pickler.entries.items():
             member(f"data/{token.number}", entry.blocks(), entry.nbytes)

@@ -8,8 +8,10 @@ copy, and nothing is renamed: where the file is new, so is its folder.
 
 from __future__ import annotations
 
+import functools
+import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from io import BytesIO
 from typing import IO, Any, cast
@@ -21,9 +23,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fsdp2.checkpoint.archives import write_archive
+from fsdp2.checkpoint.archives import ALIGNMENT, write_archive
 from fsdp2.checkpoint.entries import Entry
 from fsdp2.checkpoint.stores import Attempt, Stream
+from fsdp2.checkpoint.tensors import About
 
 
 def file_of(rank: int) -> str:
@@ -65,6 +68,28 @@ def _write_tensor(stream: Stream, value: torch.Tensor) -> None:
         write_archive(stream, Entry.of(rows))
     else:  # a class of the user's, sparse ones: torch knows how
         torch.save(rows.clone(), cast(IO[bytes], stream))
+
+
+@functools.lru_cache(4096)
+def framing_of(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, int]:
+    """What `write_items` puts before the values of a tensor, and bytes of all but the values.
+
+    An item that begins with these bytes, and is as long, has its values behind them: it is read
+    without a parser.
+    """
+    whole, before = io.BytesIO(), 0
+    over = About(shape, dtype).nbytes % ALIGNMENT
+
+    class Hollow(Entry):
+        """Of its values the part is written that decides on what stands behind them."""
+
+        def blocks(self) -> Iterator[memoryview]:
+            nonlocal before
+            before = whole.tell()
+            yield memoryview(bytes(over))
+
+    write_archive(whole, Hollow(shape, dtype, ()))
+    return whole.getvalue()[:before], len(whole.getvalue()) - over
 
 
 def _is_strided(rows: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint.folder import Json
 from fsdp2.checkpoint.snapshots import Nested
-from fsdp2.checkpoint.state import About, Reader, read_into
+from fsdp2.checkpoint.state import Reader, Saved, read_into
 from fsdp2.checkpoint.stores import AnyPath
 from fsdp2.checkpoint.values import Value, tensors_in, unpacked
 
@@ -58,7 +58,7 @@ class Step:
         self._paths: Mapping[str, Path] = self.metadata.planner_data or {}
         for name in self.saved:
             self._note(self._paths.get(name, ()), name)
-        self.about = About()
+        self.about = Saved()
         self._typed: dict[str, Json] = {}
         self._read_texts()
 
@@ -83,7 +83,7 @@ class Step:
         }
         read_into(self.path, self.metadata, texts)
         if "about" in texts:
-            self.about = About(**json.loads(texts.pop("about")))
+            self.about = Saved(**json.loads(texts.pop("about")))
         for name, text in texts.items():
             path, self._typed[name.removeprefix("values.")] = json.loads(text)
             self._note(tuple(path), None)

@@ -9,7 +9,7 @@ rng.<rank>.<device>                       states of random number generators
 extra.<place>                             tensors of the user's
 rank_extra.<rank>.<place>                 the same, of each rank
 values.<name>                             of a name above: its value with its types, see `values`
-about                                     how it was saved: `About`
+about                                     how it was saved: `Saved`
 
 And which part of each tensor this rank has: `held_by`.
 """
@@ -21,7 +21,7 @@ import json
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -35,14 +35,19 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.futures import Future
 
+from fsdp2.checkpoint.files import read_at
 from fsdp2.checkpoint.index import read_index
+from fsdp2.checkpoint.items import framing_of
 from fsdp2.checkpoint.snapshots import Nested, named_parameters, optimizer_state, snapshot
 from fsdp2.checkpoint.stores import AnyPath
+from fsdp2.checkpoint.tensors import About, Catalogue, Place
+from fsdp2.checkpoint.tensors import Reader as TensorReader
 from fsdp2.checkpoint.values import Value, is_kept_by_dcp, packed
 from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.collectives import rank_and_size
@@ -77,7 +82,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class About:
+class Saved:
     """How a step was saved. Steps of older versions, and DCP's, have none.
 
     Attributes:
@@ -154,7 +159,7 @@ def state_of(asked: Asked) -> Nested:
         state["rng"] = {str(rank_and_size()[0]): rng_states()}
     state["values"] = kept_values(state)
     kinds = [class_of(optimizer) for optimizer in asked.optimizers]
-    about = About(asked.trainable, ties_of(state["model"]), kinds)
+    about = Saved(asked.trainable, ties_of(state["model"]), kinds)
     state["about"] = json.dumps(asdict(about))
     return state
 
@@ -347,6 +352,14 @@ class _Files(FileSystem):
             yield stream
 
 
+def _chunk_at(about: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata:
+    """The piece that begins there; planners mostly know which it is."""
+    hint = index.index
+    if hint is not None and hint < len(about.chunks) and about.chunks[hint].offsets == index.offset:
+        return about.chunks[hint]
+    return next(chunk for chunk in about.chunks if chunk.offsets == index.offset)
+
+
 class Reader(FileSystemReader):
     """DCP's, of a step wherever it is, with an index that runs no code and is checked."""
 
@@ -354,6 +367,49 @@ class Reader(FileSystemReader):
         super().__init__("")
         self.fs = _Files()
         self.path: Any = path
+
+    def set_up_storage_reader(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_reader(metadata, *args, **kwargs)
+        self._saved = metadata.state_dict_metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Tensors as `write_items` writes them right into their memory; all others by DCP."""
+        stored, others = self.storage_data, []
+        ordered = sorted(
+            plan.items,
+            key=lambda item: (
+                stored[item.storage_index].relative_path,
+                stored[item.storage_index].offset,
+            ),
+        )
+        with TensorReader(Catalogue(self.path, {}, {}, {})) as reader:
+            for item in ordered:
+                if not self._read_framed(reader, item, planner):
+                    others.append(item)
+        return super().read_data(replace(plan, items=others), planner)
+
+    def _read_framed(self, reader: TensorReader, item: ReadItem, planner: LoadPlanner) -> bool:
+        """Whether it is an item of ours, and has been read."""
+        info, about = self.storage_data[item.storage_index], self._saved[item.storage_index.fqn]
+        if info.transform_descriptors or not isinstance(about, TensorStorageMetadata):
+            return False
+        chunk = _chunk_at(about, item.storage_index)
+        target = planner.resolve_tensor(item).detach()
+        kept = About(tuple(chunk.sizes), about.properties.dtype)
+        if type(target) is not Tensor or target.shape != item.lengths:
+            return False
+        before, without = framing_of(kept.dtype, kept.shape)
+        if info.length != without + kept.nbytes:
+            return False
+        head = memoryview(bytearray(len(before)))
+        count = read_at(reader.opened(info.relative_path), head, info.offset)
+        if count != len(before) or head != before:
+            return False
+        if target.numel():
+            place = Place(info.relative_path, info.offset + len(before), kept)
+            reader.read_box(place, target, tuple(item.storage_offsets))
+        planner.commit_tensor(item, target)
+        return True
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         return read_index(self.path)

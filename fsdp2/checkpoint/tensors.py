@@ -485,10 +485,18 @@ class Reader:
         place = self.catalogue.places[name]
         first = tuple(offsets or (0,) * out.dim())
         _check_box(name, place.about.shape, first, tuple(out.shape))
-        file = self._open.get(place.file)
+        self.read_box(place, out, first)
+
+    def opened(self, name: str) -> BinaryIO:
+        """A file of the folder, which stays open."""
+        file = self._open.get(name)
         if file is None:
-            file = self._open[place.file] = (self.catalogue.folder / place.file).open("rb")
-        out = out.detach()
+            file = self._open[name] = (self.catalogue.folder / name).open("rb")
+        return file
+
+    def read_box(self, place: Place, out: torch.Tensor, first: tuple[int, ...]) -> None:
+        """As `read`, of a tensor whose place is known; the box lies in it."""
+        file, out = self.opened(place.file), out.detach()
         for block in _blocks(place.about, tuple(out.shape)):
             begin = tuple(s.start + o for s, o in zip(block, first, strict=True))
             self._read_block(file, place, out[block], begin)
