@@ -89,20 +89,25 @@ def _bind() -> None:
                 return _view_of_whole(op, args, kwargs)
             if _writes_plain(op, args, kwargs) or _only_writes(op, args, kwargs):
                 return _on_whole(op, args, kwargs)
+            if _writes_partial(op, args, kwargs):
+                return _on_whole(op, args, kwargs)
             if _needs_rows(rule.output_spec) and _may_be_empty(args, kwargs):
                 return _on_whole(op, args, kwargs)
             if op is torch.ops.aten._local_scalar_dense.default and _is_partial(args[0]):
                 return _number(args[0])
         return rule
 
-    def on_whole_if_empty(op: Operator, args: Args, kwargs: Kwargs) -> object:
-        if _concerns(args, kwargs) and _may_be_empty(args, kwargs):
+    def on_whole(op: Operator, args: Args, kwargs: Kwargs) -> object:
+        """Of positions in empty rows DTensor knows none, and torch 2.11 of any without a dim."""
+        if _concerns(args, kwargs):
             return _on_whole(op, args, kwargs)
         return handlers[op](op, args, kwargs)
 
     handlers = dict(dispatcher._custom_op_handlers)
-    positions = {torch.ops.aten.argmax.default, torch.ops.aten.argmin.default} & set(handlers)
-    dispatcher._custom_op_handlers.update(dict.fromkeys(positions, on_whole_if_empty))
+    aten = torch.ops.aten
+    known = {aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim}
+    positions = known & set(handlers)
+    dispatcher._custom_op_handlers.update(dict.fromkeys(positions, on_whole))
     setattr(dispatcher, _RULE, find_rule_or_result)
     before = dispatcher._allow_implicit_replication
     dispatcher._allow_implicit_replication = True
@@ -207,6 +212,14 @@ def _written(op: Operator, args: Args, kwargs: Kwargs) -> Iterator[Any]:
     for position, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield args[position] if position < len(args) else kwargs.get(argument.name)
+
+
+def _writes_partial(op: Operator, args: Args, kwargs: Kwargs) -> bool:
+    """Whether it writes in place what is to be summed: few operators may do that to summands."""
+    return any(
+        isinstance(leaf, DTensor) and _is_partial(leaf)
+        for leaf in tree_leaves(list(_written(op, args, kwargs)))
+    )
 
 
 def _only_writes(op: Operator, args: Args, kwargs: Kwargs) -> bool:
@@ -316,7 +329,9 @@ def _whole(leaf: Any, wholes: dict[int, torch.Tensor]) -> Any:
     if not isinstance(leaf, DTensor):
         return leaf
     if id(leaf) not in wholes:
-        wholes[id(leaf)] = leaf.full_tensor()
+        # Of a tensor that requires grad, torch 2.11 would detach the result in place. One that was
+        # expanded has strides for which DTensor's operators find no view.
+        wholes[id(leaf)] = wrap_local(leaf._local_tensor, leaf._spec).full_tensor().contiguous()
     return wholes[id(leaf)]
 
 
