@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fsdp2.checkpoint import files, saving
+from fsdp2.checkpoint import files, retention, saving
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.examples import checkpointing, train_lm
@@ -50,7 +50,7 @@ MOMENTS: dict[str, list[tuple[Any, str]]] = {
         (saving._Job, "_decide"),
         (saving._Job, "_plan_for"),
         (saving._Job, "_commit"),
-        (saving._Job, "_prune"),
+        (retention.Pruner, "prune"),
         (files.Disk, "make_folder"),
         (files.Disk, "create"),
         (files.Disk, "sync"),
