@@ -124,6 +124,7 @@ def test_trl(case: str) -> None:
         ("schedulefree", "schedulefree"),
         ("torchdata", "torchdata"),
         ("sentences", "sentence_transformers"),
+        ("int8", "torchao"),
     ],
 )
 def test_libraries(case: str, package: str) -> None:

@@ -5,20 +5,23 @@ import sys
 import torch
 import torch.distributed as dist
 from common import finish, report_classes, report_loss, tiny_llama, tokens
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 STEPS = 4
 
 
-def sharded(model, layers):
+def sharded(model, layers, policy=None):
+    options = {"mp_policy": policy} if policy else {}
     for layer in layers:
-        fully_shard(layer)
-    return fully_shard(model)
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
 
 
-def llama():
+def llama(policy=None, prepare=None):
     model = tiny_llama()
-    return sharded(model, model.model.layers)
+    if prepare is not None:
+        prepare(model)
+    return sharded(model, model.model.layers, policy)
 
 
 def language(case, model, optimizer, steps=range(STEPS), around=lambda training: None):
@@ -45,6 +48,30 @@ def schedulefree(case):
     language(
         case, model, optimizer, around=lambda on: optimizer.train() if on else optimizer.eval()
     )
+
+
+def _quantized(case, config):
+    """The reduction's dtype is named: without one torch 2.13 reduces in bf16, fsdp2 in fp32."""
+    from torchao import quantize_
+
+    def prepare(model):
+        quantize_(model.model.layers, config)
+
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.bfloat16)
+    model = llama(policy, prepare)
+    language(case, model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+def int8(case):
+    from torchao.prototype.quantized_training import int8_mixed_precision_training
+
+    _quantized(case, int8_mixed_precision_training())
+
+
+def bitnet(case):
+    from torchao.prototype.quantized_training import bitnet_training
+
+    _quantized(case, bitnet_training())
 
 
 def torchdata(case):
