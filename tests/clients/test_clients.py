@@ -125,6 +125,7 @@ def test_trl(case: str) -> None:
         ("torchdata", "torchdata"),
         ("sentences", "sentence_transformers"),
         ("int8", "torchao"),
+        ("bitnet", "torchao"),
     ],
 )
 def test_libraries(case: str, package: str) -> None:
