@@ -93,7 +93,7 @@ def _array(data: bytes | bytearray = b"") -> bytearray:
 
 
 def _scalars(values: Any = ()) -> Any:
-    """What a set may be made of: hashed without recursion."""
+    """Elements that a set may have: hashed without recursion."""
     if any(isinstance(each, tuple) for each in values):
         raise BrokenError()
     return values
@@ -134,7 +134,7 @@ class _Names:
         self._made: dict[object, Entry] = {}
 
     def find(self, module: str, name: str) -> Any:
-        """What stands for a name of the pickle."""
+        """The value that stands for a name of the pickle."""
         module = {"__builtin__": "builtins"}.get(module, module)
         own: dict[tuple[str, str], Callable[..., Any]] = {
             ("builtins", "getattr"): self._inner,

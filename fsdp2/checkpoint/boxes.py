@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Of its first element in each dim, and its extents."""
+"""The first element in each dim, and the extents."""
 
 
 def cover(shape: Sequence[int], boxes: Sequence[Box]) -> bool:

@@ -59,7 +59,7 @@ class MappedFile:
             return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
 
     def offset_of(self, tensor: torch.Tensor) -> int:
-        """Where the numbers of a tensor in this file begin."""
+        """The offset at which the numbers of a tensor in this file begin."""
         return tensor.data_ptr() - self._begin
 
     def release_all(self) -> None:

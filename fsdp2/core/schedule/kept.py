@@ -105,8 +105,3 @@ class Kept:
         """Take over from a root that is part of a larger model now."""
         self.units.update(former.units)
         self.hides = self.hides or former.hides
-
-    def forget(self) -> None:
-        """All were freed."""
-        self.units.clear()
-        self.hides = False
