@@ -5,7 +5,6 @@ choices      a policy asked about a model: the chosen modules, bottom-up, with t
 sharding     `shard_model`: the chosen modules and the model itself, by a strategy
 deferring    `deferred`: a model that is sharded while it is made
 annotations  `enable_wrap` and `wrap`: modules that a model's own code marks
-around       a module around a unit: what FSDP1's and XLA's wrappers have in common
 
 The names, arguments and choices are those of ``torch.distributed.fsdp.wrap``. Policies of torch's
 are taken as well, by what they can do: nothing here imports torch's FSDP.

@@ -250,6 +250,7 @@ def test_only_tests_of_benchmarks_import_benchmarks() -> None:
         ("optim/norms", []),
         ("optim/flat", []),
         ("optim/repoint", []),
+        ("wrapper_module", []),
         ("interop/identity", []),
         ("module", ["fsdp2.handles", "fsdp2.interop"]),
         ("api", ["fsdp2.interop", "fsdp2.module", "fsdp2.sharded_class"]),
@@ -311,7 +312,7 @@ def test_what_replaces_torchs_names_stands_on_public_modules(name: str, others: 
             [
                 *("api", "core.layout.mesh", "core.modules.registry"),
                 *("interop", "module", "optim.norms", "sharded_class", "xla.shards"),
-                *("wrap.around", "wrap.choices"),
+                *("wrap.choices", "wrapper_module"),
             ],
         ),
     ],
