@@ -21,13 +21,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
 from fsdp2.core.config import GroupOptions, MixedPrecisionPolicy, ShardingStateError
-from fsdp2.core.device.collectives import (
-    AllGather,
-    GroupCollectives,
-    ProcessGroup,
-    ReduceScatter,
-    backend_name,
-)
+from fsdp2.core.device.collectives import GroupCollectives
 from fsdp2.core.device.comm_memory import (
     GroupAllGather,
     GroupMemory,
@@ -38,6 +32,8 @@ from fsdp2.core.device.comm_memory import (
     SymmetricReduceScatter,
     conflicting,
 )
+from fsdp2.core.device.custom_collectives import AllGather, ReduceScatter
+from fsdp2.core.device.process_groups import ProcessGroup, backend_name, separate
 from fsdp2.core.modules.assembly import (
     check_groups,
     choose_reshard,
@@ -683,7 +679,7 @@ class FSDPModule(TorchIdentity):
                 group.set_reducers(shared)
                 continue
             if shared.group not in made:
-                made[shared.group] = shared.separate()
+                made[shared.group] = separate(shared)
             group.set_reducers(made[shared.group])
         for record in self._records(recurse):
             if record.scheduler is not None:

@@ -58,7 +58,7 @@ from fsdp2.checkpoint.state import (
 from fsdp2.checkpoint.stores import STEP, AnyPath, PathLike, Store, is_url, local_path
 from fsdp2.checkpoint.values import Value, unpacked
 from fsdp2.core.config import CheckpointError
-from fsdp2.core.device.collectives import rank_and_size
+from fsdp2.core.device.process_groups import rank_and_size
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.module import FSDPModule
 

@@ -32,13 +32,9 @@ from fsdp2.core.config import (
     RankMismatchError,
     ShardingStateError,
 )
-from fsdp2.core.device.collectives import (
-    ReduceKind,
-    StoreBoard,
-    default_store,
-    global_ranks,
-    timeout_of,
-)
+from fsdp2.core.device.channels import StoreBoard, default_store
+from fsdp2.core.device.collectives import ReduceKind
+from fsdp2.core.device.process_groups import global_ranks, timeout_of
 from fsdp2.core.device.streams import Lane
 from fsdp2.core.layout.mesh import local_of, memory_order
 from fsdp2.core.modules.registry import scheduler_of

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp2.core.config import RankMismatchError
-from fsdp2.core.device.collectives import ProcessGroup
+from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.layout.mesh import local_of, wrap_local
 from fsdp2.core.names import clean_as_fsdp1
 from fsdp2.core.params.param import ShardedParam

@@ -16,7 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.core.config import ShardingStateError
-from fsdp2.core.device.collectives import GroupCollectives, ProcessGroup, broadcast_from_first
+from fsdp2.core.device.collectives import GroupCollectives
+from fsdp2.core.device.one_off import broadcast_from_first
+from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.layout.mesh import device_of
 from fsdp2.core.modules.registrations import follow_replaced
 from fsdp2.core.modules.registry import record_of_unit, records_below

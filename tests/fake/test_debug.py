@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
 from fsdp2.checks.groups import ENVIRONMENT, CheckedGroup, Checks, Settings
-from fsdp2.core.device.collectives import StoreBoard
+from fsdp2.core.device.channels import StoreBoard
 from fsdp2.core.modules.registry import records_below
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import Layer, put_around

@@ -24,12 +24,12 @@ from fsdp2.core.device.buffers import empties_storages
 from fsdp2.core.device.collectives import (
     Collectives,
     GroupCollectives,
-    ProcessGroup,
     ReplicaCollectives,
     SoloCollectives,
 )
 from fsdp2.core.device.kernels import Kernels, kernels_for
 from fsdp2.core.device.presence import announce
+from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.device.streams import Streams, make_streams
 from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.layout.mesh import MeshAxes, local_of, smaller_mesh

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2.core.config import MixedPrecisionPolicy
-from fsdp2.core.device.collectives import ProcessGroup
+from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.gather.extension import check_hooks
 from fsdp2.core.layout.layout import Cut, default_cut
 from fsdp2.core.layout.mesh import (
