@@ -26,7 +26,7 @@ from fsdp2.core.device.comm_memory import (
     GroupAllGather,
     GroupMemory,
     GroupReduceScatter,
-    Memory,
+    MemoryKind,
     SymmetricAllGather,
     SymmetricMemory,
     SymmetricReduceScatter,
@@ -865,7 +865,7 @@ class FSDPModule(TorchIdentity):
             )
         return groups[0] if groups else None
 
-    def _check_memory(self, method: str, memory: Memory, enable: bool) -> None:
+    def _check_memory(self, method: str, memory: MemoryKind, enable: bool) -> None:
         for group in self._groups(recurse=False) if enable else ():
             comm = conflicting((group.options.all_gather, group.options.reduce_scatter), memory)
             if comm is not None:

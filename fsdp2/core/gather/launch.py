@@ -52,14 +52,14 @@ def launch_on_lanes(
         behind = copied = streams.record(COPY_IN, "copy-in done")
     streams.wait(ALL_GATHER, behind, "all-gather after copy-in")
     with streams.on(ALL_GATHER):
-        launch_inline(streams, route, name, works, copied=True)
+        gather_inline(streams, route, name, works, copied=True)
     return Launched(copied, streams.record(ALL_GATHER, "all-gather done", event))
 
 
 _DONE = Launched()
 
 
-def launch_inline(
+def gather_inline(
     streams: Streams, route: Route, name: str, works: list[Work], copied: bool = False
 ) -> Launched:
     """As `launch_on_lanes` where all lanes are one, as on a CPU; or in the lane that is current.

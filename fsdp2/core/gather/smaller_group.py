@@ -166,7 +166,7 @@ class SmallerRows:
         self._sources.append(slot.part(gathered, rank))
         between = param.make_smaller(rows, self._group.mesh)
         for buffer, tensor in ((full, self._sources[-1]), (self._rows, local_of(between))):
-            buffer.follow(tensor)
+            buffer.keep_valid(tensor)
         self.swaps += param.swaps(between)
 
     def keep(self) -> None:

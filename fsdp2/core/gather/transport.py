@@ -150,7 +150,7 @@ class CoalescedTransport(SegmentTransport):
             sizes.append(segment.tail)
         self._shards = list(self.kernels.pieces(self._shard_flat(), sizes))[: len(slots)]
         for piece in self._shards:
-            self._shard.follow(piece)
+            self._shard.keep_valid(piece)
         self._outputs = [self._slot_view(slot, (slot.full_numel,)) for slot in slots]
         self._inputs = [self._own_piece(slot) for slot in slots] if self.casts else self._shards
         self.gather = self.collectives.bind_all_gather(self._outputs, self._inputs)
