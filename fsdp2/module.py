@@ -33,7 +33,7 @@ from fsdp2.core.device.comm_memory import (
     conflicting,
 )
 from fsdp2.core.device.custom_collectives import AllGather, ReduceScatter
-from fsdp2.core.device.process_groups import ProcessGroup, backend_name, separate
+from fsdp2.core.device.process_groups import ProcessGroup, backend_name, with_own_group
 from fsdp2.core.modules.assembly import (
     check_groups,
     choose_reshard,
@@ -679,7 +679,7 @@ class FSDPModule(TorchIdentity):
                 group.set_reducers(shared)
                 continue
             if shared.group not in made:
-                made[shared.group] = separate(shared)
+                made[shared.group] = with_own_group(shared)
             group.set_reducers(made[shared.group])
         for record in self._records(recurse):
             if record.scheduler is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import functools
 import importlib
 import re
@@ -69,6 +70,22 @@ TORCHS_OWN = {
     *(f"torch.distributed.fsdp._fully_shard._fsdp_{part}" for part in ("common", "param", "state")),
 }
 """What `interop.identity` imports of torch's FSDP: its names, and types of its stand-ins."""
+
+NAMED_TWICE = {
+    **dict.fromkeys(
+        ("CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy"),
+        "core's own, and a subclass of torch's too in `interop`",
+    ),
+    "Contents": "of a group, as checksums; of a checkpoint",
+    "Reader": "DCP's of a step; of a safetensors file",
+    **dict.fromkeys(
+        ("Allocation", "Memory", "Recorder", "Span", "UnitTimes", "Wait"),
+        "on paper, of a real step and on the testing room's lanes",
+    ),
+    "Operators": "noted on paper, counted in tests",
+    "Call": "of a unit; of a process group of notes; of a simulated step",
+}
+"""Classes of two modules, and why: what is not here has a name of its own."""
 
 COLLECTIVES = re.compile(
     r"_?(all_?gather|reduce_?scatter|all_?reduce|all_?to_?all|broadcast|barrier|gather|scatter"
@@ -528,6 +545,19 @@ def test_classes_have_few_attributes() -> None:
         if isinstance(node, ast.ClassDef) and len(_attributes(node)) > MAX_ATTRIBUTES
     }
     assert found == set(MORE_ATTRIBUTES)
+
+
+def test_one_name_for_one_thing() -> None:
+    """Of classes in the whole package, and of functions in core, where rooms work side by side."""
+    found = collections.Counter(
+        node.name
+        for path in FILES
+        for node in _tree(path).body
+        if "examples" not in path.parts and not getattr(node, "name", "_").startswith("_")
+        if isinstance(node, ast.ClassDef)
+        or (isinstance(node, ast.FunctionDef) and _below(_name(path), "core"))
+    )
+    assert {name for name, count in found.items() if count > 1} <= {*NAMED_TWICE}
 
 
 def test_attributes_are_recognised() -> None:

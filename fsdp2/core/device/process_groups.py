@@ -3,7 +3,7 @@
 default_group, current_world, rank_and_size   of the process
 ranks_of, global_ranks                        in the group's order, in ascending order
 backend_name, serves, timeout_of              what a group tells of its backend for a device
-new_groups, separate                          groups like others, made by their own ranks alone
+new_groups, with_own_group                    groups like others, made by their own ranks alone
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def new_groups(
     return made
 
 
-def separate(collectives: GroupCollectives) -> GroupCollectives:
+def with_own_group(collectives: GroupCollectives) -> GroupCollectives:
     """The same over a new process group of the same ranks, all of which must call this."""
     ranks = ranks_of(collectives.group)
     (group,) = new_groups([collectives.group], collectives.device, [ranks])
