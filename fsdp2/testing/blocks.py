@@ -90,8 +90,11 @@ class Norm(nn.Module):
         return x * self.weight
 
 
-class Attention(nn.Module):
-    """q, k, v and o of [width, width], without heads: what each computes is added up."""
+class Projections(nn.Module):
+    """q, k, v and o of [width, width] of an attention that only adds up what they compute."""
+
+    q: nn.Module
+    v: nn.Module
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -113,7 +116,7 @@ class LlamaBlock(nn.Module):
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = Norm(width), Norm(width)
-        self.attention = Attention(width)
+        self.attention = Projections(width)
         self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(hidden, width, bias=False)
 
@@ -138,7 +141,7 @@ class MoeBlock(nn.Module):
     def __init__(self, width: int, hidden: int, experts: int) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = Norm(width), Norm(width)
-        self.attention = Attention(width)
+        self.attention = Projections(width)
         self.router = nn.Linear(width, experts, bias=False)
         self.up = nn.Parameter(torch.empty(experts, width, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, width))
