@@ -29,7 +29,6 @@ from fsdp2.core.modules.assembly import (
     make_groups,
     move_buffers,
     streams_for,
-    watch_state_dicts,
 )
 from fsdp2.core.modules.engine import watch_backwards
 from fsdp2.core.modules.optimizers import watch_optimizers
@@ -51,6 +50,7 @@ from fsdp2.interop import (
     state_of,
 )
 from fsdp2.sharded_class import set_sharded_class, sharded_class
+from fsdp2.sharding.state_dicts import watch_state_dicts
 
 M = TypeVar("M", bound=nn.Module)
 

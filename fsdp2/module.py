@@ -47,7 +47,6 @@ from fsdp2.core.modules.assembly import (
     make_groups,
     move_buffers,
     process_group,
-    watch_state_dicts,
 )
 from fsdp2.core.modules.dynamo import uncompiled_methods
 from fsdp2.core.modules.frames import forward_method
@@ -63,6 +62,7 @@ from fsdp2.core.schedule.states import SHARDED
 from fsdp2.core.schedule.unit import PrefetchTime, Unit
 from fsdp2.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.interop import TORCHS, TorchIdentity, replicated_parameters
+from fsdp2.sharding.state_dicts import watch_state_dicts
 
 C = TypeVar("C")
 

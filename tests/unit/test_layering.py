@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import fsdp2
+from fsdp2.core import watchers
 from fsdp2.core.names import clean, clean_as_fsdp1
 
 ROOT = Path(fsdp2.__file__).parent
@@ -20,7 +21,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 INSIDE = [p for p in FILES if not {"examples", "testing"} & {*p.relative_to(ROOT).parts}]
 
 # The rooms of core, lowest first: each may import the rooms that it names, and the ground floor.
-GROUND = ("config", "names", "progress")
+GROUND = ("config", "names", "progress", "watchers")
 ROOMS: dict[str, tuple[str, ...]] = {
     "device": (),
     "layout": ("device",),
@@ -251,14 +252,40 @@ def test_only_tests_of_benchmarks_import_benchmarks() -> None:
         ("optim/flat", []),
         ("optim/repoint", []),
         ("interop", []),
-        ("module", ["fsdp2.handles", "fsdp2.interop"]),
-        ("api", ["fsdp2.interop", "fsdp2.module", "fsdp2.sharded_class"]),
+        ("module", ["fsdp2.handles", "fsdp2.interop", "fsdp2.sharding"]),
+        ("api", ["fsdp2.interop", "fsdp2.module", "fsdp2.sharded_class", "fsdp2.sharding"]),
     ],
 )
 def test_public_modules_stand_on_the_core(name: str, others: list[str]) -> None:
     own = {m for m in _modules_of(ROOT / f"{name}.py") if _below(m, "fsdp2")}
     assert any(_below(module, "fsdp2.core") for module in own)
-    assert all(_below(module, "fsdp2.core") or module in others for module in own)
+    known = ("fsdp2.core", *others)
+    assert all(any(_below(module, each) for each in known) for module in own)
+
+
+def test_rooms_around_a_step_stand_on_the_core() -> None:
+    """They say what lives there; core knows of neither, and checks not of sharding."""
+    for room, others in (("checks", ()), ("sharding", ("checks",))):
+        text = ast.get_docstring(_tree(ROOT / room / "__init__.py")) or ""
+        for path in (ROOT / room).glob("*.py"):
+            assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
+            known = ("core", room, *others)
+            assert all(any(_below(m, each) for each in known) for m in _own_modules(path)), path
+
+
+def test_who_watches_core_is_there_for_everyone() -> None:
+    """Each of `Watchers` is named in the table, and has a function once fsdp2 is imported."""
+    table = watchers.__doc__ or ""
+    found = [
+        (_name(path).removeprefix("core."), name, value)
+        for path in (ROOT / "core").rglob("*.py")
+        for name, value in vars(sys.modules.get(f"fsdp2.{_name(path)}", watchers)).items()
+        if isinstance(value, watchers.Watchers)
+    ]
+    assert found
+    for module, name, value in found:
+        assert re.search(rf"\b{name}\b", table), (module, name)
+        assert value.functions, (module, name)
 
 
 def test_the_room_of_whole_tensors_stands_on_the_core() -> None:

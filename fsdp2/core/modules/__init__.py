@@ -12,7 +12,7 @@
     ties           parameters that modules of several units register
     optimizers     what optimizers hold when they step
     frames         what runs now, as the interpreter's frames tell it
-    explain        torch's words on a sharded parameter, in a sentence
+    failures       exceptions that leave a forward or a backward: told to who can explain them
     containers     walks through what modules take and return
     dynamo         marks that keep torch.compile out of functions
 

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from fsdp2.core.config import MixedPrecisionPolicy, ShardingStateError
-from fsdp2.core.modules.assembly import owners_of, watch_state_dicts_of
 from fsdp2.core.modules.optimizers import watch_optimizers
 from fsdp2.core.modules.registrations import Move, is_managed, mark_managed
 from fsdp2.core.modules.registry import UnitRecord, record_of_unit
@@ -35,6 +34,10 @@ from fsdp2.core.params.param import (
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.ties import GroupAlias, give_back, lend
 from fsdp2.core.schedule.unit import Unit, all_units
+from fsdp2.core.watchers import Watchers
+
+gained: Watchers[[set[nn.Module], ParamGroup]] = Watchers()
+"""Called with modules that register parameters of a group, and registered none of it before."""
 
 
 class Owned(NamedTuple):
@@ -214,6 +217,11 @@ def take_strays(places: Sequence[Stray]) -> None:
     take_up(moves, all_units())
 
 
+def owners_of(group: ParamGroup) -> set[nn.Module]:
+    """The modules that register a parameter of a group."""
+    return {module for param in group.params for module, _ in param.entries}
+
+
 def _fill(owned: Owned, entries: list[ModuleEntry]) -> None:
     """Let these be a parameter's entries."""
     param, group, _ = owned
@@ -222,7 +230,7 @@ def _fill(owned: Owned, entries: list[ModuleEntry]) -> None:
     param.register(param.sharded)
     group.rebind()
     mark_managed([param])
-    watch_state_dicts_of(owners_of(group) - watched, group)
+    gained(owners_of(group) - watched, group)
 
 
 # ---- after

@@ -1,0 +1,43 @@
+"""What rooms above core add to it: each adds its functions when it is imported, with the package.
+
+Core says when something happens; it does not know who listens, nor why:
+
+    device.presence     joins, first_use    this rank will use a process group; it is about to
+    modules.failures    in_forward          a forward raised
+                        in_backward         a backward raised
+    modules.ties        gained              modules register parameters of a group since
+    modules.optimizers  before_step         an optimizer steps, whose parameters may be others now
+    modules.registrations  checks           a root's forward begins, and something was registered
+
+Nothing is called in a step that repeats the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, ParamSpec
+
+P = ParamSpec("P")
+
+
+class Watchers(Generic[P]):
+    """Functions that are called where something happens, in the order in which they were added.
+
+    They may raise, which ends what was about to happen.
+
+    Attributes:
+        functions: all of them; empty where no room above core was imported.
+    """
+
+    __slots__ = ("functions",)
+
+    def __init__(self) -> None:
+        self.functions: list[Callable[P, object]] = []
+
+    def add(self, function: Callable[P, object]) -> None:
+        """Call ``function`` from now on, too."""
+        self.functions.append(function)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        for function in self.functions:
+            function(*args, **kwargs)
