@@ -22,21 +22,11 @@ from torch.distributed.tensor import DTensor
 from fsdp2.core import config
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.layout.mesh import MeshAxes, default_mesh, resolve_axes
-from fsdp2.core.modules.assembly import (
-    check_groups,
-    connect_meshes,
-    follow_aliases,
-    make_groups,
-    move_buffers,
-    streams_for,
-)
 from fsdp2.core.modules.engine import watch_backwards
 from fsdp2.core.modules.optimizers import watch_optimizers
-from fsdp2.core.modules.planned import Pending, Taken, join_others, plan_taken
 from fsdp2.core.modules.registrations import watch_registrations
 from fsdp2.core.modules.registry import Arguments, record_of
 from fsdp2.core.modules.saved import hooks_for
-from fsdp2.core.modules.selection import PlacementFn
 from fsdp2.core.params.param import Plan, is_extended
 from fsdp2.core.schedule.unit import Unit
 from fsdp2.interop import (
@@ -50,6 +40,16 @@ from fsdp2.interop import (
     state_of,
 )
 from fsdp2.sharded_class import set_sharded_class, sharded_class
+from fsdp2.sharding.assembly import (
+    check_groups,
+    connect_meshes,
+    follow_aliases,
+    make_groups,
+    move_buffers,
+    streams_for,
+)
+from fsdp2.sharding.planned import Pending, Taken, join_others, plan_taken
+from fsdp2.sharding.selection import PlacementFn
 from fsdp2.sharding.state_dicts import watch_state_dicts
 
 M = TypeVar("M", bound=nn.Module)

@@ -2,11 +2,12 @@
 
 Core says when something happens; it does not know who listens, nor why:
 
-    device.presence     joins, first_use    this rank will use a process group; it is about to
+    device.presence     first_use           a unit is about to use a process group
     modules.failures    in_forward          a forward raised
                         in_backward         a backward raised
     modules.ties        gained              modules register parameters of a group since
-    modules.optimizers  before_step         an optimizer steps, whose parameters may be others now
+    modules.optimizers  changed             an optimizer steps, whose parameters may be others now
+                        steps               an optimizer steps; empty unless somebody asks
     modules.registrations  checks           a root's forward begins, and something was registered
 
 Nothing is called in a step that repeats the one before.
@@ -34,9 +35,13 @@ class Watchers(Generic[P]):
     def __init__(self) -> None:
         self.functions: list[Callable[P, object]] = []
 
-    def add(self, function: Callable[P, object]) -> None:
-        """Call ``function`` from now on, too."""
-        self.functions.append(function)
+    def add(self, function: Callable[P, object], first: bool = False) -> None:
+        """Call ``function`` from now on, too: behind the others, or ``first``."""
+        self.functions.insert(0 if first else len(self.functions), function)
+
+    def remove(self, function: Callable[P, object]) -> None:
+        """Call ``function`` no longer."""
+        self.functions.remove(function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
         for function in self.functions:

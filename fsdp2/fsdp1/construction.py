@@ -13,19 +13,17 @@ All of it ends at wrappers that are there already.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.optim.optimizer as torch_optimizer
 from torch import nn
 
 from fsdp2.core.device.collectives import ProcessGroup, broadcast_from_first
+from fsdp2.core.modules import optimizers
 from fsdp2.core.modules.containers import cast
-from fsdp2.core.modules.registrations import Registrations
 from fsdp2.core.modules.registry import record_of
 from fsdp2.optim import repoint_optimizer
 from fsdp2.wrap import around
@@ -229,26 +227,17 @@ def follow_original_parameters(module: nn.Module) -> None:
     torch's FSDP1 keeps the parameter objects where ``use_orig_params=True``, so that clients make
     optimizers first. Each optimizer is looked at when anything was registered or sharded since.
     """
-    _watch_optimizers()
     for param in module.parameters():
         param.__dict__[WRAPPED] = True
 
 
-@functools.cache
-def _watch_optimizers() -> None:
-    seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+def _repoint(optimizer: torch.optim.Optimizer) -> None:
+    held = (param for group in optimizer.param_groups for param in group["params"])
+    if any(WRAPPED in param.__dict__ for param in held):
+        repoint_optimizer(optimizer)
 
-    def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if seen.get(optimizer) != Registrations.count:
-            held = (param for group in optimizer.param_groups for param in group["params"])
-            if any(WRAPPED in param.__dict__ for param in held):
-                repoint_optimizer(optimizer)
-            seen[optimizer] = Registrations.count
 
-    handle = torch_optimizer.register_optimizer_step_pre_hook(before)
-    # In front of the one that refuses such parameters.
-    hooks: Any = torch_optimizer._global_optimizer_pre_hooks  # an OrderedDict
-    hooks.move_to_end(handle.id, last=False)
+optimizers.changed.add(_repoint, first=True)  # before they are refused
 
 
 # ---- dtypes

@@ -20,8 +20,8 @@ from fsdp2.core.device.collectives import GroupCollectives, ProcessGroup, broadc
 from fsdp2.core.layout.mesh import device_of
 from fsdp2.core.modules.registrations import follow_replaced
 from fsdp2.core.modules.registry import record_of_unit, records_below
-from fsdp2.core.modules.selection import managed_modules
 from fsdp2.core.modules.ties import Owners
+from fsdp2.core.modules.walks import managed_modules
 from fsdp2.core.names import clean
 from fsdp2.core.params.param import ModuleEntry, ShardedParam
 from fsdp2.core.schedule.group import ParamGroup

@@ -5,7 +5,7 @@
     kernels      the few tensor operations that gathers and reductions launch
     backends     what each kind of backend is known to do
     collectives  the only module that calls c10d; what differs between torch versions
-    presence     every rank of a process group runs fsdp2, or none communicates; first collectives
+    presence     all ranks of a process group are there, before a unit uses it first
     rehearsal    what stands for streams and kernels while a step is rehearsed on ``meta``
     comm_memory  collectives in memory of the process group, or in symmetric memory
 

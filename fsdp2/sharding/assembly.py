@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from fsdp2.checks.presence import announce
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
 from fsdp2.core.device import rehearsal
 from fsdp2.core.device.buffers import empties_storages
@@ -22,13 +23,12 @@ from fsdp2.core.device.collectives import (
     SoloCollectives,
 )
 from fsdp2.core.device.kernels import Kernels, kernels_for
-from fsdp2.core.device.presence import announce
 from fsdp2.core.device.streams import Streams, make_streams
 from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.layout.mesh import MeshAxes, local_of, smaller_mesh
 from fsdp2.core.modules.registrations import mark_managed
 from fsdp2.core.modules.registry import Arguments, UnitRecord
-from fsdp2.core.modules.selection import managed_modules
+from fsdp2.core.modules.walks import managed_modules
 from fsdp2.core.params.aliases import REPLACED, aliases_in, refuse_gradients
 from fsdp2.core.params.param import (
     GATHERED,

@@ -18,24 +18,16 @@ from torch import nn
 from fsdp2.core.config import MixedPrecisionPolicy
 from fsdp2.core.layout.mesh import MeshAxes
 from fsdp2.core.modules.registry import UnitRecord
-from fsdp2.core.modules.selection import (
+from fsdp2.core.modules.ties import Computed, check_same_dtype, link
+from fsdp2.core.params.param import ModuleEntries, Plan
+from fsdp2.sharding.selection import (
     NamedEntry,
     PlacementFn,
     entries_of,
     managed_parameters,
     plan_parameters,
 )
-from fsdp2.core.modules.ties import (
-    Computed,
-    check_same_dtype,
-    check_strays,
-    join,
-    link,
-    strays,
-    take_strays,
-    tied_parameters,
-)
-from fsdp2.core.params.param import ModuleEntries, Plan
+from fsdp2.sharding.ties import check_strays, join, strays, take_strays, tied_parameters
 
 
 @dataclass(frozen=True)
