@@ -4,6 +4,7 @@ For everyone, at rare events:
 
     explain    torch's words on a sharded parameter, in a sentence
     optimizers what optimizers hold when they step
+    registered what modules register that no unit has put there
     presence   every rank of a process group runs fsdp2, or none communicates
 
 What `fsdp2.debug` switches on:
@@ -17,6 +18,6 @@ watchers (`fsdp2.core.watchers`), of parameters that are to be sharded, and of n
 (`fsdp2.core.schedule.layers`).
 """
 
-from fsdp2.checks import explain, optimizers, presence
+from fsdp2.checks import explain, optimizers, presence, registered
 
-__all__ = ["explain", "optimizers", "presence"]
+__all__ = ["explain", "optimizers", "presence", "registered"]

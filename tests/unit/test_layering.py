@@ -304,7 +304,7 @@ def test_the_room_of_whole_tensors_stands_on_the_core() -> None:
         (
             "installing",
             [
-                *("core.modules.registrations", "api", "fsdp1", "handles"),
+                *("checks.registered", "api", "fsdp1", "handles"),
                 *("interop", "module", "optim.clipping", "startup"),
             ],
         ),

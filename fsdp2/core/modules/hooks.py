@@ -42,7 +42,7 @@ from fsdp2.core.modules.frames import calls_of, failure_of
 from fsdp2.core.modules.registrations import (
     Move,
     Registrations,
-    check_registered,
+    find_moves,
     follow_replaced,
     is_registered,
     put_back,
@@ -242,7 +242,7 @@ class UnitHooks(UnitRecord):
         moves: list[Move] = []
         for module in self.modules:
             ignored = {entry for below in records_below(module) for entry in below.ignored}
-            moves += check_registered(module, managed, ignored)
+            moves += find_moves(module, managed, ignored)
         if moves:
             scheduler.wait_for_reductions()
             take_up(moves, scheduler.units)
