@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fsdp2.checkpoint import files
+from fsdp2.checkpoint.consensus import is_first, together
 from fsdp2.checkpoint.folder import (
     Progress,
     check_files,
@@ -38,7 +39,6 @@ from fsdp2.checkpoint.folder import (
 from fsdp2.checkpoint.state import Held, Reader, held_by, read_chunk
 from fsdp2.checkpoint.stores import AnyPath, PathLike, disk_path, local_path
 from fsdp2.checkpoint.tensors import About, Layout, Writer, plan
-from fsdp2.checkpoint.together import is_first, together
 from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.collectives import rank_and_size
 

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
+from fsdp2.checkpoint.consensus import is_first, together
 from fsdp2.checkpoint.converting import kind_of
 from fsdp2.checkpoint.folder import (
     Manifest,
@@ -55,7 +56,6 @@ from fsdp2.checkpoint.state import (
     ties_of,
 )
 from fsdp2.checkpoint.stores import STEP, AnyPath, PathLike, Store, is_url, local_path
-from fsdp2.checkpoint.together import is_first, together
 from fsdp2.checkpoint.values import Value, unpacked
 from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.collectives import rank_and_size

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.binaries import are_binaries, catalogue_of
+from fsdp2.checkpoint.consensus import is_first, together
 from fsdp2.checkpoint.exporting import Names
 from fsdp2.checkpoint.folder import any_path
 from fsdp2.checkpoint.state import Differences, Held, held_by
 from fsdp2.checkpoint.stores import PathLike
 from fsdp2.checkpoint.tensors import Catalogue, Reader, catalogue
-from fsdp2.checkpoint.together import is_first, together
 from fsdp2.checkpoint.unsaved import recomputed, unsaved
 from fsdp2.core.config import CheckpointError
 from fsdp2.full.loading import require_writable, rewritten

@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint import files
+from fsdp2.checkpoint.consensus import Outcome, agree, attempt, is_first, side_channel
 from fsdp2.checkpoint.folder import (
     Json,
     Manifest,
@@ -62,7 +63,6 @@ from fsdp2.checkpoint.state import (
     state_of,
 )
 from fsdp2.checkpoint.stores import INDEX, AnyPath, Attempt, PathLike, Store
-from fsdp2.checkpoint.together import Outcome, agree, attempt, is_first, side_channel
 from fsdp2.checkpoint.values import Packed, Value, packed
 from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.collectives import LostRankError, SideChannel, rank_and_size

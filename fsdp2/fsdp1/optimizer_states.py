@@ -40,8 +40,8 @@ from fsdp2.fsdp1.state_dicts import (
     wrong_rows,
 )
 from fsdp2.full.gathering import require_released
-from fsdp2.full.subjects import Agreement, require_idle, settle, subjects_of
-from fsdp2.full.way import cut_rows, made_whole, scattered_rows
+from fsdp2.full.selection import Agreement, require_idle, settle, subjects_of
+from fsdp2.full.unsharding import cut_rows, made_whole, scattered_rows
 
 StateDict = dict[str, Any]
 """An optimizer's: "state" and "param_groups"."""

@@ -41,8 +41,8 @@ from fsdp2.fsdp1.config import (
     StateDictType,
 )
 from fsdp2.full.gathering import is_held
-from fsdp2.full.subjects import Agreement, Subject, require_idle, settle, subjects_of
-from fsdp2.full.way import cut_rows, made_whole
+from fsdp2.full.selection import Agreement, Subject, require_idle, settle, subjects_of
+from fsdp2.full.unsharding import cut_rows, made_whole
 
 C = TypeVar("C")
 

@@ -68,14 +68,14 @@ from fsdp2.module import FSDPModule
 from fsdp2.optim.norms import clip_grad_norm_
 from fsdp2.sharded_class import sharded_class
 from fsdp2.wrap import any_wrap_policy, chosen_modules
-from fsdp2.wrap.around import Around, flags_put_back
 from fsdp2.wrap.choices import Policy
+from fsdp2.wrapper_module import WrapperModule, flags_put_back
 
 ProcessGroups = ProcessGroup | tuple[ProcessGroup, ProcessGroup]
 """One group, or two to shard and to copy over."""
 
 
-class FullyShardedDataParallel(Around, TorchWrapperIdentity):
+class FullyShardedDataParallel(WrapperModule, TorchWrapperIdentity):
     """Wrap a module and shard its parameters, with the interface of torch's FSDP1.
 
     Names, order, defaults and meaning of the arguments are those of torch's documentation of

@@ -22,7 +22,7 @@ from fsdp2.core.config import RankMismatchError, ShardingStateError
 from fsdp2.core.params.aliases import REPLACED
 from fsdp2.core.params.param import GATHERED, WHOLE, ShardedParam, is_extended, store_of
 from fsdp2.core.progress import OptimizerSteps
-from fsdp2.full.subjects import (
+from fsdp2.full.selection import (
     Agreement,
     Names,
     Subject,
@@ -32,7 +32,7 @@ from fsdp2.full.subjects import (
     settle,
     subjects_of,
 )
-from fsdp2.full.way import leaves_of, rebuilt, way_of
+from fsdp2.full.unsharding import leaves_of, rebuilt, way_of
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,14 @@ from fsdp2.core.params.param import is_extended
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.full.gathering import require_released
-from fsdp2.full.subjects import (
+from fsdp2.full.selection import (
     Agreement,
     Subject,
     require_idle,
     settle,
     subjects_of,
 )
-from fsdp2.full.way import leaves_of, way_of
+from fsdp2.full.unsharding import leaves_of, way_of
 
 
 class IncompatibleKeys(NamedTuple):

@@ -251,7 +251,8 @@ def test_only_tests_of_benchmarks_import_benchmarks() -> None:
         ("optim/norms", []),
         ("optim/flat", []),
         ("optim/repoint", []),
-        ("interop", ["fsdp2.sharding"]),
+        ("wrapper_module", []),
+        ("interop/identity", ["fsdp2.sharding"]),
         ("module", ["fsdp2.handles", "fsdp2.interop", "fsdp2.sharding"]),
         ("api", ["fsdp2.interop", "fsdp2.module", "fsdp2.sharded_class", "fsdp2.sharding"]),
     ],
@@ -298,17 +299,27 @@ def test_the_room_of_whole_tensors_stands_on_the_core() -> None:
             assert _below(module, "core") or _below(module, "full"), path
 
 
+def test_the_room_of_torchs_clients_says_what_lives_there() -> None:
+    """And importing it installs nothing: `installing` stands on what imports this room."""
+    room = ROOT / "interop"
+    text = ast.get_docstring(_tree(room / "__init__.py")) or ""
+    for path in room.iterdir():
+        hidden = path.stem.startswith("__")
+        assert hidden or re.search(rf"^{path.stem}\b", text, re.MULTILINE), path.stem
+    assert _own_modules(room / "__init__.py") == {"interop.identity"}
+
+
 @pytest.mark.parametrize(
     ("name", "others"),
     [
         (
-            "installing",
+            "interop/installing",
             [
                 *("checks.registered", "api", "fsdp1", "handles"),
-                *("interop", "module", "optim.clipping", "startup"),
+                *("interop", "interop.startup", "module", "optim.clipping"),
             ],
         ),
-        ("run", ["installing"]),
+        ("run", ["interop.installing"]),
     ],
 )
 def test_what_replaces_torchs_names_stands_on_public_modules(name: str, others: list[str]) -> None:
@@ -328,7 +339,7 @@ def test_what_replaces_torchs_names_stands_on_public_modules(name: str, others: 
             [
                 *("api", "core.layout.mesh", "core.modules.registry"),
                 *("interop", "module", "optim.norms", "sharded_class", "xla.shards"),
-                *("wrap.around", "wrap.choices"),
+                *("wrap.choices", "wrapper_module"),
             ],
         ),
     ],
@@ -345,11 +356,11 @@ def test_fsdp1_says_what_lives_there() -> None:
     for path in (ROOT / "fsdp1").glob("*.py"):
         assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
     users = {_name(path) for path in FILES if any(_below(m, "fsdp1") for m in _own_modules(path))}
-    assert {name for name in users if not _below(name, "fsdp1")} <= {"", "installing"}
+    assert {name for name in users if not _below(name, "fsdp1")} <= {"", "interop.installing"}
 
 
 def test_the_room_of_checkpoints_stands_on_public_modules() -> None:
-    """And says what lives there; ranks talk through `together`, `files` writes, `owning` locks."""
+    """And says what lives there; ranks talk through `consensus`, `files` writes, `owning` locks."""
     room = ROOT / "checkpoint"
     text = ast.get_docstring(_tree(room / "__init__.py")) or ""
     others = {"module", "core.config", "core.device.collectives", "core.names", "full.loading"}
@@ -360,7 +371,7 @@ def test_the_room_of_checkpoints_stands_on_public_modules() -> None:
         assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
         assert all(_below(m, "checkpoint") or m in others for m in _own_modules(path)), path
         imported = {name for _, name in _imports_of(path)}
-        assert "gather_objects" not in imported or path.stem == "together"
+        assert "gather_objects" not in imported or path.stem == "consensus"
         called = {ast.unparse(n.func) for n in ast.walk(_tree(path)) if isinstance(n, ast.Call)}
         writing = {"os.rename", "os.unlink", "os.mkdir", "os.rmdir", "os.fsync", "open"}
         assert not called & writing or path.stem in ("files", "owning"), path
@@ -449,7 +460,7 @@ def test_only_three_modules_import_torch_distributed(path: Path) -> None:
     if _name(path) == COLLECTIVES_MODULE:
         exactly += ["torch._C._distributed_c10d", "torch.distributed.distributed_c10d"]
         exactly.append("torch.distributed._functional_collectives")
-    if _name(path) == "interop":
+    if _name(path) == "interop.identity":
         exactly += ["torch.distributed.fsdp", "torch.distributed._composable.contract"]
         exactly.append("torch.distributed._composable_state")
         exactly += [f"torch.distributed.fsdp._fully_shard._fsdp_{part}" for part in TORCHS_OWN]
@@ -491,7 +502,7 @@ def test_other_methods_of_a_group_are_not(name: str) -> None:
 def test_nobody_imports_torchs_own(path: Path) -> None:
     theirs = {m for m in _modules_of(path) if _below(m, "torch.distributed.fsdp")}
     theirs |= {m for m, name in _imports_of(path) if (m, name) == ("torch.distributed", "fsdp")}
-    assert theirs == set() or _name(path) == "interop"
+    assert theirs == set() or _name(path) == "interop.identity"
 
 
 @pytest.mark.parametrize("path", FILES, ids=_name)

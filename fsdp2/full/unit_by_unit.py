@@ -1,4 +1,4 @@
-"""`full_parameters`: a model's whole parameters as a stream, one unit in memory at a time.
+"""`full_parameters`: a model's whole parameters, one unit in memory at a time.
 
 ranks compare ── each unit: is everybody still here? ── gather it ── yield its parameters
 end, or left early ── tell the others, who raise at their next unit
@@ -16,7 +16,7 @@ from fsdp2.core.names import clean
 from fsdp2.core.params.param import is_extended
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.full.gathering import require_released
-from fsdp2.full.subjects import (
+from fsdp2.full.selection import (
     Agreement,
     Subject,
     require_idle,
@@ -24,7 +24,7 @@ from fsdp2.full.subjects import (
     settle,
     subjects_of,
 )
-from fsdp2.full.way import made_whole
+from fsdp2.full.unsharding import made_whole
 
 _HERE, _GONE, _CHANGED = 0, 1, 2
 """How a rank comes to the next unit; the largest counts."""
