@@ -13,8 +13,8 @@ What `fsdp2.debug` switches on:
     groups     groups that agree, look for NaN and for lost writes, before they go on
     agreement  ranks agree on each step, by notes on a board
 
-Owns: the settings and the agreement of this process. Core knows nothing of it: it tells its
-watchers (`fsdp2.core.watchers`), of parameters that are to be sharded, and of new groups
+Owns: the settings and the agreement of this process. Core knows nothing of it: it gives notices
+(`fsdp2.core.notices`), and tells of parameters that are to be sharded and of new groups
 (`fsdp2.core.schedule.layers`).
 """
 

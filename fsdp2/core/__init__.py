@@ -3,7 +3,7 @@
 config     what a user may choose, as frozen values; the exceptions
 progress   optimizer steps counted; what to say where a collective fails
 names      names without what wrappers put into them
-watchers   what rooms above add: called at rare events
+notices    what rooms above core are told of, at rare events
 device/    lanes, memory, kernels and collectives of one device
 layout/    where every element lives: flat layouts, meshes
 params/    a parameter in its forms, and its gradients

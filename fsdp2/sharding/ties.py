@@ -27,7 +27,7 @@ from fsdp2.core.modules.ties import (
     take_up,
 )
 from fsdp2.core.modules.walks import managed_modules
-from fsdp2.core.params.param import GATHERED, OWNER, ModuleEntry, Plan, ShardedParam
+from fsdp2.core.params.param import GATHERED, OWNER, ModuleEntry, PlannedParam, ShardedParam
 from fsdp2.core.schedule.unit import Unit, all_units
 from fsdp2.sharding.selection import NamedEntry
 
@@ -102,7 +102,7 @@ def strays(
 
 
 def check_strays(
-    places: Sequence[Stray], plans: Sequence[Plan], policy: MixedPrecisionPolicy
+    places: Sequence[Stray], plans: Sequence[PlannedParam], policy: MixedPrecisionPolicy
 ) -> None:
     """Raise what `take_strays` would, once ``plans`` of a call with ``policy`` are applied."""
     own = {plan.param: plan for plan in plans}
@@ -110,8 +110,8 @@ def check_strays(
         plan = own.get(param)
         for record in around(entry.module, all_units()) if plan is not None else ():
             assert plan is not None
-            chosen = plan.compute_dtype or policy.param_dtype
-            other = Computed(plan.name, param.dtype, chosen, plan.compute_dtype is not None)
+            chosen = plan.dtype_override or policy.param_dtype
+            other = Computed(plan.name, param.dtype, chosen, plan.dtype_override is not None)
             check_same_dtype(entry.name, other, record.arguments.precision)
 
 

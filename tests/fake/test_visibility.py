@@ -113,7 +113,7 @@ def test_a_steady_step_neither_logs_nor_marks_nor_explains() -> None:
         "fsdp2.core.schedule.profiling",
         "fsdp2.core.schedule.layers",
         "fsdp2.checks.explain",
-        "fsdp2.core.watchers",
+        "fsdp2.core.notices",
         "torch.autograd.prof",
     )
     assert [name for name in counts if name.startswith(extra)] == []

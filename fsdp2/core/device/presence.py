@@ -9,10 +9,10 @@ from weakref import WeakSet
 
 import torch
 
-from fsdp2.core.device.collectives import ProcessGroup
-from fsdp2.core.watchers import Watchers
+from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.core.notices import Notice
 
-first_use: Watchers[[ProcessGroup, torch.device, str]] = Watchers()
+first_use: Notice[[ProcessGroup, torch.device, str]] = Notice()
 """Called before the first use of a process group, with its device and the unit's name."""
 
 _met: WeakSet[ProcessGroup] = WeakSet()

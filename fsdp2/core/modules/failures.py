@@ -10,11 +10,11 @@ from collections.abc import Iterable
 
 from torch.autograd.graph import Node
 
+from fsdp2.core.notices import Notice
 from fsdp2.core.schedule.unit import Unit
-from fsdp2.core.watchers import Watchers
 
-in_forward: Watchers[[BaseException, Iterable[Unit]]] = Watchers()
+in_forward: Notice[[BaseException, Iterable[Unit]]] = Notice()
 """Called with what a forward raised, and the units below its root."""
 
-in_backward: Watchers[[RuntimeError, Iterable[Node], Iterable[Unit]]] = Watchers()
+in_backward: Notice[[RuntimeError, Iterable[Node], Iterable[Unit]]] = Notice()
 """Called with what a backward raised, the nodes that it would run, and all units."""

@@ -20,16 +20,16 @@ from torch.optim.optimizer import (
 
 from fsdp2.core.modules.dynamo import uncompiled
 from fsdp2.core.modules.registrations import Registrations
+from fsdp2.core.notices import Notice
 from fsdp2.core.params.param import OWNER
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.schedule.scheduler import offloading, settle_all
-from fsdp2.core.watchers import Watchers
 
-changed: Watchers[[torch.optim.Optimizer]] = Watchers()
+changed: Notice[[torch.optim.Optimizer]] = Notice()
 """Called before a step of an optimizer that is its first, or the first since anything was
 registered or sharded, or the optimizer has another number of parameter groups."""
 
-steps: Watchers[[torch.optim.Optimizer]] = Watchers()
+steps: Notice[[torch.optim.Optimizer]] = Notice()
 """Called before each step of an optimizer, whatever it holds."""
 
 

@@ -27,6 +27,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from fsdp2.core.notices import Notice
 from fsdp2.core.params.aliases import REPLACED
 from fsdp2.core.params.param import (
     OWNER,
@@ -37,7 +38,6 @@ from fsdp2.core.params.param import (
 )
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GroupState
-from fsdp2.core.watchers import Watchers
 
 MANAGED = "_fsdp2_managed"
 """Attribute of a module: the names of its parameters that a unit manages."""
@@ -172,7 +172,7 @@ class Unexpected(NamedTuple):
     meshes: Set[DeviceMesh]
 
 
-unexpected: Watchers[[Unexpected]] = Watchers()
+unexpected: Notice[[Unexpected]] = Notice()
 """Called with what was registered otherwise than by an assignment that ties two parameters."""
 
 

@@ -21,6 +21,7 @@ from fsdp2.core.modules.optimizers import watch_optimizers
 from fsdp2.core.modules.registrations import Move, mark_managed
 from fsdp2.core.modules.registry import UnitRecord, record_of_unit
 from fsdp2.core.modules.walks import managed_modules
+from fsdp2.core.notices import Notice
 from fsdp2.core.params.aliases import REPLACED
 from fsdp2.core.params.param import (
     ModuleEntries,
@@ -31,9 +32,8 @@ from fsdp2.core.params.param import (
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.ties import GroupAlias, give_back, lend
 from fsdp2.core.schedule.unit import Unit, all_units
-from fsdp2.core.watchers import Watchers
 
-gained: Watchers[[set[nn.Module], ParamGroup]] = Watchers()
+gained: Notice[[set[nn.Module], ParamGroup]] = Notice()
 """Called with modules that register parameters of a group, and registered none of it before."""
 
 
@@ -92,7 +92,7 @@ class Computed(NamedTuple):
 def computed(owned: Owned) -> Computed:
     param = owned.param
     chosen = compute_dtype(owned.group.options, param)
-    return Computed(param.name, param.dtype, chosen, param.compute_dtype is not None)
+    return Computed(param.name, param.dtype, chosen, param.dtype_override is not None)
 
 
 def check_same_dtype(name: str, other: Computed, policy: MixedPrecisionPolicy) -> None:

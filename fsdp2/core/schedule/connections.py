@@ -24,8 +24,9 @@ from weakref import WeakSet
 import torch
 
 from fsdp2.core.device.backends import traits_of
-from fsdp2.core.device.collectives import ProcessGroup, global_ranks, run_first_collective
+from fsdp2.core.device.one_off import run_first_collective
 from fsdp2.core.device.presence import meet
+from fsdp2.core.device.process_groups import ProcessGroup, global_ranks
 from fsdp2.core.progress import communication_error
 from fsdp2.core.schedule.group import ParamGroup
 

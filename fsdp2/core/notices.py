@@ -1,4 +1,4 @@
-"""What rooms above core add to it: each adds its functions when it is imported, with the package.
+"""What rooms above core are told of: each adds its functions when the package is imported.
 
 Core says when something happens; it does not know who listens, nor why:
 
@@ -21,8 +21,8 @@ from typing import Generic, ParamSpec
 P = ParamSpec("P")
 
 
-class Watchers(Generic[P]):
-    """Functions that are called where something happens, in the order in which they were added.
+class Notice(Generic[P]):
+    """That something happens in core: calls functions of rooms above, in the order of `add`.
 
     They may raise, which ends what was about to happen.
 
