@@ -30,7 +30,6 @@ from fsdp2.core.config import (
     RankMismatchError,
     ShardingStateError,
 )
-from fsdp2.core.device.channels import StoreBoard, default_store
 from fsdp2.core.device.collectives import ReduceKind
 from fsdp2.core.device.process_groups import global_ranks, timeout_of
 from fsdp2.core.device.streams import Lane
@@ -51,6 +50,7 @@ from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import Layer, Watchers, put_around
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.schedule.unit import Phase, Unit, all_groups, unit_of
+from fsdp2.ranks.channels import StoreBoard, default_store
 
 ENVIRONMENT = "FSDP2_DEBUG"
 _SAME_WEIGHTS = (

@@ -22,12 +22,12 @@ import torch
 from torch import nn
 
 from fsdp2 import wrapper_module
-from fsdp2.core.device.one_off import broadcast_from_first
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.modules import optimizers
 from fsdp2.core.modules.containers import cast
 from fsdp2.core.modules.registry import record_of
 from fsdp2.optim import repoint_optimizer
+from fsdp2.ranks.transfers import broadcast_from_first
 from fsdp2.wrapper_module import INSIDE
 
 

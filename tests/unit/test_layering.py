@@ -51,16 +51,22 @@ C10D = "torch._C._distributed_c10d"
 TOUCHING: dict[str, set[str]] = {
     "core.device.collectives": {"torch.distributed", C10D},
     "core.device.one_off": {"torch.distributed", "torch.distributed._functional_collectives"},
-    "core.device.channels": {"torch.distributed", C10D},
+    "ranks.channels": {"torch.distributed", C10D},
+    "ranks.transfers": {"torch.distributed"},
     "core.device.process_groups": {"torch.distributed", "torch.distributed.distributed_c10d"},
     "core.device.custom_collectives": {"torch.distributed"},
     "core.device.comm_memory": {"torch.distributed", "torch.distributed._symmetric_memory"},
     "paper.null_group": {"torch.distributed"},
     "paper.stage": {"torch.distributed"},
 }
-"""What modules touch c10d, and by what: nobody but the device's room, and the groups of plans."""
+"""What modules touch c10d, and by what: the device's room, `ranks`, and the groups of plans."""
 
-COMMUNICATING = {"core.device.collectives", "core.device.one_off", "core.device.channels"}
+COMMUNICATING = {
+    "core.device.collectives",
+    "core.device.one_off",
+    "ranks.channels",
+    "ranks.transfers",
+}
 """Modules that call collectives."""
 
 TORCHS_OWN = {
@@ -285,7 +291,7 @@ def test_only_tests_of_benchmarks_import_benchmarks() -> None:
     [
         ("reports", ["fsdp2.tracing.summaries"]),
         ("optim/clipping", ["fsdp2.optim", "fsdp2.optim.norms"]),
-        ("optim/norms", []),
+        ("optim/norms", ["fsdp2.ranks"]),
         ("optim/flat", []),
         ("optim/repoint", []),
         ("wrapper_module", []),
@@ -302,8 +308,9 @@ def test_public_modules_stand_on_the_core(name: str, others: list[str]) -> None:
 
 
 def test_rooms_around_a_step_stand_on_the_core() -> None:
-    """They say what lives there; core knows of neither, and checks not of sharding."""
-    for room, others in (("checks", ()), ("sharding", ("checks",))):
+    """They say what lives there, and import those before them; core knows of none."""
+    rooms = (("ranks", ()), ("checks", ("ranks",)), ("sharding", ("checks",)))
+    for room, others in rooms:
         text = ast.get_docstring(_tree(ROOT / room / "__init__.py")) or ""
         for path in (ROOT / room).glob("*.py"):
             assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
@@ -333,7 +340,7 @@ def test_the_room_of_whole_tensors_stands_on_the_core() -> None:
     for path in room.glob("*.py"):
         assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
         for module in _own_modules(path):
-            assert _below(module, "core") or _below(module, "full"), path
+            assert any(_below(module, each) for each in ("core", "full", "ranks")), path
 
 
 def test_the_room_of_torchs_clients_says_what_lives_there() -> None:
@@ -404,7 +411,7 @@ def test_the_room_of_checkpoints_stands_on_public_modules() -> None:
     others |= {"core.layout.layout", "xla.files", "xla.shards"}  # of `convert`
     others |= {"core.device.buffers", "core.layout.mesh", "core.modules.registry"}
     others |= {"core.progress", "core.modules.optimizers"}  # what reads shards beside training
-    others |= {"core.device.channels", "core.device.process_groups"}
+    others |= {"ranks.channels", "core.device.process_groups"}
     for path in room.glob("*.py"):
         assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
         assert all(_below(m, "checkpoint") or m in others for m in _own_modules(path)), path
