@@ -26,6 +26,7 @@ from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.modules import optimizers
 from fsdp2.core.modules.containers import cast
 from fsdp2.core.modules.registry import record_of
+from fsdp2.core.modules.walks import walk
 from fsdp2.optim import repoint_optimizer
 from fsdp2.ranks.transfers import broadcast_from_first
 from fsdp2.wrapper_module import INSIDE
@@ -42,13 +43,7 @@ def own_modules(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     Yields:
         A module, and what names of its parameters begin with.
     """
-    queue, seen = [(module, "")], {module}
-    for member, prefix in queue:  # which grows
-        yield member, prefix
-        for name, child in member.named_children():
-            if child not in seen and not is_wrapper(child) and record_of(child) is None:
-                seen.add(child)
-                queue.append((child, f"{prefix}{name}."))
+    return walk((module,), lambda m: is_wrapper(m) or record_of(m) is not None, "by depth")
 
 
 # ---- what is left alone

@@ -381,7 +381,7 @@ def test_what_replaces_torchs_names_stands_on_public_modules(name: str, others: 
         (
             "wrapper",
             [
-                *("api", "core.layout.mesh", "core.modules.registry"),
+                *("api", "core.layout.mesh", "core.modules.registry", "core.modules.walks"),
                 *("interop", "module", "optim.norms", "sharded_class", "xla.shards"),
                 *("wrap.choices", "wrapper_module"),
             ],

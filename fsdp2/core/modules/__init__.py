@@ -1,7 +1,7 @@
 """nn.Module and autograd: what drives the schedule.
 
     registry       which module has which unit, and what it was made with
-    walks          over modules: which belong to a unit, and which to others
+    walks          the walk over modules, and which of them belong to a unit
     roots          which module is a root, and which units it serves
     hooks          on modules and gradients: with engine, the only code that knows autograd's engine
     saved          hooks with others on what autograd saves, where storages cannot be emptied
