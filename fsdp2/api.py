@@ -10,7 +10,7 @@ applied (`apply_calls`). Whoever makes several units of a model plans them all f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
@@ -188,11 +188,11 @@ class PlannedCall:
 def plan_call(
     module: object,
     *,
-    mesh: DeviceMesh | None,
-    reshard_after_forward: bool | int | None,
-    shard_placement_fn: PlacementFn | None,
-    mp_policy: MixedPrecisionPolicy | None,
-    offload_policy: OffloadPolicy | None,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     pending: Pending | None = None,
@@ -225,11 +225,30 @@ def plan_call(
     options = GroupOptions(policy)
     taken = plan_taken(modules, ignored, axes, shard_placement_fn, policy, pending=pending)
     reshard, smaller = _checked_reshard(reshard_after_forward, axes, taken.plans)
-    check_groups(name, taken.plans, options)
+    check_groups(name, taken.plans, options, compare=pending is None or not pending.ahead)
     if pending is not None:
         pending.add(taken, policy)
     arguments = Arguments(axes, policy, offload, smaller)
     return PlannedCall(name, taken, arguments, options, reshard)
+
+
+def plan_calls(
+    calls: Iterable[tuple[object, Mapping[str, Any]]], *, ahead: bool = False
+) -> list[PlannedCall]:
+    """Plan calls that are applied one after the other; changes nothing.
+
+    Args:
+        calls: modules and arguments of each, as for `fully_shard`, in the order of the calls.
+        ahead: whether parameters get memory and values in between, so that each call is to be
+            planned again: this only raises what is known by now. Default ``False``.
+
+    Raises:
+        ValueError: as `plan_call`; all that follow, too.
+        TypeError: see there.
+        RankMismatchError: see there; not ``ahead``.
+    """
+    pending = Pending(ahead=ahead)
+    return [plan_call(module, **arguments, pending=pending) for module, arguments in calls]
 
 
 def apply_calls(calls: Sequence[PlannedCall]) -> None:

@@ -45,16 +45,19 @@ from fsdp2.core.schedule.unit import Unit, all_groups
 _streams: dict[torch.device, Streams] = {}
 
 
-def check_groups(name: str, plans: list[PlannedParam], options: GroupOptions) -> None:
+def check_groups(
+    name: str, plans: list[PlannedParam], options: GroupOptions, compare: bool = True
+) -> None:
     """Raise where `make_groups` could not make them, or ranks would make others.
 
     Args:
         name: of the unit's modules.
         plans: what is to become of their parameters.
         options: of the groups to be.
+        compare: whether those are told who compare what ranks have.
     """
     _check_memory(plans)
-    for check in Watchers.plans:
+    for check in Watchers.plans if compare else ():
         check(name, plans, options)
 
 

@@ -117,7 +117,6 @@ def plan_parameters(
         plans.append(
             PlannedParam(name, param, where, own, cut, policy.overridden_dtype(name, param))
         )
-    _check_one_device(found)
     _check_memory({entries[0].name: local_of(param) for param, entries in found.items()})
     return plans
 
@@ -188,7 +187,8 @@ def _check_memory(params: dict[str, torch.Tensor]) -> None:
         ranges.append((begin, end, name))
 
 
-def _check_one_device(found: dict[nn.Parameter, list[NamedEntry]]) -> None:
+def check_one_device(found: dict[nn.Parameter, list[NamedEntry]]) -> None:
+    """Raise if some of a unit's parameters are on the meta device, and others are not."""
     meta = [entries[0].name for param, entries in found.items() if param.is_meta]
     real = [entries[0].name for param, entries in found.items() if not param.is_meta]
     if meta and real:
