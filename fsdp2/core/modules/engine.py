@@ -56,13 +56,13 @@ class _ExplainingEngine(_Engine):
             _hook_side_doors(ends)
         if Graph.alive and not inside:
             Graph.ending = frozenset() if keep_graph else _graphs_behind(ends)
-        ended = Backwards.ended
+        ended = Backwards.ended  # hooks that see this backward count its end
         try:
             result = super().run_backward(ends, grads, keep_graph, *args, **kw)
         except RuntimeError as error:
             _explain(error, ends)
             raise
-        if inside:
+        if inside:  # the backward around it is not over: what comes below is for its end
             return result
         if Graph.ending:
             Graph.alive -= Graph.ending
