@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from fsdp2.core.custom_collectives import ReduceScatter
 from fsdp2.core.device.collectives import ReduceKind, Replicas, scatter_sums
-from fsdp2.core.device.custom_collectives import ReduceScatter
 from fsdp2.core.device.one_off import sum_over
 from fsdp2.core.device.process_groups import ProcessGroup
 

@@ -21,7 +21,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 INSIDE = [p for p in FILES if not {"examples", "testing"} & {*p.relative_to(ROOT).parts}]
 
 # The rooms of core, lowest first: each may import the rooms that it names, and the ground floor.
-GROUND = ("config", "names", "progress")
+GROUND = ("config", "custom_collectives", "names", "progress")
 ROOMS: dict[str, tuple[str, ...]] = {
     "device": (),
     "layout": ("device",),
@@ -52,7 +52,7 @@ TOUCHING: dict[str, set[str]] = {
     "core.device.one_off": {"torch.distributed", "torch.distributed._functional_collectives"},
     "core.device.channels": {"torch.distributed", C10D},
     "core.device.process_groups": {"torch.distributed", "torch.distributed.distributed_c10d"},
-    "core.device.custom_collectives": {"torch.distributed"},
+    "core.custom_collectives": {"torch.distributed"},
     "core.device.comm_memory": {"torch.distributed", "torch.distributed._symmetric_memory"},
     "paper.null_group": {"torch.distributed"},
     "paper.stage": {"torch.distributed"},
@@ -172,6 +172,10 @@ def test_every_module_of_core_is_in_a_room() -> None:
     rooms = {path.name for path in core.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert rooms == set(ROOMS)
     assert {path.stem for path in core.glob("*.py")} == {"__init__", *GROUND}
+    text = ast.get_docstring(_tree(core / "__init__.py")) or ""
+    named = re.findall(r"^(\w+)(/?) ", text.partition("\n\n")[2], re.MULTILINE)
+    assert {room for room, folder in named if folder} == set(ROOMS)
+    assert {module for module, folder in named if not folder} == set(GROUND)
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ from torch._C._distributed_c10d import (
     _make_nccl_premul_sum,
 )
 
+from fsdp2.core.custom_collectives import AllGather, ReduceScatter
 from fsdp2.core.device.backends import traits_of
-from fsdp2.core.device.custom_collectives import AllGather, ReduceScatter
 
 P = ParamSpec("P")
 
