@@ -82,7 +82,7 @@ def _attempts(original: type) -> Iterator[Callable[[], type]]:
 
 def _plain_maker(metaclass: type, of_user: type) -> Callable[..., type]:
     """Makes classes of a metaclass with Python's own code alone."""
-    own: Any = abc.ABCMeta if issubclass(of_user, abc.ABCMeta) else type
+    own: object = abc.ABCMeta if issubclass(of_user, abc.ABCMeta) else type
     made: Callable[..., type] = functools.partial(own.__new__, metaclass)
     return made
 

@@ -50,18 +50,18 @@ class Record:
     """
 
     kind = ""
-    args: tuple[Any, ...]
+    args: tuple[object, ...]
     state: Any
 
-    def __new__(cls, *args: Any) -> Record:
+    def __new__(cls, *args: object) -> Record:
         made = super().__new__(cls)
         made.args, made.state = args, {}
         return made
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: object) -> None:
         pass
 
-    def build_from(self, state: Any) -> None:
+    def build_from(self, state: object) -> None:
         if isinstance(state, tuple) and len(state) == 2:  # of __dict__, of __slots__
             state = {**(state[0] or {}), **(state[1] or {})}
         self.state = state
@@ -133,10 +133,10 @@ class _Names:
         self._members = members
         self._made: dict[object, Entry] = {}
 
-    def find(self, module: str, name: str) -> Any:
+    def find(self, module: str, name: str) -> object:
         """The value that stands for a name of the pickle."""
         module = {"__builtin__": "builtins"}.get(module, module)
-        own: dict[tuple[str, str], Callable[..., Any]] = {
+        own: dict[tuple[str, str], Callable[..., object]] = {
             ("builtins", "getattr"): self._inner,
             ("torch._tensor", "_rebuild_from_type_v2"): self._typed,
             ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
@@ -170,13 +170,13 @@ class _Names:
             raise BrokenError()
         return _Storage(key, offset, length, dtype)
 
-    def _inner(self, outer: Any, name: str) -> Any:
+    def _inner(self, outer: object, name: str) -> object:
         """A class in a class, which this version of pickle asks for so."""
         if not _makes_records(outer):
             raise BrokenError()
         return Maker(_kind(name))
 
-    def _typed(self, make: Any, kind: Any, args: Any, state: Any) -> Any:
+    def _typed(self, make: object, kind: Any, args: Any, state: object) -> object:
         if _makes_records(kind) and _makes_records(make):
             found = kind.make()
             found.build_from(state)
@@ -189,11 +189,11 @@ class _Names:
         self,
         storage: _Storage,
         offset: int,
-        shape: Any,
-        strides: Any,
+        shape: object,
+        strides: object,
         _grad: bool = False,
-        _hooks: Any = None,
-        flags: Any = None,
+        _hooks: object = None,
+        flags: object = None,
     ) -> Entry:
         return self._entry(storage, storage.dtype, offset, shape, strides, flags)
 
@@ -201,12 +201,12 @@ class _Names:
         self,
         storage: _Storage,
         offset: int,
-        shape: Any,
-        strides: Any,
+        shape: object,
+        strides: object,
         _grad: bool,
-        _hooks: Any,
+        _hooks: object,
         dtype: torch.dtype,
-        flags: Any = None,
+        flags: object = None,
     ) -> Entry:
         return self._entry(storage, dtype, offset, shape, strides, flags)
 
@@ -240,7 +240,7 @@ def _kind(name: str) -> type[Record]:
     return type(name, (Record,), {"kind": name})
 
 
-def _makes_records(value: Any) -> bool:
+def _makes_records(value: object) -> bool:
     made = value.make if isinstance(value, Maker) else None
     return isinstance(made, type) and issubclass(made, Record)
 
@@ -330,7 +330,7 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=2)
         self.entries: dict[Entry, _Token] = {}
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Any:
         if not isinstance(obj, Entry):
             return NotImplemented
         token = self.entries.setdefault(obj, _Token(len(self.entries), obj))
@@ -341,7 +341,7 @@ class _Pickler(pickle.Pickler):
             return torch._utils._rebuild_tensor_v3, (*args, obj.dtype)
         return torch._utils._rebuild_tensor_v2, args
 
-    def persistent_id(self, obj: Any) -> Any:
+    def persistent_id(self, obj: object) -> object:
         if not isinstance(obj, _Token):
             return None
         kind = _storage_class(obj.entry.dtype)

@@ -380,7 +380,7 @@ def _read_xla(path: Path) -> Contents:
     return contents_of({"model": found}, path)
 
 
-def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
+def _as_dtype(value: object, dtype: torch.dtype) -> object:
     return Entry.of(value.whole().to(dtype)) if isinstance(value, Entry) else value
 
 
@@ -585,7 +585,7 @@ def _write_dcp(
     metas = _metas(tree, entries)  # alive, so that nothing else has their ids
     flat, paths = flatten_state_dict(metas)
     about: dict[str, Any] = {}
-    stored: dict[MetadataIndex, Any] = {}
+    stored: dict[MetadataIndex, object] = {}
     with disk.create(folder / file_of(0)) as stream:
         counted = _Stream(stream, progress, _total(tree))
         for name, value in flat.items():

@@ -11,7 +11,6 @@ The hooks here have the names, arguments and arithmetic of torch's default ones
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -143,7 +142,7 @@ class HookedReduceScatter(ReduceScatter):
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: ProcessGroup,
-        op: Any,
+        op: object,
         async_op: bool = False,
     ) -> None:
         """Call the hook; it may give the output other memory and another dtype."""

@@ -227,7 +227,7 @@ class FullyShardedDataParallel(WrapperModule, TorchWrapperIdentity):
     @property
     def _unit_module(self) -> FSDPModule:
         """The wrapped module, which has the methods of its unit."""
-        found: Any = self._wrapped
+        found: object = self._wrapped
         assert isinstance(found, FSDPModule)
         return found
 
@@ -481,7 +481,7 @@ def _wrap_below(
     module: nn.Module,
     policy: Policy,
     settings: _ResolvedOptions,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
 ) -> None:
     """Wrap the modules below that a policy chooses, and those that stay in full precision."""
     check_nothing_wrapped(module)

@@ -173,7 +173,7 @@ def scatter_sums(output: torch.Tensor, input_: torch.Tensor, group: dist.Process
 def _method(group: dist.ProcessGroup, names: tuple[str, ...]) -> Callable[..., Any]:
     for name in names:
         if hasattr(group, name):
-            method: Callable[..., Any] = getattr(group, name)
+            method: Callable[..., object] = getattr(group, name)
             return method
     raise TypeError(
         f"{type(group).__name__} has none of the collectives {names}; use a "

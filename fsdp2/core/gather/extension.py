@@ -161,7 +161,7 @@ class ExtendedParam:
         self._gathered: torch.nn.Parameter | None = None
         self._guarded: tuple[torch.Tensor, ...] = ()  # versions are kept while it is filled
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
-        self._metadata: Any = None
+        self._metadata: object = None
 
     # ---- before the all-gather
 
@@ -171,7 +171,7 @@ class ExtendedParam:
         local: Any = param.local
         if context.offload is not None:
             local = local.to(context.device, non_blocking=True)
-        arguments: tuple[Any, ...] = (self._mesh,)
+        arguments: tuple[object, ...] = (self._mesh,)
         if self._takes_all:
             strides = contiguous_strides(param.shape)
             module, _ = next(iter(param.entries))

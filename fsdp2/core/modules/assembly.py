@@ -273,7 +273,7 @@ def watch_state_dicts_of(owners: set[nn.Module], group: ParamGroup) -> None:
         if not _is_in_use(group):
             before()
 
-    def after_save(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    def after_save(module: nn.Module, state: dict[str, object], prefix: str, _: object) -> None:
         shown.put_into(state, module, prefix)
         outside.leave()
 
@@ -339,7 +339,7 @@ class _Shown:
         self._known: list[ModuleEntries] = []
         self._places: dict[int, list[tuple[str, ShardedParam]]] = {}  # by id of the module
 
-    def put_into(self, state: dict[str, Any], module: nn.Module, prefix: str) -> None:
+    def put_into(self, state: dict[str, object], module: nn.Module, prefix: str) -> None:
         """Exchange what was taken of the gathered parameters that ``module`` registers.
 
         Another thread may take it while units are gathered and freed: not the group's state counts,

@@ -50,7 +50,9 @@ class _ExplainingEngine(_Engine):
     """Autograd's engine, for backwards that reach sharded modules."""
 
     @uncompiled
-    def run_backward(self, ends: Ends, grads: Any, keep_graph: bool, *args: Any, **kw: Any) -> Any:
+    def run_backward(
+        self, ends: Ends, grads: object, keep_graph: bool, *args: object, **kw: object
+    ) -> object:
         inside = torch._C._current_graph_task_id() != _OUTSIDE  # a reentrant checkpoint's
         if noting and not inside:
             _hook_side_doors(ends)

@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2.core.params.hooks import CountedHooks, may_have_hooks, run_tensor_hooks
 from fsdp2.core.params.param import ShardedParam
 
-Sum = tuple[Any, torch.Tensor, torch.Tensor]
+Sum = tuple[object, torch.Tensor, torch.Tensor]
 """A parameter that has a gradient, that gradient's rows, and the rows to add to them."""
 
 
@@ -329,10 +329,10 @@ class GradientReuse:
     __slots__ = ("_free", "_watch")
 
     def __init__(self) -> None:
-        self._free: list[Any] = []
+        self._free: list[object] = []
         self._watch: _Watch | None = None
 
-    def take(self, count: int) -> list[Any]:
+    def take(self, count: int) -> list[object]:
         """DTensors for ``count`` gradients, whose rows are to be set; ``None`` where to make one.
 
         The last is always ``None``.
@@ -356,7 +356,7 @@ class GradientReuse:
         self._watch = watch
 
 
-class _Watch(weakref.ref[Any]):
+class _Watch(weakref.ref[object]):
     """Of the last gradient's rows; it knows the others.
 
     Attributes:
@@ -367,7 +367,7 @@ class _Watch(weakref.ref[Any]):
     __slots__ = ("free", "lent")
 
     lent: list[Any]
-    free: list[Any]
+    free: list[object]
 
 
 def _look(watch: _Watch) -> None:

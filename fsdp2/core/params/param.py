@@ -631,7 +631,7 @@ def is_extended(local: torch.Tensor) -> bool:
     return hooked or is_traceable_wrapper_subclass(local)
 
 
-def _users_attributes(param: nn.Parameter) -> dict[str, Any]:
+def _users_attributes(param: nn.Parameter) -> dict[str, object]:
     """What users set on a parameter; not what its tensor subclass itself keeps there."""
     own = () if isinstance(param, DTensor) or not is_extended(param) else param.detach().__dict__
     return {name: value for name, value in param.__dict__.items() if name not in own}
