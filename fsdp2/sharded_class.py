@@ -16,7 +16,6 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from torch import nn
 
@@ -24,7 +23,7 @@ from fsdp2.module import FSDPModule
 
 _made: dict[type, type] = {}
 
-_set_class: Any = vars(object)["__class__"].__set__
+_set_class: Callable[[object, type], None] = vars(object)["__class__"].__set__
 """Changes an object's class, whatever its own class makes of attributes."""
 
 

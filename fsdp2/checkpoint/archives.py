@@ -14,10 +14,10 @@ import io
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import IO, Any, Protocol, TypeGuard, cast
 
 import torch
 
@@ -31,10 +31,13 @@ _SMALL, _ZIP64 = 30, 20  # bytes: of a member's header without names, and of its
 _MEMBER = struct.Struct("<26xHH")  # lengths of a member's name and of what else stands there
 
 
+Bytes = bytes | bytearray | memoryview
+
+
 class Sink(Protocol):
     """What is written to, from the begin to the end."""
 
-    def write(self, data: Any, /) -> int: ...
+    def write(self, data: Bytes, /) -> int: ...
 
 
 # ---- reading
@@ -92,7 +95,7 @@ def _array(data: bytes | bytearray = b"") -> bytearray:
     return bytearray(data)
 
 
-def _scalars(values: Any = ()) -> Any:
+def _scalars(values: Iterable[object] = ()) -> Iterable[object]:
     """Elements that a set may have: hashed without recursion."""
     if any(isinstance(each, tuple) for each in values):
         raise BrokenError()
@@ -176,9 +179,10 @@ class _Names:
             raise BrokenError()
         return Maker(_kind(name))
 
-    def _typed(self, make: object, kind: Any, args: Any, state: object) -> object:
+    def _typed(self, make: object, kind: object, args: Iterable[object], state: object) -> object:
         if _makes_records(kind) and _makes_records(make):
             found = kind.make()
+            assert isinstance(found, Record)
             found.build_from(state)
             return found
         if not isinstance(make, Maker):
@@ -240,7 +244,7 @@ def _kind(name: str) -> type[Record]:
     return type(name, (Record,), {"kind": name})
 
 
-def _makes_records(value: object) -> bool:
+def _makes_records(value: object) -> TypeGuard[Maker]:
     made = value.make if isinstance(value, Maker) else None
     return isinstance(made, type) and issubclass(made, Record)
 
@@ -264,7 +268,7 @@ def read_archive(file: MappedFile, begin: int = 0, end: int | None = None) -> Tr
     """
     end = file.length if end is None else end
     try:
-        with zipfile.ZipFile(cast(Any, Window(file, begin, end))) as archive:
+        with zipfile.ZipFile(cast("IO[bytes]", Window(file, begin, end))) as archive:
             members = {
                 info.filename.partition("/")[2]: (_data_of(file, begin, info), info.file_size)
                 for info in archive.infolist()
@@ -366,9 +370,9 @@ def write_archive(sink: Sink, tree: Tree) -> None:
     pickler = _Pickler(text)
     pickler.dump(tree)
     counted = _Counted(sink)
-    with zipfile.ZipFile(cast(Any, counted), "w") as archive:
+    with zipfile.ZipFile(cast("IO[bytes]", counted), "w") as archive:
 
-        def member(name: str, blocks: Any, size: int) -> None:
+        def member(name: str, blocks: Iterable[Bytes], size: int) -> None:
             info = zipfile.ZipInfo(f"archive/{name}", (1980, 1, 1, 0, 0, 0))
             info.file_size = size
             wide = size * 1.05 > zipfile.ZIP64_LIMIT

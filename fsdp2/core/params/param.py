@@ -607,9 +607,21 @@ class ShardedParam:
         return swaps
 
 
-def compute_dtype(options: GroupOptions, param: Any) -> torch.dtype:
+class HasDtype(Protocol):
+    """What says in which dtype a parameter is gathered."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the shards."""
+
+    @property
+    def dtype_override(self) -> torch.dtype | None:
+        """The user's exception from the policy."""
+
+
+def compute_dtype(options: GroupOptions, param: HasDtype) -> torch.dtype:
     """The dtype that a parameter is gathered in; integers are gathered as they are."""
-    dtype: torch.dtype = param.dtype
+    dtype = param.dtype
     chosen = param.dtype_override or options.precision.param_dtype
     return chosen if chosen is not None and dtype.is_floating_point else dtype
 
