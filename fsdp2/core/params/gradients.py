@@ -27,7 +27,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
@@ -35,6 +35,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core.params.hooks import CountedHooks, may_have_hooks, run_tensor_hooks
 from fsdp2.core.params.param import ShardedParam
+
+T = TypeVar("T")
 
 Sum = tuple[object, torch.Tensor, torch.Tensor]
 """A parameter that has a gradient, that gradient's rows, and the rows to add to them."""
@@ -288,7 +290,7 @@ def _run_hooks(params: Sequence[ShardedParam], waiting: Sequence[Sum]) -> None:
             param.run_hooks()
 
 
-def _chosen(items: Sequence[Any], present: Sequence[bool]) -> list[Any]:
+def _chosen(items: Sequence[T], present: Sequence[bool]) -> list[T]:
     return [item for item, there in zip(items, present, strict=True) if there]
 
 
