@@ -10,8 +10,8 @@ import torch
 
 from fsdp2.core.device.kernels import TorchKernels
 from fsdp2.core.layout.layout import Cut, ParamShape, Slot, build_layout
-from fsdp2.core.reduce.program import ReductionSpec, is_direct
 from fsdp2.core.reduce.reduction import Reduction
+from fsdp2.core.reduce.spec import ReductionSpec, is_direct
 from fsdp2.testing.parameters import PaperGradients, PaperParam
 from tests.unit._cuts import as_cut
 

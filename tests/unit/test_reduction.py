@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp
 from fsdp2.core.device.collectives import ReduceKind
 from fsdp2.core.device.kernels import FusedKernels
 from fsdp2.core.layout.layout import Slot
-from fsdp2.core.reduce.program import plan_division
+from fsdp2.core.reduce.spec import plan_division
 from fsdp2.testing.counting import operators
 from tests.unit._ranks import ThreadCollectives, run_ranks
 from tests.unit._reductions import (

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fsdp2.core.reduce.program import plan_division
+from fsdp2.core.reduce.spec import plan_division
 from tests.common.combinations import each_once
 from tests.unit._ranks import ThreadCollectives, ThreadReplicas, run_mesh, run_ranks
 from tests.unit._reductions import (

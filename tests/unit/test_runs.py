@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fsdp2.core.device.buffers import contiguous_strides
-from fsdp2.core.reduce.program import Run, runs, whole_run
 from fsdp2.core.reduce.reduction import Reduction
+from fsdp2.core.reduce.spec import Run, runs, whole_run
 
 
 def _views(flat: torch.Tensor, planned: list[Run]) -> list[torch.Tensor]:

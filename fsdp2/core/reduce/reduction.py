@@ -18,8 +18,9 @@
 
 The last lane is ALL_REDUCE where anything runs there, else REDUCE; what was copied to the host is
 delivered by the host, once the copy has arrived. A step that a configuration does not need is not
-in the program. Where gradients' memory is kept (`storage`) the result is written there, if it is
-free. Where all lanes are one, as on a CPU, all is over when the launch returns: nothing is pending.
+in the program. Where gradients' memory is kept (`kept_gradients`) the result is written there, if
+it is free. Where all lanes are one, as on a CPU, all is over when the launch returns: nothing is
+pending.
 Three ways to stage:
 
     direct    autograd's gradients are the collective's inputs as they are: no copy
@@ -33,9 +34,9 @@ Where some are staged directly or cast, and others packed, they are reduced in o
 The user's own collective reduces packed gradients between buffers that it allocates; a copy of this
 rank's rows leaves its output at once, so that it may use the same buffers for the next reduction.
 
-With the gradients travel marks (`marks`): of whom each is. A rank that lacks a gradient runs a
-program of more steps: it sends marks of its own, and looks at what comes back before it delivers
-rows of what others had. Where lanes are streams, the host looks at the end of backward.
+With the gradients travel marks (`presence_marks`): of whom each is. A rank that lacks a gradient
+runs a program of more steps: it sends marks of its own, and looks at what comes back before it
+delivers rows of what others had. Where lanes are streams, the host looks at the end of backward.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ from fsdp2.core.layout.layout import COLLECTIVE_ALIGN_BYTES, Slot
 from fsdp2.core.params.gradients import Gradients, Sum
 from fsdp2.core.params.param import ShardedParam
 from fsdp2.core.progress import communication_error
-from fsdp2.core.reduce.marks import Marks
-from fsdp2.core.reduce.program import (
+from fsdp2.core.reduce.kept_gradients import KeptGradients
+from fsdp2.core.reduce.presence_marks import Marks
+from fsdp2.core.reduce.spec import (
     Division,
     Program,
     ReductionSpec,
@@ -72,7 +74,6 @@ from fsdp2.core.reduce.program import (
     runs,
     whole_run,
 )
-from fsdp2.core.reduce.storage import KeptGradients
 
 P = TypeVar("P")
 

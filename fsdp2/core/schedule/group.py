@@ -51,7 +51,6 @@ from fsdp2.core.params.param import (
     shapes_of,
 )
 from fsdp2.core.progress import OptimizerSteps, ShardReaders, communication_error
-from fsdp2.core.reduce.program import ReductionSpec, is_direct, reduction_spec
 from fsdp2.core.reduce.reduction import (
     Job,
     PendingReduction,
@@ -61,6 +60,7 @@ from fsdp2.core.reduce.reduction import (
 )
 from fsdp2.core.reduce.reduction import launch_inline as reduce_inline
 from fsdp2.core.reduce.reduction import launch_on_lanes as reduce_on_lanes
+from fsdp2.core.reduce.spec import ReductionSpec, is_direct, reduction_spec
 from fsdp2.core.schedule.states import (
     GATHERING,
     HIDDEN,
