@@ -246,6 +246,8 @@ class GroupOptions:
         keep_gradients: whether the memory of reduced gradients stays allocated between steps.
         all_gather: the user's all-gather, or ``None``.
         reduce_scatter: the user's reduce-scatter, or ``None``.
+        reduce_codec: name of an entry of `core.reduce.transport.TRANSPORTS` that reduces gradients;
+            ``None`` for the one that dtypes and layout ask for.
         all_reduce_hook: called with each reduced flat gradient before it is delivered.
         all_reduce_hook_stream: the stream to call it on; ``None`` for the all-reduce lane.
     """
@@ -259,5 +261,6 @@ class GroupOptions:
     keep_gradients: bool = False
     all_gather: Any = None
     reduce_scatter: Any = None
+    reduce_codec: str | None = None
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_hook_stream: Any = None

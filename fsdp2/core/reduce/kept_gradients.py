@@ -10,9 +10,13 @@ All are made once. They are filled again only while no member has a ``.grad`` (i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.params.gradients import Gradients
+from fsdp2.core.reduce.program import Job, Kept, Step
 
 
 class KeptGradients:
@@ -20,28 +24,78 @@ class KeptGradients:
 
     Args:
         gradients: the members'.
+        make: allocates the flat tensor.
+        views: makes the rows of it.
+        otherwise: the step that makes new memory, where the kept memory is in use.
+        kernels: memory and copies.
 
     Attributes:
-        flat: the rows of all of them, in the gradients' dtype; ``None`` until they are needed.
-        rows: views of it, one a member.
-        objects: what becomes ``.grad``, over the rows.
-        taken: whether a reduction is on its way that fills them and hands them out.
+        otherwise: as it was given.
+        kernels: as it was given.
     """
 
-    __slots__ = ("_gradients", "flat", "objects", "rows", "taken")
+    __slots__ = ("_gradients", "_kept", "_make", "_taken", "_views", "kernels", "otherwise")
 
-    def __init__(self, gradients: Gradients) -> None:
+    def __init__(
+        self,
+        gradients: Gradients,
+        make: Callable[[], torch.Tensor],
+        views: Callable[[torch.Tensor], list[torch.Tensor]],
+        otherwise: Step,
+        kernels: Kernels,
+    ) -> None:
         self._gradients = gradients
-        self.flat: torch.Tensor | None = None
-        self.rows: list[torch.Tensor] = []
-        self.objects: list[torch.Tensor] = []
-        self.taken = False
+        self._make, self._views = make, views
+        self.otherwise = otherwise
+        self.kernels = kernels
+        self._kept: Kept | None = None  # until it is needed
+        self._taken = False  # by a reduction on its way, which fills it and hands it out
 
-    def is_free(self) -> bool:
-        """Whether what they hold is nobody's gradient."""
-        return not (self.taken or self._gradients.delivered())
+    def _take(self) -> Kept | None:
+        """The kept memory, unless what it holds is a gradient, or will be."""
+        if self._taken or self._gradients.delivered():
+            return None
+        if self._kept is None:
+            flat = self._make()
+            rows = self._views(flat)
+            self._kept = Kept(flat, rows, self._gradients.objects_over(rows))
+        self._taken = True
+        return self._kept
 
-    def allocate(self, flat: torch.Tensor, rows: list[torch.Tensor]) -> None:
-        """Take the memory that is to be kept."""
-        self.flat, self.rows = flat, rows
-        self.objects = self._gradients.objects_over(rows)
+    def abandon(self) -> None:
+        """An exception has ended the reduction that fills them."""
+        self._taken = False
+
+    # ---- steps: one of the first three, wherever the result is made
+
+    def hold_flat(self, job: Job) -> None:
+        """Let the collective write there, on COMPUTE."""
+        job.kept = kept = self._take()
+        if kept is None:
+            self.otherwise(job)
+        else:
+            job.flat, job.outputs = kept.flat, kept.rows
+
+    def hold_result(self, job: Job) -> None:
+        """Let the cast write there, on COMPUTE."""
+        job.kept = kept = self._take()
+        if kept is None:
+            self.otherwise(job)
+        else:
+            job.result = kept.flat
+
+    def hold_on_host(self, job: Job) -> None:
+        """Copy there, to CPU memory."""
+        job.kept = kept = self._take()
+        if kept is None:
+            self.otherwise(job)
+        else:
+            self.kernels.to_host(kept.flat, job.to_deliver())
+
+    def give_back(self, job: Job) -> None:
+        """The memory that the result is in may be filled again, once it is nobody's.
+
+        Not when it is delivered: on its lane, the all-reduce may still write it (invariant I13).
+        """
+        if job.kept is not None:
+            self._taken = False

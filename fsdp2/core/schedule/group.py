@@ -33,9 +33,7 @@ from fsdp2.core.device.presence import meet
 from fsdp2.core.device.rehearsal import META
 from fsdp2.core.device.streams import COMPUTE, Event, Streams
 from fsdp2.core.gather.extension import ExtensionContext, ExtensionTransport, make_extension
-from fsdp2.core.gather.launch import Launched
-from fsdp2.core.gather.launch import launch_inline as gather_inline
-from fsdp2.core.gather.launch import launch_on_lanes as gather_on_lanes
+from fsdp2.core.gather.launch import Launched, gather_inline, gather_on_lanes
 from fsdp2.core.gather.smaller_group import SmallerGroup, SmallerRows
 from fsdp2.core.gather.transport import GatherTransport, Load, Route, make_transports
 from fsdp2.core.layout.layout import GroupLayout, ParamShape, Slot, Transport, build_layout
@@ -51,15 +49,15 @@ from fsdp2.core.params.param import (
     shapes_of,
 )
 from fsdp2.core.progress import OptimizerSteps, ShardReaders, communication_error
+from fsdp2.core.reduce.binding import make_reductions
+from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import (
-    Job,
     PendingReduction,
     Reduction,
-    make_reductions,
+    reduce_inline,
+    reduce_on_lanes,
     with_zeros,
 )
-from fsdp2.core.reduce.reduction import launch_inline as reduce_inline
-from fsdp2.core.reduce.reduction import launch_on_lanes as reduce_on_lanes
 from fsdp2.core.reduce.spec import ReductionSpec, is_direct, reduction_spec
 from fsdp2.core.schedule.states import (
     GATHERING,
@@ -243,7 +241,7 @@ class ParamGroup:
     @property
     def _has_partial_sums(self) -> bool:
         for reduction in self._reductions:  # noqa: SIM110  # asked in every zero_grad()
-            if reduction.partial_sums is not None:
+            if reduction.partial_sums.flat is not None:
                 return True
         return False
 
@@ -487,7 +485,7 @@ class ParamGroup:
         that were frozen while gradients of earlier backwards are waiting still belong to it.
         """
         assert self.layout is not None
-        kept = [r for r in self._reductions if r.partial_sums is not None]
+        kept = [r for r in self._reductions if r.partial_sums.flat is not None]
         self._rebinds = bool(kept)
         known = {id(param) for reduction in kept for param in reduction.members}
         waiting = {id(m) for r in self._reductions for m in r.members} if self._accumulated else ()
