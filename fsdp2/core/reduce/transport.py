@@ -24,8 +24,8 @@ from collections.abc import Sequence
 import torch
 
 from fsdp2.core.device.buffers import TransientBuffer
-from fsdp2.core.device.collectives import checked_buffer
 from fsdp2.core.device.comm_memory import OwnMemory
+from fsdp2.core.device.custom_collectives import checked_buffer
 from fsdp2.core.layout.layout import Slot
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import ReduceContext, ReduceTransport

@@ -445,7 +445,7 @@ class ParamGroup:
                 param = self.params[slot.index]
                 param.materialize(gathered)
                 assert param.unsharded is not None
-                self._full.follow(local_of(param.unsharded))
+                self._full.keep_valid(local_of(param.unsharded))
                 self._bind_swaps(param)
 
     def _bind_swaps(self, param: ShardedParam) -> None:
