@@ -140,5 +140,5 @@ def _name(step: Step) -> str:
     name: str = step.__name__  # type: ignore[attr-defined]  # a method's
     owner = getattr(step, "__self__", None)
     if name in ("stage", "reduce") and isinstance(owner, ReduceTransport):
-        return f"{name}_{type(owner).__name__.removesuffix('Transport').lower()}"
+        return f"{name}_{type(owner).__name__.removesuffix('Reduce').lower()}"
     return name

@@ -16,7 +16,7 @@ import fsdp2
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import ReduceContext
-from fsdp2.core.reduce.transport import TRANSPORTS, PackingTransport
+from fsdp2.core.reduce.transport import TRANSPORTS, PackingReduce
 from fsdp2.testing.null_group import CallLog, init_null_group
 from fsdp2.testing.virtual import VirtualDevice
 from tests.unit import _random_models
@@ -25,7 +25,7 @@ from tests.unit._reductions import BF16, F16, F32, ODD, Setup, run, step_names
 from tests.unit._scenarios import SCENARIOS
 
 
-class RoundedTransport(PackingTransport):
+class RoundedReduce(PackingReduce):
     """Gradients travel in bf16, whatever the reduce dtype; the sums come back in that."""
 
     carries_marks = False  # so that no mark is rounded
@@ -64,7 +64,7 @@ class RoundedTransport(PackingTransport):
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TRANSPORTS, "rounded", RoundedTransport)
+    monkeypatch.setitem(TRANSPORTS, "rounded", RoundedReduce)
 
 
 ROUNDED = Setup(codec="rounded", shapes=ODD)
@@ -173,7 +173,7 @@ def test_a_sharded_model_uses_it() -> None:
         (group,) = record.unit.groups
         group.set_options(replace(group.options, reduce_codec="rounded"))
         model(torch.ones(2, 64)).sum().backward()
-        assert isinstance(group._reductions[0].transport, RoundedTransport)
+        assert isinstance(group._reductions[0].transport, RoundedReduce)
         assert log.counts()["reduce_scatter_single"] == 2
         assert model.weight.grad is not None
     finally:

@@ -16,7 +16,7 @@ import torch
 
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.params.gradients import Gradients
-from fsdp2.core.reduce.program import Job, Kept, Step
+from fsdp2.core.reduce.program import Job, KeptMemory, Step
 
 
 class KeptGradients:
@@ -48,17 +48,17 @@ class KeptGradients:
         self._make, self._views = make, views
         self.otherwise = otherwise
         self.kernels = kernels
-        self._kept: Kept | None = None  # until it is needed
+        self._kept: KeptMemory | None = None  # until it is needed
         self._taken = False  # by a reduction on its way, which fills it and hands it out
 
-    def _take(self) -> Kept | None:
+    def _take(self) -> KeptMemory | None:
         """The kept memory, unless what it holds is a gradient, or will be."""
         if self._taken or self._gradients.delivered():
             return None
         if self._kept is None:
             flat = self._make()
             rows = self._views(flat)
-            self._kept = Kept(flat, rows, self._gradients.objects_over(rows))
+            self._kept = KeptMemory(flat, rows, self._gradients.objects_over(rows))
         self._taken = True
         return self._kept
 

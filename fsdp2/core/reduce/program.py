@@ -20,7 +20,7 @@ from fsdp2.core.device.collectives import Work
 from fsdp2.core.device.kernels import Tensors
 
 
-class Kept(NamedTuple):
+class KeptMemory(NamedTuple):
     """Memory of gradients that stays from step to step.
 
     Attributes:
@@ -68,7 +68,7 @@ class Job:
     scattered: torch.Tensor | None = field(default=None, init=False)
     result: torch.Tensor | None = field(default=None, init=False)
     partial: torch.Tensor | None = field(default=None, init=False)
-    kept: Kept | None = field(default=None, init=False)
+    kept: KeptMemory | None = field(default=None, init=False)
     sums: Tensors = field(default=(), init=False)
 
     def to_deliver(self) -> torch.Tensor:

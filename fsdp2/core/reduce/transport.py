@@ -34,7 +34,7 @@ from fsdp2.core.reduce.spec import ReductionSpec
 STAGING = "reduce-scatter input"
 
 
-class DirectTransport(ReduceTransport):
+class DirectReduce(ReduceTransport):
     """The collective reads autograd's gradients where they are."""
 
     def _bind(self, context: ReduceContext) -> None:
@@ -44,7 +44,7 @@ class DirectTransport(ReduceTransport):
             self._pieces = [(size * slot.piece[0], *slot.piece[1:]) for slot in slots]
 
 
-class CastTransport(DirectTransport):
+class CastReduce(DirectReduce):
     """One fused copy casts gradients into a parameter-major buffer."""
 
     frees = True
@@ -76,7 +76,7 @@ def _cast_targets(
     return targets
 
 
-class PackingTransport(ReduceTransport):
+class PackingReduce(ReduceTransport):
     """What transports share that pack, of all members or of the last: as rows of a rank each.
 
     Attributes:
@@ -139,7 +139,7 @@ class PackingTransport(ReduceTransport):
         return rows
 
 
-class PackedTransport(PackingTransport):
+class PackedReduce(PackingReduce):
     """Everything in one tensor: [ranks, n], of which each rank receives its row's sum."""
 
     staging: TransientBuffer
@@ -167,7 +167,7 @@ class PackedTransport(PackingTransport):
             work.wait()
 
 
-class JoinedTransport(PackingTransport, DirectTransport):
+class JoinedReduce(PackingReduce, DirectReduce):
     """The first members direct or cast, the others packed: one launch, one buffer.
 
     staging   [ casts of A | of B | [ranks, C D marks] ]     without casts, where dtypes agree
@@ -176,8 +176,8 @@ class JoinedTransport(PackingTransport, DirectTransport):
     staging: TransientBuffer
 
     def _bind(self, context: ReduceContext) -> None:
-        PackingTransport._bind(self, context)
-        DirectTransport._bind(self, context)
+        PackingReduce._bind(self, context)
+        DirectReduce._bind(self, context)
         size, dtype = self.collectives.size, self.reduce_dtype
         slots = self.slots[: context.direct] if self.grad_dtype != dtype else ()
         start = sum(slot.numel for slot in slots) * dtype.itemsize
@@ -213,7 +213,7 @@ class JoinedTransport(PackingTransport, DirectTransport):
             work.wait()
 
 
-class CustomTransport(PackingTransport):
+class CustomReduce(PackingReduce):
     """Packed, by the user's collective, which may do anything: marks have one of their own."""
 
     carries_marks = False
@@ -256,13 +256,13 @@ class CustomTransport(PackingTransport):
         self._input = None
 
 
-class OwnMemoryTransport(CustomTransport):
+class OwnMemoryReduce(CustomReduce):
     """By our collectives in memory that the backend would rather have: sums, as ever."""
 
     carries_marks = True
 
 
-class LocalTransport(ReduceTransport):
+class LocalReduce(ReduceTransport):
     """One rank: gradients are copied to where the rows are used on."""
 
     communicates = False
@@ -280,7 +280,7 @@ class LocalTransport(ReduceTransport):
         self.kernels.divide(job.flat, self.before)
 
 
-class AdoptedTransport(ReduceTransport):
+class AdoptedReduce(ReduceTransport):
     """One rank that has nothing to do: a gradient becomes ``.grad`` as it is."""
 
     communicates = stages = False
@@ -291,22 +291,22 @@ class AdoptedTransport(ReduceTransport):
         job.outputs = [grad.detach() if grad.requires_grad else grad for grad in job.grads]
 
 
-class EmptyTransport(ReduceTransport):
+class EmptyReduce(ReduceTransport):
     """Nobody has any element of any member."""
 
     communicates = stages = False
 
 
 TRANSPORTS: dict[str, type[ReduceTransport]] = {
-    "direct": DirectTransport,
-    "cast": CastTransport,
-    "packed": PackedTransport,
-    "joined": JoinedTransport,
-    "custom": CustomTransport,
-    "own memory": OwnMemoryTransport,
-    "local": LocalTransport,
-    "adopted": AdoptedTransport,
-    "empty": EmptyTransport,
+    "direct": DirectReduce,
+    "cast": CastReduce,
+    "packed": PackedReduce,
+    "joined": JoinedReduce,
+    "custom": CustomReduce,
+    "own memory": OwnMemoryReduce,
+    "local": LocalReduce,
+    "adopted": AdoptedReduce,
+    "empty": EmptyReduce,
 }
 """All of them; a codec's name is what `GroupOptions.reduce_codec` has."""
 
