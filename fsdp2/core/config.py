@@ -246,8 +246,9 @@ class GroupOptions:
         keep_gradients: whether the memory of reduced gradients stays allocated between steps.
         all_gather: the user's all-gather, or ``None``.
         reduce_scatter: the user's reduce-scatter, or ``None``.
-        reduce_codec: name of an entry of `core.reduce.transport.TRANSPORTS` that reduces gradients;
-            ``None`` for the one that dtypes and layout ask for.
+        gather_codec: name of an entry of `core.gather.transport.TRANSPORTS` that gathers
+            parameters; ``None`` for the ones that layout, dtypes and backend ask for.
+        reduce_codec: the same of `core.reduce.transport.TRANSPORTS`, which reduces gradients.
         all_reduce_hook: called with each reduced flat gradient before it is delivered.
         all_reduce_hook_stream: the stream to call it on; ``None`` for the all-reduce lane.
     """
@@ -261,6 +262,7 @@ class GroupOptions:
     keep_gradients: bool = False
     all_gather: Any = None
     reduce_scatter: Any = None
+    gather_codec: str | None = None
     reduce_codec: str | None = None
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_hook_stream: Any = None

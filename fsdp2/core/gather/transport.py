@@ -388,11 +388,12 @@ class CustomTransport(SegmentTransport):
         self._output = self._own = None
 
 
-TRANSPORTS: dict[Transport, type[SegmentTransport]] = {
+TRANSPORTS: dict[Transport | str, type[SegmentTransport]] = {
     Transport.COALESCED: CoalescedTransport,
     Transport.PACKED: PackedTransport,
     Transport.LOCAL: LocalTransport,
 }
+"""Those of a segment; a codec has a name, which `GroupOptions.gather_codec` gives."""
 
 
 def make_transports(
@@ -403,6 +404,7 @@ def make_transports(
     kernels: Kernels,
     comm: AllGather | None,
     device: torch.device,
+    codec: str | None = None,
 ) -> list[GatherTransport]:
     """A transport for each segment; one for all, if the user brings a collective.
 
@@ -416,13 +418,17 @@ def make_transports(
         kernels: memory and copies.
         comm: the user's all-gather.
         device: where its buffers are.
+        codec: name of the transport of all segments, in place of theirs and of ``comm``.
     """
-    custom = [s for s in segments if comm is not None and s.transport is not Transport.LOCAL]
-    parts = [
-        TRANSPORTS[segment.transport](segment, shard, full, collectives, kernels)
-        for segment in segments
-        if segment not in custom
-    ]
+    parts: list[SegmentTransport] = []
+    custom: list[Segment] = []
+    for segment in segments:
+        local = segment.transport is Transport.LOCAL
+        if comm is not None and codec is None and not local:
+            custom.append(segment)
+            continue
+        kind = segment.transport if local or codec is None else codec
+        parts.append(TRANSPORTS[kind](segment, shard, full, collectives, kernels))
     _launch_together(parts)
     found: list[GatherTransport] = [*parts]
     if custom and comm is not None:

@@ -317,6 +317,7 @@ class ParamGroup:
     def set_options(self, options: GroupOptions) -> None:
         """Take new options: reductions follow now, transports at the next gather."""
         self.reroute = self.reroute or options.all_gather is not self.options.all_gather
+        self.reroute = self.reroute or options.gather_codec != self.options.gather_codec
         repacked = options.pack_below != self.options.pack_below
         self.options = options
         self._keeps_storage = options.keep_storage
@@ -425,6 +426,7 @@ class ParamGroup:
             self.kernels,
             self.options.all_gather,
             self.device,
+            self.options.gather_codec,
         )
         if self._extension is not None:
             self._extension.comm = self.options.all_gather
