@@ -246,9 +246,9 @@ class GroupOptions:
         keep_gradients: whether the memory of reduced gradients stays allocated between steps.
         all_gather: the user's all-gather, or ``None``.
         reduce_scatter: the user's reduce-scatter, or ``None``.
-        gather_codec: name of an entry of `core.gather.transport.TRANSPORTS` that gathers
+        gather_codec: name of an entry of `core.gather.kinds.TRANSPORTS` that gathers
             parameters; ``None`` for the ones that layout, dtypes and backend ask for.
-        reduce_codec: the same of `core.reduce.transport.TRANSPORTS`, which reduces gradients.
+        reduce_codec: the same of `core.reduce.kinds.TRANSPORTS`, which reduces gradients.
         all_reduce_hook: called with each reduced flat gradient before it is delivered.
         all_reduce_hook_stream: the stream to call it on; ``None`` for the all-reduce lane.
     """

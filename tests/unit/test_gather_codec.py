@@ -14,7 +14,8 @@ from torch import nn
 import fsdp2
 from fsdp2.core.device.collectives import Work
 from fsdp2.core.device.kernels import TorchKernels
-from fsdp2.core.gather.transport import TRANSPORTS, PackedTransport, make_transports
+from fsdp2.core.gather.kinds import TRANSPORTS, make_transports
+from fsdp2.core.gather.transport import PackedTransport
 from fsdp2.core.layout.layout import ROWS, Cut, ParamShape, build_layout
 from fsdp2.core.modules.registry import record_of
 from fsdp2.testing.null_group import CallLog, init_null_group

@@ -14,9 +14,10 @@ from torch import nn
 
 import fsdp2
 from fsdp2.core.modules.registry import record_of
+from fsdp2.core.reduce.kinds import TRANSPORTS
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import ReduceContext
-from fsdp2.core.reduce.transport import TRANSPORTS, PackingReduce
+from fsdp2.core.reduce.transport import PackingReduce
 from fsdp2.testing.null_group import CallLog, init_null_group
 from fsdp2.testing.virtual import VirtualDevice
 from tests.unit import _random_models

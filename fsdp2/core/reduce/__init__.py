@@ -2,6 +2,7 @@
 
     reduction        what runs in each backward: a job collected, launched, delivered
     transport        how gradients travel: direct, cast, packed, joined, custom, local
+    kinds            which of them a reduction has
     program          steps by lane; what one run of them leaves from step to step
     binding          a transport chosen, other parts made, their steps put in order
     spec             what sets all that: dtypes, factors, whose collectives

@@ -22,6 +22,7 @@ from fsdp2.core.layout.layout import Slot
 from fsdp2.core.params.gradients import Gradients
 from fsdp2.core.reduce.division import Division, plan_division
 from fsdp2.core.reduce.kept_gradients import KeptGradients
+from fsdp2.core.reduce.kinds import transport_of
 from fsdp2.core.reduce.partial_sums import AllReduce, PartialSums
 from fsdp2.core.reduce.presence_marks import PresenceMarks
 from fsdp2.core.reduce.program import Program, Step
@@ -29,7 +30,6 @@ from fsdp2.core.reduce.reduction import Delivery, ReduceContext, ReduceTransport
 from fsdp2.core.reduce.result import DivisionAfter, Hook, Result
 from fsdp2.core.reduce.rows import FlatPlan, plan_flat
 from fsdp2.core.reduce.spec import ReductionSpec
-from fsdp2.core.reduce.transport import transport_of
 
 P = TypeVar("P")
 

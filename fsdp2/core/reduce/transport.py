@@ -12,8 +12,7 @@
     Empty    no member has any element
 
 Each owns what its collective reads: staging, the views of it, padding. The verbs, with their lanes,
-are those of `ReduceTransport`. `TRANSPORTS` has them by name; another one is a file and an entry
-there (docs/design.md, "A transport of your own").
+are those of `ReduceTransport`. `kinds` has them by name, and says which is used where.
 """
 
 from __future__ import annotations
@@ -24,12 +23,10 @@ from collections.abc import Sequence
 import torch
 
 from fsdp2.core.device.buffers import TransientBuffer
-from fsdp2.core.device.comm_memory import OwnMemory
 from fsdp2.core.device.custom_collectives import checked_buffer
 from fsdp2.core.layout.layout import Slot
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import ReduceContext, ReduceTransport
-from fsdp2.core.reduce.spec import ReductionSpec
 
 STAGING = "reduce-scatter input"
 
@@ -295,46 +292,3 @@ class EmptyReduce(ReduceTransport):
     """Nobody has any element of any member."""
 
     communicates = stages = False
-
-
-TRANSPORTS: dict[str, type[ReduceTransport]] = {
-    "direct": DirectReduce,
-    "cast": CastReduce,
-    "packed": PackedReduce,
-    "joined": JoinedReduce,
-    "custom": CustomReduce,
-    "own memory": OwnMemoryReduce,
-    "local": LocalReduce,
-    "adopted": AdoptedReduce,
-    "empty": EmptyReduce,
-}
-"""All of them; a codec's name is what `GroupOptions.reduce_codec` has."""
-
-
-def transport_of(
-    spec: ReductionSpec, slots: Sequence[Slot], direct: int, size: int, alone: bool
-) -> type[ReduceTransport]:
-    """How the gradients of a reduction travel.
-
-    Args:
-        spec: what sets its steps.
-        slots: of the members.
-        direct: how many of the first need no packing.
-        size: ranks of the shard axis.
-        alone: whether nothing is done to gradients but to divide them.
-    """
-    if alone and spec.grad_dtype == spec.result_dtype:
-        name = "adopted"
-    elif size == 1:
-        name = "local"
-    elif not any(slot.shard_numel for slot in slots):
-        name = "empty"
-    elif spec.codec is not None:
-        name = spec.codec
-    elif spec.comm is not None:
-        name = "own memory" if isinstance(spec.comm, OwnMemory) else "custom"
-    elif direct < len(slots):
-        name = "joined" if direct else "packed"
-    else:
-        name = "direct" if spec.grad_dtype == spec.reduce_dtype else "cast"
-    return TRANSPORTS[name]

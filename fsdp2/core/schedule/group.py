@@ -33,9 +33,10 @@ from fsdp2.core.device.presence import meet
 from fsdp2.core.device.rehearsal import META
 from fsdp2.core.device.streams import COMPUTE, Event, Streams
 from fsdp2.core.gather.extension import ExtensionContext, ExtensionTransport, make_extension
+from fsdp2.core.gather.kinds import make_transports
 from fsdp2.core.gather.launch import Launched, gather_inline, gather_on_lanes
 from fsdp2.core.gather.smaller_group import SmallerGroup, SmallerRows
-from fsdp2.core.gather.transport import GatherTransport, Load, Route, make_transports
+from fsdp2.core.gather.transport import GatherTransport, Load, Route
 from fsdp2.core.layout.layout import GroupLayout, ParamShape, Slot, Transport, build_layout
 from fsdp2.core.layout.logs import BIND, BindReason
 from fsdp2.core.layout.mesh import local_of
