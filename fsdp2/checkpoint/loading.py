@@ -55,10 +55,10 @@ from fsdp2.checkpoint.state import (
     ties_of,
 )
 from fsdp2.checkpoint.stores import STEP, AnyPath, PathLike, Store, is_url, local_path
-from fsdp2.checkpoint.together import is_first, together
+from fsdp2.checkpoint.together import Call
 from fsdp2.checkpoint.values import Value, unpacked
 from fsdp2.core.config import CheckpointError
-from fsdp2.core.device.collectives import rank_and_size
+from fsdp2.core.device.collectives import ProcessGroup
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.module import FSDPModule
 
@@ -96,11 +96,12 @@ def load(
     names: Names | None = None,
     states: States | None = None,
     fallback: bool = False,
+    process_group: ProcessGroup | None = None,
 ) -> Loaded:
     """Load a complete step, which any number of ranks, mesh or strategy may have saved.
 
-    Every rank of the default process group calls it, with the same arguments. No code that a file
-    holds is run.
+    Every rank of the process group calls it, with the same arguments. No code that a file holds is
+    run.
 
     Args:
         folder: as of `save`; or the path of a step, which `save` returns.
@@ -130,6 +131,7 @@ def load(
         fallback: without ``step``, load the newest step that can be read, and warn of each newer
             one; the next save replaces these. With ``verify=True`` one with a flipped bit is none
             that can be read. Default ``False``: raise if the newest cannot be.
+        process_group: as of `save`; other ranks of the model's meshes keep what they have.
 
     Returns:
         The step, ``extra``, and what was left.
@@ -142,10 +144,12 @@ def load(
 
         step = fsdp2.checkpoint.load("run", model, optimizer).step
     """
-    what = f"load('{folder}')"
+    call = Call(f"load('{folder}')", process_group)
     end_saves()
     options = (strict, rng, buffers, cast, names is None, sorted(states or {}))
-    told = together(what, lambda: _told(folder, model, optimizer, step, fallback, verify, options))
+    told = call.together(
+        lambda: _told(call, folder, model, optimizer, step, fallback, verify, options)
+    )
     if any(asked != told[0][0] for asked, _, _ in told):
         raise CheckpointError(
             f"load() got other folders, steps, optimizers or options on other ranks "
@@ -154,6 +158,7 @@ def load(
     manifest = told[0][1]
     assert manifest is not None
     wanted = _Wanted(
+        call,
         as_module(model),
         as_list(optimizer),
         bool(rng),
@@ -163,8 +168,8 @@ def load(
         names or (lambda name: name),
         states or {},
     )
-    job = _Job(store_of(told[rank_and_size()[0]][2]), manifest, wanted)
-    left = Differences.over_ranks(together(what, job.compare))
+    job = _Job(store_of(told[call.rank][2]), manifest, wanted)
+    left = Differences.over_ranks(call.together(job.compare))
     refused = left
     if rng == "if_saved":
         refused = replace(left, missing=[n for n in left.missing if not n.startswith("rng.")])
@@ -175,7 +180,7 @@ def load(
             f"{left.retyped}, with several values for one {left.conflicting}; pass strict=False to "
             f"load what is alike"
         )
-    together(what, lambda: job.read(left))
+    call.together(lambda: job.read(left))
     note_load(first_of(model), job.store, manifest.step)
     return Loaded(manifest.step, job.extra, job.rank_extra, left)
 
@@ -218,6 +223,7 @@ def _rank_extra(path: AnyPath, metadata: Metadata, rank: int) -> Value:
 
 
 def _told(
+    call: Call,
     folder: PathLike,
     model: Models,
     optimizer: Optimizers | None,
@@ -231,7 +237,7 @@ def _told(
     store = store_of(place)
     as_module(model)  # which raises on all ranks
     asked = (str(store), step, fallback, verify, *options, len(as_list(optimizer)))
-    if not is_first():
+    if not call.is_first:
         return asked, None, place
     _check_kind(store, folder)
     if fallback and step is None:
@@ -270,8 +276,9 @@ def _kind_at(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What is loaded into, as of `load`."""
+    """What is loaded into, as of `load`, and by whom."""
 
+    call: Call
     model: nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
     rng: bool
@@ -307,13 +314,13 @@ class _Job:
         if not self.store.has(self._manifest.step):
             place = self.store.folder(self._manifest.step)
             raise CheckpointError(
-                f"rank {rank_and_size()[0]} does not see '{place}', which rank 0 has listed; "
+                f"rank {self._wanted.call.rank} does not see '{place}', which rank 0 has listed; "
                 f"pass a folder on a file system that all ranks share"
             )
         check_files(self.store, self._manifest)
         wanted = self._wanted
         if wanted.verify:
-            rank, size = rank_and_size()
+            rank, size = wanted.call.rank, wanted.call.size
             check_hashes(self.store, self._manifest, sorted(self._manifest.files)[rank::size])
         self._step = Step(items_of(self.store, self._manifest))
         found = Differences()
@@ -326,7 +333,7 @@ class _Job:
         if wanted.optimizers:
             self._compare_optimizers(found)
         if wanted.rng:
-            own = [f"rng.{rank_and_size()[0]}.{kind}" for kind in rng_states()]
+            own = [f"rng.{wanted.call.rank}.{kind}" for kind in rng_states()]
             found.missing += [name for name in own if name not in self._step.saved]
         return found
 
@@ -419,12 +426,12 @@ class _Job:
             )
             if self._optimizer is not None:
                 self._optimizer.load(out)
-        rank = str(rank_and_size()[0])
+        rank = self._wanted.call.rank
         path, metadata = self._step.path, self._step.metadata
         if self._wanted.rng:
             set_rng_states(read_below(path, metadata, f"rng.{rank}"))
         self.extra = unpacked(self._manifest.extra, read_below(path, metadata, "extra"))
-        self.rank_extra = _rank_extra(path, metadata, int(rank))
+        self.rank_extra = _rank_extra(path, metadata, rank)
 
 
 def _tensors_of(name: str, value: object) -> dict[str, Tensor]:

@@ -50,7 +50,6 @@ from fsdp2.checkpoint.tensors import About, Catalogue, Place
 from fsdp2.checkpoint.tensors import Reader as TensorReader
 from fsdp2.checkpoint.values import Value, is_kept_by_dcp, packed
 from fsdp2.core.config import CheckpointError
-from fsdp2.core.device.collectives import rank_and_size
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.names import clean
 
@@ -79,6 +78,7 @@ class Asked:
     buffers: bool = False
     trainable: bool = False
     states: States = field(default_factory=dict)
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def state_of(asked: Asked) -> Nested:
     if asked.states:
         state["states"] = {name: dict(held) for name, held in asked.states.items()}
     if asked.rng:
-        state["rng"] = {str(rank_and_size()[0]): rng_states()}
+        state["rng"] = {str(asked.rank): rng_states()}
     state["values"] = kept_values(state)
     kinds = [class_of(optimizer) for optimizer in asked.optimizers]
     about = Saved(asked.trainable, ties_of(state["model"]), kinds)
