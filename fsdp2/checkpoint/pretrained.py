@@ -18,15 +18,15 @@ from torch import Tensor, nn
 
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.binaries import are_binaries, catalogue_of
+from fsdp2.checkpoint.consensus import Call
 from fsdp2.checkpoint.exporting import Names
 from fsdp2.checkpoint.folder import any_path
 from fsdp2.checkpoint.state import Differences, Held, held_by
 from fsdp2.checkpoint.stores import PathLike
 from fsdp2.checkpoint.tensors import Catalogue, Reader, catalogue
-from fsdp2.checkpoint.together import Call
 from fsdp2.checkpoint.unsaved import recomputed, unsaved
 from fsdp2.core.config import CheckpointError
-from fsdp2.core.device.collectives import ProcessGroup
+from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.full.loading import require_writable, rewritten
 
 _PIECE = 1 << 20  # elements that are compared at once
@@ -84,7 +84,7 @@ def load_pretrained(
     call = Call(f"load_pretrained('{folder}')", process_group)
     found = call.together(lambda: _headers(folder) if call.is_first else None)[0]
     assert found is not None
-    job = _Job(model, found, names or (lambda name: name))
+    job = _PretrainedLoad(model, found, names or (lambda name: name))
     left = Differences.over_ranks(call.together(job.compare))
     if left and strict:
         raise CheckpointError(
@@ -104,7 +104,7 @@ def _headers(folder: PathLike) -> Catalogue:
     return replace(found, folder=Path(found.folder))
 
 
-class _Job:
+class _PretrainedLoad:
     """One load, on one rank."""
 
     def __init__(self, model: nn.Module, found: Catalogue, names: Names) -> None:

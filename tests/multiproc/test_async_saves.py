@@ -19,7 +19,7 @@ from fsdp2 import checkpoint
 from fsdp2.checkpoint import files, owning, staging
 from fsdp2.checkpoint import saving as saving_module
 from fsdp2.checkpoint.stores import saving_folder
-from fsdp2.core.device import collectives
+from fsdp2.core.device import channels
 from fsdp2.core.progress import ShardReaders
 from tests.common.errors import raises
 from tests.common.workers import ranks
@@ -427,7 +427,7 @@ def test_a_later_save_only_agrees(tmp_path: Path) -> None:
 
         return mock.patch.object(owner, name, call)
 
-    patches = [counted(collectives.dist, name) for name in names]
+    patches = [counted(channels.dist, name) for name in names]
     patches += [counted(dist.ProcessGroup, name) for name in ("send", "recv")]
     for patch in patches:
         patch.start()

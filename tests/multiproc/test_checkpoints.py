@@ -32,7 +32,7 @@ from fsdp2 import checkpoint, fully_shard
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.__main__ import main
 from fsdp2.core.config import CheckpointError
-from fsdp2.core.device.collectives import Members
+from fsdp2.core.device.channels import Members
 from fsdp2.optim import FlatOptimizer
 from tests.common.errors import raises
 from tests.common.workers import ranks, run_on_ranks

@@ -15,14 +15,8 @@ from dataclasses import dataclass
 from typing import Generic, NoReturn, TypeVar
 
 from fsdp2.core.config import CheckpointError
-from fsdp2.core.device.collectives import (
-    LostRankError,
-    ProcessGroup,
-    SideChannel,
-    members_of,
-    rank_and_size,
-    side_channel,
-)
+from fsdp2.core.device.channels import LostRankError, SideChannel, members_of, side_channel
+from fsdp2.core.device.process_groups import ProcessGroup, rank_and_size
 
 T = TypeVar("T")
 V = TypeVar("V")
