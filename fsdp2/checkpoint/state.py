@@ -508,11 +508,6 @@ class Held:
     def dtype(self) -> torch.dtype:
         return self.local.dtype
 
-    @property
-    def identity(self) -> object:
-        """Which memory it is: the same for tied tensors."""
-        return memory_of(self.local)
-
 
 def held_by(model: nn.Module) -> tuple[dict[str, Held], dict[str, str], list[str]]:
     """Parameters and persistent buffers by name; names tied to others; names of other values.
@@ -531,8 +526,10 @@ def held_by(model: nn.Module) -> tuple[dict[str, Held], dict[str, str], list[str
             others.append(name)
             continue
         held = _held(name, value.detach())
-        # What has no memory is tied where it is the same object; its storage tells nothing.
-        same = registered.get(name, name) if held.local.is_meta else held.identity
+        # What has no memory is tied where it is the same object; its storage tells nothing: two
+        # empty parts may be at one place of a buffer.
+        empty = held.local.is_meta or not held.local.numel()
+        same = registered.get(name, name) if empty else memory_of(held.local)
         kept = first.setdefault((same, held.shape), name)
         if kept == name:
             found[name] = held
