@@ -525,7 +525,7 @@ def held_by(model: nn.Module) -> tuple[dict[str, Held], dict[str, str], list[str
         if not isinstance(value, Tensor):
             others.append(name)
             continue
-        held = _held(name, value.detach())
+        held = held_of(name, value.detach())
         # What has no memory is tied where it is the same object; its storage tells nothing: two
         # empty parts may be at one place of a buffer.
         empty = held.local.is_meta or not held.local.numel()
@@ -544,7 +544,12 @@ def _registered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _held(name: str, value: Tensor) -> Held:
+def held_of(name: str, value: Tensor) -> Held:
+    """What this rank has of a tensor.
+
+    Raises:
+        CheckpointError: it is of a class whose bytes are not its values.
+    """
     shape = tuple(value.shape)
     local = value.to_local() if isinstance(value, DTensor) else value
     if type(local) not in (Tensor, nn.Parameter) or local.layout is not torch.strided:
