@@ -129,6 +129,19 @@ def test_one_replica_saves_for_all(tmp_path: Path) -> None:
     assert_same(everything(other, its), expected)
 
 
+@ranks(2)
+def test_one_rank_alone(tmp_path: Path) -> None:
+    """A group of one rank exchanges with nobody: the other one does something else meanwhile."""
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    if dist.get_rank() == 1:
+        model = nn.Linear(2, 2)
+        expected = model.weight.detach().clone()
+        checkpoint.async_save(tmp_path, model, step=1, process_group=groups[1]).result()
+        nn.init.zeros_(model.weight)
+        assert checkpoint.load(tmp_path, model, process_group=groups[1]).step == 1
+        assert torch.equal(model.weight, expected)
+
+
 @ranks(3)
 def test_ranks_outside_are_refused(tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("shard",))

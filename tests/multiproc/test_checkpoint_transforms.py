@@ -82,6 +82,31 @@ def _saves(folder: Path) -> dict[str, Tensor]:
     return expected
 
 
+def _resumes(folder: Path) -> None:
+    """The states of what was made are left as they are, and told; the others' are loaded."""
+    torch.manual_seed(0)
+    model = Apart()
+    _shard(model, 0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    checkpoint.save(folder, model, optimizer, step=1)
+    pair = optimizer.state[model.pair]["exp_avg"].clone()
+    optimizer.step()
+    other = optimizer.state[model.turned]["exp_avg"].clone()
+    found = checkpoint.load(
+        folder, model, optimizer, strict=False, transforms={"turned": lambda it: it + 1}
+    )
+    assert found.left.missing == ["optimizer.state.turned"]
+    assert torch.equal(_whole(optimizer.state[model.turned]["exp_avg"]), _whole(other))
+    assert torch.equal(_whole(optimizer.state[model.pair]["exp_avg"]), _whole(pair))
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 def _loads(folder: Path, dim: int, dtype: torch.dtype) -> dict[str, Tensor]:
     model = Joined().to(dtype)
     _shard(model, dim)
@@ -89,7 +114,7 @@ def _loads(folder: Path, dim: int, dtype: torch.dtype) -> dict[str, Tensor]:
     found = checkpoint.load(folder, model, names=names, transforms=TRANSFORMS, cast=cast)
     assert not found.left
     state = model.state_dict().items()
-    return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state}
+    return {name: _whole(value) for name, value in state}
 
 
 @pytest.fixture(scope="module")
@@ -171,3 +196,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         local = value.to_local() if isinstance(value, DTensor) else value
         kept = before[name]
         assert torch.equal(local, kept.to_local() if isinstance(kept, DTensor) else kept), name
+
+
+def test_states_of_what_is_made_are_left(tmp_path: Path) -> None:
+    run_on_ranks(2, _resumes, tmp_path)
