@@ -3,11 +3,13 @@
 wrapper       `FullyShardedDataParallel`
 config        strategies, prefetch, mixed precision, offload
 meshes        process groups, meshes and devices: which ranks a wrapper shards over
+planned       a wrapper to be, and those below it, before anything is changed
 construction  what a constructor does before it shards
 comm_hooks    hooks that reduce gradients, and how units call them
 flat_parameter  what clients read and write of torch's flat parameter
 grad_scaler   `ShardedGradScaler`
 operators     loops and optimizers that do with parameters what DTensor has no rule for
+plain_tensors  which DTensors take a plain tensor beside them
 state_dicts   what ``state_dict()`` holds: full or sharded tensors
 optimizer_states  state dicts of optimizers by names, and the way back
 

@@ -16,12 +16,13 @@ that every rank must compute it. Whether rows can be shared out evenly decides n
 
 DTensor asks its dispatcher for a rule where it knows none; that is where this steps in. It is bound
 while there are wrappers, and leaves DTensors of other meshes as they are. A plain tensor beside a
-DTensor is taken to be the same on all ranks meanwhile: of noise in a gradient's shape, each rank
+wrapper's DTensor is taken to be the same on all ranks: of noise in a gradient's shape, each rank
 adds its rows.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -40,9 +41,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp2.core.config import ShardingStateError
-from fsdp2.core.device.one_off import sum_over
 from fsdp2.core.layout.mesh import wrap_local
 from fsdp2.core.params.param import OWNER
+from fsdp2.fsdp1.plain_tensors import PlainTensors, asked_each_time
+from fsdp2.ranks.transfers import sum_over
 
 Operator = torch._ops.OpOverload
 Args = tuple[Any, ...]
@@ -55,7 +57,7 @@ _MADE_OF_ELEMENTS = ("_fused_sgd_", "_fused_adagrad_")
 """Operators on lists without a rule that treat every element by itself."""
 
 _meshes: dict[int, DeviceMesh] = {}  # of each wrapper that lives, by its id
-_bound: list[Callable[[], None]] = []  # what undoes it
+_bound: list[tuple[PlainTensors, Callable[[], None]]] = []  # and what undoes it
 
 
 def compute_beyond_rules(wrapper: nn.Module, mesh: DeviceMesh) -> None:
@@ -65,8 +67,10 @@ def compute_beyond_rules(wrapper: nn.Module, mesh: DeviceMesh) -> None:
         wrapper: for as long as it lives.
         mesh: its parameters' and gradients'.
     """
-    if not _meshes:
+    if not _bound:
         _bind()
+    for plain_tensors, _ in _bound:
+        plain_tensors.switch_on()
     _meshes[id(wrapper)] = mesh
     weakref.finalize(wrapper, _forget, id(wrapper)).atexit = False
 
@@ -95,6 +99,8 @@ def _bind() -> None:
                 return _on_whole(op, args, kwargs)
             if op is torch.ops.aten._local_scalar_dense.default and _is_partial(args[0]):
                 return _number(args[0])
+        elif isinstance(rule, OutputSharding):
+            return asked_each_time(rule, rest[0].schema, tree_leaves((args, dict(kwargs))))
         return rule
 
     def on_whole(op: Operator, args: Args, kwargs: Kwargs) -> object:
@@ -109,8 +115,7 @@ def _bind() -> None:
     positions = known & set(handlers)
     dispatcher._custom_op_handlers.update(dict.fromkeys(positions, on_whole))
     setattr(dispatcher, _RULE, find_rule_or_result)
-    before = dispatcher._allow_implicit_replication
-    dispatcher._allow_implicit_replication = True
+    plain_tensors = PlainTensors(lambda mesh: mesh in set(_meshes.values()))
     torch._C._clear_DTensor_sharding_propagator_cache()  # of views that are copies
     hook = register_optimizer_step_pre_hook(_agree_on_losses)
     methods = {name: DTensor.__dict__.get(name) for name in _METHODS}
@@ -120,7 +125,6 @@ def _bind() -> None:
     def undo() -> None:
         delattr(dispatcher, _RULE)
         dispatcher._custom_op_handlers.update({op: handlers[op] for op in positions})
-        dispatcher._allow_implicit_replication = before
         hook.remove()
         for name, method in methods.items():
             if method is None:
@@ -128,13 +132,13 @@ def _bind() -> None:
             else:
                 setattr(DTensor, name, method)
 
-    _bound.append(undo)
+    _bound.append((plain_tensors, undo))
 
 
 def _forget(wrapper: int) -> None:
     del _meshes[wrapper]
-    while _bound and not _meshes:
-        _bound.pop()()
+    if _bound and not _meshes and _bound[0][0].switch_off():
+        _bound.pop()[1]()
 
 
 # ---- which calls
@@ -207,7 +211,7 @@ def _may_be_empty(args: Args, kwargs: Kwargs) -> bool:
     return False
 
 
-def _written(op: Operator, args: Args, kwargs: Kwargs) -> Iterator[Any]:
+def _written(op: Operator, args: Args, kwargs: Kwargs) -> Iterator[object]:
     """The arguments that an operator writes to: tensors, and lists of them."""
     for position, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -268,7 +272,7 @@ def _described(tensor: DTensor) -> str:
     return f"{what} of shape {tuple(tensor.shape)}"
 
 
-def _rows(tree: Any) -> Any:
+def _rows(tree: object) -> Any:
     return tree_map(lambda leaf: leaf._local_tensor if isinstance(leaf, DTensor) else leaf, tree)
 
 
@@ -316,7 +320,7 @@ def _on_whole(op: Operator, args: Args, kwargs: Kwargs) -> object:
                 written[id(wholes[id(leaf)])] = leaf
     mesh = next(_sharded_leaves(args, kwargs)).device_mesh
 
-    def shown(leaf: Any) -> Any:
+    def shown(leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor) or _writes_plain(op, args, kwargs):
             return leaf
         found = written.get(id(leaf))
@@ -325,7 +329,7 @@ def _on_whole(op: Operator, args: Args, kwargs: Kwargs) -> object:
     return tree_map(shown, made)
 
 
-def _whole(leaf: Any, wholes: dict[int, torch.Tensor]) -> Any:
+def _whole(leaf: object, wholes: dict[int, torch.Tensor]) -> object:
     if not isinstance(leaf, DTensor):
         return leaf
     if id(leaf) not in wholes:
@@ -441,13 +445,13 @@ class WholeView(torch.Tensor):
         made._view, made._home = view, home
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]  # as torch has it
+    def __repr__(self, *, tensor_contents: object = None) -> object:  # type: ignore[override]  # as torch has it
         return f"WholeView({tuple(self.shape)})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # typed as an instance's in torch
         cls, op: Operator, types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
+    ) -> object:
         """Compute on what is viewed; write through."""
         given = (args, dict(kwargs or {}))
         views = [leaf for leaf in tree_leaves(given) if isinstance(leaf, WholeView)]
@@ -491,13 +495,13 @@ def _own_values(tensor: DTensor, method: str) -> torch.Tensor:
     )
 
 
-def _numpy(self: DTensor, *, force: bool = False) -> Any:
+def _numpy(self: DTensor, *, force: bool = False) -> object:
     array = torch.Tensor.numpy(_own_values(self, "numpy").detach(), force=force)
     array.flags.writeable = False
     return array
 
 
-def _tolist(self: DTensor) -> Any:
+def _tolist(self: DTensor) -> object:
     return _own_values(self, "tolist").tolist()
 
 
@@ -525,10 +529,23 @@ def _set_data(self: DTensor, value: torch.Tensor) -> None:
         self.copy_(value)
 
 
-_METHODS: dict[str, Any] = {
-    "numpy": _numpy,
-    "tolist": _tolist,
-    "__format__": _format,
+def _of_wrappers(name: str, method: Callable[..., object]) -> Callable[..., object]:
+    """``method`` for tensors of wrappers' meshes, and torch's own of that name for others."""
+    torchs = getattr(torch.Tensor, name)
+
+    @functools.wraps(torchs)
+    def chosen(self: DTensor, *args: object, **kwargs: object) -> object:
+        return (method if self.device_mesh in set(_meshes.values()) else torchs)(
+            self, *args, **kwargs
+        )
+
+    return chosen
+
+
+_METHODS: dict[str, object] = {
+    "numpy": _of_wrappers("numpy", _numpy),
+    "tolist": _of_wrappers("tolist", _tolist),
+    "__format__": _of_wrappers("__format__", _format),
     "data": property(lambda self: _torchs_data.__get__(self), _set_data),
 }
 

@@ -1,20 +1,20 @@
 """Every operator that runs on ``meta``: what it computes, reads, writes and allocates.
 
-    with Operators(recorder), attention_of("cuda"): model(batch).sum().backward()
+    with Operators(recorder), kernels_of("cuda"): model(batch).sum().backward()
 
 FLOPs are those of `torch.utils.flop_counter`. Bytes are those of the arguments and results. An
 operator of which all results are views takes no time of the device's. What runs on tensors of other
 devices, such as the step counters of an optimizer, is left out.
 
-On ``meta`` torch computes attention by its formula. `attention_of` puts in its place the kernel
+On ``meta`` torch computes attention by its formula. `kernels_of` puts in its place the kernel
 that the device would run: flash or memory-efficient attention on a GPU; on a CPU torch's choice.
-An RMS norm is one kernel on a GPU, and a formula elsewhere.
+An RMS norm is one kernel on a GPU, and a formula elsewhere; an LSTM is oneDNN's on a CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from fsdp2.paper import recurrent
 from fsdp2.paper.recording import Recorder
 from fsdp2.paper.scratch import on_cpu
 from fsdp2.paper.values import Values, tensors_in
@@ -57,7 +58,7 @@ class _Known(NamedTuple):
     flops: int
     nbytes: int
 
-    def make(self) -> Any:
+    def make(self) -> object:
         """Results of these shapes."""
         made = [
             torch.empty_strided(shape, strides, dtype=dtype, device="meta")
@@ -87,9 +88,9 @@ class Operators(TorchDispatchMode):
         self,
         func: OpOverload,
         types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes again, of local tensors
         given = kwargs or {}
@@ -115,7 +116,7 @@ class Operators(TorchDispatchMode):
             self._values.follow(func, args, given, result)
         return result
 
-    def _on_device(self, func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _on_device(self, func: OpOverload, args: tuple[object, ...]) -> tuple[object, ...]:
         """Tensors in CPU memory among those on ``meta``, where the device planned for takes them.
 
         A CPU has no other memory; a GPU takes indices from there.
@@ -127,7 +128,7 @@ class Operators(TorchDispatchMode):
             return args
         if func._schema.name == "aten::copy_":
             return args
-        moved: tuple[Any, ...] = tree_map_only(
+        moved: tuple[object, ...] = tree_map_only(
             torch.Tensor, lambda each: each if each.is_meta else self._values.put(each), args
         )
         return moved
@@ -135,9 +136,9 @@ class Operators(TorchDispatchMode):
     def _note(
         self,
         func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        result: Any,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        result: object,
         inputs: list[torch.Tensor],
         results: list[torch.Tensor],
         key: object,
@@ -178,13 +179,18 @@ class Operators(TorchDispatchMode):
             self._known[key] = _Known(shapes, kind, flops, nbytes)
 
 
-def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
     """On ``meta``, which does not know of some operators, or knows one dtype alone."""
     if func._schema.name.startswith("aten::_fused_") and not func._schema.returns:
         return None  # a whole optimizer step in place
     if func is _aten._grouped_mm.default:
         return _grouped_product(*args, **kwargs)
+    if func._overloadpacket in _RECURRENT:
+        return recurrent.run(_RECURRENT[func._overloadpacket], args)
     return func(*args, **kwargs)
+
+
+_RECURRENT = {getattr(_aten, name): name for name in (recurrent.FORWARD, recurrent.BACKWARD)}
 
 
 def _grouped_product(
@@ -205,7 +211,7 @@ def _grouped_product(
     return a.new_empty((*experts, a.shape[-2], b.shape[-1]), dtype=out_dtype or a.dtype)
 
 
-def _key(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+def _key(func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
     """What results depend on; ``None`` where nothing is to be remembered."""
     if func._schema.is_mutable or func.is_view:
         return None
@@ -213,7 +219,7 @@ def _key(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     return None if given is None or named is None else (func, given, named)
 
 
-def _shapes(values: Sequence[Any]) -> tuple[object, ...] | None:
+def _shapes(values: Sequence[object]) -> tuple[object, ...] | None:
     """``None`` where a value may count that is not in a shape."""
     found: list[object] = []
     for value in values:
@@ -243,12 +249,14 @@ def _size(tensor: torch.Tensor) -> int:
     return min(int(tensor.nbytes), int(tensor.untyped_storage().nbytes()))
 
 
-def _mutated(args: tuple[Any, ...]) -> int:
+def _mutated(args: tuple[object, ...]) -> int:
     """Of operators that return nothing: what the first argument holds, which they write."""
     return sum(map(_size, tensors_in(args[0]))) if args else 0
 
 
-def _flops(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
+def _flops(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object
+) -> int:
     name = func._schema.name
     if "dot_product" in name and "attention" in name:
         return _attention(args, backward="backward" in name)
@@ -256,6 +264,8 @@ def _flops(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], r
         a, b = args[:2]  # each row of one meets the matrix of its expert
         apart = b.shape[0] if a.dim() == b.dim() == 3 else 1
         return 2 * apart * int(a.shape[-2] * a.shape[-1] * b.shape[-1])
+    if func._overloadpacket in _RECURRENT:
+        return recurrent.flops(_RECURRENT[func._overloadpacket], args)
     count = flop_registry.get(func._overloadpacket)
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
 
@@ -276,8 +286,8 @@ _rms_norm: Callable[..., torch.Tensor] = F.rms_norm
 
 
 @contextmanager
-def attention_of(device_type: str) -> Iterator[None]:
-    """Let attention and RMS norm of ``torch.nn.functional`` run inside what a device would.
+def kernels_of(device_type: str) -> Iterator[None]:
+    """Let attention, RMS norm and LSTMs of ``torch.nn`` run inside what a device would.
 
     The functions are replaced in their module: a mode would not be there in backward, where
     checkpoints run forwards again.
@@ -286,12 +296,13 @@ def attention_of(device_type: str) -> Iterator[None]:
         device_type: of the device that is planned for: "cpu", or "cuda" for every accelerator.
     """
     F.scaled_dot_product_attention = _on_cpu if device_type == "cpu" else _on_gpu
-    if device_type != "cpu":
-        F.rms_norm = _rms_norm_on_gpu
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention, F.rms_norm = _attend, _rms_norm
+    with recurrent.onednns() if device_type == "cpu" else nullcontext():
+        if device_type != "cpu":
+            F.rms_norm = _rms_norm_on_gpu
+        try:
+            yield
+        finally:
+            F.scaled_dot_product_attention, F.rms_norm = _attend, _rms_norm
 
 
 @contextmanager
