@@ -281,8 +281,8 @@ def watch_state_dicts_of(owners: set[nn.Module], group: ParamGroup) -> None:
         before()
         collected[:] = given[-1:]
 
-    def after_load(*_: object) -> None:
-        group.reregister()
+    def after_load(module: nn.Module, _: object) -> None:
+        group.reregister(module)
         explain_loading(collected.pop() if collected else [])
 
     for owner in owners:
