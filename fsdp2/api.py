@@ -39,6 +39,7 @@ from fsdp2.core.modules.registry import Arguments, record_of
 from fsdp2.core.modules.saved import hooks_for
 from fsdp2.core.modules.selection import PlacementFn
 from fsdp2.core.params.param import Plan, is_extended
+from fsdp2.core.schedule.layers import watched
 from fsdp2.core.schedule.unit import Unit
 from fsdp2.interop import (
     CPUOffloadPolicy,
@@ -246,7 +247,7 @@ def apply_calls(calls: Sequence[PlannedCall]) -> None:
 def _apply(call: PlannedCall) -> None:
     taken, axes = call.taken, call.arguments.axes
     groups = make_groups(call.name, taken.plans, call.options, call.arguments)
-    unit = Unit(call.name, groups, call.options)
+    unit = Unit(call.name, watched(groups), call.options)
     unit.reshard_after_forward = call.reshard_after_forward
     move_buffers(taken.modules, axes.device)
     hooks, streams = hooks_for(axes.device), streams_for(axes.device)
@@ -257,7 +258,7 @@ def _apply(call: PlannedCall) -> None:
     watch_backwards()
     for member in taken.modules:
         set_sharded_class(member)
-    watch_state_dicts(unit.groups)
+    watch_state_dicts(groups)
     follow_aliases(taken.modules)
     join_others(taken, record)
 

@@ -497,7 +497,7 @@ class FSDPModule(TorchIdentity):
             forward on; until then it answers ``True``, too.
         """
         unit = require_record(self).unit
-        sizes = [g.smaller_group.collectives.size for g in unit.groups if g.smaller_group]
+        sizes = [g.smaller_group.collectives.size for g in unit.own_groups if g.smaller_group]
         return sizes[0] if sizes and unit.frees_after_forward else unit.frees_after_forward
 
     # ---- dividing and summing
@@ -889,13 +889,10 @@ class FSDPModule(TorchIdentity):
         """
         record = require_record(self)
         root = record.scheduler if record.unit.is_root and record.alone else None
-        if root is None:
-            groups = [group for below in records_below(self) for group in below.unit.groups]
-        else:
-            groups = root.groups
+        units = [below.unit for below in records_below(self)] if root is None else root.units
         unreduced = []
         if root is None or root.unreduced:
-            unreduced = [group for group in groups if group.accumulates]
+            unreduced = [group for unit in units for group in unit.groups if group.accumulates]
         if unreduced and record.scheduler is not None:
             # They may still add to partial sums, and deliver gradients, which must go as well.
             record.scheduler.wait_for_reductions()
@@ -909,17 +906,18 @@ class FSDPModule(TorchIdentity):
             group.discard_gradients()
         if root is not None:
             root.unreduced = False
-        for group in groups:
-            if group.state is not SHARDED:  # shards are not registered, but their gradients count
-                for param in group.params:
-                    param.clear_gradient(set_to_none)
+        for unit in units:
+            for group in unit.groups:
+                if group.state is not SHARDED:  # shards are not registered; their gradients count
+                    for param in group.params:
+                        param.clear_gradient(set_to_none)
 
     def _apply(self, *args: object, **kwargs: object) -> object:
         """`.to()`, `.cuda()`, `.to_empty()` …: on the sharded parameters."""
         self.reshard()
         result = super(TORCHS, self)._apply(*args, **kwargs)
         for group in require_record(self).unit.groups:
-            group.rebind()
+            group.base.rebind()
         return result
 
     def __deepcopy__(self, memo: object) -> NoReturn:

@@ -25,7 +25,8 @@ from fsdp2.core.modules.ties import Owners
 from fsdp2.core.names import clean
 from fsdp2.core.params.param import ModuleEntry, ShardedParam
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.unit import Unit, all_units
+from fsdp2.core.schedule.states import HIDDEN
+from fsdp2.core.schedule.unit import Unit, all_units, operations_of
 
 Names = Callable[[str], bool] | Set[str] | None
 """Which parameters: a predicate of a full name, full names, or all."""
@@ -139,10 +140,16 @@ def require_memory(subjects: Iterable[Subject]) -> None:
         subject.param.check_usable(home, group.offload is not None)
 
 
+def reshard_unless_hidden(group: ParamGroup) -> None:
+    """Let the sharded parameters be registered; what is hidden stays for who may read it."""
+    if group.state is not HIDDEN:
+        operations_of(group).reshard()
+
+
 def settle(subjects: Iterable[Subject], with_grads: bool) -> None:
     """Let the sharded parameters be registered, and nothing read or write them any more."""
     for group in {subject.group: None for subject in subjects}:
-        group.reshard_unless_hidden()
+        reshard_unless_hidden(group)
         group.settle()
     if with_grads:
         records = [record_of_unit(unit) for unit in {subject.unit: None for subject in subjects}]

@@ -26,6 +26,7 @@ from fsdp2.core.modules.planned import Pending
 from fsdp2.core.modules.registry import record_of, require_record
 from fsdp2.core.modules.selection import PlacementFn
 from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.unit import operations_of
 from fsdp2.interop import MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.module import FSDPModule
 from fsdp2.wrap.choices import Policy, chosen_modules
@@ -387,7 +388,7 @@ def _show_gradients(module: nn.Module) -> None:
         def hide(_: torch.Tensor, reference: weakref.ref[ParamGroup] = reference) -> None:
             found = reference()
             if found is not None:
-                found.hide()
+                operations_of(found).hide()
 
         for param in group.params:
             if param.sharded.requires_grad:

@@ -89,7 +89,7 @@ def test_gathered_parameters_are_not_the_shards() -> None:
         model.unshard()
         block = model[0]
         block.unshard()
-        group = record_of(block).unit.groups[0]
+        group = record_of(block).unit.own_groups[0]
         weight, shard = block[0].weight, group.params[0].sharded
         assert isinstance(shard, DTensor)
         assert torch.equal(weight, shard.to_local())

@@ -174,7 +174,7 @@ def _simulate(keeps: bool, mixed: bool, drop_wait: int | None = None) -> Virtual
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else None
     simulation = Simulation(root, device, world_size=2, precision=precision)
     for unit in simulation.scheduler.units:
-        for group in unit.groups:
+        for group in unit.own_groups:
             names = ("all_gather", "reduce_scatter")
             comms = {name: VirtualComm(device, keeps) for name in names}
             group.set_options(replace(group.options, **comms))  # type: ignore[arg-type]

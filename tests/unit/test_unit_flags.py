@@ -35,7 +35,7 @@ def _reductions(sim: Simulation) -> Counter[str]:
         if operation == "reduce":
             counts[name] += 1
 
-    observe(groups(sim), count)
+    observe(sim.scheduler.units, count)
     return counts
 
 
@@ -140,17 +140,17 @@ def test_parameters_unfrozen_while_partial_sums_wait_are_reduced_with_them() -> 
     sim.iteration(step=False)
     assert first.gradient is not None
     assert second.gradient is not None
-    assert len(unit.groups[0]._reductions) == 2  # one knows the second, whose sum was waiting
+    assert len(unit.own_groups[0]._reductions) == 2  # one knows the second, whose sum was waiting
     sim.optimizer_step()
     sim.iteration()
-    assert len(unit.groups[0]._reductions) == 1
+    assert len(unit.own_groups[0]._reductions) == 1
     assert sim.device.races == []
 
 
 def test_options_set_while_partial_sums_wait_take_effect_after_them() -> None:
     sim = Simulation(leaf("root"), VirtualDevice(), copies=2)
     (unit,) = sim.scheduler.units
-    (group,) = unit.groups
+    (group,) = unit.own_groups
     unit.all_reduce = False
     sim.iteration(step=False)
     group.set_options(GroupOptions(divide_factor=3.0))
@@ -216,7 +216,7 @@ def test_full_gradients_go_with_their_reduce_scatters(
         for kind in ("gradient", "reduce-scatter"):
             most[kind] = max(most[kind], live[kind])
 
-    observe(groups(sim), look)
+    observe(sim.scheduler.units, look)
     sim.iteration(step=False)
     assert most["gradient"] <= 1 + window  # of a block in backward, and being reduced
     if offload is not None:  # else the shard-sized outputs become .grad

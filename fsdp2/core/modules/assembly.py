@@ -48,10 +48,9 @@ from fsdp2.core.params.param import (
     is_extended,
 )
 from fsdp2.core.schedule.group import ParamGroup, Runtime
-from fsdp2.core.schedule.layers import Watchers
+from fsdp2.core.schedule.layers import Watchers, watched
 from fsdp2.core.schedule.states import SHARDED
-from fsdp2.core.schedule.ties import GroupAlias
-from fsdp2.core.schedule.unit import Unit, all_groups, all_units
+from fsdp2.core.schedule.unit import Unit, all_groups, all_units, operations_of
 
 _streams: dict[torch.device, Streams] = {}
 
@@ -107,8 +106,6 @@ def make_groups(
             if plan.param.requires_grad:
                 refuse_gradients(plan.param, name)
         group.set_smaller_group(smaller)
-        for follow in Watchers.groups:
-            follow(group)
         groups.append(group)
     return groups
 
@@ -159,10 +156,11 @@ def choose_reshard(record: UnitRecord, value: bool | int) -> None:
         value: whether it frees the gathered parameters; or to how many ranks' shards it goes.
     """
     to = None if isinstance(value, bool) else value
-    smaller = [_smaller_group(group.params[0].axes, to) for group in record.unit.groups]
+    groups = record.unit.own_groups
+    smaller = [_smaller_group(group.params[0].axes, to) for group in groups]
     record.unit.reshard_after_forward = bool(value)
     record.arguments = replace(record.arguments, reshard_to=to)
-    for group, chosen in zip(record.unit.groups, smaller, strict=True):
+    for group, chosen in zip(groups, smaller, strict=True):
         group.set_smaller_group(chosen)
     if record.scheduler is not None:
         record.scheduler.connected = False
@@ -190,11 +188,11 @@ def join_unit(groups: list[ParamGroup], unit: Unit, present: list[ParamGroup]) -
         if shared is None or not alike:
             continue
         first = alike[0]
-        if first in unit.groups:
+        if first in unit.own_groups:
             group.set_options(first.options)
         if first.reducers is not first.collectives:
             group.set_reducers(first.reducers)
-    unit.groups += groups
+    unit.groups += watched(groups)
 
 
 def follow_aliases(modules: tuple[nn.Module, ...]) -> None:
@@ -265,7 +263,8 @@ def watch_state_dicts_of(owners: set[nn.Module], group: ParamGroup) -> None:
     outside = _OutsideInference()
 
     def before() -> None:
-        group.reshard()
+        if group.state is not SHARDED:
+            operations_of(group).reshard()
         group.settle()
 
     def before_save(*_: object) -> None:
@@ -317,8 +316,7 @@ def _is_in_use(group: ParamGroup) -> bool:
     if group.state is SHARDED and group.offload is None:
         return False
     for unit in all_units():
-        groups = [own.tied if isinstance(own, GroupAlias) else own for own in unit.groups]
-        if group in groups:
+        if any(used.base is group for used in unit.groups):
             scheduler = scheduler_of(unit)
             if scheduler is None or scheduler.iteration.failed:
                 continue

@@ -33,8 +33,8 @@ from fsdp2.core.params.param import (
     compute_dtype,
 )
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.ties import GroupAlias, give_back, lend
-from fsdp2.core.schedule.unit import Unit, all_units
+from fsdp2.core.schedule.ties import give_back, lend
+from fsdp2.core.schedule.unit import Unit, all_units, operations_of
 
 
 class Owned(NamedTuple):
@@ -157,7 +157,7 @@ def join(found: Found, tied: Iterable[nn.Parameter]) -> None:
     for param in tied:
         owned = owners.of(param)
         assert owned is not None
-        owned.group.reshard()
+        operations_of(owned.group).reshard()
         entries: list[ModuleEntry] = [(entry.module, entry.key) for entry in found[param]]
         present = list(owned.param.entries)
         _fill(owned, [*present, *(entry for entry in entries if entry not in present)])
@@ -245,7 +245,7 @@ def take_up(moves: Sequence[Move], units: Iterable[Unit]) -> None:
             check_same_dtype(move.name, _computed(owners[move.param]), record.arguments.precision)
     entries = _moved(moves)
     for param in entries:
-        owners[param].group.reshard()
+        operations_of(owners[param].group).reshard()
     for param, where in entries.items():
         group = owners[param].group
         _refuse_late_gradients(group)
@@ -314,8 +314,8 @@ def link(records: Sequence[UnitRecord]) -> None:
                 if owned is not None and owned.unit is not unit:
                     used[owned.group] = owned.unit
         for group in list(unit.groups):
-            if isinstance(group, GroupAlias) and group.tied not in used:
-                give_back(group, unit)
+            if group.is_alias and group.base not in used:
+                give_back(group.base, unit)
         unit.groups = [group for group in unit.groups if group.is_alias or group.params]
         for group, owner in used.items():
             lend(group, owner, unit)

@@ -905,6 +905,7 @@ class ReducedGroup(Protocol):
     """The group of parameters whose reductions are launched."""
 
     name: str
+    params: list[ShardedParam]
     streams: Streams
 
     @property

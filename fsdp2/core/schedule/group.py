@@ -115,6 +115,7 @@ class ParamGroup:
             their own.
         smaller_group: the group to reshard to after forward, if not this one or none.
         shard: this rank's rows of all parameters but extended ones, as ``layout`` says.
+        stale: whether the next gather has something to bind.
         is_alias: whether it only stands for a group of another unit (`fsdp2.core.schedule.ties`).
     """
 
@@ -166,9 +167,9 @@ class ParamGroup:
         "params",
         "reducers",
         "replicas",
-        "reroute",
         "shard",
         "smaller_group",
+        "stale",
         "state",
         "streams",
     )
@@ -205,7 +206,7 @@ class ParamGroup:
     def _bind_nothing(self) -> None:
         """Before the first use there are no transports, gathered parameters and reductions."""
         self.bound = False
-        self.reroute = False  # transports are out of date; parameters and buffers are not
+        self.stale = True  # also where transports alone are out of date
         self.smaller_group: SmallerGroup | None = None
         self._full: TransientBuffer = _UNSET
         self._mirror: TransientBuffer | None = None
@@ -229,6 +230,16 @@ class ParamGroup:
         self._unsharded_flags: list[bool] = []
         self._watched: list[nn.Parameter] = []  # the gathered ones that a write would be lost of …
         self._versions: list[int] = []  # … and as often as we have written them
+
+    @property
+    def base(self) -> ParamGroup:
+        """Itself: what layers stand around (`fsdp2.core.schedule.layers`)."""
+        return self
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether it was gathered before an optimizer step: its parameters have changed since."""
+        return self.state is not SHARDED and self._gathered_at != OptimizerSteps.count
 
     @property
     def is_unsharded(self) -> bool:
@@ -299,7 +310,7 @@ class ParamGroup:
                 param.adopt(slot, shard.piece(param.dtype, start, shape))
         self.layout = layout
         self.shard = shard
-        self.bound = False
+        self.rebind()
 
     def _plan(self, shapes: Sequence[ParamShape]) -> GroupLayout:
         shared = self.collectives
@@ -314,11 +325,11 @@ class ParamGroup:
 
     def rebind(self) -> None:
         """Notice changed parameters at the next gather."""
-        self.bound = False
+        self.bound, self.stale = False, True
 
     def set_options(self, options: GroupOptions) -> None:
         """Take new options: reductions follow now, transports at the next gather."""
-        self.reroute = self.reroute or options.all_gather is not self.options.all_gather
+        self.stale = self.stale or options.all_gather is not self.options.all_gather
         repacked = options.pack_below != self.options.pack_below
         self.options = options
         self._keeps_storage = options.keep_storage
@@ -343,7 +354,7 @@ class ParamGroup:
 
     def set_smaller_group(self, smaller: SmallerGroup | None) -> None:
         """Choose the ranks to reshard to after forward; ``None`` for all or none."""
-        self.reroute = self.reroute or smaller is not self.smaller_group
+        self.stale = self.stale or smaller is not self.smaller_group
         self.smaller_group = smaller
 
     def reregister(self) -> None:
@@ -362,9 +373,9 @@ class ParamGroup:
             return
         for sharded, local in self._locals:  # still backed as they were (`swap_tensors` …)?
             if sharded._local_tensor is not local:
-                self.bound = False
+                self.rebind()
                 break
-        if self.bound and not self.reroute:
+        if not self.stale:
             return
         self._require_sharded("bind")
         meet(self.collectives.group, self.device, self.name)
@@ -388,7 +399,7 @@ class ParamGroup:
             self._mirror.release()
         if not (self.bound and self._keeps_storage):  # memory that is kept stays in place
             self._full.release()
-        self.bound, self.reroute = True, False
+        self.bound, self.stale = True, False
         self._references = self._count_references()
 
     def _bind_buffers(self) -> None:
@@ -591,11 +602,6 @@ class ParamGroup:
             self._follow_smaller()
         self.state = SHARDED
 
-    def reshard_unless_hidden(self) -> None:
-        """Let the sharded parameters be registered; what is hidden stays for who may read it."""
-        if self.state is not HIDDEN:
-            self.reshard()
-
     def hide(self) -> None:
         """Register the sharded parameters, with their gradients; what is gathered stays in memory.
 
@@ -658,13 +664,6 @@ class ParamGroup:
                 self._extension.free()
         if self._mirror is not None:
             self._mirror.release()
-
-    def free_if_outdated(self) -> None:
-        """Free parameters that were gathered before an optimizer step: they have changed since."""
-        if self.state is not SHARDED and self._gathered_at != OptimizerSteps.count:
-            if self.state is HIDDEN:  # a graph that reads them raises, as it would without sharding
-                self.forbid_reading()
-            self.reshard()
 
     def forbid_reading(self) -> None:
         """Let a backward raise that reads parameters while they are freed."""

@@ -15,13 +15,15 @@ Whatever is given up becomes IDLE. `MOVES` is this picture as a table.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any
 
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.layers import Group, Layer, layered
+from fsdp2.core.schedule.states import HIDDEN, SHARDED
 
 
 class Phase(Enum):
@@ -59,8 +61,8 @@ class Unit:
 
     Attributes:
         name: full name of its module ("" for the root), or several joined by commas.
-        groups: its parameter groups, and aliases of other units' where parameters are tied to
-            theirs; none if every parameter belongs to other units.
+        groups: what is called of its parameter groups, and aliases of other units' where parameters
+            are tied to theirs; none if every parameter belongs to other units.
         options: what groups that are added later begin with.
         reshard_after_forward: ``None`` for the default: keep at the root, free elsewhere.
         reshard_after_backward: whether parameters are freed after backward.
@@ -103,7 +105,7 @@ class Unit:
     def __init__(
         self,
         name: str,
-        groups: Sequence[ParamGroup],
+        groups: Sequence[Group],
         options: GroupOptions = GroupOptions(),  # noqa: B008  # frozen
     ) -> None:
         self.name = name
@@ -126,8 +128,24 @@ class Unit:
 
     @property
     def own_groups(self) -> list[ParamGroup]:
-        """Its groups without those that stand for another unit's."""
-        return [group for group in self.groups if not group.is_alias]
+        """The groups that belong to it, for what is no operation of the scheduler's."""
+        return [group.base for group in self.groups if not group.is_alias]
+
+    def place_of(self, group: ParamGroup) -> int:
+        """Where in ``groups`` one of its own is."""
+        return next(
+            place
+            for place, found in enumerate(self.groups)
+            if found.base is group and not found.is_alias
+        )
+
+    def operations_of(self, group: ParamGroup) -> Group:
+        """What is called of one of its own: the outermost layer around it, or the group itself."""
+        return self.groups[self.place_of(group)]
+
+    def put_around(self, layer: type[Layer], wanted: bool) -> None:
+        """Put a layer around all that it calls of groups, or take it off."""
+        self.groups = layered(self.groups, layer, wanted)
 
     @property
     def title(self) -> str:
@@ -157,7 +175,7 @@ class Unit:
     def change(self, **options: Any) -> None:
         """Replace options of its groups, and of those that will be added."""
         self.options = replace(self.options, **options)
-        for group in self.groups:
+        for group in self.own_groups:
             group.set_options(replace(group.options, **options))
 
     def reshard(self) -> None:
@@ -203,7 +221,8 @@ class Unit:
     def reshard_if_outdated(self) -> None:
         """Free what was gathered before an optimizer step."""
         for group in self.groups:
-            group.free_if_outdated()
+            if group.state is not SHARDED:
+                free_if_outdated(group)
 
     def __repr__(self) -> str:
         return f"Unit({self.title!r}, {self.phase.value})"
@@ -231,6 +250,34 @@ def all_groups() -> Iterator[ParamGroup]:
         yield from unit.own_groups
 
 
+_owners: weakref.WeakKeyDictionary[ParamGroup, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
+"""Where `unit_of` has found groups: ties may have moved one since."""
+
+
 def unit_of(group: ParamGroup) -> Unit:
     """The unit of a sharded module that ``group`` belongs to."""
-    return next(unit for unit in all_units() if group in unit.groups)
+    known = _owners.get(group)
+    unit = None if known is None else known()
+    if unit is None or group not in unit.own_groups:
+        unit = next(unit for unit in all_units() if group in unit.own_groups)
+        _owners[group] = weakref.ref(unit)
+    return unit
+
+
+def operations_of(group: ParamGroup) -> Group:
+    """What is called of a group of a sharded module: its layers see whoever gathers or frees it."""
+    return unit_of(group).operations_of(group)
+
+
+def free_if_outdated(group: Group) -> None:
+    """Free parameters that were gathered before an optimizer step: they have changed since."""
+    if group.is_outdated:
+        if group.state is HIDDEN:  # a graph that reads them raises, as it would without sharding
+            group.forbid_reading()
+        group.reshard()
+
+
+def put_around(units: Iterable[Unit], layer: type[Layer], wanted: bool) -> None:
+    """Put a layer around all that units call of groups, or take it off."""
+    for unit in units:
+        unit.put_around(layer, wanted)
