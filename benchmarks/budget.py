@@ -102,7 +102,7 @@ def _count_step(precision: str, blocks: int) -> Counter[str]:
         for block in model.blocks:
             for group in record_of(block).unit.own_groups:  # type: ignore[union-attr]  # it is sharded
                 # gathered twice and freed twice a step
-                stores += 2 * (len(group._to_unsharded) + len(group._to_sharded))
+                stores += 2 * (len(group.bound.to_unsharded) + len(group.bound.to_sharded))
     finally:
         dist.destroy_process_group()
     beyond = sharded - unsharded

@@ -211,7 +211,7 @@ def observe(model: nn.Module, observer: Observer | None) -> None:
         collectives.__init__(collectives.group, collectives.device, collectives._asynchronous)
     for group in groups:  # bind gathers and reductions to the methods found now
         group.stale = True
-        if group.bound:
+        if group.bound is not None:
             group.bind_reductions()
 
 

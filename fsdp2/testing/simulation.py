@@ -22,7 +22,8 @@ from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.layout.layout import ROWS, Cut
 from fsdp2.core.params.param import ShardedParam
 from fsdp2.core.progress import OptimizerSteps
-from fsdp2.core.schedule.group import ParamGroup, Runtime
+from fsdp2.core.schedule.bound import Runtime
+from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.ties import lend, tied_group
 from fsdp2.core.schedule.unit import Phase, Unit
@@ -184,7 +185,6 @@ class Simulation:
             self._runtime(VirtualCollectives(self.device, world_size, coalesces)),
             self._options,
         )
-        group.adopt()
         smaller = self._smaller
         if smaller is not None and 1 < smaller < world_size and world_size % smaller == 0:
             neighbours: Any = VirtualCollectives(self.device, smaller, coalesces)

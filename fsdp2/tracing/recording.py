@@ -392,14 +392,16 @@ class Recorder:
             group: the group.
             full_gradients: bytes of autograd's gradients that it reduces.
         """
-        full, mirror, smaller = group._full, group._mirror, group._smaller
-        buffers = [full, mirror, None if smaller is None else smaller._rows]
-        gathered = sum(b.nbytes for b in buffers if b is not None and b.allocated)
-        gathered += sum(map(_received, group._transports if group.bound else ()))
-        staging = [r._staging for r in group._reductions]
-        inputs = sum(b.nbytes for b in staging if b is not None and b.allocated)
+        gathered = inputs = 0
+        if (bound := group.bound) is not None:
+            rows = None if bound.smaller is None else bound.smaller._rows
+            buffers = [bound.full, bound.mirror, rows]
+            gathered = sum(b.nbytes for b in buffers if b is not None and b.allocated)
+            gathered += sum(map(_received, bound.transports))
+            staging = [r._staging for r in bound.reductions]
+            inputs = sum(b.nbytes for b in staging if b is not None and b.allocated)
         held = self._bytes_of(param.sharded.grad for param in group.params)
-        shards = 0 if group.shard is None or group.offload is not None else group.shard.nbytes
+        shards = 0 if group.offload is not None else group.shard.nbytes
         self.hold(group, "shards", shards)
         self.hold(group, "gathered", gathered)
         self.hold(group, "reduction buffers", inputs)
@@ -554,7 +556,7 @@ class TracedGroup(Layer):
         """Wait for the all-gather, and copy."""
         here, group = recorder(), self.base
         route, outer = group._taken, here.unit
-        if route.finishing:
+        if route is not None and route.finishing:
             told = group._taken = copy.copy(route)
             told.finishing = [cast(Any, _CopyOut(group, route))]
         here.unit = group.name

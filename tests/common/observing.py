@@ -30,7 +30,8 @@ def observe(units: Iterable[Unit], heard: Callable[[str, str], object]) -> None:
 
         def start_unshard(self) -> None:
             self.below.start_unshard()
-            if self.base._taken.launches:
+            taken = self.base._taken
+            if taken is not None and taken.launches:
                 heard("all_gather", self.base.name)
 
         def finish_unshard(self) -> None:

@@ -94,9 +94,9 @@ def test_gathered_parameters_are_not_the_shards() -> None:
         assert isinstance(shard, DTensor)
         assert torch.equal(weight, shard.to_local())
         assert weight.data_ptr() != shard.to_local().data_ptr()
-        assert group._mirror.allocated
+        assert group.bound.mirror.allocated
         block.reshard()
-        assert not group._mirror.allocated
+        assert not group.bound.mirror.allocated
 
 
 def test_loaded_state_is_what_the_next_forward_computes_with() -> None:

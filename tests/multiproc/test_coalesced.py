@@ -113,7 +113,7 @@ def test_gradients_are_reduced_where_autograd_left_them() -> None:
         fsdp2.fully_shard(layer)
     group = record_of(layer).unit.own_groups[0]
     layer(torch.randn(4, DIM)).sum()  # binds
-    (reduction,) = group._reductions
+    (reduction,) = group.bound.reductions
     seen: list[int] = []
     original = reduction._scatter
 

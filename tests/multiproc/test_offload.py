@@ -153,8 +153,8 @@ def test_where_things_are() -> None:
     batch = my_part(regression_batches(DIM, 4, steps=1)[0])
     regression_loss(model, batch).backward()
     group = require_record(model.layers[0]).unit.own_groups[0]
-    assert group._mirror is not None
-    assert not group._mirror.allocated
+    assert group.bound.mirror is not None
+    assert not group.bound.mirror.allocated
     start = group.shard.storage.data_ptr()
     end = start + group.shard.nbytes
     for param in model.layers[0].parameters():
@@ -163,7 +163,7 @@ def test_where_things_are() -> None:
     model.layers[0].unshard()
     assert not start <= model.layers[0].weight.data_ptr() < end
     model.layers[0].reshard()
-    assert not group._mirror.allocated
+    assert not group.bound.mirror.allocated
 
 
 @ranks(1)

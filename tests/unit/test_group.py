@@ -218,8 +218,8 @@ def test_group_of_empty_parameters_communicates_nothing(coalesces: bool) -> None
 def test_options_are_replaced_as_a_whole_and_take_effect_before_the_next_reduction() -> None:
     group, device = _group()
     group.bind()
-    before = [len(reduction.full.reduce) for reduction in group._reductions]
+    before = [len(reduction.full.reduce) for reduction in group.bound.reductions]
     group.set_options(GroupOptions(divide_factor=3.0, pack_below=0))
-    after = [len(reduction.full.reduce) for reduction in group._reductions]
+    after = [len(reduction.full.reduce) for reduction in group.bound.reductions]
     assert [new - old for old, new in zip(before, after, strict=True)] == [1] * len(before)
     assert device.races == []

@@ -37,7 +37,6 @@ MAX_FUNCTION_LINES = 60
 MAX_ATTRIBUTES = 25  # of an instance
 
 MORE_ATTRIBUTES = {
-    "core.schedule.group.ParamGroup": "a unit's parameters, memory, transports and state in one",
     "core.reduce.reduction.Reduction": "binds all steps of a reduction once",
     "examples.options.Options": "an attribute for each option of a command line",
     "examples.train_imagenet.Options": "the same",

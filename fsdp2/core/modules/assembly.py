@@ -47,7 +47,8 @@ from fsdp2.core.params.param import (
     axes_in,
     is_extended,
 )
-from fsdp2.core.schedule.group import ParamGroup, Runtime
+from fsdp2.core.schedule.bound import Runtime
+from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import Watchers, watched
 from fsdp2.core.schedule.states import SHARDED
 from fsdp2.core.schedule.unit import Unit, all_groups, all_units, operations_of
@@ -97,7 +98,6 @@ def make_groups(
             _effective_offload(arguments.offload, axes.device),
         )
         group = ParamGroup(name, params, runtime, options)
-        group.adopt()
         mark_managed(params)
         for plan, managed in zip(members, params, strict=True):
             plan.param.__dict__[OWNER] = managed.attributes[OWNER] = name
