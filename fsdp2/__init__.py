@@ -19,17 +19,17 @@ from fsdp2.core.config import (
     RankMismatchError,
     ShardingStateError,
 )
-from fsdp2.core.device.collectives import AllGather, Comm, ReduceScatter
+from fsdp2.core.device.custom_collectives import AllGather, Comm, ReduceScatter
 from fsdp2.core.layout.mesh import FSDPMeshInfo, ShardPlacementResult
 from fsdp2.full import full_parameters, gathered, load_from_rank0, sync_module_states
 from fsdp2.handles import GradientReductionHandle, UnshardHandle
-from fsdp2.installing import install, uninstall
 from fsdp2.interop import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
+from fsdp2.interop.installing import install, uninstall
 from fsdp2.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 from fsdp2.optim import repoint_optimizer
 from fsdp2.optim.norms import clip_grad_norm_, clip_grads_with_norm_, get_total_norm

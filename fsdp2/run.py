@@ -13,7 +13,7 @@ import os
 import runpy
 import sys
 
-from fsdp2.installing import install
+from fsdp2.interop.installing import install
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ pickles    pickles, by an interpreter that reaches new containers alone
 boxes      pieces that cover a tensor, each element once
 entries    tensors that stay in their files, read block by block
 tensors    the safetensors format by offsets: slices written and read at their places
-together   ranks that succeed together or fail together
+consensus  ranks that succeed together or fail together
 owning     one job at a time in a folder: by a lock, or by a lease
 files      all that is done to files, in one place
 

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.binaries import are_binaries, catalogue_of
+from fsdp2.checkpoint.consensus import is_first, together
 from fsdp2.checkpoint.exporting import Names
 from fsdp2.checkpoint.folder import any_path
 from fsdp2.checkpoint.state import Differences, Held, held_by
 from fsdp2.checkpoint.stores import PathLike
 from fsdp2.checkpoint.tensors import Catalogue, Reader, catalogue
-from fsdp2.checkpoint.together import is_first, together
 from fsdp2.checkpoint.unsaved import recomputed, unsaved
 from fsdp2.core.config import CheckpointError
 from fsdp2.full.loading import require_writable, rewritten
@@ -77,7 +77,7 @@ def load_pretrained(
     what = f"load_pretrained('{folder}')"
     found = together(what, lambda: _headers(folder) if is_first() else None)[0]
     assert found is not None
-    job = _Job(model, found, names or (lambda name: name))
+    job = _PretrainedLoad(model, found, names or (lambda name: name))
     left = Differences.over_ranks(together(what, job.compare))
     if left and strict:
         raise CheckpointError(
@@ -97,7 +97,7 @@ def _headers(folder: PathLike) -> Catalogue:
     return replace(found, folder=Path(found.folder))
 
 
-class _Job:
+class _PretrainedLoad:
     """One load, on one rank."""
 
     def __init__(self, model: nn.Module, found: Catalogue, names: Names) -> None:

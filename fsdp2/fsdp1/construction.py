@@ -23,13 +23,14 @@ import torch
 import torch.optim.optimizer as torch_optimizer
 from torch import nn
 
-from fsdp2.core.device.collectives import ProcessGroup, broadcast_from_first
+from fsdp2 import wrapper_module
+from fsdp2.core.device.one_off import broadcast_from_first
+from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.modules.containers import cast
 from fsdp2.core.modules.registrations import Registrations
 from fsdp2.core.modules.registry import record_of
 from fsdp2.optim import repoint_optimizer
-from fsdp2.wrap import around
-from fsdp2.wrap.around import INSIDE
+from fsdp2.wrapper_module import INSIDE
 
 
 def is_wrapper(module: nn.Module) -> bool:
@@ -179,15 +180,17 @@ def materialise(
             f"{init_fn!r}"
         )
     members = [each for each in own_modules(module) if each[0] not in ignored.modules]
-    having = [each for each in members if any(True for _ in around.tensors_of(each[0]))]
-    if not any(tensor.is_meta for member, _ in having for _, tensor in around.tensors_of(member)):
+    having = [each for each in members if any(True for _ in wrapper_module.tensors_of(each[0]))]
+    if not any(
+        tensor.is_meta for member, _ in having for _, tensor in wrapper_module.tensors_of(member)
+    ):
         return
     if init_fn is None:
-        around.reset(having, device)
+        wrapper_module.reset(having, device)
     else:
         for member, _ in members:
             init_fn(member)
-    around.check_values(members, ignored.params)
+    wrapper_module.check_values(members, ignored.params)
 
 
 def synchronise(
@@ -205,7 +208,7 @@ def synchronise(
         tensor: None
         for member, _ in own_modules(module)
         if member not in ignored.modules
-        for _, tensor in around.tensors_of(member)
+        for _, tensor in wrapper_module.tensors_of(member)
         if tensor not in ignored.params
     }
     for group in groups:
@@ -259,7 +262,7 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype | None, ignored: Ignored)
     if dtype is None:
         return
     members = [each for each in own_modules(module) if each[0] not in ignored.modules]
-    for member, before in around.cast_buffers(members, dtype).items():
+    for member, before in wrapper_module.cast_buffers(members, dtype).items():
         member.register_state_dict_post_hook(_CastsBack(before))
 
 

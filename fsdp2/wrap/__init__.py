@@ -2,10 +2,9 @@
 
 policies     rules that choose modules: by class, by size, by a function of the user's
 choices      a policy asked about a model: the chosen modules, bottom-up, with their options
-whole        `shard_model`: the chosen modules and the model itself, by a strategy
+sharding     `shard_model`: the chosen modules and the model itself, by a strategy
 deferring    `deferred`: a model that is sharded while it is made
 annotations  `enable_wrap` and `wrap`: modules that a model's own code marks
-around       a module around a unit: what FSDP1's and XLA's wrappers have in common
 
 The names, arguments and choices are those of ``torch.distributed.fsdp.wrap``. Policies of torch's
 are taken as well, by what they can do: nothing here imports torch's FSDP.
@@ -30,7 +29,7 @@ from fsdp2.wrap.policies import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from fsdp2.wrap.whole import ShardReport, Strategy, UnitReport, shard_model
+from fsdp2.wrap.sharding import ShardReport, Strategy, UnitReport, shard_model
 
 __all__ = [
     "Choice",

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
+from fsdp2 import wrapper_module
 from fsdp2.api import fully_shard
 from fsdp2.core.layout.mesh import default_mesh, mesh_of_groups
 from fsdp2.core.modules.registry import records_below
@@ -33,9 +34,8 @@ from fsdp2.interop import MixedPrecisionPolicy
 from fsdp2.module import FSDPModule
 from fsdp2.optim.norms import clip_grad_norm_
 from fsdp2.sharded_class import sharded_class
-from fsdp2.wrap import around
-from fsdp2.wrap.around import PREFIX, Around
 from fsdp2.wrap.choices import Policy, Wrapper, wrap_modules
+from fsdp2.wrapper_module import PREFIX, WrapperModule
 from fsdp2.xla.shards import FORMAT, ShardMetadata, describe, local, whole
 
 M = TypeVar("M", bound=nn.Module)
@@ -61,7 +61,7 @@ def _say_once(argument: str, words: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Settings:
+class _UnitOptions:
     """What `fully_shard` and its unit are to be told, once it is time to shard."""
 
     reshard_after_forward: bool | None
@@ -71,7 +71,7 @@ class _Settings:
     pack_below: int | None
 
 
-class XlaFullyShardedDataParallel(Around):
+class XlaFullyShardedDataParallel(WrapperModule):
     """Shard a module's parameters over ranks, behind the interface of XLA's FSDP, on any device.
 
     The module becomes a unit of `fully_shard`: its parameters are gathered before its forward and
@@ -219,7 +219,7 @@ class XlaFullyShardedDataParallel(Around):
     def _cast_buffers(self, dtype: torch.dtype) -> None:
         members = list(_own_modules(self._wrapped))
         prefixes = dict(reversed(members))
-        for member, before in around.cast_buffers(members, dtype).items():
+        for member, before in wrapper_module.cast_buffers(members, dtype).items():
             for name, kept in before.items():
                 self._buffer_dtypes[f"{prefixes[member]}{name}"] = str(kept).removeprefix("torch.")
 
@@ -351,7 +351,7 @@ class XlaFullyShardedDataParallel(Around):
             model(second).sum().backward()
         """
         unit = self._unit
-        with around.flags_put_back(record.unit for record in records_below(unit)):
+        with wrapper_module.flags_put_back(record.unit for record in records_below(unit)):
             unit.set_requires_gradient_sync(False)
             yield
 
@@ -491,7 +491,7 @@ def _say_what_is_meaningless(given: _Given) -> None:
         )
 
 
-def _settings(given: _Given) -> _Settings:
+def _settings(given: _Given) -> _UnitOptions:
     reshard: bool | None = bool(given["reshard_after_forward"])
     if reshard and given["disable_reshard_on_root"]:
         reshard = None
@@ -501,7 +501,7 @@ def _settings(given: _Given) -> _Settings:
             f"reduce_scatter_bucket_size_mb={megabytes!r} is no number of MiB; pass 0 or more"
         )
     reduce = torch.float32 if given["fp32_reduce_scatter"] else compute
-    return _Settings(
+    return _UnitOptions(
         reshard,
         MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce),
         given["buffer_dtype"] or compute,
@@ -559,11 +559,11 @@ def _materialize(
     if not found:
         return
     if init is None:
-        around.reset(found, device)
+        wrapper_module.reset(found, device)
     else:
         init(module)
-    around.check_values(list(_own_modules(module)))
+    wrapper_module.check_values(list(_own_modules(module)))
 
 
 def _is_meta(module: nn.Module) -> bool:
-    return any(tensor.is_meta for _, tensor in around.tensors_of(module))
+    return any(tensor.is_meta for _, tensor in wrapper_module.tensors_of(module))

@@ -1047,7 +1047,7 @@ def _() -> None:
 
 @misuse("newer-method")
 def _() -> None:
-    from fsdp2.interop import _refusal
+    from fsdp2.interop.identity import _refusal
 
     with mock.patch.object(FSDPModule, "set_something_new", _refusal("x"), create=True):
         sharded().set_something_new(True)

@@ -24,10 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2.installing import HOLDERS, OURS
 from fsdp2.interop import TORCHS_NAMES
+from fsdp2.interop.installing import HOLDERS, OURS
+from fsdp2.interop.startup import FOLDER, ray_workers, sitecustomize
 from fsdp2.run import main
-from fsdp2.startup import FOLDER, ray_workers, sitecustomize
 from fsdp2.testing.null_group import init_null_group, null_mesh
 
 ROOT = Path(fsdp2.__file__).parents[1]

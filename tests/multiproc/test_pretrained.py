@@ -25,7 +25,7 @@ import fsdp2
 from fsdp2 import checkpoint, fully_shard
 from fsdp2.checkpoint import files, tensors
 from fsdp2.checkpoint.__main__ import main
-from fsdp2.checkpoint.together import is_first
+from fsdp2.checkpoint.consensus import is_first
 from tests.common.errors import raises
 from tests.common.tensors import Wrapped
 from tests.common.workers import ranks

@@ -22,7 +22,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 import fsdp2
 from fsdp2 import fsdp1
 from fsdp2.fsdp1 import comm_hooks
-from fsdp2.wrap.around import Around
+from fsdp2.wrapper_module import WrapperModule
 
 DOCS = Path(fsdp2.__file__).parents[1] / "docs" / "compat_fsdp1.md"
 
@@ -102,7 +102,7 @@ def test_attributes_are_properties_where_torchs_are() -> None:
 
 
 def test_every_public_method_of_torchs_is_ours() -> None:
-    own = {**vars(Around), **vars(fsdp1.FullyShardedDataParallel)}
+    own = {**vars(WrapperModule), **vars(fsdp1.FullyShardedDataParallel)}
     missing = {
         name
         for name in vars(torchs.FullyShardedDataParallel)

@@ -14,7 +14,7 @@ import torch
 import fsdp2.xla
 from fsdp2.examples import train_digits, train_imagenet
 from fsdp2.examples.options import GivenRanks
-from fsdp2.wrap.around import Around
+from fsdp2.wrapper_module import WrapperModule
 from fsdp2.xla import XlaFullyShardedDataParallel as Wrapper
 from fsdp2.xla.consolidate import main as consolidate
 from fsdp2.xla.shards import FORMAT
@@ -49,7 +49,7 @@ def test_every_name_and_argument_has_a_row() -> None:
     for name in functions:
         wanted |= {*_arguments(name, getattr(fsdp2.xla, name))}
     wanted |= {*_arguments("XlaFullyShardedDataParallel", Wrapper)}
-    public = [name for kind in (Wrapper, Around) for name in vars(kind) if name[0] != "_"]
+    public = [name for kind in (Wrapper, WrapperModule) for name in vars(kind) if name[0] != "_"]
     wanted |= {f"XlaFullyShardedDataParallel.{name}" for name in public}
     rows = {row[0].strip("`") for row in ROWS}
     assert wanted <= rows

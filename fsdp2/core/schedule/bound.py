@@ -217,7 +217,7 @@ class Bound:
                 param = group.params[slot.index]
                 param.materialize(gathered)
                 assert param.unsharded is not None
-                self.full.follow(local_of(param.unsharded))
+                self.full.keep_valid(local_of(param.unsharded))
                 self._bind_swaps(param)
 
     def _bind_swaps(self, param: ShardedParam) -> None:

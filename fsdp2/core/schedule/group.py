@@ -23,9 +23,7 @@ from fsdp2.core.device.collectives import Collectives, Replicas, Work
 from fsdp2.core.device.presence import meet
 from fsdp2.core.device.rehearsal import META
 from fsdp2.core.device.streams import COMPUTE, Event
-from fsdp2.core.gather.launch import Launched
-from fsdp2.core.gather.launch import launch_inline as gather_inline
-from fsdp2.core.gather.launch import launch_on_lanes as gather_on_lanes
+from fsdp2.core.gather.launch import Launched, gather_inline, gather_on_lanes
 from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.gather.transport import Route
 from fsdp2.core.layout.layout import GroupLayout, ParamShape, Transport, build_layout

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar, Protocol
 
 from fsdp2.core.config import GroupOptions
-from fsdp2.core.params.param import Plan, ShardedParam
+from fsdp2.core.params.param import PlannedParam, ShardedParam
 from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GroupState
@@ -144,7 +144,7 @@ class Watchers:
         groups: called with a unit's new groups; they return them with the layers that they want.
     """
 
-    plans: ClassVar[list[Callable[[str, list[Plan], GroupOptions], None]]] = []
+    plans: ClassVar[list[Callable[[str, list[PlannedParam], GroupOptions], None]]] = []
     groups: ClassVar[list[Callable[[Sequence[Group]], Sequence[Group]]]] = []
 
 

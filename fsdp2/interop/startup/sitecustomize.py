@@ -1,6 +1,6 @@
 """Imported by Python as it starts, where a process with `fsdp2.install()` started it.
 
-    import torch.distributed.fsdp   ──>  import fsdp2, from beside this folder
+    import torch.distributed.fsdp   ──>  import fsdp2, the one that this file belongs to
     import fsdp2                    ──>  fsdp2.install()
 
 A process that imports neither pays for two comparisons an import. ``sys.path`` is what it would be
@@ -20,7 +20,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-PACKAGE = os.path.dirname(FOLDER)
+PACKAGE = os.path.dirname(os.path.dirname(FOLDER))
 TORCHS, OURS = "torch.distributed.fsdp", "fsdp2"
 
 

@@ -1,6 +1,6 @@
 """Lets the workers of Ray be installed, too, whatever their environment.
 
-RAY_RUNTIME_ENV_HOOK=fsdp2.startup.ray_workers.in_workers
+RAY_RUNTIME_ENV_HOOK=fsdp2.interop.startup.ray_workers.in_workers
     ray.init(runtime_env=…)  ──>  in_workers(runtime_env)     in the driver
     a worker starts          ──>  what `in_workers` has put in as its setup hook
 

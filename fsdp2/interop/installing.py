@@ -13,8 +13,8 @@ A parameter that is added to a sharded module, and that no unit manages, is left
 warning meanwhile, as torch does it in silence: frameworks reduce its gradients themselves. Without
 `install` it is an error.
 
-Processes that are started meanwhile install as well (`fsdp2.startup`): a launcher that starts ranks
-from within a script would else make a world of two implementations.
+Processes that are started meanwhile install as well (`fsdp2.interop.startup`): a launcher that
+starts ranks from within a script would else make a world of two implementations.
 
 Of FSDP1 the wrapper and its gradient scaler are replaced. Strategies, configurations and wrap
 policies stay torch's, and ours takes them: so they are the same objects for whoever imported them.
@@ -47,9 +47,9 @@ from fsdp2.interop import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
+from fsdp2.interop.startup import install_children, uninstall_children
 from fsdp2.module import register_fsdp_forward_method, share_comm_ctx
 from fsdp2.optim.clipping import clip_grads_with_norm_, get_total_norm
-from fsdp2.startup import install_children, uninstall_children
 
 HOLDERS = (
     "torch.distributed.fsdp",

@@ -1,6 +1,6 @@
 """A module around a unit: what the wrappers of FSDP1 and of XLA's FSDP have in common.
 
-    wrapper                    an `Around`
+    wrapper                    a `WrapperModule`
       └ _fsdp_wrapped_module   the module inside, which is a unit of `fully_shard`
           └ … other wrappers, made before this one
 
@@ -28,7 +28,7 @@ Members = Sequence[tuple[nn.Module, str]]
 """Modules, and what names of their parameters begin with: ``""``, or a name and a dot."""
 
 
-class Around(nn.Module):
+class WrapperModule(nn.Module):
     """A wrapper: its attributes are those of the module inside, and no name has a trace of it.
 
     `nn.Module`'s methods are called as such, so that another base class may stand in between.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 
-from fsdp2.startup.ray_workers import install_workers, uninstall_workers
+from fsdp2.interop.startup.ray_workers import install_workers, uninstall_workers
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 _VARIABLE = "PYTHONPATH"
