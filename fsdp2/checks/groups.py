@@ -50,7 +50,7 @@ from fsdp2.core.params.param import (
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.layers import Group, Layer, Watchers, layered
+from fsdp2.core.schedule.layers import GroupOperations, Layer, Watchers, layered
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.schedule.unit import Phase, Unit, all_groups, all_units, put_around, unit_of
 
@@ -195,7 +195,7 @@ def _announce_exit() -> None:
     atexit.register(lambda: Checks.leave("has ended"))
 
 
-def _follow(groups: Sequence[Group]) -> Sequence[Group]:
+def _follow(groups: Sequence[GroupOperations]) -> Sequence[GroupOperations]:
     """Let new groups check what is checked now."""
     return layered(groups, CheckedGroup, Checks.any_is_on())
 

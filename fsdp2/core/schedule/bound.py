@@ -1,11 +1,11 @@
-"""What binding makes of a group: all that its gathers, frees and reductions run and write to.
+"""The record of all that binding makes of a group, for its gathers, frees and reductions.
 
     ParamGroup.bind ──> Bound(group)          buffers, transports, gathered parameters, reductions
                    └──> Bound.reroute         transports alone; autograd may hold the parameters
     set_options, … ──> Bound.bind_reductions  reductions alone
 
-A `Bound` is made as a whole. Where parameters were moved or changed the next bind makes another,
-which takes over reductions whose partial sums wait for an all-reduce.
+A `Bound` is made as a whole. After parameters were moved or changed, the next bind makes another,
+which takes over the reductions whose partial sums wait for an all-reduce.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ class Bindable(Protocol):
 
 
 class Bound:
-    """What a group's gathers, frees and reductions run and write to.
+    """All that binding makes of a group.
 
     Args:
-        group: laid out, sharded.
-        former: what it had before, if it was bound.
+        group: the group, laid out and sharded.
+        former: its record until now, if it was bound.
         waiting: whether gradients of backwards without sync are waiting.
 
     Attributes:

@@ -2,7 +2,7 @@
 
     state    GroupState       see `fsdp2.core.schedule.states`
     shard    FlatBuffer       [segment | segment …]   this rank's rows, for good
-    bound    Bound            what gathers and reductions run and write to, once it is used
+    bound    Bound            buffers, transports, gathered parameters, reductions, once it is used
 
 The group owns this state and nothing else does; the scheduler decides when to move it.
 """
@@ -67,7 +67,7 @@ class ParamGroup:
         smaller_group: the group to reshard to after forward, if not this one or none.
         layout: where each parameter's rows are; ``None`` where a move of them was interrupted.
         shard: this rank's rows of all parameters but extended ones, as ``layout`` says.
-        bound: what gathers and reductions run and write to; ``None`` before the first use.
+        bound: all that binding has made of it; ``None`` before the first use.
         stale: whether the next gather has something to bind.
     """
 
@@ -435,7 +435,7 @@ class ParamGroup:
     def is_referred_to(self) -> bool:
         """Whether anybody else may read what is gathered: a graph, or who has kept a parameter.
 
-        So it may be where nobody can tell.
+        ``True`` also if reference counts cannot tell.
         """
         bound = self.bound
         if not COUNTS_ARE_TRUE or bound is None or bound.extension is not None:

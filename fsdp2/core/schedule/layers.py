@@ -1,17 +1,18 @@
-"""What the scheduler calls of a group, and layers that stand around it while somebody asks.
+"""The operations of a group that the scheduler calls, and layers that stand around it on request.
 
     nothing is asked    unit.groups ──> ParamGroup
     a profiler runs     unit.groups ──> ProfiledGroup ──> ParamGroup
     checks are on too   unit.groups ──> ProfiledGroup ──> CheckedGroup ──> ParamGroup
     a tied group        unit.groups ──> … ──> GroupAlias ──> TiedGroup ──> ParamGroup
 
-A unit's list of groups is the one point of interception (decision 27). It holds, for each group,
-the outermost object, and the scheduler calls a group nowhere else. So a layer sees every operation,
-a group without layers is called directly, and a step asks nothing. Layers do not know each other.
+A unit's list of groups is the one point of interception (decision 27). It holds the outermost
+object of each group, and the scheduler calls groups by this list alone. So a layer sees every
+operation of the scheduler's, the scheduler calls a group without layers directly, and no step asks
+whether there are any. Layers do not know each other.
 
-A `ParamGroup` calls its own operations within itself: its `abandon` frees without a call of
-`reshard` that a layer would see. So a layer overrides each operation that it has something to add
-to. What is no operation (names, parameters, options, layout) is read from `Group.base`.
+No layer sees the calls that a `ParamGroup` makes to itself: its `abandon` frees it, too. So a layer
+overrides each operation to which it adds something. Names, options and layouts are no operations:
+callers read them from `GroupOperations.base`.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GroupState
 
 
-class Group(Protocol):
-    """What the scheduler calls of a group: the group itself, or the outermost layer around it.
+class GroupOperations(Protocol):
+    """A group as the scheduler calls it: the group itself, or the outermost layer around it.
 
     `ParamGroup` says what each operation does.
     """
@@ -145,7 +146,7 @@ class Watchers:
     """
 
     plans: ClassVar[list[Callable[[str, list[PlannedParam], GroupOptions], None]]] = []
-    groups: ClassVar[list[Callable[[Sequence[Group]], Sequence[Group]]]] = []
+    groups: ClassVar[list[Callable[[Sequence[GroupOperations]], Sequence[GroupOperations]]]] = []
 
 
 class Layer:
@@ -164,7 +165,7 @@ class Layer:
 
     height: ClassVar[int]
 
-    def __init__(self, below: Group) -> None:
+    def __init__(self, below: GroupOperations) -> None:
         self.base = below.base
         self.below = below
 
@@ -293,7 +294,7 @@ class Layer:
         self.below.discard_gradients()
 
 
-def layers_of(group: Group) -> list[Layer]:
+def layers_of(group: GroupOperations) -> list[Layer]:
     """The layers around a group, the outermost first."""
     found = []
     while isinstance(group, Layer):
@@ -302,12 +303,14 @@ def layers_of(group: Group) -> list[Layer]:
     return found
 
 
-def with_layer(group: Group, layer: Callable[[Group], Layer], height: int) -> Group:
-    """What is called where a layer stands around ``group``, above those of lower ones.
+def with_layer(
+    group: GroupOperations, layer: Callable[[GroupOperations], Layer], height: int
+) -> GroupOperations:
+    """Put a layer around a group, above lower layers; returns the outermost.
 
     Args:
         group: the group, or the outermost layer around it.
-        layer: makes it from what is to be below it.
+        layer: makes the layer around the object below it.
         height: the layer's.
     """
     if isinstance(group, Layer) and group.height > height:
@@ -316,8 +319,8 @@ def with_layer(group: Group, layer: Callable[[Group], Layer], height: int) -> Gr
     return layer(group)
 
 
-def without_layer(group: Group, kind: type[Layer]) -> Group:
-    """What is called where no layer of a kind stands around ``group``."""
+def without_layer(group: GroupOperations, kind: type[Layer]) -> GroupOperations:
+    """Take a layer of a kind off a group; returns the outermost that is left."""
     if not isinstance(group, Layer):
         return group
     if type(group) is kind:
@@ -326,8 +329,10 @@ def without_layer(group: Group, kind: type[Layer]) -> Group:
     return group
 
 
-def layered(groups: Sequence[Group], kind: type[Layer], wanted: bool) -> list[Group]:
-    """What is called of each group where a layer of a kind is wanted around it, or is not."""
+def layered(
+    groups: Sequence[GroupOperations], kind: type[Layer], wanted: bool
+) -> list[GroupOperations]:
+    """Put a layer of a kind around groups, or take it off; returns the outermost of each."""
     found = []
     for group in groups:
         if any(type(layer) is kind for layer in layers_of(group)) is not wanted:
@@ -336,8 +341,8 @@ def layered(groups: Sequence[Group], kind: type[Layer], wanted: bool) -> list[Gr
     return found
 
 
-def watched(groups: Sequence[Group]) -> Sequence[Group]:
-    """What is called of new groups, with the layers that `Watchers` want around them now."""
+def watched(groups: Sequence[GroupOperations]) -> Sequence[GroupOperations]:
+    """New groups with the layers that `Watchers` want around them now."""
     for watch in Watchers.groups:
         groups = watch(groups)
     return groups

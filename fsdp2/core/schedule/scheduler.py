@@ -38,7 +38,7 @@ from fsdp2.core.schedule.connections import connect_groups
 from fsdp2.core.schedule.graphs import Graph
 from fsdp2.core.schedule.in_flight import InFlight
 from fsdp2.core.schedule.iteration import Iteration
-from fsdp2.core.schedule.layers import Group
+from fsdp2.core.schedule.layers import GroupOperations
 from fsdp2.core.schedule.profiling import ProfiledGroup
 from fsdp2.core.schedule.retrace import NOWHERE, running_node
 from fsdp2.core.schedule.states import GATHERING, HIDDEN, SHARDED, UNSHARDED
@@ -756,7 +756,7 @@ class Scheduler:
             elif group.state is UNSHARDED:
                 group.take_back()
 
-    def _abandon(self, group: Group) -> None:
+    def _abandon(self, group: GroupOperations) -> None:
         """Leave nothing of a gather that failed, for want of memory or of a peer."""
         self._join_lanes()
         group.abandon()

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from fsdp2.core.params.param import ShardedParam
 from fsdp2.core.reduce.reduction import Job, Reduction
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.layers import Group, Layer, layers_of, with_layer, without_layer
+from fsdp2.core.schedule.layers import GroupOperations, Layer, layers_of, with_layer, without_layer
 from fsdp2.core.schedule.unit import BACKWARD, FORWARD, REDUCED, Unit
 
 
@@ -44,7 +44,7 @@ class TiedGroup(Layer):
 
     height = 0
 
-    def __init__(self, below: Group, owner: Unit) -> None:
+    def __init__(self, below: GroupOperations, owner: Unit) -> None:
         super().__init__(below)
         self.owner = weakref.ref(owner)
         self.users: weakref.WeakSet[Unit] = weakref.WeakSet()
@@ -193,7 +193,7 @@ class GroupAlias(Layer):
         """Nothing."""
 
 
-def tied_group(group: Group) -> TiedGroup | None:
+def tied_group(group: GroupOperations) -> TiedGroup | None:
     """The layer of a group that other units use, too; ``None`` where there is none."""
     return next((layer for layer in layers_of(group) if isinstance(layer, TiedGroup)), None)
 
@@ -209,7 +209,7 @@ def lend(group: ParamGroup, owner: Unit, unit: Unit) -> None:
         assert tied is not None
     if unit not in tied.users:
         tied.users.add(unit)
-        alias: Group = GroupAlias(tied, unit)
+        alias: GroupOperations = GroupAlias(tied, unit)
         for layer in reversed(layers_of(owner.groups[place])):
             if layer is not tied:  # what stands around the group on request
                 alias = type(layer)(alias)

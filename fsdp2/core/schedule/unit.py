@@ -22,7 +22,7 @@ from typing import Any
 
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.layers import Group, Layer, layered
+from fsdp2.core.schedule.layers import GroupOperations, Layer, layered
 from fsdp2.core.schedule.states import HIDDEN, SHARDED
 
 
@@ -61,8 +61,8 @@ class Unit:
 
     Attributes:
         name: full name of its module ("" for the root), or several joined by commas.
-        groups: what is called of its parameter groups, and aliases of other units' where parameters
-            are tied to theirs; none if every parameter belongs to other units.
+        groups: its parameter groups, and aliases of other units' where parameters are tied to
+            theirs, each with the layers around it; none if every parameter belongs to other units.
         options: what groups that are added later begin with.
         reshard_after_forward: ``None`` for the default: keep at the root, free elsewhere.
         reshard_after_backward: whether parameters are freed after backward.
@@ -105,7 +105,7 @@ class Unit:
     def __init__(
         self,
         name: str,
-        groups: Sequence[Group],
+        groups: Sequence[GroupOperations],
         options: GroupOptions = GroupOptions(),  # noqa: B008  # frozen
     ) -> None:
         self.name = name
@@ -128,23 +128,23 @@ class Unit:
 
     @property
     def own_groups(self) -> list[ParamGroup]:
-        """The groups that belong to it, for what is no operation of the scheduler's."""
+        """The groups that belong to it, without the layers around them."""
         return [group.base for group in self.groups if not group.is_alias]
 
     def place_of(self, group: ParamGroup) -> int:
-        """Where in ``groups`` one of its own is."""
+        """The place in ``groups`` of a group that belongs to it."""
         return next(
             place
             for place, found in enumerate(self.groups)
             if found.base is group and not found.is_alias
         )
 
-    def operations_of(self, group: ParamGroup) -> Group:
-        """What is called of one of its own: the outermost layer around it, or the group itself."""
+    def operations_of(self, group: ParamGroup) -> GroupOperations:
+        """A group that belongs to it, with the layers around it."""
         return self.groups[self.place_of(group)]
 
     def put_around(self, layer: type[Layer], wanted: bool) -> None:
-        """Put a layer around all that it calls of groups, or take it off."""
+        """Put a layer around its groups, or take it off."""
         self.groups = layered(self.groups, layer, wanted)
 
     @property
@@ -251,7 +251,7 @@ def all_groups() -> Iterator[ParamGroup]:
 
 
 _owners: weakref.WeakKeyDictionary[ParamGroup, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
-"""Where `unit_of` has found groups: ties may have moved one since."""
+"""The unit in which `unit_of` has found a group; a tie may have moved the group since."""
 
 
 def unit_of(group: ParamGroup) -> Unit:
@@ -264,12 +264,12 @@ def unit_of(group: ParamGroup) -> Unit:
     return unit
 
 
-def operations_of(group: ParamGroup) -> Group:
-    """What is called of a group of a sharded module: its layers see whoever gathers or frees it."""
+def operations_of(group: ParamGroup) -> GroupOperations:
+    """A group of a sharded module, with the layers around it, which see each gather and free."""
     return unit_of(group).operations_of(group)
 
 
-def free_if_outdated(group: Group) -> None:
+def free_if_outdated(group: GroupOperations) -> None:
     """Free parameters that were gathered before an optimizer step: they have changed since."""
     if group.is_outdated:
         if group.state is HIDDEN:  # a graph that reads them raises, as it would without sharding
@@ -278,6 +278,6 @@ def free_if_outdated(group: Group) -> None:
 
 
 def put_around(units: Iterable[Unit], layer: type[Layer], wanted: bool) -> None:
-    """Put a layer around all that units call of groups, or take it off."""
+    """Put a layer around the groups of units, or take it off."""
     for unit in units:
         unit.put_around(layer, wanted)
