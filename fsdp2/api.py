@@ -229,7 +229,7 @@ def plan_call(
     check_groups(name, taken.plans, options)
     if pending is not None:
         pending.add(taken, policy)
-    arguments = Arguments(axes, policy, offload, smaller)
+    arguments = Arguments(axes, offload, smaller)
     return PlannedCall(name, taken, arguments, options, reshard)
 
 

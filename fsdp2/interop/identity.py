@@ -220,7 +220,7 @@ class GroupStandIn(_StandIn):
 
     @property
     def mp_policy(self) -> config.MixedPrecisionPolicy:
-        return self._record.arguments.precision
+        return self._record.unit.options.precision
 
     @property
     def offload_policy(self) -> config.OffloadPolicy:
@@ -458,7 +458,7 @@ class StateStandIn(_StandIn, _state.FSDPState):  # typed as Any
 
     @property
     def _mp_policy(self) -> config.MixedPrecisionPolicy:
-        return self._record.arguments.precision
+        return self._record.unit.options.precision
 
     # ---- where it is
 

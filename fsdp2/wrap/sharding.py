@@ -401,7 +401,7 @@ def _show_gradients(module: nn.Module) -> None:
 
 def _report(plan: _PlannedUnit) -> UnitReport:
     record = next(record for m in plan.modules if (record := record_of(m)) is not None)
-    unit, precision = record.unit, require_record(plan.modules[0]).arguments.precision
+    unit, precision = record.unit, require_record(plan.modules[0]).unit.options.precision
     layouts = [group.layout for group in unit.own_groups if group.layout is not None]
     reshard = plan.options["reshard_after_forward"]
     return UnitReport(

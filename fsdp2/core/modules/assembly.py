@@ -173,9 +173,7 @@ def process_group(group: ParamGroup) -> ProcessGroup | None:
 
 
 def join_unit(groups: list[ParamGroup], unit: Unit, present: list[ParamGroup]) -> None:
-    """Let groups join a unit, with what others have that belongs to a process group.
-
-    Collectives' memory from the unit's groups, the reductions' process group from those below too.
+    """Let groups join a unit, and reduce over the process groups that groups there reduce over.
 
     Args:
         groups: new ones.
@@ -183,13 +181,12 @@ def join_unit(groups: list[ParamGroup], unit: Unit, present: list[ParamGroup]) -
         present: groups of the unit, then of units below.
     """
     for group in groups:
+        group.set_options(unit.options_of(group))
         shared = process_group(group)
         alike = [other for other in present if process_group(other) is shared]
         if shared is None or not alike:
             continue
         first = alike[0]
-        if first in unit.own_groups:
-            group.set_options(first.options)
         if first.reducers is not first.collectives:
             group.set_reducers(first.reducers)
     unit.groups += watched(groups)

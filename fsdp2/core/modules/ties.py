@@ -200,7 +200,7 @@ def check_strays(
             assert plan is not None
             chosen = plan.dtype_override or policy.param_dtype
             computed = Computed(plan.name, param.dtype, chosen, plan.dtype_override is not None)
-            check_same_dtype(entry.name, computed, record.arguments.precision)
+            check_same_dtype(entry.name, computed, record.unit.options.precision)
 
 
 def take_strays(places: Sequence[Stray]) -> None:
@@ -242,7 +242,9 @@ def take_up(moves: Sequence[Move], units: Iterable[Unit]) -> None:
     owners = Owners(units)
     for move in moves:
         for record in _around(move.module, units):
-            check_same_dtype(move.name, _computed(owners[move.param]), record.arguments.precision)
+            check_same_dtype(
+                move.name, _computed(owners[move.param]), record.unit.options.precision
+            )
     entries = _moved(moves)
     for param in entries:
         operations_of(owners[param].group).reshard()

@@ -58,7 +58,7 @@ class ParamGroup:
         name: name of the unit, for messages.
         params: the parameters.
         runtime: what it runs on.
-        options: what the user chose.
+        options: of the unit that it belongs to, which hands on what the user chose.
 
     Attributes:
         collectives: of the shard axis.
@@ -234,6 +234,8 @@ class ParamGroup:
 
     def set_options(self, options: GroupOptions) -> None:
         """Take new options: reductions follow now, transports at the next gather."""
+        if options == self.options:
+            return
         self.stale = self.stale or options.all_gather is not self.options.all_gather
         repacked = options.pack_below != self.options.pack_below
         self.options = options

@@ -240,6 +240,7 @@ def inherit(unit: Unit, is_gone: Callable[[Unit], bool]) -> None:
             own = without_layer(alias, GroupAlias)
             tied.owner = weakref.ref(unit)
             tied.users.discard(unit)
+            tied.base.set_options(unit.options_of(tied.base))
             unit.groups.insert(0, own if tied.users else without_layer(own, TiedGroup))
 
 

@@ -21,6 +21,8 @@ from enum import Enum
 from typing import Any
 
 from fsdp2.core.config import GroupOptions
+from fsdp2.core.device.comm_memory import MemoryComms
+from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import GroupOperations, Layer, layered
 from fsdp2.core.schedule.states import HIDDEN, SHARDED
@@ -63,7 +65,8 @@ class Unit:
         name: full name of its module ("" for the root), or several joined by commas.
         groups: its parameter groups, and aliases of other units' where parameters are tied to
             theirs, each with the layers around it; none if every parameter belongs to other units.
-        options: what groups that are added later begin with.
+        options: what the user has chosen for its groups, those that are added later too.
+        comms: collectives in memory of process groups, on request; `options_of` adds them.
         reshard_after_forward: ``None`` for the default: keep at the root, free elsewhere.
         reshard_after_backward: whether parameters are freed after backward.
         sync: whether backward reduces gradients; otherwise they accumulate unreduced.
@@ -86,6 +89,7 @@ class Unit:
         "all_reduce",
         "backward_prefetch",
         "claimed",
+        "comms",
         "forward_prefetch",
         "groups",
         "input_buffers",
@@ -111,6 +115,7 @@ class Unit:
         self.name = name
         self.groups = list(groups)
         self.options = options
+        self.comms: dict[ProcessGroup, MemoryComms] = {}
         self.reshard_after_forward: bool | None = None
         self.reshard_after_backward = True
         self.sync = True
@@ -175,8 +180,29 @@ class Unit:
     def change(self, **options: Any) -> None:
         """Replace options of its groups, and of those that will be added."""
         self.options = replace(self.options, **options)
+        self._hand_options_on()
+
+    def set_comms(self, comms: dict[ProcessGroup, MemoryComms]) -> None:
+        """Let buffers of gathers and reductions be in memory of these process groups alone."""
+        self.comms = comms
+        self._hand_options_on()
+
+    def options_of(self, group: ParamGroup) -> GroupOptions:
+        """The options of a group that belongs to it; the user's collectives go before ``comms``."""
+        options, shared = self.options, group.collectives.group
+        if shared is None or shared not in self.comms:
+            return options
+        gather, reduce = options.all_gather, options.reduce_scatter
+        comms = self.comms[shared]
+        if gather is None:
+            gather = comms.all_gather
+        if reduce is None and (options.sum_only or not comms.reduce_scatter.only_sums):
+            reduce = comms.reduce_scatter
+        return replace(options, all_gather=gather, reduce_scatter=reduce)
+
+    def _hand_options_on(self) -> None:
         for group in self.own_groups:
-            group.set_options(replace(group.options, **options))
+            group.set_options(self.options_of(group))
 
     def reshard(self) -> None:
         """Free its gathered parameters; no-op where they are sharded."""
