@@ -163,7 +163,7 @@ class Simulation:
         for number, shapes in enumerate(node.more, 1):
             name, ranks = f"{node.name}/{number}", max(world_size // 2, 1)
             groups.append(self._make_group(node, name, shapes, ranks, coalesces))
-        node.unit = CheckedUnit(node.name, groups)
+        node.unit = CheckedUnit(node.name, groups, self._options)
         node.unit.reshard_after_forward = node.reshard_after_forward
 
     def _make_group(

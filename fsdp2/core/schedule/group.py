@@ -195,6 +195,7 @@ class ParamGroup:
         the like gave a parameter other memory or another dtype (invariant I5).
         """
         self._require_sharded("adopt")
+        self.rebind()
         self.layout = None  # until all have moved: where this is interrupted, all move again
         layout = self._plan(shapes_of(self.params, self.options))
         on_meta, kernels = any(param.is_meta for param in self.params), self.runtime.kernels
@@ -213,7 +214,6 @@ class ParamGroup:
                 param.adopt(slot, shard.piece(param.dtype, start, shape))
         self.layout = layout
         self.shard = shard
-        self.rebind()
 
     def _plan(self, shapes: Sequence[ParamShape]) -> GroupLayout:
         shared = self.collectives
@@ -234,7 +234,7 @@ class ParamGroup:
 
     def set_options(self, options: GroupOptions) -> None:
         """Take new options: reductions follow now, transports at the next gather."""
-        if options == self.options:
+        if options is self.options:
             return
         self.stale = self.stale or options.all_gather is not self.options.all_gather
         repacked = options.pack_below != self.options.pack_below
