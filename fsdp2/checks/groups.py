@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from fsdp2.checks.agreement import Agreement, Intent
 from fsdp2.core.config import (
@@ -33,11 +31,11 @@ from fsdp2.core.config import (
     RankMismatchError,
     ShardingStateError,
 )
-from fsdp2.core.device.channels import StoreBoard, default_store
 from fsdp2.core.device.collectives import ReduceKind
 from fsdp2.core.device.process_groups import global_ranks, timeout_of
 from fsdp2.core.device.streams import Lane
 from fsdp2.core.layout.mesh import local_of, memory_order
+from fsdp2.core.modules import optimizers
 from fsdp2.core.modules.registry import scheduler_of
 from fsdp2.core.params.param import (
     PlannedParam,
@@ -53,6 +51,7 @@ from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import GroupOperations, Layer, Watchers, layered
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.schedule.unit import Phase, Unit, all_groups, all_units, put_around, unit_of
+from fsdp2.ranks.channels import StoreBoard, default_store
 
 ENVIRONMENT = "FSDP2_DEBUG"
 _SAME_WEIGHTS = (
@@ -112,7 +111,6 @@ class Checks:
     contents: ClassVar[_ContentsOf] = weakref.WeakKeyDictionary()
     _agreement: Agreement | None = None
     _store: object = None  # where its notes are
-    _optimizers: RemovableHandle | None = None  # handle of the hook on optimizers
 
     @classmethod
     def current(cls) -> EnabledChecks:
@@ -136,10 +134,9 @@ class Checks:
         was_on = before is not None and before.check_ranks
         if settings.check_ranks and not was_on:
             cls.runs += 1
-            cls._optimizers = register_optimizer_step_pre_hook(_before_optimizer_step)
+            optimizers.steps.add(_before_optimizer_step)
         elif was_on and not settings.check_ranks:
-            assert cls._optimizers is not None
-            cls._optimizers.remove()
+            optimizers.steps.remove(_before_optimizer_step)
             cls.compared.clear()
             cls.leave("has switched the check of ranks off")
         put_around(all_units(), CheckedGroup, cls.any_is_on())
@@ -442,7 +439,7 @@ def _check_plans(name: str, plans: list[PlannedParam], options: GroupOptions) ->
                 Checks.agree(group, axes.device, Intent(what, details, _SAME_WEIGHTS))
 
 
-def _before_optimizer_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     """An optimizer's step is one that ranks take together, too."""
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     groups: dict[tuple[int, ...], tuple[Any, torch.device]] = {}

@@ -17,8 +17,8 @@ import torch
 
 from fsdp2.core.device.collectives import ReduceKind, Replicas, scatter_sums
 from fsdp2.core.device.custom_collectives import ReduceScatter
-from fsdp2.core.device.one_off import sum_over
 from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.ranks.transfers import sum_over
 
 Hook = Callable[..., object]
 """Called with its state, a flat gradient and, where parameters are sharded, an output."""

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from fsdp2.core.config import RankMismatchError
 from fsdp2.core.layout.mesh import local_of, with_dtype, wrap_local
 from fsdp2.core.modules.registry import UnitRecord, records_below
-from fsdp2.core.modules.selection import managed_modules
 from fsdp2.core.modules.ties import Owners
+from fsdp2.core.modules.walks import managed_modules
 from fsdp2.core.params.param import ModuleEntry, ShardedParam, is_extended
 from fsdp2.core.schedule.unit import all_units
 from fsdp2.fsdp1.config import (

@@ -31,13 +31,13 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import Shard
 
 from fsdp2.core import config
-from fsdp2.core.modules.assembly import choose_reshard
 from fsdp2.core.modules.registry import UnitRecord, record_of
 from fsdp2.core.modules.roots import start
 from fsdp2.core.params.param import ShardedParam, compute_dtype
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.schedule.unit import Phase
+from fsdp2.sharding.assembly import choose_reshard
 
 _state: Any = _fsdp_state
 TORCHS: Any = fsdp.FSDPModule

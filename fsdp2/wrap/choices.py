@@ -11,12 +11,13 @@ The model itself is never among the choices: who wraps it does that last.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from fsdp2.core.modules.walks import walk
 from fsdp2.wrap.policies import ModuleWrapPolicy, Options, WrapFunction, WrapPolicy
 
 Policy = WrapPolicy | WrapFunction | Iterable[type[nn.Module]]
@@ -85,8 +86,8 @@ def chosen_modules(
         asked.ask_below(model, asked.numel(model))
         found = {module: dict(root_options) for module in asked.chosen}
     return [
-        Choice(name, module, found[module])
-        for name, module in _bottom_up(model, "", {model})
+        Choice(prefix.removesuffix("."), module, found[module])
+        for module, prefix in walk((model,), order="children first")
         if module in found and module is not model
     ]
 
@@ -228,17 +229,6 @@ def _by_keyword(policy: Any) -> Callable[[nn.Module, bool, int], bool]:
     return lambda module, recurse, numel: bool(
         policy(module=module, recurse=recurse, **{count: numel})
     )
-
-
-def _bottom_up(
-    module: nn.Module, prefix: str, seen: set[nn.Module]
-) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with their first names, children before parents, each once."""
-    for name, child in module.named_children():
-        if child not in seen:
-            seen.add(child)
-            yield from _bottom_up(child, f"{prefix}{name}.", seen)
-    yield prefix.removesuffix("."), module
 
 
 def check_policy(policy: object) -> None:

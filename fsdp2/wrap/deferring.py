@@ -29,7 +29,7 @@ from fsdp2.api import fully_shard
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.layout.mesh import device_of
 from fsdp2.core.modules.registry import record_of, require_record
-from fsdp2.core.modules.selection import managed_modules
+from fsdp2.core.modules.walks import managed_modules
 from fsdp2.full.gathering import gathered
 from fsdp2.module import FSDPModule
 from fsdp2.wrap import choices

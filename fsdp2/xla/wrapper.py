@@ -30,6 +30,7 @@ from fsdp2 import wrapper_module
 from fsdp2.api import fully_shard
 from fsdp2.core.layout.mesh import default_mesh, mesh_of_groups
 from fsdp2.core.modules.registry import records_below
+from fsdp2.core.modules.walks import walk
 from fsdp2.interop import MixedPrecisionPolicy
 from fsdp2.module import FSDPModule
 from fsdp2.optim.norms import clip_grad_norm_
@@ -218,7 +219,7 @@ class XlaFullyShardedDataParallel(WrapperModule):
 
     def _cast_buffers(self, dtype: torch.dtype) -> None:
         members = list(_own_modules(self._wrapped))
-        prefixes = dict(reversed(members))
+        prefixes = dict(members)
         for member, before in wrapper_module.cast_buffers(members, dtype).items():
             for name, kept in before.items():
                 self._buffer_dtypes[f"{prefixes[member]}{name}"] = str(kept).removeprefix("torch.")
@@ -543,12 +544,9 @@ def _wrap_below(module: nn.Module, policy: Policy, wrapper: Wrapper, given: _Giv
     wrap_modules(module, policy, wrapper, ignored_modules=taken, ignored_params=params, **inner)
 
 
-def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[nn.Module, str]]:
+def _own_modules(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """A module and those below that are in no other wrapper, with what their names begin with."""
-    yield module, prefix
-    for name, child in module.named_children():
-        if not isinstance(child, XlaFullyShardedDataParallel):
-            yield from _own_modules(child, f"{prefix}{name}.")
+    return walk((module,), lambda below: isinstance(below, XlaFullyShardedDataParallel))
 
 
 def _materialize(

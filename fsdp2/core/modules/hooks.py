@@ -29,6 +29,7 @@ from torch.autograd import Variable
 
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.streams import Streams
+from fsdp2.core.modules import failures
 from fsdp2.core.modules.containers import (
     cast,
     grad_tensors,
@@ -37,12 +38,11 @@ from fsdp2.core.modules.containers import (
     unbatched,
 )
 from fsdp2.core.modules.dynamo import uncompiled, uncompiled_methods
-from fsdp2.core.modules.explain import explain
 from fsdp2.core.modules.frames import failure_of, running_calls
 from fsdp2.core.modules.registrations import (
     Move,
     Registrations,
-    check_registered,
+    find_moves,
     follow_replaced,
     is_registered,
     put_back,
@@ -242,7 +242,7 @@ class UnitHooks(UnitRecord):
         moves: list[Move] = []
         for module in self.modules:
             ignored = {entry for below in records_below(module) for entry in below.ignored}
-            moves += check_registered(module, managed, ignored)
+            moves += find_moves(module, managed, ignored)
         if moves:
             scheduler.wait_for_reductions()
             take_up(moves, scheduler.units)
@@ -292,11 +292,11 @@ class UnitHooks(UnitRecord):
         return output if dtype is None else cast(output, dtype)
 
     def forward_raised(self, failure: BaseException) -> None:
-        """Explain it. If a caller catches it, the forward around this one may go on."""
+        """Tell of it. If a caller catches it, the forward around this one may go on."""
         scheduler = self.scheduler
         if scheduler is None:
             return
-        explain(failure, scheduler.units)
+        failures.in_forward(failure, scheduler.units)
         if self._inner_calls:
             self._inner_calls -= 1
         elif _in_backward() != _OUTSIDE:
