@@ -454,7 +454,7 @@ def end_saves() -> None:
 class _Source(DefaultSavePlanner):
     """Takes what is written from staged rows, which are plain tensors."""
 
-    def lookup_object(self, index: MetadataIndex) -> Any:
+    def lookup_object(self, index: MetadataIndex) -> object:
         return self.state_dict[index.fqn]
 
 

@@ -19,7 +19,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -32,7 +32,7 @@ from fsdp2.core.config import (
     ShardingStateError,
 )
 from fsdp2.core.device.collectives import ReduceKind
-from fsdp2.core.device.process_groups import global_ranks, timeout_of
+from fsdp2.core.device.process_groups import ProcessGroup, global_ranks, timeout_of
 from fsdp2.core.device.streams import Lane
 from fsdp2.core.layout.mesh import local_of, memory_order
 from fsdp2.core.modules import optimizers
@@ -156,7 +156,7 @@ class Checks:
                 agreement.leave(why)
 
     @classmethod
-    def agree(cls, group: Any, device: torch.device, step: Intent) -> None:
+    def agree(cls, group: ProcessGroup, device: torch.device, step: Intent) -> None:
         """Return when all ranks of a process group are about to take ``step``."""
         assert cls.settings is not None
         timeout = cls.settings.timeout
@@ -215,6 +215,7 @@ class CheckedGroup(Layer):
                 Checks.compared.add(self.base)
                 self._compare_copies()
             if collectives.size > 1:
+                assert collectives.group is not None
                 Checks.agree(collectives.group, self.base.device, self._gather_step())
         self.below.start_unshard()
 
@@ -359,6 +360,7 @@ class CheckedGroup(Layer):
         fix = "give every rank the same"
         if self.base.reducers.size > 1:
             step = Intent(f"the reduce-scatter {where}", details, fix)
+            assert self.base.reducers.group is not None
             Checks.agree(self.base.reducers.group, self.base.device, step)
         if all_reduce and self.base.replicas is not None and self.base.replicas.size > 1:
             step = Intent(f"the all-reduce {where}", details, fix)
@@ -442,7 +444,7 @@ def _check_plans(name: str, plans: list[PlannedParam], options: GroupOptions) ->
 def _before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     """An optimizer's step is one that ranks take together, too."""
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    groups: dict[tuple[int, ...], tuple[Any, torch.device]] = {}
+    groups: dict[tuple[int, ...], tuple[ProcessGroup, torch.device]] = {}
     for group in all_groups():
         if any(id(param.sharded) in held for param in group.params):
             for axis in (group.collectives, group.replicas):
