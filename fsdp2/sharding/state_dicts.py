@@ -45,7 +45,7 @@ def _watch(owners: set[nn.Module], group: ParamGroup) -> None:
     outside = _OutsideInference()
 
     def before() -> None:
-        if group.state is not SHARDED:
+        if group.state is not SHARDED:  # a look at the state is shorter than one at all units
             operations_of(group).reshard()
         group.settle()
 

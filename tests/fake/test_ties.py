@@ -72,3 +72,18 @@ def test_settings_and_stand_ins_leave_the_groups_of_other_units_out(model: Any) 
         groups = unit._get_fsdp_state()._fsdp_param_groups
         assert [group.mesh_info.mesh.size() for group in groups] in ([], [2])
     model(TOKENS).sum().backward()
+
+
+def test_all_places_of_a_tied_parameter_are_tied_to_another() -> None:
+    """Its group is gone, and with it what stood for it elsewhere."""
+    model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3)))
+    model[1].weight = model[0].weight
+    for module in (*model, model):
+        fsdp2.fully_shard(module)
+    for _ in range(2):
+        model(torch.ones(2, 6)).sum().backward()
+    model[0].weight = model[1].weight = model[2].weight
+    for _ in range(2):
+        model(torch.ones(2, 6)).sum().backward()
+    assert [name for name, _ in model.named_parameters()] == ["0.weight"]
+    assert model[0].weight is model[1].weight is model[2].weight

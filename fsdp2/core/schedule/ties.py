@@ -224,7 +224,7 @@ def give_back(group: ParamGroup, unit: Unit) -> None:
     assert tied is not None
     owner = tied.owner()
     tied.users.discard(unit)
-    if not tied.users and owner is not None:
+    if not tied.users and owner is not None and group in owner.own_groups:  # it may be empty
         place = owner.place_of(group)
         owner.groups[place] = without_layer(owner.groups[place], TiedGroup)
 

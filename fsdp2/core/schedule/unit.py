@@ -277,22 +277,33 @@ def all_groups() -> Iterator[ParamGroup]:
 
 
 _owners: weakref.WeakKeyDictionary[ParamGroup, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
-"""The unit in which `unit_of` has found a group; a tie may have moved the group since."""
+"""The unit in which a group was found; a tie may have moved the group since."""
+
+
+def _owner_of(group: ParamGroup) -> Unit | None:
+    known = _owners.get(group)
+    unit = None if known is None else known()
+    if unit is None or group not in unit.own_groups:
+        unit = next((unit for unit in all_units() if group in unit.own_groups), None)
+        if unit is not None:
+            _owners[group] = weakref.ref(unit)
+    return unit
 
 
 def unit_of(group: ParamGroup) -> Unit:
     """The unit of a sharded module that ``group`` belongs to."""
-    known = _owners.get(group)
-    unit = None if known is None else known()
-    if unit is None or group not in unit.own_groups:
-        unit = next(unit for unit in all_units() if group in unit.own_groups)
-        _owners[group] = weakref.ref(unit)
+    unit = _owner_of(group)
+    assert unit is not None
     return unit
 
 
 def operations_of(group: ParamGroup) -> GroupOperations:
-    """A group of a sharded module, with the layers around it, which see each gather and free."""
-    return unit_of(group).operations_of(group)
+    """A group of a sharded module, with the layers around it, which see each gather and free.
+
+    A group whose unit is gone, or has dropped it, has none.
+    """
+    unit = _owner_of(group)
+    return group if unit is None else unit.operations_of(group)
 
 
 def free_if_outdated(group: GroupOperations) -> None:
