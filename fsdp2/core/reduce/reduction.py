@@ -378,6 +378,7 @@ class ReducedGroup(Protocol):
     """The group of parameters whose reductions are launched."""
 
     name: str
+    params: list[ShardedParam]
     streams: Streams
 
     @property
