@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
+from fsdp2.core.custom_collectives import AllGather
 from fsdp2.core.device.buffers import Buffer, TransientBuffer
 from fsdp2.core.device.collectives import Collectives
-from fsdp2.core.device.custom_collectives import AllGather
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.gather.transport import (
     CoalescedTransport,

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 
 import torch
 
+from fsdp2.core.custom_collectives import checked_buffer
 from fsdp2.core.device.buffers import TransientBuffer
-from fsdp2.core.device.custom_collectives import checked_buffer
 from fsdp2.core.layout.layout import Slot
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import ReduceContext, ReduceTransport
