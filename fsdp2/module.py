@@ -21,6 +21,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
 from fsdp2.core.config import GroupOptions, MixedPrecisionPolicy, ShardingStateError
+from fsdp2.core.custom_collectives import AllGather, ReduceScatter
 from fsdp2.core.device.collectives import GroupCollectives
 from fsdp2.core.device.comm_memory import (
     GroupAllGather,
@@ -32,7 +33,6 @@ from fsdp2.core.device.comm_memory import (
     SymmetricReduceScatter,
     conflicting,
 )
-from fsdp2.core.device.custom_collectives import AllGather, ReduceScatter
 from fsdp2.core.device.process_groups import ProcessGroup, backend_name, with_own_group
 from fsdp2.core.modules.dynamo import uncompiled_methods
 from fsdp2.core.modules.frames import forward_method

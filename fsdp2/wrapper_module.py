@@ -58,7 +58,7 @@ class WrapperModule(nn.Module):
                 raise
             return getattr(inside, name)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         """Of the module inside, such as an ``nn.Sequential``."""
         inside: Any = self._inside
         return inside[key]

@@ -18,7 +18,7 @@ import operator
 import os
 import weakref
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -31,7 +31,7 @@ from fsdp2.core.config import (
     ShardingStateError,
 )
 from fsdp2.core.device.collectives import ReduceKind
-from fsdp2.core.device.process_groups import global_ranks, timeout_of
+from fsdp2.core.device.process_groups import ProcessGroup, global_ranks, timeout_of
 from fsdp2.core.device.streams import Lane
 from fsdp2.core.layout.mesh import local_of, memory_order
 from fsdp2.core.modules import optimizers
@@ -45,7 +45,8 @@ from fsdp2.core.params.param import (
     refuse_written,
 )
 from fsdp2.core.progress import OptimizerSteps
-from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction
+from fsdp2.core.reduce.program import Job
+from fsdp2.core.reduce.reduction import PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import Layer, Watchers, put_around
 from fsdp2.core.schedule.states import GroupState
@@ -155,7 +156,7 @@ class Checks:
                 agreement.leave(why)
 
     @classmethod
-    def agree(cls, group: Any, device: torch.device, step: Intent) -> None:
+    def agree(cls, group: ProcessGroup, device: torch.device, step: Intent) -> None:
         """Return when all ranks of a process group are about to take ``step``."""
         assert cls.settings is not None
         timeout = cls.settings.timeout
@@ -214,6 +215,7 @@ class CheckedGroup(Layer):
                 Checks.compared.add(self)
                 self._compare_copies()
             if collectives.size > 1:
+                assert collectives.group is not None
                 Checks.agree(collectives.group, self.device, self._gather_step())
         super().start_unshard()
 
@@ -231,7 +233,9 @@ class CheckedGroup(Layer):
         pending = super().reduce(jobs, all_reduce)
         if pending is not None:
             self.streams.wait(Lane.COMPUTE, pending.done, "compute after reduction")
-        rows = [r.views(job.flat) if job.flat is not None else job.outputs for r, job in jobs]
+        rows = [
+            r.transport.views(job.flat) if job.flat is not None else job.outputs for r, job in jobs
+        ]
         after = [_finite(tensor) for tensors in rows for tensor in tensors]
         self._refuse_non_finite(names, before, after, all_reduce)
         return pending
@@ -358,6 +362,7 @@ class CheckedGroup(Layer):
         fix = "give every rank the same"
         if self.reducers.size > 1:
             step = Intent(f"the reduce-scatter {where}", details, fix)
+            assert self.reducers.group is not None
             Checks.agree(self.reducers.group, self.device, step)
         if all_reduce and self.replicas is not None and self.replicas.size > 1:
             step = Intent(f"the all-reduce {where}", details, fix)
@@ -441,7 +446,7 @@ def _check_plans(name: str, plans: list[PlannedParam], options: GroupOptions) ->
 def _before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     """An optimizer's step is one that ranks take together, too."""
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    groups: dict[tuple[int, ...], tuple[Any, torch.device]] = {}
+    groups: dict[tuple[int, ...], tuple[ProcessGroup, torch.device]] = {}
     for group in all_groups():
         if any(id(param.sharded) in held for param in group.params):
             for axis in (group.collectives, group.replicas):
@@ -470,6 +475,7 @@ def _said(options: GroupOptions) -> dict[str, str]:
         "reduce_scatter_unused_params": str(options.reduce_unused),
         "the all-gather": type(options.all_gather).__name__,
         "the reduce-scatter": type(options.reduce_scatter).__name__,
+        "the codecs": f"{options.gather_codec}, {options.reduce_codec}",
     }
 
 

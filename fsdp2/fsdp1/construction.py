@@ -87,8 +87,8 @@ def ignored_of(
             "FullyShardedDataParallel got ignored_modules and ignored_states; pass ignored_states "
             "alone"
         )
-    given: Iterable[Any] | None = ignored_modules if ignored_states is None else ignored_states
-    named: list[Any] = [] if given is None else list(given)
+    given: Iterable[object] | None = ignored_modules if ignored_states is None else ignored_states
+    named: list[object] = [] if given is None else list(given)
     kinds: tuple[type, ...] = (nn.Module,) if ignored_states is None else (nn.Module, nn.Parameter)
     for member in named:
         if not isinstance(member, kinds):
@@ -273,7 +273,7 @@ class _CastsBack:
         self._dtypes = dtypes
 
     def __call__(
-        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object
+        self, module: nn.Module, state_dict: dict[str, object], prefix: str, _: object
     ) -> None:
         for name, dtype in self._dtypes.items():
             held = state_dict.get(prefix + name)
@@ -285,7 +285,7 @@ def in_full_precision(module: nn.Module) -> None:
     """Let ``module`` compute in float32: its inputs are cast to it, its outputs back."""
     dtypes: list[torch.dtype] = []
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         dtypes[:] = [
             value.dtype
             for value in (*args, *kwargs.values())
@@ -323,12 +323,12 @@ def clean_states(wrapper: nn.Module) -> None:
 
     def saved(_: nn.Module, state_dict: dict[str, Any], prefix: str, __: object) -> None:
         rename(state_dict, f"{prefix}{INSIDE}.", prefix)
-        versions: dict[str, Any] = getattr(state_dict, "_metadata", {})
+        versions: dict[str, object] = getattr(state_dict, "_metadata", {})
         for key in list(versions):
             value = versions.pop(key)
             versions[f"{key}.".replace(f"{INSIDE}.", "")[:-1]] = value
 
-    def loaded(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: object) -> None:
+    def loaded(_: nn.Module, state_dict: dict[str, object], prefix: str, *__: object) -> None:
         if reference() is not None:
             rename(state_dict, prefix, f"{prefix}{INSIDE}.")
 
@@ -336,7 +336,7 @@ def clean_states(wrapper: nn.Module) -> None:
     wrapper.register_load_state_dict_pre_hook(loaded)
 
 
-def rename(state_dict: dict[str, Any], old: str, new: str) -> None:
+def rename(state_dict: dict[str, object], old: str, new: str) -> None:
     """Replace a prefix of keys in place; other keys stay where they are in the order."""
     for key in list(state_dict):
         value = state_dict.pop(key)

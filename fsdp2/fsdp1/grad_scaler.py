@@ -50,7 +50,7 @@ class ShardedGradScaler(GradScaler):
         )
         self.process_group = process_group
 
-    def scale(self, outputs: Any) -> Any:
+    def scale(self, outputs: object) -> Any:
         """Multiply a tensor, or tensors in lists, tuples and other iterables; dtypes stay.
 
         Args:

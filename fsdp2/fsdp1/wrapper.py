@@ -219,7 +219,7 @@ class FullyShardedDataParallel(WrapperModule, TorchWrapperIdentity):
     @property
     def _unit_module(self) -> FSDPModule:
         """The wrapped module, which has the methods of its unit."""
-        found: Any = self._wrapped
+        found: object = self._wrapped
         assert isinstance(found, FSDPModule)
         return found
 

@@ -39,7 +39,7 @@ from fsdp2.reports import GroupReport, group_reports
 from fsdp2.wrap import Choice, ModuleWrapPolicy, chosen_modules
 from fsdp2.wrap.choices import Policy
 
-Batch = Any
+Batch = object
 MakeModel = Callable[[], nn.Module]
 Shard = Callable[[nn.Module, DeviceMesh], object]
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -311,10 +311,10 @@ def _checkpoint(choices: Sequence[Choice], which: bool | int) -> None:
 class _Checkpointed:
     """A forward that keeps its inputs alone for backward."""
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
+    def __init__(self, forward: Callable[..., object]) -> None:
         self._forward = forward
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: Any) -> object:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         return checkpoint(
@@ -466,7 +466,7 @@ def default_optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def on_meta(model: nn.Module) -> nn.Module:
     """A copy of a model without its memory."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         bare = tensor.detach().to("meta")
         if isinstance(tensor, nn.Parameter):

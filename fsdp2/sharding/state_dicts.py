@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -54,13 +54,13 @@ def _watch(owners: set[nn.Module], group: ParamGroup) -> None:
         if not _is_in_use(group):
             before()
 
-    def after_save(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    def after_save(module: nn.Module, state: dict[str, object], prefix: str, _: object) -> None:
         shown.put_into(state, module, prefix)
         outside.leave()
 
-    def before_load(*given: Any) -> None:
+    def before_load(*given: object) -> None:
         before()
-        collected[:] = given[-1:]
+        collected[:] = cast("list[list[str]]", list(given[-1:]))
 
     def after_load(*_: object) -> None:
         group.reregister()
@@ -120,7 +120,7 @@ class _Shown:
         self._known: list[ModuleEntries] = []
         self._places: dict[int, list[tuple[str, ShardedParam]]] = {}  # by id of the module
 
-    def put_into(self, state: dict[str, Any], module: nn.Module, prefix: str) -> None:
+    def put_into(self, state: dict[str, object], module: nn.Module, prefix: str) -> None:
         """Exchange what was taken of the gathered parameters that ``module`` registers.
 
         Another thread may take it while units are gathered and freed: not the group's state counts,

@@ -49,7 +49,7 @@ def chosen_modules(
     *,
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] = (),
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
 ) -> list[Choice]:
     """The modules of a model that a policy chooses, those below others first.
 
@@ -98,7 +98,7 @@ def options_for(
     policy: Policy | None,
     *,
     numel: int | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
 ) -> Options | None:
     """Whether a policy chooses one module that has no model around it yet, and with what.
 
@@ -136,7 +136,7 @@ def wrap_modules(
     *,
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] = (),
-    **options: Any,
+    **options: object,
 ) -> list[Choice]:
     """Wrap what a policy chooses, in place; the model itself is left to the caller.
 
@@ -251,7 +251,7 @@ def check_policy(policy: object) -> None:
     _checked(policy)
 
 
-def _checked(policy: Any) -> WrapPolicy | WrapFunction | None:
+def _checked(policy: object) -> WrapPolicy | WrapFunction | None:
     kind = isinstance(policy, type | str | nn.Module)
     if policy is None or (not kind and (hasattr(policy, "_run_policy") or callable(policy))):
         return policy

@@ -43,7 +43,7 @@ def deferred(
     mesh: DeviceMesh | None,
     policy: Policy,
     init_fn: Callable[[nn.Module], object] | None = None,
-    **fully_shard_options: Any,
+    **fully_shard_options: object,
 ) -> Iterator[None]:
     """Shard a model while it is made: each block is made, initialised, sharded and freed.
 
@@ -275,19 +275,19 @@ def _watched(construction: _Construction) -> Iterator[None]:
             original = kind.__dict__["__init__"]
 
             @functools.wraps(original)
-            def construct(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+            def construct(self: nn.Module, *args: object, **kwargs: object) -> None:
                 construction.construct(self, lambda: original(self, *args, **kwargs))
 
             originals[kind] = original
             patched.append(kind)
             kind.__init__ = construct  # type: ignore[misc]
 
-    originals: dict[type, Any] = {}
+    originals: dict[type, object] = {}
     plain_apply = nn.Module.apply
     for kind in _subclasses(nn.Module):
         watch(kind)
 
-    def made(cls: Any, /, **kwargs: Any) -> None:  # of a model file that is imported only now
+    def made(cls: Any, /, **kwargs: object) -> None:  # of a model file that is imported only now
         super(nn.Module, cls).__init_subclass__(**kwargs)
         watch(cls)
 

@@ -334,7 +334,10 @@ def _units_of(
 
 
 def _with_ties(
-    model: nn.Module, plans: list[_PlannedUnit], ignored: set[nn.Parameter], options: dict[str, Any]
+    model: nn.Module,
+    plans: list[_PlannedUnit],
+    ignored: set[nn.Parameter],
+    options: dict[str, object],
 ) -> list[_PlannedUnit]:
     """Put modules that share parameters across units into one unit, in front of the others.
 

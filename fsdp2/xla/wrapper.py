@@ -242,7 +242,7 @@ class XlaFullyShardedDataParallel(WrapperModule):
     @property
     def _unit(self) -> FSDPModule:
         self.execute_sharding()
-        module: Any = self._wrapped
+        module: object = self._wrapped
         assert isinstance(module, FSDPModule)
         return module
 
@@ -368,7 +368,7 @@ class XlaFullyShardedDataParallel(WrapperModule):
 
     # ---- state dicts
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: object, **kwargs: Any) -> Any:
         """This rank's rows and the buffers, as plain tensors by the names of the unwrapped model.
 
         Wrappers below are the same, also in a model around that is not wrapped. Save it in a file
@@ -428,7 +428,7 @@ def _rows_become_whole(wrapper: nn.Module, state: dict[str, Any], prefix: str, *
     assert isinstance(wrapper, XlaFullyShardedDataParallel)
     named = nn.Module.named_parameters(wrapper, remove_duplicate=False)  # which shards nothing
     params = {name.replace(PREFIX, ""): param for name, param in named}
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for key in [key for key in state if key.startswith(prefix)]:
         name = key.removeprefix(prefix).replace(PREFIX, "")
         value = state[key]
@@ -466,7 +466,7 @@ def checkpoint_module(module: M) -> M:
     own = module.__dict__.get("forward")
     reference = weakref.ref(module)  # a module does not keep itself alive
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: Any) -> object:
         found = reference()
         assert found is not None
         run = functools.partial(type(found).forward, found) if own is None else own

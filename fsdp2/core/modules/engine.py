@@ -50,19 +50,21 @@ class _ExplainingEngine(_Engine):
     """Autograd's engine, for backwards that reach sharded modules."""
 
     @uncompiled
-    def run_backward(self, ends: Ends, grads: Any, keep_graph: bool, *args: Any, **kw: Any) -> Any:
+    def run_backward(
+        self, ends: Ends, grads: object, keep_graph: bool, *args: object, **kw: object
+    ) -> object:
         inside = torch._C._current_graph_task_id() != _OUTSIDE  # a reentrant checkpoint's
         if noting and not inside:
             _hook_side_doors(ends)
         if Graph.alive and not inside:
             Graph.ending = frozenset() if keep_graph else _graphs_behind(ends)
-        ended = Backwards.ended
+        ended = Backwards.ended  # hooks that see this backward count its end
         try:
             result = super().run_backward(ends, grads, keep_graph, *args, **kw)
         except RuntimeError as error:
             failures.in_backward(error, nodes_behind(ends), all_units())
             raise
-        if inside:
+        if inside:  # the backward around it is not over: what comes below is for its end
             return result
         if Graph.ending:
             Graph.alive -= Graph.ending
