@@ -20,10 +20,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
-from fsdp2.core.config import GroupOptions, MixedPrecisionPolicy, ShardingStateError
-from fsdp2.core.custom_collectives import AllGather, ReduceScatter
-from fsdp2.core.device.collectives import GroupCollectives
-from fsdp2.core.device.comm_memory import (
+from fsdp2.comm_memory import (
     GroupAllGather,
     GroupMemory,
     GroupReduceScatter,
@@ -33,6 +30,9 @@ from fsdp2.core.device.comm_memory import (
     SymmetricReduceScatter,
     conflicting,
 )
+from fsdp2.core.config import GroupOptions, MixedPrecisionPolicy, ShardingStateError
+from fsdp2.core.custom_collectives import AllGather, ReduceScatter
+from fsdp2.core.device.collectives import GroupCollectives
 from fsdp2.core.device.process_groups import ProcessGroup, backend_name, with_own_group
 from fsdp2.core.modules.dynamo import uncompiled_methods
 from fsdp2.core.modules.frames import forward_method

@@ -17,20 +17,19 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp2.core.config import MixedPrecisionPolicy
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.gather.extension import check_hooks
-from fsdp2.core.layout.layout import Cut, default_cut
-from fsdp2.core.layout.mesh import (
-    MeshAxes,
-    ShardPlacementResult,
-    axes_of_info,
-    check_placement,
-    check_shardable,
-    local_of,
-    memory_order,
-)
+from fsdp2.core.layout.layout import Cut
+from fsdp2.core.layout.mesh import MeshAxes, local_of, memory_order
 from fsdp2.core.modules.registrations import is_managed
 from fsdp2.core.modules.registry import UnitRecord
 from fsdp2.core.modules.walks import managed_modules
 from fsdp2.core.params.param import OWNER, ModuleEntry, PlannedParam, is_extended
+from fsdp2.sharding.cuts import default_cut
+from fsdp2.sharding.meshes import (
+    ShardPlacementResult,
+    axes_of_info,
+    check_placement,
+    check_shardable,
+)
 
 PlacementFn = Callable[[nn.Parameter], Shard | tuple[Shard, ...] | ShardPlacementResult | None]
 """What ``shard_placement_fn`` is."""

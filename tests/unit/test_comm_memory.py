@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2 import MixedPrecisionPolicy
-from fsdp2.core.config import GroupOptions
-from fsdp2.core.device import comm_memory
-from fsdp2.core.device.comm_memory import (
+from fsdp2 import MixedPrecisionPolicy, comm_memory
+from fsdp2.comm_memory import (
     GroupAllGather,
     GroupMemory,
     GroupReduceScatter,
@@ -23,6 +21,7 @@ from fsdp2.core.device.comm_memory import (
     SymmetricReduceScatter,
     conflicting,
 )
+from fsdp2.core.config import GroupOptions
 from fsdp2.core.device.streams import OnStream
 from fsdp2.core.layout.layout import Cut, Slot, Transport
 from fsdp2.core.reduce.spec import is_direct, reduction_spec
