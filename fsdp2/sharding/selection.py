@@ -6,7 +6,6 @@ modules ── managed_parameters ──> parameter -> the entries that hold it
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from fsdp2.core.modules.registrations import is_managed
 from fsdp2.core.modules.registry import UnitRecord
 from fsdp2.core.modules.walks import managed_modules
 from fsdp2.core.params.param import OWNER, ModuleEntry, PlannedParam, is_extended
+from fsdp2.core.pieces import ceil_div
 from fsdp2.sharding.cuts import default_cut
 from fsdp2.sharding.meshes import (
     ShardPlacementResult,
@@ -130,7 +130,7 @@ def _cut(param: nn.Parameter, axes: MeshAxes, dims: tuple[int, ...] | None) -> C
     shape = tuple(local.shape)
     if isinstance(param, DTensor):  # the largest piece, which all ranks know (I1)
         pieces = param._spec.num_shards_map
-        shape = tuple(math.ceil(n / p) for n, p in zip(param.shape, pieces, strict=True))
+        shape = tuple(ceil_div(n, p) for n, p in zip(param.shape, pieces, strict=True))
     bands = not isinstance(param, DTensor)  # whose mesh has no dim to split
     return default_cut(shape, axes.size, param.element_size(), dims, bands)
 

@@ -22,7 +22,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 INSIDE = [p for p in FILES if not {"examples", "testing"} & {*p.relative_to(ROOT).parts}]
 
 # The rooms of core, lowest first: each may import the rooms that it names, and the ground floor.
-GROUND = ("config", "custom_collectives", "names", "progress", "notices")
+GROUND = ("config", "custom_collectives", "names", "notices", "pieces", "progress")
 ROOMS: dict[str, tuple[str, ...]] = {
     "device": (),
     "layout": ("device",),
@@ -397,7 +397,7 @@ def test_what_replaces_torchs_names_stands_on_public_modules(name: str, others: 
         ("__init__", ["xla.files", "xla.wrapper"]),
         ("consolidate", ["xla.files"]),
         ("files", ["xla.shards"]),
-        ("shards", []),
+        ("shards", ["core.pieces"]),
         (
             "wrapper",
             [
@@ -431,7 +431,7 @@ def test_the_room_of_checkpoints_stands_on_public_modules() -> None:
     others |= {"core.layout.layout", "sharding.cuts", "xla.files", "xla.shards"}  # of `convert`
     others |= {"core.device.buffers", "core.layout.mesh", "core.modules.registry"}
     others |= {"core.progress", "core.modules.optimizers"}  # what reads shards beside training
-    others |= {"ranks.channels", "core.device.process_groups"}
+    others |= {"ranks.channels", "core.device.process_groups", "core.pieces"}
     for path in room.glob("*.py"):
         assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
         assert all(_below(m, "checkpoint") or m in others for m in _own_modules(path)), path
@@ -477,7 +477,7 @@ def test_the_room_of_timelines_stands_on_its_data() -> None:
 def test_the_rooms_of_paper_and_plans_say_what_lives_there() -> None:
     """Plans stand on paper, on public modules and on timelines; paper on the core alone."""
     public = {"api", "reports", "interop", "module", "optim.norms", "wrap", "wrap.choices"}
-    known = {"core.config", "core.device.streams", "core.device.collectives"}
+    known = {"core.config", "core.pieces", "core.device.streams", "core.device.collectives"}
     known |= {"core.device.one_off", "core.device.process_groups"}
     known |= {
         "core.progress",

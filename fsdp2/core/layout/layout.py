@@ -28,6 +28,8 @@ from enum import Enum
 
 import torch
 
+from fsdp2.core.pieces import ceil_div, round_up
+
 COLLECTIVE_ALIGN_BYTES = 16
 """NCCL moves chunks of a multiple of 16 bytes with vector loads, others element by element."""
 
@@ -67,7 +69,7 @@ class Cut:
         """Shape of a whole piece of a parameter of ``shape``."""
         lengths = list(shape)
         lengths[0] //= self.bands
-        lengths[self.dim] = math.ceil(shape[self.dim] / (ranks // self.bands))
+        lengths[self.dim] = ceil_div(shape[self.dim], ranks // self.bands)
         return tuple(lengths)
 
     def padded(self, shape: Sequence[int], ranks: int) -> int:
@@ -315,11 +317,7 @@ class GroupLayout:
     @property
     def padding_bytes(self) -> int:
         """Bytes of the flat shard, over all ranks, that hold no parameter, divided by ranks."""
-        return self.shard_bytes - math.ceil(self.payload_bytes / self.world_size)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+        return self.shard_bytes - ceil_div(self.payload_bytes, self.world_size)
 
 
 def pick_transport(param: ParamShape, world_size: int, coalesces: bool) -> Transport:
@@ -388,10 +386,10 @@ def _build_segment(
         slots.append(slot)
         shard_offset += slot.shard_numel
         if transport is Transport.LOCAL:
-            shard_offset = _round_up(shard_offset, align)
-        full_offset = _round_up(full_offset + slot.full_numel, align)
+            shard_offset = round_up(shard_offset, align)
+        full_offset = round_up(full_offset + slot.full_numel, align)
     itemsize = min(first.shard_itemsize, first.full_itemsize)
-    shard_numel = _round_up(shard_offset, max(COLLECTIVE_ALIGN_BYTES // itemsize, 1))
+    shard_numel = round_up(shard_offset, max(COLLECTIVE_ALIGN_BYTES // itemsize, 1))
     if transport is Transport.LOCAL:  # the shard itself is the gathered form, unless it is cast
         full_offset = 0 if first.shard_dtype == first.full_dtype else shard_numel
     return Segment(
@@ -452,10 +450,10 @@ def build_layout(
         first = members[0][1]
         if transport is not Transport.EXTENSION:
             payload += sum(math.prod(p.shape) * p.shard_itemsize for _, p in members)
-        shard_bytes = _round_up(
+        shard_bytes = round_up(
             shard_bytes + segment.shard_numel * first.shard_itemsize, SLOT_ALIGN_BYTES
         )
-        full_bytes = _round_up(
+        full_bytes = round_up(
             full_bytes + segment.full_numel * first.full_itemsize, SLOT_ALIGN_BYTES
         )
     if len(segments) == 1:  # nothing follows: no need to align what comes after
