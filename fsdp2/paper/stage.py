@@ -25,6 +25,7 @@ from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction
 from fsdp2.core.schedule.layers import Layer
 from fsdp2.paper.null_group import NullGroup, Observer, init_null_group
 from fsdp2.paper.recording import GRADIENTS, Recorder
+from fsdp2.record.notes import HOST, Wait
 
 META = torch.device("meta")
 
@@ -33,18 +34,6 @@ _recorder: Recorder | None = None
 
 
 # ---- lanes
-
-
-class _OnLane:
-    def __init__(self, recorder: Recorder, lane: Lane) -> None:
-        self._recorder, self._lane = recorder, lane
-        self._outer = Lane.COMPUTE
-
-    def __enter__(self) -> None:
-        self._outer, self._recorder.lane = self._recorder.lane, self._lane
-
-    def __exit__(self, *_: object) -> None:
-        self._recorder.lane = self._outer
 
 
 class PaperStreams:
@@ -59,10 +48,6 @@ class PaperStreams:
     def __init__(self, recorder: Recorder) -> None:
         self.asynchronous = recorder.recording.asynchronous
         self._recorder = recorder
-        here = Lane.COMPUTE
-        self._lanes = {
-            lane: _OnLane(recorder, lane if self.asynchronous else here) for lane in Lane
-        }
 
     def make_event(self) -> None:
         """Each record is an event of its own."""
@@ -74,16 +59,16 @@ class PaperStreams:
     def wait(self, lane: Lane, event: Any, label: str) -> None:
         """Note it."""
         if event is not None:
-            self._recorder.wait(lane, event, label)
+            self._recorder.note(Wait(lane, event, label))
 
     def synchronize(self, event: Any, label: str) -> None:
         """Note that the host waits."""
         if event is not None:
-            self._recorder.wait(None, event, label)
+            self._recorder.note(Wait(HOST, event, label))
 
     def on(self, lane: Lane) -> AbstractContextManager[object]:
         """What is inside runs there."""
-        return self._lanes[lane]
+        return self._recorder.on(lane if self.asynchronous else Lane.COMPUTE)
 
 
 # ---- memory

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from fsdp2.paper.recording import Allocation, Free, Operation, Recording
+from fsdp2.paper.recording import Recording
+from fsdp2.record.notes import Allocation, Free, Operation
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from fsdp2.paper.recording import (
     OPTIMIZER,
     REDUCTIONS,
     SHARDS,
-    Operation,
 )
 from fsdp2.planning import calibrate, hardware, presets, probes
 from fsdp2.planning.__main__ import _of_function, _of_preset, _parser, main
@@ -34,6 +33,7 @@ from fsdp2.planning.costs import costs_of
 from fsdp2.planning.hardware import Attained, Contention, Hardware, Measured
 from fsdp2.planning.memory import Ledger
 from fsdp2.planning.planner import Plan, plan
+from fsdp2.record.notes import HOST, Operation, Signal, Wait
 from fsdp2.testing.null_group import null_world
 from fsdp2.testing.stand_in import device
 from fsdp2.tracing.summaries import amount
@@ -252,8 +252,8 @@ def test_a_slow_link_is_exposed() -> None:
 
 def test_every_wait_is_for_what_was_recorded() -> None:
     recording = planned(mesh=(2, 4)).rehearsal.recording
-    recorded = {n.event for n in recording.notes if type(n).__name__ == "Signal"}
-    waits = [n for n in recording.notes if type(n).__name__ == "Wait"]
+    recorded = {n.event for n in recording.notes if isinstance(n, Signal)}
+    waits = [n for n in recording.notes if isinstance(n, Wait)]
     assert waits
     assert {n.event for n in waits} <= recorded
     assert {Lane.COMPUTE, Lane.ALL_GATHER, Lane.REDUCE, Lane.ALL_REDUCE} <= {n.lane for n in waits}
@@ -589,7 +589,7 @@ def test_offloaded_shards_are_in_cpu_memory() -> None:
     made = planned(offload=True)
     assert made.memory.host >= LAYERS * WEIGHT // RANKS * 3  # shards and Adam's states
     assert SHARDS not in made.memory.before.categories
-    assert any(n.lane is None for n in made.rehearsal.recording.operations)
+    assert any(n.lane is HOST for n in made.rehearsal.recording.operations)
 
 
 def test_a_real_model_is_planned_by_its_shapes() -> None:

@@ -26,6 +26,7 @@ from fsdp2.core.device.comm_memory import (
 from fsdp2.core.device.streams import OnStream
 from fsdp2.core.layout.layout import Cut, Slot, Transport
 from fsdp2.core.reduce.program import is_direct, reduction_spec
+from fsdp2.record.notes import operations
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualDevice, VirtualTensor
 
@@ -188,7 +189,7 @@ def _simulate(keeps: bool, mixed: bool, drop_wait: int | None = None) -> Virtual
 def test_nothing_races(keeps: bool, mixed: bool) -> None:
     device = _simulate(keeps, mixed)
     assert device.races == []
-    used = [op for op in device.trace if op.kind == "the user's collective"]
+    used = [op for op in operations(device.trace) if op.kind == "the user's collective"]
     gathers = {op.lane.name for op in used}
     assert gathers == {"ALL_GATHER", "REDUCE"}
 
