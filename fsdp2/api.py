@@ -38,15 +38,15 @@ from fsdp2.core.modules.registrations import watch_registrations
 from fsdp2.core.modules.registry import Arguments, record_of
 from fsdp2.core.modules.saved import hooks_for
 from fsdp2.core.modules.selection import PlacementFn
-from fsdp2.core.params.param import Plan, is_extended
+from fsdp2.core.params.param import PlannedParam, is_extended
 from fsdp2.core.schedule.unit import Unit
 from fsdp2.interop import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    announce,
     check_untouched,
+    register_with_torch,
     replicated_parameters,
     state_of,
 )
@@ -251,7 +251,7 @@ def _apply(call: PlannedCall) -> None:
     move_buffers(taken.modules, axes.device)
     hooks, streams = hooks_for(axes.device), streams_for(axes.device)
     record = hooks(unit, taken.modules, call.arguments, taken.left_alone, streams)
-    announce(taken.modules, record)
+    register_with_torch(taken.modules, record)
     watch_optimizers()
     watch_registrations()
     watch_backwards()
@@ -371,7 +371,7 @@ def _checked_offload(policy: Any) -> config.CPUOffloadPolicy | None:
 
 
 def _checked_reshard(
-    value: bool | int | None, axes: MeshAxes, plans: list[Plan]
+    value: bool | int | None, axes: MeshAxes, plans: list[PlannedParam]
 ) -> tuple[bool | None, int | None]:
     """Whether forward frees, and to how many ranks' shards if not to all."""
     if value is None or isinstance(value, bool):

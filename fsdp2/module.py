@@ -21,23 +21,19 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
 from fsdp2.core.config import GroupOptions, MixedPrecisionPolicy, ShardingStateError
-from fsdp2.core.device.collectives import (
-    AllGather,
-    GroupCollectives,
-    ProcessGroup,
-    ReduceScatter,
-    backend_name,
-)
+from fsdp2.core.device.collectives import GroupCollectives
 from fsdp2.core.device.comm_memory import (
     GroupAllGather,
     GroupMemory,
     GroupReduceScatter,
-    Memory,
+    MemoryKind,
     SymmetricAllGather,
     SymmetricMemory,
     SymmetricReduceScatter,
     conflicting,
 )
+from fsdp2.core.device.custom_collectives import AllGather, ReduceScatter
+from fsdp2.core.device.process_groups import ProcessGroup, backend_name, with_own_group
 from fsdp2.core.modules.assembly import (
     check_groups,
     choose_reshard,
@@ -683,7 +679,7 @@ class FSDPModule(TorchIdentity):
                 group.set_reducers(shared)
                 continue
             if shared.group not in made:
-                made[shared.group] = shared.separate()
+                made[shared.group] = with_own_group(shared)
             group.set_reducers(made[shared.group])
         for record in self._records(recurse):
             if record.scheduler is not None:
@@ -869,7 +865,7 @@ class FSDPModule(TorchIdentity):
             )
         return groups[0] if groups else None
 
-    def _check_memory(self, method: str, memory: Memory, enable: bool) -> None:
+    def _check_memory(self, method: str, memory: MemoryKind, enable: bool) -> None:
         for group in self._groups(recurse=False) if enable else ():
             comm = conflicting((group.options.all_gather, group.options.reduce_scatter), memory)
             if comm is not None:

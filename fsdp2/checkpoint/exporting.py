@@ -40,7 +40,7 @@ from fsdp2.checkpoint.state import Held, Reader, held_by, read_chunk
 from fsdp2.checkpoint.stores import AnyPath, PathLike, disk_path, local_path
 from fsdp2.checkpoint.tensors import About, Layout, Writer, plan
 from fsdp2.core.config import CheckpointError
-from fsdp2.core.device.collectives import rank_and_size
+from fsdp2.core.device.process_groups import rank_and_size
 
 Names = Callable[[str], str | None]
 """A model's name of a tensor -> its name in the files; ``None``: it is not there."""
@@ -122,7 +122,7 @@ def export(
     """
     out = disk_path(folder)
     what = f"export('{out}')"
-    jobs: list[_Job] = []
+    jobs: list[_Export] = []
     facts = together(
         what, lambda: _facts(jobs, out, source, step, format, dtype, shard_size, names)
     )
@@ -237,7 +237,7 @@ def _owners(facts: Sequence[_Facts], tensors: Mapping[str, About]) -> dict[tuple
 
 
 @dataclass
-class _Job(ABC):
+class _Export(ABC):
     """One export, on one rank.
 
     Attributes:
@@ -333,7 +333,7 @@ class _Job(ABC):
 
 
 @dataclass
-class _LiveJob(_Job):
+class _LiveJob(_Export):
     """Of a model."""
 
     held: dict[str, Held] = field(default_factory=dict)
@@ -365,7 +365,7 @@ class _LiveJob(_Job):
 
 
 @dataclass
-class _SavedJob(_Job):
+class _SavedJob(_Export):
     """Of a saved step: pieces go round the ranks."""
 
     path: AnyPath = Path()
@@ -411,7 +411,7 @@ def _box_of(chunk: ChunkStorageMetadata) -> Box:
 
 
 def _facts(
-    jobs: list[_Job],
+    jobs: list[_Export],
     out: Path,
     source: nn.Module | PathLike,
     step: int | None,

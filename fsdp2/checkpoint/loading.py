@@ -58,7 +58,7 @@ from fsdp2.checkpoint.state import (
 from fsdp2.checkpoint.stores import STEP, AnyPath, PathLike, Store, is_url, local_path
 from fsdp2.checkpoint.values import Value, unpacked
 from fsdp2.core.config import CheckpointError
-from fsdp2.core.device.collectives import rank_and_size
+from fsdp2.core.device.process_groups import rank_and_size
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.module import FSDPModule
 
@@ -163,7 +163,7 @@ def load(
         names or (lambda name: name),
         states or {},
     )
-    job = _Job(store_of(told[rank_and_size()[0]][2]), manifest, wanted)
+    job = _Load(store_of(told[rank_and_size()[0]][2]), manifest, wanted)
     left = Differences.over_ranks(together(what, job.compare))
     refused = left
     if rng == "if_saved":
@@ -282,7 +282,7 @@ class _Wanted:
     states: States
 
 
-class _Job:
+class _Load:
     """One load, on one rank."""
 
     def __init__(self, store: Store, manifest: Manifest, wanted: _Wanted) -> None:

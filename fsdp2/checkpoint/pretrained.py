@@ -77,7 +77,7 @@ def load_pretrained(
     what = f"load_pretrained('{folder}')"
     found = together(what, lambda: _headers(folder) if is_first() else None)[0]
     assert found is not None
-    job = _Job(model, found, names or (lambda name: name))
+    job = _PretrainedLoad(model, found, names or (lambda name: name))
     left = Differences.over_ranks(together(what, job.compare))
     if left and strict:
         raise CheckpointError(
@@ -97,7 +97,7 @@ def _headers(folder: PathLike) -> Catalogue:
     return replace(found, folder=Path(found.folder))
 
 
-class _Job:
+class _PretrainedLoad:
     """One load, on one rank."""
 
     def __init__(self, model: nn.Module, found: Catalogue, names: Names) -> None:

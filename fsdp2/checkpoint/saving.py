@@ -65,7 +65,8 @@ from fsdp2.checkpoint.state import (
 from fsdp2.checkpoint.stores import INDEX, AnyPath, Attempt, PathLike, Store
 from fsdp2.checkpoint.values import Packed, Value, packed
 from fsdp2.core.config import CheckpointError
-from fsdp2.core.device.collectives import LostRankError, SideChannel, rank_and_size
+from fsdp2.core.device.channels import LostRankError, SideChannel
+from fsdp2.core.device.process_groups import rank_and_size
 
 LOG = logging.getLogger("fsdp2.checkpoint")
 
@@ -138,7 +139,7 @@ def save(
         fsdp2.checkpoint.save("run", model, optimizer, step=100, extra={"lr": 0.1}, keep=3)
     """
     what, stay = f"save('{folder}', step={step})", Stay(first_of(model), keep, metric)
-    job = _Job(folder, step, stay, what, beside=False)
+    job = _Save(folder, step, stay, what, beside=False)
     job.take(
         lambda: Asked(
             as_module(model),
@@ -214,7 +215,7 @@ def async_save(
         saving.result()
     """
     what, stay = f"async_save('{folder}', step={step})", Stay(first_of(model), keep, metric)
-    job = _Job(folder, step, stay, what, beside=True)
+    job = _Save(folder, step, stay, what, beside=True)
     job.take(
         lambda: Asked(
             as_module(model),
@@ -348,7 +349,7 @@ class Saving:
 
 
 @dataclass
-class _Plan:
+class _WritePlan:
     """Who writes what, as long as every rank's layout is the same.
 
     Attributes:
@@ -376,7 +377,7 @@ class _Process:
         self.origins = Origins()
         self.pruner = Pruner()
         self._memories = [HostMemory(), HostMemory()]
-        self._plans: list[tuple[Layout, object, _Plan]] = []
+        self._plans: list[tuple[Layout, object, _WritePlan]] = []
 
     def wait(self, overlaps: int, what: str, channel: SideChannel) -> None:
         """In the next save: wait for those before, and raise what nobody here has been told.
@@ -413,13 +414,13 @@ class _Process:
         used = [copy.memory for copy in copies if copy is not None]
         return next(memory for memory in self._memories if memory not in used)
 
-    def plan_of(self, layout: Layout, channel: SideChannel) -> _Plan | None:
+    def plan_of(self, layout: Layout, channel: SideChannel) -> _WritePlan | None:
         for known, of, plan in self._plans:
             if of is channel and known == layout:
                 return plan
         return None
 
-    def remember(self, layout: Layout, channel: SideChannel, plan: _Plan) -> None:
+    def remember(self, layout: Layout, channel: SideChannel, plan: _WritePlan) -> None:
         others = [kept for kept in self._plans if kept[1] is channel and kept[0] != layout]
         self._plans = [*others[-_PLANS:], (layout, channel, plan)]
 
@@ -487,11 +488,11 @@ class _Answer:
     """
 
     is_done: bool = False
-    plan: _Plan | None = None
+    plan: _WritePlan | None = None
     before: str | None = None
 
 
-class _Job:
+class _Save:
     """A save of one rank's.
 
     Args:
@@ -523,7 +524,7 @@ class _Job:
         self._state: Nested = {}
         self._layout: Layout = []
         self._copy: Copy | None = None
-        self._plan: _Plan | None = None
+        self._plan: _WritePlan | None = None
         self._tried: Attempt | None = None  # of the plan
         self._untold: _Failure | None = None  # of the save before
         self._end = _End()
@@ -604,7 +605,7 @@ class _Job:
         if plan is not None and self._cause is None:
             self._follow_plan(plan)
 
-    def _follow_plan(self, plan: _Plan) -> None:
+    def _follow_plan(self, plan: _WritePlan) -> None:
         self._plan, self._tried = plan, self._store.attempt(self._step, plan.token)
 
     def _save(self) -> AnyPath:
@@ -691,7 +692,7 @@ class _Job:
         token = secrets.token_hex(4)
         _process.tokens.append(token)
         return [
-            _Answer(plan=_Plan(token, mine, None if rank else metadata))
+            _Answer(plan=_WritePlan(token, mine, None if rank else metadata))
             for rank, mine in enumerate(finished)
         ]
 

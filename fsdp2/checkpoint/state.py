@@ -50,7 +50,7 @@ from fsdp2.checkpoint.tensors import About, Catalogue, Place
 from fsdp2.checkpoint.tensors import Reader as TensorReader
 from fsdp2.checkpoint.values import Value, is_kept_by_dcp, packed
 from fsdp2.core.config import CheckpointError
-from fsdp2.core.device.collectives import rank_and_size
+from fsdp2.core.device.process_groups import rank_and_size
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.names import clean
 

@@ -5,8 +5,8 @@
     reshard         look for writes to what is gathered, then free
 
 The checks are a layer around groups (`fsdp2.core.schedule.layers`), which they have while something
-is checked: nothing asks in a step whether it is. The process has one `Settings` and, while ranks
-are checked, one `Agreement` in `Checks`.
+is checked: nothing asks in a step whether it is. The process has one `EnabledChecks` and, while
+ranks are checked, one `Agreement` in `Checks`.
 """
 
 from __future__ import annotations
@@ -32,18 +32,14 @@ from fsdp2.core.config import (
     RankMismatchError,
     ShardingStateError,
 )
-from fsdp2.core.device.collectives import (
-    ReduceKind,
-    StoreBoard,
-    default_store,
-    global_ranks,
-    timeout_of,
-)
+from fsdp2.core.device.channels import StoreBoard, default_store
+from fsdp2.core.device.collectives import ReduceKind
+from fsdp2.core.device.process_groups import global_ranks, timeout_of
 from fsdp2.core.device.streams import Lane
 from fsdp2.core.layout.mesh import local_of, memory_order
 from fsdp2.core.modules.registry import scheduler_of
 from fsdp2.core.params.param import (
-    Plan,
+    PlannedParam,
     ShardedParam,
     axes_in,
     compute_dtype,
@@ -66,7 +62,7 @@ _CHUNK = 1 << 20  # elements of which a checksum is taken at a time
 
 
 @dataclass(frozen=True)
-class Settings:
+class EnabledChecks:
     """What is checked.
 
     Attributes:
@@ -109,7 +105,7 @@ class Checks:
             of what was registered in its stead.
     """
 
-    settings: Settings | None = None
+    settings: EnabledChecks | None = None
     runs = 0
     compared: ClassVar[weakref.WeakSet[ParamGroup]] = weakref.WeakSet()
     contents: ClassVar[_ContentsOf] = weakref.WeakKeyDictionary()
@@ -118,7 +114,7 @@ class Checks:
     _optimizers: RemovableHandle | None = None  # handle of the hook on optimizers
 
     @classmethod
-    def current(cls) -> Settings:
+    def current(cls) -> EnabledChecks:
         """What is checked now; the environment is read at the first call."""
         if cls.settings is None:
             value = os.environ.get(ENVIRONMENT, "0")
@@ -127,13 +123,13 @@ class Checks:
                     f"{ENVIRONMENT}={value} is neither 0 nor 1; set {ENVIRONMENT}=1 to let ranks "
                     f"agree on each step, or leave it out"
                 )
-            cls.settings = Settings()
+            cls.settings = EnabledChecks()
             if value == "1":
-                cls.switch(Settings(check_ranks=True))
+                cls.switch(EnabledChecks(check_ranks=True))
         return cls.settings
 
     @classmethod
-    def switch(cls, settings: Settings) -> None:
+    def switch(cls, settings: EnabledChecks) -> None:
         """Check this from now on, in all groups there are and those to come."""
         before, cls.settings = cls.settings, settings
         was_on = before is not None and before.check_ranks
@@ -417,7 +413,7 @@ class CheckedGroup(Layer):
 # ---- before a unit is made
 
 
-def _check_plans(name: str, plans: list[Plan], options: GroupOptions) -> None:
+def _check_plans(name: str, plans: list[PlannedParam], options: GroupOptions) -> None:
     """Raise on all ranks alike if they shard something else; before anything is changed.
 
     Args:

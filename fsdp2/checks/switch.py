@@ -1,13 +1,13 @@
 """`fsdp2.debug`: what is checked, for all sharded models of this process.
 
-debug(check_ranks=True) ──> Checks.switch(Settings) ──> a layer around every group
+debug(check_ranks=True) ──> Checks.switch(EnabledChecks) ──> a layer around every group
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from fsdp2.checks.groups import Checks, Settings
+from fsdp2.checks.groups import Checks, EnabledChecks
 
 
 class DebugSettings:
@@ -21,7 +21,7 @@ class DebugSettings:
             process group's own time-out.
     """
 
-    def __init__(self, settings: Settings, before: Settings) -> None:
+    def __init__(self, settings: EnabledChecks, before: EnabledChecks) -> None:
         self.check_ranks = settings.check_ranks
         self.check_nan = settings.check_nan
         self.check_writes = settings.check_writes

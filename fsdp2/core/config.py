@@ -128,7 +128,7 @@ class MixedPrecisionPolicy:
                     f"for example {name}=torch.bfloat16"
                 )
 
-    def compute_dtype(self, name: str, param: torch.Tensor) -> torch.dtype | None:
+    def overridden_dtype(self, name: str, param: torch.Tensor) -> torch.dtype | None:
         """The dtype that ``param_dtype_override_fn`` chose for a parameter; ``None``: no exception.
 
         Args:

@@ -15,14 +15,10 @@ from typing import Any
 
 import torch
 
-from fsdp2.core.device.collectives import (
-    ProcessGroup,
-    ReduceKind,
-    ReduceScatter,
-    Replicas,
-    scatter_sums,
-    sum_over,
-)
+from fsdp2.core.device.collectives import ReduceKind, Replicas, scatter_sums
+from fsdp2.core.device.custom_collectives import ReduceScatter
+from fsdp2.core.device.one_off import sum_over
+from fsdp2.core.device.process_groups import ProcessGroup
 
 Hook = Callable[..., object]
 """Called with its state, a flat gradient and, where parameters are sharded, an output."""

@@ -24,7 +24,8 @@ import torch.optim.optimizer as torch_optimizer
 from torch import nn
 
 from fsdp2 import wrapper_module
-from fsdp2.core.device.collectives import ProcessGroup, broadcast_from_first
+from fsdp2.core.device.one_off import broadcast_from_first
+from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.modules.containers import cast
 from fsdp2.core.modules.registrations import Registrations
 from fsdp2.core.modules.registry import record_of

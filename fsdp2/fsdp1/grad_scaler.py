@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler, OptState
 
-from fsdp2.core.device.collectives import ProcessGroup, default_group, sum_over
+from fsdp2.core.device.one_off import sum_over
+from fsdp2.core.device.process_groups import ProcessGroup, default_group
 from fsdp2.core.layout.mesh import local_of
 
 

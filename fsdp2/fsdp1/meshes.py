@@ -19,13 +19,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2.core.device.collectives import (
-    ProcessGroup,
-    default_group,
-    gather_numbers,
-    ranks_of,
-    serves,
-)
+from fsdp2.core.device.one_off import gather_numbers
+from fsdp2.core.device.process_groups import ProcessGroup, default_group, ranks_of, serves
 from fsdp2.core.layout.mesh import node_mesh
 
 

@@ -40,7 +40,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp2.core.config import ShardingStateError
-from fsdp2.core.device.collectives import sum_over
+from fsdp2.core.device.one_off import sum_over
 from fsdp2.core.layout.mesh import wrap_local
 from fsdp2.core.params.param import OWNER
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp2.core.config import RankMismatchError
-from fsdp2.core.device.collectives import ProcessGroup
+from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.layout.mesh import local_of, wrap_local
 from fsdp2.core.names import clean_as_fsdp1
 from fsdp2.core.params.param import ShardedParam
@@ -40,7 +40,7 @@ from fsdp2.fsdp1.state_dicts import (
     wrong_rows,
 )
 from fsdp2.full.gathering import require_released
-from fsdp2.full.selection import Agreement, require_idle, settle, subjects_of
+from fsdp2.full.selection import MeshRanks, require_idle, selected_params, settle
 from fsdp2.full.unsharding import cut_rows, made_whole, scattered_rows
 
 StateDict = dict[str, Any]
@@ -334,14 +334,14 @@ class _Positions:
         names: the full names of each, the first registered first.
         keys: what the optimizer's own state dicts name each by.
         groups: how many each parameter group has; ``None`` if that is not known.
-        subjects: those that units manage, by id.
+        selection: those that units manage, by id.
     """
 
     params: list[torch.Tensor]
     names: list[list[str]]
     keys: list[int | str]
     groups: list[int] | None
-    subjects: dict[int, ShardedParam]
+    selection: dict[int, ShardedParam]
 
 
 def _positions(
@@ -350,10 +350,10 @@ def _positions(
     optim_input: OptimInput = None,
     named: bool = False,
 ) -> _Positions:
-    subjects = subjects_of(model, recurse=True)
-    require_idle(subjects, "optim_state_dict")
-    require_released(subjects, "optim_state_dict")
-    settle(subjects, with_grads=False)
+    selection = selected_params(model, recurse=True)
+    require_idle(selection, "optim_state_dict")
+    require_released(selection, "optim_state_dict")
+    settle(selection, with_grads=False)
     names: dict[int, list[str]] = {}
     raw: dict[int, str] = {}
     registered = list(nn.Module.named_parameters(model, remove_duplicate=False))
@@ -361,9 +361,9 @@ def _positions(
         raw.setdefault(id(param), name)
         if clean_as_fsdp1(name) not in names.setdefault(id(param), []):
             names[id(param)].append(clean_as_fsdp1(name))
-    for subject in subjects:  # an optimizer may hold what another was registered in place of
-        for former in subject.param.absorbed:
-            names.setdefault(id(former.sharded), subject.names)
+    for selected in selection:  # an optimizer may hold what another was registered in place of
+        for former in selected.param.absorbed:
+            names.setdefault(id(former.sharded), selected.names)
     params, groups = _params_of(model, optim, optim_input)
     for at, each in enumerate(params):
         if id(each) not in names:
@@ -373,7 +373,7 @@ def _positions(
                 f"after wrapping"
             )
     keys: list[int | str] = [raw[id(p)] for p in params] if named else list(range(len(params)))
-    managed = {id(subject.param.sharded): subject.param for subject in subjects}
+    managed = {id(selected.param.sharded): selected.param for selected in selection}
     return _Positions(params, [names[id(each)] for each in params], keys, groups, managed)
 
 
@@ -417,7 +417,7 @@ def _kind(value: object, param: torch.Tensor, managed: ShardedParam | None) -> s
 def _facts(states: Mapping[Any, ParamState], positions: _Positions) -> Iterator[object]:
     """What all ranks must have alike, and do not share else."""
     for name, param, state in _with_state(states, positions):
-        managed = positions.subjects.get(id(param))
+        managed = positions.selection.get(id(param))
         kinds = []
         for key in sorted(state, key=str):
             value = state[key]
@@ -447,17 +447,17 @@ def _by_name(
     view: _View,
     group: ProcessGroup | None,
 ) -> StateDict:
-    agreement = _agreement(positions, group)
+    ranks = _agreement(positions, group)
     states = given["state"]
-    if not agreement.is_alike((view, list(_facts(states, positions)))):
+    if not ranks.is_alike((view, list(_facts(states, positions)))):
         raise RankMismatchError(
             "ranks called optim_state_dict() with different settings, or on optimizers whose "
             "states differ; set the same type on all ranks, and step all optimizers alike"
         )
-    kept = not view.only_first or agreement.is_first
+    kept = not view.only_first or ranks.is_first
     found: dict[Any, Any] = {}
     for name, param, state in _with_state(states, positions):
-        managed = positions.subjects.get(id(param))
+        managed = positions.selection.get(id(param))
         converted = {key: _shown(v, param, managed, view) for key, v in state.items()}
         if kept:
             found[name] = converted
@@ -481,11 +481,11 @@ def _by_name(
     return result
 
 
-def _agreement(positions: _Positions, group: ProcessGroup | None) -> Agreement:
-    managed = list(positions.subjects.values())
+def _agreement(positions: _Positions, group: ProcessGroup | None) -> MeshRanks:
+    managed = list(positions.selection.values())
     if group is None or not managed:
-        return Agreement(managed)
-    return Agreement.of_group(group, managed[0].axes.device)
+        return MeshRanks(managed)
+    return MeshRanks.of_group(group, managed[0].axes.device)
 
 
 def _shown(value: object, param: torch.Tensor, managed: ShardedParam | None, view: _View) -> object:
@@ -529,29 +529,29 @@ def _to_load(
     only_first: bool,
     group: ProcessGroup | None,
 ) -> StateDict:
-    agreement = _agreement(positions, group) if only_first else None
-    if agreement is None:
+    ranks = _agreement(positions, group) if only_first else None
+    if ranks is None:
         plan = _checked(_plan(given, positions, model))
         return _assembled(plan, positions, lambda item: _own_part(item, positions))
     names = [positions.names, [str(tuple(param.shape)) for param in positions.params]]
-    if not agreement.is_alike(names):
+    if not ranks.is_alike(names):
         raise RankMismatchError(
             "ranks scatter an optimizer's states into models that differ; build the same model and "
             "the same optimizer on all ranks"
         )
     tensors: dict[tuple[int, str], torch.Tensor] = {}
-    plan = _Plan("", [], {}, None)
-    if agreement.is_first:
+    plan = _StatesToLoad("", [], {}, None)
+    if ranks.is_first:
         plan = _plan(given, positions, model)
         tensors = {(item.at, item.key): item.value for item in plan.items if item.travels}
         plan = plan.without_tensors()
-    told = agreement.told(base64.b64encode(pickle.dumps(plan)).decode())
+    told = ranks.told(base64.b64encode(pickle.dumps(plan)).decode())
     # What rank 0 of this very run has written.
     plan = _checked(pickle.loads(base64.b64decode(told)))
     return _assembled(
         plan,
         positions,
-        lambda item: _scattered(item, positions, tensors.get((item.at, item.key)), agreement),
+        lambda item: _scattered(item, positions, tensors.get((item.at, item.key)), ranks),
     )
 
 
@@ -577,7 +577,7 @@ class _Item:
 
 
 @dataclass
-class _Plan:
+class _StatesToLoad:
     """What is to be loaded, or what is wrong with it.
 
     Attributes:
@@ -592,16 +592,16 @@ class _Plan:
     others: dict[Any, Any]
     groups: list[StateDict] | None
 
-    def without_tensors(self) -> _Plan:
+    def without_tensors(self) -> _StatesToLoad:
         """As it is told to other ranks."""
         items = [
             _Item(i.at, i.key, None if i.travels else i.value, i.shape, i.dtype, i.travels)
             for i in self.items
         ]
-        return _Plan(self.problem, items, self.others, self.groups)
+        return _StatesToLoad(self.problem, items, self.others, self.groups)
 
 
-def _checked(plan: _Plan) -> _Plan:
+def _checked(plan: _StatesToLoad) -> _StatesToLoad:
     if plan.problem:
         raise ValueError(
             f"the optimizer's state dict cannot be loaded, as {plan.problem}; pass one by names of "
@@ -610,9 +610,9 @@ def _checked(plan: _Plan) -> _Plan:
     return plan
 
 
-def _plan(given: object, positions: _Positions, model: nn.Module) -> _Plan:
+def _plan(given: object, positions: _Positions, model: nn.Module) -> _StatesToLoad:
     """What a state dict by names means for an optimizer; looks at everything."""
-    wrong = _Plan("", [], {}, None)
+    wrong = _StatesToLoad("", [], {}, None)
     if not isinstance(given, Mapping) or "state" not in given:
         wrong.problem = f"it is a {type(given).__name__} without 'state'"
         return wrong
@@ -641,7 +641,7 @@ def _plan(given: object, positions: _Positions, model: nn.Module) -> _Plan:
                 return wrong
             items.append(_item(at, key, value))
     placed, wrong.problem = _placed_groups(groups, at_of, positions)
-    return wrong if wrong.problem else _Plan("", items, others, placed)
+    return wrong if wrong.problem else _StatesToLoad("", items, others, placed)
 
 
 def _item(at: int, key: str, value: Any) -> _Item:
@@ -656,7 +656,7 @@ def _mismatch(name: str, value: object, at: int, positions: _Positions) -> str:
     """What is wrong with one entry; a dim may be one long, or left out, where a mean was taken."""
     param = positions.params[at]
     if is_sharded_tensor(value):
-        managed = positions.subjects.get(id(param))
+        managed = positions.selection.get(id(param))
         if managed is None or rows_of_sharded_tensor(managed, value) is None:
             return wrong_rows(name).replace("; ", ", ")
         return ""
@@ -700,7 +700,9 @@ def _placed_groups(
     return placed, ""
 
 
-def _assembled(plan: _Plan, positions: _Positions, part_of: Callable[[_Item], object]) -> StateDict:
+def _assembled(
+    plan: _StatesToLoad, positions: _Positions, part_of: Callable[[_Item], object]
+) -> StateDict:
     states: dict[Any, Any] = {}
     for item in plan.items:
         states.setdefault(positions.keys[item.at], {})[item.key] = part_of(item)
@@ -713,7 +715,7 @@ def _assembled(plan: _Plan, positions: _Positions, part_of: Callable[[_Item], ob
 def _own_part(item: _Item, positions: _Positions) -> object:
     """This rank's part of what every rank has."""
     value, param = item.value, positions.params[item.at]
-    managed = positions.subjects.get(id(param))
+    managed = positions.selection.get(id(param))
     if not item.travels or managed is None:
         return value.detach().clone() if isinstance(value, torch.Tensor) else value
     device = managed.local.device
@@ -731,7 +733,7 @@ def _own_part(item: _Item, positions: _Positions) -> object:
 
 
 def _scattered(
-    item: _Item, positions: _Positions, value: torch.Tensor | None, agreement: Agreement
+    item: _Item, positions: _Positions, value: torch.Tensor | None, ranks: MeshRanks
 ) -> object:
     """This rank's part of what the first rank has."""
     if not item.travels:
@@ -739,14 +741,14 @@ def _scattered(
     assert item.shape is not None
     assert item.dtype is not None
     param = positions.params[item.at]
-    managed = positions.subjects.get(id(param))
+    managed = positions.selection.get(id(param))
     if managed is not None and item.shape == tuple(param.shape):
         rows = scattered_rows(managed, value, item.dtype)
         return as_dtensor(managed, rows.to(managed.local.device, copy=True))
-    sent = agreement.scratch(item.shape, item.dtype)
+    sent = ranks.scratch(item.shape, item.dtype)
     if value is not None:
         sent.copy_(value)
-    agreement.spread(sent)
+    ranks.spread(sent)
     return _copied(sent.to(local_of(param).device, copy=True), param)
 
 

@@ -41,7 +41,7 @@ from fsdp2.fsdp1.config import (
     StateDictType,
 )
 from fsdp2.full.gathering import is_held
-from fsdp2.full.selection import Agreement, Subject, require_idle, settle, subjects_of
+from fsdp2.full.selection import MeshRanks, SelectedParam, require_idle, selected_params, settle
 from fsdp2.full.unsharding import cut_rows, made_whole
 
 C = TypeVar("C")
@@ -260,15 +260,15 @@ class _Call:
         self._below = {id(member) for member in module.modules()}
         self.destination: object = None
         self.whole: dict[ShardedParam, torch.Tensor | None] = {}
-        subjects = subjects_of(module, recurse=True)
-        require_idle(subjects, "state_dict")
-        agreement = Agreement(subject.param for subject in subjects)
-        _require_alike(module, subjects, agreement)
-        self.is_first = agreement.is_first
-        self.owned: dict[ModuleEntry, Subject] = {
-            entry: subject for subject in subjects for entry in subject.entries
+        selection = selected_params(module, recurse=True)
+        require_idle(selection, "state_dict")
+        ranks = MeshRanks(selected.param for selected in selection)
+        _require_alike(module, selection, ranks)
+        self.is_first = ranks.is_first
+        self.owned: dict[ModuleEntry, SelectedParam] = {
+            entry: selected for selected in selection for entry in selected.entries
         }
-        settle([s for s in subjects if not is_held(s.param)], with_grads=False)
+        settle([s for s in selection if not is_held(s.param)], with_grads=False)
 
     def begins_at(self, module: nn.Module, prefix: str) -> bool:
         """Whether this is the module that the call came to first."""
@@ -281,10 +281,10 @@ class _Call:
         return below and first is not None and id(module) in self._below
 
 
-def _require_alike(module: nn.Module, subjects: Sequence[Subject], agreement: Agreement) -> None:
+def _require_alike(module: nn.Module, selection: Sequence[SelectedParam], ranks: MeshRanks) -> None:
     chosen = [repr(settings_of(record)) for record in records_below(module)]
-    facts = chosen, [(subject.names, str(subject.param.dtype)) for subject in subjects]
-    if not agreement.is_alike(facts):
+    facts = chosen, [(selected.names, str(selected.param.dtype)) for selected in selection]
+    if not ranks.is_alike(facts):
         raise RankMismatchError(
             "ranks called state_dict() with different types of state dicts, or on different "
             "models; set the same type with the same configuration on all ranks"
@@ -332,16 +332,16 @@ def _make_full(
     """Put whole tensors in the place of a module's DTensors, or nothing."""
     only_first = bool(getattr(config, "rank0_only", False))
     for name in module._parameters:
-        subject = call.owned.get((module, name))
+        selected = call.owned.get((module, name))
         key = prefix + name
-        if subject is None or key not in destination or is_held(subject.param):
+        if selected is None or key not in destination or is_held(selected.param):
             continue
-        if subject.param not in call.whole:
-            whole = made_whole(subject.param, subject.param.local, everywhere=not only_first)
+        if selected.param not in call.whole:
+            whole = made_whole(selected.param, selected.param.local, everywhere=not only_first)
             if whole is not None and config.offload_to_cpu:
                 whole = whole.cpu()
-            call.whole[subject.param] = whole
-        destination[key] = call.whole[subject.param]
+            call.whole[selected.param] = whole
+        destination[key] = call.whole[selected.param]
     if only_first and not call.is_first:
         for key in (*_own_keys(module, prefix), f"{prefix}_extra_state"):
             destination.pop(key, None)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.api import fully_shard
-from fsdp2.core.device.collectives import ProcessGroup
+from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.layout.mesh import FSDPMeshInfo, ShardPlacementResult
 from fsdp2.core.modules.registry import UnitRecord, require_record
 from fsdp2.fsdp1 import optimizer_states as states
@@ -179,7 +179,7 @@ class FullyShardedDataParallel(WrapperModule, TorchWrapperIdentity):
         _shard(module, mesh, settings)
         self._take(module, mesh, settings)
 
-    def _take(self, module: nn.Module, mesh: DeviceMesh, settings: _Settings) -> None:
+    def _take(self, module: nn.Module, mesh: DeviceMesh, settings: _ResolvedOptions) -> None:
         """Hold the sharded module, and what it was sharded with."""
         self.sharding_strategy, self.backward_prefetch = settings.strategy, settings.prefetch
         self.mixed_precision = settings.precision
@@ -409,7 +409,7 @@ class FullyShardedDataParallel(WrapperModule, TorchWrapperIdentity):
 
 
 @dataclass(frozen=True)
-class _Settings:
+class _ResolvedOptions:
     """What a wrapper's arguments come to."""
 
     strategy: ShardingStrategy
@@ -421,17 +421,19 @@ class _Settings:
 
 def _settings_of(
     strategy: object, offload: object, prefetch: object, precision: object, ignored: Ignored
-) -> _Settings:
+) -> _ResolvedOptions:
     chosen = ShardingStrategy.FULL_SHARD
     if strategy is not None:
         chosen = checked_member(ShardingStrategy, strategy, "sharding_strategy")
     when = None
     if prefetch is not None:
         when = checked_member(BackwardPrefetch, prefetch, "backward_prefetch")
-    return _Settings(chosen, offload_of(offload), when, checked_precision(precision), ignored)
+    return _ResolvedOptions(
+        chosen, offload_of(offload), when, checked_precision(precision), ignored
+    )
 
 
-def _shard(module: nn.Module, mesh: DeviceMesh, settings: _Settings) -> None:
+def _shard(module: nn.Module, mesh: DeviceMesh, settings: _ResolvedOptions) -> None:
     """Make a unit of what no wrapper below has, with the settings."""
     precision = settings.precision
     replicates = settings.strategy == ShardingStrategy.NO_SHARD
@@ -478,7 +480,7 @@ def _check_module(module: object) -> None:
 def _wrap_below(
     module: nn.Module,
     policy: Policy,
-    settings: _Settings,
+    settings: _ResolvedOptions,
     options: Mapping[str, Any],
 ) -> None:
     """Wrap the modules below that a policy chooses, and those that stay in full precision."""

@@ -23,20 +23,20 @@ from fsdp2.core.params.aliases import REPLACED
 from fsdp2.core.params.param import GATHERED, WHOLE, ShardedParam, is_extended, store_of
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.full.selection import (
-    Agreement,
+    MeshRanks,
     Names,
-    Subject,
+    SelectedParam,
     chosen,
     require_idle,
     require_memory,
+    selected_params,
     settle,
-    subjects_of,
 )
 from fsdp2.full.unsharding import leaves_of, rebuilt, way_of
 
 
 @dataclass(frozen=True)
-class Settings:
+class GatheredOptions:
     """What a call asks for; see `gathered`."""
 
     writeback: bool = True
@@ -54,13 +54,15 @@ class Hold:
         outer: the context's around this one that holds the parameter, too.
     """
 
-    def __init__(self, subject: Subject, settings: Settings, outer: Hold | None) -> None:
-        self.subject = subject
+    def __init__(
+        self, selected: SelectedParam, settings: GatheredOptions, outer: Hold | None
+    ) -> None:
+        self.selected = selected
         self.outer = outer
         self.full: nn.Parameter | None = None
         self._settings = settings
-        self._way = way_of(subject.param)
-        self._before: nn.Parameter = subject.param.sharded
+        self._way = way_of(selected.param)
+        self._before: nn.Parameter = selected.param.sharded
         if outer is not None and outer.full is not None:
             self._before = outer.full
 
@@ -82,7 +84,7 @@ class Hold:
             grad = self._whole_gradient(source) if with_grad else None
             if whole is None:
                 return
-            self.full = _parameter(self.subject.param, whole)
+            self.full = _parameter(self.selected.param, whole)
             if grad is not None:
                 if grad.dtype != whole.dtype:
                     self.full.grad_dtype = grad.dtype
@@ -95,7 +97,7 @@ class Hold:
         Args:
             source: the sharded parameter, or what the context around holds here.
         """
-        local = self.subject.param.local
+        local = self.selected.param.local
         if not is_extended(local):
             return self._made(self._moved(source, local))
         rows = leaves_of(local)
@@ -120,14 +122,14 @@ class Hold:
 
     def _gradient_rows(self) -> torch.Tensor:
         """Zeros of the shape, the dtype and on the device of this rank's gradient."""
-        param = self.subject.param
+        param = self.selected.param
         before = param.sharded.grad
         dtype = param.grad_dtype if before is None else before.dtype
         return leaves_of(param.local)[0].new_zeros(param.local.shape, dtype=dtype)
 
     def _shown(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a tensor that has ``dtype`` as shards is whole here."""
-        if is_extended(self.subject.param.local):
+        if is_extended(self.selected.param.local):
             return dtype
         around = dtype if self.outer is None else self.outer._shown(dtype)
         return _cast_to(around, self._settings.dtype)
@@ -139,7 +141,7 @@ class Hold:
             source: what is whole in the context around, if there is one and it is so here.
             rows: this rank's rows, or where they are not read, anything that looks like them.
         """
-        param, way, outer = self.subject.param, self._way, self.outer
+        param, way, outer = self.selected.param, self._way, self.outer
         if outer is None:
             found = way.gather(param.laid_out(rows), self._everywhere)
             return None if found is None else _own(param.as_seen(found), rows)
@@ -153,7 +155,7 @@ class Hold:
         self, whole: torch.Tensor | None, rows: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
         """What is whole on the first rank, on all."""
-        param = self.subject.param
+        param = self.selected.param
         laid = None if whole is None else param.laid_out(whole.detach())
         like = param.laid_out(rows.to(dtype))
         return param.as_seen(self._way.spread(laid, like))
@@ -172,7 +174,7 @@ class Hold:
         if self.full is None:
             return None
         left = self._left()
-        shape = tuple(self.subject.param.sharded.shape)
+        shape = tuple(self.selected.param.sharded.shape)
         if tuple(left.shape) != shape:
             return f"is of shape {tuple(left.shape)} now, not {shape}"
         if left.is_meta:
@@ -182,7 +184,7 @@ class Hold:
     def _left(self) -> torch.Tensor:
         """What is registered now: the body may have put another tensor there."""
         assert self.full is not None
-        for module, name in self.subject.entries:
+        for module, name in self.selected.entries:
             left = getattr(module, name)
             if left is not self.full and isinstance(left, torch.Tensor):
                 return left
@@ -205,7 +207,7 @@ class Hold:
                 self._write_gradient(has_gradient)
 
     def _write_rows(self, left: torch.Tensor | None) -> None:
-        param = self.subject.param
+        param = self.selected.param
         rows = leaves_of(param.local)
         wholes: Sequence[torch.Tensor | None] = [None] * len(rows)
         if left is not None:
@@ -220,7 +222,7 @@ class Hold:
         self, whole: torch.Tensor | None, own: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
         """This rank's rows of ``whole``, as users see them; it is ``None`` where others have it."""
-        param, way = self.subject.param, self._way
+        param, way = self.selected.param, self._way
         laid = None if whole is None else param.laid_out(whole)
         if self._everywhere:
             assert laid is not None
@@ -230,7 +232,7 @@ class Hold:
 
     def _write_outer(self, left: torch.Tensor | None) -> None:
         """To the tensors of the context around this one."""
-        outer, rows = self.outer, leaves_of(self.subject.param.local)
+        outer, rows = self.outer, leaves_of(self.selected.param.local)
         assert outer is not None
         sources: list[torch.Tensor | None] = [None] * len(rows)
         if left is not None:
@@ -245,7 +247,7 @@ class Hold:
             _put(source, target, _cast_to(target.dtype, self._settings.dtype))
 
     def _write_gradient(self, present: bool) -> None:
-        param, outer = self.subject.param, self.outer
+        param, outer = self.selected.param, self.outer
         grad = None if self.full is None else self._left().grad
         if not present:
             self._before.grad = None
@@ -270,7 +272,7 @@ class Hold:
     def close(self) -> None:
         """Register what was registered before."""
         if self.outer is None:
-            self.subject.group.reshard_unless_hidden()
+            self.selected.group.reshard_unless_hidden()
         self._register(self._before)
 
     def left_gradient(self) -> bool:
@@ -278,7 +280,7 @@ class Hold:
         return self.full is not None and self._left().grad is not None
 
     def _register(self, param: nn.Parameter) -> None:
-        for module, name in self.subject.entries:
+        for module, name in self.selected.entries:
             store_of(module)[name] = param
 
 
@@ -330,17 +332,17 @@ def is_held(param: ShardedParam) -> bool:
     return param in _holds
 
 
-def require_released(subjects: Iterable[Subject], function: str) -> None:
+def require_released(selection: Iterable[SelectedParam], function: str) -> None:
     """Raise if a parameter is whole in `gathered`, whose changes the shards do not have yet.
 
     Raises:
         ShardingStateError: it is.
     """
-    for subject in subjects:
-        if subject.param in _holds:
+    for selected in selection:
+        if selected.param in _holds:
             raise ShardingStateError(
                 f"{function}() was called inside gathered(), which holds parameter "
-                f"'{subject.names[0]}'; leave the context first"
+                f"'{selected.names[0]}'; leave the context first"
             )
 
 
@@ -407,25 +409,25 @@ def gathered(
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"gathered(dtype=…) takes a torch.dtype or None, not {dtype!r}")
-    settings = Settings(writeback, rank0_only, offload_to_cpu, with_grads, dtype)
-    subjects = subjects_of(module, recurse)
-    require_idle(subjects, "gathered")
-    selected = chosen(subjects, names)
-    require_memory(selected)
-    agreement = Agreement(subject.param for subject in subjects)
+    settings = GatheredOptions(writeback, rank0_only, offload_to_cpu, with_grads, dtype)
+    selection = selected_params(module, recurse)
+    require_idle(selection, "gathered")
+    wanted = chosen(selection, names)
+    require_memory(wanted)
+    ranks = MeshRanks(selected.param for selected in selection)
     steps = OptimizerSteps.ended
-    holds = _open(selected, settings, agreement)
+    holds = _open(wanted, settings, ranks)
     try:
         yield
     except BaseException as error:
         # Others wait to hear of it; not of what ends the process.
         if writeback and isinstance(error, Exception):
-            agreement.largest([_RAISED, *(0 for _ in holds)])
+            ranks.largest([_RAISED, *(0 for _ in holds)])
         _close(holds)
         raise
     try:
         if writeback:
-            _write(holds, settings, agreement, steps)
+            _write(holds, settings, ranks, steps)
     finally:
         _close(holds)
 
@@ -434,23 +436,25 @@ _RAISED, _STEPPED, _RESHAPED = 3, 2, 1
 """How a rank leaves; the largest counts."""
 
 
-def _open(subjects: Sequence[Subject], settings: Settings, agreement: Agreement) -> list[Hold]:
-    settle([s for s in subjects if not _holds.get(s.param)], settings.with_grads)
-    holds = [Hold(s, settings, next(iter(_holds.get(s.param, [])[-1:]), None)) for s in subjects]
+def _open(
+    selection: Sequence[SelectedParam], settings: GatheredOptions, ranks: MeshRanks
+) -> list[Hold]:
+    settle([s for s in selection if not _holds.get(s.param)], settings.with_grads)
+    holds = [Hold(s, settings, next(iter(_holds.get(s.param, [])[-1:]), None)) for s in selection]
     gradients = [settings.with_grads and hold.has_gradient for hold in holds]
-    depths = [len(_holds.get(subject.param, ())) for subject in subjects]
-    facts = (settings, [subject.names for subject in subjects], depths)
-    if not agreement.is_alike(facts):
+    depths = [len(_holds.get(selected.param, ())) for selected in selection]
+    facts = (settings, [selected.names for selected in selection], depths)
+    if not ranks.is_alike(facts):
         raise RankMismatchError(
             "ranks called gathered() with different arguments, or for different parameters; call "
             "it on all ranks alike"
         )
-    gradients = _checked_gradients(holds, gradients, settings, agreement)
+    gradients = _checked_gradients(holds, gradients, settings, ranks)
     opened: list[Hold] = []
     try:
         for hold, with_grad in zip(holds, gradients, strict=True):
             hold.open(with_grad)
-            _holds.setdefault(hold.subject.param, []).append(hold)
+            _holds.setdefault(hold.selected.param, []).append(hold)
             opened.append(hold)
     except BaseException:
         _close(opened)
@@ -459,7 +463,7 @@ def _open(subjects: Sequence[Subject], settings: Settings, agreement: Agreement)
 
 
 def _checked_gradients(
-    holds: Sequence[Hold], gradients: list[bool], settings: Settings, agreement: Agreement
+    holds: Sequence[Hold], gradients: list[bool], settings: GatheredOptions, ranks: MeshRanks
 ) -> list[bool]:
     """Which gradients there are, on all ranks alike."""
     if not settings.with_grads:
@@ -471,22 +475,22 @@ def _checked_gradients(
     ]
     there = [int(k and g) for k, g in zip(known, gradients, strict=True)]
     absent = [int(k and not g) for k, g in zip(known, gradients, strict=True)]
-    most = agreement.largest([*there, *absent])
+    most = ranks.largest([*there, *absent])
     for hold, some, none in zip(holds, most[: len(there)], most[len(there) :], strict=True):
         if some and none:
             raise RankMismatchError(
-                f"parameter '{hold.subject.names[0]}' has a gradient on some ranks, but not on "
+                f"parameter '{hold.selected.names[0]}' has a gradient on some ranks, but not on "
                 f"all; call gathered() without with_grads, or set_reduce_scatter_unused_params "
                 f"before backward"
             )
     return [bool(some) for some in most[: len(there)]]
 
 
-def _write(holds: Sequence[Hold], settings: Settings, agreement: Agreement, steps: int) -> None:
-    problems = {h.subject.names[0]: found for h in holds if (found := h.problem()) is not None}
+def _write(holds: Sequence[Hold], settings: GatheredOptions, ranks: MeshRanks, steps: int) -> None:
+    problems = {h.selected.names[0]: found for h in holds if (found := h.problem()) is not None}
     own = _STEPPED if steps != OptimizerSteps.ended else _RESHAPED if problems else 0
     gradients = [int(settings.with_grads and hold.left_gradient()) for hold in holds]
-    worst, *gradients = agreement.largest([own, *gradients])
+    worst, *gradients = ranks.largest([own, *gradients])
     for name, problem in problems.items():
         raise ValueError(
             f"parameter '{name}' {problem}, so that gathered() wrote nothing back; copy new values "
@@ -505,15 +509,15 @@ def _write(holds: Sequence[Hold], settings: Settings, agreement: Agreement, step
     for hold, gradient in zip(holds, gradients, strict=True):
         hold.write(bool(gradient))
     OptimizerSteps.count += 1  # what is gathered anywhere is out of date
-    for group in {hold.subject.group: None for hold in holds}:
+    for group in {hold.selected.group: None for hold in holds}:
         group.free_if_outdated()
 
 
 def _close(holds: Sequence[Hold]) -> None:
     for hold in reversed(holds):
-        found = _holds.get(hold.subject.param, [])
+        found = _holds.get(hold.selected.param, [])
         if hold in found:
             found.remove(hold)
             if not found:
-                del _holds[hold.subject.param]
+                del _holds[hold.selected.param]
         hold.close()

@@ -28,11 +28,11 @@ from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.full.gathering import require_released
 from fsdp2.full.selection import (
-    Agreement,
-    Subject,
+    MeshRanks,
+    SelectedParam,
     require_idle,
+    selected_params,
     settle,
-    subjects_of,
 )
 from fsdp2.full.unsharding import leaves_of, way_of
 
@@ -64,14 +64,14 @@ class _Item:
     Attributes:
         names: its full names, several where it is tied.
         tensor: a sharded parameter, another parameter, or a buffer.
-        subject: of a sharded parameter.
+        selected: of a sharded parameter.
         required: whether a state dict has it.
         places: the modules' dictionaries that hold it, and under which name.
     """
 
     names: list[str]
     tensor: torch.Tensor
-    subject: Subject | None
+    selected: SelectedParam | None
     required: bool
     places: list[tuple[dict[str, torch.Tensor | None], str]]
 
@@ -115,31 +115,31 @@ def load_from_rank0(
         weights = torch.load("model.pt") if rank == 0 else None
         fsdp2.load_from_rank0(model, weights)
     """
-    subjects = subjects_of(model, recurse=True)
-    if not subjects:
+    selection = selected_params(model, recurse=True)
+    if not selection:
         raise ValueError(
             "load_from_rank0() got a model without sharded parameters; call fully_shard on it, or "
             "use load_state_dict()"
         )
-    require_idle(subjects, "load_from_rank0")
-    require_released(subjects, "load_from_rank0")
-    agreement = Agreement(subject.param for subject in subjects)
-    items = _items(model, subjects)
-    _require_alike(items, agreement, "load_from_rank0")
+    require_idle(selection, "load_from_rank0")
+    require_released(selection, "load_from_rank0")
+    ranks = MeshRanks(selected.param for selected in selection)
+    items = _items(model, selection)
+    _require_alike(items, ranks, "load_from_rank0")
     values: dict[str, torch.Tensor] = {}
     verdict = _Verdict()
-    if agreement.is_first:
+    if ranks.is_first:
         verdict = _verdict(items, full_state_dict, strict)
         if not verdict.problem:
             assert full_state_dict is not None
             values = {clean(name): value for name, value in full_state_dict.items()}
-    verdict = _Verdict(*json.loads(agreement.told(json.dumps(verdict))))
+    verdict = _Verdict(*json.loads(ranks.told(json.dumps(verdict))))
     if verdict.problem:
         raise ValueError(
             f"load_from_rank0() wrote nothing, as rank 0 found that {verdict.problem}; pass it "
             f"a full state dict of this model, or strict=False for one with other names"
         )
-    _write_all(items, values, set(verdict.missing), agreement)
+    _write_all(items, values, set(verdict.missing), ranks)
     return IncompatibleKeys(list(verdict.missing), list(verdict.unexpected))
 
 
@@ -170,32 +170,32 @@ def sync_module_states(model: nn.Module, *, mesh: DeviceMesh | None = None) -> N
         fsdp2.sync_module_states(model)      # now rank 0's, on all
         shard(model)
     """
-    subjects = subjects_of(model, recurse=True)
-    require_idle(subjects, "sync_module_states")
-    require_released(subjects, "sync_module_states")
-    agreement = Agreement(
-        (subject.param for subject in subjects),
-        None if subjects else default_mesh() if mesh is None else mesh,
+    selection = selected_params(model, recurse=True)
+    require_idle(selection, "sync_module_states")
+    require_released(selection, "sync_module_states")
+    ranks = MeshRanks(
+        (selected.param for selected in selection),
+        None if selection else default_mesh() if mesh is None else mesh,
     )
-    items = _items(model, subjects)
-    _require_alike(items, agreement, "sync_module_states")
+    items = _items(model, selection)
+    _require_alike(items, ranks, "sync_module_states")
     meta = [item.names[0] for item in items if item.tensor.is_meta]
-    found = agreement.told(meta[0] if meta and agreement.is_first else "")
+    found = ranks.told(meta[0] if meta and ranks.is_first else "")
     if found:
         raise ValueError(
             f"sync_module_states() found '{found}' on the meta device on rank 0; give it values "
             f"there, with to_empty() and an initialisation"
         )
-    settle(subjects, with_grads=False)
-    for group in {subject.group: None for subject in subjects}:
+    settle(selection, with_grads=False)
+    for group in {selected.group: None for selected in selection}:
         _materialize_group(group)
     for item in items:
-        if item.subject is None:
-            _write_copy(item, item.tensor, agreement)
+        if item.selected is None:
+            _write_copy(item, item.tensor, ranks)
         else:
-            for leaf in leaves_of(item.subject.param.local):
-                _from_first_replica(item.subject, leaf)
-    _outdate(subjects)
+            for leaf in leaves_of(item.selected.param.local):
+                _from_first_replica(item.selected, leaf)
+    _outdate(selection)
 
 
 # ---- for what writes by itself
@@ -211,9 +211,9 @@ def require_writable(model: nn.Module, function: str) -> None:
     Raises:
         ShardingStateError: a forward, a backward or `gathered` is under way.
     """
-    subjects = subjects_of(model, recurse=True)
-    require_idle(subjects, function)
-    require_released(subjects, function)
+    selection = selected_params(model, recurse=True)
+    require_idle(selection, function)
+    require_released(selection, function)
 
 
 @contextmanager
@@ -223,27 +223,27 @@ def rewritten(model: nn.Module) -> Iterator[None]:
     Sharded parameters are registered, what is on the meta device gets memory, tied as it was, and
     what is gathered anywhere is out of date afterwards. `require_writable` comes first.
     """
-    subjects = subjects_of(model, recurse=True)
-    settle(subjects, with_grads=False)
-    for group in {subject.group: None for subject in subjects}:
+    selection = selected_params(model, recurse=True)
+    settle(selection, with_grads=False)
+    for group in {selected.group: None for selected in selection}:
         _materialize_group(group)
-    devices = [subject.param.axes.device for subject in subjects]
-    for item in _items(model, subjects):
-        if item.subject is None and item.tensor.is_meta:
+    devices = [selected.param.axes.device for selected in selection]
+    for item in _items(model, selection):
+        if item.selected is None and item.tensor.is_meta:
             _give_memory(item, devices[0] if devices else torch.device("cpu"))
     try:
         yield
     finally:
-        _outdate(subjects)
+        _outdate(selection)
 
 
 # ---- what a model has
 
 
-def _items(model: nn.Module, subjects: list[Subject]) -> list[_Item]:
+def _items(model: nn.Module, selection: list[SelectedParam]) -> list[_Item]:
     """Sharded parameters first, then all else; each once."""
-    managed = {entry: subject for subject in subjects for entry in subject.entries}
-    items = [_Item(s.names, s.param.sharded, s, True, []) for s in subjects]
+    managed = {entry: selected for selected in selection for entry in selected.entries}
+    items = [_Item(s.names, s.param.sharded, s, True, []) for s in selection]
     found: dict[int, _Item] = {}
     for prefix, member in model.named_modules(remove_duplicate=False):
         for key, tensor, required in _own(member):
@@ -269,9 +269,9 @@ def _own(member: nn.Module) -> Iterator[tuple[str, torch.Tensor | None, bool]]:
         yield key, buffer, key not in member._non_persistent_buffers_set
 
 
-def _require_alike(items: list[_Item], agreement: Agreement, function: str) -> None:
+def _require_alike(items: list[_Item], ranks: MeshRanks, function: str) -> None:
     facts = [(item.names, tuple(item.tensor.shape), str(item.tensor.dtype)) for item in items]
-    if not agreement.is_alike((function, facts)):
+    if not ranks.is_alike((function, facts)):
         raise RankMismatchError(
             f"{function}() was called on models that differ in names, shapes or dtypes; build the "
             f"same model on all ranks, and call it on all of them"
@@ -328,26 +328,26 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def _write_all(
-    items: list[_Item], values: Mapping[str, torch.Tensor], missing: set[str], agreement: Agreement
+    items: list[_Item], values: Mapping[str, torch.Tensor], missing: set[str], ranks: MeshRanks
 ) -> None:
-    subjects = [item.subject for item in items if item.subject is not None]
-    settle(subjects, with_grads=False)
-    for group in {subject.group: None for subject in subjects}:
+    selection = [item.selected for item in items if item.selected is not None]
+    settle(selection, with_grads=False)
+    for group in {selected.group: None for selected in selection}:
         _materialize_group(group)
     for item in items:
         if item.required and item.names[0] in missing:
             continue
         value = next((values[name] for name in item.names if name in values), None)
-        if item.subject is None:
-            own = item.tensor if agreement.is_first and value is None else value
-            _write_copy(item, own, agreement)
+        if item.selected is None:
+            own = item.tensor if ranks.is_first and value is None else value
+            _write_copy(item, own, ranks)
         else:
-            _write_rows(item.subject, value, agreement)
-    _outdate(subjects)
+            _write_rows(item.selected, value, ranks)
+    _outdate(selection)
 
 
-def _write_rows(subject: Subject, value: torch.Tensor | None, agreement: Agreement) -> None:
-    param, way = subject.param, way_of(subject.param)
+def _write_rows(selected: SelectedParam, value: torch.Tensor | None, ranks: MeshRanks) -> None:
+    param, way = selected.param, way_of(selected.param)
     rows = leaves_of(param.local)
     wholes: list[torch.Tensor | None] = [None] * len(rows)
     if value is not None:
@@ -356,26 +356,26 @@ def _write_rows(subject: Subject, value: torch.Tensor | None, agreement: Agreeme
         wholes[:] = leaves_of(value.detach())
     for whole, own in zip(wholes, rows, strict=True):
         shape = way.whole_shape(param.laid_out(own))
-        sent = agreement.scratch(shape, own.dtype)
+        sent = ranks.scratch(shape, own.dtype)
         if whole is not None:
             sent.copy_(param.laid_out(whole))
-        agreement.spread(sent)
+        ranks.spread(sent)
         param.laid_out(own).copy_(way.cut(sent))
 
 
 @torch.no_grad()
-def _write_copy(item: _Item, value: torch.Tensor | None, agreement: Agreement) -> None:
+def _write_copy(item: _Item, value: torch.Tensor | None, ranks: MeshRanks) -> None:
     """What each rank has whole."""
     if item.tensor.is_meta:
-        _give_memory(item, agreement.device)
+        _give_memory(item, ranks.device)
     target = item.tensor
     local = target._local_tensor if isinstance(target, DTensor) else target.detach()
-    sent = agreement.scratch(local.shape, local.dtype)
+    sent = ranks.scratch(local.shape, local.dtype)
     if value is not None:
         given = value._local_tensor if isinstance(value, DTensor) else value.detach()
         if not given.is_meta:
             sent.copy_(given)
-    agreement.spread(sent)
+    ranks.spread(sent)
     local.copy_(sent)
 
 
@@ -390,12 +390,12 @@ def _give_memory(item: _Item, device: torch.device) -> None:
     item.tensor = made
 
 
-def _from_first_replica(subject: Subject, rows: torch.Tensor) -> None:
+def _from_first_replica(selected: SelectedParam, rows: torch.Tensor) -> None:
     """Of HSDP: the shards of the first replica to the others."""
-    param = subject.param
+    param = selected.param
     if param.axes.replicas is not None and rows.numel():
         sent = rows.detach().to(param.axes.device).contiguous()
-        Agreement.of_group(param.axes.replicas, param.axes.device).spread(sent)
+        MeshRanks.of_group(param.axes.replicas, param.axes.device).spread(sent)
         rows.detach().copy_(sent)
 
 
@@ -419,8 +419,8 @@ def _materialize_group(group: ParamGroup) -> None:
     group.adopt()
 
 
-def _outdate(subjects: list[Subject]) -> None:
+def _outdate(selection: list[SelectedParam]) -> None:
     """What is gathered anywhere is out of date."""
     OptimizerSteps.count += 1
-    for group in {subject.group: None for subject in subjects}:
+    for group in {selected.group: None for selected in selection}:
         group.free_if_outdated()

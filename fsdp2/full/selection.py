@@ -1,8 +1,8 @@
 """Which parameters a call is about, whether it may come now, and whether all ranks mean the same.
 
-module ── subjects_of ──> [Subject(param, group, unit, names, entries), …], as modules come
+module ── selected_params ──> [SelectedParam(param, group, unit, names, entries), …], by modules
        ── require_idle ──> no forward or backward is under way
-       ── Agreement ──> a few numbers that all ranks compare, or of which they take the largest
+       ── MeshRanks ──> a few numbers that all ranks compare, or of which they take the largest
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.core.config import ShardingStateError
-from fsdp2.core.device.collectives import GroupCollectives, ProcessGroup, broadcast_from_first
+from fsdp2.core.device.collectives import GroupCollectives
+from fsdp2.core.device.one_off import broadcast_from_first
+from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.layout.mesh import device_of
 from fsdp2.core.modules.registrations import follow_replaced
 from fsdp2.core.modules.registry import record_of_unit, records_below
@@ -32,7 +34,7 @@ Names = Callable[[str], bool] | Set[str] | None
 
 
 @dataclass
-class Subject:
+class SelectedParam:
     """A managed parameter below a module.
 
     Attributes:
@@ -59,7 +61,7 @@ def walk(module: nn.Module, recurse: bool) -> Iterable[tuple[str, nn.Module]]:
     return [(f"{name}." if name else "", member) for name, member in named]
 
 
-def subjects_of(module: nn.Module, recurse: bool) -> list[Subject]:
+def selected_params(module: nn.Module, recurse: bool) -> list[SelectedParam]:
     """The managed parameters below a module, each once."""
     units = all_units()
     known = {id(f) for u in units for g in u.own_groups for p in g.params for f in p.forms()}
@@ -67,57 +69,57 @@ def subjects_of(module: nn.Module, recurse: bool) -> list[Subject]:
         for group in record.unit.own_groups:
             follow_replaced(group, known)
     owners = Owners(units)
-    found: dict[ShardedParam, Subject] = {}
+    found: dict[ShardedParam, SelectedParam] = {}
     for prefix, member in walk(module, recurse):
         for key, registered in member._parameters.items():
             owned = None if registered is None else owners.of(registered)
             if owned is None:
                 continue
-            subject = found.get(owned.param)
-            if subject is None:
-                subject = found[owned.param] = Subject(owned.param, owned.group, owned.unit)
-                subject.entries = list(owned.param.entries)
+            selected = found.get(owned.param)
+            if selected is None:
+                selected = found[owned.param] = SelectedParam(owned.param, owned.group, owned.unit)
+                selected.entries = list(owned.param.entries)
             name = clean(prefix + key)
-            if name not in subject.names:
-                subject.names.append(name)
-            if (member, key) not in subject.entries:
-                subject.entries.append((member, key))
+            if name not in selected.names:
+                selected.names.append(name)
+            if (member, key) not in selected.entries:
+                selected.entries.append((member, key))
     return list(found.values())
 
 
-def chosen(subjects: Sequence[Subject], names: Names) -> list[Subject]:
-    """Those of ``subjects`` that ``names`` means.
+def chosen(selection: Sequence[SelectedParam], names: Names) -> list[SelectedParam]:
+    """Those of ``selection`` that ``names`` means.
 
     Raises:
         TypeError: ``names`` is neither callable nor a set of names.
         ValueError: it has a name that no parameter has.
     """
     if names is None:
-        return list(subjects)
+        return list(selection)
     if callable(names):
-        return [subject for subject in subjects if any(map(names, subject.names))]
+        return [selected for selected in selection if any(map(names, selected.names))]
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise TypeError(
             f"gathered(names=…) takes a set of full names or a function of one, not {names!r}; "
             f"pass names as in named_parameters()"
         )
     wanted = set(names)
-    known = {name for subject in subjects for name in subject.names}
+    known = {name for selected in selection for name in selected.names}
     for name in sorted(wanted - known):
         raise ValueError(
             f"gathered(names=…) names '{name}', but no sharded parameter below this module has "
             f"that name; pass names as in named_parameters()"
         )
-    return [subject for subject in subjects if wanted & set(subject.names)]
+    return [selected for selected in selection if wanted & set(selected.names)]
 
 
-def require_idle(subjects: Iterable[Subject], function: str) -> None:
+def require_idle(selection: Iterable[SelectedParam], function: str) -> None:
     """Raise if a forward or a backward of one of the units is under way.
 
     Raises:
         ShardingStateError: it is.
     """
-    for unit in {subject.unit: None for subject in subjects}:
+    for unit in {selected.unit: None for selected in selection}:
         record = record_of_unit(unit)
         scheduler = None if record is None else record.scheduler
         if scheduler is None:
@@ -131,27 +133,27 @@ def require_idle(subjects: Iterable[Subject], function: str) -> None:
             )
 
 
-def require_memory(subjects: Iterable[Subject]) -> None:
+def require_memory(selection: Iterable[SelectedParam]) -> None:
     """Raise, naming the parameter, if one has no memory or is on another device than its mesh."""
-    for subject in subjects:
-        group = subject.group
+    for selected in selection:
+        group = selected.group
         home = group.device if group.offload is None else torch.device("cpu")
-        subject.param.check_usable(home, group.offload is not None)
+        selected.param.check_usable(home, group.offload is not None)
 
 
-def settle(subjects: Iterable[Subject], with_grads: bool) -> None:
+def settle(selection: Iterable[SelectedParam], with_grads: bool) -> None:
     """Let the sharded parameters be registered, and nothing read or write them any more."""
-    for group in {subject.group: None for subject in subjects}:
+    for group in {selected.group: None for selected in selection}:
         group.reshard_unless_hidden()
         group.settle()
     if with_grads:
-        records = [record_of_unit(unit) for unit in {subject.unit: None for subject in subjects}]
+        records = [record_of_unit(unit) for unit in {selected.unit: None for selected in selection}]
         for scheduler in {record.scheduler: None for record in records if record is not None}:
             if scheduler is not None:
                 scheduler.wait_for_reductions()
 
 
-class Agreement:
+class MeshRanks:
     """What all ranks of the meshes of some parameters say, axis by axis.
 
     Args:
@@ -179,7 +181,7 @@ class Agreement:
         self._use(lines)
 
     @classmethod
-    def of_group(cls, group: ProcessGroup, device: torch.device) -> Agreement:
+    def of_group(cls, group: ProcessGroup, device: torch.device) -> MeshRanks:
         """Of the ranks of one process group."""
         made = cls(())
         made._use({group: device})

@@ -17,12 +17,12 @@ from fsdp2.core.params.param import is_extended
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.full.gathering import require_released
 from fsdp2.full.selection import (
-    Agreement,
-    Subject,
+    MeshRanks,
+    SelectedParam,
     require_idle,
     require_memory,
+    selected_params,
     settle,
-    subjects_of,
 )
 from fsdp2.full.unsharding import made_whole
 
@@ -75,34 +75,32 @@ def full_parameters(
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"full_parameters(dtype=…) takes a torch.dtype or None, not {dtype!r}")
-    subjects = subjects_of(module, recurse=True)
-    require_idle(subjects, "full_parameters")
-    require_released(subjects, "full_parameters")
-    require_memory(subjects)
-    agreement = Agreement(subject.param for subject in subjects)
-    facts = (rank0_only, str(dtype), with_buffers, [subject.names for subject in subjects])
-    if not agreement.is_alike(facts):
+    selection = selected_params(module, recurse=True)
+    require_idle(selection, "full_parameters")
+    require_released(selection, "full_parameters")
+    require_memory(selection)
+    ranks = MeshRanks(selected.param for selected in selection)
+    facts = (rank0_only, str(dtype), with_buffers, [selected.names for selected in selection])
+    if not ranks.is_alike(facts):
         raise RankMismatchError(
             "ranks called full_parameters() with different arguments, or on different models; call "
             "it on all ranks alike"
         )
-    copies = (
-        [] if rank0_only and not agreement.is_first else _copies(module, subjects, with_buffers)
-    )
-    return _stream(subjects, copies, agreement, rank0_only, offload_to_cpu, dtype)
+    copies = [] if rank0_only and not ranks.is_first else _copies(module, selection, with_buffers)
+    return _stream(selection, copies, ranks, rank0_only, offload_to_cpu, dtype)
 
 
 def _stream(
-    subjects: list[Subject],
+    selection: list[SelectedParam],
     copies: list[tuple[str, torch.Tensor]],
-    agreement: Agreement,
+    ranks: MeshRanks,
     rank0_only: bool,
     offload_to_cpu: bool,
     dtype: torch.dtype | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    units: dict[int, list[Subject]] = {}
-    for subject in subjects:
-        units.setdefault(id(subject.unit), []).append(subject)
+    units: dict[int, list[SelectedParam]] = {}
+    for selected in selection:
+        units.setdefault(id(selected.unit), []).append(selected)
     steps, here = OptimizerSteps.ended, True
     device = torch.device("cpu") if offload_to_cpu else None
 
@@ -115,7 +113,7 @@ def _stream(
     try:
         for members in units.values():
             here = False  # where this raises, it does so on all ranks
-            _meet(agreement, steps)
+            _meet(ranks, steps)
             whole = _whole_unit(members, not rank0_only)
             here = True
             whole.reverse()
@@ -126,16 +124,16 @@ def _stream(
         for name, tensor in copies:
             yield name, cast(tensor.detach().clone())
         here = False
-        _meet(agreement, steps)
+        _meet(ranks, steps)
     except GeneratorExit:
         if here:
-            agreement.largest([_GONE])
+            ranks.largest([_GONE])
         raise
 
 
-def _meet(agreement: Agreement, steps: int) -> None:
+def _meet(ranks: MeshRanks, steps: int) -> None:
     """Every rank is here, and the model is what it was."""
-    found = agreement.largest([_HERE if steps == OptimizerSteps.ended else _CHANGED])[0]
+    found = ranks.largest([_HERE if steps == OptimizerSteps.ended else _CHANGED])[0]
     if found == _CHANGED:
         raise ShardingStateError(
             "an optimizer stepped while full_parameters() was under way, so that its tensors would "
@@ -149,21 +147,21 @@ def _meet(agreement: Agreement, steps: int) -> None:
 
 
 @torch.no_grad()
-def _whole_unit(members: list[Subject], everywhere: bool) -> list[tuple[str, torch.Tensor]]:
+def _whole_unit(members: list[SelectedParam], everywhere: bool) -> list[tuple[str, torch.Tensor]]:
     settle(members, with_grads=False)
     found = []
-    for subject in members:
-        whole = made_whole(subject.param, subject.param.local, everywhere)
+    for selected in members:
+        whole = made_whole(selected.param, selected.param.local, everywhere)
         if whole is not None:
-            found.append((subject.names[0], whole))
+            found.append((selected.names[0], whole))
     return found
 
 
 def _copies(
-    module: nn.Module, subjects: list[Subject], with_buffers: bool
+    module: nn.Module, selection: list[SelectedParam], with_buffers: bool
 ) -> list[tuple[str, torch.Tensor]]:
     """Parameters that no unit has, and buffers, each once."""
-    managed = {entry for subject in subjects for entry in subject.entries}
+    managed = {entry for selected in selection for entry in selected.entries}
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for prefix, member in module.named_modules():
         own: list[tuple[str, torch.Tensor | None]] = [

@@ -24,13 +24,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2.core.config import ShardingStateError
-from fsdp2.core.device.collectives import (
-    GroupCollectives,
-    ProcessGroup,
-    broadcast_from_first,
-    gather_to_first,
-    scatter_from_first,
-)
+from fsdp2.core.device.collectives import GroupCollectives
+from fsdp2.core.device.one_off import broadcast_from_first, gather_to_first, scatter_from_first
+from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.layout.layout import Slot
 from fsdp2.core.layout.mesh import MeshAxes
 from fsdp2.core.params.param import ShardedParam, is_extended

@@ -22,9 +22,9 @@ from fsdp2.interop.identity import (
     StateStandIn,
     TorchIdentity,
     TorchWrapperIdentity,
-    announce,
     check_untouched,
     is_torchs_wrapper,
+    register_with_torch,
     replicated_parameters,
     state_of,
 )
@@ -40,9 +40,9 @@ __all__ = [
     "StateStandIn",
     "TorchIdentity",
     "TorchWrapperIdentity",
-    "announce",
     "check_untouched",
     "is_torchs_wrapper",
+    "register_with_torch",
     "replicated_parameters",
     "state_of",
 ]

@@ -646,7 +646,7 @@ def state_of(module: nn.Module) -> object:
     return module.__dict__.get(STATE_KEY, {}).get(_API)
 
 
-def announce(modules: Sequence[nn.Module], record: UnitRecord) -> None:
+def register_with_torch(modules: Sequence[nn.Module], record: UnitRecord) -> None:
     """Let torch's look-ups find ``modules``, which fsdp2 has sharded as one unit."""
     state = _STAND_INS[id(record.unit)] = StateStandIn(record)
     for module in modules:
@@ -713,7 +713,7 @@ class TorchWrapperIdentity(_WRAPPER, metaclass=_TorchsWrapperToo):
     """Makes ``isinstance(module, torch.distributed.fsdp.FullyShardedDataParallel)`` true, no more.
 
     No method of torch's class is left for a module of ours to run. torch's own traversals pass by:
-    the module inside says that it is replicated (`announce`).
+    the module inside says that it is replicated (`register_with_torch`).
     """
 
 

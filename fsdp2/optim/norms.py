@@ -25,7 +25,8 @@ from torch.utils._foreach_utils import (
 )
 
 from fsdp2.core.config import ShardingStateError
-from fsdp2.core.device.collectives import ProcessGroup, sum_over
+from fsdp2.core.device.one_off import sum_over
+from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.params.param import GATHERED
 

@@ -29,7 +29,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2.core.device.collectives import default_group, run_all_gather, run_barrier
+from fsdp2.core.device.collectives import run_all_gather
+from fsdp2.core.device.one_off import run_barrier
+from fsdp2.core.device.process_groups import default_group
 from fsdp2.planning.hardware import Curve, Hardware, Measured, from_json, load, write
 from fsdp2.planning.probes import (
     clock_of,

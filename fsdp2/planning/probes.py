@@ -31,11 +31,11 @@ from fsdp2.core.device.collectives import (
     ReduceKind,
     ReplicaCollectives,
     Work,
-    default_group,
     run_all_gather,
-    run_barrier,
     scatter_sums,
 )
+from fsdp2.core.device.one_off import run_barrier
+from fsdp2.core.device.process_groups import default_group
 from fsdp2.paper.null_group import null_ranks
 from fsdp2.paper.stage import GlooOnPaper
 from fsdp2.planning.hardware import Contention, Curve, Hardware, Measured

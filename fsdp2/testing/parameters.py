@@ -114,7 +114,7 @@ class VirtualParam(PaperParam):
     is_meta = False
     is_extended = False
     is_its_shard = False
-    compute_dtype = None
+    dtype_override = None
 
     def __init__(
         self,

@@ -173,7 +173,7 @@ class VirtualTransient:
     def allocated(self) -> bool:
         return self.allocation is not None
 
-    def follow(self, tensor: object) -> None:
+    def keep_valid(self, tensor: object) -> None:
         """Each tensor asks its buffer."""
 
     def references(self) -> int:

@@ -11,7 +11,7 @@ from types import TracebackType
 import torch
 
 from fsdp2.core.config import ShardingStateError
-from fsdp2.core.device.collectives import rank_and_size
+from fsdp2.core.device.process_groups import rank_and_size
 from fsdp2.core.schedule.unit import all_groups
 from fsdp2.tracing.page import show
 from fsdp2.tracing.recording import Recorder

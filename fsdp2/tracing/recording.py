@@ -31,7 +31,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fsdp2.core.device.collectives import Work, ranks_of
+from fsdp2.core.device.collectives import Work
+from fsdp2.core.device.process_groups import ranks_of
 from fsdp2.core.device.streams import DeviceStreams, Event, Lane, Streams
 from fsdp2.core.gather.launch import Launched
 from fsdp2.core.gather.transport import Copying, Route

@@ -33,7 +33,7 @@ from fsdp2.wrap.choices import Policy, chosen_modules
 Strategy = Literal["zero3", "zero2", "zero1", "replicated", "hybrid", "hybrid-zero2"]
 
 
-class _Settings(NamedTuple):
+class _StrategyOptions(NamedTuple):
     """What a strategy sets; ``frees_forward=None`` is `fully_shard`'s own default."""
 
     mesh_dims: int
@@ -41,13 +41,13 @@ class _Settings(NamedTuple):
     frees_backward: bool
 
 
-_STRATEGIES: dict[str, _Settings] = {
-    "zero3": _Settings(1, None, True),
-    "zero2": _Settings(1, False, True),
-    "zero1": _Settings(1, False, False),
-    "replicated": _Settings(2, False, True),
-    "hybrid": _Settings(2, None, True),
-    "hybrid-zero2": _Settings(2, False, True),
+_STRATEGIES: dict[str, _StrategyOptions] = {
+    "zero3": _StrategyOptions(1, None, True),
+    "zero2": _StrategyOptions(1, False, True),
+    "zero1": _StrategyOptions(1, False, False),
+    "replicated": _StrategyOptions(2, False, True),
+    "hybrid": _StrategyOptions(2, None, True),
+    "hybrid-zero2": _StrategyOptions(2, False, True),
 }
 
 _OPTIONS = (
@@ -131,7 +131,7 @@ class ShardReport:
 
 
 @dataclass
-class _Plan:
+class _PlannedUnit:
     """A unit to be."""
 
     names: list[str]
@@ -216,11 +216,13 @@ def shard_model(
     choices = chosen_modules(
         model, policy, ignored_modules=modules, ignored_params=params, options=options
     )
-    plans = [_Plan([c.name], [c.module], dict(c.options)) for c in choices if _runs(c.module)]
+    plans = [
+        _PlannedUnit([c.name], [c.module], dict(c.options)) for c in choices if _runs(c.module)
+    ]
     for plan in plans:
         _check_options(plan)
     plans = _with_ties(model, plans, params, options)
-    plans = _planned([*plans, _Plan(["(root)"], [model], options)], params)
+    plans = _planned([*plans, _PlannedUnit(["(root)"], [model], options)], params)
     apply_calls([call for plan in plans if (call := plan.call) is not None])
     for plan in plans:
         for member in plan.modules:
@@ -266,7 +268,7 @@ def _ignored(
     return modules, params
 
 
-def _mesh_of(strategy: str, settings: _Settings, mesh: DeviceMesh | None) -> DeviceMesh:
+def _mesh_of(strategy: str, settings: _StrategyOptions, mesh: DeviceMesh | None) -> DeviceMesh:
     if mesh is None:
         return _default_mesh(strategy, settings)
     if isinstance(mesh, DeviceMesh):
@@ -282,7 +284,7 @@ def _mesh_of(strategy: str, settings: _Settings, mesh: DeviceMesh | None) -> Dev
     return mesh
 
 
-def _default_mesh(strategy: str, settings: _Settings) -> DeviceMesh:
+def _default_mesh(strategy: str, settings: _StrategyOptions) -> DeviceMesh:
     world = default_mesh()
     if settings.mesh_dims == 1:
         return world
@@ -293,7 +295,7 @@ def _default_mesh(strategy: str, settings: _Settings) -> DeviceMesh:
     return node_mesh(device_of(world), None, caller, "pass mesh")
 
 
-def _check_options(plan: _Plan) -> None:
+def _check_options(plan: _PlannedUnit) -> None:
     for key in plan.options:
         if key not in _OPTIONS:
             raise ValueError(
@@ -332,8 +334,8 @@ def _units_of(
 
 
 def _with_ties(
-    model: nn.Module, plans: list[_Plan], ignored: set[nn.Parameter], options: dict[str, Any]
-) -> list[_Plan]:
+    model: nn.Module, plans: list[_PlannedUnit], ignored: set[nn.Parameter], options: dict[str, Any]
+) -> list[_PlannedUnit]:
     """Put modules that share parameters across units into one unit, in front of the others.
 
     Only modules around which there is no other unit of this call: other ties are left to
@@ -360,12 +362,14 @@ def _with_ties(
         if model in cluster or inner & taken or not all(map(_runs, cluster)):
             continue
         own = [plans[owners[module]].options for module in cluster if module in owners]
-        tied.append(_Plan(list(cluster.values()), list(cluster), own[0] if own else options, True))
+        tied.append(
+            _PlannedUnit(list(cluster.values()), list(cluster), own[0] if own else options, True)
+        )
     gone = {module for plan in tied for module in plan.modules}
     return [*tied, *(plan for plan in plans if plan.modules[0] not in gone)]
 
 
-def _planned(units: Sequence[_Plan], ignored: set[nn.Parameter]) -> list[_Plan]:
+def _planned(units: Sequence[_PlannedUnit], ignored: set[nn.Parameter]) -> list[_PlannedUnit]:
     """Those of ``units`` that have parameters, and the last, each with its call; all, or none."""
     pending = Pending()
     for unit in units:
@@ -394,7 +398,7 @@ def _show_gradients(module: nn.Module) -> None:
                 param.sharded.register_post_accumulate_grad_hook(hide)
 
 
-def _report(plan: _Plan) -> UnitReport:
+def _report(plan: _PlannedUnit) -> UnitReport:
     record = next(record for m in plan.modules if (record := record_of(m)) is not None)
     unit, precision = record.unit, require_record(plan.modules[0]).arguments.precision
     layouts = [group.layout for group in unit.own_groups if group.layout is not None]

@@ -61,7 +61,7 @@ def _say_once(argument: str, words: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Settings:
+class _UnitOptions:
     """What `fully_shard` and its unit are to be told, once it is time to shard."""
 
     reshard_after_forward: bool | None
@@ -491,7 +491,7 @@ def _say_what_is_meaningless(given: _Given) -> None:
         )
 
 
-def _settings(given: _Given) -> _Settings:
+def _settings(given: _Given) -> _UnitOptions:
     reshard: bool | None = bool(given["reshard_after_forward"])
     if reshard and given["disable_reshard_on_root"]:
         reshard = None
@@ -501,7 +501,7 @@ def _settings(given: _Given) -> _Settings:
             f"reduce_scatter_bucket_size_mb={megabytes!r} is no number of MiB; pass 0 or more"
         )
     reduce = torch.float32 if given["fp32_reduce_scatter"] else compute
-    return _Settings(
+    return _UnitOptions(
         reshard,
         MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce),
         given["buffer_dtype"] or compute,

@@ -15,8 +15,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
-from fsdp2.checks.groups import ENVIRONMENT, CheckedGroup, Checks, Settings
-from fsdp2.core.device.collectives import StoreBoard
+from fsdp2.checks.groups import ENVIRONMENT, CheckedGroup, Checks, EnabledChecks
+from fsdp2.core.device.channels import StoreBoard
 from fsdp2.core.modules.registry import records_below
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import Layer, put_around
@@ -158,7 +158,7 @@ def test_a_time_out_must_be_positive(timeout: float) -> None:
 @pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False), ("", False)])
 def test_the_environment_switches_it_on(unread: pytest.MonkeyPatch, value: str, on: bool) -> None:
     unread.setenv(ENVIRONMENT, value)
-    assert Checks.current() == Settings(check_ranks=on)
+    assert Checks.current() == EnabledChecks(check_ranks=on)
     unread.setenv(ENVIRONMENT, "0")  # read once
     assert fsdp2.debug().check_ranks is on
 

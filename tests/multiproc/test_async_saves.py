@@ -19,7 +19,7 @@ from fsdp2 import checkpoint
 from fsdp2.checkpoint import files, owning, staging
 from fsdp2.checkpoint import saving as saving_module
 from fsdp2.checkpoint.stores import saving_folder
-from fsdp2.core.device import collectives
+from fsdp2.core.device import channels
 from fsdp2.core.progress import ShardReaders
 from tests.common.errors import raises
 from tests.common.workers import ranks
@@ -425,7 +425,7 @@ def test_a_later_save_only_agrees(tmp_path: Path) -> None:
             calls.append(name)
             return original(*args, **kwargs)
 
-        return mock.patch.object(collectives.dist, name, call)
+        return mock.patch.object(channels.dist, name, call)
 
     patches = [counted(name) for name in names]
     for patch in patches:

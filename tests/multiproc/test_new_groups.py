@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
-from fsdp2.core.device.collectives import new_groups, timeout_of
+from fsdp2.core.device.process_groups import new_groups, timeout_of
 from fsdp2.core.modules.registry import record_of
 from tests.common.workers import ranks
 

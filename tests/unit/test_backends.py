@@ -9,12 +9,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.core.device.backends import _KNOWN, Traits, know, traits_of
-from fsdp2.core.device.collectives import (
-    GroupCollectives,
-    ReduceKind,
-    _options_like,
-    _unsplit,
-)
+from fsdp2.core.device.collectives import GroupCollectives, ReduceKind
+from fsdp2.core.device.process_groups import _options_like, _unsplit
 from tests.common.backends import KINDS, Config, LazyOptions, Options, Served, known, stand_in
 
 CPU = torch.device("cpu")

@@ -213,7 +213,7 @@ def _swapped() -> tuple[SwappedBuffer, torch.Tensor, torch.nn.Parameter]:
     buffer = SwappedBuffer(64, CPU, "gathered")
     view = buffer.view(torch.float32, 16, (3, 4))
     param = torch.nn.Parameter(view.t()[1:])
-    buffer.follow(param)
+    buffer.keep_valid(param)
     return buffer, view, param
 
 
@@ -266,7 +266,7 @@ def test_a_place_in_memory_that_comes_and_goes() -> None:
 def test_what_is_dead_or_not_over_it_does_not_follow() -> None:
     buffer, view, param = _swapped()
     other = torch.ones(4)
-    buffer.follow(other)
+    buffer.keep_valid(other)
     del view
     for _ in range(2):
         buffer.release()

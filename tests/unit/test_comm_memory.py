@@ -125,7 +125,7 @@ def test_what_conflicts(heard: list[Any]) -> None:
 
 
 def test_a_hooks_stream_and_the_users_collective_are_in_the_spec() -> None:
-    param = SimpleNamespace(dtype=torch.float32, compute_dtype=None, grad_dtype=torch.float32)
+    param = SimpleNamespace(dtype=torch.float32, dtype_override=None, grad_dtype=torch.float32)
     slot = Slot(0, (8, 8), Cut(0), 2, 0, 0)
     hook, stream, comm = print, object(), object()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import functools
 import importlib
 import re
@@ -44,11 +45,47 @@ MORE_ATTRIBUTES = {
 }
 """Classes with more, and why: none without a reason."""
 
-COLLECTIVES_MODULE = "core.device.collectives"
-MEMORY_MODULE = "core.device.comm_memory"
+C10D = "torch._C._distributed_c10d"
 
-TORCHS_OWN = ("common", "param", "state")
-"""Modules of torch's FSDP whose types stand-ins use."""
+TOUCHING: dict[str, set[str]] = {
+    "core.device.collectives": {"torch.distributed", C10D},
+    "core.device.one_off": {"torch.distributed", "torch.distributed._functional_collectives"},
+    "core.device.channels": {"torch.distributed", C10D},
+    "core.device.process_groups": {"torch.distributed", "torch.distributed.distributed_c10d"},
+    "core.device.custom_collectives": {"torch.distributed"},
+    "core.device.comm_memory": {"torch.distributed", "torch.distributed._symmetric_memory"},
+    "paper.null_group": {"torch.distributed"},
+    "paper.stage": {"torch.distributed"},
+}
+"""What modules touch c10d, and by what: nobody but the device's room, and the groups of plans."""
+
+COMMUNICATING = {"core.device.collectives", "core.device.one_off", "core.device.channels"}
+"""Modules that call collectives."""
+
+TORCHS_OWN = {
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp.sharded_grad_scaler",
+    "torch.distributed._composable.contract",
+    "torch.distributed._composable_state",
+    *(f"torch.distributed.fsdp._fully_shard._fsdp_{part}" for part in ("common", "param", "state")),
+}
+"""What `interop.identity` imports of torch's FSDP: its names, and types of its stand-ins."""
+
+NAMED_TWICE = {
+    **dict.fromkeys(
+        ("CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy"),
+        "core's own, and a subclass of torch's too in `interop`",
+    ),
+    "Contents": "of a group, as checksums; of a checkpoint",
+    "Reader": "DCP's of a step; of a safetensors file",
+    **dict.fromkeys(
+        ("Allocation", "Memory", "Recorder", "Span", "UnitTimes", "Wait"),
+        "on paper, of a real step and on the testing room's lanes",
+    ),
+    "Operators": "noted on paper, counted in tests",
+    "Call": "of a unit; of a process group of notes; of a simulated step",
+}
+"""Classes of two modules, and why: what is not here has a name of its own."""
 
 COLLECTIVES = re.compile(
     r"_?(all_?gather|reduce_?scatter|all_?reduce|all_?to_?all|broadcast|barrier|gather|scatter"
@@ -337,10 +374,11 @@ def test_the_room_of_checkpoints_stands_on_public_modules() -> None:
     """And says what lives there; ranks talk through `consensus`, `files` writes, `owning` locks."""
     room = ROOT / "checkpoint"
     text = ast.get_docstring(_tree(room / "__init__.py")) or ""
-    others = {"module", "core.config", "core.device.collectives", "core.names", "full.loading"}
+    others = {"module", "core.config", "core.names", "full.loading"}
     others |= {"core.layout.layout", "xla.files", "xla.shards"}  # of `convert`
     others |= {"core.device.buffers", "core.layout.mesh", "core.modules.registry"}
     others |= {"core.progress"}  # what reads shards beside training
+    others |= {"core.device.channels", "core.device.process_groups"}
     for path in room.glob("*.py"):
         assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
         assert all(_below(m, "checkpoint") or m in others for m in _own_modules(path)), path
@@ -400,6 +438,7 @@ def test_the_rooms_of_paper_and_plans_say_what_lives_there() -> None:
     """Plans stand on paper, public modules and timelines; paper on the core and the record."""
     public = {"api", "reports", "interop", "module", "optim.norms", "wrap", "wrap.choices"}
     known = {"core.config", "core.device.streams", "core.device.collectives"}
+    known |= {"core.device.one_off", "core.device.process_groups"}
     known |= {
         "core.progress",
         "core.modules.registry",
@@ -437,40 +476,48 @@ def test_examples_use_public_names_only() -> None:
 
 
 @pytest.mark.parametrize("path", INSIDE, ids=_name)
-def test_only_three_modules_import_torch_distributed(path: Path) -> None:
+def test_who_touches_c10d(path: Path) -> None:
+    """Besides meshes and DTensors, which are for all, and DCP, which is for checkpoints."""
     allowed = ["torch.distributed.tensor", "torch.distributed.device_mesh"]
-    exactly = []
-    if _name(path) in (COLLECTIVES_MODULE, MEMORY_MODULE, "core.layout.mesh"):
-        exactly.append("torch.distributed")
-    if _name(path) == MEMORY_MODULE:
-        exactly.append("torch.distributed._symmetric_memory")
-    if _name(path) == COLLECTIVES_MODULE:
-        exactly += ["torch._C._distributed_c10d", "torch.distributed.distributed_c10d"]
-        exactly.append("torch.distributed._functional_collectives")
-    if _name(path) == "interop.identity":
-        exactly += ["torch.distributed.fsdp", "torch.distributed._composable.contract"]
-        exactly.append("torch.distributed._composable_state")
-        exactly += [f"torch.distributed.fsdp._fully_shard._fsdp_{part}" for part in TORCHS_OWN]
-        exactly.append("torch.distributed.fsdp.sharded_grad_scaler")
-    if _name(path) in ("paper.null_group", "paper.stage"):
-        exactly += ["torch.distributed", "torch._C._distributed_c10d"]
     if _below(_name(path), "checkpoint"):
         allowed.append("torch.distributed.checkpoint")
-    for module in _modules_of(path):
-        if _below(module, "torch.distributed") or "c10d" in module:
-            known = any(_below(module, parent) for parent in allowed)
-            assert known or module in exactly, f"{_name(path)} imports {module}"
+    exactly = TORCHS_OWN if _name(path) == "interop.identity" else TOUCHING.get(_name(path), set())
+    assert exactly == {
+        module
+        for module in _modules_of(path)
+        if (_below(module, "torch.distributed") or "c10d" in module)
+        and not any(_below(module, parent) for parent in allowed)
+    }
 
 
-@pytest.mark.parametrize("path", INSIDE, ids=_name)
-def test_only_collectives_communicates(path: Path) -> None:
-    called = []
-    for node in ast.walk(_tree(path)):
+def test_who_calls_collectives() -> None:
+    """Those that do, and no others: the claim is true in both directions."""
+    assert {_name(path) for path in INSIDE if _collectives_in(_tree(path))} == COMMUNICATING
+
+
+def _collectives_in(tree: ast.Module) -> list[str]:
+    """Collectives of torch.distributed and of process groups that a module uses."""
+    used = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and COLLECTIVES.fullmatch(node.attr):
             owner = ast.unparse(node.value).rpartition(".")[2]
-            if owner in ("dist", "distributed", "group", "process_group", "pg"):
-                called.append(ast.unparse(node))
-    assert called == [] or _name(path) == COLLECTIVES_MODULE
+            if owner in ("dist", "distributed", "group", "process_group", "pg", "funcol"):
+                used.append(ast.unparse(node))
+        elif isinstance(node, ast.ImportFrom) and _below(node.module or "", "torch.distributed"):
+            used += [a.name for a in node.names if COLLECTIVES.fullmatch(a.name)]
+    return used
+
+
+def test_collectives_are_recognised() -> None:
+    text = """
+dist.all_reduce(x, group=mesh)
+self.group.allreduce([x])
+from torch.distributed import barrier
+mine.all_reduce(x)
+from fsdp2.full import gather
+"""
+    used = {"barrier", "dist.all_reduce", "self.group.allreduce"}
+    assert set(_collectives_in(ast.parse(text))) == used
 
 
 @pytest.mark.parametrize(
@@ -512,6 +559,19 @@ def test_classes_have_few_attributes() -> None:
         if isinstance(node, ast.ClassDef) and len(_attributes(node)) > MAX_ATTRIBUTES
     }
     assert found == set(MORE_ATTRIBUTES)
+
+
+def test_one_name_for_one_thing() -> None:
+    """Of classes in the whole package, and of functions in core, where rooms work side by side."""
+    found = collections.Counter(
+        node.name
+        for path in FILES
+        for node in _tree(path).body
+        if "examples" not in path.parts and not getattr(node, "name", "_").startswith("_")
+        if isinstance(node, ast.ClassDef)
+        or (isinstance(node, ast.FunctionDef) and _below(_name(path), "core"))
+    )
+    assert {name for name, count in found.items() if count > 1} <= {*NAMED_TWICE}
 
 
 def test_attributes_are_recognised() -> None:

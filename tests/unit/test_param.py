@@ -19,7 +19,7 @@ from fsdp2.core.layout.layout import Cut, Slot
 from fsdp2.core.layout.mesh import MeshAxes, resolve_axes
 from fsdp2.core.modules.registrations import Registrations
 from fsdp2.core.params.gradients import ShardedGradients
-from fsdp2.core.params.param import ModuleEntry, Plan, ShardedParam
+from fsdp2.core.params.param import ModuleEntry, PlannedParam, ShardedParam
 
 CPU = torch.device("cpu")
 
@@ -69,7 +69,7 @@ def _adopted(
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
     param = ShardedParam(
-        Plan("block.weight", weight, slots or [(module, "weight")], axis, Cut(dim), None)
+        PlannedParam("block.weight", weight, slots or [(module, "weight")], axis, Cut(dim), None)
     )
     shape = tuple(weight.shape)
     slot = Slot(0, shape, Cut(dim), world_size, 0, 0)
@@ -230,7 +230,9 @@ def test_unusable_on_meta_until_it_has_memory(axis: MeshAxes) -> None:
         linear = nn.Linear(3, 7, bias=False)
     weight = linear.weight
     assert isinstance(weight, nn.Parameter)
-    param = ShardedParam(Plan("block.weight", weight, [(linear, "weight")], axis, Cut(0), None))
+    param = ShardedParam(
+        PlannedParam("block.weight", weight, [(linear, "weight")], axis, Cut(0), None)
+    )
     assert param.is_meta
     slot = Slot(0, (7, 3), Cut(0), 1, 0, 0)
     param.adopt(slot, FlatBuffer(84, torch.device("meta")).view(torch.float32, 0, (7, 3)))

@@ -106,7 +106,7 @@ class Buffer(Protocol):
     ) -> torch.Tensor:
         """A tensor over the buffer; ``strides`` in elements, contiguous by default."""
 
-    def follow(self, tensor: torch.Tensor) -> None:
+    def keep_valid(self, tensor: torch.Tensor) -> None:
         """Let ``tensor``, made of a view of the buffer, be as valid as the view is."""
 
 
@@ -134,7 +134,7 @@ class _OneStorage:
         with torch.inference_mode(False):
             return _aliased(self._raw, dtype, byte_offset, shape, strides)
 
-    def follow(self, tensor: torch.Tensor) -> None:
+    def keep_valid(self, tensor: torch.Tensor) -> None:
         """Nothing to do: what shares the storage finds its memory there."""
 
 
@@ -270,9 +270,9 @@ class SwappedBuffer(TransientBuffer):
     gives each its part of that. Version counters are the tensors' own and do not move.
 
     What is made of a view (``weight.t()``) is a tensor of its own, which would hold the old memory.
-    Those that are made at bind time are told to `follow`. Those that autograd saves are replaced
-    by a `SavedPlace`, in hooks around forward (`fsdp2.core.modules.saved`). What somebody else
-    keeps stays valid, and keeps its memory.
+    Those that are made at bind time are kept valid (`keep_valid`). Those that autograd saves are
+    replaced by a `SavedPlace`, in hooks around forward (`fsdp2.core.modules.saved`). What somebody
+    else keeps stays valid, and keeps its memory.
     """
 
     __slots__ = ("__weakref__", "_device", "_followers")
@@ -297,10 +297,10 @@ class SwappedBuffer(TransientBuffer):
     ) -> torch.Tensor:
         """A tensor over the buffer, which must be allocated; ``strides`` in elements."""
         made = super().view(dtype, byte_offset, shape, strides)
-        self.follow(made)
+        self.keep_valid(made)
         return made
 
-    def follow(self, tensor: torch.Tensor) -> None:
+    def keep_valid(self, tensor: torch.Tensor) -> None:
         """Let ``tensor`` have the memory of each gather; no-op for one that is not over it."""
         if tensor.untyped_storage()._cdata == self._storage._cdata:
             self._followers = [each for each in self._followers if each[0]() is not None]

@@ -1,10 +1,9 @@
-"""The only module that touches c10d, and the one place for what differs between torch versions.
+"""Collectives of a step: bound once to what they move, and called by the backend's own methods.
 
     Collectives ── all_gather(out, in), bind_all_gather(outs, ins)()         shard axis
                 ── bind_reduce_scatter(kind)(out, in), …_many(kind)(outs, ins)
                 ── the user's own of both; exchange(numbers)
     Replicas    ── all_reduce(tensor, op)                                   replicate axis
-    Board       ── write, has, read, claim, erase      notes in the process group's store
 
 From torch 2.13 the process group's methods are ``all_gather_single`` and
 ``reduce_scatter_single`` (and ``…_coalesced``); before, ``_allgather_base``,
@@ -15,41 +14,30 @@ time than the call.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import pickle
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
-from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, ParamSpec, Protocol
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
-    PrefixStore,
     ReduceOp,
     ReduceScatterOptions,
-    Store,
     _make_nccl_premul_sum,
 )
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.distributed_c10d import _hash_ranks_to_str
 
-from fsdp2.core.device.backends import backend_of, traits_of
+from fsdp2.core.device.backends import traits_of
+from fsdp2.core.device.custom_collectives import AllGather, ReduceScatter
 
 P = ParamSpec("P")
-T = TypeVar("T")
+
 
 _GATHER = ("all_gather_single", "_allgather_base")
 _GATHER_MANY = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
 _SCATTER = ("reduce_scatter_single", "_reduce_scatter_base")
 _SCATTER_MANY = ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
-
-
-ProcessGroup = dist.ProcessGroup
-"""For modules that name the type alone: only this one communicates."""
 
 
 class Work(Protocol):
@@ -89,93 +77,6 @@ class ReduceKind:
         self.all_reduce_options = AllreduceOptions()
         self.all_reduce_options.reduceOp = made
         self.all_reduce_options.asyncOp = False
-
-
-class Comm(ABC):
-    """A user's own collective: where its buffers come from, and what runs it.
-
-    A buffer is in use from ``allocate`` until the collective's result has been copied out of it,
-    and must not be given out again before. Memory from an allocator never is. An object that keeps
-    its buffers should serve one unit, whose gathers follow each other; gradients of several dtypes
-    and tensor subclasses with all-gather hooks have collectives of their own, and ask for the
-    second's buffer before the first gives its own back.
-    """
-
-    @abstractmethod
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """A buffer for the collective, new at each call or kept by this object.
-
-        Args:
-            size: its shape, one length; return a tensor of just that shape.
-            dtype: its dtype.
-            device: where it must be.
-        """
-
-
-class AllGather(Comm):
-    """A user's all-gather, for `FSDPModule.set_custom_all_gather`.
-
-    Example::
-
-        class Logged(fsdp2.AllGather):
-            def allocate(self, size, *, dtype, device):
-                return torch.empty(*size, dtype=dtype, device=device)
-
-            def __call__(self, output_tensor, input_tensor, group, async_op=False):
-                print(f"gathering {output_tensor.nbytes} bytes")
-                return dist.all_gather_into_tensor(
-                    output_tensor, input_tensor, group=group, async_op=async_op)
-    """
-
-    @abstractmethod
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Gather ``input_tensor`` [n] of all ranks into ``output_tensor`` [ranks * n].
-
-        ``input_tensor`` may be this rank's part of ``output_tensor``. Runs with the all-gather
-        stream current; a work object that is returned is waited for.
-        """
-
-
-class ReduceScatter(Comm):
-    """A user's reduce-scatter, for `FSDPModule.set_custom_reduce_scatter`."""
-
-    @abstractmethod
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Reduce ``input_tensor`` [ranks * n] with ``op`` and scatter into ``output_tensor`` [n].
-
-        ``op`` is a ``torch.distributed.ReduceOp``: average, sum or a premultiplied sum. Runs with
-        the reduction stream current; a work object that is returned is waited for.
-        """
-
-
-def checked_buffer(
-    comm: Comm, numel: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """A buffer of the user's collective, on the current lane; checked."""
-    with torch.inference_mode(False):
-        buffer = comm.allocate((numel,), dtype=dtype, device=device)
-    if tuple(buffer.shape) != (numel,) or buffer.dtype != dtype:
-        raise ValueError(
-            f"{type(comm).__name__}.allocate(({numel},), dtype={dtype}) returned a tensor of shape "
-            f"{tuple(buffer.shape)} and {buffer.dtype}; return a 1-D tensor of the size and dtype "
-            f"that it is asked for"
-        )
-    return buffer
 
 
 class Collectives(Protocol):
@@ -269,188 +170,6 @@ def scatter_sums(output: torch.Tensor, input_: torch.Tensor, group: dist.Process
         work.wait()
 
 
-def gather_numbers(
-    group: dist.ProcessGroup, numbers: Sequence[int], device: torch.device
-) -> list[list[int]]:
-    """The numbers of each rank of ``group``, as many of each, in the order of its ranks."""
-    return GroupCollectives(group, device, asynchronous=False).exchange(numbers)
-
-
-def rank_and_size() -> tuple[int, int]:
-    """This rank and their number in the default process group; (0, 1) where there is none."""
-    if not dist.is_available() or not dist.is_initialized():
-        return 0, 1
-    return dist.get_rank(), dist.get_world_size()
-
-
-def gather_objects(value: T) -> list[T]:
-    """What each rank of the default process group has; picklable. Not for steady steps."""
-    _, size = rank_and_size()
-    if size == 1:
-        return [value]
-    found: list[Any] = [None] * size
-    dist.all_gather_object(found, value)
-    return found
-
-
-class LostRankError(Exception):
-    """A rank cannot be reached any more."""
-
-
-class SideChannel:
-    """Objects to rank 0 and back, over a gloo group of its own, from any one thread at a time.
-
-    Training's collectives may run at the same time. Rank 0 hears of a rank that has died, as its
-    connection closes, and the others hear of it from rank 0: nobody waits for who is not there. A
-    rank that lives and does not answer is waited for as long as the group's time-out says.
-
-    To make one is a collective of all ranks of the default process group.
-    """
-
-    def __init__(self) -> None:
-        self.rank, self.size = rank_and_size()
-        self._group = dist.new_group(backend="gloo") if self.size > 1 else None
-
-    def collect(self, value: T) -> list[T | LostRankError] | None:
-        """What each rank has, on rank 0; elsewhere ``None``. Picklable.
-
-        Raises:
-            LostRankError: rank 0 is gone.
-        """
-        if self.rank:
-            self._send(value, 0)
-            return None
-        return [value, *(self._receive_or_lost(rank) for rank in range(1, self.size))]
-
-    def spread(self, values: Sequence[T] | None) -> T:
-        """What rank 0 has for each rank; ``values`` is ``None`` elsewhere.
-
-        Raises:
-            LostRankError: rank 0 is gone.
-        """
-        if values is None:
-            received: T = self._receive(0)
-            return received
-        for rank, value in enumerate(values[1:], 1):
-            with contextlib.suppress(LostRankError):  # those that are there go on
-                self._send(value, rank)
-        return values[0]
-
-    def _send(self, value: object, rank: int) -> None:
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        try:
-            dist.send(torch.tensor([len(data)]), rank, group=self._group)
-            dist.send(data, rank, group=self._group)
-        except (RuntimeError, ValueError) as error:
-            raise LostRankError(str(error)) from error
-
-    def _receive(self, rank: int) -> Any:
-        length = torch.zeros(1, dtype=torch.int64)
-        try:
-            dist.recv(length, rank, group=self._group)
-            data = torch.empty(int(length), dtype=torch.uint8)
-            dist.recv(data, rank, group=self._group)
-        except (RuntimeError, ValueError) as error:
-            raise LostRankError(str(error)) from error
-        return pickle.loads(data.numpy().tobytes())
-
-    def _receive_or_lost(self, rank: int) -> Any:
-        try:
-            return self._receive(rank)
-        except LostRankError as lost:
-            return LostRankError(str(lost))
-
-
-_side: list[tuple[dist.ProcessGroup | None, SideChannel]] = []
-
-
-def side_channel() -> SideChannel:
-    """The one of this process; made again where the default process group is another one."""
-    world = dist.group.WORLD if rank_and_size()[1] > 1 else None
-    if not _side or _side[0][0] is not world:
-        _side[:] = [(world, SideChannel())]
-    return _side[0][1]
-
-
-def default_group() -> dist.ProcessGroup:
-    """The default process group, which is started from torchrun's environment if there is none."""
-    if not dist.is_initialized():
-        dist.init_process_group()
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
-def ranks_of(group: dist.ProcessGroup) -> list[int]:
-    """The global ranks of a process group, in its order."""
-    return list(dist.get_process_group_ranks(group))
-
-
-def run_first_collective(group: dist.ProcessGroup, device: torch.device) -> None:
-    """An all-reduce of one number, which makes the communicator of ``group`` for ``device``.
-
-    Blocks the host until all ranks of ``group`` are here, where the backend makes it in its first
-    collective.
-    """
-    ReplicaCollectives(group, asynchronous=True).all_reduce(
-        torch.zeros(1, device=device), ReduceKind(average=False)
-    )
-
-
-def run_barrier(group: dist.ProcessGroup) -> None:
-    """Block until all ranks of ``group`` are here, which makes its communicator."""
-    dist.barrier(group)
-
-
-def gather_to_first(
-    group: dist.ProcessGroup, outputs: Sequence[torch.Tensor] | None, input_: torch.Tensor
-) -> None:
-    """Gather flat tensors of one size on the first rank of ``group``; no other receives any.
-
-    Args:
-        group: the process group.
-        outputs: on its first rank, one tensor [n] for each rank; ``None`` elsewhere.
-        input_: [n], this rank's.
-    """
-    own = _reachable(group, input_)
-    if outputs is None:
-        dist.gather(own, None, group=group, group_dst=0)
-        return
-    received = [_reachable(group, output) for output in outputs]
-    dist.gather(own, received, group=group, group_dst=0)
-    _give(received, outputs)
-
-
-def scatter_from_first(
-    group: dist.ProcessGroup, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None
-) -> None:
-    """The way back of `gather_to_first`: ``inputs`` on the first rank, ``output`` [n] on each."""
-    sent = None if inputs is None else [_reachable(group, input_) for input_ in inputs]
-    received = _reachable(group, output)
-    dist.scatter(received, sent, group=group, group_src=0)
-    _give([received], [output])
-
-
-def broadcast_from_first(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
-    """Give every rank of ``group`` the first one's values of a contiguous tensor, in place."""
-    sent = _reachable(group, tensor)
-    dist.broadcast(sent, group=group, group_src=0)
-    _give([sent], [tensor])
-
-
-def _reachable(group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or its copy in CPU memory: gloo gathers and scatters no other."""
-    if tensor.device.type == "cpu" or backend_name(group, tensor.device) != "gloo":
-        return tensor
-    return tensor.cpu()
-
-
-def _give(received: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-    for source, target in zip(received, outputs, strict=True):
-        if source is not target:
-            target.copy_(source)
-
-
 def _method(group: dist.ProcessGroup, names: tuple[str, ...]) -> Callable[..., Any]:
     for name in names:
         if hasattr(group, name):
@@ -460,24 +179,6 @@ def _method(group: dist.ProcessGroup, names: tuple[str, ...]) -> Callable[..., A
         f"{type(group).__name__} has none of the collectives {names}; use a "
         f"process group of a torch from 2.11 on"
     )
-
-
-def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of the backend that serves ``device`` in ``group``, in lower case."""
-    backend = backend_of(group, device)
-    if backend is not None:  # the name under which the group was started may be "undefined"
-        return str(backend.name()).lower()
-    name = str(dist.get_backend(group)).lower()
-    for part in name.split(","):
-        kind, _, backend = part.rpartition(":")
-        if kind == device.type:
-            return backend
-    return name
-
-
-def serves(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether ``group`` has a backend for tensors of ``device``, as far as it says."""
-    return backend_of(group, device) is not None or backend_of(group, torch.device("cpu")) is None
 
 
 class GroupCollectives:
@@ -522,10 +223,8 @@ class GroupCollectives:
         self._scatter = _method(group, _SCATTER)
         self._scatter_many = _method(group, _SCATTER_MANY)
 
-    def separate(self) -> GroupCollectives:
-        """The same over a new process group of the same ranks, all of which must call this."""
-        ranks = dist.get_process_group_ranks(self.group)
-        (group,) = new_groups([self.group], self.device, [ranks])
+    def over(self, group: dist.ProcessGroup) -> GroupCollectives:
+        """The same over another process group of the same ranks."""
         return GroupCollectives(group, self.device, self._asynchronous)
 
     def all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> Work | None:
@@ -592,101 +291,6 @@ class GroupCollectives:
                 work.wait()
 
         return launch_in_order
-
-
-def new_groups(
-    around: Sequence[dist.ProcessGroup], device: torch.device, lines: Sequence[Sequence[int]]
-) -> list[dist.ProcessGroup]:
-    """Process groups that this rank is in, made without the ranks that are in none like them.
-
-    They are like the first of ``around``: of its backend, with its time-out, and over NCCL with its
-    options (`_options_like`).
-
-    torch names such a group by its ranks and by how many groups the process is in (2.11 to 2.13)
-    or has made (2.15): ranks with more groups than others would wait for them under another name.
-    Where the default group is bound to a device, torch would split its communicator, which takes
-    all ranks that it has, and hangs without them: groups are made without a split (`_unsplit`).
-
-    Args:
-        around: groups that together reach all ranks which make such groups now, an axis each.
-        device: of their collectives.
-        lines: ranks of each new group.
-
-    Raises:
-        ValueError: ranks would give a group different names; on all of them.
-    """
-    least = most = int(_hash_ranks_to_str([0])[:15], 16)  # of the number in the name, and no more
-    for group in around:
-        found = GroupCollectives(group, device, asynchronous=False).exchange([least, most])
-        least, most = min(each[0] for each in found), max(each[1] for each in found)
-    if least != most:
-        raise ValueError(
-            "process groups of some ranks are to be made, but some ranks have made more process "
-            "groups than others, so that torch would give one of them two names; let all ranks "
-            "make equally many before, for example with init_device_mesh"
-        )
-    made = []
-    for line in lines:
-        options = _options_like(around[0])
-        with _unsplit(options):
-            group = dist.new_group(
-                list(line),
-                timeout=_chosen_timeout(around[0], device),
-                backend=dist.get_backend(around[0]),
-                pg_options=options,
-                use_local_synchronization=True,
-            )
-        assert isinstance(group, dist.ProcessGroup)
-        made.append(group)
-    return made
-
-
-_CONFIG = ("blocking", "cga_cluster_size", "min_ctas", "max_ctas")
-"""Numbers of NCCL's configuration that all versions of torch have."""
-
-
-def _options_like(group: dist.ProcessGroup) -> Any:
-    """Options for a group like ``group``; ``None`` where it has no part over NCCL.
-
-    They carry over ``is_high_priority_stream`` and numbers of ``config``. Not the split.
-    """
-    for device in getattr(group, "_device_types", ()):
-        given: Any = getattr(_inside(backend_of(group, device)), "options", None)
-        if not hasattr(given, "is_high_priority_stream"):
-            continue
-        options = type(given)()
-        options._timeout = given._timeout
-        options.is_high_priority_stream = given.is_high_priority_stream
-        for name in _CONFIG:
-            setattr(options.config, name, getattr(given.config, name))
-        if hasattr(options, "lazy_init"):  # 2.15: made in the first collective, not by a split
-            options.lazy_init = True
-        return options
-    return None
-
-
-@contextlib.contextmanager
-def _unsplit(options: Any) -> Iterator[None]:
-    """Groups that are made inside are not split off from the default group.
-
-    Before torch 2.15 there is no option for that. torch splits if the default group is bound to a
-    device (`init_process_group(device_id=…)`), so it is not while a group is made.
-    """
-    world = dist.group.WORLD
-    bound = getattr(world, "bound_device_id", None)
-    if world is None or bound is None or hasattr(options, "lazy_init"):
-        yield
-        return
-    world.bound_device_id = None
-    try:
-        yield
-    finally:
-        world.bound_device_id = bound
-
-
-def _inside(backend: Any) -> Any:
-    """What TORCH_DISTRIBUTED_DEBUG=DETAIL has wrapped; anything else as it is."""
-    return getattr(backend, "wrapped_pg", backend)
 
 
 class SoloCollectives:
@@ -791,79 +395,3 @@ class ReplicaCollectives:
             work.wait()
             return None
         return work
-
-
-def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """The result of a functional collective, waited for; any other tensor as it is."""
-    if isinstance(tensor, AsyncCollectiveTensor):
-        result: torch.Tensor = tensor.wait()
-        return result
-    return tensor
-
-
-def sum_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Sum ``tensor`` over the ranks of ``group``, in place; the current stream waits for it."""
-    dist.all_reduce(tensor, group=group)
-
-
-class StoreBoard:
-    """Notes that ranks leave for each other, apart from collectives: in the default store.
-
-    Nothing here waits for another rank.
-
-    Args:
-        prefix: in front of every key.
-
-    Attributes:
-        rank: this process's global rank.
-        store: the default process group's store.
-    """
-
-    def __init__(self, prefix: str) -> None:
-        self.rank = dist.get_rank()
-        self.store = default_store()
-        self._notes = PrefixStore(prefix, self.store)
-
-    def write(self, key: str, text: str) -> None:
-        """Leave a note, in place of one that is there."""
-        self._notes.set(key, text)
-
-    def has(self, keys: list[str]) -> bool:
-        """Whether all of these notes are there."""
-        return bool(self._notes.check(keys))
-
-    def read(self, keys: list[str]) -> list[str]:
-        """Notes that are there."""
-        return [note.decode() for note in self._notes.multi_get(keys)]
-
-    def claim(self, key: str, expected: str, text: str) -> str:
-        """Leave a note if there is ``expected`` ("": none); returns what is there then."""
-        return self._notes.compare_set(key, expected, text).decode()
-
-    def erase(self, key: str) -> None:
-        """Take a note away; no-op where there is none."""
-        self._notes.delete_key(key)
-
-
-def default_store() -> Store:
-    """The default process group's store; another object once it was made anew."""
-    store: Store = dist.distributed_c10d._get_default_store()
-    return store
-
-
-def global_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """The global ranks of a process group, in ascending order."""
-    return tuple(sorted(dist.get_process_group_ranks(group)))
-
-
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Seconds that a collective of ``group`` waits for other ranks."""
-    timeout = _chosen_timeout(group, device) or dist.default_pg_timeout
-    return float(timeout.total_seconds())
-
-
-def _chosen_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """The time-out that ``group`` was made with, where its backend tells."""
-    options = getattr(_inside(backend_of(group, device)), "options", None)
-    timeout: timedelta | None = getattr(options, "_timeout", None)
-    return timeout

@@ -16,14 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp2.core.device.collectives import (
-    AllGather,
-    Comm,
-    ReduceScatter,
-    run_all_gather,
-    run_barrier,
-    run_reduce_scatter,
-)
+from fsdp2.core.device.collectives import run_all_gather, run_reduce_scatter
+from fsdp2.core.device.custom_collectives import AllGather, Comm, ReduceScatter
+from fsdp2.core.device.one_off import run_barrier
 
 
 class OwnMemory(Comm):
@@ -134,9 +129,9 @@ class SymmetricReduceScatter(SymmetricMemory, _Reduces):
     """A reduce-scatter in symmetric memory, which NCCL has for sums only."""
 
 
-Memory = type[GroupMemory] | type[SymmetricMemory]
+MemoryKind = type[GroupMemory] | type[SymmetricMemory]
 
 
-def conflicting(comms: Sequence[Comm | None], memory: Memory) -> Comm | None:
+def conflicting(comms: Sequence[Comm | None], memory: MemoryKind) -> Comm | None:
     """The first of a group's collectives that is not of ``memory``; ``None``: there is none."""
     return next((c for c in comms if c is not None and not isinstance(c, memory)), None)

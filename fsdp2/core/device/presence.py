@@ -36,15 +36,9 @@ import torch
 
 from fsdp2.core.config import CommunicationError, RankMismatchError
 from fsdp2.core.device.backends import traits_of
-from fsdp2.core.device.collectives import (
-    ProcessGroup,
-    StoreBoard,
-    backend_name,
-    default_store,
-    global_ranks,
-    run_first_collective,
-    timeout_of,
-)
+from fsdp2.core.device.channels import StoreBoard, default_store
+from fsdp2.core.device.one_off import run_first_collective
+from fsdp2.core.device.process_groups import ProcessGroup, backend_name, global_ranks, timeout_of
 from fsdp2.core.progress import communication_error
 
 SHORTEST_PAUSE = 0.0002  # seconds between looks, at first

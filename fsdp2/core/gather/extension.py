@@ -38,7 +38,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, ShardingStateError
 from fsdp2.core.device.buffers import TransientBuffer, contiguous_strides
-from fsdp2.core.device.collectives import AllGather, Collectives, Work, checked_buffer
+from fsdp2.core.device.collectives import Collectives, Work
+from fsdp2.core.device.custom_collectives import AllGather, checked_buffer
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.gather.transport import GatherTransport
 from fsdp2.core.layout.layout import (

@@ -29,7 +29,7 @@ class Launched(NamedTuple):
     gathered: Event = None
 
 
-def launch_on_lanes(
+def gather_on_lanes(
     streams: Streams, route: Route, name: str, works: list[Work], *, event: Event = None
 ) -> Launched:
     """Launch the collectives of ``route`` on their lanes, behind COMPUTE as it is now.
@@ -52,23 +52,23 @@ def launch_on_lanes(
         behind = copied = streams.record(COPY_IN, "copy-in done")
     streams.wait(ALL_GATHER, behind, "all-gather after copy-in")
     with streams.on(ALL_GATHER):
-        launch_inline(streams, route, name, works, copied=True)
+        gather_inline(streams, route, name, works, copied=True)
     return Launched(copied, streams.record(ALL_GATHER, "all-gather done", event))
 
 
 _DONE = Launched()
 
 
-def launch_inline(
+def gather_inline(
     streams: Streams, route: Route, name: str, works: list[Work], copied: bool = False
 ) -> Launched:
-    """As `launch_on_lanes` where all lanes are one, as on a CPU; or in the lane that is current.
+    """As `gather_on_lanes` where all lanes are one, as on a CPU; or in the lane that is current.
 
     Args:
         streams: the lanes.
         route: what is gathered; its memory is there.
         name: the group's, for messages.
-        works: as for `launch_on_lanes`.
+        works: as for `gather_on_lanes`.
         copied: whether the copies in front of the collectives have been launched.
     """
     for transport in () if copied else route.copying:

@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.buffers import TransientBuffer
-from fsdp2.core.device.collectives import AllGather, Collectives
+from fsdp2.core.device.collectives import Collectives
+from fsdp2.core.device.custom_collectives import AllGather
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.gather.transport import Route, make_transports
 from fsdp2.core.layout.layout import (
@@ -165,7 +166,7 @@ class SmallerRows:
         self._sources.append(slot.part(gathered, rank))
         between = param.make_smaller(rows, self._group.mesh)
         for buffer, tensor in ((full, self._sources[-1]), (self._rows, local_of(between))):
-            buffer.follow(tensor)
+            buffer.keep_valid(tensor)
         self.swaps += param.swaps(between)
 
     def keep(self) -> None:

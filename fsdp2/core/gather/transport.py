@@ -29,14 +29,8 @@ from typing import Protocol
 import torch
 
 from fsdp2.core.device.buffers import Buffer, FlatBuffer, TransientBuffer
-from fsdp2.core.device.collectives import (
-    AllGather,
-    Collectives,
-    Launch,
-    Work,
-    checked_buffer,
-    collectives_of,
-)
+from fsdp2.core.device.collectives import Collectives, Launch, Work, collectives_of
+from fsdp2.core.device.custom_collectives import AllGather, checked_buffer
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.layout.layout import Segment, Slot, Transport
 
@@ -156,7 +150,7 @@ class CoalescedTransport(SegmentTransport):
             sizes.append(segment.tail)
         self._shards = list(self.kernels.pieces(self._shard_flat(), sizes))[: len(slots)]
         for piece in self._shards:
-            self._shard.follow(piece)
+            self._shard.keep_valid(piece)
         self._outputs = [self._slot_view(slot, (slot.full_numel,)) for slot in slots]
         self._inputs = [self._own_piece(slot) for slot in slots] if self.casts else self._shards
         self.gather = self.collectives.bind_all_gather(self._outputs, self._inputs)

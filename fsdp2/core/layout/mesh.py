@@ -26,7 +26,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -35,11 +34,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parameter import UninitializedParameter
 
 from fsdp2.core.config import DataParallelMeshDims
-from fsdp2.core.device.collectives import (
-    arrived,
+from fsdp2.core.device.one_off import arrived, gather_numbers
+from fsdp2.core.device.process_groups import (
+    ProcessGroup,
+    current_world,
     default_group,
-    gather_numbers,
     new_groups,
+    rank_and_size,
     serves,
 )
 from fsdp2.core.layout.layout import Cut
@@ -101,11 +102,11 @@ class MeshAxes:
     """
 
     mesh: DeviceMesh
-    group: dist.ProcessGroup | None
+    group: ProcessGroup | None
     size: int
     rank: int
     device: torch.device
-    replicas: dist.ProcessGroup | None = None
+    replicas: ProcessGroup | None = None
     copies: int = 1
     full: DeviceMesh | None = None
     dims: DataParallelMeshDims | None = None
@@ -127,7 +128,7 @@ class MeshAxes:
         Raises:
             ValueError: as `new_groups`.
         """
-        return self.mesh if cut.bands == 1 else _banded(self, cut.bands, dist.group.WORLD)
+        return self.mesh if cut.bands == 1 else _banded(self, cut.bands, current_world())
 
     @functools.cached_property
     def shard_mesh(self) -> DeviceMesh:
@@ -156,7 +157,7 @@ def default_mesh() -> DeviceMesh:
     return init_device_mesh(_device_type(group), (group.size(),))
 
 
-def _device_type(group: dist.ProcessGroup) -> str:
+def _device_type(group: ProcessGroup) -> str:
     """The accelerator's if there is one that the group serves, else "cpu"."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if device is None or not serves(group, device) else device.type
@@ -199,7 +200,7 @@ def node_mesh(device: torch.device, unset: int | None, caller: str, way_out: str
 
 
 @functools.lru_cache(maxsize=64)
-def _node_mesh(device_type: str, local: int, world: dist.ProcessGroup) -> DeviceMesh:
+def _node_mesh(device_type: str, local: int, world: ProcessGroup) -> DeviceMesh:
     shape = (world.size() // local, local)
     return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
 
@@ -225,7 +226,7 @@ def mesh_of_groups(groups: tuple[tuple[int, ...], ...]) -> DeviceMesh:
             f"[[0, 1], [2, 3]] for 4 ranks"
         )
     ordered = tuple(tuple(sorted(group)) for group in groups)
-    return _mesh_of_groups(ordered, world.device_type, dist.group.WORLD)
+    return _mesh_of_groups(ordered, world.device_type, current_world())
 
 
 @functools.lru_cache(maxsize=64)
@@ -250,7 +251,7 @@ def resolve_axes(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> 
         )
     if mesh.get_coordinate() is None:
         raise ValueError(
-            f"rank {dist.get_rank()} is not part of the mesh {mesh}; call fully_shard only on "
+            f"rank {rank_and_size()[0]} is not part of the mesh {mesh}; call fully_shard only on "
             f"the ranks that the mesh names"
         )
     if dims is not None:
@@ -343,7 +344,7 @@ def smaller_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
 
 
 @functools.lru_cache(maxsize=64)
-def _smaller_mesh(mesh: DeviceMesh, size: int, around: tuple[dist.ProcessGroup, ...]) -> DeviceMesh:
+def _smaller_mesh(mesh: DeviceMesh, size: int, around: tuple[ProcessGroup, ...]) -> DeviceMesh:
     # Equal meshes may have different groups: of other backends and time-outs, or of another world
     # (destroyed and started again).
     ranks = mesh.mesh.view(-1, size)
@@ -359,7 +360,7 @@ def _banded(axes: MeshAxes, bands: int, world: object) -> DeviceMesh:
     mesh = axes.mesh
     assert axes.group is not None
     ranks = mesh.mesh.view(-1, bands, axes.size // bands)
-    mine = int((ranks == dist.get_rank()).nonzero()[0][0])
+    mine = int((ranks == rank_and_size()[0]).nonzero()[0][0])
     groups, names = _grid_groups(ranks[mine], [axes.group], axes.device), ("bands", "shard")
     if axes.replicas is None:
         return DeviceMesh.from_group(
@@ -372,10 +373,10 @@ def _banded(axes: MeshAxes, bands: int, world: object) -> DeviceMesh:
 
 
 def _grid_groups(
-    ranks: torch.Tensor, around: list[dist.ProcessGroup], device: torch.device
-) -> list[dist.ProcessGroup]:
+    ranks: torch.Tensor, around: list[ProcessGroup], device: torch.device
+) -> list[ProcessGroup]:
     """Process groups of this rank's column and row in a grid whose ranks ``around`` join."""
-    row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    row, column = (ranks == rank_and_size()[0]).nonzero()[0].tolist()
     return new_groups(around, device, [ranks[:, column].tolist(), ranks[row].tolist()])
 
 
@@ -511,7 +512,7 @@ def memory_order(param: torch.Tensor) -> tuple[int, ...] | None:
 
 def joined(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     """One mesh with the dims of both, made once for each pair."""
-    return _joined(outer, inner, dist.group.WORLD)
+    return _joined(outer, inner, current_world())
 
 
 @functools.lru_cache(maxsize=64)

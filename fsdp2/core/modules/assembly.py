@@ -24,12 +24,12 @@ from fsdp2.core.device.buffers import empties_storages
 from fsdp2.core.device.collectives import (
     Collectives,
     GroupCollectives,
-    ProcessGroup,
     ReplicaCollectives,
     SoloCollectives,
 )
 from fsdp2.core.device.kernels import Kernels, kernels_for
 from fsdp2.core.device.presence import announce
+from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.device.streams import Streams, make_streams
 from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.layout.mesh import MeshAxes, local_of, smaller_mesh
@@ -42,7 +42,7 @@ from fsdp2.core.params.param import (
     GATHERED,
     OWNER,
     ModuleEntries,
-    Plan,
+    PlannedParam,
     ShardedParam,
     axes_in,
     is_extended,
@@ -56,7 +56,7 @@ from fsdp2.core.schedule.unit import Unit, all_groups, all_units
 _streams: dict[torch.device, Streams] = {}
 
 
-def check_groups(name: str, plans: list[Plan], options: GroupOptions) -> None:
+def check_groups(name: str, plans: list[PlannedParam], options: GroupOptions) -> None:
     """Raise where `make_groups` could not make them, or ranks would make others.
 
     Args:
@@ -69,7 +69,7 @@ def check_groups(name: str, plans: list[Plan], options: GroupOptions) -> None:
         check(name, plans, options)
 
 
-def connect_meshes(plans: list[Plan], arguments: Arguments) -> None:
+def connect_meshes(plans: list[PlannedParam], arguments: Arguments) -> None:
     """Make the process groups that groups of ``plans`` use: what may fail, for want of a peer."""
     for plan in plans:
         plan.axes.mesh_of(plan.cut)
@@ -80,7 +80,7 @@ def connect_meshes(plans: list[Plan], arguments: Arguments) -> None:
 
 
 def make_groups(
-    name: str, plans: list[Plan], options: GroupOptions, arguments: Arguments
+    name: str, plans: list[PlannedParam], options: GroupOptions, arguments: Arguments
 ) -> list[ParamGroup]:
     """A group for each mesh, in the order in which parameters name them."""
     groups = []
@@ -107,13 +107,13 @@ def make_groups(
             if plan.param.requires_grad:
                 refuse_gradients(plan.param, name)
         group.set_smaller_group(smaller)
-        for follow in Watchers.groups:
-            follow(group)
+        for watch in Watchers.groups:
+            watch(group)
         groups.append(group)
     return groups
 
 
-def _check_memory(plans: list[Plan]) -> None:
+def _check_memory(plans: list[PlannedParam]) -> None:
     """Extended parameters are made by their own hooks, and freed by emptying their storages."""
     for plan in plans:
         if not empties_storages(plan.axes.device) and is_extended(local_of(plan.param)):

@@ -1,7 +1,7 @@
 """What runs now, as the interpreter's frames tell it: they are gone when an exception ends a call.
 
     forward_method   a method that runs between a unit's hooks, as its forward does
-    calls_of         how many calls of a module, and of such methods, are running
+    running_calls         how many calls of a module, and of such methods, are running
     failure_of       the exception for which torch calls a hook that it always calls
 
 Frames are looked at only where something is out of the ordinary: a unit that may run inside of
@@ -39,7 +39,7 @@ def forward_method(record: UnitRecord, method: Callable[..., object]) -> Callabl
     return functools.update_wrapper(see_through(run_between_hooks), method)
 
 
-def calls_of(module: nn.Module, record: UnitRecord) -> int:
+def running_calls(module: nn.Module, record: UnitRecord) -> int:
     """How many calls of ``module`` are running, this one included, and of its `forward_method`s.
 
     For one that an exception has ended there is no frame any more.

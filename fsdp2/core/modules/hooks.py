@@ -38,7 +38,7 @@ from fsdp2.core.modules.containers import (
 )
 from fsdp2.core.modules.dynamo import uncompiled, uncompiled_methods
 from fsdp2.core.modules.explain import explain
-from fsdp2.core.modules.frames import calls_of, failure_of
+from fsdp2.core.modules.frames import failure_of, running_calls
 from fsdp2.core.modules.registrations import (
     Move,
     Registrations,
@@ -206,7 +206,7 @@ class UnitHooks(UnitRecord):
 
     def _calls_itself(self, module: nn.Module) -> bool:
         """Whether the unit runs inside of itself: the forward around this gathers and frees."""
-        if calls_of(module, self) <= 1:
+        if running_calls(module, self) <= 1:
             return False
         self._inner_calls += 1
         return True

@@ -35,7 +35,7 @@ from fsdp2.core.modules.ties import (
     take_strays,
     tied_parameters,
 )
-from fsdp2.core.params.param import ModuleEntries, Plan
+from fsdp2.core.params.param import ModuleEntries, PlannedParam
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Taken:
 
     modules: tuple[nn.Module, ...]
     found: dict[nn.Parameter, list[NamedEntry]]
-    plans: list[Plan]
+    plans: list[PlannedParam]
     tied: tuple[nn.Parameter, ...]
     left_alone: ModuleEntries
     has_strays: bool
@@ -76,8 +76,8 @@ class Pending:
         """One more call is planned."""
         self.modules.update(taken.modules)
         for plan in taken.plans:
-            chosen = plan.compute_dtype or policy.param_dtype
-            made = plan.compute_dtype is not None
+            chosen = plan.dtype_override or policy.param_dtype
+            made = plan.dtype_override is not None
             self.taken[plan.param] = Computed(plan.name, plan.param.dtype, chosen, made)
 
     def takes_any(self, modules: tuple[nn.Module, ...], ignored: set[nn.Parameter]) -> bool:

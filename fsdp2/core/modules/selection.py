@@ -2,7 +2,7 @@
 
 modules ── managed_modules ──> those that no earlier unit has
         ── managed_parameters ──> parameter -> the entries that hold it
-        ── plan_parameters ──> a Plan each: axes, cut, dtype; or an error that names it
+        ── plan_parameters ──> a PlannedParam each: axes, cut, dtype; or an error that names it
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2.core.config import MixedPrecisionPolicy
-from fsdp2.core.device.collectives import ProcessGroup
+from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.gather.extension import check_hooks
 from fsdp2.core.layout.layout import Cut, default_cut
 from fsdp2.core.layout.mesh import (
@@ -30,7 +30,7 @@ from fsdp2.core.layout.mesh import (
 )
 from fsdp2.core.modules.registrations import is_managed
 from fsdp2.core.modules.registry import UnitRecord, record_of
-from fsdp2.core.params.param import OWNER, ModuleEntry, Plan, is_extended
+from fsdp2.core.params.param import OWNER, ModuleEntry, PlannedParam, is_extended
 
 PlacementFn = Callable[[nn.Parameter], Shard | tuple[Shard, ...] | ShardPlacementResult | None]
 """What ``shard_placement_fn`` is."""
@@ -115,7 +115,7 @@ def plan_parameters(
     axes: MeshAxes,
     choose: PlacementFn | None,
     policy: MixedPrecisionPolicy,
-) -> list[Plan]:
+) -> list[PlannedParam]:
     """A plan for each parameter; raises, naming it, if one cannot be sharded."""
     plans = []
     meshes: dict[tuple[ProcessGroup | None, ProcessGroup | None], MeshAxes] = {}
@@ -144,7 +144,9 @@ def plan_parameters(
             )
         _check_extension(name, param, own, cut)
         where: list[ModuleEntry] = [(entry.module, entry.key) for entry in entries]
-        plans.append(Plan(name, param, where, own, cut, policy.compute_dtype(name, param)))
+        plans.append(
+            PlannedParam(name, param, where, own, cut, policy.overridden_dtype(name, param))
+        )
     _check_one_device(found)
     _check_memory({entries[0].name: local_of(param) for param, entries in found.items()})
     return plans

@@ -28,7 +28,7 @@ from fsdp2.core.params.param import (
     OWNER,
     ModuleEntries,
     ModuleEntry,
-    Plan,
+    PlannedParam,
     ShardedParam,
     compute_dtype,
 )
@@ -127,7 +127,7 @@ class Computed(NamedTuple):
 def _computed(owned: Owned) -> Computed:
     param = owned.param
     chosen = compute_dtype(owned.group.options, param)
-    return Computed(param.name, param.dtype, chosen, param.compute_dtype is not None)
+    return Computed(param.name, param.dtype, chosen, param.dtype_override is not None)
 
 
 def check_same_dtype(name: str, other: Computed, policy: MixedPrecisionPolicy) -> None:
@@ -190,7 +190,7 @@ def strays(
 
 
 def check_strays(
-    places: Sequence[Stray], plans: Sequence[Plan], policy: MixedPrecisionPolicy
+    places: Sequence[Stray], plans: Sequence[PlannedParam], policy: MixedPrecisionPolicy
 ) -> None:
     """Raise what `take_strays` would, once ``plans`` of a call with ``policy`` are applied."""
     own = {plan.param: plan for plan in plans}
@@ -198,8 +198,8 @@ def check_strays(
         plan = own.get(param)
         for record in _around(entry.module, all_units()) if plan is not None else ():
             assert plan is not None
-            chosen = plan.compute_dtype or policy.param_dtype
-            computed = Computed(plan.name, param.dtype, chosen, plan.compute_dtype is not None)
+            chosen = plan.dtype_override or policy.param_dtype
+            computed = Computed(plan.name, param.dtype, chosen, plan.dtype_override is not None)
             check_same_dtype(entry.name, computed, record.arguments.precision)
 
 

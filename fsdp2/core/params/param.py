@@ -67,14 +67,14 @@ ModuleEntry = tuple[nn.Module, str]
 """A module and the name under which it holds the parameter."""
 
 
-class Store(Protocol):
+class ParamStore(Protocol):
     """Where a module holds its parameters."""
 
     def __setitem__(self, name: str, param: nn.Parameter, /) -> None:
         """Register ``param`` under ``name``."""
 
 
-Swap = tuple[Store, str, nn.Parameter]
+Swap = tuple[ParamStore, str, nn.Parameter]
 """A store, a key and a parameter: ``store[key] = parameter`` registers it."""
 
 
@@ -113,11 +113,11 @@ class AttributeStore:
                 AttributeStore.storing = None
 
 
-def store_of(module: nn.Module) -> Store:
+def store_of(module: nn.Module) -> ParamStore:
     """Where parameters of ``module`` are registered, without a registration by the user."""
     # A store into the dictionary costs 0.05 µs; nn.Module.__setattr__ several.
     if type(module).__setattr__ is nn.Module.__setattr__:
-        return cast(Store, module._parameters)
+        return cast(ParamStore, module._parameters)
     return AttributeStore(module)
 
 
@@ -157,7 +157,7 @@ class FlagChanges:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlannedParam:
     """What is to become of a parameter.
 
     Attributes:
@@ -166,7 +166,7 @@ class Plan:
         entries: where it is registered.
         axes: the data-parallel axes that it is sharded over.
         cut: how it is sharded.
-        compute_dtype: the dtype to gather it in, if the policy makes an exception for it.
+        dtype_override: the dtype to gather it in, if the policy makes an exception for it.
     """
 
     name: str
@@ -174,10 +174,10 @@ class Plan:
     entries: list[ModuleEntry]
     axes: MeshAxes
     cut: Cut
-    compute_dtype: torch.dtype | None
+    dtype_override: torch.dtype | None
 
 
-def axes_in(plans: list[Plan]) -> list[MeshAxes]:
+def axes_in(plans: list[PlannedParam]) -> list[MeshAxes]:
     """The different axes, in the order in which parameters name them."""
     return list({id(plan.axes): plan.axes for plan in plans}.values())
 
@@ -209,7 +209,7 @@ class ShardedParam:
             DTensor before; with dims in the order of memory.
         order: that order, where it is not the dims' own (``channels_last``): what is laid out,
             gathered and reduced is the parameter permuted so.
-        compute_dtype: the dtype that it is gathered in, if the user made an exception for it.
+        dtype_override: the dtype that it is gathered in, if the user made an exception for it.
         requires_grad: as both forms had it when it was last looked at.
         sharded: the DTensor parameter that the optimizer sees.
         unsharded: the gathered parameter, once it exists.
@@ -235,8 +235,8 @@ class ShardedParam:
         "aliases",
         "attributes",
         "axes",
-        "compute_dtype",
         "cut",
+        "dtype_override",
         "entries",
         "grad_spec",
         "name",
@@ -249,13 +249,13 @@ class ShardedParam:
         "unsharded",
     )
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PlannedParam) -> None:
         param, axes, cut = plan.param, plan.axes, plan.cut
         self.name = plan.name
         self.entries = ModuleEntries(plan.entries)
         self.cut = cut
         self.axes = axes
-        self.compute_dtype = plan.compute_dtype
+        self.dtype_override = plan.dtype_override
         self.attributes = _users_attributes(param)
         self.requires_grad = param.requires_grad
         self._spec: DTensorSpec = sharded_spec(axes, param, cut)
@@ -610,7 +610,7 @@ class ShardedParam:
 def compute_dtype(options: GroupOptions, param: Any) -> torch.dtype:
     """The dtype that a parameter is gathered in; integers are gathered as they are."""
     dtype: torch.dtype = param.dtype
-    chosen = param.compute_dtype or options.precision.param_dtype
+    chosen = param.dtype_override or options.precision.param_dtype
     return chosen if chosen is not None and dtype.is_floating_point else dtype
 
 

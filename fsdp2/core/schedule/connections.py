@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp2.core.device.collectives import ProcessGroup
 from fsdp2.core.device.presence import Link, connect, unconnected
+from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.schedule.group import ParamGroup
 
 

@@ -33,9 +33,7 @@ from fsdp2.core.device.presence import meet
 from fsdp2.core.device.rehearsal import META
 from fsdp2.core.device.streams import COMPUTE, Event, Streams
 from fsdp2.core.gather.extension import ExtensionContext, ExtensionTransport, make_extension
-from fsdp2.core.gather.launch import Launched
-from fsdp2.core.gather.launch import launch_inline as gather_inline
-from fsdp2.core.gather.launch import launch_on_lanes as gather_on_lanes
+from fsdp2.core.gather.launch import Launched, gather_inline, gather_on_lanes
 from fsdp2.core.gather.smaller_group import SmallerGroup, SmallerRows
 from fsdp2.core.gather.transport import GatherTransport, Load, Route, make_transports
 from fsdp2.core.layout.layout import GroupLayout, ParamShape, Slot, Transport, build_layout
@@ -447,7 +445,7 @@ class ParamGroup:
                 param = self.params[slot.index]
                 param.materialize(gathered)
                 assert param.unsharded is not None
-                self._full.follow(local_of(param.unsharded))
+                self._full.keep_valid(local_of(param.unsharded))
                 self._bind_swaps(param)
 
     def _bind_swaps(self, param: ShardedParam) -> None:

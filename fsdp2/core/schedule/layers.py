@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 from fsdp2.core.config import GroupOptions
-from fsdp2.core.params.param import Plan
+from fsdp2.core.params.param import PlannedParam
 from fsdp2.core.schedule.group import ParamGroup
 
 
@@ -29,7 +29,7 @@ class Watchers:
         groups: called with each new group, around which they may put a layer.
     """
 
-    plans: ClassVar[list[Callable[[str, list[Plan], GroupOptions], None]]] = []
+    plans: ClassVar[list[Callable[[str, list[PlannedParam], GroupOptions], None]]] = []
     groups: ClassVar[list[Callable[[ParamGroup], None]]] = []
 
 

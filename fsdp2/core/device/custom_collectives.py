@@ -1,0 +1,100 @@
+"""Collectives of the user's: what they have to be, and a check of the buffers that they give.
+
+AllGather       for `FSDPModule.set_custom_all_gather`
+ReduceScatter   for `FSDPModule.set_custom_reduce_scatter`
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+class Comm(ABC):
+    """A user's own collective: where its buffers come from, and what runs it.
+
+    A buffer is in use from ``allocate`` until the collective's result has been copied out of it,
+    and must not be given out again before. Memory from an allocator never is. An object that keeps
+    its buffers should serve one unit, whose gathers follow each other; gradients of several dtypes
+    and tensor subclasses with all-gather hooks have collectives of their own, and ask for the
+    second's buffer before the first gives its own back.
+    """
+
+    @abstractmethod
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A buffer for the collective, new at each call or kept by this object.
+
+        Args:
+            size: its shape, one length; return a tensor of just that shape.
+            dtype: its dtype.
+            device: where it must be.
+        """
+
+
+class AllGather(Comm):
+    """A user's all-gather, for `FSDPModule.set_custom_all_gather`.
+
+    Example::
+
+        class Logged(fsdp2.AllGather):
+            def allocate(self, size, *, dtype, device):
+                return torch.empty(*size, dtype=dtype, device=device)
+
+            def __call__(self, output_tensor, input_tensor, group, async_op=False):
+                print(f"gathering {output_tensor.nbytes} bytes")
+                return dist.all_gather_into_tensor(
+                    output_tensor, input_tensor, group=group, async_op=async_op)
+    """
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather ``input_tensor`` [n] of all ranks into ``output_tensor`` [ranks * n].
+
+        ``input_tensor`` may be this rank's part of ``output_tensor``. Runs with the all-gather
+        stream current; a work object that is returned is waited for.
+        """
+
+
+class ReduceScatter(Comm):
+    """A user's reduce-scatter, for `FSDPModule.set_custom_reduce_scatter`."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce ``input_tensor`` [ranks * n] with ``op`` and scatter into ``output_tensor`` [n].
+
+        ``op`` is a ``torch.distributed.ReduceOp``: average, sum or a premultiplied sum. Runs with
+        the reduction stream current; a work object that is returned is waited for.
+        """
+
+
+def checked_buffer(
+    comm: Comm, numel: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A buffer of the user's collective, on the current lane; checked."""
+    with torch.inference_mode(False):
+        buffer = comm.allocate((numel,), dtype=dtype, device=device)
+    if tuple(buffer.shape) != (numel,) or buffer.dtype != dtype:
+        raise ValueError(
+            f"{type(comm).__name__}.allocate(({numel},), dtype={dtype}) returned a tensor of shape "
+            f"{tuple(buffer.shape)} and {buffer.dtype}; return a 1-D tensor of the size and dtype "
+            f"that it is asked for"
+        )
+    return buffer

@@ -1,0 +1,188 @@
+"""Process groups: the ones that are there, what they tell, and new ones made beside them.
+
+default_group, current_world, rank_and_size   of the process
+ranks_of, global_ranks                        in the group's order, in ascending order
+backend_name, serves, timeout_of              what a group tells of its backend for a device
+new_groups, with_own_group                    groups like others, made by their own ranks alone
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _hash_ranks_to_str
+
+from fsdp2.core.device.backends import backend_of
+from fsdp2.core.device.collectives import GroupCollectives
+
+ProcessGroup = dist.ProcessGroup
+"""For modules that name the type alone: they do not touch c10d."""
+
+
+def default_group() -> dist.ProcessGroup:
+    """The default process group, which is started from torchrun's environment if there is none."""
+    if not dist.is_initialized():
+        dist.init_process_group()
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def current_world() -> dist.ProcessGroup | None:
+    """The default process group as it is; ``None`` where there is none."""
+    return dist.group.WORLD
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This rank and their number in the default process group; (0, 1) where there is none."""
+    if not dist.is_available() or not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
+def ranks_of(group: dist.ProcessGroup) -> list[int]:
+    """The global ranks of a process group, in its order."""
+    return list(dist.get_process_group_ranks(group))
+
+
+def global_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """The global ranks of a process group, in ascending order."""
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+def new_groups(
+    around: Sequence[dist.ProcessGroup], device: torch.device, lines: Sequence[Sequence[int]]
+) -> list[dist.ProcessGroup]:
+    """Process groups that this rank is in, made without the ranks that are in none like them.
+
+    They are like the first of ``around``: of its backend, with its time-out, and over NCCL with its
+    options (`_options_like`).
+
+    torch names such a group by its ranks and by how many groups the process is in (2.11 to 2.13)
+    or has made (2.15): ranks with more groups than others would wait for them under another name.
+    Where the default group is bound to a device, torch would split its communicator, which takes
+    all ranks that it has, and hangs without them: groups are made without a split (`_unsplit`).
+
+    Args:
+        around: groups that together reach all ranks which make such groups now, an axis each.
+        device: of their collectives.
+        lines: ranks of each new group.
+
+    Raises:
+        ValueError: ranks would give a group different names; on all of them.
+    """
+    least = most = int(_hash_ranks_to_str([0])[:15], 16)  # of the number in the name, and no more
+    for group in around:
+        found = GroupCollectives(group, device, asynchronous=False).exchange([least, most])
+        least, most = min(each[0] for each in found), max(each[1] for each in found)
+    if least != most:
+        raise ValueError(
+            "process groups of some ranks are to be made, but some ranks have made more process "
+            "groups than others, so that torch would give one of them two names; let all ranks "
+            "make equally many before, for example with init_device_mesh"
+        )
+    made = []
+    for line in lines:
+        options = _options_like(around[0])
+        with _unsplit(options):
+            group = dist.new_group(
+                list(line),
+                timeout=_chosen_timeout(around[0], device),
+                backend=dist.get_backend(around[0]),
+                pg_options=options,
+                use_local_synchronization=True,
+            )
+        assert isinstance(group, dist.ProcessGroup)
+        made.append(group)
+    return made
+
+
+def with_own_group(collectives: GroupCollectives) -> GroupCollectives:
+    """The same over a new process group of the same ranks, all of which must call this."""
+    ranks = ranks_of(collectives.group)
+    (group,) = new_groups([collectives.group], collectives.device, [ranks])
+    return collectives.over(group)
+
+
+_CONFIG = ("blocking", "cga_cluster_size", "min_ctas", "max_ctas")
+"""Numbers of NCCL's configuration that all versions of torch have."""
+
+
+def _options_like(group: dist.ProcessGroup) -> Any:
+    """Options for a group like ``group``; ``None`` where it has no part over NCCL.
+
+    They carry over ``is_high_priority_stream`` and numbers of ``config``. Not the split.
+    """
+    for device in getattr(group, "_device_types", ()):
+        given: Any = getattr(_inside(backend_of(group, device)), "options", None)
+        if not hasattr(given, "is_high_priority_stream"):
+            continue
+        options = type(given)()
+        options._timeout = given._timeout
+        options.is_high_priority_stream = given.is_high_priority_stream
+        for name in _CONFIG:
+            setattr(options.config, name, getattr(given.config, name))
+        if hasattr(options, "lazy_init"):  # 2.15: made in the first collective, not by a split
+            options.lazy_init = True
+        return options
+    return None
+
+
+@contextlib.contextmanager
+def _unsplit(options: Any) -> Iterator[None]:
+    """Groups that are made inside are not split off from the default group.
+
+    Before torch 2.15 there is no option for that. torch splits if the default group is bound to a
+    device (`init_process_group(device_id=…)`), so it is not while a group is made.
+    """
+    world = current_world()
+    bound = getattr(world, "bound_device_id", None)
+    if world is None or bound is None or hasattr(options, "lazy_init"):
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the backend that serves ``device`` in ``group``, in lower case."""
+    backend = backend_of(group, device)
+    if backend is not None:  # the name under which the group was started may be "undefined"
+        return str(backend.name()).lower()
+    name = str(dist.get_backend(group)).lower()
+    for part in name.split(","):
+        kind, _, backend = part.rpartition(":")
+        if kind == device.type:
+            return backend
+    return name
+
+
+def serves(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether ``group`` has a backend for tensors of ``device``, as far as it says."""
+    return backend_of(group, device) is not None or backend_of(group, torch.device("cpu")) is None
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds that a collective of ``group`` waits for other ranks."""
+    timeout = _chosen_timeout(group, device) or dist.default_pg_timeout
+    return float(timeout.total_seconds())
+
+
+def _chosen_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """The time-out that ``group`` was made with, where its backend tells."""
+    options = getattr(_inside(backend_of(group, device)), "options", None)
+    timeout: timedelta | None = getattr(options, "_timeout", None)
+    return timeout
+
+
+def _inside(backend: Any) -> Any:
+    """What TORCH_DISTRIBUTED_DEBUG=DETAIL has wrapped; anything else as it is."""
+    return getattr(backend, "wrapped_pg", backend)
