@@ -40,7 +40,7 @@ from fsdp2.core.device.streams import DeviceStreams, InlineStreams, Lane, Stream
 from fsdp2.core.layout.mesh import wrap_local
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.params.param import ShardedParam
-from fsdp2.record.notes import Signal, Wait
+from fsdp2.record.notes import Await, Signal
 from fsdp2.testing import counting
 from fsdp2.testing.blocks import tiny_blocks
 from fsdp2.testing.null_group import CallLog, NullGroup, init_null_group
@@ -163,7 +163,7 @@ def _count_streams(precision: str, blocks: int) -> Counter[str]:
     return Counter(
         {
             "event recorded": kinds[Signal],
-            "event waited for": kinds[Wait],
+            "event waited for": kinds[Await],
             "stream switched to": device.switches - switches,
         }
     )

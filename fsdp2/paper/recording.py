@@ -27,9 +27,9 @@ from fsdp2.record.notes import (
     Allocation,
     Free,
     Note,
+    Notes,
     Operation,
     Place,
-    Record,
     operations,
 )
 
@@ -79,7 +79,7 @@ class _Life(NamedTuple):
     phase: str
 
 
-class Recorder(Record):
+class Recorder(Notes):
     """Notes a step.
 
     Attributes:

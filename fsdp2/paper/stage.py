@@ -25,7 +25,7 @@ from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction
 from fsdp2.core.schedule.layers import Layer
 from fsdp2.paper.null_group import NullGroup, Observer, init_null_group
 from fsdp2.paper.recording import GRADIENTS, Recorder
-from fsdp2.record.notes import HOST, Wait
+from fsdp2.record.notes import HOST, Await
 
 META = torch.device("meta")
 
@@ -59,12 +59,12 @@ class PaperStreams:
     def wait(self, lane: Lane, event: Any, label: str) -> None:
         """Note it."""
         if event is not None:
-            self._recorder.note(Wait(lane, event, label))
+            self._recorder.note(Await(lane, event, label))
 
     def synchronize(self, event: Any, label: str) -> None:
         """Note that the host waits."""
         if event is not None:
-            self._recorder.note(Wait(HOST, event, label))
+            self._recorder.note(Await(HOST, event, label))
 
     def on(self, lane: Lane) -> AbstractContextManager[object]:
         """What is inside runs there."""
@@ -249,7 +249,7 @@ class NotedGroup(Layer):
             super().start_unshard()
 
     def finish_unshard(self) -> None:
-        """Wait for the all-gather."""
+        """Await for the all-gather."""
         with _noting(self.name):
             super().finish_unshard()
 

@@ -1,6 +1,6 @@
 """The record of a step: operations on lanes, events between lanes, memory that comes and goes.
 
-    Record.note ──> [Operation | Allocation | Free | Signal | Wait, …] in the order of the host
+    Notes.note ──> [Operation | Allocation | Free | Signal | Await, …] in the order of the host
 
 Streams tell of events and lanes, kernels of copies and memory, collectives of themselves.
 """
@@ -100,6 +100,7 @@ class Operation(NamedTuple):
         tensors: how many go in one launch, of a collective or of an operator of lists.
         reads: the memory it reads, where that is followed.
         writes: the memory it writes, where that is followed.
+        iteration: number of the step, from 0.
     """
 
     lane: Place
@@ -114,6 +115,7 @@ class Operation(NamedTuple):
     tensors: int = 1
     reads: tuple[Allocation, ...] = ()
     writes: tuple[Allocation, ...] = ()
+    iteration: int = 0
 
     def __str__(self) -> str:
         moved = [", ".join(each.name for each in some) or "-" for some in (self.reads, self.writes)]
@@ -143,18 +145,20 @@ class Signal(NamedTuple):
         return _line(self.lane, self.kind, self.label)
 
 
-class Wait(NamedTuple):
+class Await(NamedTuple):
     """A lane waits for an event, or the host does.
 
     Attributes:
         lane: who waits; `HOST`: the host, and whatever it launches next.
         event: number of the event.
         label: the order that this makes.
+        iteration: number of the step, from 0.
     """
 
     lane: Place
     event: int
     label: str
+    iteration: int = 0
 
     @property
     def kind(self) -> str:
@@ -165,7 +169,7 @@ class Wait(NamedTuple):
         return _line(self.lane, self.kind, self.label)
 
 
-Note = Operation | Allocation | Free | Signal | Wait
+Note = Operation | Allocation | Free | Signal | Await
 
 
 def operations(notes: Iterable[Note]) -> list[Operation]:
@@ -177,7 +181,7 @@ def _line(lane: Place, what: str, about: str) -> str:
     return f"{lane.name.lower():<11}{what} {about}".rstrip()
 
 
-class Record:
+class Notes:
     """The notes of a step so far, and where the host is in it.
 
     Attributes:

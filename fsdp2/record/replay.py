@@ -1,6 +1,7 @@
 """When each operation of a recorded step runs, and what stands still meanwhile.
 
-    notes ── replay(cost) ──> Replay(spans, stalls, times)
+    notes ── replay(cost) ────> Replay(spans, stalls, times)
+          ── measured(times) ──> the same, of what a real step has taken
 
 A lane runs its operations in the order of the host's calls, none before the host has launched it. A
 wait holds a lane up until the event's lane has come to where the event was recorded. Operations of
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fsdp2.core.device.streams import Lane
-from fsdp2.record.notes import HOST, PLACES, Note, Operation, Place, Signal, Wait
+from fsdp2.record.notes import HOST, PLACES, Await, Note, Operation, Place, Signal
 
 
 class Cost(NamedTuple):
@@ -56,6 +57,7 @@ class Stall(NamedTuple):
         start: when the lane came to it.
         end: when it went on.
         behind: index of the span of the last operation before the event; -1: none.
+        iteration: number of the step, from 0.
     """
 
     lane: Place
@@ -64,6 +66,7 @@ class Stall(NamedTuple):
     start: float
     end: float
     behind: int
+    iteration: int = 0
 
 
 @dataclass
@@ -101,12 +104,30 @@ def replay(
         if isinstance(note, Operation):
             clock.run(note, cost(note))
         elif isinstance(note, Signal):
-            clock.signal(note)
-        elif isinstance(note, Wait):
+            clock.signalled(note, clock.at(note.lane))
+        elif isinstance(note, Await):
             clock.wait(note)
-        found.times.append(max(clock.now[Lane.COMPUTE], clock.now[HOST]))
+        found.times.append(clock.at(Lane.COMPUTE))
     found.host, found.end = clock.now[HOST], max(clock.now.values())
     return found
+
+
+def measured(notes: Sequence[Note], times: Sequence[tuple[float, float]]) -> Replay:
+    """When everything ran, as somebody has measured it.
+
+    Args:
+        notes: of a real step.
+        times: of each note when it began, and when it was over.
+    """
+    made = _Step()
+    for note, (start, end) in zip(notes, times, strict=True):
+        if isinstance(note, Operation):
+            made.ran(note, start, end)
+        elif isinstance(note, Signal):
+            made.signalled(note, start)
+        elif isinstance(note, Await) and note.event in made.events:
+            made.stood(note, start, end)
+    return made.found
 
 
 def idle(spans: Iterable[Span], lane: Place) -> float:
@@ -116,40 +137,55 @@ def idle(spans: Iterable[Span], lane: Place) -> float:
     return max((span.end for span in spans), default=0.0) - busy
 
 
-class _Clock:
+class _Step:
+    """Spans and stalls as they come: which event stands for which operation."""
+
+    def __init__(self) -> None:
+        self.found = Replay()
+        self.events: dict[int, tuple[float, Place, int]] = {}
+        self._latest: dict[Place, int] = dict.fromkeys(PLACES, -1)  # span of each lane
+
+    def ran(self, note: Operation, start: float, end: float) -> None:
+        self._latest[note.lane] = len(self.found.spans)
+        self.found.spans.append(Span(note, start, end))
+
+    def signalled(self, note: Signal, time: float) -> None:
+        self.events[note.event] = (time, note.lane, self._latest[note.lane])
+
+    def stood(self, note: Await, start: float, end: float) -> None:
+        _, on, behind = self.events[note.event]
+        about = (start, end, behind, note.iteration)
+        self.found.stalls.append(Stall(note.lane, on, note.label, *about))
+
+
+class _Clock(_Step):
     """How far each lane, and the host, has come."""
 
     def __init__(self, asynchronous: bool) -> None:
-        self.found = Replay()
+        super().__init__()
         self.now: dict[Place, float] = dict.fromkeys(PLACES, 0.0)
         self._asynchronous = asynchronous
         self._channels: dict[Hashable, float] = {}
-        self._events: dict[int, tuple[float, Place, int]] = {}
-        self._latest: dict[Place, int] = dict.fromkeys(PLACES, -1)  # span of each lane
+
+    def at(self, lane: Place) -> float:
+        """When what the host launches on ``lane`` next can begin."""
+        return max(self.now[lane], self.now[HOST])
 
     def run(self, note: Operation, cost: Cost) -> None:
-        now, lane = self.now, note.lane
-        now[HOST] += cost.launch
+        self.now[HOST] += cost.launch
         if cost.seconds is None:
             return
-        start = max(now[lane], now[HOST])
+        start = self.at(note.lane)
         if cost.channel is not None:
             start = max(start, self._channels.get(cost.channel, 0.0))
             self._channels[cost.channel] = start + cost.seconds
-        now[lane] = end = start + cost.seconds
+        self.now[note.lane] = end = start + cost.seconds
         if not self._asynchronous:
-            now[HOST] = end
-        self._latest[lane] = len(self.found.spans)
-        self.found.spans.append(Span(note, start, end))
+            self.now[HOST] = end
+        self.ran(note, start, end)
 
-    def signal(self, note: Signal) -> None:
-        time = max(self.now[note.lane], self.now[HOST])
-        self._events[note.event] = (time, note.lane, self._latest[note.lane])
-
-    def wait(self, note: Wait) -> None:
-        start = max(self.now[note.lane], self.now[HOST])
-        if note.event not in self._events:
-            return
-        time, on, behind = self._events[note.event]
-        self.now[note.lane] = end = max(start, time)
-        self.found.stalls.append(Stall(note.lane, on, note.label, start, end, behind))
+    def wait(self, note: Await) -> None:
+        if note.event in self.events:
+            start = self.at(note.lane)
+            self.now[note.lane] = end = max(start, self.events[note.event][0])
+            self.stood(note, start, end)

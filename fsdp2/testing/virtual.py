@@ -40,12 +40,12 @@ from fsdp2.record.notes import (
     HOST,
     PLACES,
     Allocation,
+    Await,
     Free,
     Note,
+    Notes,
     Operation,
     Place,
-    Record,
-    Wait,
 )
 
 Clock = tuple[int, ...]
@@ -181,7 +181,7 @@ class VirtualTransient:
         return 0
 
 
-class VirtualDevice(Record):
+class VirtualDevice(Notes):
     """Streams, kernels and the checker.
 
     Args:
@@ -224,7 +224,7 @@ class VirtualDevice(Record):
 
     def follow(self, lane: Place, event: VirtualEvent, label: str = "") -> None:
         """A wait that is never dropped, such as the user's own."""
-        self.note(Wait(lane, event.number, label))
+        self.note(Await(lane, event.number, label))
         self._clocks[lane] = _join(self._clocks[lane], event.clock)
 
     def synchronize(self, event: VirtualEvent, label: str) -> None:

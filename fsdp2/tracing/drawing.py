@@ -66,6 +66,7 @@ def draw(
     metadata: Mapping[str, Value],
     scale: float = 1.0,
     asynchronous: bool = True,
+    measured: bool = False,
 ) -> Timeline:
     """A step as a timeline.
 
@@ -77,30 +78,38 @@ def draw(
         scale: µs of a unit of the step's times. Default: they are in µs.
         asynchronous: whether lanes run beside the host. Where they do not, the host is in a unit
             also between its operators.
+        measured: whether the times are a clock's. Else what takes no time leaves no slice.
     """
     slices: list[Slice] = []
     waits: list[Wait] = []
     place: list[int] = []  # of each span: its slice, or the one before it on its lane
     last: dict[str, int] = {}  # the last slice of each lane
-    ends: dict[str, int] = {}  # the one that may go on
+    ended = False  # compute's, as it stood still since
     for span in step.spans:
         lane = _lane(span.operation)
-        if span.end > span.start:
-            made = _slice(lane, span, tell(span.operation), scale)
-            before = ends.get(lane)
+        if measured or span.end > span.start:
+            told = tell(span.operation)
+            made = Slice(lane, start=span.start * scale, end=span.end * scale, **vars(told))
+            before = None if ended and lane == COMPUTE else last.get(lane)
             if before is not None and _continues(slices[before], made, span, asynchronous):
                 slices[before] = _joined(slices[before], made)
             else:
-                last[lane] = ends[lane] = len(slices)
+                last[lane] = len(slices)
                 slices.append(made)
-            if span.operation.lane is Lane.COMPUTE and lane != COMPUTE:
-                ends.pop(COMPUTE, None)
+            ended = span.operation.lane is Lane.COMPUTE and lane != COMPUTE
+            if ended:
                 waits.append(_inline(made, last[lane]))
         place.append(last.get(lane, -1))
     for stall in step.stalls:
+        wait = Wait(
+            LANE_OF[stall.lane],
+            LANE_OF[stall.on],
+            stall.label,
+            stall.start * scale,
+            stall.end * scale,
+            iteration=stall.iteration,
+        )
         behind = place[stall.behind] if stall.behind >= 0 else -1
-        times = stall.start * scale, stall.end * scale
-        wait = Wait(LANE_OF[stall.lane], LANE_OF[stall.on], stall.label, *times)
         waits.append(wait if behind < 0 else _behind(wait, slices[behind], behind))
     return Timeline(slices, waits, list(memory), dict(metadata)).sorted()
 
@@ -111,13 +120,9 @@ def _lane(note: Operation) -> str:
     return _LANE_OF_COLLECTIVE.get(note.name, ALL_GATHER)
 
 
-def _slice(lane: str, span: Span, told: Told, scale: float) -> Slice:
-    return Slice(lane, start=span.start * scale, end=span.end * scale, **vars(told))
-
-
 def _behind(wait: Wait, by: Slice, index: int) -> Wait:
-    about = {"unit": by.unit, "operation": by.operation, "iteration": by.iteration}
-    return replace(wait, behind=index, **about)  # type: ignore[arg-type]  # strings and a number
+    number = max(wait.iteration, by.iteration)
+    return replace(wait, unit=by.unit, operation=by.operation, behind=index, iteration=number)
 
 
 def _inline(made: Slice, behind: int) -> Wait:

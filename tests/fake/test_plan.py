@@ -33,7 +33,7 @@ from fsdp2.planning.costs import costs_of
 from fsdp2.planning.hardware import Attained, Contention, Hardware, Measured
 from fsdp2.planning.memory import Ledger
 from fsdp2.planning.planner import Plan, plan
-from fsdp2.record.notes import HOST, Operation, Signal, Wait
+from fsdp2.record.notes import HOST, Await, Operation, Signal
 from fsdp2.testing.null_group import null_world
 from fsdp2.testing.stand_in import device
 from fsdp2.tracing.summaries import amount
@@ -253,7 +253,7 @@ def test_a_slow_link_is_exposed() -> None:
 def test_every_wait_is_for_what_was_recorded() -> None:
     recording = planned(mesh=(2, 4)).rehearsal.recording
     recorded = {n.event for n in recording.notes if isinstance(n, Signal)}
-    waits = [n for n in recording.notes if isinstance(n, Wait)]
+    waits = [n for n in recording.notes if isinstance(n, Await)]
     assert waits
     assert {n.event for n in waits} <= recorded
     assert {Lane.COMPUTE, Lane.ALL_GATHER, Lane.REDUCE, Lane.ALL_REDUCE} <= {n.lane for n in waits}

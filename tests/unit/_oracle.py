@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp2.record.notes import HOST, PLACES, Allocation, Free, Note, Operation, Place, Signal, Wait
+from fsdp2.record.notes import HOST, PLACES, Allocation, Await, Free, Note, Operation, Place, Signal
 
 
 def ancestors(trace: Sequence[Note]) -> list[int]:
@@ -26,7 +26,7 @@ def ancestors(trace: Sequence[Note]) -> list[int]:
         parents = [previous[lane] for lane in {op.lane, HOST} if lane in previous]
         if isinstance(op, Signal):
             records[op.event] = position
-        elif isinstance(op, Wait):
+        elif isinstance(op, Await):
             parents.append(records[op.event])
         known = 0
         for parent in parents:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdp2.core.device.streams import Lane
-from fsdp2.record.notes import PLACES, Allocation, Free, Note, Place, Signal, Wait
+from fsdp2.record.notes import PLACES, Allocation, Await, Free, Note, Place, Signal
 
 _COLUMN = 28
 
@@ -32,7 +32,7 @@ def render(trace: Sequence[Note], start: int = 0) -> str:
         name = names.of(op)
         if isinstance(op, Signal):
             events[op.event] = _waited_for(op.lane, last[op.lane])
-        elif isinstance(op, Wait):
+        elif isinstance(op, Await):
             waits[op.lane] += [event for event in (events[op.event],) if event]
         elif name and isinstance(op, Allocation):
             _add(lines[op.lane], name, [])
@@ -77,7 +77,7 @@ class _Names:
             kind, _, operand = op.name.partition(" ")
             what = "alloc" if isinstance(op, Allocation) else "free"
             return f"{what} {operand.partition('.')[0]}" if kind == "gathered" else ""
-        if isinstance(op, Signal | Wait):
+        if isinstance(op, Signal | Await):
             return ""
         known = [unit for buffer in (*op.reads, *op.writes) if (unit := self._named(buffer))]
         kind, _, operand = op.kind.partition(" ")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from fsdp2.record.notes import HOST, PLACES, Allocation, Free, Note, Operation, Place, Signal, Wait
+from fsdp2.record.notes import HOST, PLACES, Allocation, Await, Free, Note, Operation, Place, Signal
 from fsdp2.testing.virtual import VirtualDevice, VirtualTensor
 
 
@@ -19,9 +19,9 @@ def replay(trace: Sequence[Note]) -> VirtualDevice:
     for op in trace:
         if isinstance(op, Signal):
             events[op.event] = device.record(op.lane, op.label)
-        elif isinstance(op, Wait) and op.lane is HOST:
+        elif isinstance(op, Await) and op.lane is HOST:
             device.synchronize(events[op.event], op.label)
-        elif isinstance(op, Wait):
+        elif isinstance(op, Await):
             device.follow(op.lane, events[op.event], op.label)
         elif isinstance(op, Free):
             device.free(twins[op.number].owner.allocation)
@@ -65,7 +65,7 @@ def with_stale_events(trace: Sequence[Note]) -> list[list[Note]]:
             if history[op.lane]:
                 earlier[op.event] = history[op.lane][-1]
             history[op.lane].append(op.event)
-        elif isinstance(op, Wait) and op.event in earlier:
+        elif isinstance(op, Await) and op.event in earlier:
             stale = op._replace(event=earlier[op.event])
             variants.append([*trace[:position], stale, *trace[position + 1 :]])
     return variants

@@ -14,7 +14,7 @@ from fsdp2.core.config import CPUOffloadPolicy, ShardingStateError
 from fsdp2.core.device.streams import Lane
 from fsdp2.core.schedule.in_flight import InFlight
 from fsdp2.core.schedule.unit import Phase
-from fsdp2.record.notes import HOST, Wait, operations
+from fsdp2.record.notes import HOST, Await, operations
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualDevice
 from tests.unit._schedules import chain, emitted, groups, leaf, unit_of, warm
@@ -280,7 +280,7 @@ def test_results_that_the_host_delivers_leave_the_device_at_once(copies: int) ->
     sim.backward()
     sim._check = None
     assert max(results) <= (2 if copies == 1 else 3)
-    assert any(isinstance(n, Wait) and n.lane is HOST for n in sim.device.trace[-4:])
+    assert any(isinstance(n, Await) and n.lane is HOST for n in sim.device.trace[-4:])
     sim.optimizer_step()
     assert sim.device.races == []
 
@@ -431,7 +431,7 @@ def test_event_of_the_optimizer_is_waited_for_once() -> None:
     for expected in (1, 0):
         start = len(sim.device.trace)
         sim.iteration()
-        waits = [n.label for n in sim.device.trace[start:] if isinstance(n, Wait)]
+        waits = [n.label for n in sim.device.trace[start:] if isinstance(n, Await)]
         assert waits.count("compute after the optimizer") == expected
     assert sim.scheduler.post_optim_event is None
 

@@ -78,10 +78,7 @@ NAMED_TWICE = {
     ),
     "Contents": "of a group, as checksums; of a checkpoint",
     "Reader": "DCP's of a step; of a safetensors file",
-    **dict.fromkeys(
-        ("Allocation", "Memory", "Recorder", "Span", "UnitTimes", "Wait"),
-        "on paper, of a real step and on the testing room's lanes",
-    ),
+    **dict.fromkeys(("Memory", "Recorder", "UnitTimes"), "of a step on paper, and of a timeline"),
     "Operators": "noted on paper, counted in tests",
     "Call": "of a unit; of a process group of notes; of a simulated step",
 }

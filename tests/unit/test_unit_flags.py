@@ -14,7 +14,7 @@ from fsdp2.core.device.streams import Lane
 from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GroupState
-from fsdp2.record.notes import HOST, Wait, operations
+from fsdp2.record.notes import HOST, Await, operations
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualCollectives, VirtualDevice
 from tests.common.observing import observe
@@ -312,7 +312,7 @@ def test_shards_on_the_device_never_hold_up_the_host() -> None:
     sim = warm(chain("a", "b"), copies=2)
     sim.iteration()
     sim.forward(expects_backward=False)
-    assert not [n for n in sim.device.trace if isinstance(n, Wait) and n.lane is HOST]
+    assert not [n for n in sim.device.trace if isinstance(n, Await) and n.lane is HOST]
 
 
 # ---- smaller groups after forward
