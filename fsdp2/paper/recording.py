@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from fsdp2.core.device.streams import Lane
+from fsdp2.record.categories import ACTIVATIONS, GRADIENTS, OPTIMIZER, TEMPORARY, category_of
 from fsdp2.record.notes import (
     COLLECTIVE,
     COMPUTE,
@@ -32,20 +33,6 @@ from fsdp2.record.notes import (
     Place,
     operations,
 )
-
-SHARDS = "shards"
-GATHERED = "gathered"
-GRADIENTS = "gradients"
-REDUCTIONS = "reduction buffers"
-ACTIVATIONS = "activations"
-OPTIMIZER = "optimizer"
-TEMPORARY = "temporary"
-MODEL = "buffers"
-
-CATEGORIES = (SHARDS, GATHERED, GRADIENTS, REDUCTIONS, ACTIVATIONS, OPTIMIZER, TEMPORARY, MODEL)
-
-_OF_GATHERS = ("gathered ", "shards of ", "all-gather output", "rows of the smaller group")
-_OF_GRADIENTS = ("sharded gradient", "kept gradient")
 
 
 @dataclass
@@ -208,7 +195,7 @@ class Recorder(Notes):
             self._watches[number] = weakref.ref(storage, lambda _: self._gone(address, number))
             self._lives[number] = _Life(self._stretch, self.phase)
             if self._named:
-                self.recording.categories[number] = _category_of(self._named)
+                self.recording.categories[number] = category_of(self._named)
             self.allocate(number, storage.nbytes(), host)
         return number
 
@@ -311,11 +298,3 @@ class Recorder(Notes):
 
 _LAST_NUMBER = 2**63
 """Autograd's nodes that were not made in a forward, such as AccumulateGrad, have higher ones."""
-
-
-def _category_of(name: str) -> str:
-    if name.startswith(_OF_GATHERS):
-        return GATHERED
-    if name in _OF_GRADIENTS:
-        return GRADIENTS
-    return SHARDS if name == "shard" else REDUCTIONS

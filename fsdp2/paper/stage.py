@@ -24,7 +24,8 @@ from fsdp2.core.device.streams import Lane
 from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction
 from fsdp2.core.schedule.layers import Layer
 from fsdp2.paper.null_group import NullGroup, Observer, init_null_group
-from fsdp2.paper.recording import GRADIENTS, Recorder
+from fsdp2.paper.recording import Recorder
+from fsdp2.record.categories import GRADIENTS
 from fsdp2.record.notes import HOST, Await
 
 META = torch.device("meta")

@@ -31,10 +31,11 @@ from fsdp2.module import FSDPModule
 from fsdp2.optim.norms import clip_grad_norm_
 from fsdp2.paper.devices import NamedDevices, no_autocast
 from fsdp2.paper.operators import Operators, attention_of, fused_optimizers
-from fsdp2.paper.recording import ACTIVATIONS, GRADIENTS, MODEL, Recorder, Recording
+from fsdp2.paper.recording import Recorder, Recording
 from fsdp2.paper.stage import NotedGroup, module_of_meta, on_paper
 from fsdp2.paper.values import Following, Values
 from fsdp2.planning.reasons import explaining
+from fsdp2.record.categories import ACTIVATIONS, GRADIENTS, MODEL
 from fsdp2.reports import GroupReport, group_reports
 from fsdp2.wrap import Choice, ModuleWrapPolicy, chosen_modules
 from fsdp2.wrap.choices import Policy

@@ -391,11 +391,13 @@ class VirtualDevice(Notes):
     def pieces(self, flat: VirtualTensor, sizes: Sequence[int]) -> list[VirtualTensor]:
         return [VirtualTensor(flat.owner, (size,), flat.dtype) for size in sizes]
 
-    def copy(self, target: VirtualTensor, source: VirtualTensor) -> None:
-        loads = source.allocation is not None and source.allocation.lane is HOST
-        self.run("load" if loads else "copy", [source], [target])
-        if loads and not source.owner.pinned:
+    def from_host(self, target: VirtualTensor, source: VirtualTensor) -> None:
+        self.run("load", [source], [target])
+        if not source.owner.pinned:
             self._come_back()
+
+    def copy(self, target: VirtualTensor, source: VirtualTensor) -> None:
+        self.run("copy", [source], [target])
 
     def copy_many(self, targets: Sequence[VirtualTensor], sources: Sequence[VirtualTensor]) -> None:
         self.run("copy", sources, targets)

@@ -19,20 +19,13 @@ import fsdp2
 from fsdp2.core.device.rehearsal import Stage, rehearsing
 from fsdp2.core.device.streams import Lane
 from fsdp2.examples import train_lm
-from fsdp2.paper.recording import (
-    ACTIVATIONS,
-    GATHERED,
-    GRADIENTS,
-    OPTIMIZER,
-    REDUCTIONS,
-    SHARDS,
-)
 from fsdp2.planning import calibrate, hardware, presets, probes
 from fsdp2.planning.__main__ import _of_function, _of_preset, _parser, main
 from fsdp2.planning.costs import costs_of
 from fsdp2.planning.hardware import Attained, Contention, Hardware, Measured
 from fsdp2.planning.memory import Ledger
 from fsdp2.planning.planner import Plan, plan
+from fsdp2.record.categories import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER, REDUCTIONS, SHARDS
 from fsdp2.record.notes import HOST, Await, Operation, Signal
 from fsdp2.testing.null_group import null_world
 from fsdp2.testing.stand_in import device

@@ -78,7 +78,7 @@ NAMED_TWICE = {
     ),
     "Contents": "of a group, as checksums; of a checkpoint",
     "Reader": "DCP's of a step; of a safetensors file",
-    **dict.fromkeys(("Memory", "Recorder", "UnitTimes"), "of a step on paper, and of a timeline"),
+    **dict.fromkeys(("Memory", "UnitTimes"), "of a plan; of a timeline"),
     "Operators": "noted on paper, counted in tests",
     "Call": "of a unit; of a process group of notes; of a simulated step",
 }
@@ -396,7 +396,7 @@ TRACE: dict[str, set[str]] = {
 }
 """What modules of `fsdp2.trace` import of fsdp2: the data stands on nothing, not even on torch."""
 
-BINDING = ("states", "recording", "context", "drawing")
+BINDING = ("states", "recording", "seams", "context", "drawing")
 """Those that stand on the core and on the record besides: what is bound to it, and when."""
 
 

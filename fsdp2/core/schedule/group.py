@@ -339,6 +339,14 @@ class ParamGroup:
         if self.bound:
             self.bind_reductions()
 
+    def relaunch(self) -> None:
+        """Bind collectives anew: theirs are other functions now, such as those of a trace."""
+        if self.bound:
+            self.reroute = True
+            self.bind_reductions()
+            if self.state is SHARDED:
+                self.bind()
+
     def set_smaller_group(self, smaller: SmallerGroup | None) -> None:
         """Choose the ranks to reshard to after forward; ``None`` for all or none."""
         self.reroute = self.reroute or smaller is not self.smaller_group

@@ -1,0 +1,345 @@
+"""What tells a tracer of a step: what devices give to fsdp2, and the units that use it.
+
+    Streams       `TracedStreams`      events, waits of lanes for them, and which lane is current
+    Kernels       `TracedKernels`      copies; memory that comes and goes, by its name
+    Collectives   `TracedCollectives`  all-gathers and reduce-scatters; `TracedReplicas` all-reduces
+    a group       `TracedGroup`        for which unit fsdp2 works, and for how long the host does
+    a unit        `TracedUnit`         whose forward or backward computes
+    optimizers    torch's hooks        their steps
+
+All of it is by classes that these objects have meanwhile; launches that are bound to collectives
+are bound again. A step without a trace asks nothing and calls nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from fsdp2.core.device.buffers import TransientBuffer, all_buffers
+from fsdp2.core.device.collectives import (
+    GroupCollectives,
+    Launch,
+    ReduceKind,
+    ReplicaCollectives,
+    Work,
+)
+from fsdp2.core.device.custom_collectives import AllGather, ReduceScatter
+from fsdp2.core.device.kernels import Tensors, TorchKernels
+from fsdp2.core.device.streams import DeviceStreams, Event, Lane
+from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction
+from fsdp2.core.schedule.layers import Layer, put_around
+from fsdp2.core.schedule.unit import Phase, Unit, all_groups, all_units
+from fsdp2.record.categories import category_of
+from fsdp2.record.notes import HOST
+from fsdp2.tracing.recording import Clock, Tracer
+
+Tensor = torch.Tensor
+
+
+def tracer() -> Tracer:
+    """The one that is on."""
+    found = Tracer.current
+    assert found is not None
+    return found
+
+
+# ---- streams
+
+
+class TracedStreams(DeviceStreams):
+    """Streams that tell what was recorded, and who has waited for it."""
+
+    def stamp(self, lane: Lane) -> torch.Event:
+        """An event on a lane's stream that knows its time."""
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(self._stream(lane))
+        return event
+
+    def record(self, lane: Lane, label: str, event: Event = None) -> torch.Event:
+        """As it is, and told."""
+        found = super().record(lane, label, event)
+        tracer().recorded(found, lane, label)
+        return found
+
+    def wait(self, lane: Lane, event: Event, label: str) -> None:
+        """As it is, between two stamps."""
+        with tracer().waiting(lane, event, label):
+            super().wait(lane, event, label)
+
+    def synchronize(self, event: Event, label: str) -> None:
+        """As it is, between two stamps of the host."""
+        with tracer().waiting(HOST, event, label):
+            super().synchronize(event, label)
+
+    @contextlib.contextmanager
+    def on(self, lane: Lane) -> Iterator[None]:
+        """As it is; what is called inside runs on that lane."""
+        with tracer().on(lane), super().on(lane):
+            yield
+
+
+# ---- kernels and their memory
+
+
+def _copied(
+    name: str, written: Sequence[Tensor], run: Callable[..., object], *args: object, **given: object
+) -> object:
+    """Run what copies, and tell of it where fsdp2 works for a unit."""
+    here = Tracer.current
+    if here is None or not here.word:
+        return run(*args, **given)
+    return here.copy(name, written, functools.partial(run, *args, **given))
+
+
+class TracedKernels(TorchKernels):
+    """Kernels that tell of copies and of memory."""
+
+    def transient(self, nbytes: int, name: str) -> TransientBuffer:
+        made = super().transient(nbytes, name)
+        if Tracer.current is not None:
+            _bind(made, TracedBuffer)
+            _hold(made)
+        return made
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        _copied("", [target], super().copy, target, source)
+
+    def copy_many(self, targets: Tensors, sources: Tensors, /) -> object:
+        return _copied("", targets, super().copy_many, targets, sources)
+
+    def copy_strided(self, targets: Tensors, sources: Tensors, /) -> object:
+        return _copied("stage", targets, super().copy_strided, targets, sources)
+
+    def split_copy(self, source: Tensor, sizes: Sequence[int], targets: Tensors) -> None:
+        _copied("", targets, super().split_copy, source, sizes, targets)
+
+    def chunk_cat(self, tensors: Tensors, dim: int, chunks: int, /, *, out: Tensor) -> object:
+        return _copied("stage", [out], super().chunk_cat, tensors, dim, chunks, out=out)
+
+    def divide(self, tensor: Tensor, factor: float, /) -> object:
+        return _copied("divide", [tensor], super().divide, tensor, factor)
+
+    def to_host(self, target: Tensor, source: Tensor) -> None:
+        _copied("to-host", [target], super().to_host, target, source)
+
+    def from_host(self, target: Tensor, source: Tensor) -> None:
+        _copied("load from host", [target], super().from_host, target, source)
+
+
+class TracedBuffer(TransientBuffer):
+    """Memory that tells when it comes and goes."""
+
+    __slots__ = ()
+
+    def acquire(self) -> None:
+        super().acquire()
+        _hold(self)
+
+    def release(self) -> None:
+        super().release()
+        _hold(self)
+
+
+def _hold(buffer: TransientBuffer) -> None:
+    here = Tracer.current
+    if here is not None:
+        nbytes = buffer.nbytes if buffer.allocated else 0
+        here.hold(buffer, category_of(buffer.name), nbytes)
+
+
+# ---- collectives
+
+
+def _collective(
+    name: str, lane: Lane, group: Any, moved: Sequence[Tensor], launch: Callable[[], Work | None]
+) -> Work | None:
+    here = Tracer.current
+    if here is None:
+        return launch()
+    return here.collective(name, lane, moved, group, launch, at_once=lane is not Lane.ALL_GATHER)
+
+
+class TracedCollectives(GroupCollectives):
+    """Collectives of the shard axis that tell when they run."""
+
+    __slots__ = ()
+
+    def all_gather(self, output: Tensor, input_: Tensor) -> Work | None:
+        launch = functools.partial(super().all_gather, output, input_)
+        return _collective("all-gather", Lane.ALL_GATHER, self.group, [output], launch)
+
+    def bind_all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Launch:
+        launch = super().bind_all_gather(outputs, inputs)
+        about = ("all-gather", Lane.ALL_GATHER, self.group, outputs, launch)
+        return functools.partial(_collective, *about)
+
+    def bind_reduce_scatter(self, kind: ReduceKind) -> Callable[[Tensor, Tensor], Work | None]:
+        launch = super().bind_reduce_scatter(kind)
+        return lambda output, input_: self._reduce([input_], launch, output, input_)
+
+    def bind_reduce_scatter_many(
+        self, kind: ReduceKind
+    ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], Work | None]:
+        launch = super().bind_reduce_scatter_many(kind)
+        return lambda outputs, inputs: self._reduce(inputs, launch, outputs, inputs)
+
+    def custom_all_gather(self, comm: AllGather, output: Tensor, input_: Tensor) -> Work | None:
+        launch = functools.partial(super().custom_all_gather, comm, output, input_)
+        return _collective("all-gather", Lane.ALL_GATHER, self.group, [output], launch)
+
+    def custom_reduce_scatter(
+        self, comm: ReduceScatter, output: Tensor, input_: Tensor, kind: ReduceKind
+    ) -> Work | None:
+        return self._reduce([input_], super().custom_reduce_scatter, comm, output, input_, kind)
+
+    def _reduce(
+        self, moved: Sequence[Tensor], launch: Callable[..., Work | None], *args: object
+    ) -> Work | None:
+        bound = functools.partial(launch, *args)
+        return _collective("reduce-scatter", Lane.REDUCE, self.group, moved, bound)
+
+
+class TracedReplicas(ReplicaCollectives):
+    """All-reduces that tell when they run."""
+
+    def all_reduce(self, tensor: Tensor, kind: ReduceKind) -> Work | None:
+        launch = functools.partial(super().all_reduce, tensor, kind)
+        return _collective("all-reduce", Lane.ALL_REDUCE, self.group, [tensor], launch)
+
+
+# ---- units and groups
+
+
+_stored = Unit.__dict__["phase"]  # its slot
+
+
+class TracedUnit(Unit):
+    """A unit that tells when it is entered and left."""
+
+    __slots__ = ()
+
+    @property
+    def phase(self) -> Phase:
+        """Where it is in the iteration."""
+        found: Phase = _stored.__get__(self)
+        return found
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        if phase is not self.phase:
+            tracer().moved(self, phase)
+        _stored.__set__(self, phase)
+
+
+class TracedGroup(Layer):
+    """A group that tells for which unit the host works, and for how long."""
+
+    __slots__ = ()
+
+    height = 3  # around all others: a trace shows what they cost
+
+    def start_unshard(self) -> None:
+        """Launch the all-gather."""
+        with tracer().hosting("launch all-gather", self.name, "copy-in", Lane.COPY_IN):
+            super().start_unshard()
+
+    def finish_unshard(self) -> None:
+        """Wait for the all-gather, and copy."""
+        with tracer().hosting("finish all-gather", self.name, "copy-out", Lane.COMPUTE):
+            super().finish_unshard()
+
+    def reduce(
+        self, jobs: list[tuple[Reduction, Job]], all_reduce: bool
+    ) -> PendingReduction | None:
+        """Reduce."""
+        here = tracer()
+        here.entering = False
+        full = sum(grad.nbytes for _, job in jobs for grad in job.grads)
+        with here.hosting("launch reduction", self.name, "copy", Lane.COMPUTE):
+            here.count(self, full)
+            here.sample(here.clock.stamp(Lane.COMPUTE))
+            pending = super().reduce(jobs, all_reduce)
+            here.count(self)
+        return pending
+
+
+# ---- on and off
+
+
+_made: dict[tuple[type, type], type] = {}
+"""Classes that tell, by who tells and what the object is; the same object for each."""
+
+
+def _bind(thing: Any, telling: type) -> None:
+    """Let an object of a class, or of one derived from it, tell."""
+    if isinstance(thing, telling.__bases__[0]) and not isinstance(thing, telling):
+        bases = (telling, type(thing))
+        if bases not in _made:
+            _made[bases] = type(f"Traced{bases[1].__name__}", bases, {"__slots__": ()})
+        thing.__class__ = _made[bases]
+
+
+def _unbind(thing: Any) -> None:
+    thing.__class__ = type(thing).__bases__[1]
+
+
+def _seams() -> list[tuple[object, type]]:
+    """What groups run on, and who tells of it."""
+    found: list[tuple[object, type]] = [(buffer, TracedBuffer) for buffer in all_buffers()]
+    for group in all_groups():
+        found += [(group.streams, TracedStreams), (group.kernels, TracedKernels)]
+        found += [(group.collectives, TracedCollectives), (group.reducers, TracedCollectives)]
+        found.append((group.replicas, TracedReplicas))
+        if group.smaller_group is not None:
+            found.append((group.smaller_group.collectives, TracedCollectives))
+    return found
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[Tracer]:
+    """Tell a new tracer of every unit and group that there is, while it is on."""
+    with contextlib.ExitStack() as exits:
+        seams = _seams()
+        exits.callback(_let_go, seams)
+        for thing, telling in seams:
+            _bind(thing, telling)
+        streams = next((s for s, _ in seams if isinstance(s, TracedStreams)), None)
+        device = next((group.device.type for group in all_groups()), "cpu")
+        here = Tracer.current = Tracer(Clock(streams), device)
+        for buffer in all_buffers():
+            _hold(buffer)
+        for group in all_groups():
+            group.relaunch()
+        put_around(all_groups(), TracedGroup, True)
+        for unit in all_units():
+            if type(unit) is Unit:
+                unit.__class__ = TracedUnit
+        exits.callback(register_optimizer_step_pre_hook(here.before_step).remove)
+        exits.callback(register_optimizer_step_post_hook(here.after_step).remove)
+        here.count_all()
+        yield here
+
+
+def _let_go(seams: Sequence[tuple[object, type]]) -> None:
+    Tracer.current = None
+    put_around(all_groups(), TracedGroup, False)
+    for unit in all_units():
+        if type(unit) is TracedUnit:
+            cast(Unit, unit).__class__ = Unit
+    for thing, telling in seams:
+        if isinstance(thing, telling):
+            _unbind(thing)
+    for buffer in all_buffers():  # which were made meanwhile
+        if isinstance(buffer, TracedBuffer):
+            _unbind(buffer)
+    for group in all_groups():
+        group.relaunch()
