@@ -21,6 +21,7 @@ from fsdp2.core.device.buffers import FlatBuffer, TransientBuffer
 from fsdp2.core.device.kernels import FusedKernels, Kernels, TorchKernels
 from fsdp2.core.device.rehearsal import Stage, rehearsing
 from fsdp2.core.device.streams import Lane
+from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction
 from fsdp2.core.schedule.layers import Layer
 from fsdp2.paper.null_group import NullGroup, Observer, init_null_group
@@ -284,13 +285,8 @@ class NotedGroup(Layer):
     def _tag(self) -> None:
         if _recorder is not None:
             gathered = [p.unsharded for p in self.params if p.unsharded is not None]
-            grads = [_local(param.grad) for param in gathered if param.grad is not None]
+            grads = [local_of(param.grad) for param in gathered if param.grad is not None]
             _recorder.tag(grads, GRADIENTS)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
 
 
 @contextmanager

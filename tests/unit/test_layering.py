@@ -437,6 +437,7 @@ def test_the_rooms_of_paper_and_plans_say_what_lives_there() -> None:
     known = {"core.config", "core.device.streams", "core.device.collectives"}
     known |= {"core.device.one_off", "core.device.process_groups"}
     known |= {
+        "core.layout.mesh",
         "core.progress",
         "core.modules.registry",
         "core.schedule.layers",
