@@ -19,7 +19,7 @@ from fsdp2.core.config import (
     RankMismatchError,
     ShardingStateError,
 )
-from fsdp2.core.device.custom_collectives import AllGather, Comm, ReduceScatter
+from fsdp2.core.custom_collectives import AllGather, Comm, ReduceScatter
 from fsdp2.core.layout.mesh import FSDPMeshInfo, ShardPlacementResult
 from fsdp2.full import full_parameters, gathered, load_from_rank0, sync_module_states
 from fsdp2.handles import GradientReductionHandle, UnshardHandle

@@ -10,7 +10,7 @@ applied (`apply_calls`). Whoever makes several units of a model plans them all f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
@@ -22,22 +22,11 @@ from torch.distributed.tensor import DTensor
 from fsdp2.core import config
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.layout.mesh import MeshAxes, default_mesh, resolve_axes
-from fsdp2.core.modules.assembly import (
-    check_groups,
-    connect_meshes,
-    follow_aliases,
-    make_groups,
-    move_buffers,
-    streams_for,
-    watch_state_dicts,
-)
 from fsdp2.core.modules.engine import watch_backwards
 from fsdp2.core.modules.optimizers import watch_optimizers
-from fsdp2.core.modules.planned import Pending, Taken, join_others, plan_taken
 from fsdp2.core.modules.registrations import watch_registrations
 from fsdp2.core.modules.registry import Arguments, record_of
 from fsdp2.core.modules.saved import hooks_for
-from fsdp2.core.modules.selection import PlacementFn
 from fsdp2.core.params.param import PlannedParam, is_extended
 from fsdp2.core.schedule.unit import Unit
 from fsdp2.interop import (
@@ -51,6 +40,17 @@ from fsdp2.interop import (
     state_of,
 )
 from fsdp2.sharded_class import set_sharded_class, sharded_class
+from fsdp2.sharding.assembly import (
+    check_groups,
+    connect_meshes,
+    follow_aliases,
+    make_groups,
+    move_buffers,
+    streams_for,
+)
+from fsdp2.sharding.planned import Pending, Taken, join_others, plan_taken
+from fsdp2.sharding.selection import PlacementFn
+from fsdp2.sharding.state_dicts import watch_state_dicts
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -188,11 +188,11 @@ class PlannedCall:
 def plan_call(
     module: object,
     *,
-    mesh: DeviceMesh | None,
-    reshard_after_forward: bool | int | None,
-    shard_placement_fn: PlacementFn | None,
-    mp_policy: MixedPrecisionPolicy | None,
-    offload_policy: OffloadPolicy | None,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     pending: Pending | None = None,
@@ -225,11 +225,30 @@ def plan_call(
     options = GroupOptions(policy)
     taken = plan_taken(modules, ignored, axes, shard_placement_fn, policy, pending=pending)
     reshard, smaller = _checked_reshard(reshard_after_forward, axes, taken.plans)
-    check_groups(name, taken.plans, options)
+    check_groups(name, taken.plans, options, compare=pending is None or not pending.ahead)
     if pending is not None:
         pending.add(taken, policy)
     arguments = Arguments(axes, policy, offload, smaller)
     return PlannedCall(name, taken, arguments, options, reshard)
+
+
+def plan_calls(
+    calls: Iterable[tuple[object, Mapping[str, Any]]], *, ahead: bool = False
+) -> list[PlannedCall]:
+    """Plan calls that are applied one after the other; changes nothing.
+
+    Args:
+        calls: modules and arguments of each, as for `fully_shard`, in the order of the calls.
+        ahead: whether parameters get memory and values in between, so that each call is to be
+            planned again: this only raises what is known by now. Default ``False``.
+
+    Raises:
+        ValueError: as `plan_call`; all that follow, too.
+        TypeError: see there.
+        RankMismatchError: see there; not ``ahead``.
+    """
+    pending = Pending(ahead=ahead)
+    return [plan_call(module, **arguments, pending=pending) for module, arguments in calls]
 
 
 def apply_calls(calls: Sequence[PlannedCall]) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
 from fsdp2.core.config import GroupOptions, MixedPrecisionPolicy, ShardingStateError
+from fsdp2.core.custom_collectives import AllGather, ReduceScatter
 from fsdp2.core.device.collectives import GroupCollectives
 from fsdp2.core.device.comm_memory import (
     GroupAllGather,
@@ -32,9 +33,20 @@ from fsdp2.core.device.comm_memory import (
     SymmetricReduceScatter,
     conflicting,
 )
-from fsdp2.core.device.custom_collectives import AllGather, ReduceScatter
 from fsdp2.core.device.process_groups import ProcessGroup, backend_name, with_own_group
-from fsdp2.core.modules.assembly import (
+from fsdp2.core.modules.dynamo import uncompiled_methods
+from fsdp2.core.modules.frames import forward_method
+from fsdp2.core.modules.optimizers import watch_optimizers
+from fsdp2.core.modules.registry import UnitRecord, records_below, require_record
+from fsdp2.core.modules.roots import start
+from fsdp2.core.params.param import ModuleEntries
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.scheduler import Scheduler
+from fsdp2.core.schedule.states import SHARDED
+from fsdp2.core.schedule.unit import PrefetchTime, Unit
+from fsdp2.handles import GradientReductionHandle, UnshardHandle
+from fsdp2.interop import TORCHS, TorchIdentity, replicated_parameters
+from fsdp2.sharding.assembly import (
     check_groups,
     choose_reshard,
     connect_meshes,
@@ -43,22 +55,10 @@ from fsdp2.core.modules.assembly import (
     make_groups,
     move_buffers,
     process_group,
-    watch_state_dicts,
 )
-from fsdp2.core.modules.dynamo import uncompiled_methods
-from fsdp2.core.modules.frames import forward_method
-from fsdp2.core.modules.optimizers import watch_optimizers
-from fsdp2.core.modules.planned import join_others, plan_taken
-from fsdp2.core.modules.registry import UnitRecord, records_below, require_record
-from fsdp2.core.modules.roots import start
-from fsdp2.core.modules.selection import PlacementFn
-from fsdp2.core.params.param import ModuleEntries
-from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.core.schedule.states import SHARDED
-from fsdp2.core.schedule.unit import PrefetchTime, Unit
-from fsdp2.handles import GradientReductionHandle, UnshardHandle
-from fsdp2.interop import TORCHS, TorchIdentity, replicated_parameters
+from fsdp2.sharding.planned import join_others, plan_taken
+from fsdp2.sharding.selection import PlacementFn
+from fsdp2.sharding.state_dicts import watch_state_dicts
 
 C = TypeVar("C")
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from torch import nn
 
@@ -24,7 +23,7 @@ from fsdp2.module import FSDPModule
 
 _made: dict[type, type] = {}
 
-_set_class: Any = vars(object)["__class__"].__set__
+_set_class: Callable[[object, type], None] = vars(object)["__class__"].__set__
 """Changes an object's class, whatever its own class makes of attributes."""
 
 
@@ -82,7 +81,7 @@ def _attempts(original: type) -> Iterator[Callable[[], type]]:
 
 def _plain_maker(metaclass: type, of_user: type) -> Callable[..., type]:
     """Makes classes of a metaclass with Python's own code alone."""
-    own: Any = abc.ABCMeta if issubclass(of_user, abc.ABCMeta) else type
+    own: object = abc.ABCMeta if issubclass(of_user, abc.ABCMeta) else type
     made: Callable[..., type] = functools.partial(own.__new__, metaclass)
     return made
 

@@ -58,7 +58,7 @@ class WrapperModule(nn.Module):
                 raise
             return getattr(inside, name)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         """Of the module inside, such as an ``nn.Sequential``."""
         inside: Any = self._inside
         return inside[key]
@@ -99,6 +99,20 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor
 
 
+def check_resets(members: Members) -> None:
+    """Raise if `reset` could not initialise modules; changes nothing.
+
+    Raises:
+        ValueError: a class has no ``reset_parameters()``.
+    """
+    for member, prefix in members:
+        if not callable(getattr(member, "reset_parameters", None)):
+            raise ValueError(
+                f"'{prefix.removesuffix('.') or '(root)'}' is on the meta device, and its class "
+                f"{type(member).__name__} has no reset_parameters(); pass param_init_fn"
+            )
+
+
 def reset(members: Members, device: torch.device | str) -> None:
     """Give modules memory and their initial values, by their ``reset_parameters()``.
 
@@ -107,19 +121,14 @@ def reset(members: Members, device: torch.device | str) -> None:
         device: of the memory.
 
     Raises:
-        ValueError: a class has no such method; nothing is changed then.
+        ValueError: as `check_resets`; nothing is changed then.
     """
-    resets = [getattr(member, "reset_parameters", None) for member, _ in members]
-    for (member, prefix), method in zip(members, resets, strict=True):
-        if not callable(method):
-            raise ValueError(
-                f"'{prefix.removesuffix('.') or '(root)'}' is on the meta device, and its class "
-                f"{type(member).__name__} has no reset_parameters(); pass param_init_fn"
-            )
-    for (member, _), method in zip(members, resets, strict=True):
+    check_resets(members)
+    for member, _ in members:
+        resets: Any = member
         member.to_empty(device=device, recurse=False)
         with torch.no_grad():
-            method()  # type: ignore[misc]  # each can be called: it was looked at
+            resets.reset_parameters()
 
 
 def check_values(members: Members, ignored: Set[torch.Tensor] = frozenset()) -> None:

@@ -14,10 +14,10 @@ import io
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import IO, Any, Protocol, TypeGuard, cast
 
 import torch
 
@@ -31,10 +31,13 @@ _SMALL, _ZIP64 = 30, 20  # bytes: of a member's header without names, and of its
 _MEMBER = struct.Struct("<26xHH")  # lengths of a member's name and of what else stands there
 
 
+Bytes = bytes | bytearray | memoryview
+
+
 class Sink(Protocol):
     """What is written to, from the begin to the end."""
 
-    def write(self, data: Any, /) -> int: ...
+    def write(self, data: Bytes, /) -> int: ...
 
 
 # ---- reading
@@ -50,18 +53,18 @@ class Record:
     """
 
     kind = ""
-    args: tuple[Any, ...]
+    args: tuple[object, ...]
     state: Any
 
-    def __new__(cls, *args: Any) -> Record:
+    def __new__(cls, *args: object) -> Record:
         made = super().__new__(cls)
         made.args, made.state = args, {}
         return made
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: object) -> None:
         pass
 
-    def build_from(self, state: Any) -> None:
+    def build_from(self, state: object) -> None:
         if isinstance(state, tuple) and len(state) == 2:  # of __dict__, of __slots__
             state = {**(state[0] or {}), **(state[1] or {})}
         self.state = state
@@ -92,7 +95,7 @@ def _array(data: bytes | bytearray = b"") -> bytearray:
     return bytearray(data)
 
 
-def _scalars(values: Any = ()) -> Any:
+def _scalars(values: Iterable[object] = ()) -> Iterable[object]:
     """Elements that a set may have: hashed without recursion."""
     if any(isinstance(each, tuple) for each in values):
         raise BrokenError()
@@ -133,10 +136,10 @@ class _Names:
         self._members = members
         self._made: dict[object, Entry] = {}
 
-    def find(self, module: str, name: str) -> Any:
+    def find(self, module: str, name: str) -> object:
         """The value that stands for a name of the pickle."""
         module = {"__builtin__": "builtins"}.get(module, module)
-        own: dict[tuple[str, str], Callable[..., Any]] = {
+        own: dict[tuple[str, str], Callable[..., object]] = {
             ("builtins", "getattr"): self._inner,
             ("torch._tensor", "_rebuild_from_type_v2"): self._typed,
             ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
@@ -170,15 +173,16 @@ class _Names:
             raise BrokenError()
         return _Storage(key, offset, length, dtype)
 
-    def _inner(self, outer: Any, name: str) -> Any:
+    def _inner(self, outer: object, name: str) -> object:
         """A class in a class, which this version of pickle asks for so."""
         if not _makes_records(outer):
             raise BrokenError()
         return Maker(_kind(name))
 
-    def _typed(self, make: Any, kind: Any, args: Any, state: Any) -> Any:
+    def _typed(self, make: object, kind: object, args: Iterable[object], state: object) -> object:
         if _makes_records(kind) and _makes_records(make):
             found = kind.make()
+            assert isinstance(found, Record)
             found.build_from(state)
             return found
         if not isinstance(make, Maker):
@@ -189,11 +193,11 @@ class _Names:
         self,
         storage: _Storage,
         offset: int,
-        shape: Any,
-        strides: Any,
+        shape: object,
+        strides: object,
         _grad: bool = False,
-        _hooks: Any = None,
-        flags: Any = None,
+        _hooks: object = None,
+        flags: object = None,
     ) -> Entry:
         return self._entry(storage, storage.dtype, offset, shape, strides, flags)
 
@@ -201,12 +205,12 @@ class _Names:
         self,
         storage: _Storage,
         offset: int,
-        shape: Any,
-        strides: Any,
+        shape: object,
+        strides: object,
         _grad: bool,
-        _hooks: Any,
+        _hooks: object,
         dtype: torch.dtype,
-        flags: Any = None,
+        flags: object = None,
     ) -> Entry:
         return self._entry(storage, dtype, offset, shape, strides, flags)
 
@@ -240,7 +244,7 @@ def _kind(name: str) -> type[Record]:
     return type(name, (Record,), {"kind": name})
 
 
-def _makes_records(value: Any) -> bool:
+def _makes_records(value: object) -> TypeGuard[Maker]:
     made = value.make if isinstance(value, Maker) else None
     return isinstance(made, type) and issubclass(made, Record)
 
@@ -264,7 +268,7 @@ def read_archive(file: MappedFile, begin: int = 0, end: int | None = None) -> Tr
     """
     end = file.length if end is None else end
     try:
-        with zipfile.ZipFile(cast(Any, Window(file, begin, end))) as archive:
+        with zipfile.ZipFile(cast("IO[bytes]", Window(file, begin, end))) as archive:
             members = {
                 info.filename.partition("/")[2]: (_data_of(file, begin, info), info.file_size)
                 for info in archive.infolist()
@@ -330,7 +334,7 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=2)
         self.entries: dict[Entry, _Token] = {}
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Any:
         if not isinstance(obj, Entry):
             return NotImplemented
         token = self.entries.setdefault(obj, _Token(len(self.entries), obj))
@@ -341,7 +345,7 @@ class _Pickler(pickle.Pickler):
             return torch._utils._rebuild_tensor_v3, (*args, obj.dtype)
         return torch._utils._rebuild_tensor_v2, args
 
-    def persistent_id(self, obj: Any) -> Any:
+    def persistent_id(self, obj: object) -> object:
         if not isinstance(obj, _Token):
             return None
         kind = _storage_class(obj.entry.dtype)
@@ -366,9 +370,9 @@ def write_archive(sink: Sink, tree: Tree) -> None:
     pickler = _Pickler(text)
     pickler.dump(tree)
     counted = _Counted(sink)
-    with zipfile.ZipFile(cast(Any, counted), "w") as archive:
+    with zipfile.ZipFile(cast("IO[bytes]", counted), "w") as archive:
 
-        def member(name: str, blocks: Any, size: int) -> None:
+        def member(name: str, blocks: Iterable[Bytes], size: int) -> None:
             info = zipfile.ZipInfo(f"archive/{name}", (1980, 1, 1, 0, 0, 0))
             info.file_size = size
             wide = size * 1.05 > zipfile.ZIP64_LIMIT

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from fsdp2.core.config import CheckpointError
-from fsdp2.core.device.channels import LostRankError, SideChannel, gather_objects, side_channel
 from fsdp2.core.device.process_groups import rank_and_size
+from fsdp2.ranks.channels import LostRankError, SideChannel, gather_objects, side_channel
 
 T = TypeVar("T")
 V = TypeVar("V")

@@ -115,7 +115,7 @@ def _is_model(tree: Nested) -> bool:
     )
 
 
-def _cleaned(model: Mapping[str, Any], source: Path) -> Nested:
+def _cleaned(model: Mapping[str, object], source: Path) -> Nested:
     found: Nested = {}
     for name, value in model.items():
         if clean(name) in found:
@@ -160,7 +160,7 @@ def _names_of(groups: Sequence[Nested], model: Nested) -> dict[Any, str]:
             for pair in zip(group["params"], group["param_names"], strict=True)
         ]
         return {key: clean(name) for key, name in pairs}
-    once: dict[Any, str] = {}
+    once: dict[object, str] = {}
     for name, value in model.items():  # tied ones are one parameter, called by the first name
         once.setdefault(value if isinstance(value, Entry) else name, name)
     keys = [key for group in groups for key in group["params"]]
@@ -169,7 +169,7 @@ def _names_of(groups: Sequence[Nested], model: Nested) -> dict[Any, str]:
     return dict(zip(keys, once.values(), strict=True))
 
 
-def _fits(state: Mapping[Any, Nested], names: Mapping[Any, str], model: Nested) -> bool:
+def _fits(state: Mapping[object, Nested], names: Mapping[Any, str], model: Nested) -> bool:
     """Whether averages have the shapes of their parameters."""
     for key, kept in state.items():
         param, like = model.get(names[key]), kept.get("exp_avg", kept.get("momentum_buffer"))

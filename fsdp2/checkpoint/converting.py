@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fsdp2.checkpoint import files
-from fsdp2.checkpoint.archives import read_archive, read_file, write_archive
+from fsdp2.checkpoint.archives import Bytes, Sink, read_archive, read_file, write_archive
 from fsdp2.checkpoint.contents import Contents, contents_of, contents_of_step, joined
 from fsdp2.checkpoint.entries import Entry, MappedFile, Piece, Tree, entries_of, whole_of
 from fsdp2.checkpoint.folder import (
@@ -380,7 +380,7 @@ def _read_xla(path: Path) -> Contents:
     return contents_of({"model": found}, path)
 
 
-def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
+def _as_dtype(value: object, dtype: torch.dtype) -> object:
     return Entry.of(value.whole().to(dtype)) if isinstance(value, Entry) else value
 
 
@@ -410,11 +410,11 @@ def _read_safetensors(path: Path) -> Contents:
 class _Stream:
     """Passes bytes on, and says how many there were."""
 
-    def __init__(self, sink: Any, progress: Progress | None, total: int) -> None:
+    def __init__(self, sink: Sink, progress: Progress | None, total: int) -> None:
         self._sink, self._progress, self._total = sink, progress, total
         self.done = 0
 
-    def write(self, data: Any) -> int:
+    def write(self, data: Bytes) -> int:
         self._sink.write(data)
         self.done += len(data)
         if self._progress is not None:
@@ -584,8 +584,8 @@ def _write_dcp(
     entries: dict[int, Entry] = {}
     metas = _metas(tree, entries)  # alive, so that nothing else has their ids
     flat, paths = flatten_state_dict(metas)
-    about: dict[str, Any] = {}
-    stored: dict[MetadataIndex, Any] = {}
+    about: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    stored: dict[MetadataIndex, object] = {}
     with disk.create(folder / file_of(0)) as stream:
         counted = _Stream(stream, progress, _total(tree))
         for name, value in flat.items():

@@ -193,7 +193,7 @@ class DurableFile(Summed):
         self._bytes += len(piece)
         return len(piece)
 
-    def _start(self, action: Callable[..., None], *args: Any) -> Future[None] | None:
+    def _start(self, action: Callable[..., None], *args: object) -> Future[None] | None:
         """Run it in another thread; ``None`` where there can be none."""
         if self._pool is None:  # of two: the disk may keep one waiting
             self._pool = ThreadPoolExecutor(2, "fsdp2 writes")

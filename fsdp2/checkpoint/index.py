@@ -9,7 +9,7 @@ once, and files that lie in the folder.
 from __future__ import annotations
 
 import math
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -42,9 +42,9 @@ class _Draft:
     __slots__ = ("state",)
 
     def __init__(self) -> None:
-        self.state: Any = {}
+        self.state: object = {}
 
-    def build_from(self, state: Any) -> None:
+    def build_from(self, state: object) -> None:
         self.state = state
 
 
@@ -100,7 +100,7 @@ _MAKERS: dict[tuple[str, str], Maker] = {
 }
 
 
-def _find(module: str, name: str) -> Any:
+def _find(module: str, name: str) -> object:
     maker = _MAKERS.get((module, name))
     if maker is not None:
         return maker
@@ -132,7 +132,7 @@ def read_index(folder: AnyPath) -> Metadata:
 # ---- drafts, checked
 
 
-def _checked(draft: Any, path: AnyPath) -> Metadata:
+def _checked(draft: object, path: AnyPath) -> Metadata:
     state = _state(draft, _Whole)
     saved: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for name, about in _of(state["state_dict_metadata"], dict).items():
@@ -158,18 +158,18 @@ def _checked(draft: Any, path: AnyPath) -> Metadata:
     return Metadata(saved, nesting, stored, version=None if version is None else _of(version, str))
 
 
-def _of(value: Any, kind: type[T]) -> T:
+def _of(value: object, kind: type[T]) -> T:
     """The value, which is of this very class."""
     if type(value) is not kind:
         raise BrokenError()
     return value
 
 
-def _state(draft: Any, kind: type[_Draft]) -> dict[str, Any]:
+def _state(draft: object, kind: type[_Draft]) -> dict[str, object]:
     return _of(_of(draft, kind).state, dict)
 
 
-def _sizes(value: Any) -> torch.Size:
+def _sizes(value: object) -> torch.Size:
     """Not negative, and few enough for torch."""
     sizes = _of(value, tuple)
     if any(type(each) is not int or not 0 <= each < 1 << 62 for each in sizes) or len(sizes) > 64:
@@ -177,7 +177,7 @@ def _sizes(value: Any) -> torch.Size:
     return torch.Size(sizes)
 
 
-def _about(draft: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+def _about(draft: object) -> TensorStorageMetadata | BytesStorageMetadata:
     if type(draft) is _Bytes:
         return BytesStorageMetadata()
     state = _state(draft, _Tensor)
@@ -206,7 +206,7 @@ def _require_whole(name: str, about: TensorStorageMetadata, path: AnyPath) -> No
         )
 
 
-def _index(draft: Any) -> MetadataIndex:
+def _index(draft: object) -> MetadataIndex:
     state = _state(draft, _Index)
     offset, number = state.get("offset"), state.get("index")
     return MetadataIndex(
@@ -216,7 +216,7 @@ def _index(draft: Any) -> MetadataIndex:
     )
 
 
-def _place(draft: Any, index: AnyPath) -> Any:
+def _place(draft: object, index: AnyPath) -> object:
     state = _state(draft, _Place)
     name = _of(state["relative_path"], str)
     if not is_inside(name):
@@ -231,7 +231,7 @@ def _place(draft: Any, index: AnyPath) -> Any:
     return filesystem._StorageInfo(name, offset, length, transforms)
 
 
-def _nesting(value: Any) -> tuple[str | int, ...]:
+def _nesting(value: object) -> tuple[str | int, ...]:
     """Where a value is in the nested state dict."""
     place = _of(value, tuple)
     numbers = [_of(each, int) for each in place if type(each) is not str]

@@ -14,7 +14,7 @@ import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from io import BytesIO
-from typing import IO, Any, cast
+from typing import IO, cast
 
 import torch
 from torch import nn
@@ -96,7 +96,7 @@ def _is_strided(rows: torch.Tensor) -> bool:
     return rows.layout is torch.strided and not rows.is_quantized
 
 
-def index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> bytes:
+def index_of(metadata: Metadata, places: Mapping[MetadataIndex, object]) -> bytes:
     """DCP's index: ``metadata``, and where each item is."""
     whole = replace(metadata, storage_data=places, version=filesystem.CURRENT_DCP_VERSION)
     return pickle.dumps(whole)

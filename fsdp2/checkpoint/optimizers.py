@@ -241,7 +241,7 @@ class OptimizerMatch:
         about = self._step.saved[slot.unit]
         assert isinstance(about, TensorStorageMetadata)
         dtype, param = about.properties.dtype, slot.own.param
-        like: Any = slot.own.state.get(slot.key)
+        like: object = slot.own.state.get(slot.key)
         if isinstance(like, Tensor) and self._cast:
             dtype = like.dtype
         elif self._cast and param.dtype.is_floating_point and dtype == self._dtype_of(slot.own):
@@ -294,7 +294,7 @@ def _put(optimizer: torch.optim.Optimizer, state_dict: Nested) -> None:
         {**new, "params": old["params"]}
         for old, new in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
     ]
-    state: defaultdict[Any, Nested] = defaultdict(dict)
+    state: defaultdict[object, Nested] = defaultdict(dict)
     for number, kept in state_dict["state"].items():
         state[params[number] if isinstance(number, int) else number] = kept
     optimizer.__setstate__({"state": state, "param_groups": groups})

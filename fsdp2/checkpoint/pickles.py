@@ -33,16 +33,16 @@ _PLAIN = (str, int, float, bytes, bool, complex, type(None))
 class Maker:
     """What stands for a name of the file: called with arguments of the file."""
 
-    make: Callable[..., Any]
+    make: Callable[..., object]
 
 
 class Built(Protocol):
     """What a maker has made, to be filled by the state behind it."""
 
-    def build_from(self, state: Any) -> None: ...
+    def build_from(self, state: object) -> None: ...
 
 
-Find = Callable[[str, str], Any]
+Find = Callable[[str, str], object]
 """(module, name) -> a `Maker`, or a value that nobody can change; it raises for all others."""
 
 
@@ -60,18 +60,18 @@ class Interpreter:
         self,
         data: bytes,
         find: Find,
-        persistent: Callable[[Any], Any] | None = None,
+        persistent: Callable[[object], object] | None = None,
         hashable: tuple[type, ...] = (),
     ) -> None:
         self._data = data
         self._find = find
         self._persistent = persistent
         self._keys = (*_PLAIN, *hashable)
-        self._stack: list[Any] = []
+        self._stack: list[object] = []
         self._marks: list[int] = []
-        self._memo: dict[int, Any] = {}
+        self._memo: dict[int, object] = {}
 
-    def load(self) -> Any:
+    def load(self) -> object:
         """The value.
 
         Raises:
@@ -109,13 +109,13 @@ class Interpreter:
         end = self._data.index(b"\n", at)
         return self._data[at:end].decode(), end + 1
 
-    def _since_mark(self) -> list[Any]:
+    def _since_mark(self) -> list[object]:
         start = self._marks.pop()
         found = self._stack[start:]
         del self._stack[start:]
         return found
 
-    def _key(self, key: Any) -> Any:
+    def _key(self, key: object) -> object:
         """Only what is hashed without recursion, and compares without code."""
         parts = key if type(key) is tuple else (key,)
         if not all(type(part) in self._keys for part in parts):
@@ -133,7 +133,7 @@ class Interpreter:
         for key, value in zip(items[::2], items[1::2], strict=True):
             into[self._key(key)] = value
 
-    def _call(self, made: Any, given: Any) -> Any:
+    def _call(self, made: object, given: object) -> object:
         if type(made) is not Maker or type(given) is not tuple:
             raise BrokenError()
         return made.make(*given)
@@ -142,7 +142,7 @@ class Interpreter:
 Opcode = Callable[[Interpreter, int], int]
 
 
-def _constant(value: Any) -> Opcode:
+def _constant(value: object) -> Opcode:
     def run(it: Interpreter, at: int) -> int:
         it._stack.append(value)
         return at
@@ -166,7 +166,7 @@ def _integer(size: int, signed: bool = False) -> Opcode:
     return run
 
 
-def _sized(width: int, convert: Callable[[bytes], Any]) -> Opcode:
+def _sized(width: int, convert: Callable[[bytes], object]) -> Opcode:
     """Bytes behind their number."""
 
     def run(it: Interpreter, at: int) -> int:
@@ -367,7 +367,7 @@ def _unknown(it: Interpreter, at: int) -> int:
 _OPCODES: list[Opcode] = [_KNOWN.get(chr(code), _unknown) for code in range(256)]
 
 
-def check_tree(tree: Any) -> None:
+def check_tree(tree: object) -> None:
     """Raise unless a walk through all containers ends soon.
 
     They lie in one another at most `MAX_DEPTH` deep, never in themselves, and one that lies in
@@ -379,7 +379,7 @@ def check_tree(tree: Any) -> None:
     depths: dict[int, int] = {}  # of containers that have been looked through
     sizes: dict[int, int] = {}
     open_: set[int] = set()
-    pending: list[tuple[Any, bool]] = [(tree, False)]
+    pending: list[tuple[object, bool]] = [(tree, False)]
     while pending:
         value, is_done = pending.pop()
         inside = _inside(value)
@@ -400,7 +400,7 @@ def check_tree(tree: Any) -> None:
             pending += [(each, False) for each in inside]
 
 
-def _inside(value: Any) -> list[Any] | None:
+def _inside(value: Any) -> list[object] | None:
     if type(value) is dict:
         return list(value.values())
     if type(value) in (list, tuple):

@@ -65,8 +65,8 @@ from fsdp2.checkpoint.state import (
 from fsdp2.checkpoint.stores import INDEX, AnyPath, Attempt, PathLike, Store
 from fsdp2.checkpoint.values import Packed, Value, packed
 from fsdp2.core.config import CheckpointError
-from fsdp2.core.device.channels import LostRankError, SideChannel
 from fsdp2.core.device.process_groups import rank_and_size
+from fsdp2.ranks.channels import LostRankError, SideChannel
 
 LOG = logging.getLogger("fsdp2.checkpoint")
 
@@ -454,7 +454,7 @@ def end_saves() -> None:
 class _Source(DefaultSavePlanner):
     """Takes what is written from staged rows, which are plain tensors."""
 
-    def lookup_object(self, index: MetadataIndex) -> Any:
+    def lookup_object(self, index: MetadataIndex) -> object:
         return self.state_dict[index.fqn]
 
 

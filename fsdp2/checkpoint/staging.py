@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.buffers import FlatBuffer
 from fsdp2.core.layout.mesh import local_of
+from fsdp2.core.modules.optimizers import steps, watch_steps
 from fsdp2.core.progress import ShardReaders
 
 _ALIGNMENT = 64  # bytes
@@ -222,7 +222,8 @@ def watch_optimizers() -> None:
         if ShardReaders.waiting:
             ShardReaders.finish()
 
-    register_optimizer_step_pre_hook(before)
+    watch_steps()
+    steps.add(before)
 
 
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -26,7 +26,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 
@@ -429,7 +429,7 @@ def _parsed(
     return places, metadata, 8 + size + end
 
 
-def _once(pairs: list[tuple[str, object]]) -> dict[str, Any]:
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """An object of JSON whose names are there once."""
     found = dict(pairs)
     if len(found) != len(pairs):

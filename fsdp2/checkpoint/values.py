@@ -242,8 +242,8 @@ def _bytes_io(text: str) -> io.BytesIO:
     return made
 
 
-def _of_torch(kind: type) -> Callable[[str], Any]:
-    def made(text: str) -> Any:
+def _of_torch(kind: type) -> Callable[[str], object]:
+    def made(text: str) -> object:
         found = getattr(torch, text)
         assert isinstance(found, kind)
         return found
@@ -256,7 +256,7 @@ def _complex(text: str) -> complex:
     return complex(float.fromhex(real), float.fromhex(imag))
 
 
-_TEXTS: dict[str, Callable[[str], Any]] = {
+_TEXTS: dict[str, Callable[[str], object]] = {
     "bytes": base64.b64decode,
     "bytearray": lambda text: bytearray(base64.b64decode(text)),
     "BytesIO": _bytes_io,
@@ -268,11 +268,11 @@ _TEXTS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def _factory_of(value: collections.defaultdict[Any, Any]) -> list[Json]:
+def _factory_of(value: collections.defaultdict[object, object]) -> list[Json]:
     return [None if value.default_factory is None else value.default_factory.__name__]
 
 
-def _defaultdict(held: list[Any]) -> collections.defaultdict[Any, Any]:
+def _defaultdict(held: list[Any]) -> collections.defaultdict[object, object]:
     name, pairs = held
     return collections.defaultdict(None if name is None else _FACTORIES[name], pairs)
 
@@ -292,7 +292,7 @@ _KINDS: dict[type, tuple[str, Callable[[Any], Sequence[Any]]]] = {
     collections.defaultdict: ("defaultdict", _factory_of),
 }
 
-_MADE: dict[str, Callable[[list[Any]], Any]] = {
+_MADE: dict[str, Callable[[list[Any]], object]] = {
     "tuple": tuple,
     "set": set,
     "frozenset": frozenset,

@@ -1,9 +1,23 @@
-"""What `fsdp2.debug` switches on.
+"""What fsdp2 refuses, and what it explains, beside what it does.
+
+For everyone, at rare events:
+
+    explain    torch's words on a sharded parameter, in a sentence
+    optimizers what optimizers hold when they step
+    registered what modules register that no unit has put there
+    presence   every rank of a process group runs fsdp2, or none communicates
+
+What `fsdp2.debug` switches on:
 
     switch     debug(…): what is checked, for all sharded models of this process
     groups     groups that agree, look for NaN and for lost writes, before they go on
     agreement  ranks agree on each step, by notes on a board
 
-Owns: the settings and the agreement of this process. Core knows nothing of it: it tells its
-watchers of parameters that are to be sharded and of new groups (`fsdp2.core.schedule.layers`).
+Owns: the settings and the agreement of this process. Core knows nothing of it: it gives notices
+(`fsdp2.core.notices`), and tells of parameters that are to be sharded and of new groups
+(`fsdp2.core.schedule.layers`).
 """
+
+from fsdp2.checks import explain, optimizers, presence, registered
+
+__all__ = ["explain", "optimizers", "presence", "registered"]

@@ -18,11 +18,9 @@ import operator
 import os
 import weakref
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from fsdp2.checks.agreement import Agreement, Intent
 from fsdp2.core.config import (
@@ -32,11 +30,11 @@ from fsdp2.core.config import (
     RankMismatchError,
     ShardingStateError,
 )
-from fsdp2.core.device.channels import StoreBoard, default_store
 from fsdp2.core.device.collectives import ReduceKind
-from fsdp2.core.device.process_groups import global_ranks, timeout_of
+from fsdp2.core.device.process_groups import ProcessGroup, global_ranks, timeout_of
 from fsdp2.core.device.streams import Lane
 from fsdp2.core.layout.mesh import local_of, memory_order
+from fsdp2.core.modules import optimizers
 from fsdp2.core.modules.registry import scheduler_of
 from fsdp2.core.params.param import (
     PlannedParam,
@@ -52,6 +50,7 @@ from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import Layer, Watchers, put_around
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.schedule.unit import Phase, Unit, all_groups, unit_of
+from fsdp2.ranks.channels import StoreBoard, default_store
 
 ENVIRONMENT = "FSDP2_DEBUG"
 _SAME_WEIGHTS = (
@@ -111,7 +110,6 @@ class Checks:
     contents: ClassVar[_ContentsOf] = weakref.WeakKeyDictionary()
     _agreement: Agreement | None = None
     _store: object = None  # where its notes are
-    _optimizers: RemovableHandle | None = None  # handle of the hook on optimizers
 
     @classmethod
     def current(cls) -> EnabledChecks:
@@ -135,10 +133,9 @@ class Checks:
         was_on = before is not None and before.check_ranks
         if settings.check_ranks and not was_on:
             cls.runs += 1
-            cls._optimizers = register_optimizer_step_pre_hook(_before_optimizer_step)
+            optimizers.steps.add(_before_optimizer_step)
         elif was_on and not settings.check_ranks:
-            assert cls._optimizers is not None
-            cls._optimizers.remove()
+            optimizers.steps.remove(_before_optimizer_step)
             cls.compared.clear()
             cls.leave("has switched the check of ranks off")
         put_around(all_groups(), CheckedGroup, cls.any_is_on())
@@ -158,7 +155,7 @@ class Checks:
                 agreement.leave(why)
 
     @classmethod
-    def agree(cls, group: Any, device: torch.device, step: Intent) -> None:
+    def agree(cls, group: ProcessGroup, device: torch.device, step: Intent) -> None:
         """Return when all ranks of a process group are about to take ``step``."""
         assert cls.settings is not None
         timeout = cls.settings.timeout
@@ -217,6 +214,7 @@ class CheckedGroup(Layer):
                 Checks.compared.add(self)
                 self._compare_copies()
             if collectives.size > 1:
+                assert collectives.group is not None
                 Checks.agree(collectives.group, self.device, self._gather_step())
         super().start_unshard()
 
@@ -361,6 +359,7 @@ class CheckedGroup(Layer):
         fix = "give every rank the same"
         if self.reducers.size > 1:
             step = Intent(f"the reduce-scatter {where}", details, fix)
+            assert self.reducers.group is not None
             Checks.agree(self.reducers.group, self.device, step)
         if all_reduce and self.replicas is not None and self.replicas.size > 1:
             step = Intent(f"the all-reduce {where}", details, fix)
@@ -441,10 +440,10 @@ def _check_plans(name: str, plans: list[PlannedParam], options: GroupOptions) ->
                 Checks.agree(group, axes.device, Intent(what, details, _SAME_WEIGHTS))
 
 
-def _before_optimizer_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     """An optimizer's step is one that ranks take together, too."""
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    groups: dict[tuple[int, ...], tuple[Any, torch.device]] = {}
+    groups: dict[tuple[int, ...], tuple[ProcessGroup, torch.device]] = {}
     for group in all_groups():
         if any(id(param.sharded) in held for param in group.params):
             for axis in (group.collectives, group.replicas):

@@ -1,14 +1,15 @@
-"""How fsdp2 works, in eight rooms; each imports only those before it.
+"""How fsdp2 works, in seven rooms on a ground floor; each imports only those before it.
 
-config     what a user may choose, as frozen values; the exceptions
-progress   optimizer steps counted; what to say where a collective fails
-names      names without what wrappers put into them
-device/    lanes, memory, kernels and collectives of one device
-layout/    where every element lives: flat layouts, meshes
-params/    a parameter in its forms, and its gradients
-gather/    from shards to gathered parameters
-reduce/    from full gradients to sharded ``.grad``
-schedule/  when groups of parameters are gathered, freed and reduced
-debug/     ranks that agree before they communicate
-modules/   nn.Module and autograd: what drives the schedule
+custom_collectives  the user's own collectives: what they have to be
+config              what a user may choose, as frozen values; the exceptions
+progress            optimizer steps counted; what to say where a collective fails
+names               names without what wrappers put into them
+notices             what rooms above core are told of, at rare events
+device/             lanes, memory, kernels and collectives of one device
+layout/             where every element lives: flat layouts, meshes
+params/             a parameter in its forms, and its gradients
+gather/             from shards to gathered parameters
+reduce/             from full gradients to sharded ``.grad``
+schedule/           when groups of parameters are gathered, freed and reduced
+modules/            nn.Module and autograd: what drives the schedule
 """

@@ -4,17 +4,18 @@
     OffloadPolicy ─────────┼──> fully_shard ──> every group keeps frozen GroupOptions;
     setters of FSDPModule ─┘                    a setter replaces them as a whole
 
-Nothing in this module knows about process groups, streams or modules.
+Nothing in this module communicates, and nothing knows about streams or modules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
+
+from fsdp2.core.custom_collectives import AllGather, ReduceScatter
 
 PACK_BELOW = 128 << 10
 """Bytes of a rank's piece below which parameters travel packed where others are coalesced, too.
@@ -257,7 +258,7 @@ class GroupOptions:
     pack_below: int = PACK_BELOW
     keep_storage: bool = False
     keep_gradients: bool = False
-    all_gather: Any = None
-    reduce_scatter: Any = None
+    all_gather: AllGather | None = None
+    reduce_scatter: ReduceScatter | None = None
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-    all_reduce_hook_stream: Any = None
+    all_reduce_hook_stream: torch.Stream | None = None

@@ -67,8 +67,8 @@ class Int8Gathered(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # a class method, as torch calls it
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: Any, types: object, args: tuple[object, ...] = (), kwargs: object = None
+    ) -> object:
         """Run every operator on the rows."""
 
         def unwrap(value: object) -> object:

@@ -270,8 +270,8 @@ class Crops(Dataset[tuple[Tensor, int]]):
 
     def __init__(
         self,
-        images: Dataset[tuple[Any, int]],
-        transform: Callable[[Any], Tensor],
+        images: Dataset[tuple[object, int]],
+        transform: Callable[[object], Tensor],
         seed: int,
         epoch: int,
     ) -> None:
@@ -292,7 +292,7 @@ class Images:
 
     train: Any  # ImageFolder
     held_out: Any
-    augment: Callable[[Any], Tensor]
+    augment: Callable[[object], Tensor]
 
 
 def open_images(options: Options) -> Images:

@@ -376,7 +376,9 @@ class LiveBytes(TorchDispatchMode):
         self.live = self.peak = 0
         self._ends: dict[int, int] = {}  # of each storage's memory, by its beginning
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if type(leaf) is Tensor:

@@ -3,6 +3,7 @@
 wrapper       `FullyShardedDataParallel`
 config        strategies, prefetch, mixed precision, offload
 meshes        process groups, meshes and devices: which ranks a wrapper shards over
+planned       a wrapper to be, and those below it, before anything is changed
 construction  what a constructor does before it shards
 comm_hooks    hooks that reduce gradients, and how units call them
 flat_parameter  what clients read and write of torch's flat parameter

@@ -11,14 +11,13 @@ The hooks here have the names, arguments and arithmetic of torch's default ones
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
+from fsdp2.core.custom_collectives import ReduceScatter
 from fsdp2.core.device.collectives import ReduceKind, Replicas, scatter_sums
-from fsdp2.core.device.custom_collectives import ReduceScatter
-from fsdp2.core.device.one_off import sum_over
 from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.ranks.transfers import sum_over
 
 Hook = Callable[..., object]
 """Called with its state, a flat gradient and, where parameters are sharded, an output."""
@@ -143,7 +142,7 @@ class HookedReduceScatter(ReduceScatter):
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: ProcessGroup,
-        op: Any,
+        op: object,
         async_op: bool = False,
     ) -> None:
         """Call the hook; it may give the output other memory and another dtype."""

@@ -280,7 +280,7 @@ def policy_of(precision: MixedPrecision) -> MixedPrecisionPolicy:
     )
 
 
-def offload_of(value: Any) -> CPUOffloadPolicy | None:
+def offload_of(value: object) -> CPUOffloadPolicy | None:
     """A unit's offload policy for a `CPUOffload` of ours or torch's.
 
     Raises:

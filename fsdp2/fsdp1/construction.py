@@ -13,24 +13,23 @@ All of it ends at wrappers that are there already.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.optim.optimizer as torch_optimizer
 from torch import nn
 
 from fsdp2 import wrapper_module
-from fsdp2.core.device.one_off import broadcast_from_first
 from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.core.modules import optimizers
 from fsdp2.core.modules.containers import cast
-from fsdp2.core.modules.registrations import Registrations
 from fsdp2.core.modules.registry import record_of
+from fsdp2.core.modules.walks import walk
 from fsdp2.optim import repoint_optimizer
-from fsdp2.wrapper_module import INSIDE
+from fsdp2.ranks.transfers import broadcast_from_first
+from fsdp2.wrapper_module import INSIDE, Members
 
 
 def is_wrapper(module: nn.Module) -> bool:
@@ -38,19 +37,23 @@ def is_wrapper(module: nn.Module) -> bool:
     return getattr(type(module), "_is_fsdp2_wrapper", False)
 
 
-def own_modules(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+def own_modules(
+    module: nn.Module, pending: Set[nn.Module] = frozenset()
+) -> Iterator[tuple[nn.Module, str]]:
     """``module`` and those below it, breadth first, without what a wrapper or a unit has.
+
+    Args:
+        module: where to begin.
+        pending: modules below that are to be wrapped by themselves.
 
     Yields:
         A module, and what names of its parameters begin with.
     """
-    queue, seen = [(module, "")], {module}
-    for member, prefix in queue:  # which grows
-        yield member, prefix
-        for name, child in member.named_children():
-            if child not in seen and not is_wrapper(child) and record_of(child) is None:
-                seen.add(child)
-                queue.append((child, f"{prefix}{name}."))
+
+    def leaves_out(below: nn.Module) -> bool:
+        return below in pending or is_wrapper(below) or record_of(below) is not None
+
+    return walk((module,), leaves_out, "by depth")
 
 
 # ---- what is left alone
@@ -84,8 +87,8 @@ def ignored_of(
             "FullyShardedDataParallel got ignored_modules and ignored_states; pass ignored_states "
             "alone"
         )
-    given: Iterable[Any] | None = ignored_modules if ignored_states is None else ignored_states
-    named: list[Any] = [] if given is None else list(given)
+    given: Iterable[object] | None = ignored_modules if ignored_states is None else ignored_states
+    named: list[object] = [] if given is None else list(given)
     kinds: tuple[type, ...] = (nn.Module,) if ignored_states is None else (nn.Module, nn.Parameter)
     for member in named:
         if not isinstance(member, kinds):
@@ -114,10 +117,6 @@ def ignored_of(
 # ---- which modules are wrapped
 
 
-Chosen = Mapping[nn.Module, Mapping[str, Any]]
-"""Modules to wrap, and the arguments that differ from the outermost wrapper's."""
-
-
 def check_nothing_wrapped(module: nn.Module) -> None:
     """Raise if a policy would find wrappers below ``module``.
 
@@ -132,27 +131,46 @@ def check_nothing_wrapped(module: nn.Module) -> None:
             )
 
 
-def order_of(module: nn.Module, chosen: Chosen) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Chosen modules below ``module``, innermost first: parent, name, child; each child once a
-    parent that has it."""
-    seen: set[nn.Module] = {module}
-    yield from _below(module, chosen, seen)
-
-
-def _below(
-    module: nn.Module, chosen: Chosen, seen: set[nn.Module]
-) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    for name, child in list(module._modules.items()):
-        if child is None:
-            continue
-        if child not in seen:
-            seen.add(child)
-            yield from _below(child, chosen, seen)
-        if child in chosen:
-            yield module, name, child
-
-
 # ---- values
+
+
+def check_can_materialise(
+    module: nn.Module,
+    init_fn: Callable[[nn.Module], None] | None,
+    ignored: Ignored,
+    pending: Set[nn.Module],
+) -> None:
+    """Raise what `materialise` would before it calls anybody; changes nothing.
+
+    Args:
+        module: what is to be sharded.
+        init_fn: as there.
+        ignored: as there.
+        pending: modules that are to be wrapped by themselves.
+
+    Raises:
+        TypeError: ``init_fn`` cannot be called.
+        ValueError: a module has tensors on the meta device, and no ``reset_parameters()``.
+    """
+    if init_fn is not None and not callable(init_fn):
+        raise TypeError(
+            f"FullyShardedDataParallel(param_init_fn=…) takes a function of a module, not "
+            f"{init_fn!r}"
+        )
+    if init_fn is None:
+        members = list(own_modules(module, pending))
+        wrapper_module.check_resets(_to_materialise(members, ignored))
+
+
+def _to_materialise(members: Members, ignored: Ignored) -> Members:
+    """Those that have tensors; none if no tensor is on the meta device."""
+    having = [
+        each
+        for each in members
+        if each[0] not in ignored.modules and any(True for _ in wrapper_module.tensors_of(each[0]))
+    ]
+    tensors = (t for member, _ in having for _, t in wrapper_module.tensors_of(member))
+    return having if any(tensor.is_meta for tensor in tensors) else []
 
 
 def materialise(
@@ -170,20 +188,11 @@ def materialise(
         ignored: what is left as it is.
 
     Raises:
-        TypeError: ``init_fn`` cannot be called.
-        ValueError: a module has tensors on the meta device, and no ``reset_parameters()``; or some
-            are still there when it was initialised.
+        ValueError: some are still there when it was initialised.
     """
-    if init_fn is not None and not callable(init_fn):
-        raise TypeError(
-            f"FullyShardedDataParallel(param_init_fn=…) takes a function of a module, not "
-            f"{init_fn!r}"
-        )
     members = [each for each in own_modules(module) if each[0] not in ignored.modules]
-    having = [each for each in members if any(True for _ in wrapper_module.tensors_of(each[0]))]
-    if not any(
-        tensor.is_meta for member, _ in having for _, tensor in wrapper_module.tensors_of(member)
-    ):
+    having = _to_materialise(members, ignored)
+    if not having:
         return
     if init_fn is None:
         wrapper_module.reset(having, device)
@@ -232,26 +241,17 @@ def follow_original_parameters(module: nn.Module) -> None:
     torch's FSDP1 keeps the parameter objects where ``use_orig_params=True``, so that clients make
     optimizers first. Each optimizer is looked at when anything was registered or sharded since.
     """
-    _watch_optimizers()
     for param in module.parameters():
         param.__dict__[WRAPPED] = True
 
 
-@functools.cache
-def _watch_optimizers() -> None:
-    seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+def _repoint(optimizer: torch.optim.Optimizer) -> None:
+    held = (param for group in optimizer.param_groups for param in group["params"])
+    if any(WRAPPED in param.__dict__ for param in held):
+        repoint_optimizer(optimizer)
 
-    def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if seen.get(optimizer) != Registrations.count:
-            held = (param for group in optimizer.param_groups for param in group["params"])
-            if any(WRAPPED in param.__dict__ for param in held):
-                repoint_optimizer(optimizer)
-            seen[optimizer] = Registrations.count
 
-    handle = torch_optimizer.register_optimizer_step_pre_hook(before)
-    # In front of the one that refuses such parameters.
-    hooks: Any = torch_optimizer._global_optimizer_pre_hooks  # an OrderedDict
-    hooks.move_to_end(handle.id, last=False)
+optimizers.changed.add(_repoint, first=True)  # before they are refused
 
 
 # ---- dtypes
@@ -273,7 +273,7 @@ class _CastsBack:
         self._dtypes = dtypes
 
     def __call__(
-        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object
+        self, module: nn.Module, state_dict: dict[str, object], prefix: str, _: object
     ) -> None:
         for name, dtype in self._dtypes.items():
             held = state_dict.get(prefix + name)
@@ -285,7 +285,7 @@ def in_full_precision(module: nn.Module) -> None:
     """Let ``module`` compute in float32: its inputs are cast to it, its outputs back."""
     dtypes: list[torch.dtype] = []
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         dtypes[:] = [
             value.dtype
             for value in (*args, *kwargs.values())
@@ -323,12 +323,12 @@ def clean_states(wrapper: nn.Module) -> None:
 
     def saved(_: nn.Module, state_dict: dict[str, Any], prefix: str, __: object) -> None:
         rename(state_dict, f"{prefix}{INSIDE}.", prefix)
-        versions: dict[str, Any] = getattr(state_dict, "_metadata", {})
+        versions: dict[str, object] = getattr(state_dict, "_metadata", {})
         for key in list(versions):
             value = versions.pop(key)
             versions[f"{key}.".replace(f"{INSIDE}.", "")[:-1]] = value
 
-    def loaded(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: object) -> None:
+    def loaded(_: nn.Module, state_dict: dict[str, object], prefix: str, *__: object) -> None:
         if reference() is not None:
             rename(state_dict, prefix, f"{prefix}{INSIDE}.")
 
@@ -336,7 +336,7 @@ def clean_states(wrapper: nn.Module) -> None:
     wrapper.register_load_state_dict_pre_hook(loaded)
 
 
-def rename(state_dict: dict[str, Any], old: str, new: str) -> None:
+def rename(state_dict: dict[str, object], old: str, new: str) -> None:
     """Replace a prefix of keys in place; other keys stay where they are in the order."""
     for key in list(state_dict):
         value = state_dict.pop(key)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler, OptState
 
-from fsdp2.core.device.one_off import sum_over
 from fsdp2.core.device.process_groups import ProcessGroup, default_group
 from fsdp2.core.layout.mesh import local_of
+from fsdp2.ranks.transfers import sum_over
 
 
 class ShardedGradScaler(GradScaler):
@@ -50,7 +50,7 @@ class ShardedGradScaler(GradScaler):
         )
         self.process_group = process_group
 
-    def scale(self, outputs: Any) -> Any:
+    def scale(self, outputs: object) -> Any:
         """Multiply a tensor, or tensors in lists, tuples and other iterables; dtypes stay.
 
         Args:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -69,7 +68,7 @@ def _chosen(device_id: int | torch.device) -> torch.device:
 
 
 def mesh_of(
-    process_group: Any, device_mesh: object, hybrid: bool, device: torch.device
+    process_group: object, device_mesh: object, hybrid: bool, device: torch.device
 ) -> DeviceMesh:
     """The mesh of a wrapper: (shard,), or (replicate, shard) where ``hybrid``.
 

@@ -40,9 +40,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp2.core.config import ShardingStateError
-from fsdp2.core.device.one_off import sum_over
 from fsdp2.core.layout.mesh import wrap_local
 from fsdp2.core.params.param import OWNER
+from fsdp2.ranks.transfers import sum_over
 
 Operator = torch._ops.OpOverload
 Args = tuple[Any, ...]
@@ -77,7 +77,7 @@ def _bind() -> None:
         return
     find_rule = getattr(dispatcher, _RULE)
 
-    def find_rule_or_result(op: Operator, args: Args, kwargs: Kwargs, *rest: Any) -> object:
+    def find_rule_or_result(op: Operator, args: Args, kwargs: Kwargs, *rest: object) -> object:
         try:
             rule = find_rule(op, args, kwargs, *rest)
         except Exception as error:
@@ -207,7 +207,7 @@ def _may_be_empty(args: Args, kwargs: Kwargs) -> bool:
     return False
 
 
-def _written(op: Operator, args: Args, kwargs: Kwargs) -> Iterator[Any]:
+def _written(op: Operator, args: Args, kwargs: Kwargs) -> Iterator[object]:
     """The arguments that an operator writes to: tensors, and lists of them."""
     for position, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -268,7 +268,7 @@ def _described(tensor: DTensor) -> str:
     return f"{what} of shape {tuple(tensor.shape)}"
 
 
-def _rows(tree: Any) -> Any:
+def _rows(tree: object) -> Any:
     return tree_map(lambda leaf: leaf._local_tensor if isinstance(leaf, DTensor) else leaf, tree)
 
 
@@ -316,7 +316,7 @@ def _on_whole(op: Operator, args: Args, kwargs: Kwargs) -> object:
                 written[id(wholes[id(leaf)])] = leaf
     mesh = next(_sharded_leaves(args, kwargs)).device_mesh
 
-    def shown(leaf: Any) -> Any:
+    def shown(leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor) or _writes_plain(op, args, kwargs):
             return leaf
         found = written.get(id(leaf))
@@ -325,7 +325,7 @@ def _on_whole(op: Operator, args: Args, kwargs: Kwargs) -> object:
     return tree_map(shown, made)
 
 
-def _whole(leaf: Any, wholes: dict[int, torch.Tensor]) -> Any:
+def _whole(leaf: object, wholes: dict[int, torch.Tensor]) -> object:
     if not isinstance(leaf, DTensor):
         return leaf
     if id(leaf) not in wholes:
@@ -441,13 +441,13 @@ class WholeView(torch.Tensor):
         made._view, made._home = view, home
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]  # as torch has it
+    def __repr__(self, *, tensor_contents: object = None) -> object:  # type: ignore[override]  # as torch has it
         return f"WholeView({tuple(self.shape)})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # typed as an instance's in torch
         cls, op: Operator, types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
+    ) -> object:
         """Compute on what is viewed; write through."""
         given = (args, dict(kwargs or {}))
         views = [leaf for leaf in tree_leaves(given) if isinstance(leaf, WholeView)]
@@ -491,13 +491,13 @@ def _own_values(tensor: DTensor, method: str) -> torch.Tensor:
     )
 
 
-def _numpy(self: DTensor, *, force: bool = False) -> Any:
+def _numpy(self: DTensor, *, force: bool = False) -> object:
     array = torch.Tensor.numpy(_own_values(self, "numpy").detach(), force=force)
     array.flags.writeable = False
     return array
 
 
-def _tolist(self: DTensor) -> Any:
+def _tolist(self: DTensor) -> object:
     return _own_values(self, "tolist").tolist()
 
 
@@ -525,7 +525,7 @@ def _set_data(self: DTensor, value: torch.Tensor) -> None:
         self.copy_(value)
 
 
-_METHODS: dict[str, Any] = {
+_METHODS: dict[str, object] = {
     "numpy": _numpy,
     "tolist": _tolist,
     "__format__": _format,

@@ -49,7 +49,7 @@ StateDict = dict[str, Any]
 ParamState = dict[str, Any]
 """What an optimizer keeps for one parameter."""
 
-OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
+OptimInput = list[dict[str, object]] | Iterable[nn.Parameter] | None
 """What an optimizer was made of."""
 
 
@@ -176,7 +176,7 @@ def rekey_optim_state_dict(
     if kinds <= {str if to_names else int}:
         return optim_state_dict
     positions = _positions(model, optim, optim_input)
-    other: dict[Any, Any] = {}
+    other: dict[object, Any] = {}
     for position, names in enumerate(positions.names):
         if to_names:
             other[position] = names[0]
@@ -414,7 +414,7 @@ def _kind(value: object, param: torch.Tensor, managed: ShardedParam | None) -> s
     return _ROWS if value.shape == local_of(param).shape else _COPY
 
 
-def _facts(states: Mapping[Any, ParamState], positions: _Positions) -> Iterator[object]:
+def _facts(states: Mapping[object, ParamState], positions: _Positions) -> Iterator[object]:
     """What all ranks must have alike, and do not share else."""
     for name, param, state in _with_state(states, positions):
         managed = positions.selection.get(id(param))
@@ -427,7 +427,7 @@ def _facts(states: Mapping[Any, ParamState], positions: _Positions) -> Iterator[
 
 
 def _with_state(
-    states: Mapping[Any, ParamState], positions: _Positions
+    states: Mapping[object, ParamState], positions: _Positions
 ) -> Iterator[tuple[str, torch.Tensor, ParamState]]:
     """(name, parameter, state), in the optimizer's order; of those that have state."""
     by_name = {clean_as_fsdp1(key): state for key, state in states.items() if isinstance(key, str)}
@@ -455,7 +455,7 @@ def _by_name(
             "states differ; set the same type on all ranks, and step all optimizers alike"
         )
     kept = not view.only_first or ranks.is_first
-    found: dict[Any, Any] = {}
+    found: dict[object, object] = {}
     for name, param, state in _with_state(states, positions):
         managed = positions.selection.get(id(param))
         converted = {key: _shown(v, param, managed, view) for key, v in state.items()}
@@ -508,7 +508,7 @@ def _shown(value: object, param: torch.Tensor, managed: ShardedParam | None, vie
 
 
 def _named_groups(groups: Sequence[Mapping[str, Any]], positions: _Positions) -> list[StateDict]:
-    by_key: dict[Any, str] = {key: names[0] for key, names in enumerate(positions.names)}
+    by_key: dict[object, str] = {key: names[0] for key, names in enumerate(positions.names)}
     by_key.update({name: names[0] for names in positions.names for name in names})
     named = []
     for each in groups:
@@ -589,7 +589,7 @@ class _StatesToLoad:
 
     problem: str
     items: list[_Item]
-    others: dict[Any, Any]
+    others: dict[object, object]
     groups: list[StateDict] | None
 
     def without_tensors(self) -> _StatesToLoad:
@@ -627,7 +627,7 @@ def _plan(given: object, positions: _Positions, model: nn.Module) -> _StatesToLo
         for name, _ in nn.Module.named_parameters(model, remove_duplicate=False)
     }
     found: dict[int, ParamState] = {}
-    others: dict[Any, Any] = {}
+    others: dict[object, object] = {}
     for name, state in states.items():
         if name in at_of:
             found.setdefault(at_of[name], state)
@@ -703,7 +703,7 @@ def _placed_groups(
 def _assembled(
     plan: _StatesToLoad, positions: _Positions, part_of: Callable[[_Item], object]
 ) -> StateDict:
-    states: dict[Any, Any] = {}
+    states: dict[object, Any] = {}
     for item in plan.items:
         states.setdefault(positions.keys[item.at], {})[item.key] = part_of(item)
     states.update(plan.others)

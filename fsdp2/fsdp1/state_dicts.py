@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from fsdp2.core.config import RankMismatchError
 from fsdp2.core.layout.mesh import local_of, with_dtype, wrap_local
 from fsdp2.core.modules.registry import UnitRecord, records_below
-from fsdp2.core.modules.selection import managed_modules
 from fsdp2.core.modules.ties import Owners
+from fsdp2.core.modules.walks import managed_modules
 from fsdp2.core.params.param import ModuleEntry, ShardedParam, is_extended
 from fsdp2.core.schedule.unit import all_units
 from fsdp2.fsdp1.config import (
@@ -327,7 +327,7 @@ def _own_keys(module: nn.Module, prefix: str) -> list[str]:
 
 
 def _make_full(
-    module: nn.Module, destination: dict[str, Any], prefix: str, config: Any, call: _Call
+    module: nn.Module, destination: dict[str, object], prefix: str, config: Any, call: _Call
 ) -> None:
     """Put whole tensors in the place of a module's DTensors, or nothing."""
     only_first = bool(getattr(config, "rank0_only", False))
@@ -357,9 +357,9 @@ def _make_full(
 
 def _before_load(
     module: nn.Module,
-    state_dict: dict[str, Any],
+    state_dict: dict[str, object],
     prefix: str,
-    local_metadata: dict[str, Any],
+    local_metadata: dict[str, object],
     strict: bool,
     missing_keys: list[str],
     unexpected_keys: list[str],

@@ -1,8 +1,8 @@
 """`FullyShardedDataParallel`: the wrapper of torch's FSDP1 over units of `fully_shard`.
 
     FullyShardedDataParallel(module, …)
-      auto_wrap_policy ──> wrappers of modules below, first
-      the arguments    ──> mesh, reshard_after_forward, mp_policy, offload_policy, ignored_params
+      all of it is planned (`fsdp2.fsdp1.planned`), and raises where it does not fit
+      wrappers of modules below are made, first
       fully_shard(module, …), and setters of its unit
     forward ──> the module's own; its unit does all the rest
 
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.api import fully_shard
 from fsdp2.core.device.process_groups import ProcessGroup
-from fsdp2.core.layout.mesh import FSDPMeshInfo, ShardPlacementResult
 from fsdp2.core.modules.registry import UnitRecord, require_record
 from fsdp2.fsdp1 import optimizer_states as states
 from fsdp2.fsdp1.comm_hooks import Hook, HookedReduceScatter, HookedReplicas
@@ -34,28 +33,27 @@ from fsdp2.fsdp1.config import (
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
-    checked_member,
-    checked_precision,
-    offload_of,
-    policy_of,
 )
 from fsdp2.fsdp1.construction import (
-    Ignored,
     cast_buffers,
-    check_nothing_wrapped,
     clean_states,
     follow_original_parameters,
-    ignored_of,
     in_full_precision,
     is_wrapper,
     keep_low_precision,
     materialise,
-    order_of,
     synchronise,
 )
 from fsdp2.fsdp1.flat_parameter import FlatParameter
-from fsdp2.fsdp1.meshes import device_of, mesh_of
 from fsdp2.fsdp1.operators import compute_beyond_rules
+from fsdp2.fsdp1.planned import (
+    Given,
+    ResolvedOptions,
+    WrapperPlan,
+    arguments_of,
+    check_plan,
+    plan_wrapper,
+)
 from fsdp2.fsdp1.state_dicts import (
     get_state_dict_type,
     set_state_dict_type,
@@ -63,11 +61,9 @@ from fsdp2.fsdp1.state_dicts import (
     use_full_state_dicts,
 )
 from fsdp2.full import gathered
-from fsdp2.interop import CPUOffloadPolicy, TorchWrapperIdentity
+from fsdp2.interop import TorchWrapperIdentity
 from fsdp2.module import FSDPModule
 from fsdp2.optim.norms import clip_grad_norm_
-from fsdp2.sharded_class import sharded_class
-from fsdp2.wrap import any_wrap_policy, chosen_modules
 from fsdp2.wrap.choices import Policy
 from fsdp2.wrapper_module import WrapperModule, flags_put_back
 
@@ -140,47 +136,43 @@ class FullyShardedDataParallel(WrapperModule, TorchWrapperIdentity):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
-        _check_module(module)
-        settings = _settings_of(
-            sharding_strategy,
-            cpu_offload,
-            backward_prefetch,
-            mixed_precision,
-            ignored_of(ignored_modules, ignored_states),
-        )
-        one = process_group if isinstance(process_group, ProcessGroup) else None
-        device = device_of(module, device_id, one)
-        mesh = mesh_of(process_group, device_mesh, settings.strategy in HYBRID, device)
-        if auto_wrap_policy is not None:
-            options = {
-                "sharding_strategy": sharding_strategy,
-                "cpu_offload": cpu_offload,
-                "backward_prefetch": backward_prefetch,
-                "mixed_precision": mixed_precision,
-                "param_init_fn": param_init_fn,
-                "device_id": device_id,
-                "sync_module_states": sync_module_states,
-                "forward_prefetch": forward_prefetch,
-                "limit_all_gathers": limit_all_gathers,
-                "use_orig_params": use_orig_params,
-                "ignored_states": settings.ignored.params,
-                "device_mesh": mesh,
-            }
-            _wrap_below(module, auto_wrap_policy, settings, options)
-        nn.Module.__init__(self)
-        self.compute_device, self._use_orig_params, self._is_inner = device, use_orig_params, False
-        self.forward_prefetch, self.limit_all_gathers = forward_prefetch, limit_all_gathers
-        materialise(module, param_init_fn, device, settings.ignored)
-        if sync_module_states:
-            axes = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-            synchronise(module, axes, device, settings.ignored)
-        if use_orig_params:
-            follow_original_parameters(module)
-        _shard(module, mesh, settings)
-        self._take(module, mesh, settings)
+        given = {
+            name: value
+            for name, value in locals().items()
+            if name not in ("self", "module", "__class__")
+        }
+        plan = plan_wrapper(module, given, _completed)
+        check_plan(plan)
+        self._make(plan)
 
-    def _take(self, module: nn.Module, mesh: DeviceMesh, settings: _ResolvedOptions) -> None:
+    def _make(self, plan: WrapperPlan) -> None:
+        """Become what was planned, with wrappers below."""
+        for below in plan.apart:
+            in_full_precision(below)
+        for inner in plan.below:
+            wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+            wrapper._make(inner)
+            for parent, name in plan.places[inner.module]:
+                setattr(parent, name, wrapper)
+        module, given, options = plan.module, plan.given, plan.options
+        device, mesh = options.device, options.mesh
+        nn.Module.__init__(self)
+        self.compute_device, self._is_inner = device, False
+        self._use_orig_params = given["use_orig_params"]
+        self.forward_prefetch = given["forward_prefetch"]
+        self.limit_all_gathers = given["limit_all_gathers"]
+        materialise(module, given["param_init_fn"], device, options.ignored)
+        if given["sync_module_states"]:
+            axes = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+            synchronise(module, axes, device, options.ignored)
+        if self._use_orig_params:
+            follow_original_parameters(module)
+        _shard(module, options)
+        self._take(module, options)
+
+    def _take(self, module: nn.Module, settings: ResolvedOptions) -> None:
         """Hold the sharded module, and what it was sharded with."""
+        mesh = settings.mesh
         self.sharding_strategy, self.backward_prefetch = settings.strategy, settings.prefetch
         self.mixed_precision = settings.precision
         self.cpu_offload = CPUOffload(settings.offload is not None)
@@ -227,7 +219,7 @@ class FullyShardedDataParallel(WrapperModule, TorchWrapperIdentity):
     @property
     def _unit_module(self) -> FSDPModule:
         """The wrapped module, which has the methods of its unit."""
-        found: Any = self._wrapped
+        found: object = self._wrapped
         assert isinstance(found, FSDPModule)
         return found
 
@@ -408,46 +400,22 @@ class FullyShardedDataParallel(WrapperModule, TorchWrapperIdentity):
 # ---- construction
 
 
-@dataclass(frozen=True)
-class _ResolvedOptions:
-    """What a wrapper's arguments come to."""
-
-    strategy: ShardingStrategy
-    offload: CPUOffloadPolicy | None
-    prefetch: BackwardPrefetch | None
-    precision: MixedPrecision
-    ignored: Ignored
+def _completed(module: nn.Module, **given: Any) -> Given:
+    """The arguments of a wrapper by name, with their defaults."""
+    bound = _SIGNATURE.bind(None, module, **given)
+    bound.apply_defaults()
+    return {k: v for k, v in bound.arguments.items() if k not in ("self", "module")}
 
 
-def _settings_of(
-    strategy: object, offload: object, prefetch: object, precision: object, ignored: Ignored
-) -> _ResolvedOptions:
-    chosen = ShardingStrategy.FULL_SHARD
-    if strategy is not None:
-        chosen = checked_member(ShardingStrategy, strategy, "sharding_strategy")
-    when = None
-    if prefetch is not None:
-        when = checked_member(BackwardPrefetch, prefetch, "backward_prefetch")
-    return _ResolvedOptions(
-        chosen, offload_of(offload), when, checked_precision(precision), ignored
-    )
+_SIGNATURE = inspect.signature(FullyShardedDataParallel.__init__)
 
 
-def _shard(module: nn.Module, mesh: DeviceMesh, settings: _ResolvedOptions) -> None:
+def _shard(module: nn.Module, settings: ResolvedOptions) -> None:
     """Make a unit of what no wrapper below has, with the settings."""
     precision = settings.precision
-    replicates = settings.strategy == ShardingStrategy.NO_SHARD
     unit: Any = module  # an FSDPModule behind this
     cast_buffers(module, precision.buffer_dtype, settings.ignored)
-    fully_shard(
-        unit,
-        mesh=mesh,
-        reshard_after_forward=False if settings.strategy in KEEPS_GATHERED else None,
-        shard_placement_fn=_Replicated(mesh) if replicates else None,
-        mp_policy=policy_of(precision),
-        offload_policy=settings.offload,
-        ignored_params=set(settings.ignored.params),
-    )
+    fully_shard(unit, **arguments_of(settings))
     record = require_record(module)
     times = {BackwardPrefetch.BACKWARD_PRE: "before", BackwardPrefetch.BACKWARD_POST: "after"}
     when = "never" if settings.prefetch is None else times[settings.prefetch]
@@ -457,65 +425,3 @@ def _shard(module: nn.Module, mesh: DeviceMesh, settings: _ResolvedOptions) -> N
     if precision.keep_low_precision_grads and precision.param_dtype is not None:
         params = (param for group in record.unit.own_groups for param in group.params)
         keep_low_precision((param.sharded for param in params), precision.param_dtype)
-
-
-class _Replicated:
-    """A ``shard_placement_fn`` that shards nothing."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._result = ShardPlacementResult(None, FSDPMeshInfo(mesh, None, 0))
-
-    def __call__(self, _: nn.Parameter) -> ShardPlacementResult:
-        return self._result
-
-
-def _check_module(module: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"FullyShardedDataParallel takes a module, not {type(module).__name__}; pass one"
-        )
-    sharded_class(module)  # raises if there can be none
-
-
-def _wrap_below(
-    module: nn.Module,
-    policy: Policy,
-    settings: _ResolvedOptions,
-    options: Mapping[str, Any],
-) -> None:
-    """Wrap the modules below that a policy chooses, and those that stay in full precision."""
-    check_nothing_wrapped(module)
-    precision, ignored = settings.precision, settings.ignored
-    apart: tuple[type[nn.Module], ...] = ()
-    if any((precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype)):
-        apart = tuple(precision._module_classes_to_ignore)
-    if apart and not hasattr(policy, "_run_policy") and callable(policy):
-
-        def stays(module: nn.Module, recurse: bool, *_: object, **__: object) -> bool:
-            return recurse or isinstance(module, apart)
-
-        policy = functools.partial(any_wrap_policy, policies=[policy, stays])
-    choices = chosen_modules(
-        module,
-        policy,
-        ignored_modules=ignored.modules,
-        ignored_params=ignored.params,
-        options=options,
-    )
-    chosen: dict[nn.Module, dict[str, Any]] = {c.module: dict(c.options) for c in choices}
-    precise = [
-        below
-        for below in module.modules()
-        if isinstance(below, apart) and below is not module and below not in ignored.modules
-    ]
-    for below in precise:
-        chosen[below] = {**options, **chosen.get(below, {}), "mixed_precision": None}
-    for child in chosen:
-        sharded_class(child)  # raises if there can be none
-    for below in precise:
-        in_full_precision(below)
-    made: dict[nn.Module, FullyShardedDataParallel] = {}
-    for parent, name, child in list(order_of(module, chosen)):
-        if child not in made:
-            made[child] = FullyShardedDataParallel(child, **chosen[child])
-        setattr(parent, name, made[child])

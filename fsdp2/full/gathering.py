@@ -32,7 +32,7 @@ from fsdp2.full.selection import (
     selected_params,
     settle,
 )
-from fsdp2.full.unsharding import leaves_of, rebuilt, way_of
+from fsdp2.full.unsharding import leaves_of, levels_of, rebuilt
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Hold:
         self.outer = outer
         self.full: nn.Parameter | None = None
         self._settings = settings
-        self._way = way_of(selected.param)
+        self._levels = levels_of(selected.param)
         self._before: nn.Parameter = selected.param.sharded
         if outer is not None and outer.full is not None:
             self._before = outer.full
@@ -110,7 +110,7 @@ class Hold:
             return None
         if self._settings.offload_to_cpu:
             leaves = [leaf.cpu() for leaf in leaves]
-        return rebuilt(local, leaves, self._way.shape)
+        return rebuilt(local, leaves, self._levels.shape)
 
     def _whole_gradient(self, source: nn.Parameter | None) -> torch.Tensor | None:
         """The same of its gradient."""
@@ -141,12 +141,12 @@ class Hold:
             source: what is whole in the context around, if there is one and it is so here.
             rows: this rank's rows, or where they are not read, anything that looks like them.
         """
-        param, way, outer = self.selected.param, self._way, self.outer
+        param, levels, outer = self.selected.param, self._levels, self.outer
         if outer is None:
-            found = way.gather(param.laid_out(rows), self._everywhere)
+            found = levels.gather(param.laid_out(rows), self._everywhere)
             return None if found is None else _own(param.as_seen(found), rows)
         if outer._everywhere or not self._everywhere:
-            held = self._everywhere or way.is_first
+            held = self._everywhere or levels.is_first
             return source.detach().clone() if held and source is not None else None
         spread = self._spread(source, rows, outer._shown(rows.dtype))
         return spread if source is None else _own(spread, source)
@@ -158,13 +158,13 @@ class Hold:
         param = self.selected.param
         laid = None if whole is None else param.laid_out(whole.detach())
         like = param.laid_out(rows.to(dtype))
-        return param.as_seen(self._way.spread(laid, like))
+        return param.as_seen(self._levels.spread(laid, like))
 
     def _made(self, whole: torch.Tensor | None) -> torch.Tensor | None:
         """On the device and of the dtype that was asked for."""
         if whole is None:
             return None
-        device = torch.device("cpu") if self._settings.offload_to_cpu else self._way.device
+        device = torch.device("cpu") if self._settings.offload_to_cpu else self._levels.device
         return whole.to(device, _cast_to(whole.dtype, self._settings.dtype))
 
     # ---- the end
@@ -222,13 +222,13 @@ class Hold:
         self, whole: torch.Tensor | None, own: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
         """This rank's rows of ``whole``, as users see them; it is ``None`` where others have it."""
-        param, way = self.selected.param, self._way
+        param, levels = self.selected.param, self._levels
         laid = None if whole is None else param.laid_out(whole)
         if self._everywhere:
             assert laid is not None
-            return param.as_seen(way.cut(laid))
+            return param.as_seen(levels.cut(laid))
         like = param.laid_out(own).to(dtype)
-        return param.as_seen(way.scatter(laid, like))
+        return param.as_seen(levels.scatter(laid, like))
 
     def _write_outer(self, left: torch.Tensor | None) -> None:
         """To the tensors of the context around this one."""

@@ -34,7 +34,7 @@ from fsdp2.full.selection import (
     selected_params,
     settle,
 )
-from fsdp2.full.unsharding import leaves_of, way_of
+from fsdp2.full.unsharding import leaves_of, levels_of
 
 
 class IncompatibleKeys(NamedTuple):
@@ -347,7 +347,7 @@ def _write_all(
 
 
 def _write_rows(selected: SelectedParam, value: torch.Tensor | None, ranks: MeshRanks) -> None:
-    param, way = selected.param, way_of(selected.param)
+    param, levels = selected.param, levels_of(selected.param)
     rows = leaves_of(param.local)
     wholes: list[torch.Tensor | None] = [None] * len(rows)
     if value is not None:
@@ -355,12 +355,12 @@ def _write_rows(selected: SelectedParam, value: torch.Tensor | None, ranks: Mesh
             value = param.local.new_zeros(value.shape).copy_(value)
         wholes[:] = leaves_of(value.detach())
     for whole, own in zip(wholes, rows, strict=True):
-        shape = way.whole_shape(param.laid_out(own))
+        shape = levels.whole_shape(param.laid_out(own))
         sent = ranks.scratch(shape, own.dtype)
         if whole is not None:
             sent.copy_(param.laid_out(whole))
         ranks.spread(sent)
-        param.laid_out(own).copy_(way.cut(sent))
+        param.laid_out(own).copy_(levels.cut(sent))
 
 
 @torch.no_grad()

@@ -17,17 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.collectives import GroupCollectives
-from fsdp2.core.device.one_off import broadcast_from_first
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.layout.mesh import device_of
 from fsdp2.core.modules.registrations import follow_replaced
 from fsdp2.core.modules.registry import record_of_unit, records_below
-from fsdp2.core.modules.selection import managed_modules
 from fsdp2.core.modules.ties import Owners
+from fsdp2.core.modules.walks import managed_modules
 from fsdp2.core.names import clean
 from fsdp2.core.params.param import ModuleEntry, ShardedParam
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.unit import Unit, all_units
+from fsdp2.ranks.transfers import broadcast_from_first
 
 Names = Callable[[str], bool] | Set[str] | None
 """Which parameters: a predicate of a full name, full names, or all."""

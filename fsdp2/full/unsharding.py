@@ -25,11 +25,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.collectives import GroupCollectives
-from fsdp2.core.device.one_off import broadcast_from_first, gather_to_first, scatter_from_first
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.layout.layout import Slot
 from fsdp2.core.layout.mesh import MeshAxes
 from fsdp2.core.params.param import ShardedParam, is_extended
+from fsdp2.ranks.transfers import broadcast_from_first, gather_to_first, scatter_from_first
 
 Part = Callable[[torch.Tensor, int], torch.Tensor]
 """A rank's part of a whole tensor: a view."""
@@ -55,7 +55,7 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Way:
+class ParamLevels:
     """The levels of one parameter, the whole one's first.
 
     Attributes:
@@ -242,7 +242,7 @@ def _broadcast(
 # ---- from a parameter to its levels
 
 
-def way_of(param: ShardedParam) -> Way:
+def levels_of(param: ShardedParam) -> ParamLevels:
     """The levels of a parameter.
 
     Raises:
@@ -262,7 +262,7 @@ def way_of(param: ShardedParam) -> Way:
         copies = axes.replicas
         levels.append(Level(copies, axes.copies, copies.rank(), None, lambda _: False))
     levels.append(Level(axes.group, axes.size, axes.rank, slot.part, _order_of(slot)))
-    return Way(param.name, tuple(levels), axes.device, frozenset(dims), shape)
+    return ParamLevels(param.name, tuple(levels), axes.device, frozenset(dims), shape)
 
 
 def slot_of(param: ShardedParam) -> Slot:
@@ -384,21 +384,21 @@ def made_whole(param: ShardedParam, rows: torch.Tensor, everywhere: bool) -> tor
         rows: this rank's, of the parameter or of an optimizer's state: a local tensor.
         everywhere: whether all ranks get it, or the first alone.
     """
-    way = way_of(param)
+    levels = levels_of(param)
     own = leaves_of(rows)
-    moved = [way.gather(param.laid_out(leaf), everywhere) for leaf in own]
+    moved = [levels.gather(param.laid_out(leaf), everywhere) for leaf in own]
     leaves = [param.as_seen(leaf) for leaf in moved if leaf is not None]
     if len(leaves) < len(own):
         return None
     shared = {leaf.untyped_storage()._cdata for leaf in own}
     leaves = [x.clone() if x.untyped_storage()._cdata in shared else x for x in leaves]
-    return rebuilt(rows, leaves, way.shape)
+    return rebuilt(rows, leaves, levels.shape)
 
 
 @torch.no_grad()
 def cut_rows(param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
     """This rank's rows of a whole plain tensor of the parameter's shape: a view."""
-    return param.as_seen(way_of(param).cut(param.laid_out(whole.detach())))
+    return param.as_seen(levels_of(param).cut(param.laid_out(whole.detach())))
 
 
 @torch.no_grad()
@@ -414,4 +414,4 @@ def scattered_rows(
     """
     like = torch.empty_like(param.laid_out(param.local), dtype=dtype, device="meta")
     laid_out = None if whole is None else param.laid_out(whole.detach())
-    return param.as_seen(way_of(param).scatter(laid_out, like))
+    return param.as_seen(levels_of(param).scatter(laid_out, like))

@@ -31,19 +31,19 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import Shard
 
 from fsdp2.core import config
-from fsdp2.core.modules.assembly import choose_reshard
 from fsdp2.core.modules.registry import UnitRecord, record_of
 from fsdp2.core.modules.roots import start
 from fsdp2.core.params.param import ShardedParam, compute_dtype
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.schedule.unit import Phase
+from fsdp2.sharding.assembly import choose_reshard
 
 _state: Any = _fsdp_state
 TORCHS: Any = fsdp.FSDPModule
 """torch's class: ``super(TORCHS, self)`` is what comes behind it, the original class."""
 
-TORCHS_NAMES: dict[str, Any] = {name: getattr(fsdp, name) for name in fsdp._fully_shard.__all__}
+TORCHS_NAMES: dict[str, object] = {name: getattr(fsdp, name) for name in fsdp._fully_shard.__all__}
 """What torch exports of its FSDP2, by name, as it was when fsdp2 was imported."""
 
 _API: object = getattr(fsdp.fully_shard, "__wrapped__", fsdp.fully_shard)  # the key of its states
@@ -111,7 +111,7 @@ class ParamStandIn(_StandIn):
         return self._param.unsharded
 
     @property
-    def _module_info(self) -> Any:
+    def _module_info(self) -> object:
         """Where it is registered: the first entry, and those tied to it."""
         (module, name), *shared = self._param.entries
         names = [other for _, other in shared]
@@ -162,15 +162,15 @@ class ParamStandIn(_StandIn):
         return self._param.name
 
     @property
-    def mesh_info(self) -> Any:
+    def mesh_info(self) -> object:
         return self._group.mesh_info
 
     @property
-    def post_forward_mesh_info(self) -> Any:
+    def post_forward_mesh_info(self) -> object:
         return self._group.post_forward_mesh_info
 
     @property
-    def sharded_state(self) -> Any:
+    def sharded_state(self) -> object:
         return self._group._sharded_state
 
     @property
@@ -193,7 +193,7 @@ class GroupStandIn(_StandIn):
         self._group = group
         # It owns this one.
         self._state: StateStandIn = weakref.proxy(state)  # type: ignore[assignment]  # for all uses
-        self._mesh_info: Any = None
+        self._mesh_info: object = None
         self.comm_ctx = state._comm_ctx
 
     @property
@@ -232,7 +232,7 @@ class GroupStandIn(_StandIn):
         return None if self._record.scheduler is None else self._record.unit.name
 
     @property
-    def mesh_info(self) -> Any:
+    def mesh_info(self) -> object:
         if self._mesh_info is None:
             axes = self._group.params[0].axes
             if axes.replicas is None:
@@ -262,7 +262,7 @@ class GroupStandIn(_StandIn):
     # ---- where it is
 
     @property
-    def _training_state(self) -> Any:
+    def _training_state(self) -> object:
         return self._state._training_state
 
     @_training_state.setter
@@ -270,7 +270,7 @@ class GroupStandIn(_StandIn):
         self._state._training_state = value
 
     @property
-    def _sharded_state(self) -> Any:
+    def _sharded_state(self) -> object:
         if self.is_unsharded:
             return _param.ShardedState.UNSHARDED
         between = self.is_sharded_post_forward
@@ -292,7 +292,7 @@ class GroupStandIn(_StandIn):
     # ---- what is chosen
 
     @property
-    def post_forward_mesh_info(self) -> Any:
+    def post_forward_mesh_info(self) -> object:
         """Where forward leaves the parameters: ``None`` where it keeps them gathered."""
         if not self._record.unit.frees_after_forward:
             return None
@@ -300,7 +300,7 @@ class GroupStandIn(_StandIn):
         return self.mesh_info if smaller is None else _common.HSDPMeshInfo(smaller.mesh, 1, 0)
 
     @post_forward_mesh_info.setter
-    def post_forward_mesh_info(self, value: Any) -> None:
+    def post_forward_mesh_info(self, value: object) -> None:
         size = getattr(value, "shard_mesh_size", None)
         if value is None or size == self._group.collectives.size:
             choose_reshard(self._record, value is not None)
@@ -476,7 +476,7 @@ class StateStandIn(_StandIn, _state.FSDPState):  # typed as Any
         self._adopted_by = self._adopted_by or self
 
     @property
-    def _training_state(self) -> Any:
+    def _training_state(self) -> object:
         states, phase = _common.TrainingState, self._record.unit.phase
         if phase is Phase.FORWARD:
             return states.FORWARD
@@ -519,7 +519,7 @@ class StateStandIn(_StandIn, _state.FSDPState):  # typed as Any
     # ---- the root's
 
     @property
-    def _state_ctx(self) -> Any:
+    def _state_ctx(self) -> object:
         return self if self._adopted_by in (None, self) else self._adopted_by
 
     @_state_ctx.setter
@@ -691,7 +691,7 @@ def replicated_parameters(modules: Sequence[nn.Module]) -> set[nn.Parameter]:
 
 _WRAPPER: Any = getattr(fsdp, "FullyShardedDataParallel", nn.Module)
 
-WRAPPER_NAMES: dict[str, Any] = {
+WRAPPER_NAMES: dict[str, object] = {
     name: getattr(fsdp, name) for name in fsdp.__all__ if name not in TORCHS_NAMES
 }
 """What torch exports of its FSDP1, by name, as it was when fsdp2 was imported."""

@@ -36,7 +36,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 from fsdp2.api import fully_shard
-from fsdp2.core.modules.registrations import Registrations
+from fsdp2.checks.registered import Unmanaged
 from fsdp2.fsdp1 import FullyShardedDataParallel, ShardedGradScaler
 from fsdp2.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.interop import (
@@ -119,7 +119,7 @@ def install() -> None:
         if found is not OURS[name]:
             _replaced[holder.__name__, name] = found
             setattr(holder, name, OURS[name])
-    Registrations.leave_unmanaged = _leave_unmanaged
+    Unmanaged.leave = _leave_unmanaged
     install_children()
     missed = _missed()
     if missed:
@@ -142,7 +142,7 @@ def uninstall() -> None:
             before = _replaced.get((holder.__name__, name), torchs)
             setattr(holder, name, before)
     _replaced.clear()
-    Registrations.leave_unmanaged = None
+    Unmanaged.leave = None
     uninstall_children()
 
 

@@ -50,7 +50,7 @@ ParamState = dict[str, Any]
 """What an optimizer keeps for one parameter: momenta, step counts, whatever its class knows."""
 
 
-ParamGroupOptions = dict[str, Any]
+ParamGroupOptions = dict[str, object]
 """A parameter group: the parameters, and the options that they are stepped with."""
 
 
@@ -166,7 +166,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._stale = True
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None) -> Any:
         """Step every parameter that has a gradient.
 
         Args:

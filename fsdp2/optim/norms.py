@@ -25,10 +25,10 @@ from torch.utils._foreach_utils import (
 )
 
 from fsdp2.core.config import ShardingStateError
-from fsdp2.core.device.one_off import sum_over
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.params.param import GATHERED
+from fsdp2.ranks.transfers import sum_over
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
 

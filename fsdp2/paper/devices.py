@@ -28,7 +28,7 @@ class NamedDevices(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -86,7 +86,7 @@ def no_autocast() -> Iterator[None]:
             raise AutocastError
         make(self, device_type, *args, **given)
 
-    def __enter__(self: Any) -> Any:  # noqa: N807
+    def __enter__(self: Any) -> object:  # noqa: N807
         if self._enabled:
             raise AutocastError
         return enter(self)

@@ -58,7 +58,7 @@ class _Known(NamedTuple):
     flops: int
     nbytes: int
 
-    def make(self) -> Any:
+    def make(self) -> object:
         """Results of these shapes."""
         made = [
             torch.empty_strided(shape, strides, dtype=dtype, device="meta")
@@ -88,9 +88,9 @@ class Operators(TorchDispatchMode):
         self,
         func: OpOverload,
         types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes again, of local tensors
         given = kwargs or {}
@@ -116,7 +116,7 @@ class Operators(TorchDispatchMode):
             self._values.follow(func, args, given, result)
         return result
 
-    def _on_device(self, func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _on_device(self, func: OpOverload, args: tuple[object, ...]) -> tuple[object, ...]:
         """Tensors in CPU memory among those on ``meta``, where the device planned for takes them.
 
         A CPU has no other memory; a GPU takes indices from there.
@@ -128,7 +128,7 @@ class Operators(TorchDispatchMode):
             return args
         if func._schema.name == "aten::copy_":
             return args
-        moved: tuple[Any, ...] = tree_map_only(
+        moved: tuple[object, ...] = tree_map_only(
             torch.Tensor, lambda each: each if each.is_meta else self._values.put(each), args
         )
         return moved
@@ -136,9 +136,9 @@ class Operators(TorchDispatchMode):
     def _note(
         self,
         func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        result: Any,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        result: object,
         inputs: list[torch.Tensor],
         results: list[torch.Tensor],
         key: object,
@@ -179,7 +179,7 @@ class Operators(TorchDispatchMode):
             self._known[key] = _Known(shapes, kind, flops, nbytes)
 
 
-def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
     """On ``meta``, which does not know of some operators, or knows one dtype alone."""
     if func._schema.name.startswith("aten::_fused_") and not func._schema.returns:
         return None  # a whole optimizer step in place
@@ -206,7 +206,7 @@ def _grouped_product(
     return a.new_empty((*experts, a.shape[-2], b.shape[-1]), dtype=out_dtype or a.dtype)
 
 
-def _key(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+def _key(func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
     """What results depend on; ``None`` where nothing is to be remembered."""
     if func._schema.is_mutable or func.is_view:
         return None
@@ -214,7 +214,7 @@ def _key(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     return None if given is None or named is None else (func, given, named)
 
 
-def _shapes(values: Sequence[Any]) -> tuple[object, ...] | None:
+def _shapes(values: Sequence[object]) -> tuple[object, ...] | None:
     """``None`` where a value may count that is not in a shape."""
     found: list[object] = []
     for value in values:
@@ -244,12 +244,14 @@ def _size(tensor: torch.Tensor) -> int:
     return min(int(tensor.nbytes), int(tensor.untyped_storage().nbytes()))
 
 
-def _mutated(args: tuple[Any, ...]) -> int:
+def _mutated(args: tuple[object, ...]) -> int:
     """Of operators that return nothing: what the first argument holds, which they write."""
     return sum(map(_size, tensors_in(args[0]))) if args else 0
 
 
-def _flops(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
+def _flops(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object
+) -> int:
     name = func._schema.name
     if "dot_product" in name and "attention" in name:
         return _attention(args, backward="backward" in name)

@@ -58,7 +58,7 @@ class Values:
 
     def answer(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Any] | None:
+    ) -> tuple[object] | None:
         """What an operator that asks for values gives, in a tuple; ``None``: it is not known."""
         if not _asks(func):
             return None
@@ -82,7 +82,11 @@ class Values:
         return made
 
     def follow(
-        self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+        self,
+        func: OpOverload,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        result: object,
     ) -> None:
         """An operator has run on ``meta``: know what it gave, or forget what it wrote."""
         if func.is_view:
@@ -111,8 +115,8 @@ class Values:
         self,
         func: OpOverload,
         name: str,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
         inputs: Sequence[torch.Tensor],
     ) -> None:
         written = inputs[0] if name in _OVERWRITES and inputs else None
@@ -128,8 +132,8 @@ class Values:
                     self.forget(tensors_in(given))
 
     def _computed(
-        self, func: OpOverload, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+        self, func: OpOverload, name: str, args: tuple[Any, ...], kwargs: Mapping[str, object]
+    ) -> object:
         """On the CPU; ``None`` where something is not known, or the CPU cannot."""
         if torch.Tag.nondeterministic_seeded in func.tags or name.startswith("empty"):
             return None
@@ -144,8 +148,8 @@ class Values:
             return None
 
     def _real(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         lost = False
 
         def real(each: Any) -> Any:
@@ -157,7 +161,7 @@ class Values:
             return found
 
         kinds = (torch.Tensor, torch.device)
-        known: tuple[Any, dict[str, Any]] = tree_map_only(kinds, real, (args, dict(kwargs)))
+        known: tuple[Any, dict[str, object]] = tree_map_only(kinds, real, (args, dict(kwargs)))
         return None if lost else known
 
     def _learn(self, meta: torch.Tensor, real: torch.Tensor) -> None:
@@ -185,7 +189,7 @@ def _asks(func: OpOverload) -> bool:
     )
 
 
-def tensors_in(values: Any) -> list[torch.Tensor]:
+def tensors_in(values: object) -> list[torch.Tensor]:
     """The tensors among values, and in lists of them."""
     if isinstance(values, torch.Tensor):
         return [values]
@@ -223,9 +227,9 @@ class Following(TorchDispatchMode):
         self,
         func: OpOverload,
         types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         given = kwargs or {}

@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -116,7 +115,7 @@ def _of_preset(args: argparse.Namespace) -> Plan:
 def _of_function(what: str) -> Plan:
     module, _, name = what.partition(":")
     sys.path.insert(0, os.getcwd())
-    found: Any = getattr(importlib.import_module(module), name, None)
+    found: object = getattr(importlib.import_module(module), name, None)
     made = found() if callable(found) else None
     if not isinstance(made, Plan):
         raise ValueError(

@@ -284,11 +284,11 @@ def _run_ranks(ranks: int, threads: int) -> dict[str, Any]:
             process.kill()
     if any(process.returncode for process in processes):
         raise RuntimeError(f"a process of {ranks} that measure this machine failed; see above")
-    found: dict[str, Any] = json.loads(printed[0].splitlines()[-1])
+    found: dict[str, object] = json.loads(printed[0].splitlines()[-1])
     return found
 
 
-def _measure_as_rank() -> dict[str, Any]:
+def _measure_as_rank() -> dict[str, object]:
     """In one of the processes of `_run_ranks`."""
     ranks = int(os.environ["WORLD_SIZE"])
     threads = int(os.environ["OMP_NUM_THREADS"])

@@ -256,7 +256,7 @@ def load(which: str | Path | Hardware) -> Hardware:
             f"hardware={str(which)!r} is neither one of {', '.join(names())} nor the path of a "
             f".json file; write one with python -m fsdp2.planning calibrate"
         )
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    found: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
     known = {each.name for each in fields(Hardware)}
     wrong = sorted(found.keys() - known)
     optional = {each.name for each in fields(Hardware) if _has_default(each)}
@@ -280,7 +280,7 @@ def from_json(found: Mapping[str, Any]) -> Hardware:
     return Hardware(**found)
 
 
-def _has_default(each: Field[Any]) -> bool:
+def _has_default(each: Field[object]) -> bool:
     return each.default is not MISSING or each.default_factory is not MISSING
 
 

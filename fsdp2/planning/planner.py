@@ -385,7 +385,7 @@ def _shape(mesh: int | Iterable[int]) -> tuple[int, ...]:
 
 def plan(
     model: nn.Module | MakeModel,
-    make_batch: Callable[..., Any],
+    make_batch: Callable[..., object],
     *,
     units: Policy | Iterable[str] | None = None,
     shard: Shard | None = None,

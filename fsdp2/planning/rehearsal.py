@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2.api import fully_shard
+from fsdp2.api import apply_calls, plan_calls
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.progress import OptimizerSteps
@@ -41,7 +41,7 @@ from fsdp2.reports import GroupReport, group_reports
 from fsdp2.wrap import Choice, ModuleWrapPolicy, chosen_modules
 from fsdp2.wrap.choices import Policy
 
-Batch = Any
+Batch = object
 MakeModel = Callable[[], nn.Module]
 Shard = Callable[[nn.Module, DeviceMesh], object]
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -269,14 +269,16 @@ def shard_as_planned(
         shard_as_planned(model, mesh, plan.settings, {Block})
     """
     choices = chosen_modules(model, units)
+    calls = plan_calls(_calls(model, choices, mesh, settings))
     _checkpoint(choices, settings.checkpointing)
-    _fully_shard(model, choices, mesh, settings)
+    apply_calls(calls)
     _set_flags(model, settings)
 
 
-def _fully_shard(
+def _calls(
     model: nn.Module, choices: Sequence[Choice], mesh: DeviceMesh, settings: Settings
-) -> None:
+) -> Iterator[tuple[nn.Module, Mapping[str, Any]]]:
+    """The calls of `fully_shard`, on what is chosen and then on the model."""
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": settings.reshard_after_forward,
@@ -287,8 +289,8 @@ def _fully_shard(
         own = dict(options)
         if choice.name in settings.kept or not settings.reshard_after_backward:
             own["reshard_after_forward"] = False
-        fully_shard(choice.module, **{**own, **choice.options})
-    fully_shard(model, **{**options, "reshard_after_forward": False})
+        yield choice.module, {**own, **choice.options}
+    yield model, {**options, "reshard_after_forward": False}
 
 
 def _set_flags(model: nn.Module, settings: Settings) -> None:
@@ -311,10 +313,10 @@ def _checkpoint(choices: Sequence[Choice], which: bool | int) -> None:
 class _Checkpointed:
     """A forward that keeps its inputs alone for backward."""
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
+    def __init__(self, forward: Callable[..., object]) -> None:
         self._forward = forward
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: Any) -> object:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         return checkpoint(
@@ -461,7 +463,7 @@ def default_optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def on_meta(model: nn.Module) -> nn.Module:
     """A copy of a model without its memory."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         bare = tensor.detach().to("meta")
         if isinstance(tensor, nn.Parameter):

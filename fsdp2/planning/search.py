@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -43,7 +43,7 @@ class Candidate(Planned, Protocol):
     def is_resizable(self) -> bool:
         """Whether a micro-batch may have other samples."""
 
-    def with_(self: P, **changes: Any) -> P:
+    def with_(self: P, **changes: object) -> P:
         """Other settings."""
 
 
@@ -235,7 +235,7 @@ def _peak(plan: Candidate) -> int:
 
 
 def _with(plan: P, settings: Settings) -> P:
-    changes: dict[str, Any] = {
+    changes: dict[str, object] = {
         each.name: getattr(settings, each.name)
         for each in fields(Settings)
         if getattr(settings, each.name) != getattr(plan.settings, each.name)

@@ -56,7 +56,7 @@ class PaperGradients:
     def __init__(self, params: Sequence[PaperParam]) -> None:
         self.params = params
 
-    def take(self, summed: bool) -> list[Any]:
+    def take(self, summed: bool) -> list[object]:
         """The full gradients, which the parameters then no longer have."""
         grads = []
         for param in self.params:
@@ -73,8 +73,8 @@ class PaperGradients:
         return any(param.gradient is not None for param in self.params)
 
     def deliver(
-        self, rows: Sequence[Any], present: Sequence[bool], over: Sequence[Any] | None = None
-    ) -> list[tuple[Any, Any, Any]]:
+        self, rows: Sequence[object], present: Sequence[bool], over: Sequence[object] | None = None
+    ) -> list[tuple[Any, object, object]]:
         """Keep the reduced gradients; return those to add to one that is there."""
         waiting = []
         for param, new, there in zip(self.params, rows, present, strict=True):
@@ -87,11 +87,11 @@ class PaperGradients:
                 waiting.append((param, param.gradient, new))
         return waiting
 
-    def objects_over(self, rows: Sequence[Any]) -> list[Any]:
+    def objects_over(self, rows: Sequence[object]) -> list[object]:
         """What can become the gradients, over ``rows``: the rows themselves."""
         return list(rows)
 
-    def place(self, objects: Sequence[Any], present: Sequence[bool]) -> None:
+    def place(self, objects: Sequence[object], present: Sequence[bool]) -> None:
         """Give each its gradient; it has none."""
         for param, gradient, there in zip(self.params, objects, present, strict=True):
             if there:

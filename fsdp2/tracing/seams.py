@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from fsdp2.core.custom_collectives import AllGather, ReduceScatter
 from fsdp2.core.device.buffers import TransientBuffer, all_buffers
 from fsdp2.core.device.collectives import (
     GroupCollectives,
@@ -32,7 +33,6 @@ from fsdp2.core.device.collectives import (
     ReplicaCollectives,
     Work,
 )
-from fsdp2.core.device.custom_collectives import AllGather, ReduceScatter
 from fsdp2.core.device.kernels import Tensors, TorchKernels
 from fsdp2.core.device.streams import DeviceStreams, Event, Lane
 from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction

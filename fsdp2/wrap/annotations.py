@@ -9,18 +9,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
 
 from torch import nn
 
 Wrapper = Callable[..., nn.Module]
 """A class or function: takes a module and options, returns the module to use in its place."""
 
-_enabled: ContextVar[tuple[Wrapper, dict[str, Any]] | None] = ContextVar("enabled", default=None)
+_enabled: ContextVar[tuple[Wrapper, dict[str, object]] | None] = ContextVar("enabled", default=None)
 
 
 @contextlib.contextmanager
-def enable_wrap(*, wrapper_cls: Wrapper, **wrapper_kwargs: Any) -> Iterator[None]:
+def enable_wrap(*, wrapper_cls: Wrapper, **wrapper_kwargs: object) -> Iterator[None]:
     """Let `wrap` wrap, in this context.
 
     Args:
@@ -53,7 +52,7 @@ def enable_wrap(*, wrapper_cls: Wrapper, **wrapper_kwargs: Any) -> Iterator[None
         _enabled.reset(token)
 
 
-def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+def wrap(module: nn.Module, **wrap_overrides: object) -> nn.Module:
     """Wrap a module inside of `enable_wrap`; return it as it is elsewhere.
 
     Args:

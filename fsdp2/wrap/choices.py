@@ -11,12 +11,13 @@ The model itself is never among the choices: who wraps it does that last.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from fsdp2.core.modules.walks import walk
 from fsdp2.wrap.policies import ModuleWrapPolicy, Options, WrapFunction, WrapPolicy
 
 Policy = WrapPolicy | WrapFunction | Iterable[type[nn.Module]]
@@ -47,7 +48,7 @@ def chosen_modules(
     *,
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] = (),
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
 ) -> list[Choice]:
     """The modules of a model that a policy chooses, those below others first.
 
@@ -85,8 +86,8 @@ def chosen_modules(
         asked.ask_below(model, asked.numel(model))
         found = {module: dict(root_options) for module in asked.chosen}
     return [
-        Choice(name, module, found[module])
-        for name, module in _bottom_up(model, "", {model})
+        Choice(prefix.removesuffix("."), module, found[module])
+        for module, prefix in walk((model,), order="children first")
         if module in found and module is not model
     ]
 
@@ -96,7 +97,7 @@ def options_for(
     policy: Policy | None,
     *,
     numel: int | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
 ) -> Options | None:
     """Whether a policy chooses one module that has no model around it yet, and with what.
 
@@ -134,7 +135,7 @@ def wrap_modules(
     *,
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] = (),
-    **options: Any,
+    **options: object,
 ) -> list[Choice]:
     """Wrap what a policy chooses, in place; the model itself is left to the caller.
 
@@ -230,17 +231,6 @@ def _by_keyword(policy: Any) -> Callable[[nn.Module, bool, int], bool]:
     )
 
 
-def _bottom_up(
-    module: nn.Module, prefix: str, seen: set[nn.Module]
-) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with their first names, children before parents, each once."""
-    for name, child in module.named_children():
-        if child not in seen:
-            seen.add(child)
-            yield from _bottom_up(child, f"{prefix}{name}.", seen)
-    yield prefix.removesuffix("."), module
-
-
 def check_policy(policy: object) -> None:
     """Raise if it is no policy.
 
@@ -250,7 +240,7 @@ def check_policy(policy: object) -> None:
     _checked(policy)
 
 
-def _checked(policy: Any) -> WrapPolicy | WrapFunction | None:
+def _checked(policy: object) -> WrapPolicy | WrapFunction | None:
     kind = isinstance(policy, type | str | nn.Module)
     if policy is None or (not kind and (hasattr(policy, "_run_policy") or callable(policy))):
         return policy

@@ -29,7 +29,7 @@ from fsdp2.api import fully_shard
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.layout.mesh import device_of
 from fsdp2.core.modules.registry import record_of, require_record
-from fsdp2.core.modules.selection import managed_modules
+from fsdp2.core.modules.walks import managed_modules
 from fsdp2.full.gathering import gathered
 from fsdp2.module import FSDPModule
 from fsdp2.wrap import choices
@@ -43,7 +43,7 @@ def deferred(
     mesh: DeviceMesh | None,
     policy: Policy,
     init_fn: Callable[[nn.Module], object] | None = None,
-    **fully_shard_options: Any,
+    **fully_shard_options: object,
 ) -> Iterator[None]:
     """Shard a model while it is made: each block is made, initialised, sharded and freed.
 
@@ -257,19 +257,19 @@ def _watched(construction: _Construction) -> Iterator[None]:
             original = kind.__dict__["__init__"]
 
             @functools.wraps(original)
-            def construct(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+            def construct(self: nn.Module, *args: object, **kwargs: object) -> None:
                 construction.construct(self, lambda: original(self, *args, **kwargs))
 
             originals[kind] = original
             patched.append(kind)
             kind.__init__ = construct  # type: ignore[misc]
 
-    originals: dict[type, Any] = {}
+    originals: dict[type, object] = {}
     plain_apply = nn.Module.apply
     for kind in _subclasses(nn.Module):
         watch(kind)
 
-    def made(cls: Any, /, **kwargs: Any) -> None:  # of a model file that is imported only now
+    def made(cls: Any, /, **kwargs: object) -> None:  # of a model file that is imported only now
         super(nn.Module, cls).__init_subclass__(**kwargs)
         watch(cls)
 

@@ -12,11 +12,11 @@ and choices are those of ``torch.distributed.fsdp.wrap``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import nn
 
-Options = dict[str, Any]
+Options = dict[str, object]
 """What a wrapper is called with, besides the module."""
 
 

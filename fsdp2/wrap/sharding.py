@@ -22,12 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp2.api import PlannedCall, apply_calls, plan_call
 from fsdp2.core.config import CPUOffloadPolicy
 from fsdp2.core.layout.mesh import default_mesh, device_of, node_mesh
-from fsdp2.core.modules.planned import Pending
 from fsdp2.core.modules.registry import record_of, require_record
-from fsdp2.core.modules.selection import PlacementFn
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.interop import MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.module import FSDPModule
+from fsdp2.sharding.planned import Pending
+from fsdp2.sharding.selection import PlacementFn
 from fsdp2.wrap.choices import Policy, chosen_modules
 
 Strategy = Literal["zero3", "zero2", "zero1", "replicated", "hybrid", "hybrid-zero2"]
@@ -334,7 +334,10 @@ def _units_of(
 
 
 def _with_ties(
-    model: nn.Module, plans: list[_PlannedUnit], ignored: set[nn.Parameter], options: dict[str, Any]
+    model: nn.Module,
+    plans: list[_PlannedUnit],
+    ignored: set[nn.Parameter],
+    options: dict[str, object],
 ) -> list[_PlannedUnit]:
     """Put modules that share parameters across units into one unit, in front of the others.
 

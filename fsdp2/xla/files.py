@@ -133,9 +133,9 @@ class _Mapped:
 
 def _joined(
     models: Sequence[StateDict], metadata: ShardMetadata, allocate: Allocate
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Whole tensors, one after the other; tied ones once."""
-    full: dict[str, Any] = {}
+    full: dict[str, object] = {}
     made: dict[object, torch.Tensor] = {}
     for name, value in models[0].items():
         info = metadata["shard_info"].get(name)
@@ -149,7 +149,7 @@ def _joined(
     return full
 
 
-def _buffer(value: Any, dtype: str | None) -> Any:
+def _buffer(value: object, dtype: str | None) -> object:
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach().cpu()

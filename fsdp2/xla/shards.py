@@ -10,7 +10,7 @@ Equal pieces: of a dim of n elements over N ranks, rank r holds [r·c, (r+1)·c)
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
@@ -89,12 +89,12 @@ def describe(params: Iterable[tuple[str, torch.Tensor]], world_size: int) -> dic
     return found
 
 
-def local(value: Any) -> Any:
+def local(value: object) -> object:
     """The rows of a DTensor, as a plain tensor; all else as it is."""
     return value.to_local().detach() if isinstance(value, DTensor) else value
 
 
-def whole(name: str, value: Any, param: torch.Tensor) -> Any:
+def whole(name: str, value: object, param: torch.Tensor) -> object:
     """What can be loaded into ``param``: a DTensor over ``value``, if that is this rank's rows.
 
     Args:

@@ -30,6 +30,7 @@ from fsdp2 import wrapper_module
 from fsdp2.api import fully_shard
 from fsdp2.core.layout.mesh import default_mesh, mesh_of_groups
 from fsdp2.core.modules.registry import records_below
+from fsdp2.core.modules.walks import walk
 from fsdp2.interop import MixedPrecisionPolicy
 from fsdp2.module import FSDPModule
 from fsdp2.optim.norms import clip_grad_norm_
@@ -218,7 +219,7 @@ class XlaFullyShardedDataParallel(WrapperModule):
 
     def _cast_buffers(self, dtype: torch.dtype) -> None:
         members = list(_own_modules(self._wrapped))
-        prefixes = dict(reversed(members))
+        prefixes = dict(members)
         for member, before in wrapper_module.cast_buffers(members, dtype).items():
             for name, kept in before.items():
                 self._buffer_dtypes[f"{prefixes[member]}{name}"] = str(kept).removeprefix("torch.")
@@ -231,7 +232,7 @@ class XlaFullyShardedDataParallel(WrapperModule):
     @property
     def _unit(self) -> FSDPModule:
         self.execute_sharding()
-        module: Any = self._wrapped
+        module: object = self._wrapped
         assert isinstance(module, FSDPModule)
         return module
 
@@ -357,7 +358,7 @@ class XlaFullyShardedDataParallel(WrapperModule):
 
     # ---- state dicts
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: object, **kwargs: Any) -> Any:
         """This rank's rows and the buffers, as plain tensors by the names of the unwrapped model.
 
         Wrappers below are the same, also in a model around that is not wrapped. Save it in a file
@@ -417,7 +418,7 @@ def _rows_become_whole(wrapper: nn.Module, state: dict[str, Any], prefix: str, *
     assert isinstance(wrapper, XlaFullyShardedDataParallel)
     named = nn.Module.named_parameters(wrapper, remove_duplicate=False)  # which shards nothing
     params = {name.replace(PREFIX, ""): param for name, param in named}
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for key in [key for key in state if key.startswith(prefix)]:
         name = key.removeprefix(prefix).replace(PREFIX, "")
         value = state[key]
@@ -455,7 +456,7 @@ def checkpoint_module(module: M) -> M:
     own = module.__dict__.get("forward")
     reference = weakref.ref(module)  # a module does not keep itself alive
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: Any) -> object:
         found = reference()
         assert found is not None
         run = functools.partial(type(found).forward, found) if own is None else own
@@ -543,12 +544,9 @@ def _wrap_below(module: nn.Module, policy: Policy, wrapper: Wrapper, given: _Giv
     wrap_modules(module, policy, wrapper, ignored_modules=taken, ignored_params=params, **inner)
 
 
-def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[nn.Module, str]]:
+def _own_modules(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """A module and those below that are in no other wrapper, with what their names begin with."""
-    yield module, prefix
-    for name, child in module.named_children():
-        if not isinstance(child, XlaFullyShardedDataParallel):
-            yield from _own_modules(child, f"{prefix}{name}.")
+    return walk((module,), lambda below: isinstance(below, XlaFullyShardedDataParallel))
 
 
 def _materialize(

@@ -20,10 +20,10 @@ import fsdp2
 from fsdp2.core.device.buffers import SwappedBuffer, empties_storages
 from fsdp2.core.device.kernels import BlockingKernels
 from fsdp2.core.device.streams import InlineStreams
-from fsdp2.core.modules.assembly import choose_reshard
 from fsdp2.core.modules.hooks import UnitHooks
 from fsdp2.core.modules.registry import require_record
 from fsdp2.core.modules.saved import SavingUnitHooks
+from fsdp2.sharding.assembly import choose_reshard
 from fsdp2.testing.stand_in import device, group
 from tests.accelerator.test_lanes import CASES, _as_it_is, _build, _mesh, _train, _use_some
 from tests.common.errors import raises

@@ -23,7 +23,7 @@ from fsdp2.core.device.backends import traits_of
 from fsdp2.core.device.buffers import TransientBuffer
 from fsdp2.core.device.collectives import GroupCollectives, ReduceKind, ReplicaCollectives
 from fsdp2.core.device.streams import ALL_GATHER, ALL_REDUCE, COMPUTE, REDUCE, DeviceStreams, Lane
-from fsdp2.core.modules import assembly
+from fsdp2.sharding import assembly
 from tests.common.parity import Bf16
 
 DIM, HIDDEN, OUT, STEPS = 64, 128, 8, 4

@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp2.core.device import presence
+from fsdp2.checks.presence import _announced
 from fsdp2.core.device.backends import Traits, know, traits_of
+from fsdp2.core.device.presence import _met
 from fsdp2.paper.null_group import ALIASES, NullGroup
 
 VARIABLE = "FSDP2_TEST_BACKEND"
@@ -179,8 +180,8 @@ class RecordedGroup(NullGroup):
         returns_work = kind != "nccl-legacy"
         for name, told in ALIASES.items():
             setattr(self, name, self._recorded(told, getattr(self, name), returns_work))
-        presence._announced.add(self)  # this process is all of its ranks
-        presence._met.add(self)
+        _announced.add(self)  # this process is all of its ranks
+        _met.add(self)
 
     def _recorded(self, told: str, method: Any, returns_work: bool) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:

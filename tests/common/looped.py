@@ -18,7 +18,7 @@ from torch import Tensor
 from fsdp2 import api
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.device.collectives import GroupCollectives, ReduceKind
-from fsdp2.core.modules import assembly
+from fsdp2.sharding import assembly
 
 
 class LoopedCollectives(GroupCollectives):

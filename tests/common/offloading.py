@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from fsdp2.core.modules import assembly
+from fsdp2.sharding import assembly
 
 
 @contextmanager

@@ -16,11 +16,11 @@ from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
 from fsdp2.checks.groups import ENVIRONMENT, CheckedGroup, Checks, EnabledChecks
-from fsdp2.core.device.channels import StoreBoard
 from fsdp2.core.modules.registry import records_below
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import Layer, put_around
 from fsdp2.core.schedule.profiling import ProfiledGroup
+from fsdp2.ranks.channels import StoreBoard
 from fsdp2.testing.null_group import init_null_group
 from tests.common.errors import raises
 

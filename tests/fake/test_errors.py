@@ -507,9 +507,7 @@ def _() -> None:
 
 @misuse("moved-though-offloaded")
 def _() -> None:
-    with mock.patch(
-        "fsdp2.core.modules.assembly._effective_offload", lambda policy, device: policy
-    ):
+    with mock.patch("fsdp2.sharding.assembly._effective_offload", lambda policy, device: policy):
         model = sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))
     param = record_of(model).unit.groups[0].params[0]
     with mock.patch.object(type(param), "local", _Elsewhere()):

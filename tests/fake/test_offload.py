@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.core.device.streams import InlineStreams, Lane
-from fsdp2.core.modules import assembly
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.schedule.scheduler import offloading
 from fsdp2.optim import FlatOptimizer
+from fsdp2.sharding import assembly
 from fsdp2.testing.null_group import null_world
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -36,7 +36,7 @@ def _no_group_left() -> Iterator[None]:
 def _forced(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU mesh the policy changes nothing otherwise."""
     monkeypatch.setattr(
-        "fsdp2.core.modules.assembly._effective_offload", lambda offload, device: offload
+        "fsdp2.sharding.assembly._effective_offload", lambda offload, device: offload
     )
 
 

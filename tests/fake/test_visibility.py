@@ -112,7 +112,8 @@ def test_a_steady_step_neither_logs_nor_marks_nor_explains() -> None:
         "fsdp2.core.layout.logs",
         "fsdp2.core.schedule.profiling",
         "fsdp2.core.schedule.layers",
-        "fsdp2.core.modules.explain",
+        "fsdp2.checks.explain",
+        "fsdp2.core.notices",
         "torch.autograd.prof",
     )
     assert [name for name in counts if name.startswith(extra)] == []

@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp2
-from fsdp2.core.device import backends, presence
+from fsdp2.core.device import backends
 from fsdp2.core.modules.registry import record_of
+from fsdp2.core.schedule import connections
 from fsdp2.core.schedule.group import ParamGroup
 from tests.common.backends import pretended
 from tests.common.workers import ranks
@@ -28,7 +29,7 @@ def _late() -> Iterator[list[str]]:
     """Gloo counts as a backend that connects late; what is connected and gathered, in order."""
     seen: list[str] = []
     labels: dict[object, str] = {}
-    connecting, gathering = presence.run_first_collective, ParamGroup.start_unshard
+    connecting, gathering = connections.run_first_collective, ParamGroup.start_unshard
 
     def connect(group: Any, device: torch.device) -> None:
         seen.append(",".join(map(str, dist.get_process_group_ranks(group))))
@@ -42,7 +43,7 @@ def _late() -> Iterator[list[str]]:
     traits = replace(backends._KNOWN[KIND], connects_late=True)
     with (
         mock.patch.dict(backends._KNOWN, {KIND: traits}),
-        mock.patch.object(presence, "run_first_collective", connect),
+        mock.patch.object(connections, "run_first_collective", connect),
         mock.patch.object(ParamGroup, "start_unshard", gather),
     ):
         yield seen
@@ -81,7 +82,7 @@ def test_each_group_once_in_one_order() -> None:
     with _late() as seen:
         mesh = GRID()
         for group in mesh.get_all_groups():
-            presence._connected.discard(group)
+            connections._connected.discard(group)
         model = _model(mesh)
         _step(model)
         names = sorted(",".join(map(str, each)) for each in (shard, copies))
@@ -101,7 +102,7 @@ def test_a_forward_without_backward_leaves_replicas_alone() -> None:
         mesh = GRID()
         model = _model(mesh)
         for group in mesh.get_all_groups():
-            presence._connected.discard(group)
+            connections._connected.discard(group)
         if rank < 2:
             with torch.no_grad():
                 model(torch.ones(2, 8))
@@ -129,9 +130,9 @@ def test_smaller_groups_are_connected_for_a_backward() -> None:
     with _late() as seen:
         mesh = init_device_mesh("cpu", (4,))
         model = _model(mesh, reshard_after_forward=2)
-        presence._connected.discard(mesh.get_group())
+        connections._connected.discard(mesh.get_group())
         (group,) = record_of(model[0]).unit.groups
-        presence._connected.discard(group.smaller_group.collectives.group)
+        connections._connected.discard(group.smaller_group.collectives.group)
         with torch.no_grad():
             model(torch.ones(2, 8))
         assert _connected(seen) == ["0,1,2,3"]
@@ -147,7 +148,7 @@ def test_stages_with_groups_of_their_own() -> None:
     with _late() as seen:
         group = stages.get_group("shard")
         model = _model(stages["shard"])
-        presence._connected.discard(group)
+        connections._connected.discard(group)
         x = torch.ones(2, 8)
         if rank >= 2:
             dist.recv(x, rank - 2)
@@ -164,6 +165,6 @@ def test_gloo_is_not_connected() -> None:
     if pretended() in ("nccl-legacy", "nccl2"):
         return  # it is taken for another
     model = _model(init_device_mesh("cpu", (2,)))
-    with mock.patch.object(presence, "run_first_collective", side_effect=AssertionError):
+    with mock.patch.object(connections, "run_first_collective", side_effect=AssertionError):
         _step(model)
     assert record_of(model).scheduler.connected

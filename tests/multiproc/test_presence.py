@@ -13,7 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp2
-from fsdp2.core.device import backends, presence
+from fsdp2.checks import presence
+from fsdp2.core.device import backends
+from fsdp2.core.device import presence as asked
 from fsdp2.interop import TORCHS_NAMES
 from tests.common import backends as backends_of
 from tests.common.errors import raises
@@ -77,7 +79,7 @@ def test_each_process_group_is_met_once() -> None:
     try:
         mesh = init_device_mesh("cpu", (2,))
         dist.barrier()
-        presence._met.discard(mesh.get_group())
+        asked._met.discard(mesh.get_group())
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         fsdp2.fully_shard(model[0], mesh=mesh)
         fsdp2.fully_shard(model, mesh=mesh)

@@ -5,14 +5,12 @@
     kernels             the few tensor operations that gathers and reductions launch
     backends            what each kind of backend is known to do
     collectives         those of a step, bound; what differs between torch versions
-    custom_collectives  those that users write: AllGather, ReduceScatter
     process_groups      what a process group tells, and new ones beside it
     one_off             collectives that no step binds
-    channels            objects and notes between ranks
-    presence            every rank of a process group runs fsdp2, or none communicates
+    presence            all ranks of a process group are there, before a unit uses it first
     rehearsal           what stands for streams and kernels while a step is rehearsed on ``meta``
     comm_memory         collectives in memory of the process group, or in symmetric memory
 
 Owns: streams and events, storages, process groups made on the way.
-May import: config and progress, nothing else of fsdp2.
+May import: the ground floor, nothing else of fsdp2.
 """

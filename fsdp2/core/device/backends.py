@@ -86,7 +86,7 @@ _WRAPPER = "_ProcessGroupWrapper"
 class Group(Protocol):
     """What is asked of a process group here."""
 
-    def _get_backend(self, device: torch.device) -> Any:
+    def _get_backend(self, device: torch.device) -> object:
         """What runs the collectives of ``device``."""
 
 

@@ -28,8 +28,8 @@ from torch._C._distributed_c10d import (
     _make_nccl_premul_sum,
 )
 
+from fsdp2.core.custom_collectives import AllGather, ReduceScatter
 from fsdp2.core.device.backends import traits_of
-from fsdp2.core.device.custom_collectives import AllGather, ReduceScatter
 
 P = ParamSpec("P")
 
@@ -173,7 +173,7 @@ def scatter_sums(output: torch.Tensor, input_: torch.Tensor, group: dist.Process
 def _method(group: dist.ProcessGroup, names: tuple[str, ...]) -> Callable[..., Any]:
     for name in names:
         if hasattr(group, name):
-            method: Callable[..., Any] = getattr(group, name)
+            method: Callable[..., object] = getattr(group, name)
             return method
     raise TypeError(
         f"{type(group).__name__} has none of the collectives {names}; use a "

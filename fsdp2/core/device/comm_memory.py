@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp2.core.custom_collectives import AllGather, Comm, ReduceScatter
 from fsdp2.core.device.collectives import run_all_gather, run_reduce_scatter
-from fsdp2.core.device.custom_collectives import AllGather, Comm, ReduceScatter
 from fsdp2.core.device.one_off import run_barrier
 
 

@@ -1,4 +1,4 @@
-"""Collectives that no step binds: to and from the first rank, sums, barriers, a few numbers.
+"""Collectives that no step binds: a few numbers, a barrier, the first one of a group.
 
 They go through ``torch.distributed``'s functions, whose checks cost nothing here, and block the
 host or the current stream until they are done.
@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from fsdp2.core.device.collectives import GroupCollectives, ReduceKind, ReplicaCollectives
-from fsdp2.core.device.process_groups import backend_name
 
 
 def gather_numbers(
@@ -21,11 +20,6 @@ def gather_numbers(
 ) -> list[list[int]]:
     """The numbers of each rank of ``group``, as many of each, in the order of its ranks."""
     return GroupCollectives(group, device, asynchronous=False).exchange(numbers)
-
-
-def sum_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Sum ``tensor`` over the ranks of ``group``, in place; the current stream waits for it."""
-    dist.all_reduce(tensor, group=group)
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
@@ -50,52 +44,3 @@ def run_first_collective(group: dist.ProcessGroup, device: torch.device) -> None
     ReplicaCollectives(group, asynchronous=True).all_reduce(
         torch.zeros(1, device=device), ReduceKind(average=False)
     )
-
-
-def gather_to_first(
-    group: dist.ProcessGroup, outputs: Sequence[torch.Tensor] | None, input_: torch.Tensor
-) -> None:
-    """Gather flat tensors of one size on the first rank of ``group``; no other receives any.
-
-    Args:
-        group: the process group.
-        outputs: on its first rank, one tensor [n] for each rank; ``None`` elsewhere.
-        input_: [n], this rank's.
-    """
-    own = _reachable(group, input_)
-    if outputs is None:
-        dist.gather(own, None, group=group, group_dst=0)
-        return
-    received = [_reachable(group, output) for output in outputs]
-    dist.gather(own, received, group=group, group_dst=0)
-    _give(received, outputs)
-
-
-def scatter_from_first(
-    group: dist.ProcessGroup, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None
-) -> None:
-    """The way back of `gather_to_first`: ``inputs`` on the first rank, ``output`` [n] on each."""
-    sent = None if inputs is None else [_reachable(group, input_) for input_ in inputs]
-    received = _reachable(group, output)
-    dist.scatter(received, sent, group=group, group_src=0)
-    _give([received], [output])
-
-
-def broadcast_from_first(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
-    """Give every rank of ``group`` the first one's values of a contiguous tensor, in place."""
-    sent = _reachable(group, tensor)
-    dist.broadcast(sent, group=group, group_src=0)
-    _give([sent], [tensor])
-
-
-def _reachable(group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or its copy in CPU memory: gloo gathers and scatters no other."""
-    if tensor.device.type == "cpu" or backend_name(group, tensor.device) != "gloo":
-        return tensor
-    return tensor.cpu()
-
-
-def _give(received: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-    for source, target in zip(received, outputs, strict=True):
-        if source is not target:
-            target.copy_(source)

@@ -113,7 +113,7 @@ _CONFIG = ("blocking", "cga_cluster_size", "min_ctas", "max_ctas")
 """Numbers of NCCL's configuration that all versions of torch have."""
 
 
-def _options_like(group: dist.ProcessGroup) -> Any:
+def _options_like(group: dist.ProcessGroup) -> object:
     """Options for a group like ``group``; ``None`` where it has no part over NCCL.
 
     They carry over ``is_high_priority_stream`` and numbers of ``config``. Not the split.
@@ -134,7 +134,7 @@ def _options_like(group: dist.ProcessGroup) -> Any:
 
 
 @contextlib.contextmanager
-def _unsplit(options: Any) -> Iterator[None]:
+def _unsplit(options: object) -> Iterator[None]:
     """Groups that are made inside are not split off from the default group.
 
     Before torch 2.15 there is no option for that. torch splits if the default group is bound to a
@@ -183,6 +183,6 @@ def _chosen_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta
     return timeout
 
 
-def _inside(backend: Any) -> Any:
+def _inside(backend: object) -> object:
     """What TORCH_DISTRIBUTED_DEBUG=DETAIL has wrapped; anything else as it is."""
     return getattr(backend, "wrapped_pg", backend)

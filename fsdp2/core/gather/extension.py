@@ -37,9 +37,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, ShardingStateError
+from fsdp2.core.custom_collectives import AllGather, checked_buffer
 from fsdp2.core.device.buffers import TransientBuffer, contiguous_strides
 from fsdp2.core.device.collectives import Collectives, Work
-from fsdp2.core.device.custom_collectives import AllGather, checked_buffer
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.gather.transport import GatherTransport
 from fsdp2.core.layout.layout import (
@@ -161,7 +161,7 @@ class ExtendedParam:
         self._gathered: torch.nn.Parameter | None = None
         self._guarded: tuple[torch.Tensor, ...] = ()  # versions are kept while it is filled
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
-        self._metadata: Any = None
+        self._metadata: object = None
 
     # ---- before the all-gather
 
@@ -171,7 +171,7 @@ class ExtendedParam:
         local: Any = param.local
         if context.offload is not None:
             local = local.to(context.device, non_blocking=True)
-        arguments: tuple[Any, ...] = (self._mesh,)
+        arguments: tuple[object, ...] = (self._mesh,)
         if self._takes_all:
             strides = contiguous_strides(param.shape)
             module, _ = next(iter(param.entries))

@@ -21,9 +21,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.core.config import ShardingStateError
+from fsdp2.core.custom_collectives import AllGather
 from fsdp2.core.device.buffers import TransientBuffer
 from fsdp2.core.device.collectives import Collectives
-from fsdp2.core.device.custom_collectives import AllGather
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.gather.transport import Route, make_transports
 from fsdp2.core.layout.layout import (

@@ -28,9 +28,9 @@ from typing import Protocol
 
 import torch
 
+from fsdp2.core.custom_collectives import AllGather, checked_buffer
 from fsdp2.core.device.buffers import Buffer, FlatBuffer, TransientBuffer
 from fsdp2.core.device.collectives import Collectives, Launch, Work, collectives_of
-from fsdp2.core.device.custom_collectives import AllGather, checked_buffer
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.layout.layout import Segment, Slot, Transport
 

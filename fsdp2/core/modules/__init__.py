@@ -1,10 +1,8 @@
 """nn.Module and autograd: what drives the schedule.
 
     registry       which module has which unit, and what it was made with
-    selection      which parameters a call of fully_shard takes, and whether they can be sharded
-    assembly       from those to groups: collectives, offload, state dict hooks
+    walks          the walk over modules, and which of them belong to a unit
     roots          which module is a root, and which units it serves
-    planned        what calls take, all planned before anything is changed
     hooks          on modules and gradients: with engine, the only code that knows autograd's engine
     saved          hooks with others on what autograd saves, where storages cannot be emptied
     engine         where Python starts a backward: side doors, and a sentence where it raises
@@ -12,7 +10,7 @@
     ties           parameters that modules of several units register
     optimizers     what optimizers hold when they step
     frames         what runs now, as the interpreter's frames tell it
-    explain        torch's words on a sharded parameter, in a sentence
+    failures       exceptions that leave a forward or a backward: told to who can explain them
     containers     walks through what modules take and return
     dynamo         marks that keep torch.compile out of functions
 

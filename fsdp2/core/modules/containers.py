@@ -61,7 +61,7 @@ def grad_tensors(
         grad_tensors(SUPPORTED_NODES[type(value)].flatten_fn(value)[0], found, others)
 
 
-def map_tensors(function: TensorMap, value: Any) -> Any:
+def map_tensors(function: TensorMap, value: object) -> Any:
     """A copy of ``value`` with ``function`` applied to every tensor.
 
     Containers in which no tensor changed are returned as they are, the same objects.

@@ -3,7 +3,7 @@
     loss.backward(), torch.autograd.grad
       Variable._execution_engine.run_backward      the one place that both come through
         before   side doors into units are given hooks, while their calls are noted
-        raises   a parameter that is freed gets a sentence (`fsdp2.core.modules.explain`)
+        raises   who can explain it is told (`fsdp2.core.modules.failures`)
         after    gradients that came in by no hook are reduced
 
 A hook on an output sees a gradient that comes to that output, and nothing sees an exception: it
@@ -22,14 +22,14 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, Node
 
+from fsdp2.core.modules import failures
 from fsdp2.core.modules.dynamo import uncompiled
-from fsdp2.core.modules.explain import explain, explain_freed_in
 from fsdp2.core.modules.registry import record_of_unit, scheduler_of
 from fsdp2.core.progress import Backwards
 from fsdp2.core.schedule.calls import Call, Calls
 from fsdp2.core.schedule.graphs import GRAPHS, Graph
 from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.core.schedule.side_doors import note_calls, noting, stop_noting_unused
+from fsdp2.core.schedule.side_doors import noting, stop_noting_unused
 from fsdp2.core.schedule.unit import Unit, all_units
 
 if TYPE_CHECKING:
@@ -50,19 +50,21 @@ class _ExplainingEngine(_Engine):
     """Autograd's engine, for backwards that reach sharded modules."""
 
     @uncompiled
-    def run_backward(self, ends: Ends, grads: Any, keep_graph: bool, *args: Any, **kw: Any) -> Any:
+    def run_backward(
+        self, ends: Ends, grads: object, keep_graph: bool, *args: object, **kw: object
+    ) -> object:
         inside = torch._C._current_graph_task_id() != _OUTSIDE  # a reentrant checkpoint's
         if noting and not inside:
             _hook_side_doors(ends)
         if Graph.alive and not inside:
             Graph.ending = frozenset() if keep_graph else _graphs_behind(ends)
-        ended = Backwards.ended
+        ended = Backwards.ended  # hooks that see this backward count its end
         try:
             result = super().run_backward(ends, grads, keep_graph, *args, **kw)
         except RuntimeError as error:
-            _explain(error, ends)
+            failures.in_backward(error, nodes_behind(ends), all_units())
             raise
-        if inside:
+        if inside:  # the backward around it is not over: what comes below is for its end
             return result
         if Graph.ending:
             Graph.alive -= Graph.ending
@@ -156,19 +158,8 @@ def _hook(node: Node, unit: Unit, calls: Calls) -> None:
 _HOOKED = "fsdp2: backward may enter here"
 
 
-def _explain(error: RuntimeError, ends: Ends) -> None:
-    """Put torch's words on a freed parameter into a sentence, and look for side doors from now on.
-
-    The next forward resets what was interrupted. Whoever runs it again will not see the error.
-    """
-    units = all_units()
-    explain(error, units)
-    if explain_freed_in(error, nodes_behind(ends), units):
-        for scheduler in _schedulers():
-            note_calls(scheduler)
-
-
-def _schedulers() -> list[Scheduler]:
+def schedulers() -> list[Scheduler]:
+    """Those that serve units, each once."""
     found = map(scheduler_of, all_units())
     return list({scheduler: None for scheduler in found if scheduler is not None})
 
@@ -178,7 +169,7 @@ def _finish_unseen(ends: Ends) -> None:
 
     So it is where a value was used that a unit kept, and that unit stays gathered.
     """
-    left = [s for s in _schedulers() if s.has_calls_to_come and s.has_unseen_gradients]
+    left = [s for s in schedulers() if s.has_calls_to_come and s.has_unseen_gradients]
     if not left:
         return
     reached = {id(getattr(node, "variable", None)) for node in nodes_behind(ends)}

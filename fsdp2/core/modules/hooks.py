@@ -29,6 +29,7 @@ from torch.autograd import Variable
 
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.streams import Streams
+from fsdp2.core.modules import failures
 from fsdp2.core.modules.containers import (
     cast,
     grad_tensors,
@@ -37,12 +38,11 @@ from fsdp2.core.modules.containers import (
     unbatched,
 )
 from fsdp2.core.modules.dynamo import uncompiled, uncompiled_methods
-from fsdp2.core.modules.explain import explain
 from fsdp2.core.modules.frames import failure_of, running_calls
 from fsdp2.core.modules.registrations import (
     Move,
     Registrations,
-    check_registered,
+    find_moves,
     follow_replaced,
     is_registered,
     put_back,
@@ -172,6 +172,7 @@ class UnitHooks(UnitRecord):
         ):  # no forward is around this one; what looks like one was ended by an exception
             args, kwargs = self._begin(scheduler, args, kwargs)
             scheduler = self.scheduler or scheduler
+        # First of all: gathers wait for COMPUTE as it is at their launch, without these casts.
         if _transformed():
             with torch._C._DisableFuncTorch():
                 scheduler.enter_forward(unit)
@@ -179,6 +180,7 @@ class UnitHooks(UnitRecord):
             scheduler.enter_forward(unit)
         if self._cast_to is not None:
             args, kwargs = self._cast_inputs(args, kwargs)
+        # Last of all: a cast's node is the newest then, and needs no view to end the backward at.
         return self._mark_inputs(args, kwargs)
 
     def _recompute(self, scheduler: Scheduler, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -242,7 +244,7 @@ class UnitHooks(UnitRecord):
         moves: list[Move] = []
         for module in self.modules:
             ignored = {entry for below in records_below(module) for entry in below.ignored}
-            moves += check_registered(module, managed, ignored)
+            moves += find_moves(module, managed, ignored)
         if moves:
             scheduler.wait_for_reductions()
             take_up(moves, scheduler.units)
@@ -292,11 +294,11 @@ class UnitHooks(UnitRecord):
         return output if dtype is None else cast(output, dtype)
 
     def forward_raised(self, failure: BaseException) -> None:
-        """Explain it. If a caller catches it, the forward around this one may go on."""
+        """Tell of it. If a caller catches it, the forward around this one may go on."""
         scheduler = self.scheduler
         if scheduler is None:
             return
-        explain(failure, scheduler.units)
+        failures.in_forward(failure, scheduler.units)
         if self._inner_calls:
             self._inner_calls -= 1
         elif _in_backward() != _OUTSIDE:
@@ -324,7 +326,12 @@ class UnitHooks(UnitRecord):
     # ---- backward
 
     def _mark_inputs(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Mark where backward leaves the unit: at the gradients of its inputs."""
+        """Mark where backward leaves the unit: at the gradients of its inputs (decision 2).
+
+        Of the nodes that are ready autograd runs the newest first. So when the gradient of the node
+        in front of the unit is there, all nodes of the unit have run, and its parameters have their
+        gradients: there is no need to count those.
+        """
         if not torch.is_grad_enabled() or not self.unit.groups:  # nothing to free and to reduce
             return args, kwargs
         if len(args) == 1 and type(args[0]) is torch.Tensor and not kwargs:  # as in most calls
@@ -342,12 +349,12 @@ class UnitHooks(UnitRecord):
         if not found or any(t.device == self._device and self._hook_own_node(t) for t in found):
             return args, kwargs
         direct = [value for value in (*args, *kwargs.values()) if _requires_grad(value)]
-        if not direct:
+        if not direct:  # all are in containers, which are never replaced by copies
             self._hook_newest(found)
             return args, kwargs
         if len(direct) == 1 and type(direct[0]) is torch.Tensor:
             marked = iter((self._hooked_view(direct[0]),))
-        else:
+        else:  # one node for all costs less than a view of each
             marked = iter(_ExitBackward.apply(self._leave_backward, *direct))
         args = tuple(next(marked) if _requires_grad(value) else value for value in args)
         return args, {k: next(marked) if _requires_grad(v) else v for k, v in kwargs.items()}
@@ -466,7 +473,8 @@ class UnitHooks(UnitRecord):
 
     def _begin_backward(self, scheduler: Scheduler, records: bool) -> None:
         end = self._end_backward
-        # Autograd holds it as long as this backward runs.
+        # Autograd alone holds it, as long as this backward runs. An exception drops it uncalled:
+        # the next gradient finds the reference dead, and knows that those before are incomplete.
         scheduler.begin_backward(weakref.ref(end), records)
         Variable._execution_engine.queue_callback(end)
 

@@ -16,7 +16,7 @@ there is tied: `fsdp2.core.modules.ties` takes it up.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import NamedTuple
 
 from torch import nn
@@ -27,10 +27,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from fsdp2.core.config import ShardingStateError
+from fsdp2.core.notices import Notice
 from fsdp2.core.params.aliases import REPLACED
 from fsdp2.core.params.param import (
-    GATHERED,
     OWNER,
     WHOLE,
     AttributeStore,
@@ -53,12 +52,9 @@ class Registrations:
 
     Attributes:
         count: how many so far.
-        leave_unmanaged: called with the name of a parameter that no unit manages, where that is
-            not an error; ``None`` (default): it is one.
     """
 
     count = 0
-    leave_unmanaged: Callable[[str], None] | None = None
 
 
 @functools.cache
@@ -158,18 +154,37 @@ class Move(NamedTuple):
     before: ShardedParam | None
 
 
-def check_registered(
+class Unexpected(NamedTuple):
+    """What a module registers that no unit has put there.
+
+    Attributes:
+        name: the name that it has there.
+        registered: what is there.
+        param: the managed parameter whose entry that is.
+        other: the managed parameter that it is a form of.
+        meshes: those of all managed parameters.
+    """
+
+    name: str
+    registered: nn.Parameter | None
+    param: ShardedParam | None
+    other: ShardedParam | None
+    meshes: Set[DeviceMesh]
+
+
+unexpected: Notice[[Unexpected]] = Notice()
+"""Called with what was registered otherwise than by an assignment that ties two parameters."""
+
+
+def find_moves(
     root: nn.Module, managed: Mapping[ModuleEntry, ShardedParam], ignored: Set[ModuleEntry]
 ) -> list[Move]:
-    """Raise, naming the parameter, if one was replaced or added after `fully_shard`.
+    """Where managed parameters were put since, those that were tied; tells of all else.
 
     Args:
         root: the module whose forward begins.
         managed: the entries that units of its scheduler fill.
         ignored: the entries of ``ignored_params``.
-
-    Returns:
-        Where managed parameters were put since: those that were tied.
     """
     moves: list[Move] = []
     forms = {id(form): p for p in managed.values() for form in p.forms()}
@@ -178,56 +193,19 @@ def check_registered(
     for prefix, module in root.named_modules():
         for key, registered in module._parameters.items():
             name = f"{prefix}.{key}" if prefix else key
-            param = managed.get((module, key))
-            if param is not None and registered is not None and WHOLE in registered.__dict__:
-                raise ShardingStateError(
-                    f"a forward began inside gathered(), which has registered parameter '{name}' "
-                    f"whole; leave the context first, as a forward gathers by itself"
-                )
-            other = forms.get(id(registered))
-            if param is not None and other is param:
+            marks = {} if registered is None else registered.__dict__
+            param, other = managed.get((module, key)), forms.get(id(registered))
+            is_whole = param is not None and WHOLE in marks
+            if param is not None and other is param and not is_whole:
                 continue
-            if registered is not None and REPLACED in registered.__dict__:
+            if REPLACED in marks:
                 # What it was before it was sharded. Of this one, it would be out of date.
-                former = params.get(id(registered.__dict__[REPLACED]()))
+                former = params.get(id(marks[REPLACED]()))
                 other = other or (None if former is param else former)
-            if other is not None:
-                if key not in module.__dict__.get(ASSIGNED, ()):
-                    raise ShardingStateError(
-                        f"parameter '{name}' was replaced by parameter '{other.name}' without a "
-                        f"registration, as torch.func.functional_call does; tie the two by an "
-                        f"assignment, module_b.weight = module_a.weight"
-                    )
+            if other is not None and key in module.__dict__.get(ASSIGNED, ()) and not is_whole:
                 moves.append(Move(name, module, key, other, param))
                 continue
-            if param is not None:
-                raise ShardingStateError(
-                    f"parameter '{name}' was replaced by a {type(registered).__name__} after "
-                    f"fully_shard; copy new values into the parameter under torch.no_grad(), or "
-                    f"use load_state_dict(assign=True)"
-                )
-            if registered is not None and (module, key) not in ignored:
-                _refuse_unmanaged(name, registered, meshes)
+            is_new = registered is not None and (module, key) not in ignored
+            if param is not None or other is not None or is_new:
+                unexpected(Unexpected(name, registered, param, other, meshes))
     return moves
-
-
-def _refuse_unmanaged(name: str, param: nn.Parameter, meshes: Set[DeviceMesh]) -> None:
-    if OWNER in param.__dict__ or GATHERED in param.__dict__:
-        raise ShardingStateError(
-            f"parameter '{name}' is tied to a parameter of another fully_shard model; call "
-            f"fully_shard on the model that holds both, and run that, or tie them before either "
-            f"is sharded"
-        )
-    if Registrations.leave_unmanaged is not None:
-        Registrations.leave_unmanaged(name)
-        return
-    if isinstance(param, DTensor) and param.device_mesh in meshes:
-        raise ShardingStateError(
-            f"parameter '{name}' was made from sharded parameters after fully_shard, as a "
-            f"parametrization does, so that no unit gathers it; make it before fully_shard"
-        )
-    raise ShardingStateError(
-        f"parameter '{name}' was added after fully_shard, so that no unit shards it or reduces "
-        f"its gradients; call shard_new_parameters() on the sharded module around it, or "
-        f"fully_shard on the new module"
-    )

@@ -32,6 +32,7 @@ def start(record: UnitRecord) -> Scheduler:
             f"the first forward ran a module of the list {record.unit.name}, which has no single "
             f"root; call fully_shard on the model that holds them and run that first"
         )
+    # A group whose own unit lost its modules is below no root: who uses it owns it from now on.
     for below in records_below(record.modules[0]):
         inherit(below.unit, lambda unit: record_of_unit(unit) is None)
     found = served_with(record)
@@ -41,6 +42,7 @@ def start(record: UnitRecord) -> Scheduler:
             start(top)  # a tied one is around it, and is the root sooner or later
             assert record.scheduler is not None
             return record.scheduler
+    # What refuses comes before the first change: the schedulers before go on as they were then.
     for below, names in found.items():
         busy = below.scheduler
         if busy is not None and busy.is_running:
@@ -54,10 +56,10 @@ def start(record: UnitRecord) -> Scheduler:
                 f"below the root; call it on the module whose forward you call"
             )
         if busy is not None:
-            busy.wait_for_reductions()
+            busy.wait_for_reductions()  # which are in its window, not in the new one's
     old = record.scheduler
     scheduler = Scheduler([below.unit for below in found], record.streams)
-    if old is not None:  # units were added
+    if old is not None:  # units were added; what users set on the root stays
         scheduler.is_last_backward = old.is_last_backward
         scheduler.post_optim_event = old.post_optim_event
     before = [top.scheduler for top in (record, *roots) if top.scheduler is not None]
@@ -67,9 +69,10 @@ def start(record: UnitRecord) -> Scheduler:
     for below, names in found.items():
         below.serve(scheduler)
         below.unit.name = ", ".join(names)
-        below.unit.visits = []  # which the scheduler before counted
+        below.unit.visits = []  # positions among the calls of an iteration that is dropped
         below.unit.is_root = below is record or below in roots
         below.alone = len(roots) == 1
+    # Messages name a parameter by its place in the model, which is known since the root is.
     for top in roots:
         for module in top.modules:
             _name_parameters(module)

@@ -33,8 +33,8 @@ from fsdp2.core.modules.registry import Args, Arguments, Kwargs
 from fsdp2.core.params.param import ModuleEntries
 from fsdp2.core.schedule.unit import Unit
 
-_Pack = Callable[[torch.Tensor], Any]
-_Unpack = Callable[[Any], torch.Tensor]
+_Pack = Callable[[torch.Tensor], object]
+_Unpack = Callable[[object], torch.Tensor]
 
 
 class _Kept:
@@ -63,7 +63,7 @@ class _Handed:
 
     __slots__ = ("_packed", "_unpack")
 
-    def __init__(self, packed: Any, unpack: _Unpack) -> None:
+    def __init__(self, packed: object, unpack: _Unpack) -> None:
         self._packed = packed
         self._unpack = unpack
 

@@ -10,31 +10,31 @@ any more leaves its group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from fsdp2.core.config import MixedPrecisionPolicy, ShardingStateError
-from fsdp2.core.modules.assembly import owners_of, watch_state_dicts_of
 from fsdp2.core.modules.optimizers import watch_optimizers
-from fsdp2.core.modules.registrations import Move, is_managed, mark_managed
+from fsdp2.core.modules.registrations import Move, mark_managed
 from fsdp2.core.modules.registry import UnitRecord, record_of_unit
-from fsdp2.core.modules.selection import NamedEntry, managed_modules
+from fsdp2.core.modules.walks import managed_modules
+from fsdp2.core.notices import Notice
 from fsdp2.core.params.aliases import REPLACED
 from fsdp2.core.params.param import (
-    GATHERED,
-    OWNER,
     ModuleEntries,
     ModuleEntry,
-    PlannedParam,
     ShardedParam,
     compute_dtype,
 )
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.ties import GroupAlias, give_back, lend
 from fsdp2.core.schedule.unit import Unit, all_units
+
+gained: Notice[[set[nn.Module], ParamGroup]] = Notice()
+"""Called with modules that register parameters of a group, and registered none of it before."""
 
 
 class Owned(NamedTuple):
@@ -73,41 +73,6 @@ class Owners:
         return self._owned.get(id(registered if replaced is None else replaced()))
 
 
-# ---- before its module is sharded
-
-
-Found = Mapping[nn.Parameter, Sequence[NamedEntry]]
-
-
-def tied_parameters(
-    found: Found, modules: Sequence[nn.Module], policy: MixedPrecisionPolicy
-) -> dict[nn.Parameter, Owned]:
-    """Those of ``found`` that a unit has already, around of which ``modules`` are not.
-
-    Raises:
-        ValueError: one is computed with in another dtype.
-    """
-    known = [p for p in found if OWNER in p.__dict__ or GATHERED in p.__dict__]
-    if not known:
-        return {}
-    owners = Owners(all_units())
-    tied = {}
-    for param in known:
-        owned = owners.of(param)
-        entry = found[param][0]
-        if owned is None or (is_managed(entry.module, entry.key) and _is_in(modules, owned.unit)):
-            continue  # whose unit is gone; of a unit around this one
-        check_same_dtype(entry.name, _computed(owned), policy)
-        tied[param] = owned
-    return tied
-
-
-def _is_in(modules: Sequence[nn.Module], unit: Unit) -> bool:
-    record = record_of_unit(unit)
-    around = () if record is None else record.modules
-    return any(module in modules for outer in around for module in outer.modules())
-
-
 class Computed(NamedTuple):
     """How a unit computes with a parameter of its own.
 
@@ -124,7 +89,7 @@ class Computed(NamedTuple):
     is_exception: bool
 
 
-def _computed(owned: Owned) -> Computed:
+def computed(owned: Owned) -> Computed:
     param = owned.param
     chosen = compute_dtype(owned.group.options, param)
     return Computed(param.name, param.dtype, chosen, param.dtype_override is not None)
@@ -151,70 +116,12 @@ def check_same_dtype(name: str, other: Computed, policy: MixedPrecisionPolicy) -
         )
 
 
-def join(found: Found, tied: Iterable[nn.Parameter]) -> None:
-    """Give parameters of other units the entries where they were found."""
-    owners = Owners(all_units())
-    for param in tied:
-        owned = owners.of(param)
-        assert owned is not None
-        owned.group.reshard()
-        entries: list[ModuleEntry] = [(entry.module, entry.key) for entry in found[param]]
-        present = list(owned.param.entries)
-        _fill(owned, [*present, *(entry for entry in entries if entry not in present)])
+def owners_of(group: ParamGroup) -> set[nn.Module]:
+    """The modules that register a parameter of a group."""
+    return {module for param in group.params for module, _ in param.entries}
 
 
-Stray = tuple[NamedEntry, nn.Parameter, ShardedParam | None]
-"""Where a unit registers a parameter of a call around it, which one, and what it had there."""
-
-
-def strays(
-    found: Found, modules: Sequence[nn.Module], pending: Set[nn.Module] = frozenset()
-) -> list[Stray]:
-    """Where units below ``modules`` register one of ``found``; not those that are ``pending``."""
-    known = {entry[:2] for entries in found.values() for entry in entries}
-    places = [
-        (NamedEntry(module, key, prefix + key), param)
-        for module, prefix in managed_modules(tuple(modules), into_units=True, pending=pending)
-        for key, param in module._parameters.items()
-        if param is not None and param in found and (module, key) not in known
-    ]
-    units = all_units() if places else []
-    managed = {
-        entry: param
-        for unit in units
-        for group in unit.own_groups
-        for param in group.params
-        for entry in param.entries
-    }
-    return [(entry, param, managed.get(entry[:2])) for entry, param in places]
-
-
-def check_strays(
-    places: Sequence[Stray], plans: Sequence[PlannedParam], policy: MixedPrecisionPolicy
-) -> None:
-    """Raise what `take_strays` would, once ``plans`` of a call with ``policy`` are applied."""
-    own = {plan.param: plan for plan in plans}
-    for entry, param, _ in places:
-        plan = own.get(param)
-        for record in _around(entry.module, all_units()) if plan is not None else ():
-            assert plan is not None
-            chosen = plan.dtype_override or policy.param_dtype
-            computed = Computed(plan.name, param.dtype, chosen, plan.dtype_override is not None)
-            check_same_dtype(entry.name, computed, record.arguments.precision)
-
-
-def take_strays(places: Sequence[Stray]) -> None:
-    """Manage what `strays` has found; the parameters are sharded now."""
-    owners = Owners(all_units())
-    moves = []
-    for entry, registered, before in places:
-        owned = owners.of(registered)
-        if owned is not None:
-            moves.append(Move(entry.name, entry.module, entry.key, owned.param, before))
-    take_up(moves, all_units())
-
-
-def _fill(owned: Owned, entries: list[ModuleEntry]) -> None:
+def fill(owned: Owned, entries: list[ModuleEntry]) -> None:
     """Let these be a parameter's entries."""
     param, group, _ = owned
     watched = owners_of(group)
@@ -222,10 +129,7 @@ def _fill(owned: Owned, entries: list[ModuleEntry]) -> None:
     param.register(param.sharded)
     group.rebind()
     mark_managed([param])
-    watch_state_dicts_of(owners_of(group) - watched, group)
-
-
-# ---- after
+    gained(owners_of(group) - watched, group)
 
 
 def take_up(moves: Sequence[Move], units: Iterable[Unit]) -> None:
@@ -241,8 +145,8 @@ def take_up(moves: Sequence[Move], units: Iterable[Unit]) -> None:
     units = list(units)
     owners = Owners(units)
     for move in moves:
-        for record in _around(move.module, units):
-            check_same_dtype(move.name, _computed(owners[move.param]), record.arguments.precision)
+        for record in around(move.module, units):
+            check_same_dtype(move.name, computed(owners[move.param]), record.arguments.precision)
     entries = _moved(moves)
     for param in entries:
         owners[param].group.reshard()
@@ -250,7 +154,7 @@ def take_up(moves: Sequence[Move], units: Iterable[Unit]) -> None:
         group = owners[param].group
         _refuse_late_gradients(group)
         if where:
-            _fill(owners[param], where)
+            fill(owners[param], where)
     gone: dict[ParamGroup, list[ShardedParam]] = {}
     for param, where in entries.items():
         if not where:
@@ -279,7 +183,7 @@ def _moved(moves: Sequence[Move]) -> dict[ShardedParam, list[ModuleEntry]]:
     return entries
 
 
-def _around(module: nn.Module, units: Iterable[Unit]) -> Iterator[UnitRecord]:
+def around(module: nn.Module, units: Iterable[Unit]) -> Iterator[UnitRecord]:
     """The records of units that have ``module``, and no unit inside does."""
     for unit in units:
         record = record_of_unit(unit)

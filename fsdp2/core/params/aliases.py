@@ -38,7 +38,7 @@ class Alias:
     __slots__ = ("_attribute", "_key", "_module", "_value")
 
     def __init__(
-        self, module: nn.Module, attribute: str, key: Any, value: torch.Tensor | None
+        self, module: nn.Module, attribute: str, key: object, value: torch.Tensor | None
     ) -> None:
         self._module = weakref.ref(module)
         self._attribute = attribute
@@ -50,7 +50,7 @@ class Alias:
         if module is None:
             return
         place: Any = module.__dict__
-        key: Any = self._attribute
+        key: object = self._attribute
         if self._key is not None:
             place, key = place.get(key), self._key
         try:
@@ -72,7 +72,7 @@ def aliases_in(module: nn.Module) -> Iterator[tuple[Alias, nn.Parameter]]:
     for attribute, value in tuple(module.__dict__.items()):
         if attribute in _TORCHS:
             continue
-        found: list[tuple[Any, Any]] = []
+        found: list[tuple[object, object]] = []
         if isinstance(value, nn.Parameter):
             found = [(None, value)]
         elif type(value) is list:
@@ -94,7 +94,7 @@ def refuse_gradients(param: nn.Parameter, unit: str) -> None:
     reference = weakref.ref(param)
 
     def refuse(_: torch.Tensor) -> NoReturn:
-        former: Any = reference()
+        former: object = reference()
         managed = former.__dict__[REPLACED]()
         name = f"'{managed.name}'" if managed is not None else f"of the unit of {unit}"
         raise ShardingStateError(

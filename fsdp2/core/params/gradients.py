@@ -27,7 +27,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
@@ -36,7 +36,9 @@ from torch.distributed.tensor import DTensor
 from fsdp2.core.params.hooks import CountedHooks, may_have_hooks, run_tensor_hooks
 from fsdp2.core.params.param import ShardedParam
 
-Sum = tuple[Any, torch.Tensor, torch.Tensor]
+T = TypeVar("T")
+
+Sum = tuple[object, torch.Tensor, torch.Tensor]
 """A parameter that has a gradient, that gradient's rows, and the rows to add to them."""
 
 
@@ -288,7 +290,7 @@ def _run_hooks(params: Sequence[ShardedParam], waiting: Sequence[Sum]) -> None:
             param.run_hooks()
 
 
-def _chosen(items: Sequence[Any], present: Sequence[bool]) -> list[Any]:
+def _chosen(items: Sequence[T], present: Sequence[bool]) -> list[T]:
     return [item for item, there in zip(items, present, strict=True) if there]
 
 
@@ -329,10 +331,10 @@ class GradientReuse:
     __slots__ = ("_free", "_watch")
 
     def __init__(self) -> None:
-        self._free: list[Any] = []
+        self._free: list[object] = []
         self._watch: _Watch | None = None
 
-    def take(self, count: int) -> list[Any]:
+    def take(self, count: int) -> list[object]:
         """DTensors for ``count`` gradients, whose rows are to be set; ``None`` where to make one.
 
         The last is always ``None``.
@@ -356,7 +358,7 @@ class GradientReuse:
         self._watch = watch
 
 
-class _Watch(weakref.ref[Any]):
+class _Watch(weakref.ref[object]):
     """Of the last gradient's rows; it knows the others.
 
     Attributes:
@@ -367,7 +369,7 @@ class _Watch(weakref.ref[Any]):
     __slots__ = ("free", "lent")
 
     lent: list[Any]
-    free: list[Any]
+    free: list[object]
 
 
 def _look(watch: _Watch) -> None:

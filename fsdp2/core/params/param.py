@@ -607,9 +607,21 @@ class ShardedParam:
         return swaps
 
 
-def compute_dtype(options: GroupOptions, param: Any) -> torch.dtype:
+class HasDtype(Protocol):
+    """What says in which dtype a parameter is gathered."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the shards."""
+
+    @property
+    def dtype_override(self) -> torch.dtype | None:
+        """The user's exception from the policy."""
+
+
+def compute_dtype(options: GroupOptions, param: HasDtype) -> torch.dtype:
     """The dtype that a parameter is gathered in; integers are gathered as they are."""
-    dtype: torch.dtype = param.dtype
+    dtype = param.dtype
     chosen = param.dtype_override or options.precision.param_dtype
     return chosen if chosen is not None and dtype.is_floating_point else dtype
 
@@ -631,7 +643,7 @@ def is_extended(local: torch.Tensor) -> bool:
     return hooked or is_traceable_wrapper_subclass(local)
 
 
-def _users_attributes(param: nn.Parameter) -> dict[str, Any]:
+def _users_attributes(param: nn.Parameter) -> dict[str, object]:
     """What users set on a parameter; not what its tensor subclass itself keeps there."""
     own = () if isinstance(param, DTensor) or not is_extended(param) else param.detach().__dict__
     return {name: value for name, value in param.__dict__.items() if name not in own}

@@ -18,9 +18,9 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
+from fsdp2.core.custom_collectives import ReduceScatter
 from fsdp2.core.device.buffers import contiguous_strides
 from fsdp2.core.device.collectives import ReduceKind
-from fsdp2.core.device.custom_collectives import ReduceScatter
 from fsdp2.core.device.streams import OnStream
 from fsdp2.core.layout.layout import Slot, Transport
 from fsdp2.core.params.param import ShardedParam, compute_dtype

@@ -47,10 +47,10 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
+from fsdp2.core.custom_collectives import checked_buffer
 from fsdp2.core.device.buffers import TransientBuffer
 from fsdp2.core.device.collectives import Collectives, Replicas, Work, collectives_of, replicas_of
 from fsdp2.core.device.comm_memory import OwnMemory
-from fsdp2.core.device.custom_collectives import checked_buffer
 from fsdp2.core.device.kernels import Kernels, Tensors
 from fsdp2.core.device.streams import ALL_REDUCE, COMPUTE, REDUCE, Event, Streams
 from fsdp2.core.layout.layout import COLLECTIVE_ALIGN_BYTES, Slot

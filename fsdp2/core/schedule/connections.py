@@ -3,16 +3,49 @@
     forward    shard groups                                  what gathers use
     backward   smaller groups, reductions' own, replicas     what reductions use besides
 
-`fsdp2.core.device.presence.connect` says in which order, and why it cannot deadlock.
+Where a backend makes its communicator in the first collective, that is one small one.
+
+Why that cannot deadlock. A first collective blocks the host until all ranks of the group
+are in theirs. All ranks take their groups in one order: by global ranks, then by name, which all
+members of a group agree on. So of all groups that some rank waits in, the least is completed:
+its other members wait for none that comes before it, and come to it. That holds where ranks are in
+different groups, as in HSDP, or in pipeline stages, whose groups do not meet. It takes what
+gathers take anyway: the members of a group run the same roots in the same order (invariant
+I11). Groups of reductions are left out of a forward without backward, which one replica may run
+alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakSet
 
-from fsdp2.core.device.presence import Link, connect, unconnected
-from fsdp2.core.device.process_groups import ProcessGroup
+import torch
+
+from fsdp2.core.device.backends import traits_of
+from fsdp2.core.device.one_off import run_first_collective
+from fsdp2.core.device.presence import meet
+from fsdp2.core.device.process_groups import ProcessGroup, global_ranks
+from fsdp2.core.progress import communication_error
 from fsdp2.core.schedule.group import ParamGroup
+
+_connected: WeakSet[ProcessGroup] = WeakSet()
+
+
+@dataclass(frozen=True)
+class Link:
+    """A process group that a unit communicates over.
+
+    Attributes:
+        group: the process group.
+        device: of its collectives.
+        unit: name of the unit, for messages.
+    """
+
+    group: ProcessGroup
+    device: torch.device
+    unit: str
 
 
 def connect_groups(groups: Sequence[ParamGroup], expects_backward: bool) -> bool:
@@ -27,8 +60,8 @@ def connect_groups(groups: Sequence[ParamGroup], expects_backward: bool) -> bool
     for group in groups:
         now += _links(group, [group.collectives.group])
         later += _links(group, _used_in_backward(group))
-    connect(unconnected(now + later if expects_backward else now))
-    return not unconnected(later)
+    _connect(_unconnected(now + later if expects_backward else now))
+    return not _unconnected(later)
 
 
 def _used_in_backward(group: ParamGroup) -> list[ProcessGroup | None]:
@@ -42,3 +75,39 @@ def _used_in_backward(group: ParamGroup) -> list[ProcessGroup | None]:
 
 def _links(group: ParamGroup, used: Sequence[ProcessGroup | None]) -> list[Link]:
     return [Link(found, group.device, group.name) for found in used if found is not None]
+
+
+def _unconnected(links: Sequence[Link]) -> list[Link]:
+    """Those whose backends make communicators in the first collective, which did not run yet."""
+    return [link for link in links if _connects_late(link)]
+
+
+def _connect(links: Sequence[Link]) -> None:
+    """Run the first collective of process groups, each once in a process.
+
+    Args:
+        links: `_unconnected` ones; all ranks of each connect it before they wait for anything else.
+
+    Raises:
+        RankMismatchError: as `meet`.
+        CommunicationError: as `meet`; or the first collective of a group failed.
+    """
+    in_order = sorted(links, key=lambda link: (global_ranks(link.group), link.group.group_name))
+    for link in in_order:
+        meet(link.group, link.device, link.unit)
+    for link in in_order:
+        if link.group in _connected:  # it was twice in the list
+            continue
+        try:
+            run_first_collective(link.group, link.device)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise communication_error("first collective", link.unit, error) from error
+        _connected.add(link.group)
+
+
+def _connects_late(link: Link) -> bool:
+    if link.group in _connected or link.group.size() == 1:
+        return False
+    return traits_of(link.group, link.device).connects_late

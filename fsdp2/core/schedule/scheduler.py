@@ -501,7 +501,7 @@ class Scheduler:
         """
         if unit.phase is not BACKWARD:  # a derivative by its inputs, inside of it or without it
             return
-        if not self.iteration.holds:
+        if not self.iteration.holds:  # else a graph may read parameters: its end finishes the unit
             self._finish(unit, unit.reshard_after_backward)
 
     def _finish(self, unit: Unit, reshard: bool, over: bool = False) -> None:
@@ -533,6 +533,8 @@ class Scheduler:
         if not unit.all_reduce:
             self.unreduced = True
         first = True
+        # Gradients are taken while the gathered parameters have them. The memory of these is freed
+        # before the reduction allocates, which may take it: both are COMPUTE's (decision 1).
         for group in unit.groups:
             jobs = group.collect(unit.all_reduce, fill, again)
             if reshard and group.state is not SHARDED:
@@ -540,7 +542,7 @@ class Scheduler:
             if jobs:
                 if group.state is GATHERING and group.has_grad_hooks:
                     group.reshard()  # what is gathered ahead, and a hook writes
-                if self._in_flight.holding:
+                if self._in_flight.holding:  # the window's inputs are all that may be alive
                     self._in_flight.make_room(group, first)
                 first = False
                 pending = group.reduce(jobs, unit.all_reduce)
@@ -589,7 +591,7 @@ class Scheduler:
 
     def end_backward(self) -> None:
         """The whole backward has run: finish units whose own end was not seen, and clean up."""
-        Backwards.ended += 1
+        Backwards.ended += 1  # so that the engine sees that a hook was there
         now = self.iteration
         if now.retracing is not None:
             if now.forward_root is None:
@@ -599,6 +601,8 @@ class Scheduler:
         if now.holds:
             now.holds = Graph.any_held_by(self)
         last = self.is_last_backward and not self.manual
+        # Left over are units none of whose inputs required grad (often the root), units that got
+        # gradients behind their own end, and units that this backward never came to.
         for unit in self.units:
             if unit.phase is REDUCED and self._is_done(unit):  # as most are
                 unit.phase = IDLE
@@ -612,7 +616,7 @@ class Scheduler:
                     unit.hide()
             if now.graph is None:
                 self._let_go()
-        if last:
+        if last:  # else more is to come: reductions run beside it, and guesses stay for it
             self._drop_unused()
             self._drain()
             now.kept.end_iteration()
@@ -709,6 +713,9 @@ class Scheduler:
                 if self.post_optim_event is not None:
                     self._order_after_optimizer()
                 try:
+                    # Programs are bound here, where shards are registered and nothing is under way.
+                    # In a backward, autograd holds what forward has bound: it stays as it is, but
+                    # for another way to gather, which leaves the gathered parameters alone.
                     if group.reroute or not (self.iteration.in_backward and group.bound):
                         group.bind()
                     group.start_unshard()

@@ -56,7 +56,7 @@ def uninstall_workers() -> None:
         os.environ[VARIABLE] = _before.pop()
 
 
-def in_workers(runtime_env: Mapping[str, Any] | None) -> dict[str, Any]:
+def in_workers(runtime_env: Mapping[str, Any] | None) -> dict[str, object]:
     """What Ray's driver calls: the user's ``runtime_env``, whose workers install fsdp2."""
     env = dict(runtime_env or {})
     for theirs in _before:

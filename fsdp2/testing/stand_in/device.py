@@ -20,7 +20,6 @@ from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -78,7 +77,7 @@ def load() -> torch.device:
 
 def _module() -> ModuleType:
     """What torch asks of ``torch.<device>``."""
-    module: Any = ModuleType(f"torch.{NAME}")
+    module: object = ModuleType(f"torch.{NAME}")
     module.is_available = module.is_initialized = lambda: True
     module.device_count = lambda: 1
     module.current_device = lambda: 0

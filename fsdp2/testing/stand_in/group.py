@@ -11,7 +11,7 @@ Calls that are not asynchronous run on the current stream, as NCCL's do since to
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,7 @@ class StandInGroup(PythonGroup):
     backend = COALESCING
     own_stream = False
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         try:
@@ -69,7 +69,7 @@ class StandInGroup(PythonGroup):
         what: str,
         outputs: Sequence[Tensor],
         inputs: Sequence[Tensor],
-        opts: Any,
+        opts: object,
         move: Callable[[list[Tensor], list[Tensor]], None],
     ) -> StreamWork:
         on_host = [[_host_view(t) for t in tensors] for tensors in (outputs, inputs)]
@@ -86,19 +86,19 @@ class StandInGroup(PythonGroup):
         move(*on_host)
         return StreamWork(done, () if done is None else (*outputs, *inputs))
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> StreamWork:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: object = None) -> StreamWork:
         return self._run("all-gather", [output], [input], opts, self._gather)
 
     def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: object = None
     ) -> StreamWork:
         return self._run("all-gather", outputs, inputs, opts, self._gather)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> StreamWork:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: object) -> StreamWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: object
     ) -> StreamWork:
         def move(outputs: list[Tensor], inputs: list[Tensor]) -> None:
             for output, input_ in zip(outputs, inputs, strict=True):
@@ -113,7 +113,7 @@ class StandInGroup(PythonGroup):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> StreamWork:
+    def allreduce(self, tensors: list[Tensor], opts: object = None) -> StreamWork:
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
 
         def move(outputs: list[Tensor], _: list[Tensor]) -> None:
@@ -124,33 +124,35 @@ class StandInGroup(PythonGroup):
 
     allreduce_coalesced = allreduce
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> StreamWork:
+    def broadcast(self, tensors: list[Tensor], opts: object) -> StreamWork:
         def move(outputs: list[Tensor], _: list[Tensor]) -> None:
             self._gloo.broadcast(outputs, opts).wait()
 
         return self._run("broadcast", tensors, tensors, opts, move)
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> StreamWork:
+    def scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: object
+    ) -> StreamWork:
         def move(outputs: list[Tensor], parts: list[Tensor]) -> None:
             self._gloo.scatter(outputs, [parts] if parts else [], opts).wait()
 
         return self._run("scatter", outputs, inputs[0] if inputs else [], opts, move)
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> StreamWork:
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: object) -> StreamWork:
         def move(parts: list[Tensor], inputs: list[Tensor]) -> None:
             self._gloo.gather([parts] if parts else [], inputs, opts).wait()
 
         return self._run("gather", outputs[0] if outputs else [], inputs, opts, move)
 
     def allgather(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: object = None
     ) -> StreamWork:
         def move(flat: list[Tensor], inputs: list[Tensor]) -> None:
             self._gloo.allgather([flat], inputs).wait()
 
         return self._run("all-gather", outputs[0], inputs, opts, move)
 
-    def barrier(self, opts: Any = None) -> StreamWork:
+    def barrier(self, opts: object = None) -> StreamWork:
         self._gloo.barrier().wait()
         return StreamWork(None)
 
@@ -160,7 +162,7 @@ class StandInGroup(PythonGroup):
             self._gloo.allgather([parts], [input_.clone()]).wait()
             output.view(self.size(), -1).copy_(torch.stack(parts).view(self.size(), -1))
 
-    def _sum(self, tensor: Tensor, op: Any) -> None:
+    def _sum(self, tensor: Tensor, op: dist.ReduceOp) -> None:
         average = op == dist.ReduceOp.AVG
         self._gloo.allreduce([tensor], _sum_options(dist.ReduceOp.SUM if average else op)).wait()
         if average:
@@ -176,7 +178,7 @@ class PackingGroup(StandInGroup):
 know("StandInGroup", Traits("stand-in", coalesces=True))
 
 
-def _sum_options(op: Any) -> Any:
+def _sum_options(op: dist.ReduceOp) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
     options.reduceOp = op
     return options

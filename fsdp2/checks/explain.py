@@ -23,8 +23,11 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import Node
 
 from fsdp2.core.layout.mesh import local_of
+from fsdp2.core.modules import failures
+from fsdp2.core.modules.engine import schedulers
 from fsdp2.core.params.param import ShardedParam, is_extended
 from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.side_doors import note_calls
 from fsdp2.core.schedule.unit import Unit
 
 _TORCHS = "got mixed torch.Tensor and DTensor"
@@ -84,14 +87,26 @@ def _explain_sharded(error: RuntimeError, units: Iterable[Unit]) -> None:
         )
 
 
-def explain_freed_in(error: RuntimeError, nodes: Iterable[Node], units: Iterable[Unit]) -> bool:
-    """The same for what autograd's nodes have saved, and C++ has read; whether it was that.
+def explain_backward(error: RuntimeError, nodes: Iterable[Node], units: Iterable[Unit]) -> None:
+    """The same for what a backward raised; where C++ read a freed parameter, it may go on after.
+
+    From then on side doors are looked for. The next forward resets what was interrupted, and
+    whoever runs it again will not see the error.
 
     Args:
-        error: what a backward raised.
+        error: what it raised.
         nodes: those that it would run.
         units: those of this process.
     """
+    units = list(units)
+    explain(error, units)
+    if _explain_freed_in(error, nodes, units):
+        for scheduler in schedulers():
+            note_calls(scheduler)
+
+
+def _explain_freed_in(error: RuntimeError, nodes: Iterable[Node], units: Iterable[Unit]) -> bool:
+    """For what autograd's nodes have saved, and C++ has read; whether it was that."""
     words = str(error)
     if _OURS in words or not any(part in words for part in _FREED):
         return False
@@ -238,3 +253,7 @@ def _either(names: Iterable[str]) -> str:
     different = list(dict.fromkeys(names))
     more = " or others" if len(different) > _MOST else ""
     return " or ".join(f"'{name}'" for name in different[:_MOST]) + more
+
+
+failures.in_forward.add(explain)
+failures.in_backward.add(explain_backward)

@@ -26,7 +26,7 @@ def gather_objects(value: T) -> list[T]:
     _, size = rank_and_size()
     if size == 1:
         return [value]
-    found: list[Any] = [None] * size
+    found = [value] * size
     dist.all_gather_object(found, value)
     return found
 

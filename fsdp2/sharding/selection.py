@@ -1,14 +1,13 @@
 """Which parameters a call of `fully_shard` takes, and whether they can be sharded.
 
-modules ── managed_modules ──> those that no earlier unit has
-        ── managed_parameters ──> parameter -> the entries that hold it
+modules ── managed_parameters ──> parameter -> the entries that hold it
         ── plan_parameters ──> a PlannedParam each: axes, cut, dtype; or an error that names it
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,8 @@ from fsdp2.core.layout.mesh import (
     memory_order,
 )
 from fsdp2.core.modules.registrations import is_managed
-from fsdp2.core.modules.registry import UnitRecord, record_of
+from fsdp2.core.modules.registry import UnitRecord
+from fsdp2.core.modules.walks import managed_modules
 from fsdp2.core.params.param import OWNER, ModuleEntry, PlannedParam, is_extended
 
 PlacementFn = Callable[[nn.Parameter], Shard | tuple[Shard, ...] | ShardPlacementResult | None]
@@ -80,36 +80,6 @@ def entries_of(modules: tuple[nn.Module, ...], params: set[nn.Parameter]) -> set
     }
 
 
-def managed_modules(
-    modules: tuple[nn.Module, ...],
-    into_units: bool = False,
-    pending: Set[nn.Module] = frozenset(),
-) -> Iterator[tuple[nn.Module, str]]:
-    """Modules below ``modules`` that no other unit has, parents first, with name prefixes.
-
-    Args:
-        modules: where to begin.
-        into_units: whether those of other units are among them.
-        pending: those that are to be units, and are left out in any case.
-    """
-    seen: set[nn.Module] = set(pending) - set(modules)
-    for module in modules:
-        yield from _walk(module, "", into_units, seen)
-
-
-def _walk(
-    module: nn.Module, prefix: str, into_units: bool, seen: set[nn.Module]
-) -> Iterator[tuple[nn.Module, str]]:
-    # No function inside another: one that calls itself is a cycle, here around all modules.
-    if module in seen:
-        return
-    seen.add(module)
-    yield module, prefix
-    for name, child in module.named_children():
-        if into_units or record_of(child) is None:
-            yield from _walk(child, f"{prefix}{name}.", into_units, seen)
-
-
 def plan_parameters(
     found: dict[nn.Parameter, list[NamedEntry]],
     axes: MeshAxes,
@@ -147,7 +117,6 @@ def plan_parameters(
         plans.append(
             PlannedParam(name, param, where, own, cut, policy.overridden_dtype(name, param))
         )
-    _check_one_device(found)
     _check_memory({entries[0].name: local_of(param) for param, entries in found.items()})
     return plans
 
@@ -218,7 +187,8 @@ def _check_memory(params: dict[str, torch.Tensor]) -> None:
         ranges.append((begin, end, name))
 
 
-def _check_one_device(found: dict[nn.Parameter, list[NamedEntry]]) -> None:
+def check_one_device(found: dict[nn.Parameter, list[NamedEntry]]) -> None:
+    """Raise if some of a unit's parameters are on the meta device, and others are not."""
     meta = [entries[0].name for param, entries in found.items() if param.is_meta]
     real = [entries[0].name for param, entries in found.items() if not param.is_meta]
     if meta and real:

@@ -1,23 +1,17 @@
 """From plans to parameter groups: what `fully_shard` makes of a unit's parameters.
 
 plans ── make_groups ──> a ParamGroup for each mesh, laid out, its parameters DTensors
-groups ── watch_state_dicts ──> hooks: a state dict that is taken has the shards
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections import OrderedDict
 from dataclasses import replace
-from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fsdp2.checks.presence import announce
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
 from fsdp2.core.device import rehearsal
 from fsdp2.core.device.buffers import empties_storages
@@ -28,20 +22,17 @@ from fsdp2.core.device.collectives import (
     SoloCollectives,
 )
 from fsdp2.core.device.kernels import Kernels, kernels_for
-from fsdp2.core.device.presence import announce
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.device.streams import Streams, make_streams
 from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.layout.mesh import MeshAxes, local_of, smaller_mesh
-from fsdp2.core.modules.explain import explain_loading
 from fsdp2.core.modules.registrations import mark_managed
-from fsdp2.core.modules.registry import Arguments, UnitRecord, scheduler_of
-from fsdp2.core.modules.selection import managed_modules
+from fsdp2.core.modules.registry import Arguments, UnitRecord
+from fsdp2.core.modules.walks import managed_modules
 from fsdp2.core.params.aliases import REPLACED, aliases_in, refuse_gradients
 from fsdp2.core.params.param import (
     GATHERED,
     OWNER,
-    ModuleEntries,
     PlannedParam,
     ShardedParam,
     axes_in,
@@ -49,23 +40,24 @@ from fsdp2.core.params.param import (
 )
 from fsdp2.core.schedule.group import ParamGroup, Runtime
 from fsdp2.core.schedule.layers import Watchers
-from fsdp2.core.schedule.states import SHARDED
-from fsdp2.core.schedule.ties import GroupAlias
-from fsdp2.core.schedule.unit import Unit, all_groups, all_units
+from fsdp2.core.schedule.unit import Unit, all_groups
 
 _streams: dict[torch.device, Streams] = {}
 
 
-def check_groups(name: str, plans: list[PlannedParam], options: GroupOptions) -> None:
+def check_groups(
+    name: str, plans: list[PlannedParam], options: GroupOptions, compare: bool = True
+) -> None:
     """Raise where `make_groups` could not make them, or ranks would make others.
 
     Args:
         name: of the unit's modules.
         plans: what is to become of their parameters.
         options: of the groups to be.
+        compare: whether those are told who compare what ranks have.
     """
     _check_memory(plans)
-    for check in Watchers.plans:
+    for check in Watchers.plans if compare else ():
         check(name, plans, options)
 
 
@@ -241,148 +233,3 @@ def _kernels(device: torch.device, streams: Streams) -> Kernels:
     if device == rehearsal.META and rehearsal.stage is not None:
         return rehearsal.stage.kernels
     return kernels_for(device, streams.asynchronous)
-
-
-def watch_state_dicts(groups: list[ParamGroup]) -> None:
-    """State dicts hold the sharded parameters, without communication.
-
-    Between steps those are registered first. During a forward or a backward nothing is: it goes on
-    to use what is gathered, and what the state dict has taken of that is exchanged for the shards.
-    """
-    for group in groups:
-        watch_state_dicts_of(owners_of(group), group)
-
-
-def owners_of(group: ParamGroup) -> set[nn.Module]:
-    """The modules that register a parameter of a group."""
-    return {module for param in group.params for module, _ in param.entries}
-
-
-def watch_state_dicts_of(owners: set[nn.Module], group: ParamGroup) -> None:
-    """As `watch_state_dicts`, for state dicts of some modules."""
-    collected: list[list[str]] = []  # where the load under way collects its errors
-    shown = _Shown(group)
-    outside = _OutsideInference()
-
-    def before() -> None:
-        group.reshard()
-        group.settle()
-
-    def before_save(*_: object) -> None:
-        outside.enter()
-        if not _is_in_use(group):
-            before()
-
-    def after_save(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-        shown.put_into(state, module, prefix)
-        outside.leave()
-
-    def before_load(*given: Any) -> None:
-        before()
-        collected[:] = given[-1:]
-
-    def after_load(*_: object) -> None:
-        group.reregister()
-        explain_loading(collected.pop() if collected else [])
-
-    for owner in owners:
-        owner.register_state_dict_pre_hook(before_save)
-        handle = owner.register_state_dict_post_hook(after_save)
-        hooks = cast("OrderedDict[int, object]", owner._state_dict_hooks)
-        hooks.move_to_end(handle.id, last=False)  # others may rename the keys
-        owner.register_load_state_dict_pre_hook(before_load)
-        owner.register_load_state_dict_post_hook(after_load)
-
-
-class _OutsideInference(threading.local):
-    """State dicts are taken outside of ``torch.inference_mode()``, which makes no DTensors' views.
-
-    Of each thread: several may take one at once.
-    """
-
-    def __init__(self) -> None:
-        self._left: list[torch.inference_mode] = []
-
-    def enter(self) -> None:
-        mode = torch.inference_mode(False)
-        mode.__enter__()
-        self._left.append(mode)
-
-    def leave(self) -> None:
-        self._left.pop().__exit__(None, None, None)
-
-
-def _is_in_use(group: ParamGroup) -> bool:
-    """Whether a forward or a backward is under way that may read what is gathered of a group."""
-    if group.state is SHARDED and group.offload is None:
-        return False
-    for unit in all_units():
-        groups = [own.tied if isinstance(own, GroupAlias) else own for own in unit.groups]
-        if group in groups:
-            scheduler = scheduler_of(unit)
-            if scheduler is None or scheduler.iteration.failed:
-                continue
-            if scheduler.is_running:
-                return True
-    return False
-
-
-class _Shown:
-    """What state dicts show of a group's parameters: shards, whatever modules register.
-
-    Args:
-        group: the group.
-    """
-
-    def __init__(self, group: ParamGroup) -> None:
-        self._group = group
-        self._known: list[ModuleEntries] = []
-        self._places: dict[int, list[tuple[str, ShardedParam]]] = {}  # by id of the module
-
-    def put_into(self, state: dict[str, Any], module: nn.Module, prefix: str) -> None:
-        """Exchange what was taken of the gathered parameters that ``module`` registers.
-
-        Another thread may take it while units are gathered and freed: not the group's state counts,
-        but what each value is.
-        """
-        for name, param in self._places_of(module):
-            value = state.get(prefix + name)
-            if any(value is form for form in param.forms()):  # with keep_vars=True
-                state[prefix + name] = param.sharded
-            elif isinstance(value, torch.Tensor) and self._is_gathered(value, param, module, name):
-                state[prefix + name] = param.sharded.detach()
-
-    def _places_of(self, module: nn.Module) -> list[tuple[str, ShardedParam]]:
-        entries = [param.entries for param in self._group.params]
-        if entries != self._known:  # some were tied, or dropped
-            places: dict[int, list[tuple[str, ShardedParam]]] = {}
-            for param in self._group.params:
-                for owner, name in param.entries:
-                    places.setdefault(id(owner), []).append((name, param))
-            self._places, self._known = places, entries
-        return self._places.get(id(module), [])
-
-    @staticmethod
-    def _is_gathered(
-        value: torch.Tensor, param: ShardedParam, module: nn.Module, name: str
-    ) -> bool:
-        """Whether it is of another form of a parameter than the sharded one, and not the user's."""
-        if isinstance(value, DTensor) and _is_placed_alike(
-            value._spec, cast(DTensor, param.sharded)._spec
-        ):
-            return False
-        if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
-            registered = module._parameters.get(name)
-            return any(registered is form for form in param.forms())
-        others = [form for form in param.forms() if form is not param.sharded]
-        return any(_shares_memory(local_of(value), local_of(form)) for form in others)
-
-
-def _is_placed_alike(spec: DTensorSpec, other: DTensorSpec) -> bool:
-    return spec.mesh == other.mesh and spec.placements == other.placements
-
-
-def _shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    if is_traceable_wrapper_subclass(tensor) or is_traceable_wrapper_subclass(other):
-        return type(tensor) is type(other)
-    return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)

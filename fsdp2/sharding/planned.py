@@ -18,24 +18,17 @@ from torch import nn
 from fsdp2.core.config import MixedPrecisionPolicy
 from fsdp2.core.layout.mesh import MeshAxes
 from fsdp2.core.modules.registry import UnitRecord
-from fsdp2.core.modules.selection import (
+from fsdp2.core.modules.ties import Computed, check_same_dtype, link
+from fsdp2.core.params.param import ModuleEntries, PlannedParam
+from fsdp2.sharding.selection import (
     NamedEntry,
     PlacementFn,
+    check_one_device,
     entries_of,
     managed_parameters,
     plan_parameters,
 )
-from fsdp2.core.modules.ties import (
-    Computed,
-    check_same_dtype,
-    check_strays,
-    join,
-    link,
-    strays,
-    take_strays,
-    tied_parameters,
-)
-from fsdp2.core.params.param import ModuleEntries, PlannedParam
+from fsdp2.sharding.ties import check_strays, join, strays, take_strays, tied_parameters
 
 
 @dataclass(frozen=True)
@@ -65,10 +58,13 @@ class Pending:
     """Calls that are planned, and not applied yet.
 
     Attributes:
+        ahead: whether parameters get memory and values before the calls, which are planned again
+            then: what depends on those is left until then.
         modules: those that they are for: units, for later calls.
         taken: what has become their own, and how they compute with it.
     """
 
+    ahead: bool = False
     modules: set[nn.Module] = field(default_factory=set)
     taken: dict[nn.Parameter, Computed] = field(default_factory=dict)
 
@@ -118,6 +114,8 @@ def plan_taken(
         tied.append(param)
     own = {param: entries for param, entries in found.items() if param not in set(tied)}
     plans = plan_parameters(own, axes, choose, policy)
+    if not pending.ahead:
+        check_one_device(found)
     places = strays(found, modules, pending.modules)
     check_strays(places, plans, policy)
     left_alone = ModuleEntries(entries_of(modules, ignored))

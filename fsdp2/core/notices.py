@@ -1,0 +1,48 @@
+"""What rooms above core are told of: each adds its functions when the package is imported.
+
+Core says when something happens; it does not know who listens, nor why:
+
+    device.presence     first_use           a unit is about to use a process group
+    modules.failures    in_forward          a forward raised
+                        in_backward         a backward raised
+    modules.ties        gained              modules register parameters of a group since
+    modules.optimizers  changed             an optimizer steps, whose parameters may be others now
+                        steps               an optimizer steps; empty unless somebody asks
+    modules.registrations  unexpected       a forward begins, and a module registers something else
+
+Nothing is called in a step that repeats the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, ParamSpec
+
+P = ParamSpec("P")
+
+
+class Notice(Generic[P]):
+    """That something happens in core: calls functions of rooms above, in the order of `add`.
+
+    They may raise, which ends what was about to happen.
+
+    Attributes:
+        functions: all of them; empty where no room above core was imported.
+    """
+
+    __slots__ = ("functions",)
+
+    def __init__(self) -> None:
+        self.functions: list[Callable[P, object]] = []
+
+    def add(self, function: Callable[P, object], first: bool = False) -> None:
+        """Call ``function`` from now on, too: behind the others, or ``first``."""
+        self.functions.insert(0 if first else len(self.functions), function)
+
+    def remove(self, function: Callable[P, object]) -> None:
+        """Call ``function`` no longer."""
+        self.functions.remove(function)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        for function in self.functions:
+            function(*args, **kwargs)

@@ -1,0 +1,238 @@
+"""A wrapper to be, and those below it: all planned before anything is changed.
+
+    the arguments      ──> ResolvedOptions      checked; the device, the mesh
+    auto_wrap_policy   ──> WrapperPlan.below    the same of modules below, innermost first
+    check_plan         ──> each one's call of fully_shard planned, each one's initialisation looked
+                           at; raises what can be known by now
+
+Wrappers are made of it one after the other, so that one at a time has memory and values. What only
+``param_init_fn`` or ``reset_parameters()`` brings to light is found then.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp2.api import plan_calls
+from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.core.layout.mesh import FSDPMeshInfo, ShardPlacementResult
+from fsdp2.core.modules.walks import walk
+from fsdp2.fsdp1.config import (
+    HYBRID,
+    KEEPS_GATHERED,
+    BackwardPrefetch,
+    MixedPrecision,
+    ShardingStrategy,
+    checked_member,
+    checked_precision,
+    offload_of,
+    policy_of,
+)
+from fsdp2.fsdp1.construction import (
+    Ignored,
+    check_can_materialise,
+    check_nothing_wrapped,
+    ignored_of,
+)
+from fsdp2.fsdp1.meshes import device_of, mesh_of
+from fsdp2.interop import CPUOffloadPolicy
+from fsdp2.sharded_class import sharded_class
+from fsdp2.wrap import any_wrap_policy, chosen_modules
+from fsdp2.wrap.choices import Policy
+
+Given = Mapping[str, Any]
+"""All arguments of a wrapper but the module, by name."""
+
+Completed = Callable[..., Given]
+"""Called with a module and some arguments: all of them, with their defaults."""
+
+
+@dataclass(frozen=True)
+class ResolvedOptions:
+    """What a wrapper's arguments come to."""
+
+    strategy: ShardingStrategy
+    offload: CPUOffloadPolicy | None
+    prefetch: BackwardPrefetch | None
+    precision: MixedPrecision
+    ignored: Ignored
+    device: torch.device
+    mesh: DeviceMesh
+
+
+@dataclass(frozen=True)
+class WrapperPlan:
+    """A wrapper to be.
+
+    Attributes:
+        module: what is to be wrapped.
+        given: the wrapper's arguments.
+        options: what they come to.
+        below: wrappers of modules below, those inside of others first.
+        places: where modules below register each of these modules.
+        apart: modules below that stay in full precision.
+    """
+
+    module: nn.Module
+    given: Given
+    options: ResolvedOptions
+    below: tuple[WrapperPlan, ...]
+    places: Mapping[nn.Module, list[tuple[nn.Module, str]]]
+    apart: tuple[nn.Module, ...]
+
+    def all(self) -> Iterator[WrapperPlan]:
+        """Those below, then this one: the order in which wrappers are made."""
+        for plan in self.below:
+            yield from plan.all()
+        yield self
+
+
+def plan_wrapper(module: nn.Module, given: Given, completed: Completed) -> WrapperPlan:
+    """What a wrapper's arguments mean for a module; changes nothing, but makes meshes.
+
+    Args:
+        module: what is to be wrapped.
+        given: the arguments.
+        completed: what gives the arguments of a wrapper below their defaults.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: arguments do not fit together or with the module.
+    """
+    _check_module(module)
+    options = _resolved(module, given)
+    if given["auto_wrap_policy"] is None:
+        return WrapperPlan(module, given, options, (), {}, ())
+    chosen, apart = _chosen_below(module, given["auto_wrap_policy"], options, given)
+    below = [
+        plan_wrapper(member, completed(member, **chosen[member]), completed)
+        for member, _ in walk((module,), order="children first")
+        if member in chosen
+    ]
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for parent, _ in walk((module,)):
+        for name, child in parent._modules.items():
+            if child is not None and child in chosen:
+                places.setdefault(child, []).append((parent, name))
+    return WrapperPlan(module, given, options, tuple(below), places, tuple(apart))
+
+
+def check_plan(plan: WrapperPlan) -> None:
+    """Raise what the wrappers would that are to be made; changes nothing.
+
+    Raises:
+        TypeError: as of `fully_shard`; ``param_init_fn`` cannot be called.
+        ValueError: as of `fully_shard`; a module cannot be initialised.
+    """
+    wrappers = list(plan.all())
+    modules = {each.module for each in wrappers}
+    for each in wrappers:
+        init_fn, options = each.given["param_init_fn"], each.options
+        check_can_materialise(each.module, init_fn, options.ignored, modules)
+    plan_calls(((each.module, arguments_of(each.options)) for each in wrappers), ahead=True)
+
+
+def arguments_of(options: ResolvedOptions) -> dict[str, Any]:
+    """The arguments of a wrapper's call of `fully_shard`."""
+    replicates = options.strategy == ShardingStrategy.NO_SHARD
+    return {
+        "mesh": options.mesh,
+        "reshard_after_forward": False if options.strategy in KEEPS_GATHERED else None,
+        "shard_placement_fn": _Replicated(options.mesh) if replicates else None,
+        "mp_policy": policy_of(options.precision),
+        "offload_policy": options.offload,
+        "ignored_params": set(options.ignored.params),
+    }
+
+
+class _Replicated:
+    """A ``shard_placement_fn`` that shards nothing."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._result = ShardPlacementResult(None, FSDPMeshInfo(mesh, None, 0))
+
+    def __call__(self, _: nn.Parameter) -> ShardPlacementResult:
+        return self._result
+
+
+def _check_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"FullyShardedDataParallel takes a module, not {type(module).__name__}; pass one"
+        )
+    sharded_class(module)  # raises if there can be none
+
+
+def _resolved(module: nn.Module, given: Given) -> ResolvedOptions:
+    strategy = ShardingStrategy.FULL_SHARD
+    if given["sharding_strategy"] is not None:
+        strategy = checked_member(ShardingStrategy, given["sharding_strategy"], "sharding_strategy")
+    prefetch = None
+    if given["backward_prefetch"] is not None:
+        prefetch = checked_member(BackwardPrefetch, given["backward_prefetch"], "backward_prefetch")
+    offload, precision = offload_of(given["cpu_offload"]), given["mixed_precision"]
+    ignored = ignored_of(given["ignored_modules"], given["ignored_states"])
+    groups = given["process_group"]
+    one = groups if isinstance(groups, ProcessGroup) else None
+    device = device_of(module, given["device_id"], one)
+    mesh = mesh_of(groups, given["device_mesh"], strategy in HYBRID, device)
+    return ResolvedOptions(
+        strategy, offload, prefetch, checked_precision(precision), ignored, device, mesh
+    )
+
+
+_INHERITED = (
+    "sharding_strategy",
+    "cpu_offload",
+    "backward_prefetch",
+    "mixed_precision",
+    "param_init_fn",
+    "device_id",
+    "sync_module_states",
+    "forward_prefetch",
+    "limit_all_gathers",
+    "use_orig_params",
+)
+"""Arguments that wrappers below get, unless their policy says otherwise."""
+
+
+def _chosen_below(
+    module: nn.Module, policy: Policy, options: ResolvedOptions, given: Given
+) -> tuple[dict[nn.Module, dict[str, Any]], list[nn.Module]]:
+    """What a policy chooses below, with arguments; and what stays in full precision."""
+    check_nothing_wrapped(module)
+    precision, ignored = options.precision, options.ignored
+    apart: tuple[type[nn.Module], ...] = ()
+    if any((precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype)):
+        apart = tuple(precision._module_classes_to_ignore)
+    if apart and not hasattr(policy, "_run_policy") and callable(policy):
+
+        def stays(module: nn.Module, recurse: bool, *_: object, **__: object) -> bool:
+            return recurse or isinstance(module, apart)
+
+        policy = functools.partial(any_wrap_policy, policies=[policy, stays])
+    inherited = {name: given[name] for name in _INHERITED}
+    inherited |= {"ignored_states": ignored.params, "device_mesh": options.mesh}
+    choices = chosen_modules(
+        module,
+        policy,
+        ignored_modules=ignored.modules,
+        ignored_params=ignored.params,
+        options=inherited,
+    )
+    chosen: dict[nn.Module, dict[str, Any]] = {c.module: dict(c.options) for c in choices}
+    precise = [
+        below
+        for below in module.modules()
+        if isinstance(below, apart) and below is not module and below not in ignored.modules
+    ]
+    for below in precise:
+        chosen[below] = {**inherited, **chosen.get(below, {}), "mixed_precision": None}
+    return chosen, precise

@@ -1,0 +1,11 @@
+"""What a call of `fully_shard` makes of modules, before anything runs.
+
+    planned      what calls take, all planned before anything is changed
+    selection    which parameters a call takes, and whether they can be sharded
+    ties         those that other units have: joined, or refused
+    assembly     from those to groups: collectives, offload, aliases
+    state_dicts  state dicts that hold shards
+
+Owns: nothing; what it makes belongs to core.
+May import: core, and what `fsdp2.checks` says.
+"""

@@ -1,0 +1,172 @@
+"""State dicts that hold shards, whenever they are taken; and what a load has put in their place.
+
+groups ── watch_state_dicts ──> hooks of the modules that register their parameters
+  save   gathered parameters are exchanged for the shards, without communication
+  load   what is registered afterwards is managed
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fsdp2.checks.explain import explain_loading
+from fsdp2.core.layout.mesh import local_of
+from fsdp2.core.modules import ties
+from fsdp2.core.modules.registry import scheduler_of
+from fsdp2.core.params.param import ModuleEntries, ShardedParam
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.states import SHARDED
+from fsdp2.core.schedule.ties import GroupAlias
+from fsdp2.core.schedule.unit import all_units
+
+
+def watch_state_dicts(groups: Iterable[ParamGroup]) -> None:
+    """State dicts hold the sharded parameters, without communication.
+
+    Between steps those are registered first. During a forward or a backward nothing is: it goes on
+    to use what is gathered, and what the state dict has taken of that is exchanged for the shards.
+    """
+    for group in groups:
+        _watch(ties.owners_of(group), group)
+
+
+def _watch(owners: set[nn.Module], group: ParamGroup) -> None:
+    """As `watch_state_dicts`, for state dicts of some modules."""
+    collected: list[list[str]] = []  # where the load under way collects its errors
+    shown = _Shown(group)
+    outside = _OutsideInference()
+
+    def before() -> None:
+        group.reshard()
+        group.settle()
+
+    def before_save(*_: object) -> None:
+        outside.enter()
+        if not _is_in_use(group):
+            before()
+
+    def after_save(module: nn.Module, state: dict[str, object], prefix: str, _: object) -> None:
+        shown.put_into(state, module, prefix)
+        outside.leave()
+
+    def before_load(*given: object) -> None:
+        before()
+        collected[:] = cast("list[list[str]]", list(given[-1:]))
+
+    def after_load(*_: object) -> None:
+        group.reregister()
+        explain_loading(collected.pop() if collected else [])
+
+    for owner in owners:
+        owner.register_state_dict_pre_hook(before_save)
+        handle = owner.register_state_dict_post_hook(after_save)
+        hooks = cast("OrderedDict[int, object]", owner._state_dict_hooks)
+        hooks.move_to_end(handle.id, last=False)  # others may rename the keys
+        owner.register_load_state_dict_pre_hook(before_load)
+        owner.register_load_state_dict_post_hook(after_load)
+
+
+class _OutsideInference(threading.local):
+    """State dicts are taken outside of ``torch.inference_mode()``, which makes no DTensors' views.
+
+    Of each thread: several may take one at once.
+    """
+
+    def __init__(self) -> None:
+        self._left: list[torch.inference_mode] = []
+
+    def enter(self) -> None:
+        mode = torch.inference_mode(False)
+        mode.__enter__()
+        self._left.append(mode)
+
+    def leave(self) -> None:
+        self._left.pop().__exit__(None, None, None)
+
+
+def _is_in_use(group: ParamGroup) -> bool:
+    """Whether a forward or a backward is under way that may read what is gathered of a group."""
+    if group.state is SHARDED and group.offload is None:
+        return False
+    for unit in all_units():
+        groups = [own.tied if isinstance(own, GroupAlias) else own for own in unit.groups]
+        if group in groups:
+            scheduler = scheduler_of(unit)
+            if scheduler is None or scheduler.iteration.failed:
+                continue
+            if scheduler.is_running:
+                return True
+    return False
+
+
+class _Shown:
+    """What state dicts show of a group's parameters: shards, whatever modules register.
+
+    Args:
+        group: the group.
+    """
+
+    def __init__(self, group: ParamGroup) -> None:
+        self._group = group
+        self._known: list[ModuleEntries] = []
+        self._places: dict[int, list[tuple[str, ShardedParam]]] = {}  # by id of the module
+
+    def put_into(self, state: dict[str, object], module: nn.Module, prefix: str) -> None:
+        """Exchange what was taken of the gathered parameters that ``module`` registers.
+
+        Another thread may take it while units are gathered and freed: not the group's state counts,
+        but what each value is.
+        """
+        for name, param in self._places_of(module):
+            value = state.get(prefix + name)
+            if any(value is form for form in param.forms()):  # with keep_vars=True
+                state[prefix + name] = param.sharded
+            elif isinstance(value, torch.Tensor) and self._is_gathered(value, param, module, name):
+                state[prefix + name] = param.sharded.detach()
+
+    def _places_of(self, module: nn.Module) -> list[tuple[str, ShardedParam]]:
+        entries = [param.entries for param in self._group.params]
+        if entries != self._known:  # some were tied, or dropped
+            places: dict[int, list[tuple[str, ShardedParam]]] = {}
+            for param in self._group.params:
+                for owner, name in param.entries:
+                    places.setdefault(id(owner), []).append((name, param))
+            self._places, self._known = places, entries
+        return self._places.get(id(module), [])
+
+    @staticmethod
+    def _is_gathered(
+        value: torch.Tensor, param: ShardedParam, module: nn.Module, name: str
+    ) -> bool:
+        """Whether it is of another form of a parameter than the sharded one, and not the user's."""
+        if isinstance(value, DTensor) and _is_placed_alike(
+            value._spec, cast(DTensor, param.sharded)._spec
+        ):
+            return False
+        if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
+            registered = module._parameters.get(name)
+            return any(registered is form for form in param.forms())
+        others = [form for form in param.forms() if form is not param.sharded]
+        return any(_shares_memory(local_of(value), local_of(form)) for form in others)
+
+
+def _is_placed_alike(spec: DTensorSpec, other: DTensorSpec) -> bool:
+    return spec.mesh == other.mesh and spec.placements == other.placements
+
+
+def _shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    if is_traceable_wrapper_subclass(tensor) or is_traceable_wrapper_subclass(other):
+        return type(tensor) is type(other)
+    return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+ties.gained.add(_watch)
