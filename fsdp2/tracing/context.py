@@ -31,9 +31,10 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
     and so do `fsdp2.trace.summary`, `fsdp2.trace.diff` and ``python -m fsdp2.tracing view``.
 
     Only this process is recorded, and nothing is communicated. Steps inside cost more, by some µs
-    for each slice; steps outside cost what they cost without it. If an exception ends the ``with``,
-    what was seen is written none the less; it goes on as it is, also where that write fails, of
-    which a warning tells.
+    for each slice; steps outside cost what they cost without it. Units bind their collectives anew
+    in the first step inside, and in the first behind it. If an exception ends the ``with``, what
+    was seen is written none the less; it goes on as it is, also where that write fails, of which a
+    warning tells.
 
     Args:
         path: the file, which is replaced. "{rank}" in it stands for this process's rank. Without

@@ -34,8 +34,10 @@ from fsdp2.core.device.collectives import (
     Work,
 )
 from fsdp2.core.device.kernels import Tensors, TorchKernels
+from fsdp2.core.device.rehearsal import META
 from fsdp2.core.device.streams import DeviceStreams, Event, Lane
 from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction
+from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import Layer, put_around
 from fsdp2.core.schedule.unit import Phase, Unit, all_groups, all_units
 from fsdp2.record.categories import category_of
@@ -292,10 +294,15 @@ def _unbind(thing: Any) -> None:
     thing.__class__ = type(thing).__bases__[1]
 
 
+def _groups() -> list[ParamGroup]:
+    """The groups of real steps: others are those of plans."""
+    return [group for group in all_groups() if group.device != META]
+
+
 def _seams() -> list[tuple[object, type]]:
     """What groups run on, and who tells of it."""
     found: list[tuple[object, type]] = [(buffer, TracedBuffer) for buffer in all_buffers()]
-    for group in all_groups():
+    for group in _groups():
         found += [(group.streams, TracedStreams), (group.kernels, TracedKernels)]
         found += [(group.collectives, TracedCollectives), (group.reducers, TracedCollectives)]
         found.append((group.replicas, TracedReplicas))
@@ -313,13 +320,13 @@ def tracing() -> Iterator[Tracer]:
         for thing, telling in seams:
             _bind(thing, telling)
         streams = next((s for s, _ in seams if isinstance(s, TracedStreams)), None)
-        device = next((group.device.type for group in all_groups()), "cpu")
+        device = next((group.device.type for group in _groups()), "cpu")
         here = Tracer.current = Tracer(Clock(streams), device)
         for buffer in all_buffers():
             _hold(buffer)
-        for group in all_groups():
+        for group in _groups():
             group.relaunch()
-        put_around(all_groups(), TracedGroup, True)
+        put_around(_groups(), TracedGroup, True)
         for unit in all_units():
             if type(unit) is Unit:
                 unit.__class__ = TracedUnit
@@ -331,7 +338,7 @@ def tracing() -> Iterator[Tracer]:
 
 def _let_go(seams: Sequence[tuple[object, type]]) -> None:
     Tracer.current = None
-    put_around(all_groups(), TracedGroup, False)
+    put_around(_groups(), TracedGroup, False)
     for unit in all_units():
         if type(unit) is TracedUnit:
             cast(Unit, unit).__class__ = Unit
@@ -341,5 +348,5 @@ def _let_go(seams: Sequence[tuple[object, type]]) -> None:
     for buffer in all_buffers():  # which were made meanwhile
         if isinstance(buffer, TracedBuffer):
             _unbind(buffer)
-    for group in all_groups():
+    for group in _groups():
         group.relaunch()

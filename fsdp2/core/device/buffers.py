@@ -177,8 +177,8 @@ _all: weakref.WeakSet[TransientBuffer] = weakref.WeakSet()
 
 
 def all_buffers() -> list[TransientBuffer]:
-    """The buffers of this process that come and go, in no particular order."""
-    return list(_all)
+    """The buffers of this process whose memory comes and goes, in no particular order."""
+    return [buffer for buffer in _all if not buffer._raw.is_meta]
 
 
 class TransientBuffer(_OneStorage):

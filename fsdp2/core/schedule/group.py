@@ -344,8 +344,6 @@ class ParamGroup:
         if self.bound:
             self.reroute = True
             self.bind_reductions()
-            if self.state is SHARDED:
-                self.bind()
 
     def set_smaller_group(self, smaller: SmallerGroup | None) -> None:
         """Choose the ranks to reshard to after forward; ``None`` for all or none."""
