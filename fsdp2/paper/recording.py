@@ -84,7 +84,6 @@ class Recorder(Notes):
         self._live: dict[int, Allocation] = {}
         self._lives: dict[int, _Life] = {}
         self._outlived: set[int] = set()  # that were there when the next stretch began
-        self._copy = 0  # number of what the backend has copied last
         self._named = ""  # what the engine is about to allocate
         self._engine = ""  # the unit that it works for
         self._stretch = 0
@@ -212,15 +211,20 @@ class Recorder(Notes):
         self._live[number] = note
         self.note(note)
 
+    def hidden(self, nbytes: int) -> int:
+        """Memory came that no tensor here has; returns its number, to `free` it."""
+        number = self.number()
+        self.recording.categories[number] = TEMPORARY
+        self.allocate(number, nbytes)
+        return number
+
     @contextmanager
     def scratch(self, nbytes: int) -> Iterator[None]:
         """Memory that an operator has inside while it runs."""
         if not nbytes or not self._notes:
             yield
             return
-        number = self.number()
-        self.recording.categories[number] = TEMPORARY
-        self.allocate(number, nbytes)
+        number = self.hidden(nbytes)
         try:
             yield
         finally:
@@ -275,18 +279,8 @@ class Recorder(Notes):
         dtype: torch.dtype,
         ranks: tuple[int, ...],
         tensors: int,
-        copied: int = 0,
     ) -> None:
-        """A collective ran, for which the backend has copies of so many bytes.
-
-        They count until the next collective: threads of gloo let go of them some time behind the
-        wait for the collective, and often not before.
-        """
-        self.free(self._copy)
-        if copied:
-            self._copy = self.number()
-            self.recording.categories[self._copy] = TEMPORARY
-            self.allocate(self._copy, copied)
+        """A collective was launched."""
         if not self._notes:
             return
         groups = self.recording.groups

@@ -36,7 +36,8 @@ from fsdp2.core.device.collectives import (
 from fsdp2.core.device.kernels import Tensors, TorchKernels
 from fsdp2.core.device.rehearsal import META
 from fsdp2.core.device.streams import DeviceStreams, Event, Lane
-from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction
+from fsdp2.core.reduce.program import Job
+from fsdp2.core.reduce.reduction import PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import Layer, put_around
 from fsdp2.core.schedule.unit import Phase, Unit, all_groups, all_units

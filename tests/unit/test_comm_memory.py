@@ -25,7 +25,7 @@ from fsdp2.core.device.comm_memory import (
 )
 from fsdp2.core.device.streams import OnStream
 from fsdp2.core.layout.layout import Cut, Slot, Transport
-from fsdp2.core.reduce.program import is_direct, reduction_spec
+from fsdp2.core.reduce.spec import is_direct, reduction_spec
 from fsdp2.record.notes import operations
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualDevice, VirtualTensor

@@ -33,9 +33,10 @@ from fsdp2.core.device.presence import meet
 from fsdp2.core.device.rehearsal import META
 from fsdp2.core.device.streams import COMPUTE, Event, Streams
 from fsdp2.core.gather.extension import ExtensionContext, ExtensionTransport, make_extension
+from fsdp2.core.gather.kinds import make_transports
 from fsdp2.core.gather.launch import Launched, gather_inline, gather_on_lanes
 from fsdp2.core.gather.smaller_group import SmallerGroup, SmallerRows
-from fsdp2.core.gather.transport import GatherTransport, Load, Route, make_transports
+from fsdp2.core.gather.transport import GatherTransport, Load, Route
 from fsdp2.core.layout.layout import GroupLayout, ParamShape, Slot, Transport, build_layout
 from fsdp2.core.layout.logs import BIND, BindReason
 from fsdp2.core.layout.mesh import local_of
@@ -49,16 +50,16 @@ from fsdp2.core.params.param import (
     shapes_of,
 )
 from fsdp2.core.progress import OptimizerSteps, ShardReaders, communication_error
-from fsdp2.core.reduce.program import ReductionSpec, is_direct, reduction_spec
+from fsdp2.core.reduce.binding import make_reductions
+from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import (
-    Job,
     PendingReduction,
     Reduction,
-    make_reductions,
+    reduce_inline,
+    reduce_on_lanes,
     with_zeros,
 )
-from fsdp2.core.reduce.reduction import launch_inline as reduce_inline
-from fsdp2.core.reduce.reduction import launch_on_lanes as reduce_on_lanes
+from fsdp2.core.reduce.spec import ReductionSpec, is_direct, reduction_spec
 from fsdp2.core.schedule.states import (
     GATHERING,
     HIDDEN,
@@ -241,7 +242,7 @@ class ParamGroup:
     @property
     def _has_partial_sums(self) -> bool:
         for reduction in self._reductions:  # noqa: SIM110  # asked in every zero_grad()
-            if reduction.partial_sums is not None:
+            if reduction.partial_sums.flat is not None:
                 return True
         return False
 
@@ -317,6 +318,7 @@ class ParamGroup:
     def set_options(self, options: GroupOptions) -> None:
         """Take new options: reductions follow now, transports at the next gather."""
         self.reroute = self.reroute or options.all_gather is not self.options.all_gather
+        self.reroute = self.reroute or options.gather_codec != self.options.gather_codec
         repacked = options.pack_below != self.options.pack_below
         self.options = options
         self._keeps_storage = options.keep_storage
@@ -431,6 +433,7 @@ class ParamGroup:
             self.kernels,
             self.options.all_gather,
             self.device,
+            self.options.gather_codec,
         )
         if self._extension is not None:
             self._extension.comm = self.options.all_gather
@@ -491,7 +494,7 @@ class ParamGroup:
         that were frozen while gradients of earlier backwards are waiting still belong to it.
         """
         assert self.layout is not None
-        kept = [r for r in self._reductions if r.partial_sums is not None]
+        kept = [r for r in self._reductions if r.partial_sums.flat is not None]
         self._rebinds = bool(kept)
         known = {id(param) for reduction in kept for param in reduction.members}
         waiting = {id(m) for r in self._reductions for m in r.members} if self._accumulated else ()

@@ -17,7 +17,8 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fsdp2.core.reduce.reduction import Job, Reduction
+from fsdp2.core.reduce.program import Job
+from fsdp2.core.reduce.reduction import Reduction
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import Layer, put_around
 from fsdp2.core.schedule.unit import BACKWARD, FORWARD, REDUCED, Unit
