@@ -54,11 +54,7 @@ class Allocation(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What a line of it says."""
         return "alloc"
-
-    def __str__(self) -> str:
-        return _line(self.lane, self.kind, self.name)
 
 
 class Free(NamedTuple):
@@ -76,11 +72,7 @@ class Free(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What a line of it says."""
         return "free"
-
-    def __str__(self) -> str:
-        return _line(self.lane, self.kind, self.name)
 
 
 class Operation(NamedTuple):
@@ -120,7 +112,7 @@ class Operation(NamedTuple):
     def __str__(self) -> str:
         moved = [", ".join(each.name for each in some) or "-" for some in (self.reads, self.writes)]
         about = " -> ".join(moved) if self.reads or self.writes else ""
-        return _line(self.lane, self.name or self.kind, about)
+        return f"{self.lane.name.lower():<11}{self.name or self.kind} {about}".rstrip()
 
 
 class Signal(NamedTuple):
@@ -138,11 +130,7 @@ class Signal(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What a line of it says."""
         return "record"
-
-    def __str__(self) -> str:
-        return _line(self.lane, self.kind, self.label)
 
 
 class Await(NamedTuple):
@@ -162,11 +150,7 @@ class Await(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What a line of it says."""
         return "synchronize" if self.lane is HOST else "wait"
-
-    def __str__(self) -> str:
-        return _line(self.lane, self.kind, self.label)
 
 
 Note = Operation | Allocation | Free | Signal | Await
@@ -175,10 +159,6 @@ Note = Operation | Allocation | Free | Signal | Await
 def operations(notes: Iterable[Note]) -> list[Operation]:
     """The operations among them."""
     return [note for note in notes if isinstance(note, Operation)]
-
-
-def _line(lane: Place, what: str, about: str) -> str:
-    return f"{lane.name.lower():<11}{what} {about}".rstrip()
 
 
 class Notes:
