@@ -29,9 +29,11 @@ from fsdp2.record.notes import HOST, Await, Note, Notes, Operation, Place
 from fsdp2.record.replay import measured
 from fsdp2.tracing.drawing import Told, draw, ranks_told
 from fsdp2.tracing.states import OptimizerStates
-from fsdp2.tracing.timeline import BETWEEN, Memory, Timeline, Value
+from fsdp2.tracing.timeline import BETWEEN, COLLECTIVES, Memory, Timeline, Value
 
 Stamp = float | torch.Event
+
+_LANES = dict(zip(COLLECTIVES, (Lane.ALL_GATHER, Lane.REDUCE, Lane.ALL_REDUCE), strict=True))
 
 
 class Stamps(Protocol):
@@ -183,27 +185,23 @@ class Tracer(Notes):
     def collective(
         self,
         name: str,
-        lane: Lane,
         moved: Sequence[torch.Tensor],
-        group: ProcessGroup | None,
+        group: ProcessGroup,
         launch: Callable[[], Work | None],
-        at_once: bool = False,
     ) -> Work | None:
         """Run a collective: over when its lane comes to its end, or when the host has waited.
 
         Args:
             name: what it is called.
-            lane: where it runs.
             moved: whole tensors.
             group: of the ranks.
             launch: launches it.
-            at_once: whether the host waits for it at once, if it has to. The launch is part of that
-                then: a backend may block in either.
         """
+        lane = _LANES[name]
         start = self.clock.stamp(lane)
         work = launch()
         self.ran(lane, name, start, self.clock.stamp(lane), moved, group)
-        return None if work is None else Awaited(self, work, lane, at_once)
+        return None if work is None else Awaited(self, work, lane)
 
     @contextlib.contextmanager
     def hosting(self, operation: str, unit: str, word: str, lane: Lane) -> Iterator[None]:
@@ -361,13 +359,16 @@ class Tracer(Notes):
 
 
 class Awaited:
-    """A collective for whose end the host waits, as on the CPU; the last that was noted."""
+    """A collective for whose end the host waits, as on the CPU; the last that was noted.
 
-    def __init__(self, tracer: Tracer, work: Work, lane: Lane, at_once: bool) -> None:
+    For a reduction it waits at once, and the launch is part of that: a backend may block in either.
+    """
+
+    def __init__(self, tracer: Tracer, work: Work, lane: Lane) -> None:
         self._tracer = tracer
         self._work = work
         self._lane = lane
-        self._at_once = at_once
+        self._at_once = lane is not Lane.ALL_GATHER
         self._label = f"the host waits for the {tracer.notes[-1].name}"  # type: ignore[union-attr]
         self._times = tracer._times[-1]
         self._event = tracer.signal(lane, "")

@@ -34,6 +34,7 @@ from fsdp2.core.device.collectives import (
     Work,
 )
 from fsdp2.core.device.kernels import Tensors, TorchKernels
+from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.device.rehearsal import META
 from fsdp2.core.device.streams import DeviceStreams, Event, Lane
 from fsdp2.core.reduce.program import Job
@@ -44,8 +45,11 @@ from fsdp2.core.schedule.unit import Phase, Unit, all_groups, all_units
 from fsdp2.record.categories import category_of
 from fsdp2.record.notes import HOST
 from fsdp2.tracing.recording import Clock, Tracer
+from fsdp2.tracing.timeline import COLLECTIVES
 
 Tensor = torch.Tensor
+
+GATHER, SCATTER, SUM = COLLECTIVES
 
 
 def tracer() -> Tracer:
@@ -163,12 +167,15 @@ def _hold(buffer: TransientBuffer) -> None:
 
 
 def _collective(
-    name: str, lane: Lane, group: Any, moved: Sequence[Tensor], launch: Callable[[], Work | None]
+    name: str,
+    group: ProcessGroup,
+    moved: Sequence[Tensor],
+    launch: Callable[..., Work | None],
+    *args: object,
 ) -> Work | None:
-    here = Tracer.current
-    if here is None:
-        return launch()
-    return here.collective(name, lane, moved, group, launch, at_once=lane is not Lane.ALL_GATHER)
+    """Run a collective, and tell of it, if a trace is on: what is bound may outlive one."""
+    here, bound = Tracer.current, functools.partial(launch, *args)
+    return bound() if here is None else here.collective(name, moved, group, bound)
 
 
 class TracedCollectives(GroupCollectives):
@@ -177,46 +184,38 @@ class TracedCollectives(GroupCollectives):
     __slots__ = ()
 
     def all_gather(self, output: Tensor, input_: Tensor) -> Work | None:
-        launch = functools.partial(super().all_gather, output, input_)
-        return _collective("all-gather", Lane.ALL_GATHER, self.group, [output], launch)
+        return _collective(GATHER, self.group, [output], super().all_gather, output, input_)
 
     def bind_all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Launch:
         launch = super().bind_all_gather(outputs, inputs)
-        about = ("all-gather", Lane.ALL_GATHER, self.group, outputs, launch)
-        return functools.partial(_collective, *about)
+        return functools.partial(_collective, GATHER, self.group, outputs, launch)
 
     def bind_reduce_scatter(self, kind: ReduceKind) -> Callable[[Tensor, Tensor], Work | None]:
-        launch = super().bind_reduce_scatter(kind)
-        return lambda output, input_: self._reduce([input_], launch, output, input_)
+        launch, group = super().bind_reduce_scatter(kind), self.group
+        return lambda out, given: _collective(SCATTER, group, [given], launch, out, given)
 
     def bind_reduce_scatter_many(
         self, kind: ReduceKind
     ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], Work | None]:
-        launch = super().bind_reduce_scatter_many(kind)
-        return lambda outputs, inputs: self._reduce(inputs, launch, outputs, inputs)
+        launch, group = super().bind_reduce_scatter_many(kind), self.group
+        return lambda out, given: _collective(SCATTER, group, given, launch, out, given)
 
     def custom_all_gather(self, comm: AllGather, output: Tensor, input_: Tensor) -> Work | None:
-        launch = functools.partial(super().custom_all_gather, comm, output, input_)
-        return _collective("all-gather", Lane.ALL_GATHER, self.group, [output], launch)
+        launch = super().custom_all_gather
+        return _collective(GATHER, self.group, [output], launch, comm, output, input_)
 
     def custom_reduce_scatter(
         self, comm: ReduceScatter, output: Tensor, input_: Tensor, kind: ReduceKind
     ) -> Work | None:
-        return self._reduce([input_], super().custom_reduce_scatter, comm, output, input_, kind)
-
-    def _reduce(
-        self, moved: Sequence[Tensor], launch: Callable[..., Work | None], *args: object
-    ) -> Work | None:
-        bound = functools.partial(launch, *args)
-        return _collective("reduce-scatter", Lane.REDUCE, self.group, moved, bound)
+        launch = super().custom_reduce_scatter
+        return _collective(SCATTER, self.group, [input_], launch, comm, output, input_, kind)
 
 
 class TracedReplicas(ReplicaCollectives):
     """All-reduces that tell when they run."""
 
     def all_reduce(self, tensor: Tensor, kind: ReduceKind) -> Work | None:
-        launch = functools.partial(super().all_reduce, tensor, kind)
-        return _collective("all-reduce", Lane.ALL_REDUCE, self.group, [tensor], launch)
+        return _collective(SUM, self.group, [tensor], super().all_reduce, tensor, kind)
 
 
 # ---- units and groups
