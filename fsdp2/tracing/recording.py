@@ -331,7 +331,7 @@ class Tracer(Notes):
             full_gradients: bytes of autograd's gradients that it reduces.
         """
         held = self._bytes_of(param.sharded.grad for param in group.params)
-        shards = 0 if group.shard is None or group.offload is not None else group.shard.nbytes
+        shards = 0 if group.offload is not None else group.shard.nbytes
         self.hold(group, "shards", shards)
         self.hold(group, "gradients", held + full_gradients)
 

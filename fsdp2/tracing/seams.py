@@ -40,8 +40,8 @@ from fsdp2.core.device.streams import DeviceStreams, Event, Lane
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.layers import Layer, put_around
-from fsdp2.core.schedule.unit import Phase, Unit, all_groups, all_units
+from fsdp2.core.schedule.layers import Layer
+from fsdp2.core.schedule.unit import Phase, Unit, all_units, put_around
 from fsdp2.record.categories import category_of
 from fsdp2.record.notes import HOST
 from fsdp2.tracing.recording import Clock, Tracer
@@ -243,21 +243,21 @@ class TracedUnit(Unit):
 
 
 class TracedGroup(Layer):
-    """A group that tells for which unit the host works, and for how long."""
+    """A layer that tells for which unit the host works, and for how long."""
 
     __slots__ = ()
 
-    height = 3  # around all others: a trace shows what they cost
+    height = 4  # around all others: a trace shows what they cost
 
     def start_unshard(self) -> None:
         """Launch the all-gather."""
-        with tracer().hosting("launch all-gather", self.name, "copy-in", Lane.COPY_IN):
-            super().start_unshard()
+        with tracer().hosting("launch all-gather", self.base.name, "copy-in", Lane.COPY_IN):
+            self.below.start_unshard()
 
     def finish_unshard(self) -> None:
         """Wait for the all-gather, and copy."""
-        with tracer().hosting("finish all-gather", self.name, "copy-out", Lane.COMPUTE):
-            super().finish_unshard()
+        with tracer().hosting("finish all-gather", self.base.name, "copy-out", Lane.COMPUTE):
+            self.below.finish_unshard()
 
     def reduce(
         self, jobs: list[tuple[Reduction, Job]], all_reduce: bool
@@ -266,11 +266,11 @@ class TracedGroup(Layer):
         here = tracer()
         here.entering = False
         full = sum(grad.nbytes for _, job in jobs for grad in job.grads)
-        with here.hosting("launch reduction", self.name, "copy", Lane.COMPUTE):
-            here.count(self, full)
+        with here.hosting("launch reduction", self.base.name, "copy", Lane.COMPUTE):
+            here.count(self.base, full)
             here.sample(here.clock.stamp(Lane.COMPUTE))
-            pending = super().reduce(jobs, all_reduce)
-            here.count(self)
+            pending = self.below.reduce(jobs, all_reduce)
+            here.count(self.base)
         return pending
 
 
@@ -294,16 +294,20 @@ def _unbind(thing: Any) -> None:
     thing.__class__ = type(thing).__bases__[1]
 
 
+def _units() -> list[Unit]:
+    """The units of real steps: others are those of plans."""
+    return [u for u in all_units() if not any(g.device == META for g in u.own_groups)]
+
+
 def _groups() -> list[ParamGroup]:
-    """The groups of real steps: others are those of plans."""
-    return [group for group in all_groups() if group.device != META]
+    return [group for unit in _units() for group in unit.own_groups]
 
 
 def _seams() -> list[tuple[object, type]]:
     """What groups run on, and who tells of it."""
     found: list[tuple[object, type]] = [(buffer, TracedBuffer) for buffer in all_buffers()]
     for group in _groups():
-        found += [(group.streams, TracedStreams), (group.kernels, TracedKernels)]
+        found += [(group.streams, TracedStreams), (group.runtime.kernels, TracedKernels)]
         found += [(group.collectives, TracedCollectives), (group.reducers, TracedCollectives)]
         found.append((group.replicas, TracedReplicas))
         if group.smaller_group is not None:
@@ -326,8 +330,8 @@ def tracing() -> Iterator[Tracer]:
             _hold(buffer)
         for group in _groups():
             group.relaunch()
-        put_around(_groups(), TracedGroup, True)
-        for unit in all_units():
+        put_around(_units(), TracedGroup, True)
+        for unit in _units():
             if type(unit) is Unit:
                 unit.__class__ = TracedUnit
         exits.callback(register_optimizer_step_pre_hook(here.before_step).remove)
@@ -338,7 +342,7 @@ def tracing() -> Iterator[Tracer]:
 
 def _let_go(seams: Sequence[tuple[object, type]]) -> None:
     Tracer.current = None
-    put_around(_groups(), TracedGroup, False)
+    put_around(_units(), TracedGroup, False)
     for unit in all_units():
         if type(unit) is TracedUnit:
             cast(Unit, unit).__class__ = Unit

@@ -358,7 +358,13 @@ def seams(model: nn.Module) -> set[type]:
     assert groups
     found: list[object] = [*all_buffers()]
     for group in groups:
-        found += [group.streams, group.kernels, group.collectives, group.reducers, group.replicas]
+        found += [
+            group.streams,
+            group.runtime.kernels,
+            group.collectives,
+            group.reducers,
+            group.replicas,
+        ]
     return set(map(type, found))
 
 

@@ -40,7 +40,6 @@ MAX_ATTRIBUTES = 25  # of an instance
 MAX_ANY = 320  # lines of the package that say it; lower the number as they go
 
 MORE_ATTRIBUTES = {
-    "core.schedule.group.ParamGroup": "a unit's parameters, memory, transports and state in one",
     "examples.options.Options": "an attribute for each option of a command line",
     "examples.train_imagenet.Options": "the same",
 }
