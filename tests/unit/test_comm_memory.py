@@ -29,6 +29,7 @@ from fsdp2.core.reduce.spec import is_direct, reduction_spec
 from fsdp2.core.schedule.bound import Runtime
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.unit import Unit
+from fsdp2.record.notes import operations
 from fsdp2.testing.parameters import VirtualParam
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualCollectives, VirtualDevice, VirtualTensor
@@ -222,7 +223,7 @@ def _simulate(keeps: bool, mixed: bool, drop_wait: int | None = None) -> Virtual
 def test_nothing_races(keeps: bool, mixed: bool) -> None:
     device = _simulate(keeps, mixed)
     assert device.races == []
-    used = [op for op in device.trace if op.kind == "the user's collective"]
+    used = [op for op in operations(device.trace) if op.kind == "the user's collective"]
     gathers = {op.lane.name for op in used}
     assert gathers == {"ALL_GATHER", "REDUCE"}
 
