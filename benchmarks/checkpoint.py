@@ -1,7 +1,8 @@
-"""Time that training stands still for a save, and time until it is durable: ours and DCP's.
+"""Time of a load, that training stands still for a save, and until it is durable: ours and DCP's.
 
     python benchmarks/checkpoint.py                          # 2 ranks, 64, 128 and 256 MB of state
     python benchmarks/checkpoint.py --sizes 512 1024 2048 --folder /mnt/disk
+    python benchmarks/checkpoint.py --variants load dcp-load --rounds 9
     python benchmarks/checkpoint.py --json benchmarks/results/checkpoint/DATE.json
 
 State is parameters and both of AdamW's, of all ranks together; the model, the disk and the ranks
@@ -13,18 +14,24 @@ are the same for all, and rounds are interleaved. The variants are
     dcp           ``torch.distributed.checkpoint.save`` as it comes, which syncs, without checksums
     dcp-unsynced  the same with ``FileSystemWriter(sync_files=False)``
     dcp-async, dcp-async-unsynced   ``async_save``, over a process group of its own
+    load          `fsdp2.checkpoint.load` of model and optimizer
+    dcp-load      ``torch.distributed.checkpoint.load``, each of what its own `save` has written
 
 Behind each call a training step runs. *stall* is the time of the call (torch's `get_state_dict`
 included, which DCP needs) and what the optimizer waits for the copy; that the step itself is slower
 beside a copy is not in it. *durable* is the time from the call until the save is over. Both are of
-the slowest rank, medians over rounds after one that warms up. *memory* is rank 0's peak of resident
-memory above what it was before, in any round but the first.
+the slowest rank, medians over rounds after one that warms up, with the lowest and the highest. A
+load has one time, that of the call, `set_state_dict` included; it reads what is in the system's
+memory still. *memory* is rank 0's peak of resident memory above what it was before, in any round
+but the first. The load of the machine (processes that run or wait, in the last minute) is told as
+it was before and after: where others were at work before, the figures say little.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -44,7 +51,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import fsdp2
 from fsdp2.checkpoint import files, staging
@@ -52,6 +59,7 @@ from fsdp2.checkpoint import files, staging
 VARIANTS = (
     *("save", "dcp", "async", "dcp-async"),
     *("save-unsynced", "dcp-unsynced", "async-unsynced", "dcp-async-unsynced"),
+    *("load", "dcp-load"),
 )
 WIDTH = 1024
 MIB = 1 << 20
@@ -112,6 +120,31 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+def load_once(
+    variant: str, root: Path, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[float, float, float]:
+    """As of `measure_once`; what is loaded is saved in the first call, which warms up."""
+    folder = root / f"saved-{variant}"
+    saved = folder.exists()
+    dist.barrier()  # all have looked
+    if not saved and variant == "load":
+        fsdp2.checkpoint.save(folder, model, optimizer, step=1)
+    elif not saved:
+        own, states = get_state_dict(model, optimizer)
+        dcp.save({"model": own, "optimizer": states}, checkpoint_id=folder)
+    dist.barrier()
+    reset_peak()
+    before, start = resident("VmRSS"), time.perf_counter()
+    if variant == "load":
+        fsdp2.checkpoint.load(folder, model, optimizer)
+    else:
+        own, states = get_state_dict(model, optimizer)
+        dcp.load({"model": own, "optimizer": states}, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=own, optim_state_dict=states)
+    taken = time.perf_counter() - start
+    return taken, taken, resident("VmHWM") - before
+
+
 def measure_once(
     variant: str,
     root: Path,
@@ -121,6 +154,8 @@ def measure_once(
     group: Any,
 ) -> tuple[float, float, float]:
     """(stall, durable) in seconds, and the peak of memory in MiB."""
+    if variant in ("load", "dcp-load"):
+        return load_once(variant, root, model, optimizer)
     synced = not variant.endswith("-unsynced")
     kind = variant.removesuffix("-unsynced")
     folder = root / f"{variant}-{number}"
@@ -177,35 +212,51 @@ def run_rank(rank: int, options: argparse.Namespace, root: str) -> None:
                     rows[variant].append(slowest)
         found[str(size)] = {
             variant: {
-                "stall_ms": round(statistics.median(row[0] for row in kept) * 1e3, 1),
-                "durable_ms": round(statistics.median(row[1] for row in kept) * 1e3, 1),
+                **summary("stall", [row[0] for row in kept]),
+                **summary("durable", [row[1] for row in kept]),
                 "memory_mib": round(max(row[2] for row in kept), 1),
             }
             for variant, kept in rows.items()
         }
         del model, optimizer
+        dist.barrier()
+        if rank == 0:
+            for folder in Path(root).glob("saved-*"):
+                shutil.rmtree(folder)
+        dist.barrier()
     if rank == 0:
         Path(root, "found.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
+def summary(name: str, seconds: list[float]) -> dict[str, Any]:
+    """Median, and the lowest and the highest."""
+    numbers = statistics.median(seconds), min(seconds), max(seconds)
+    median, *spread = (round(each * 1e3, 1) for each in numbers)
+    return {f"{name}_ms": median, f"{name}_range_ms": spread}
+
+
 def report(found: dict[str, Any]) -> None:
     for size, rows in found.items():
         print(f"\n{size} MB of state")
-        print(f"{'':20}{'stall ms':>10}{'of DCP':>8}{'durable ms':>12}{'of DCP':>8}{'MiB':>8}")
+        print(
+            f"{'':20}{'stall ms':>10}{'of DCP':>8}{'durable ms':>12}{'lowest … highest':>20}"
+            f"{'of DCP':>8}{'MiB':>8}"
+        )
         for variant, row in rows.items():
             ratios = []
             for key in ("stall_ms", "durable_ms"):
                 kind = variant.removesuffix("-unsynced")
                 suffix = variant.removeprefix(kind)
                 other = "dcp-async" if kind == "async" and key == "stall_ms" else "dcp"
-                base = rows.get(other + suffix)
-                ours = kind in ("save", "async") and base is not None
+                base = rows.get("dcp-load" if kind == "load" else other + suffix)
+                ours = kind in ("save", "async", "load") and base is not None
                 ratios.append(f"{row[key] / base[key]:.2f}" if ours and base else "")
             print(
                 f"{variant:20}{row['stall_ms']:>10}{ratios[0]:>8}{row['durable_ms']:>12}"
-                f"{ratios[1]:>8}{row['memory_mib']:>8}"
+                f"{'{} … {}'.format(*row['durable_range_ms']):>20}{ratios[1]:>8}"
+                f"{row['memory_mib']:>8}"
             )
 
 
@@ -218,11 +269,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: temporary")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write results here, too")
     options = parser.parse_args(arguments)
+    before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=options.folder) as root:
         mp.spawn(run_rank, args=(options, root), nprocs=options.ranks)
         found = json.loads(Path(root, "found.json").read_text())
     report(found)
+    load = [round(each, 2) for each in (before, os.getloadavg()[0])]
+    print("\nload of the machine: {} before, {} after".format(*load))
     about = {"torch": torch.__version__, "ranks": options.ranks, "rounds": options.rounds}
+    about["load"] = load
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({**about, "sizes": found}, indent=1) + "\n")

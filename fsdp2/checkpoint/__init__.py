@@ -6,6 +6,7 @@ staging    copies to host memory, beside training
 snapshots  `snapshot`: what is there, looked at without touching it
 loading    `load`, `read_extra`: compared on all ranks before anything is written
 exporting  `export`: a folder that Hugging Face's libraries load, written by all ranks at once
+transforms tensors of a model that are made of a step's: transposed, joined, cut
 pretrained `load_pretrained`: such a folder into a model, each rank its own slices
 unsaved    buffers that no file has, as their modules' own code sets them
 retention  `Keep`, `best_step`: which steps stay, and what a branch replaces

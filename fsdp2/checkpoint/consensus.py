@@ -3,27 +3,23 @@
 rank 0  action() ─ ok ───────┐               ┌─> CheckpointError("the disk is full …")
 rank 1  action() ─ raises ───┴─ exchange ────┴─> CheckpointError("the disk is full …")
 
-`together` exchanges over the default process group, as training does; `agree` over a group of its
-own, so that a save may go on beside training.
+A `Call` knows the ranks that take part: those of one process group. `Call.together` exchanges over
+that group, as training does; `Call.agree` over one of its own, so that a save may go on beside
+training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 from fsdp2.core.config import CheckpointError
-from fsdp2.core.device.process_groups import rank_and_size
-from fsdp2.ranks.channels import LostRankError, SideChannel, gather_objects, side_channel
+from fsdp2.core.device.process_groups import ProcessGroup, rank_and_size
+from fsdp2.ranks.channels import LostRankError, SideChannel, members_of, side_channel
 
 T = TypeVar("T")
 V = TypeVar("V")
-
-
-def is_first() -> bool:
-    """Whether this is rank 0, or the only process."""
-    return rank_and_size()[0] == 0
 
 
 @dataclass
@@ -34,26 +30,6 @@ class Outcome(Generic[T]):
     sentence: str | None = None
 
 
-def attempt(what: str, action: Callable[[], T]) -> tuple[Outcome[T], Exception | None]:
-    """Run ``action``, which communicates with nobody; what it came to, and what it raised.
-
-    Args:
-        what: the function that was called, and its folder, for the sentence.
-        action: what to run.
-    """
-    try:
-        return Outcome(action()), None
-    except CheckpointError as error:
-        return Outcome(sentence=str(error)), error
-    except Exception as error:  # whatever it is, no rank may wait for this one
-        text = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        said = CheckpointError(
-            f"{what} failed on rank {rank_and_size()[0]} ({type(error).__name__}: {text}); nothing "
-            f"that was complete has changed, so mend that and call it again"
-        )
-        return Outcome(sentence=str(said)), error
-
-
 def lost_rank(what: str) -> CheckpointError:
     """What the others raise."""
     return CheckpointError(
@@ -62,77 +38,133 @@ def lost_rank(what: str) -> CheckpointError:
     )
 
 
-def together(what: str, action: Callable[[], T]) -> list[T]:
-    """Run ``action`` on each rank; return what each returned, or raise on all of them.
-
-    Raises:
-        CheckpointError: it raised on a rank; the sentence is that of the first such rank.
-    """
-    own, cause = attempt(what, action)
-    try:
-        told = gather_objects(own)
-    except RuntimeError as error:
-        raise lost_rank(what) from error
-    for outcome in told:
-        if outcome.sentence is not None:
-            sentence = outcome.sentence
-            raise CheckpointError(sentence) from cause
-    return [outcome.value for outcome in told]  # type: ignore[misc]  # of T, as nobody raised
-
-
-def agree(
-    what: str,
-    channel: SideChannel,
-    own: Outcome[T],
-    cause: Exception | None,
-    decide: Callable[[list[T]], Sequence[V]],
-) -> V:
-    """Let rank 0 decide on what all ranks have come to; return its answer to this one.
+class Call:
+    """A call of a public function, and the ranks that take part in it.
 
     Args:
-        what: as of `attempt`.
-        channel: to rank 0 and back.
-        own: of this rank.
-        cause: what this rank has raised.
-        decide: on rank 0, of each rank's value, an answer to each; it may raise.
+        what: the function that was called, and its folder, for sentences.
+        group: the process group whose ranks call it. Default ``None``: the default group; this
+            process alone where there is none.
+
+    Attributes:
+        what: as it was given.
+        rank: this process's number in the group.
+        size: the number of ranks in the group.
 
     Raises:
-        CheckpointError: a rank raised, or ``decide`` did: the same sentence on all ranks. Or a rank
-            is gone.
+        CheckpointError: this rank has no part in the group, or ``group`` is no process group.
     """
-    answer: Outcome[V]
-    try:
-        told = channel.collect(own)
-        answers: list[Outcome[V]] | None = None
-        if told is not None:
-            answers, raised = _answers(what, told, decide)
-            cause = cause or raised
-        answer = channel.spread(answers)
-    except LostRankError as error:
-        raise lost_rank(what) from error
-    if answer.sentence is not None:
-        sentence = answer.sentence
-        raise CheckpointError(sentence) from cause
-    return answer.value  # type: ignore[return-value]  # of V, as nobody raised
+
+    def __init__(self, what: str, group: ProcessGroup | None = None) -> None:
+        members = members_of(group)
+        if members is None:
+            _refuse(what, group)
+        self.what = what
+        self.rank, self.size = members.rank, members.size
+        self._members = members
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0 of the group, or the only process."""
+        return self.rank == 0
+
+    def channel(self) -> SideChannel:
+        """What objects go over beside training; made in the first call of these ranks."""
+        return side_channel(self._members)
+
+    def attempt(self, action: Callable[[], T]) -> tuple[Outcome[T], Exception | None]:
+        """Run ``action``, which communicates with nobody; what it came to, and what it raised."""
+        try:
+            return Outcome(action()), None
+        except CheckpointError as error:
+            return Outcome(sentence=str(error)), error
+        except Exception as error:  # whatever it is, no rank may wait for this one
+            text = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+            said = CheckpointError(
+                f"{self.what} failed on rank {self.rank} ({type(error).__name__}: {text}); nothing "
+                f"that was complete has changed, so mend that and call it again"
+            )
+            return Outcome(sentence=str(said)), error
+
+    def together(self, action: Callable[[], T]) -> list[T]:
+        """Run ``action`` on each rank; return what each returned, or raise on all of them.
+
+        Raises:
+            CheckpointError: it raised on a rank; the sentence is that of the first such rank.
+        """
+        own, cause = self.attempt(action)
+        try:
+            told = self._members.gather(own)
+        except RuntimeError as error:
+            raise lost_rank(self.what) from error
+        for outcome in told:
+            if outcome.sentence is not None:
+                sentence = outcome.sentence
+                raise CheckpointError(sentence) from cause
+        return [outcome.value for outcome in told]  # type: ignore[misc]  # of T, as nobody raised
+
+    def agree(
+        self,
+        channel: SideChannel,
+        own: Outcome[T],
+        cause: Exception | None,
+        decide: Callable[[list[T]], Sequence[V]],
+    ) -> V:
+        """Let rank 0 decide on what all ranks have come to; return its answer to this one.
+
+        Args:
+            channel: to rank 0 and back.
+            own: of this rank.
+            cause: what this rank has raised.
+            decide: on rank 0, of each rank's value, an answer to each; it may raise.
+
+        Raises:
+            CheckpointError: a rank raised, or ``decide`` did: the same sentence on all ranks. Or a
+                rank is gone.
+        """
+        answer: Outcome[V]
+        try:
+            told = channel.collect(own)
+            answers: list[Outcome[V]] | None = None
+            if told is not None:
+                answers, raised = self._answers(told, decide)
+                cause = cause or raised
+            answer = channel.spread(answers)
+        except LostRankError as error:
+            raise lost_rank(self.what) from error
+        if answer.sentence is not None:
+            sentence = answer.sentence
+            raise CheckpointError(sentence) from cause
+        return answer.value  # type: ignore[return-value]  # of V, as nobody raised
+
+    def _answers(
+        self, told: Sequence[Outcome[T] | LostRankError], decide: Callable[[list[T]], Sequence[V]]
+    ) -> tuple[list[Outcome[V]], Exception | None]:
+        """On rank 0: the same sentence for all, or to each its answer."""
+        for outcome in told:
+            if isinstance(outcome, LostRankError):
+                return [Outcome(sentence=str(lost_rank(self.what)))] * len(told), outcome
+        for outcome in told:
+            if isinstance(outcome, Outcome) and outcome.sentence is not None:
+                return [Outcome(sentence=outcome.sentence)] * len(told), None
+        values = [outcome.value for outcome in told if isinstance(outcome, Outcome)]
+        whole, raised = self.attempt(lambda: decide(values))  # type: ignore[arg-type]  # none raised
+        if whole.value is None:
+            return [Outcome(sentence=whole.sentence)] * len(told), raised
+        return [Outcome(answer) for answer in whole.value], None
 
 
-def _answers(
-    what: str,
-    told: Sequence[Outcome[T] | LostRankError],
-    decide: Callable[[list[T]], Sequence[V]],
-) -> tuple[list[Outcome[V]], Exception | None]:
-    """On rank 0: the same sentence for all, or to each its answer."""
-    for outcome in told:
-        if isinstance(outcome, LostRankError):
-            return [Outcome(sentence=str(lost_rank(what)))] * len(told), outcome
-    for outcome in told:
-        if isinstance(outcome, Outcome) and outcome.sentence is not None:
-            return [Outcome(sentence=outcome.sentence)] * len(told), None
-    values = [outcome.value for outcome in told if isinstance(outcome, Outcome)]
-    whole, raised = attempt(what, lambda: decide(values))  # type: ignore[arg-type]  # nobody raised
-    if whole.value is None:
-        return [Outcome(sentence=whole.sentence)] * len(told), raised
-    return [Outcome(answer) for answer in whole.value], None
+def _refuse(what: str, group: object) -> NoReturn:
+    """``new_group`` returns a number on ranks outside of the group."""
+    if isinstance(group, (ProcessGroup, int)):
+        raise CheckpointError(
+            f"{what} was called on rank {rank_and_size()[0]}, which its process_group does not "
+            f"have; call it on the ranks of the group alone, before the group is destroyed"
+        )
+    raise CheckpointError(
+        f"{what} takes process_group= a process group of torch.distributed, not a "
+        f"{type(group).__qualname__}; pass mesh.get_group() of a mesh, or None for all ranks"
+    )
 
 
-__all__ = ["Outcome", "agree", "attempt", "is_first", "lost_rank", "side_channel", "together"]
+__all__ = ["Call", "Outcome"]

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fsdp2.checkpoint import files
-from fsdp2.checkpoint.consensus import is_first, together
+from fsdp2.checkpoint.consensus import Call
 from fsdp2.checkpoint.folder import (
     Progress,
     check_files,
@@ -40,7 +40,7 @@ from fsdp2.checkpoint.state import Held, Reader, held_by, read_chunk
 from fsdp2.checkpoint.stores import AnyPath, PathLike, disk_path, local_path
 from fsdp2.checkpoint.tensors import About, Layout, Writer, plan
 from fsdp2.core.config import CheckpointError
-from fsdp2.core.device.process_groups import rank_and_size
+from fsdp2.core.device.process_groups import ProcessGroup
 
 Names = Callable[[str], str | None]
 """A model's name of a tensor -> its name in the files; ``None``: it is not there."""
@@ -81,12 +81,13 @@ def export(
     shard_size: int | str = "5GB",
     names: Names | None = None,
     progress: Progress | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> Exported:
     """Write a model's parameters and persistent buffers as Hugging Face's libraries read them.
 
     One file ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and an index. Every rank
-    of the default process group calls it, with the same arguments, between steps; without a process
-    group one process does. Each rank writes its own slices, and of a tensor that several ranks have
+    of the process group calls it, with the same arguments, between steps; without a process group
+    one process does. Each rank writes its own slices, and of a tensor that several ranks have
     one of them. The folder is there when it is complete and durable, and not before. What a crash
     leaves is ``.exporting-FOLDER`` beside it, which the next call removes.
 
@@ -106,6 +107,7 @@ def export(
         names: the model's name of a tensor -> its name in the files; ``None`` leaves it out.
             Default: the same.
         progress: called with the bytes that this rank has written, and that it will write.
+        process_group: as of `save`.
 
     Returns:
         The folder, its files, and which tied names stand for others. A tied tensor is written once,
@@ -121,10 +123,10 @@ def export(
         transformers.AutoModelForCausalLM.from_pretrained("out")     # with its config.json in it
     """
     out = disk_path(folder)
-    what = f"export('{out}')"
+    call = Call(f"export('{out}')", process_group)
     jobs: list[_Export] = []
-    facts = together(
-        what, lambda: _facts(jobs, out, source, step, format, dtype, shard_size, names)
+    facts = call.together(
+        lambda: _facts(call, jobs, out, source, step, format, dtype, shard_size, names)
     )
     (job,) = jobs
     shared = _Shared.of(facts)
@@ -132,12 +134,12 @@ def export(
     writing = out.with_name(_EXPORTING + out.name)
     writer = Writer(writing, layout)
     try:
-        together(what, lambda: _begin(out, writing, layout, writer) if is_first() else None)
-        together(what, lambda: job.write(writer, shared, progress))
-        together(what, lambda: _commit(out, writing) if is_first() else None)
+        call.together(lambda: _begin(out, writing, layout, writer) if call.is_first else None)
+        call.together(lambda: job.write(writer, shared, progress))
+        call.together(lambda: _commit(out, writing) if call.is_first else None)
     except CheckpointError:
         writer.abandon()
-        if is_first() and not out.exists():
+        if call.is_first and not out.exists():
             with contextlib.suppress(OSError):
                 files.discard(writing)
         raise
@@ -231,7 +233,7 @@ def _owners(facts: Sequence[_Facts], tensors: Mapping[str, About]) -> dict[tuple
         if elements[name] != math.prod(about.shape):
             raise CheckpointError(
                 f"the ranks have {elements[name]} of {math.prod(about.shape)} elements of "
-                f"'{name}'; call export() in a job with all ranks of the model's meshes"
+                f"'{name}'; call export() on all ranks of the model's meshes"
             )
     return found
 
@@ -241,6 +243,7 @@ class _Export(ABC):
     """One export, on one rank.
 
     Attributes:
+        call: the ranks that take part.
         names: the name in the files of each of the source's; ``None``: left out.
         dtype: of floating-point tensors.
         tensors: by the source's name.
@@ -248,6 +251,7 @@ class _Export(ABC):
         tied: the source's names for others of them.
     """
 
+    call: Call
     names: Names
     dtype: torch.dtype | None
     tensors: dict[str, About] = field(default_factory=dict)
@@ -313,14 +317,13 @@ class _Export(ABC):
         """What this rank has of a tensor, and how to get it."""
 
     def write(self, writer: Writer, shared: _Shared, progress: Progress | None) -> None:
-        rank, _ = rank_and_size()
         mapped = self.mapped()
         mine = [
             (other, box, get)
             for name, other in mapped.items()
             if name in self.tensors
             for box, get in self.parts(name)
-            if shared.owners[other, box] == rank
+            if shared.owners[other, box] == self.call.rank
         ]
         sizes = [math.prod(box[1]) * shared.tensors[o].dtype.itemsize for o, box, _ in mine]
         done, total = 0, sum(sizes)
@@ -378,7 +381,7 @@ class _SavedJob(_Export):
         check_files(store, manifest)
         self.path = items_of(store, manifest)
         self.metadata = Reader(self.path).read_metadata()
-        rank, size = rank_and_size()
+        rank, size = self.call.rank, self.call.size
         number = 0
         for saved, about in self.metadata.state_dict_metadata.items():
             if not saved.startswith("model."):
@@ -411,6 +414,7 @@ def _box_of(chunk: ChunkStorageMetadata) -> Box:
 
 
 def _facts(
+    call: Call,
     jobs: list[_Export],
     out: Path,
     source: nn.Module | PathLike,
@@ -440,10 +444,10 @@ def _facts(
                 f"export(step={step}) is of a folder of steps, but was given a model; leave step "
                 f"out, or pass the folder"
             )
-        job = _LiveJob(named, dtype)
+        job = _LiveJob(call, named, dtype)
         job.take(source)
     else:
-        job = _SavedJob(named, dtype)
+        job = _SavedJob(call, named, dtype)
         job.take(source, step)
     jobs.append(job)
     kind = "model" if isinstance(source, nn.Module) else str(source)

@@ -185,7 +185,10 @@ def _about(draft: object) -> TensorStorageMetadata | BytesStorageMetadata:
     for chunk in _of(state["chunks"], list):
         box = _state(chunk, _Chunk)
         chunks.append(ChunkStorageMetadata(_sizes(box["offsets"]), _sizes(box["sizes"])))
-    dtype, _, grad, code, pinned = _of(_of(state["properties"], _Properties).state, tuple)
+    kept = _of(_of(state["properties"], _Properties).state, tuple)
+    dtype, _, grad, code, pinned, *_ = kept  # and strides, from torch 2.15 on
+    if len(kept) > 6:
+        raise BrokenError()
     properties = TensorProperties(
         dtype=_of(dtype, torch.dtype),
         requires_grad=_of(grad, bool),

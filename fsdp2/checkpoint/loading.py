@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
-from fsdp2.checkpoint.consensus import is_first, together
+from fsdp2.checkpoint.consensus import Call
 from fsdp2.checkpoint.converting import kind_of
 from fsdp2.checkpoint.folder import (
     Manifest,
@@ -37,7 +37,7 @@ from fsdp2.checkpoint.folder import (
     read_manifest,
     store_of,
 )
-from fsdp2.checkpoint.optimizers import Names, OptimizerMatch
+from fsdp2.checkpoint.optimizers import OptimizerMatch
 from fsdp2.checkpoint.reading import Step
 from fsdp2.checkpoint.saving import end_saves, note_load
 from fsdp2.checkpoint.snapshots import Nested, named_parameters, snapshot
@@ -56,9 +56,10 @@ from fsdp2.checkpoint.state import (
     ties_of,
 )
 from fsdp2.checkpoint.stores import STEP, AnyPath, PathLike, Store, is_url, local_path
+from fsdp2.checkpoint.transforms import Sources, Transform, Transforms, rows_of
 from fsdp2.checkpoint.values import Value, unpacked
 from fsdp2.core.config import CheckpointError
-from fsdp2.core.device.process_groups import rank_and_size
+from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.module import FSDPModule
 
@@ -93,14 +94,16 @@ def load(
     verify: bool = False,
     buffers: bool = False,
     cast: bool = False,
-    names: Names | None = None,
+    names: Sources | None = None,
+    transforms: Mapping[str, Transform] | None = None,
     states: States | None = None,
     fallback: bool = False,
+    process_group: ProcessGroup | None = None,
 ) -> Loaded:
     """Load a complete step, which any number of ranks, mesh or strategy may have saved.
 
-    Every rank of the default process group calls it, with the same arguments. No code that a file
-    holds is run.
+    Every rank of the process group calls it, with the same arguments. No code that a file holds is
+    run.
 
     Args:
         folder: as of `save`; or the path of a step, which `save` returns.
@@ -125,11 +128,19 @@ def load(
             bf16 model: they are rounded to the model's. So are states of the optimizer that had
             the parameter's dtype. Default ``False``.
         names: the model's name of a parameter or buffer to its name in the step, of the optimizer's
-            parameters, too; ``None`` leaves it as it is. Default ``None``: they are the same.
+            parameters, too; ``None`` leaves it as it is; several names are what a function of
+            ``transforms`` takes. Default ``None``: they are the same.
+        transforms: functions by names of the model's parameters and buffers, or by patterns of them
+            as of `fnmatch`, the first that fits. Each takes what ``names`` gives of the step: whole
+            tensors, on the CPU, in their saved dtype; and returns a whole one of the model's shape.
+            Each rank reads these tensors whole, one function's at a time, and keeps its own rows of
+            all that were made until it writes them. States of the optimizer of such a parameter are
+            not loaded, and ``missing``. Default ``None``: none.
         states: tensors that take what ``save(states=…)`` was given. Default ``None``: none do.
         fallback: without ``step``, load the newest step that can be read, and warn of each newer
             one; the next save replaces these. With ``verify=True`` one with a flipped bit is none
             that can be read. Default ``False``: raise if the newest cannot be.
+        process_group: as of `save`; other ranks of the model's meshes keep what they have.
 
     Returns:
         The step, ``extra``, and what was left.
@@ -141,11 +152,27 @@ def load(
     Example::
 
         step = fsdp2.checkpoint.load("run", model, optimizer).step
+        fsdp2.checkpoint.load(  # q, k and v become one
+            "run",
+            model,
+            names=lambda name: [name.replace("qkv", x) for x in "qkv"] if "qkv" in name else name,
+            transforms={"*.qkv.weight": lambda q, k, v: torch.cat([q, k, v])},
+        )
     """
-    what = f"load('{folder}')"
+    call = Call(f"load('{folder}')", process_group)
     end_saves()
-    options = (strict, rng, buffers, cast, names is None, sorted(states or {}))
-    told = together(what, lambda: _told(folder, model, optimizer, step, fallback, verify, options))
+    options = (
+        strict,
+        rng,
+        buffers,
+        cast,
+        names is None,
+        sorted(states or {}),
+        list(transforms or {}),
+    )
+    told = call.together(
+        lambda: _told(call, folder, model, optimizer, step, fallback, verify, options)
+    )
     if any(asked != told[0][0] for asked, _, _ in told):
         raise CheckpointError(
             f"load() got other folders, steps, optimizers or options on other ranks "
@@ -154,30 +181,39 @@ def load(
     manifest = told[0][1]
     assert manifest is not None
     wanted = _Wanted(
+        call,
         as_module(model),
         as_list(optimizer),
         bool(rng),
         verify,
         buffers,
         cast,
-        names or (lambda name: name),
+        Transforms(transforms or {}, names or (lambda name: name)),
         states or {},
     )
-    job = _Load(store_of(told[rank_and_size()[0]][2]), manifest, wanted)
-    left = Differences.over_ranks(together(what, job.compare))
+    job = _Load(store_of(told[call.rank][2]), manifest, wanted)
+    left = Differences.over_ranks(call.together(job.compare))
+    if strict:
+        _require_alike(folder, manifest.step, left, rng)
+    call.together(lambda: job.read(left))
+    note_load(first_of(model), job.store, manifest.step)
+    return Loaded(manifest.step, job.extra, job.rank_extra, left)
+
+
+def _require_alike(
+    folder: PathLike, step: int, left: Differences, rng: bool | Literal["if_saved"]
+) -> None:
+    """Raise what differs, but states of random numbers that were never saved, if so asked."""
     refused = left
     if rng == "if_saved":
         refused = replace(left, missing=[n for n in left.missing if not n.startswith("rng.")])
-    if refused and strict:
+    if refused:
         raise CheckpointError(
-            f"step {manifest.step} of '{folder}' is not of this model: missing {left.missing}, "
+            f"step {step} of '{folder}' is not of this model: missing {left.missing}, "
             f"unexpected {left.unexpected}, of other shapes {left.reshaped}, of other dtypes "
             f"{left.retyped}, with several values for one {left.conflicting}; pass strict=False to "
             f"load what is alike"
         )
-    together(what, lambda: job.read(left))
-    note_load(first_of(model), job.store, manifest.step)
-    return Loaded(manifest.step, job.extra, job.rank_extra, left)
 
 
 def read_extra(folder: PathLike, step: int | None = None, *, rank: int | None = None) -> Value:
@@ -218,6 +254,7 @@ def _rank_extra(path: AnyPath, metadata: Metadata, rank: int) -> Value:
 
 
 def _told(
+    call: Call,
     folder: PathLike,
     model: Models,
     optimizer: Optimizers | None,
@@ -231,7 +268,7 @@ def _told(
     store = store_of(place)
     as_module(model)  # which raises on all ranks
     asked = (str(store), step, fallback, verify, *options, len(as_list(optimizer)))
-    if not is_first():
+    if not call.is_first:
         return asked, None, place
     _check_kind(store, folder)
     if fallback and step is None:
@@ -270,16 +307,34 @@ def _kind_at(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What is loaded into, as of `load`."""
+    """What is loaded into, as of `load`, and by whom."""
 
+    call: Call
     model: nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
     rng: bool
     verify: bool
     buffers: bool
     cast: bool
-    names: Names
+    transforms: Transforms
     states: States
+
+
+@dataclass
+class _Taken:
+    """A tensor that is loaded.
+
+    Attributes:
+        own: its name here.
+        value: what to read or copy into.
+        theirs: the step's name; "" where a function has made it.
+        rows: this rank's rows, where a function has made them.
+    """
+
+    own: str
+    value: Tensor
+    theirs: str = ""
+    rows: Tensor | None = None
 
 
 class _Load:
@@ -291,7 +346,7 @@ class _Load:
         self._wanted = wanted
         self._step: Step
         self._optimizer: OptimizerMatch | None = None
-        self._tensors: list[tuple[str, str, Tensor]] = []  # own name, the step's, what to read into
+        self._tensors: list[_Taken] = []
         self._values: Nested = {}  # of modules, by their name
         self.extra: Value = None
         self.rank_extra: Value = None
@@ -307,13 +362,13 @@ class _Load:
         if not self.store.has(self._manifest.step):
             place = self.store.folder(self._manifest.step)
             raise CheckpointError(
-                f"rank {rank_and_size()[0]} does not see '{place}', which rank 0 has listed; "
+                f"rank {self._wanted.call.rank} does not see '{place}', which rank 0 has listed; "
                 f"pass a folder on a file system that all ranks share"
             )
         check_files(self.store, self._manifest)
         wanted = self._wanted
         if wanted.verify:
-            rank, size = rank_and_size()
+            rank, size = wanted.call.rank, wanted.call.size
             check_hashes(self.store, self._manifest, sorted(self._manifest.files)[rank::size])
         self._step = Step(items_of(self.store, self._manifest))
         found = Differences()
@@ -326,7 +381,7 @@ class _Load:
         if wanted.optimizers:
             self._compare_optimizers(found)
         if wanted.rng:
-            own = [f"rng.{rank_and_size()[0]}.{kind}" for kind in rng_states()]
+            own = [f"rng.{wanted.call.rank}.{kind}" for kind in rng_states()]
             found.missing += [name for name in own if name not in self._step.saved]
         return found
 
@@ -336,18 +391,24 @@ class _Load:
         state = get_model_state_dict(self._wanted.model)
         params = named_parameters(self._wanted.model) if step.about.trainable else ()
         frozen = {name for name, param in params if not param.requires_grad}
+        tensors = dict(_read_in_place(state))
+        transforms = self._wanted.transforms
+        transforms.check(tensors)
         for name, value in state.items():
-            theirs = self._wanted.names(name)
-            if theirs is None:
+            sources = transforms.sources(name)
+            taken.update(sources)
+            if not sources:
                 continue
-            taken.add(theirs)
-            if theirs not in step.model:
+            (theirs, *_), tensor, transform = sources, tensors.get(name), transforms.of(name)
+            if not set(sources) <= step.model.keys():
                 if name not in frozen:
                     found.missing.append(f"model.{name}")
-            elif isinstance(value, Tensor) and not name.endswith("_extra_state"):
+            elif tensor is not None and transform is not None:
+                self._make(name, tensor, transform, sources, found)
+            elif tensor is not None:
                 about = step.saved.get(f"model.{theirs}")
-                if found.compare(f"model.{name}", value, about, self._wanted.cast):
-                    self._tensors.append((f"model.{name}", f"model.{theirs}", value))
+                if found.compare(f"model.{name}", tensor, about, self._wanted.cast):
+                    self._tensors.append(_Taken(f"model.{name}", tensor, f"model.{theirs}"))
             else:
                 units[name] = theirs
                 here.update(_tensors_of(f"model.{theirs}", value))
@@ -356,26 +417,49 @@ class _Load:
         found.unexpected += [f"model.{name}" for name in step.model if name not in taken]
         self._compare_ties(state, found)
 
+    def _make(
+        self,
+        name: str,
+        value: Tensor,
+        transform: Transform,
+        sources: Sequence[str],
+        found: Differences,
+    ) -> None:
+        """Let a function make a tensor; this rank's rows of it stay."""
+        units = {f"model.{each}": self._step.model[each] for each in sources}
+        wholes = self._step.values(units, {})
+        rows = rows_of(name, value, transform, [wholes[f"model.{each}"] for each in sources])
+        both = rows.is_floating_point() and value.is_floating_point()
+        if rows.dtype != value.dtype and not (self._wanted.cast and both):
+            found.retyped.append(f"model.{name}")
+        else:
+            self._tensors.append(_Taken(f"model.{name}", value, rows=rows))
+
     def _compare_ties(self, state: Nested, found: Differences) -> None:
         """Of tensors with several names here, the step must have one value."""
         ties = {f"model.{name}": f"model.{first}" for name, first in ties_of(state).items()}
         saved = self._step.about.ties
-        read = {name: (theirs, value) for name, theirs, value in self._tensors}
+        read = {each.own: each for each in self._tensors}
         for name, first in ties.items():
             if name not in read or first not in read:
                 continue
-            (theirs, value), (other, _) = read[name], read[first]
-            tied = [saved.get(each, each) for each in (theirs[6:], other[6:])]
-            if tied[0] != tied[1] and not self._same(theirs, other, value):
+            each, other = read[name], read[first]
+            one, two = (saved.get(it.theirs[6:], it.theirs[6:]) for it in (each, other))
+            if (one != two or not one) and not self._same(each, other):
                 found.conflicting.append(name)
-        self._tensors = [each for each in self._tensors if ties.get(each[0]) not in read]
+        self._tensors = [each for each in self._tensors if ties.get(each.own) not in read]
 
-    def _same(self, first: str, second: str, like: Tensor) -> bool:
-        """Whether this rank's rows of two tensors of the step are the same."""
-        copies = torch.empty_like(like), torch.empty_like(like)
-        self._step.read(zip((first, second), copies, strict=True))
-        a, b = map(local_of, copies)
+    def _same(self, first: _Taken, second: _Taken) -> bool:
+        """Whether this rank's rows of two tensors are to be the same."""
+        a, b = self._rows(first), self._rows(second)
         return bool(((a == b) | ((a != a) & (b != b))).all())
+
+    def _rows(self, taken: _Taken) -> Tensor:
+        if taken.rows is not None:
+            return taken.rows.to(taken.value.device, taken.value.dtype)
+        copy = torch.empty_like(taken.value)
+        self._step.read([(taken.theirs, copy)])
+        return local_of(copy)
 
     def _compare_beside(self, name: str, held: Mapping[str, Tensor], found: Differences) -> None:
         """Tensors that are no part of the model's state dict."""
@@ -384,7 +468,7 @@ class _Load:
             if own not in self._step.saved:
                 found.missing.append(own)
             elif found.compare(own, value, self._step.saved[own], self._wanted.cast):
-                self._tensors.append((own, own, value))
+                self._tensors.append(_Taken(own, value, own))
         if name.startswith("states."):
             found.unexpected += [
                 each
@@ -400,7 +484,7 @@ class _Load:
                 f"load it without one"
             )
         self._optimizer = OptimizerMatch(
-            self._step, wanted.model, wanted.optimizers, wanted.names, wanted.cast
+            self._step, wanted.model, wanted.optimizers, wanted.transforms.plain(), wanted.cast
         )
         self._optimizer.compare(found)
 
@@ -409,22 +493,32 @@ class _Load:
     def read(self, left: Differences) -> None:
         """Read and put in place all but what is left; and ``extra``."""
         out, model = left.left(), self._wanted.model
-        tensors = [each for each in self._tensors if each[0] not in out]
+        tensors = [each for each in self._tensors if each.own not in out]
         with torch.inference_mode(False), torch.no_grad():
-            self._step.read((theirs, value) for _, theirs, value in tensors)
+            self._step.read((each.theirs, each.value) for each in tensors if each.rows is None)
+            for each in tensors:
+                if each.rows is not None:
+                    local_of(each.value).copy_(each.rows)
             _reshard(model)
-            chosen = {own[6:]: value for own, _, value in tensors if own.startswith("model.")}
+            chosen = {each.own[6:]: each.value for each in tensors if each.own.startswith("model.")}
             set_model_state_dict(
                 model, {**chosen, **self._values}, options=StateDictOptions(strict=False)
             )
             if self._optimizer is not None:
                 self._optimizer.load(out)
-        rank = str(rank_and_size()[0])
+        rank = self._wanted.call.rank
         path, metadata = self._step.path, self._step.metadata
         if self._wanted.rng:
             set_rng_states(read_below(path, metadata, f"rng.{rank}"))
         self.extra = unpacked(self._manifest.extra, read_below(path, metadata, "extra"))
-        self.rank_extra = _rank_extra(path, metadata, int(rank))
+        self.rank_extra = _rank_extra(path, metadata, rank)
+
+
+def _read_in_place(state: Nested) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers; a tensor that is an extra state is a value."""
+    for name, value in state.items():
+        if isinstance(value, Tensor) and not name.endswith("_extra_state"):
+            yield name, value
 
 
 def _tensors_of(name: str, value: object) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.binaries import are_binaries, catalogue_of
-from fsdp2.checkpoint.consensus import is_first, together
+from fsdp2.checkpoint.consensus import Call
 from fsdp2.checkpoint.exporting import Names
 from fsdp2.checkpoint.folder import any_path
 from fsdp2.checkpoint.state import Differences, Held, held_by
@@ -26,18 +26,24 @@ from fsdp2.checkpoint.stores import PathLike
 from fsdp2.checkpoint.tensors import Catalogue, Reader, catalogue
 from fsdp2.checkpoint.unsaved import recomputed, unsaved
 from fsdp2.core.config import CheckpointError
+from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.full.loading import require_writable, rewritten
 
 _PIECE = 1 << 20  # elements that are compared at once
 
 
 def load_pretrained(
-    model: nn.Module, folder: PathLike, *, names: Names | None = None, strict: bool = True
+    model: nn.Module,
+    folder: PathLike,
+    *,
+    names: Names | None = None,
+    strict: bool = True,
+    process_group: ProcessGroup | None = None,
 ) -> Differences:
     """Load a folder of safetensors or ``pytorch_model*.bin``, or one file, into a model.
 
-    Every rank of the default process group calls it, with the same arguments, between steps;
-    without a process group one process does. Each rank reads the bytes of its own slices alone,
+    Every rank of the process group calls it, with the same arguments, between steps; without a
+    process group one process does. Each rank reads the bytes of its own slices alone,
     into its shards; runs of less than 4 KiB with what lies between them. No code is run that a file
     holds, and the package ``safetensors`` is not needed.
 
@@ -58,6 +64,7 @@ def load_pretrained(
         names: the model's name of a tensor -> its name in the files; ``None``: it is not in them
             and stays as it is. Default: the same.
         strict: raise if names, shapes or dtypes differ. ``False``: load the others.
+        process_group: as of `load`.
 
     Returns:
         What differed and was left; with ``strict=True`` it is empty. ``unexpected`` are names of
@@ -74,19 +81,19 @@ def load_pretrained(
         shard(model)
         fsdp2.checkpoint.load_pretrained(model, "llama", names=lambda name: "model." + name)
     """
-    what = f"load_pretrained('{folder}')"
-    found = together(what, lambda: _headers(folder) if is_first() else None)[0]
+    call = Call(f"load_pretrained('{folder}')", process_group)
+    found = call.together(lambda: _headers(folder) if call.is_first else None)[0]
     assert found is not None
     job = _PretrainedLoad(model, found, names or (lambda name: name))
-    left = Differences.over_ranks(together(what, job.compare))
+    left = Differences.over_ranks(call.together(job.compare))
     if left and strict:
         raise CheckpointError(
             f"'{folder}' is not of this model: missing {left.missing}, unexpected "
             f"{left.unexpected}, of other shapes {left.reshaped}, of other dtypes {left.retyped}; "
             f"pass names= that maps them, or strict=False to load what is alike"
         )
-    together(what, lambda: job.check(left.left()))
-    together(what, lambda: job.read(left.left()))
+    call.together(lambda: job.check(left.left()))
+    call.together(lambda: job.read(left.left()))
     return left
 
 

@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint import files
-from fsdp2.checkpoint.consensus import Outcome, agree, attempt, is_first, side_channel
+from fsdp2.checkpoint.consensus import Call, Outcome
 from fsdp2.checkpoint.folder import (
     Json,
     Manifest,
@@ -65,7 +65,7 @@ from fsdp2.checkpoint.state import (
 from fsdp2.checkpoint.stores import INDEX, AnyPath, Attempt, PathLike, Store
 from fsdp2.checkpoint.values import Packed, Value, packed
 from fsdp2.core.config import CheckpointError
-from fsdp2.core.device.process_groups import rank_and_size
+from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.ranks.channels import LostRankError, SideChannel
 
 LOG = logging.getLogger("fsdp2.checkpoint")
@@ -91,11 +91,12 @@ def save(
     rank_extra: Value = None,
     trainable: bool = False,
     states: States | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> AnyPath:
     """Save a step, which exists when it is complete and durable, and not before.
 
-    Every rank of the default process group calls it, with the same arguments; without a process
-    group one process does. Returns when the step is complete on all. The files are DCP's.
+    Every rank of the process group calls it, with the same arguments; without a process group one
+    process does. Returns when the step is complete on all. The files are DCP's.
 
     Args:
         folder: a folder of steps that all ranks see; made if it is not there. Or a URL of a store,
@@ -126,6 +127,9 @@ def save(
             below adapters; `load` leaves frozen ones as they are then. Default ``False``.
         states: tensors besides, by name, by the name of the state: averages of weights as
             {"ema": {name: tensor}}, DTensors or not. Default ``None``: none.
+        process_group: the ranks that call it, where these are not all: a group of
+            ``torch.distributed`` that has every rank of the model's meshes, or a whole replica.
+            Ranks, rank 0 too, are counted in it. Default ``None``: the default process group.
 
     Returns:
         The folder of the step: a `Path`; of a store, what has its URL as ``str`` and opens its
@@ -139,7 +143,7 @@ def save(
         fsdp2.checkpoint.save("run", model, optimizer, step=100, extra={"lr": 0.1}, keep=3)
     """
     what, stay = f"save('{folder}', step={step})", Stay(first_of(model), keep, metric)
-    job = _Save(folder, step, stay, what, beside=False)
+    job = _Save(folder, step, stay, Call(what, process_group), beside=False)
     job.take(
         lambda: Asked(
             as_module(model),
@@ -150,6 +154,7 @@ def save(
             buffers,
             trainable,
             states or {},
+            job.rank,
         )
     )
     return job.start().result()
@@ -169,6 +174,7 @@ def async_save(
     rank_extra: Value = None,
     trainable: bool = False,
     states: States | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> Saving:
     """As `save`, but train on meanwhile: what is saved is what was there at the call.
 
@@ -201,6 +207,7 @@ def async_save(
         rank_extra: as of `save`.
         trainable: as of `save`.
         states: as of `save`; copied at the call.
+        process_group: as of `save`.
 
     Returns:
         What becomes of it. Errors are raised there, or by a later save, on all ranks alike.
@@ -215,7 +222,7 @@ def async_save(
         saving.result()
     """
     what, stay = f"async_save('{folder}', step={step})", Stay(first_of(model), keep, metric)
-    job = _Save(folder, step, stay, what, beside=True)
+    job = _Save(folder, step, stay, Call(what, process_group), beside=True)
     job.take(
         lambda: Asked(
             as_module(model),
@@ -226,6 +233,7 @@ def async_save(
             buffers,
             trainable,
             states or {},
+            job.rank,
         )
     )
     return job.start()
@@ -379,7 +387,7 @@ class _Process:
         self._memories = [HostMemory(), HostMemory()]
         self._plans: list[tuple[Layout, object, _WritePlan]] = []
 
-    def wait(self, overlaps: int, what: str, channel: SideChannel) -> None:
+    def wait(self, overlaps: int, call: Call, channel: SideChannel) -> None:
         """In the next save: wait for those before, and raise what nobody here has been told.
 
         What is waited for depends on the order of calls alone, so that ranks raise alike, whatever
@@ -388,7 +396,7 @@ class _Process:
 
         Args:
             overlaps: how many of the latest are not waited for.
-            what: the function that is called, for the sentence.
+            call: the function that is called, and its ranks.
             channel: to tell the others, behind all that goes on there.
 
         Raises:
@@ -401,7 +409,7 @@ class _Process:
                 self.finish()
                 failure.told = True
                 failed: Outcome[None] = Outcome(sentence=str(failure.error))
-                agree(what, channel, failed, failure.error, lambda _: ())
+                call.agree(channel, failed, failure.error, lambda _: ())
 
     def finish(self) -> None:
         """Wait for all saves; what they have failed with is raised by the next, not here."""
@@ -499,13 +507,14 @@ class _Save:
         folder: of steps, on a disk or on a store.
         step: the number of the step.
         stay: which complete steps stay.
-        what: the function that is called, for sentences.
+        call: the function that is called, and its ranks.
         beside: whether it goes on beside training.
     """
 
-    def __init__(self, folder: PathLike, step: int, stay: Stay, what: str, beside: bool) -> None:
-        self._channel = side_channel()
-        _process.wait(_OVERLAPS if beside else 0, what, self._channel)
+    def __init__(self, folder: PathLike, step: int, stay: Stay, call: Call, beside: bool) -> None:
+        self._call = call
+        self._channel = call.channel()
+        _process.wait(_OVERLAPS if beside else 0, call, self._channel)
         self._beside = beside
         self._before = _process.latest[-1] if _process.latest else None
         # As it is at the call: later it would be a matter of who is faster.
@@ -514,7 +523,6 @@ class _Save:
         self._store: Store
         self._step = step
         self._stay = stay
-        self._what = what
         self._taken: Outcome[None] = Outcome()
         self._cause: Exception | None = None
         self._content: Json = None
@@ -532,11 +540,16 @@ class _Save:
         self._held = ExitStack()  # on rank 0, the folder
         self._is_ours: Callable[[], bool] | None = None  # once the folder is held
 
+    @property
+    def rank(self) -> int:
+        """This process's number in the process group."""
+        return self._call.rank
+
     # ---- in the call
 
     def take(self, asked: Callable[[], Asked]) -> None:
         """Take note of all that is saved; what it fails with is told to all ranks."""
-        self._taken, self._cause = attempt(self._what, lambda: self._take(asked()))
+        self._taken, self._cause = self._call.attempt(lambda: self._take(asked()))
 
     def _take(self, asked: Asked) -> None:
         _check(self._step)
@@ -549,12 +562,12 @@ class _Save:
         state["extra"] = {
             name: value
             for name, value in extra.tensors.items()
-            if is_first() or isinstance(value, DTensor)
+            if self._call.is_first or isinstance(value, DTensor)
         }
         if asked.rank_extra is not None:
             content = {"content": json.dumps(own.content), **own.tensors}
-            state["rank_extra"] = {str(rank_and_size()[0]): content}
-        self._planner.set_up_planner(state, is_coordinator=is_first())
+            state["rank_extra"] = {str(self.rank): content}
+        self._planner.set_up_planner(state, is_coordinator=self._call.is_first)
         self._state = flat = self._planner.state_dict
         self._layout = [(name, _facts_of(value)) for name, value in flat.items()]
         if self._beside:
@@ -579,7 +592,7 @@ class _Save:
     def _run(self, saving: Saving) -> None:
         try:
             if self._copy is not None and self._cause is None:
-                self._taken, self._cause = attempt(self._what, self._copy.run)
+                self._taken, self._cause = self._call.attempt(self._copy.run)
             self._follow()
             self._end.path = self._save()
         except CheckpointError as error:
@@ -614,8 +627,8 @@ class _Save:
                 own: Outcome[_Written] = Outcome(sentence=self._taken.sentence)
                 cause = self._cause
                 if cause is None:
-                    own, cause = attempt(self._what, self._attempt)
-                answer = agree(self._what, self._channel, own, cause, self._decide)
+                    own, cause = self._call.attempt(self._attempt)
+                answer = self._call.agree(self._channel, own, cause, self._decide)
                 if answer.is_done:
                     _process.origins.saved(self._stay.model, self._store, self._step)
                     if answer.before is not None:
@@ -624,7 +637,7 @@ class _Save:
                     assert self._tried is not None
                     return self._tried.path
                 if self._tried is not None:
-                    self._tried.clear(rank_and_size()[0])
+                    self._tried.clear(self.rank)
                 self._local = answer.plan is None
                 if answer.plan is not None:
                     self._follow_plan(answer.plan)
@@ -633,9 +646,9 @@ class _Save:
             # Ranks clear at their own pace, maybe when others are in the next save already.
             _process.forget(self._layout, self._channel)
             # Unless rank 0 has decided so, it may be about to commit what this rank has written.
-            alone = not is_first() and isinstance(error.__cause__, LostRankError)
+            alone = not self._call.is_first and isinstance(error.__cause__, LostRankError)
             if self._tried is not None and not alone:
-                self._tried.give_up(rank_and_size()[0])
+                self._tried.give_up(self.rank)
             raise
 
     def _attempt(self) -> _Written:
@@ -650,7 +663,7 @@ class _Save:
         staged = self._state if self._copy is None else self._copy.staged
         mine = self._plan.mine
         source.state_dict = {i.index.fqn: plain(staged[i.index.fqn]) for i in mine.items}
-        results = write_items(rank_and_size()[0], mine, source, tried)
+        results = write_items(self.rank, mine, source, tried)
         before = None if self._untold is None else str(self._untold.error)
         return _Written(facts, self._plan.token, results, tried.written, before=before)
 
@@ -663,7 +676,7 @@ class _Save:
                 f"fsdp2.checkpoint.remove(folder, {step}) before"
             )
         store.prepare()
-        if is_first() and self._is_ours is None:
+        if self._call.is_first and self._is_ours is None:
             self._is_ours = self._held.enter_context(store.hold())
             store.sweep(step, tuple(_process.tokens))
 
@@ -687,6 +700,7 @@ class _Save:
         return [_Answer(is_done=True, before=before)] * len(told)
 
     def _plan_for(self, local: list[SavePlan]) -> list[_Answer]:
+        _check_parts(local)
         planner = DefaultSavePlanner()
         finished, metadata = planner.create_global_plan(_values_of_the_first(local))
         token = secrets.token_hex(4)
@@ -741,6 +755,23 @@ def _copied(state: State, beside: State) -> Copy:
     except MemoryError:
         _process.finish()
         return Copy(state, beside, _process.free_memory())
+
+
+def _check_parts(plans: list[SavePlan]) -> None:
+    """Raise unless the ranks have all of each tensor: a group may have some of a mesh's ranks."""
+    parts = {item.index: item for plan in plans for item in plan.items}
+    sizes: dict[str, int] = {}
+    found: dict[str, int] = {}
+    for index, item in parts.items():
+        if item.tensor_data is not None:
+            sizes[index.fqn] = item.tensor_data.size.numel()
+            found[index.fqn] = found.get(index.fqn, 0) + item.tensor_data.chunk.sizes.numel()
+    for name, size in sizes.items():
+        if found[name] < size:
+            raise CheckpointError(
+                f"the ranks that save have {found[name]} of {size} elements of '{name}'; pass a "
+                f"process_group that has all ranks of the model's meshes, or a whole replica"
+            )
 
 
 def _values_of_the_first(plans: list[SavePlan]) -> list[SavePlan]:

@@ -50,7 +50,6 @@ from fsdp2.checkpoint.tensors import About, Catalogue, Place
 from fsdp2.checkpoint.tensors import Reader as TensorReader
 from fsdp2.checkpoint.values import Value, is_kept_by_dcp, packed
 from fsdp2.core.config import CheckpointError
-from fsdp2.core.device.process_groups import rank_and_size
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.names import clean
 
@@ -79,6 +78,7 @@ class Asked:
     buffers: bool = False
     trainable: bool = False
     states: States = field(default_factory=dict)
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def state_of(asked: Asked) -> Nested:
     if asked.states:
         state["states"] = {name: dict(held) for name, held in asked.states.items()}
     if asked.rng:
-        state["rng"] = {str(rank_and_size()[0]): rng_states()}
+        state["rng"] = {str(asked.rank): rng_states()}
     state["values"] = kept_values(state)
     kinds = [class_of(optimizer) for optimizer in asked.optimizers]
     about = Saved(asked.trainable, ties_of(state["model"]), kinds)
@@ -508,11 +508,6 @@ class Held:
     def dtype(self) -> torch.dtype:
         return self.local.dtype
 
-    @property
-    def identity(self) -> object:
-        """Which memory it is: the same for tied tensors."""
-        return memory_of(self.local)
-
 
 def held_by(model: nn.Module) -> tuple[dict[str, Held], dict[str, str], list[str]]:
     """Parameters and persistent buffers by name; names tied to others; names of other values.
@@ -530,9 +525,11 @@ def held_by(model: nn.Module) -> tuple[dict[str, Held], dict[str, str], list[str
         if not isinstance(value, Tensor):
             others.append(name)
             continue
-        held = _held(name, value.detach())
-        # What has no memory is tied where it is the same object; its storage tells nothing.
-        same = registered.get(name, name) if held.local.is_meta else held.identity
+        held = held_of(name, value.detach())
+        # What has no memory is tied where it is the same object; its storage tells nothing: two
+        # empty parts may be at one place of a buffer.
+        empty = held.local.is_meta or not held.local.numel()
+        same = registered.get(name, name) if empty else memory_of(held.local)
         kept = first.setdefault((same, held.shape), name)
         if kept == name:
             found[name] = held
@@ -547,7 +544,12 @@ def _registered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _held(name: str, value: Tensor) -> Held:
+def held_of(name: str, value: Tensor) -> Held:
+    """What this rank has of a tensor.
+
+    Raises:
+        CheckpointError: it is of a class whose bytes are not its values.
+    """
     shape = tuple(value.shape)
     local = value.to_local() if isinstance(value, DTensor) else value
     if type(local) not in (Tensor, nn.Parameter) or local.layout is not torch.strided:

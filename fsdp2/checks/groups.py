@@ -46,7 +46,8 @@ from fsdp2.core.params.param import (
     refuse_written,
 )
 from fsdp2.core.progress import OptimizerSteps
-from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction
+from fsdp2.core.reduce.program import Job
+from fsdp2.core.reduce.reduction import PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import GroupOperations, Layer, Watchers, layered
 from fsdp2.core.schedule.states import GroupState
@@ -233,7 +234,9 @@ class CheckedGroup(Layer):
         pending = self.below.reduce(jobs, all_reduce)
         if pending is not None:
             self.base.streams.wait(Lane.COMPUTE, pending.done, "compute after reduction")
-        rows = [r.views(job.flat) if job.flat is not None else job.outputs for r, job in jobs]
+        rows = [
+            r.transport.views(job.flat) if job.flat is not None else job.outputs for r, job in jobs
+        ]
         after = [_finite(tensor) for tensors in rows for tensor in tensors]
         self._refuse_non_finite(names, before, after, all_reduce)
         return pending
@@ -473,6 +476,7 @@ def _said(options: GroupOptions) -> dict[str, str]:
         "reduce_scatter_unused_params": str(options.reduce_unused),
         "the all-gather": type(options.all_gather).__name__,
         "the reduce-scatter": type(options.reduce_scatter).__name__,
+        "the codecs": f"{options.gather_codec}, {options.reduce_codec}",
     }
 
 

@@ -247,6 +247,9 @@ class GroupOptions:
         keep_gradients: whether the memory of reduced gradients stays allocated between steps.
         all_gather: the user's all-gather, or ``None``.
         reduce_scatter: the user's reduce-scatter, or ``None``.
+        gather_codec: name of an entry of `core.gather.kinds.TRANSPORTS` that gathers
+            parameters; ``None`` for the ones that layout, dtypes and backend ask for.
+        reduce_codec: the same of `core.reduce.kinds.TRANSPORTS`, which reduces gradients.
         all_reduce_hook: called with each reduced flat gradient before it is delivered.
         all_reduce_hook_stream: the stream to call it on; ``None`` for the all-reduce lane.
     """
@@ -260,5 +263,7 @@ class GroupOptions:
     keep_gradients: bool = False
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
+    gather_codec: str | None = None
+    reduce_codec: str | None = None
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_hook_stream: torch.Stream | None = None

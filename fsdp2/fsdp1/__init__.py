@@ -9,6 +9,7 @@ comm_hooks    hooks that reduce gradients, and how units call them
 flat_parameter  what clients read and write of torch's flat parameter
 grad_scaler   `ShardedGradScaler`
 operators     loops and optimizers that do with parameters what DTensor has no rule for
+plain_tensors  which DTensors take a plain tensor beside them
 state_dicts   what ``state_dict()`` holds: full or sharded tensors
 optimizer_states  state dicts of optimizers by names, and the way back
 

@@ -6,7 +6,9 @@
     none of them, hybrid              ──>  (nodes, ranks of a node)
     none of them                      ──>  (world,)
 
-The same arguments give the same mesh, so that wrappers share process groups.
+The same arguments give the same mesh, so that wrappers share process groups. Dims of those that are
+made here have names of their own: no mesh of `fully_shard` equals them, and `operators` knows
+wrappers' tensors by their mesh.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp2.core.device.one_off import gather_numbers
 from fsdp2.core.device.process_groups import ProcessGroup, default_group, ranks_of, serves
 from fsdp2.core.layout.mesh import node_mesh
+
+DIMS = "fsdp1_replicate", "fsdp1_shard"
 
 
 def device_of(
@@ -88,7 +92,7 @@ def mesh_of(
     if process_group is None and hybrid:
         seen = default_group().size() if device.type == "cpu" else torch.accelerator.device_count()
         way_out = "pass device_mesh, (replicate, shard), or a pair of process groups"
-        return node_mesh(device, seen, "FullyShardedDataParallel", way_out)
+        return node_mesh(device, seen, "FullyShardedDataParallel", way_out, DIMS)
     if process_group is None:
         return _world_mesh(device.type, default_group())
     groups = tuple(process_group) if isinstance(process_group, tuple | list) else (process_group,)
@@ -125,19 +129,19 @@ def _checked_mesh(mesh: object, hybrid: bool) -> DeviceMesh:
 
 @functools.lru_cache(maxsize=64)
 def _world_mesh(device_type: str, world: ProcessGroup) -> DeviceMesh:
-    return init_device_mesh(device_type, (world.size(),))
+    return init_device_mesh(device_type, (world.size(),), mesh_dim_names=DIMS[1:])
 
 
 @functools.lru_cache(maxsize=64)
 def _group_mesh(device: torch.device, groups: Sequence[ProcessGroup]) -> DeviceMesh:
     """A mesh over groups that the user made: (shard,), or of a pair (replicate, shard)."""
     if len(groups) == 1:
-        return DeviceMesh.from_group(groups[0], device.type)
+        return DeviceMesh.from_group(groups[0], device.type, mesh_dim_names=DIMS[1:])
     shard, copies = groups
     rows = gather_numbers(copies, ranks_of(shard), device)
     return DeviceMesh.from_group(
         [copies, shard],
         device.type,
         mesh=torch.tensor(rows, dtype=torch.int),
-        mesh_dim_names=("replicate", "shard"),
+        mesh_dim_names=DIMS,
     )

@@ -16,12 +16,13 @@ that every rank must compute it. Whether rows can be shared out evenly decides n
 
 DTensor asks its dispatcher for a rule where it knows none; that is where this steps in. It is bound
 while there are wrappers, and leaves DTensors of other meshes as they are. A plain tensor beside a
-DTensor is taken to be the same on all ranks meanwhile: of noise in a gradient's shape, each rank
+wrapper's DTensor is taken to be the same on all ranks: of noise in a gradient's shape, each rank
 adds its rows.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -42,6 +43,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.layout.mesh import wrap_local
 from fsdp2.core.params.param import OWNER
+from fsdp2.fsdp1.plain_tensors import PlainTensors, asked_each_time
 from fsdp2.ranks.transfers import sum_over
 
 Operator = torch._ops.OpOverload
@@ -55,7 +57,7 @@ _MADE_OF_ELEMENTS = ("_fused_sgd_", "_fused_adagrad_")
 """Operators on lists without a rule that treat every element by itself."""
 
 _meshes: dict[int, DeviceMesh] = {}  # of each wrapper that lives, by its id
-_bound: list[Callable[[], None]] = []  # what undoes it
+_bound: list[tuple[PlainTensors, Callable[[], None]]] = []  # and what undoes it
 
 
 def compute_beyond_rules(wrapper: nn.Module, mesh: DeviceMesh) -> None:
@@ -65,8 +67,10 @@ def compute_beyond_rules(wrapper: nn.Module, mesh: DeviceMesh) -> None:
         wrapper: for as long as it lives.
         mesh: its parameters' and gradients'.
     """
-    if not _meshes:
+    if not _bound:
         _bind()
+    for plain_tensors, _ in _bound:
+        plain_tensors.switch_on()
     _meshes[id(wrapper)] = mesh
     weakref.finalize(wrapper, _forget, id(wrapper)).atexit = False
 
@@ -77,7 +81,7 @@ def _bind() -> None:
         return
     find_rule = getattr(dispatcher, _RULE)
 
-    def find_rule_or_result(op: Operator, args: Args, kwargs: Kwargs, *rest: object) -> object:
+    def find_rule_or_result(op: Operator, args: Args, kwargs: Kwargs, *rest: Any) -> object:
         try:
             rule = find_rule(op, args, kwargs, *rest)
         except Exception as error:
@@ -95,6 +99,8 @@ def _bind() -> None:
                 return _on_whole(op, args, kwargs)
             if op is torch.ops.aten._local_scalar_dense.default and _is_partial(args[0]):
                 return _number(args[0])
+        elif isinstance(rule, OutputSharding):
+            return asked_each_time(rule, rest[0].schema, tree_leaves((args, dict(kwargs))))
         return rule
 
     def on_whole(op: Operator, args: Args, kwargs: Kwargs) -> object:
@@ -109,8 +115,7 @@ def _bind() -> None:
     positions = known & set(handlers)
     dispatcher._custom_op_handlers.update(dict.fromkeys(positions, on_whole))
     setattr(dispatcher, _RULE, find_rule_or_result)
-    before = dispatcher._allow_implicit_replication
-    dispatcher._allow_implicit_replication = True
+    plain_tensors = PlainTensors(lambda mesh: mesh in set(_meshes.values()))
     torch._C._clear_DTensor_sharding_propagator_cache()  # of views that are copies
     hook = register_optimizer_step_pre_hook(_agree_on_losses)
     methods = {name: DTensor.__dict__.get(name) for name in _METHODS}
@@ -120,7 +125,6 @@ def _bind() -> None:
     def undo() -> None:
         delattr(dispatcher, _RULE)
         dispatcher._custom_op_handlers.update({op: handlers[op] for op in positions})
-        dispatcher._allow_implicit_replication = before
         hook.remove()
         for name, method in methods.items():
             if method is None:
@@ -128,13 +132,13 @@ def _bind() -> None:
             else:
                 setattr(DTensor, name, method)
 
-    _bound.append(undo)
+    _bound.append((plain_tensors, undo))
 
 
 def _forget(wrapper: int) -> None:
     del _meshes[wrapper]
-    while _bound and not _meshes:
-        _bound.pop()()
+    if _bound and not _meshes and _bound[0][0].switch_off():
+        _bound.pop()[1]()
 
 
 # ---- which calls
@@ -525,10 +529,23 @@ def _set_data(self: DTensor, value: torch.Tensor) -> None:
         self.copy_(value)
 
 
+def _of_wrappers(name: str, method: Callable[..., object]) -> Callable[..., object]:
+    """``method`` for tensors of wrappers' meshes, and torch's own of that name for others."""
+    torchs = getattr(torch.Tensor, name)
+
+    @functools.wraps(torchs)
+    def chosen(self: DTensor, *args: object, **kwargs: object) -> object:
+        return (method if self.device_mesh in set(_meshes.values()) else torchs)(
+            self, *args, **kwargs
+        )
+
+    return chosen
+
+
 _METHODS: dict[str, object] = {
-    "numpy": _numpy,
-    "tolist": _tolist,
-    "__format__": _format,
+    "numpy": _of_wrappers("numpy", _numpy),
+    "tolist": _of_wrappers("tolist", _tolist),
+    "__format__": _of_wrappers("__format__", _format),
     "data": property(lambda self: _torchs_data.__get__(self), _set_data),
 }
 

@@ -161,7 +161,6 @@ class Recorder:
         self._live: dict[int, Allocation] = {}
         self._lives: dict[int, _Life] = {}
         self._outlived: set[int] = set()  # that were there when the next stretch began
-        self._copy = 0  # number of what the backend has copied last
         self._named = ""  # what the engine is about to allocate
         self._engine = ""  # the unit that it works for
         self._stretch = 0
@@ -285,16 +284,20 @@ class Recorder:
         if self._notes is not None:
             self._notes.append(note)
 
+    def hidden(self, nbytes: int) -> int:
+        """Memory came that no tensor here has; returns its number, to `free` it."""
+        self._last += 1
+        self.recording.categories[self._last] = TEMPORARY
+        self.allocate(self._last, nbytes)
+        return self._last
+
     @contextmanager
     def scratch(self, nbytes: int) -> Iterator[None]:
         """Memory that an operator has inside while it runs."""
         if not nbytes or self._notes is None:
             yield
             return
-        self._last += 1
-        number = self._last
-        self.recording.categories[number] = TEMPORARY
-        self.allocate(number, nbytes)
+        number = self.hidden(nbytes)
         try:
             yield
         finally:
@@ -356,19 +359,8 @@ class Recorder:
         dtype: torch.dtype,
         ranks: tuple[int, ...],
         tensors: int,
-        copied: int = 0,
     ) -> None:
-        """A collective ran, for which the backend has copies of so many bytes.
-
-        They count until the next collective: threads of gloo let go of them some time behind the
-        wait for the collective, and often not before.
-        """
-        self.free(self._copy)
-        if copied:
-            self._last += 1
-            self._copy = self._last
-            self.recording.categories[self._copy] = TEMPORARY
-            self.allocate(self._copy, copied)
+        """A collective was launched."""
         if self._notes is None:
             return
         groups = self.recording.groups

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from fsdp2.paper import recurrent
+
 Arguments = Sequence[Any]
 
 
@@ -45,9 +47,14 @@ def _first(args: Arguments, results: Sequence[torch.Tensor]) -> int:
     return _bytes(args[0])
 
 
+def _recurrent(name: str) -> Callable[[Arguments, Sequence[torch.Tensor]], int]:
+    return lambda args, results: recurrent.scratch(name, args)
+
+
 _KERNELS: dict[str, Callable[[Arguments, Sequence[torch.Tensor]], int]] = {
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     "native_batch_norm_backward": _first,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _first,
+    **{name: _recurrent(name) for name in (recurrent.FORWARD, recurrent.BACKWARD)},
 }

@@ -21,9 +21,10 @@ from fsdp2.core.device.buffers import FlatBuffer, TransientBuffer
 from fsdp2.core.device.kernels import FusedKernels, Kernels, TorchKernels
 from fsdp2.core.device.rehearsal import Stage, rehearsing
 from fsdp2.core.device.streams import Lane
-from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction
+from fsdp2.core.reduce.program import Job
+from fsdp2.core.reduce.reduction import PendingReduction, Reduction
 from fsdp2.core.schedule.layers import Layer
-from fsdp2.paper.null_group import NullGroup, Observer, init_null_group
+from fsdp2.paper.null_group import NullGroup, NullWork, Observer, init_null_group
 from fsdp2.paper.recording import GRADIENTS, Recorder
 
 META = torch.device("meta")
@@ -183,6 +184,27 @@ class NotedFusedKernels(_Noted, FusedKernels):
 # ---- process groups
 
 
+class _CopyingWork(NullWork):
+    """A collective that has a copy of the whole tensor until it is waited for.
+
+    Gloo's (torch 2.11 to 2.15): a thread gathers into a copy, which it lets go of before the wait
+    returns; when in between it runs depends on the other ranks, and a plan is of the worst. What is
+    reduced is cloned at the launch, and goes with the work, which nobody keeps behind the wait.
+
+    Args:
+        recorder: who notes the copy.
+        nbytes: its size.
+    """
+
+    def __init__(self, recorder: Recorder, nbytes: int) -> None:
+        super().__init__()
+        self._recorder, self._copy = recorder, recorder.hidden(nbytes)
+
+    def wait(self, timeout: object = None) -> bool:
+        self._recorder.free(self._copy)
+        return True
+
+
 class _PaperGroup(NullGroup):
     """Rank 0 of a group, which notes its collectives.
 
@@ -195,6 +217,11 @@ class _PaperGroup(NullGroup):
     def __init__(self, rank: int, size: int, observer: Observer | None = None) -> None:
         super().__init__(rank, size, self._note)
         self._ranks: tuple[int, ...] = ()
+        self._work: _CopyingWork | None = None  # of the collective that is launched now
+
+    def _take_work(self) -> NullWork | None:
+        taken, self._work = self._work, None
+        return taken
 
     def _note(self, name: str, tensors: list[torch.Tensor]) -> None:
         if _recorder is None or not tensors or not tensors[0].is_meta:
@@ -209,8 +236,9 @@ class _PaperGroup(NullGroup):
             moved, count = tensors[half:], half
         nbytes = sum(tensor.nbytes for tensor in moved)
         kind = _KINDS.get(name, name)
-        copied = nbytes if self.copies and kind in ("all-gather", "reduce-scatter") else 0
-        _recorder.collective(kind, nbytes, moved[0].dtype, self._ranks, count, copied)
+        if self.copies and name in ("all_gather_single", "reduce_scatter_single"):
+            self._work = _CopyingWork(_recorder, nbytes)
+        _recorder.collective(kind, nbytes, moved[0].dtype, self._ranks, count)
 
 
 _KINDS = {
@@ -232,9 +260,20 @@ class Nccl2OnPaper(_PaperGroup):
 
 
 class GlooOnPaper(_PaperGroup):
-    """Gloo (torch 2.13, as its allocations in a run of two ranks show)."""
+    """Gloo, which copies what it gathers and reduces."""
 
     copies = True
+
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: object = None
+    ) -> NullWork:
+        done = super().all_gather_single(output, input, opts)
+        return self._take_work() or done
+
+    def reduce_scatter_single(self, *args: object, **kwargs: object) -> NullWork:
+        return self._take_work() or super().reduce_scatter_single(*args, **kwargs)
+
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
 
 
 _GROUPS: dict[str, type[NullGroup]] = {

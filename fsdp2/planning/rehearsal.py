@@ -29,7 +29,7 @@ from fsdp2.interop import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.module import FSDPModule
 from fsdp2.optim.norms import clip_grad_norm_
 from fsdp2.paper.devices import NamedDevices, no_autocast
-from fsdp2.paper.operators import Operators, attention_of, fused_optimizers
+from fsdp2.paper.operators import Operators, fused_optimizers, kernels_of
 from fsdp2.paper.recording import ACTIVATIONS, GRADIENTS, MODEL, Recorder, Recording
 from fsdp2.paper.stage import NotedGroup, module_of_meta, on_paper
 from fsdp2.paper.values import Following, Values
@@ -145,7 +145,7 @@ def rehearse(subject: Subject, settings: Settings, device: str, backend: str) ->
     recorder = Recorder(asynchronous=device != "cpu")
     with ExitStack() as stack:
         stack.enter_context(on_paper(recorder, backend, settings.world))
-        stack.enter_context(attention_of(device))
+        stack.enter_context(kernels_of(device))
         stack.enter_context(fused_optimizers())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         mesh = _mesh(settings)

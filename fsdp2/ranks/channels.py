@@ -1,6 +1,6 @@
 """What ranks tell each other apart from tensors: objects, and notes in the default store.
 
-gather_objects   what each rank has, to all: a collective of the default process group
+Members          the ranks of a process group; what each has, to all, over that group
 SideChannel      objects to rank 0 and back, beside training, over a gloo group of its own
 StoreBoard       notes that ranks leave for each other; nobody waits: write, has, read, claim
 """
@@ -9,26 +9,75 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import secrets
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from fsdp2.core.device.process_groups import current_world, rank_and_size
+from fsdp2.core.device.collectives import Work
+from fsdp2.core.device.process_groups import current_world, rank_and_size, ranks_of
 
 T = TypeVar("T")
 
 
-def gather_objects(value: T) -> list[T]:
-    """What each rank of the default process group has; picklable. Not for steady steps."""
-    _, size = rank_and_size()
-    if size == 1:
-        return [value]
-    found = [value] * size
-    dist.all_gather_object(found, value)
-    return found
+@dataclass(frozen=True)
+class Members:
+    """The ranks that take part in a call, and the number of this one among them.
+
+    Attributes:
+        rank: this process's number in the process group.
+        ranks: their global ranks, in the order of the group.
+        group: the process group; ``None``: the default one, or no other process.
+    """
+
+    rank: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return len(self.ranks)
+
+    def gather(self, value: T) -> list[T]:
+        """What each of them has, by rank; picklable. Not for steady steps."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+
+def members_of(group: dist.ProcessGroup | None) -> Members | None:
+    """The ranks of a process group; ``None`` where this rank has no part in it.
+
+    Args:
+        group: what ``new_group`` returns, on ranks outside of the group, too. ``None``: the default
+            group, or this process alone where there is none.
+    """
+    if group is None or (dist.is_initialized() and group is current_world()):
+        rank, size = rank_and_size()
+        return Members(rank, tuple(range(size)))
+    if not isinstance(group, dist.ProcessGroup) or not dist.is_initialized():
+        return None
+    try:
+        return Members(group.rank(), tuple(ranks_of(group)), group)
+    except (KeyError, ValueError):  # it was destroyed
+        return None
+
+
+class _Peers(Protocol):
+    """What sends tensors from rank to rank: a process group, or a backend alone."""
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work:
+        """To a rank of the group."""
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work:
+        """From a rank of the group, in place."""
 
 
 class LostRankError(Exception):
@@ -42,12 +91,22 @@ class SideChannel:
     connection closes, and the others hear of it from rank 0: nobody waits for who is not there. A
     rank that lives and does not answer is waited for as long as the group's time-out says.
 
-    To make one is a collective of all ranks of the default process group.
+    To make one is a collective of all ``members``. Where these are not all ranks, torch keeps no
+    list of its group: it would name the group by how many others each rank has, which may differ.
     """
 
-    def __init__(self) -> None:
-        self.rank, self.size = rank_and_size()
-        self._group = dist.new_group(backend="gloo") if self.size > 1 else None
+    def __init__(self, members: Members) -> None:
+        self.rank, self.size = members.rank, members.size
+        self._group: _Peers | None = None
+        if self.size == 1:
+            return
+        if members.ranks == tuple(range(dist.get_world_size())):
+            self._group = dist.new_group(backend="gloo")
+            return
+        (name, *_) = members.gather(secrets.token_hex(8))
+        notes = PrefixStore(f"fsdp2/side/{name}", default_store())
+        gloo = dist.ProcessGroupGloo(notes, self.rank, self.size, dist.default_pg_timeout)
+        self._group = gloo  # type: ignore[assignment]  # torch's stub leaves these two methods out
 
     def collect(self, value: T) -> list[T | LostRankError] | None:
         """What each rank has, on rank 0; elsewhere ``None``. Picklable.
@@ -75,19 +134,21 @@ class SideChannel:
         return values[0]
 
     def _send(self, value: object, rank: int) -> None:
+        assert self._group is not None
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         try:
-            dist.send(torch.tensor([len(data)]), rank, group=self._group)
-            dist.send(data, rank, group=self._group)
+            self._group.send([torch.tensor([len(data)])], rank, 0).wait()
+            self._group.send([data], rank, 0).wait()
         except (RuntimeError, ValueError) as error:
             raise LostRankError(str(error)) from error
 
     def _receive(self, rank: int) -> Any:
+        assert self._group is not None
         length = torch.zeros(1, dtype=torch.int64)
         try:
-            dist.recv(length, rank, group=self._group)
+            self._group.recv([length], rank, 0).wait()
             data = torch.empty(int(length), dtype=torch.uint8)
-            dist.recv(data, rank, group=self._group)
+            self._group.recv([data], rank, 0).wait()
         except (RuntimeError, ValueError) as error:
             raise LostRankError(str(error)) from error
         return pickle.loads(data.numpy().tobytes())
@@ -99,15 +160,19 @@ class SideChannel:
             return LostRankError(str(lost))
 
 
-_side: list[tuple[dist.ProcessGroup | None, SideChannel]] = []
+_side: dict[tuple[int, ...], SideChannel] = {}
+_side_of: list[dist.ProcessGroup | None] = [None]  # the default group that they were made in
 
 
-def side_channel() -> SideChannel:
-    """The one of this process; made again where the default process group is another one."""
+def side_channel(members: Members) -> SideChannel:
+    """The one of these ranks; made again where the default process group is another one."""
     world = current_world() if rank_and_size()[1] > 1 else None
-    if not _side or _side[0][0] is not world:
-        _side[:] = [(world, SideChannel())]
-    return _side[0][1]
+    if _side_of[0] is not world:
+        _side.clear()
+        _side_of[0] = world
+    if members.ranks not in _side:
+        _side[members.ranks] = SideChannel(members)
+    return _side[members.ranks]
 
 
 class StoreBoard:

@@ -37,7 +37,8 @@ from fsdp2.core.device.streams import DeviceStreams, Event, Lane, Streams
 from fsdp2.core.gather.launch import Launched
 from fsdp2.core.gather.transport import Copying, Route
 from fsdp2.core.layout.mesh import local_of
-from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction
+from fsdp2.core.reduce.program import Job
+from fsdp2.core.reduce.reduction import PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import Layer
 from fsdp2.core.schedule.states import RESHARDED
@@ -399,7 +400,7 @@ class Recorder:
             buffers = [bound.full, bound.mirror, rows]
             gathered = sum(b.nbytes for b in buffers if b is not None and b.allocated)
             gathered += sum(map(_received, bound.transports))
-            staging = [r._staging for r in bound.reductions]
+            staging = [r.transport.staging for r in bound.reductions]
             inputs = sum(b.nbytes for b in staging if b is not None and b.allocated)
         held = self._bytes_of(param.sharded.grad for param in group.params)
         shards = 0 if group.offload is not None else group.shard.nbytes
@@ -762,13 +763,12 @@ def _traced(reduction: Reduction) -> Iterator[None]:
     """Let a reduction's collectives and copies be slices, until the call is over."""
     here = recorder()
     asynchronous = here._streams is not None
-    kernels, replicas = reduction.kernels, reduction.replicas
-    scatter, marks, lane = reduction._scatter, reduction._scatter_marks, here.lane
+    lane, group = here.lane, reduction.transport.collectives.group
 
     def traced(launch: Callable[..., Work | None]) -> Callable[..., Work | None]:
         def run(output: Any, input_: Any) -> Work | None:
             tensors = list(input_) if isinstance(input_, list | tuple) else [input_]
-            about = _about(tensors, reduction.collectives.group)
+            about = _about(tensors, group)
             bound = functools.partial(launch, output, input_)
             work = here.collective("reduce-scatter", Lane.REDUCE, bound, **about)
             if work is not None and not asynchronous:
@@ -779,19 +779,33 @@ def _traced(reduction: Reduction) -> Iterator[None]:
 
         return run
 
-    reduction.kernels = cast(Any, _Kernels(kernels))
-    if replicas is not None:
-        reduction.replicas = cast(Any, _Replicas(replicas, asynchronous))
-    if scatter is not None:
-        reduction._scatter = traced(scatter)
-    if marks is not None:
-        reduction._scatter_marks = traced(marks)
+    before: list[tuple[Any, str, Any]] = []
+    for part in _parts(reduction):
+        for name, wrap in (
+            ("kernels", _Kernels),
+            ("scatter", traced),
+            ("replicas", functools.partial(_Replicas, asynchronous=asynchronous)),
+        ):
+            found = getattr(part, name, None)
+            if found is not None:
+                before.append((part, name, found))
+                setattr(part, name, wrap(found))
     try:
         yield
     finally:
-        reduction.kernels, reduction.replicas = kernels, replicas
-        reduction._scatter, reduction._scatter_marks = scatter, marks
+        for part, name, found in before:
+            setattr(part, name, found)
         here.lane = lane
+
+
+def _parts(reduction: Reduction) -> list[object]:
+    """What the steps of a reduction are methods of."""
+    programs = {p for each in (reduction.full, reduction.partial) for p in (each, each.seeking)}
+    steps: list[object] = [step for program in programs for step in program.inline]
+    if reduction.kept is not None:
+        steps.append(reduction.kept.otherwise)
+    parts = [getattr(step, "__self__", None) for step in steps]
+    return list({id(part): part for part in parts if part is not None}.values())
 
 
 def _about(tensors: Sequence[torch.Tensor], group: Any) -> dict[str, Any]:

@@ -17,8 +17,8 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -33,6 +33,8 @@ from fsdp2.core.modules.walks import managed_modules
 from fsdp2.full.gathering import gathered
 from fsdp2.module import FSDPModule
 from fsdp2.wrap import choices
+
+T = TypeVar("T")
 
 Policy = choices.Policy | type[nn.Module] | Callable[[nn.Module], bool]
 """Which modules become units: as of `shard_model`, one class, or a function of a module."""
@@ -54,8 +56,9 @@ def deferred(
 
     The weights are those of a model that was made without it, to the bit, if all ranks start from
     one seed: constructors run whole, in their order. A constructor may call ``self.apply(init)``
-    on blocks that are sharded already, as many do: each of them is gathered meanwhile. It must not
-    write into them in other ways, which raises at the end.
+    on blocks that are sharded already, as many do: each of them is gathered meanwhile. So is a
+    module that is given to a method ``_init_weights``, as transformers' models initialise. A
+    constructor must not write into blocks in other ways, which raises at the end.
 
     Run it on every rank alike. Do not run the model inside. Tie parameters inside, in a
     constructor, or after the context.
@@ -110,8 +113,7 @@ class _Construction:
         self._arguments = arguments
         self._open: list[nn.Module] = []
         self._outermost: list[nn.Module] = []
-        self._applying = 0
-        self._units: list[weakref.ref[nn.Module]] = []
+        self._holders: dict[int, weakref.ref[nn.Module]] = {}  # units, by their shards' ids
         self._versions: weakref.WeakKeyDictionary[nn.Module, list[int]]
         self._versions = weakref.WeakKeyDictionary()
 
@@ -137,34 +139,34 @@ class _Construction:
     def _shard(self, module: nn.Module, options: Mapping[str, Any]) -> None:
         self._initialise(module)
         fully_shard(module, **options)
-        self._units.append(weakref.ref(module))
-        self._versions[module] = _versions(module)
+        self._holders.update({id(param): weakref.ref(module) for param in _shards(module)})
+        self._note([module])
 
-    def apply(self, module: nn.Module, run: Callable[[], nn.Module]) -> nn.Module:
-        """Run ``module.apply(…)``, with what is sharded of the module's own whole meanwhile."""
-        names = {
-            prefix + key
+    def apply(self, module: nn.Module, run: Callable[[], T]) -> T:
+        """Run what initialises a module, with what is sharded of its own whole meanwhile."""
+        units = {
+            prefix + key: unit
             for member, prefix in managed_modules((module,))
             for key, param in member._parameters.items()
-            if self._units and isinstance(param, DTensor)
+            if (unit := self._unit_of(param)) is not None
         }
-        if not self._applying:
-            self._check()
-        self._applying += 1
-        try:
-            with gathered(module, recurse=False, names=names) if names else _NOTHING:
-                result = run()
-        finally:
-            self._applying -= 1
-        if not self._applying:
-            self._note()
+        if not units:
+            return run()
+        self._check(units.values())
+        with gathered(module, recurse=False, names=set(units)):
+            result = run()
+        self._note(units.values())
         return result
 
-    def _note(self) -> None:
+    def _unit_of(self, param: nn.Parameter | None) -> nn.Module | None:
+        """The unit that holds this shard."""
+        reference = self._holders.get(id(param))
+        return None if reference is None else reference()
+
+    def _note(self, units: Iterable[nn.Module]) -> None:
         """Remember how often units' shards were written."""
-        for reference in self._units:
-            if (unit := reference()) is not None:
-                self._versions[unit] = _versions(unit)
+        for unit in units:
+            self._versions[unit] = [param._version for param in _shards(unit)]
 
     def _initialise(self, module: nn.Module) -> None:
         init_fn = self._init_fn
@@ -202,13 +204,12 @@ class _Construction:
             if module not in inner and record_of(module) is None:
                 self._initialise(module)
                 fully_shard(module, **self._arguments)
-        self._check()
+        self._check(list(self._versions))
 
-    def _check(self) -> None:
-        """Raise if a unit's shards were written since."""
-        for reference in self._units:
-            unit = reference()
-            if unit is not None and self._versions[unit] != _versions(unit):
+    def _check(self, units: Iterable[nn.Module]) -> None:
+        """Raise if shards of units were written since."""
+        for unit in units:
+            if self._versions[unit] != [param._version for param in _shards(unit)]:
                 name = require_record(unit).unit.title
                 raise ShardingStateError(
                     f"a constructor wrote into '{name}' after that was sharded, which is not what "
@@ -217,13 +218,10 @@ class _Construction:
                 )
 
 
-_NOTHING = contextlib.nullcontext()
-
-
-def _versions(unit: nn.Module) -> list[int]:
-    """Of its shards: torch counts writes."""
+def _shards(unit: nn.Module) -> list[nn.Parameter]:
+    """A unit's own; torch counts writes to each."""
     groups = require_record(unit).unit.own_groups
-    return [param.sharded._version for group in groups for param in group.params]
+    return [param.sharded for group in groups for param in group.params]
 
 
 def _full_policy(policy: Any) -> choices.Policy:
@@ -250,21 +248,18 @@ def _unsharded_numel(module: nn.Module) -> int:
 @contextlib.contextmanager
 def _watched(construction: _Construction) -> Iterator[None]:
     """Constructors of all module classes tell when they end; ``apply`` gathers units."""
-    patched: list[type] = []
+    replaced: list[tuple[type, str, object]] = []
+
+    def replace(kind: type, name: str, method: object) -> None:
+        replaced.append((kind, name, kind.__dict__[name]))
+        setattr(kind, name, method)
 
     def watch(kind: type) -> None:
         if "__init__" in kind.__dict__ and kind is not nn.Module:
-            original = kind.__dict__["__init__"]
+            replace(kind, "__init__", _constructing(kind.__dict__["__init__"], construction))
+        if inspect.isfunction(kind.__dict__.get(_INITIALISER)):
+            replace(kind, _INITIALISER, _initialising(kind.__dict__[_INITIALISER], construction))
 
-            @functools.wraps(original)
-            def construct(self: nn.Module, *args: object, **kwargs: object) -> None:
-                construction.construct(self, lambda: original(self, *args, **kwargs))
-
-            originals[kind] = original
-            patched.append(kind)
-            kind.__init__ = construct  # type: ignore[misc]
-
-    originals: dict[type, object] = {}
     plain_apply = nn.Module.apply
     for kind in _subclasses(nn.Module):
         watch(kind)
@@ -285,8 +280,29 @@ def _watched(construction: _Construction) -> Iterator[None]:
     finally:
         setattr(nn.Module, "apply", plain_apply)  # noqa: B010
         delattr(nn.Module, "__init_subclass__")
-        for kind in patched:
-            kind.__init__ = originals[kind]  # type: ignore[misc]
+        for kind, name, original in replaced:
+            setattr(kind, name, original)
+
+
+_INITIALISER = "_init_weights"
+"""Method that initialises the module that it is given, as of transformers' models."""
+
+
+def _constructing(original: Callable[..., None], construction: _Construction) -> object:
+    @functools.wraps(original)
+    def construct(self: nn.Module, *args: object, **kwargs: object) -> None:
+        construction.construct(self, lambda: original(self, *args, **kwargs))
+
+    return construct
+
+
+def _initialising(original: Callable[..., T], construction: _Construction) -> object:
+    @functools.wraps(original)
+    def initialise(self: nn.Module, *args: object, **kwargs: object) -> T:
+        module = args[0] if args and isinstance(args[0], nn.Module) else self
+        return construction.apply(module, lambda: original(self, *args, **kwargs))
+
+    return initialise
 
 
 def _subclasses(kind: type) -> list[type]:

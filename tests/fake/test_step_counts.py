@@ -173,8 +173,8 @@ def test_small_parameters_go_along_in_one_buffer(log: CallLog, precision: str, c
         kernels |= {"aten._foreach_copy_.default": 1, "aten.copy_.default": 1}
     assert operators(lambda: gather_and_free(group)) == kernels
     python = called(step)[0]
-    assert python["fsdp2.core.reduce.reduction._pack"] == 2
-    assert python.get("fsdp2.core.reduce.reduction._stage_cast", 0) == 2 * casts
+    assert python["fsdp2.core.reduce.transport.pack"] == 2
+    assert operators(step)["aten._foreach_copy_.default"] == (GATHERS + 1) * 2 * casts
 
 
 # ---- a whole step

@@ -29,10 +29,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import checkpoint, fully_shard
-from fsdp2.checkpoint import files, together
+from fsdp2.checkpoint import files
 from fsdp2.checkpoint.__main__ import main
 from fsdp2.core.config import CheckpointError
 from fsdp2.optim import FlatOptimizer
+from fsdp2.ranks.channels import Members
 from tests.common.errors import raises
 from tests.common.workers import ranks, run_on_ranks
 
@@ -566,7 +567,7 @@ def test_load_refuses(tmp_path: Path) -> None:
         with _changed(path, bytes_), refusal:
             checkpoint.load(run, model)
     assert not Path("evil").exists()
-    gone = mock.patch.object(together, "gather_objects", side_effect=RuntimeError("closed"))
+    gone = mock.patch.object(Members, "gather", side_effect=RuntimeError("closed"))
     with gone, raises("ckpt-lost-rank"):
         checkpoint.load(run, model)
     assert_same(everything(model, optimizer), before)

@@ -115,13 +115,13 @@ def test_gradients_are_reduced_where_autograd_left_them() -> None:
     layer(torch.randn(4, DIM)).sum()  # binds
     (reduction,) = group.bound.reductions
     seen: list[int] = []
-    original = reduction._scatter
+    original = reduction.transport.scatter
 
     def spy(outputs, inputs):
         seen.extend(tensor.data_ptr() for tensor in inputs[:-1])  # and who had a gradient
         return original(outputs, inputs)
 
-    reduction._scatter = spy
+    reduction.transport.scatter = spy
     left: list[int] = []
     for param in group.params:
         param.unsharded.register_post_accumulate_grad_hook(lambda p: left.append(p.grad.data_ptr()))

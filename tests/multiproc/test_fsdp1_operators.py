@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import fsdp2
@@ -470,10 +472,8 @@ def test_only_while_there_are_wrappers() -> None:
     """Units of `fully_shard`, and DTensors of others' meshes, are as without."""
     gc.collect()
     dispatcher: Any = DTensor._op_dispatcher
-    before = dict(vars(dispatcher)), dict(vars(DTensor))
-    assert not dispatcher._allow_implicit_replication
+    before = [dict(vars(each)) for each in (dispatcher, type(dispatcher), DTensor)]
     model = wrapped()
-    assert dispatcher._allow_implicit_replication
     mesh = init_device_mesh("cpu", (1, 2))
     odd = distribute_tensor(torch.randn(5, 4), mesh, [Replicate(), Shard(0)])
     with pytest.raises(RuntimeError, match="flatten unevenly"):
@@ -481,11 +481,144 @@ def test_only_while_there_are_wrappers() -> None:
     assert isinstance(odd.norm().item(), float)
     del model
     gc.collect()
-    assert (dict(vars(dispatcher)), dict(vars(DTensor))) == before
+    assert [dict(vars(each)) for each in (dispatcher, type(dispatcher), DTensor)] == before
     assert not dispatcher._allow_implicit_replication
     unit = fsdp2.fully_shard(seeded(Net))
     with pytest.raises(RuntimeError, match="flatten unevenly"):
         unit.second.weight.view(-1)
+
+
+MIXED = "got mixed torch.Tensor and DTensor"
+
+# Each of a sharded tensor, a whole one of its shape, a mask of it and an index of it.
+BESIDE_A_PLAIN_TENSOR: dict[str, Callable[[Any, Any, Any, Any], object]] = {
+    "add": lambda own, other, mask, index: own + other,
+    "add in front": lambda own, other, mask, index: other + own,
+    "add_": lambda own, other, mask, index: own.clone().add_(other),
+    "copy_": lambda own, other, mask, index: own.clone().copy_(other),
+    "addcmul": lambda own, other, mask, index: torch.addcmul(own, other, other, value=2),
+    "lerp": lambda own, other, mask, index: torch.lerp(own, other, 0.5),
+    "foreach": lambda own, other, mask, index: torch._foreach_add([own, own], [other, other]),
+    "cat": lambda own, other, mask, index: torch.cat([own, other]),
+    "stack": lambda own, other, mask, index: torch.stack([other, own]),
+    "linear": lambda own, other, mask, index: nn.functional.linear(own, other),
+    "mm": lambda own, other, mask, index: other.T @ own,
+    "mse": lambda own, other, mask, index: nn.functional.mse_loss(own, other),
+    "equal": lambda own, other, mask, index: torch.equal(own, other),
+    "where": lambda own, other, mask, index: torch.where(mask, own, own),
+    "masked_fill": lambda own, other, mask, index: own.masked_fill(mask, 0.0),
+    "index": lambda own, other, mask, index: own[index],
+    "embedding": lambda own, other, mask, index: nn.functional.embedding(index, own),
+}
+
+
+def _beside(dtensor: Any, of_others: Callable[[Tensor], Tensor]) -> dict[str, str]:
+    """What each operator raises on a DTensor beside tensors that ``of_others`` makes."""
+    whole = torch.ones(dtensor.shape)
+    others = [of_others(each) for each in (whole, whole > 0, torch.tensor([0, 2]))]
+    raised = {}
+    for name, call in BESIDE_A_PLAIN_TENSOR.items():
+        try:
+            call(dtensor, *others)
+        except RuntimeError as error:
+            raised[name] = str(error)
+    return raised
+
+
+@ranks(2)
+@pytest.mark.parametrize("known", [False, True])
+def test_plain_tensors_beside_dtensors_of_others(known: bool) -> None:
+    """torch's error is raised as without a wrapper, by operators that are known to DTensor, too."""
+    wrapper, unit = wrapped(), fsdp2.fully_shard(seeded(Net))
+    mesh = unit.second.weight.device_mesh
+    whole = torch.randn(5, 8)
+    of_mesh = {
+        "parameter": unit.second.weight.detach(),
+        "sharded": distribute_tensor(whole, mesh, [Shard(0)]),
+        "replicated": distribute_tensor(whole, mesh, [Replicate()]),
+        "of another mesh": distribute_tensor(
+            whole, init_device_mesh("cpu", (1, 2)), [Replicate(), Shard(1)]
+        ),
+    }
+    for kind, dtensor in of_mesh.items():
+        for _ in range(2 if known else 0):  # with a replicated DTensor in place of the plain one
+            _beside(
+                dtensor,
+                lambda plain, mesh=dtensor.device_mesh: distribute_tensor(
+                    plain, mesh, [Replicate()] * mesh.ndim
+                ),
+            )
+        raised = _beside(dtensor, lambda plain: plain)
+        assert list(raised) == list(BESIDE_A_PLAIN_TENSOR), kind
+        assert all(MIXED in text for text in raised.values()), (kind, raised)
+    assert _beside(wrapper.second.weight.detach(), lambda plain: plain) == {}
+
+
+@ranks(2)
+def test_plain_tensors_that_a_user_allows() -> None:
+    """Inside torch's `implicit_replication`: of all meshes; after it of the wrapper's still."""
+    wrapper, unit = wrapped(), fsdp2.fully_shard(seeded(Net))
+    own, other = wrapper.second.weight.detach(), unit.second.weight.detach()
+    noise = torch.ones(5, 8)
+    for _ in range(2):
+        with implicit_replication():
+            assert torch.equal(full(other + noise), full(other) + noise)
+            assert torch.equal(full(own + noise), full(own) + noise)
+        with pytest.raises(RuntimeError, match=MIXED):
+            other + noise
+        assert torch.equal(full(own + noise), full(own) + noise)
+
+
+@ranks(2)
+def test_a_wrapper_that_another_thread_frees() -> None:
+    """torch's switch for plain tensors is of each thread: one that frees a wrapper leaves ours."""
+    models = [wrapped()]
+    gc.collect()
+    unit = fsdp2.fully_shard(seeded(Net))
+
+    def free() -> None:
+        models.clear()
+        gc.collect()
+
+    thread = threading.Thread(target=free)
+    thread.start()
+    thread.join()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=MIXED):
+            unit.second.weight + torch.ones(5, 8)
+        models.append(wrapped())
+        weight = models[0].second.weight.detach()
+        assert torch.equal(full(weight + 1.0), full(weight + torch.ones(5, 8)))
+        models.clear()
+        gc.collect()
+    assert not torch._C._get_dtensor_allow_implicit_replication()
+
+
+@ranks(2)
+def test_methods_of_others_dtensors() -> None:
+    """`numpy`, `tolist` and `format` are DTensor's own for tensors of other meshes."""
+    unit = fsdp2.fully_shard(seeded(Net))
+    mesh = unit.second.weight.device_mesh
+    scalar = distribute_tensor(torch.ones(()), mesh, [Replicate()])
+    tensors = [unit.second.weight.detach(), scalar]
+
+    def seen(read: Callable[[Any], object], tensor: Tensor) -> str:
+        try:
+            return repr(read(tensor))
+        except Exception as error:
+            return repr(error)
+
+    reads = [
+        lambda t: t.numpy(),
+        lambda t: t.tolist(),
+        lambda t: format(t, ".2f"),
+        lambda t: f"{t}",
+    ]
+    without = [seen(read, tensor) for read in reads for tensor in tensors]
+    wrapper = wrapped()
+    assert [seen(read, tensor) for read in reads for tensor in tensors] == without
+    with raises("values-of-a-shard"):
+        wrapper.second.weight.tolist()
 
 
 @ranks(2)

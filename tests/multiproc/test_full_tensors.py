@@ -259,7 +259,22 @@ class Initialised(Transformer):
         elif how == "parameters":
             for param in self.parameters():
                 nn.init.normal_(param)
+        elif how == "methods":
+            for module in self.modules():
+                self._init_weights(module)
+        elif how != "":
+            self.apply(partial(self._init_below, how))
         self.final = nn.Parameter(torch.randn(3))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        self._init(module)
+
+    @staticmethod
+    def _init_below(kind: str, module: nn.Module) -> None:
+        """Of a parent, or a grandparent, with what is below it."""
+        if type(module).__name__.endswith(kind):
+            for param in module.parameters():
+                nn.init.normal_(param)
 
     @staticmethod
     def _init(module: nn.Module) -> None:
@@ -284,7 +299,7 @@ def test_deferred() -> None:
         Block,
     ]
     for policy in policies:
-        for model_class in (Transformer, Initialised):
+        for model_class in (Transformer, Initialised, partial(Initialised, "methods")):
             torch.manual_seed(3)
             plain = model_class(blocks=3, tied=True)
             state = torch.get_rng_state()
@@ -321,8 +336,11 @@ def test_deferred_on_meta() -> None:
         Transformer()
     with raises("wrap-policy"), deferred(world_mesh(), 3):  # type: ignore[arg-type]
         pass
-    with raises("deferred-written"), deferred(world_mesh(), {Block}):
-        Initialised("parameters")
+    for how in ("parameters", "ModuleList", "Initialised"):
+        with raises("deferred-written"), deferred(world_mesh(), {Block}):
+            Initialised(how)
+    with deferred(world_mesh(), {Block}):
+        Initialised("Block")
     with pytest.raises(KeyError), deferred(world_mesh(), {Block}):
         raise KeyError
     assert not hasattr(Block.__init__, "__wrapped__")

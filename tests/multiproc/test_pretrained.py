@@ -25,7 +25,7 @@ import fsdp2
 from fsdp2 import checkpoint, fully_shard
 from fsdp2.checkpoint import files, tensors
 from fsdp2.checkpoint.__main__ import main
-from fsdp2.checkpoint.consensus import is_first
+from fsdp2.checkpoint.state import held_by
 from tests.common.errors import raises
 from tests.common.tensors import Wrapped
 from tests.common.workers import ranks
@@ -135,7 +135,7 @@ def _there_and_back(folder: Path, ways: list[str]) -> None:
         found = checkpoint.export(folder / way, model, progress=_into(moved))
         assert found.files == ["model.safetensors"]
         path = folder / way / "model.safetensors"
-        if is_first():
+        if not dist.is_initialized() or dist.get_rank() == 0:
             save_file(expected, folder / f"{way}.safetensors", {"format": "pt"})
         barrier()
         assert path.read_bytes() == (folder / f"{way}.safetensors").read_bytes(), way
@@ -211,6 +211,46 @@ def test_tied_names(tmp_path: Path) -> None:
 
 def _renamed(name: str) -> str | None:
     return None if name.startswith("norm.") else f"model.{name}"
+
+
+class Empty(nn.Module):
+    """Parameters of one shape without elements; one is tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(0, 4))
+        self.b = nn.Parameter(torch.zeros(0, 4))
+        self.last = nn.Parameter(torch.randn(2, 4))
+        self.again = self.a
+
+
+@ranks(3)
+def test_parameters_without_elements_are_not_tied(tmp_path: Path) -> None:
+    """What differs of one of them says nothing about the other."""
+    model = Empty()
+    fully_shard(model)
+    found = checkpoint.export(tmp_path / "out", model)
+    assert found.tied == {"again": "a"}
+    content = load_file(tmp_path / "out" / "model.safetensors")
+    assert sorted(content) == ["a", "b", "last"]
+    if dist.get_rank() == 0:
+        save_file({**content, "b": torch.zeros(3, 4)}, tmp_path / "b.safetensors")
+    dist.barrier()
+    left = checkpoint.load_pretrained(model, tmp_path / "b.safetensors", strict=False)
+    assert left.reshaped == ["b"]
+    checkpoint.save(tmp_path / "run", model, torch.optim.AdamW(model.parameters()), step=1)
+    assert not checkpoint.load(tmp_path / "run", model).left
+
+
+def test_empty_parts_of_a_users_own_storage_are_not_tied() -> None:
+    """As on a rank that has no rows: all that is behind the end of a buffer is at one place."""
+    flat = torch.zeros(8)
+    model = nn.Module()
+    for name in ("a", "b"):
+        model.register_parameter(name, nn.Parameter(flat[8:].view(0, 4)))
+    model.register_parameter("again", model.a)
+    found, tied, _ = held_by(model)
+    assert (sorted(found), tied) == (["a", "b"], {"again": "a"})
 
 
 @ranks(2)

@@ -10,8 +10,10 @@ import torch
 
 from fsdp2.core.device.kernels import TorchKernels
 from fsdp2.core.layout.layout import Cut, ParamShape, Slot, build_layout
-from fsdp2.core.reduce.program import ReductionSpec, is_direct
-from fsdp2.core.reduce.reduction import Reduction
+from fsdp2.core.reduce.binding import bind_reduction
+from fsdp2.core.reduce.program import Step
+from fsdp2.core.reduce.reduction import ReduceTransport, Reduction
+from fsdp2.core.reduce.spec import ReductionSpec, is_direct
 from fsdp2.testing.parameters import PaperGradients, PaperParam
 from tests.unit._cuts import as_cut
 
@@ -45,6 +47,7 @@ class Setup:
     Attributes:
         direct: whether the backend coalesces.
         pack_below: bytes of a piece below which members are packed even then.
+        codec: name of the transport, if it is not the one that follows from all that.
         result: the gradient's dtype where it is not the shard's.
     """
 
@@ -61,6 +64,7 @@ class Setup:
     to_host: bool = False
     keep: bool = False
     pack_below: int = 0
+    codec: str | None = None
 
     @property
     def spec(self) -> ReductionSpec:
@@ -74,6 +78,7 @@ class Setup:
             self.hook,
             self.to_host,
             keep=self.keep,
+            codec=self.codec,
         )
 
     def slots(self, size: int) -> list[Slot]:
@@ -109,7 +114,7 @@ class Setup:
         slots = [*direct, *packed]
         members = [Member(slot.shape, self.shard) for slot in slots]
         gradients, count = PaperGradients(members), len(direct)
-        return Reduction(gradients, slots, count, self.spec, collectives, replicas, KERNELS)
+        return bind_reduction(gradients, slots, count, self.spec, collectives, replicas, KERNELS)
 
 
 def run(reduction: Reduction, take_missing: bool = False, all_reduce: bool = True) -> None:
@@ -118,13 +123,22 @@ def run(reduction: Reduction, take_missing: bool = False, all_reduce: bool = Tru
     assert job is not None
     program = reduction.full if all_reduce else reduction.partial
     for step in (program.seeking if job.seeks else program).inline:
-        step(reduction, job)
+        step(job)
 
 
 def step_names(reduction: Reduction, all_reduce: bool = True) -> tuple[str, ...]:
     """What a program does on each lane and on the host."""
     program = reduction.full if all_reduce else reduction.partial
     return tuple(
-        " ".join(step.__name__.replace("<lambda>", "divide").lstrip("_") for step in steps)
+        " ".join(map(_name, steps))
         for steps in (program.compute, program.reduce, program.all_reduce, program.host)
     )
+
+
+def _name(step: Step) -> str:
+    """A verb of a transport with the transport's name."""
+    name: str = step.__name__  # type: ignore[attr-defined]  # a method's
+    owner = getattr(step, "__self__", None)
+    if name in ("stage", "reduce") and isinstance(owner, ReduceTransport):
+        return f"{name}_{type(owner).__name__.removesuffix('Reduce').lower()}"
+    return name

@@ -30,7 +30,7 @@ NOT_CATALOGUED = {
     "BlockingIOError(_said(before))": "the same",
     "BlockingIOError(_said(found))": "the same",
     "LostRankError(str(error))": "reworded by `checkpoint.consensus`",
-    "lost_rank(what)": "`checkpoint.consensus` has it",
+    "lost_rank(self.what)": "`checkpoint.consensus` has it",
     "self._first": "the first failure of several actions: `checkpoint.stores` goes on behind it",
     "end.failure.error": "what a save has failed with: a message of `checkpoint`",
     "failure": "what the user's hook raised, once the other ranks know of it",

@@ -62,20 +62,20 @@ def _scale(setup: Setup, ranks: int) -> float:
 @pytest.mark.parametrize(
     ("setup", "steps"),
     [
-        (KEPT, ("allocate_kept stage_packed", "reduce_packed deliver", "", "")),
+        (KEPT, ("hold_flat stage_packed", "reduce_packed deliver", "", "")),
         (
             replace(KEPT, direct=True),
-            ("allocate_kept stage_direct", "reduce_direct deliver", "", ""),
+            ("hold_flat stage_direct", "reduce_direct deliver", "", ""),
         ),
         (
             replace(KEPT, result=BF16),
-            ("allocate stage_packed allocate_kept_result", "reduce_packed cast deliver", "", ""),
+            ("allocate stage_packed hold_result", "reduce_packed cast deliver", "", ""),
         ),
         (
             replace(KEPT, result=BF16, to_host=True),
             (
                 "allocate stage_packed allocate_result",
-                "reduce_packed cast to_kept_host",
+                "reduce_packed cast hold_on_host",
                 "",
                 "deliver give_back",
             ),
@@ -90,7 +90,7 @@ def test_partial_sums_are_not_in_memory_that_is_kept() -> None:
     def names(collectives: ThreadCollectives, replicas: ThreadReplicas) -> tuple[str, ...]:
         return step_names(KEPT.bind(collectives, replicas), all_reduce=False)
 
-    wanted = ("allocate stage_packed", "reduce_packed keep_partial", "", "")
+    wanted = ("allocate stage_packed", "reduce_packed keep", "", "")
     assert run_mesh(2, 2, names) == [wanted] * 4
 
 
@@ -181,11 +181,11 @@ def test_two_reductions_on_their_way_to_the_host_are_summed() -> None:
             assert job is not None
             jobs.append(job)
             for step in (*reduction.full.compute, *reduction.full.reduce):
-                step(reduction, job)
+                step(job)
         assert _gradients(reduction) == [None, None]
         for job in jobs:
             for step in reduction.full.host:
-                step(reduction, job)
+                step(job)
         assert _all_are(_gradients(reduction), 3.0)
 
     run_ranks(2, body)
@@ -200,7 +200,7 @@ def test_memory_of_an_abandoned_reduction_is_used_again() -> None:
         _leave(reduction, 2.0)
         job = reduction.collect(take_missing=False)
         assert job is not None
-        reduction.full.compute[0](reduction, job)
+        reduction.full.compute[0](job)
         reduction.abandon()
         _reduce(reduction, 4.0)
         assert all(now is then for now, then in zip(_gradients(reduction), kept, strict=True))

@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp
 from fsdp2.core.device.collectives import ReduceKind
 from fsdp2.core.device.kernels import FusedKernels
 from fsdp2.core.layout.layout import Slot
-from fsdp2.core.reduce.program import plan_division
+from fsdp2.core.reduce.division import plan_division
 from fsdp2.testing.counting import operators
 from tests.unit._ranks import ThreadCollectives, run_ranks
 from tests.unit._reductions import (
@@ -126,7 +126,7 @@ FOUR_RANKS = [
         "reduce_direct deliver",
     ),
     (Setup(direct=True, factor=3.0), "allocate stage_direct", "reduce_direct divide deliver"),
-    (Setup(direct=True, shapes=ALIGNED, grad=BF16), "allocate stage_cast", "reduce_direct deliver"),
+    (Setup(direct=True, shapes=ALIGNED, grad=BF16), "allocate stage_cast", "reduce_cast deliver"),
     (
         Setup(direct=True, shapes=ALIGNED, grad=BF16, reduce=BF16),
         "allocate stage_direct allocate_result",
@@ -139,18 +139,18 @@ FOUR_RANKS = [
     ),
     (
         Setup(direct=True, shapes=LARGE_AND_SMALL, pack_below=64),
-        "allocate stage_joined stage_direct",
+        "allocate stage_joined",
         "reduce_joined deliver",
     ),
     (
         Setup(direct=True, shapes=LARGE_AND_SMALL, pack_below=64, grad=BF16),
-        "allocate stage_joined stage_cast",
+        "allocate stage_joined",
         "reduce_joined deliver",
     ),
     (
         Setup(direct=True, shapes=LARGE_AND_SMALL, pack_below=64, grad=F16, reduce=F16, shard=F16),
-        "allocate stage_joined stage_direct",
-        "divide divide reduce_joined divide deliver",
+        "allocate stage_joined",
+        "divide reduce_joined divide deliver",
     ),
     (Setup(), "allocate stage_packed", "reduce_packed deliver"),
     (Setup(grad=BF16), "allocate stage_packed", "reduce_packed deliver"),
@@ -173,13 +173,13 @@ def test_steps_of_four_ranks(setup: Setup, compute: str, reduce: str) -> None:
 @pytest.mark.parametrize(
     ("setup", "compute"),
     [
-        (Setup(), "adopt deliver"),
-        (Setup(reduce=BF16), "adopt deliver"),
-        (Setup(factor=1.0), "adopt deliver"),
-        (Setup(factor=2.0), "adopt divide deliver"),
-        (Setup(grad=BF16), "allocate copy_local deliver"),
-        (Setup(grad=BF16, factor=2.0), "allocate copy_local divide deliver"),
-        (Setup(shapes=EMPTY), "adopt deliver"),
+        (Setup(), "allocate deliver"),
+        (Setup(reduce=BF16), "allocate deliver"),
+        (Setup(factor=1.0), "allocate deliver"),
+        (Setup(factor=2.0), "allocate divide_rows deliver"),
+        (Setup(grad=BF16), "allocate stage_local deliver"),
+        (Setup(grad=BF16, factor=2.0), "allocate stage_local divide_rows deliver"),
+        (Setup(shapes=EMPTY), "allocate deliver"),
     ],
 )
 def test_steps_of_one_rank(setup: Setup, compute: str) -> None:
@@ -276,13 +276,13 @@ def test_every_rank_gets_its_rows(setup: Setup, size: int) -> None:
 def _check_rows(setup: Setup, size: int) -> None:
     def body(collectives: ThreadCollectives) -> None:
         reduction = setup.bind(collectives)
-        grads = _gradients(setup, reduction.slots, collectives.rank)
+        grads = _gradients(setup, reduction.transport.slots, collectives.rank)
         for repetition in (1, 2):  # the second adds to what is there
             for member, grad in zip(reduction.members, grads, strict=True):
                 member.full_grad = grad.clone()
             _run(reduction)
             for i, (member, slot) in enumerate(
-                zip(reduction.members, reduction.slots, strict=True)
+                zip(reduction.members, reduction.transport.slots, strict=True)
             ):
                 rows = member.gradient
                 assert rows.shape == slot.local_shape(collectives.rank)
@@ -320,7 +320,7 @@ def test_every_rank_gets_its_part_of_a_band(setup: Setup) -> None:
 def test_collectives_of_a_reduction(setup: Setup, name: str) -> None:
     def body(collectives: ThreadCollectives) -> list[str]:
         reduction = setup.bind(collectives)
-        grads = _gradients(setup, reduction.slots, collectives.rank)
+        grads = _gradients(setup, reduction.transport.slots, collectives.rank)
         for member, grad in zip(reduction.members, grads, strict=True):
             member.full_grad = grad
         _run(reduction)
@@ -427,7 +427,7 @@ def test_gradients_that_are_not_contiguous(size: int, direct: bool) -> None:
 
     def body(collectives: ThreadCollectives) -> None:
         reduction = setup.bind(collectives)
-        (member,), (slot,) = reduction.members, reduction.slots
+        (member,), (slot,) = reduction.members, reduction.transport.slots
         whole = torch.arange(32.0).view(4, 8).t()
         member.full_grad = whole
         _run(reduction)
@@ -440,19 +440,19 @@ def test_gradients_that_are_not_contiguous(size: int, direct: bool) -> None:
 def test_memory_of_the_collective_is_there_only_while_it_is_needed() -> None:
     def body(collectives: ThreadCollectives) -> None:
         reduction = Setup(shapes=ODD).bind(collectives)
-        assert not reduction._staging.allocated
+        assert not reduction.transport.staging.allocated
         job = reduction.collect(take_missing=True)
         assert job is not None
         for step in reduction.full.compute:
-            step(reduction, job)
-        assert reduction._staging.allocated
+            step(job)
+        assert reduction.transport.staging.allocated
         assert job.grads == []  # copied: autograd's gradients may go
         for step in reduction.full.reduce:
-            step(reduction, job)
-        assert reduction._staging.allocated  # until COMPUTE is behind the collective
-        reduction.release()
-        assert not reduction._staging.allocated
-        reduction.release()  # once is enough, twice does no harm
+            step(job)
+        assert reduction.transport.staging.allocated  # until COMPUTE is behind the collective
+        reduction.transport.release()
+        assert not reduction.transport.staging.allocated
+        reduction.transport.release()  # once is enough, twice does no harm
 
     run_ranks(2, body)
 
@@ -461,7 +461,7 @@ def test_gradient_that_was_added_to_is_kept_though_a_hook_drops_it() -> None:
     def body(collectives: ThreadCollectives) -> None:
         reduction = Setup().bind(collectives)
         first, second = reduction.members
-        shape = reduction.slots[0].local_shape(collectives.rank)
+        shape = reduction.transport.slots[0].local_shape(collectives.rank)
         first.gradient = there = torch.ones(shape)
 
         def drop() -> None:
@@ -473,7 +473,7 @@ def test_gradient_that_was_added_to_is_kept_though_a_hook_drops_it() -> None:
         job = reduction.collect(take_missing=False)
         assert job is not None
         for step in (*reduction.full.compute, *reduction.full.reduce):
-            step(reduction, job)
+            step(job)
         assert first.gradient is None
         assert [id(tensor) for tensor in job.sums] == [id(there)]  # the addition may still run
         assert there.eq(2).all()

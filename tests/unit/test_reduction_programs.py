@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fsdp2.core.reduce.program import plan_division
+from fsdp2.core.reduce.division import plan_division
 from tests.common.combinations import each_once
 from tests.unit._ranks import ThreadCollectives, ThreadReplicas, run_mesh, run_ranks
 from tests.unit._reductions import (
@@ -116,18 +116,18 @@ STEPS = [
         MIXED,
         4,
         (
-            "allocate stage_joined stage_direct",
+            "allocate stage_joined",
             "reduce_joined",
-            "add_partial all_reduce deliver",
+            "add all_reduce deliver",
             "",
         ),
-        ("allocate stage_joined stage_direct", "reduce_joined keep_partial", "", ""),
+        ("allocate stage_joined", "reduce_joined keep", "", ""),
     ),
     (
         Setup(direct=True),
         4,
-        ("allocate stage_direct", "reduce_direct_flat", "add_partial all_reduce deliver", ""),
-        ("allocate stage_direct", "reduce_direct_flat keep_partial", "", ""),
+        ("allocate stage_direct", "reduce_direct", "add all_reduce deliver", ""),
+        ("allocate stage_direct", "reduce_direct keep", "", ""),
     ),
     (
         Setup(grad=F16, reduce=F16),
@@ -135,27 +135,27 @@ STEPS = [
         (
             "allocate stage_packed allocate_result",
             "divide reduce_packed",
-            "add_partial all_reduce divide cast deliver",
+            "add all_reduce divide cast deliver",
             "",
         ),
-        ("allocate stage_packed", "divide reduce_packed keep_partial", "", ""),
+        ("allocate stage_packed", "divide reduce_packed keep", "", ""),
     ),
     (
         Setup(),
         1,
-        ("allocate copy_local_marked", "", "add_partial all_reduce deliver", ""),
-        ("allocate copy_local_marked", "keep_partial", "", ""),
+        ("allocate stage_local", "", "add all_reduce deliver", ""),
+        ("allocate stage_local", "keep", "", ""),
     ),
     (
         Setup(reduce=F16),
         1,
         (
-            "allocate copy_local_marked allocate_result",
+            "allocate stage_local allocate_result",
             "divide",
-            "add_partial all_reduce cast deliver",
+            "add all_reduce cast deliver",
             "",
         ),
-        ("allocate copy_local_marked", "divide keep_partial", "", ""),
+        ("allocate stage_local", "divide keep", "", ""),
     ),
     (
         Setup(hook=_hook, to_host=True, reduce=BF16),
@@ -163,10 +163,10 @@ STEPS = [
         (
             "allocate stage_packed allocate_result",
             "reduce_packed",
-            "add_partial all_reduce run_hook cast to_host",
+            "add all_reduce run_hook cast to_host",
             "deliver",
         ),
-        ("allocate stage_packed", "reduce_packed keep_partial", "", ""),
+        ("allocate stage_packed", "reduce_packed keep", "", ""),
     ),
     (
         Setup(shapes=EMPTY, to_host=True),
@@ -194,8 +194,8 @@ def test_steps_with_replicas(
     ("setup", "size", "steps"),
     [
         (Setup(to_host=True), 2, ("allocate stage_packed", "reduce_packed to_host", "", "deliver")),
-        (Setup(to_host=True), 1, ("allocate copy_local", "to_host", "", "deliver")),
-        (Setup(hook=_hook), 1, ("allocate copy_local_marked", "", "run_hook deliver", "")),
+        (Setup(to_host=True), 1, ("allocate stage_local", "to_host", "", "deliver")),
+        (Setup(hook=_hook), 1, ("allocate stage_local", "", "run_hook deliver", "")),
         (
             Setup(hook=_hook, factor=2.0),
             2,
@@ -206,7 +206,7 @@ def test_steps_with_replicas(
             2,
             ("allocate stage_packed", "reduce_packed divide deliver", "", ""),
         ),
-        (Setup(sum_only=True), 1, ("adopt deliver", "", "", "")),
+        (Setup(sum_only=True), 1, ("allocate deliver", "", "", "")),
         (
             Setup(result=BF16),
             2,
@@ -327,7 +327,7 @@ def test_partial_sums_of_several_micro_batches(setup: Setup, size: int) -> None:
                     member.full_grad = grad
                 last = batch == batches - 1
                 run(reduction, all_reduce=last)
-                assert (reduction.partial_sums is None) == last
+                assert (reduction.partial_sums.flat is None) == last
                 assert len(replicas.calls) == step - (not last)
             wanted = _wanted(setup, copies, size, collectives.rank, range(batches))
             for member, rows in zip(reduction.members, wanted, strict=True):
@@ -359,7 +359,7 @@ def test_partial_sums_reach_members_that_later_backwards_leave_out() -> None:
                 for member, has in zip(reduction.members, there, strict=True):
                     member.full_grad = torch.ones(member.shape, dtype=setup.grad) if has else None
                 last = batch == len(present) - 1
-                needed = any(there) or (last and reduction.partial_sums is not None)
+                needed = any(there) or (last and reduction.partial_sums.flat is not None)
                 if needed:
                     run(reduction, all_reduce=last)
                 else:
@@ -411,6 +411,7 @@ def test_hook_sees_the_sum_once_and_before_delivery(copies: int, size: int, to_h
 
         setup = Setup(hook=hook, reduce=F64, factor=1.0, to_host=to_host)
         reduction = setup.bind(collectives, replicas)
+        payload = sum(slot.shard_numel for slot in reduction.transport.slots)
         for all_reduce in (False, True):
             for member in reduction.members:
                 member.full_grad = torch.ones(member.shape)
@@ -419,7 +420,7 @@ def test_hook_sees_the_sum_once_and_before_delivery(copies: int, size: int, to_h
         assert len(seen) == (1 if copies > 1 else 2)
         sums = 2 * copies * size if copies > 1 else size
         assert all(flat.ndim == 1 and flat.dtype == F64 for flat in seen)
-        assert all(flat[: reduction._payload].eq(sums).all() for flat in seen)
+        assert all(flat[:payload].eq(sums).all() for flat in seen)
         for member in reduction.members:
             assert member.gradient.dtype == F32
             assert member.gradient.eq(sum(sums + 1 for _ in seen)).all()
@@ -439,7 +440,7 @@ def test_gradients_on_the_host_are_copies(size: int, reduce: torch.dtype) -> Non
         job = reduction.collect(take_missing=False)
         assert job is not None
         for step in (*reduction.full.compute, *reduction.full.reduce):
-            step(reduction, job)
+            step(job)
         assert all(member.gradient is None for member in reduction.members)
         for flat in (job.flat, job.result):
             if flat is not None:
@@ -447,7 +448,7 @@ def test_gradients_on_the_host_are_copies(size: int, reduce: torch.dtype) -> Non
         job.grads = []
         job.flat = job.result = None
         for step in reduction.full.host:
-            step(reduction, job)
+            step(job)
         assert all(member.gradient.eq(1).all() for member in reduction.members)
         storages = {m.gradient.untyped_storage().data_ptr() for m in reduction.members}
         assert len(storages) == 1

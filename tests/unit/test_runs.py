@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from fsdp2.core.device.buffers import contiguous_strides
-from fsdp2.core.reduce.program import Run, runs, whole_run
-from fsdp2.core.reduce.reduction import Reduction
+from fsdp2.core.reduce.reduction import ReduceTransport
+from fsdp2.core.reduce.rows import Run, runs, whole_run
 
 
 def _views(flat: torch.Tensor, planned: list[Run]) -> list[torch.Tensor]:
     """As a reduction makes them whose members' rows are so planned."""
-    return Reduction.views(SimpleNamespace(_rows_of=planned), flat)  # type: ignore[arg-type]
+    return ReduceTransport.views(SimpleNamespace(_runs=planned), flat)  # type: ignore[arg-type]
 
 
 def _one_by_one(

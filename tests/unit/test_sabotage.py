@@ -11,7 +11,9 @@ import pytest
 
 from fsdp2.core.device.streams import Lane
 from fsdp2.core.gather.transport import PackedTransport
-from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction
+from fsdp2.core.reduce.partial_sums import PartialSums
+from fsdp2.core.reduce.program import Job
+from fsdp2.core.reduce.reduction import Delivery, PendingReduction, ReduceTransport
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.unit import Phase, Unit
@@ -29,7 +31,7 @@ def _release_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def hasty(self: ParamGroup, jobs: list[Any], all_reduce: bool) -> PendingReduction | None:
         pending = reduce(self, jobs, all_reduce)
         for reduction, job in jobs:
-            reduction.release()
+            reduction.transport.release()
             job.grads = []
         return pending
 
@@ -58,13 +60,13 @@ def _release_staging_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forget_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    deliver = Reduction._deliver
+    deliver = Delivery.deliver
 
-    def hasty(self: Reduction, job: Job) -> None:
+    def hasty(self: Delivery, job: Job) -> None:
         deliver(self, job)
         job.sums = []
 
-    monkeypatch.setattr(Reduction, "_deliver", hasty)
+    monkeypatch.setattr(Delivery, "deliver", hasty)
 
 
 def _free_before_compute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,23 +93,23 @@ def _release_sums_with_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forget_added_partial_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    add = Reduction._add_partial
+    add = PartialSums.add
 
-    def hasty(self: Reduction, job: Job) -> None:
+    def hasty(self: PartialSums, job: Job) -> None:
         add(self, job)
         job.partial = None
 
-    monkeypatch.setattr(Reduction, "_add_partial", hasty)
+    monkeypatch.setattr(PartialSums, "add", hasty)
 
 
 def _forget_partial_sums_that_are_added_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    keep = Reduction._keep_partial
+    keep = PartialSums.keep
 
-    def hasty(self: Reduction, job: Job) -> None:
+    def hasty(self: PartialSums, job: Job) -> None:
         keep(self, job)
         job.partial = None
 
-    monkeypatch.setattr(Reduction, "_keep_partial", hasty)
+    monkeypatch.setattr(PartialSums, "keep", hasty)
 
 
 def _release_flat_gradient_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +323,7 @@ def _finish_idle_units_after_every_backward(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def _leak_staging(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Reduction, "release", lambda self: None)
+    monkeypatch.setattr(ReduceTransport, "release", lambda self: None)
 
 
 def _allocate_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from fsdp2.core.device.kernels import TorchKernels
+from fsdp2.core.gather.kinds import make_transports
 from fsdp2.core.gather.smaller_group import SmallerGroup, SmallerRows, smaller_segment
-from fsdp2.core.gather.transport import Route, make_transports
+from fsdp2.core.gather.transport import Route
 from fsdp2.core.layout.layout import (
     COLLECTIVE_ALIGN_BYTES,
     Cut,

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fsdp2.core.device.kernels import TorchKernels
-from fsdp2.core.gather.transport import PackedTransport, make_transports
+from fsdp2.core.gather.kinds import make_transports
+from fsdp2.core.gather.transport import PackedTransport
 from fsdp2.core.layout.layout import Cut, GroupLayout, ParamShape, Transport, build_layout
 from tests.unit._cuts import as_cut, random_cut
 from tests.unit._ranks import ThreadCollectives, run_ranks

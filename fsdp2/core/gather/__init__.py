@@ -1,6 +1,7 @@
 """From shards to gathered parameters.
 
     transport      how a segment travels: coalesced, packed, local, custom
+    kinds          which of them a segment has
     extension      the transport of tensor subclasses that say themselves what travels
     smaller_group  a smaller group's rows between forward and backward
     launch         a gather's collectives, issued on their lanes or inline

@@ -25,7 +25,8 @@ from fsdp2.core.custom_collectives import AllGather
 from fsdp2.core.device.buffers import TransientBuffer
 from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.kernels import Kernels
-from fsdp2.core.gather.transport import Route, make_transports
+from fsdp2.core.gather.kinds import make_transports
+from fsdp2.core.gather.transport import Route
 from fsdp2.core.layout.layout import (
     COLLECTIVE_ALIGN_BYTES,
     Cut,

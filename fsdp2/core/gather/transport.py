@@ -32,7 +32,7 @@ from fsdp2.core.custom_collectives import AllGather, checked_buffer
 from fsdp2.core.device.buffers import Buffer, FlatBuffer, TransientBuffer
 from fsdp2.core.device.collectives import Collectives, Launch, Work, collectives_of
 from fsdp2.core.device.kernels import Kernels
-from fsdp2.core.layout.layout import Segment, Slot, Transport
+from fsdp2.core.layout.layout import Segment, Slot
 
 
 class GatherTransport:
@@ -386,60 +386,6 @@ class CustomTransport(SegmentTransport):
 
     def release(self) -> None:
         self._output = self._own = None
-
-
-TRANSPORTS: dict[Transport, type[SegmentTransport]] = {
-    Transport.COALESCED: CoalescedTransport,
-    Transport.PACKED: PackedTransport,
-    Transport.LOCAL: LocalTransport,
-}
-
-
-def make_transports(
-    segments: Sequence[Segment],
-    shard: Buffer,
-    full: TransientBuffer,
-    collectives: Collectives,
-    kernels: Kernels,
-    comm: AllGather | None,
-    device: torch.device,
-) -> list[GatherTransport]:
-    """A transport for each segment; one for all, if the user brings a collective.
-
-    Whatever gathers them, the parameters have the same slots. One rank has nothing to gather.
-
-    Args:
-        segments: those of parameters without all-gather hooks.
-        shard: the flat shard, or the device's copy of it.
-        full: the gathered buffer, allocated.
-        collectives: of the ranks that gather.
-        kernels: memory and copies.
-        comm: the user's all-gather.
-        device: where its buffers are.
-    """
-    custom = [s for s in segments if comm is not None and s.transport is not Transport.LOCAL]
-    parts = [
-        TRANSPORTS[segment.transport](segment, shard, full, collectives, kernels)
-        for segment in segments
-        if segment not in custom
-    ]
-    _launch_together(parts)
-    found: list[GatherTransport] = [*parts]
-    if custom and comm is not None:
-        found.append(CustomTransport(custom, shard, full, collectives, kernels, comm, device))
-    return found
-
-
-def _launch_together(transports: Sequence[SegmentTransport]) -> None:
-    """Let what is packed go along with what is coalesced, where dtypes on the wire agree."""
-    coalesced = [t for t in transports if isinstance(t, CoalescedTransport)]
-    for packed in transports:
-        if isinstance(packed, PackedTransport) and packed.communicates:
-            dtype = packed.segment.full_dtype
-            carrier = next((t for t in coalesced if t.segment.full_dtype == dtype), None)
-            if carrier is not None:
-                carrier.carry(packed)
-                coalesced.remove(carrier)  # it carries one
 
 
 class Load:

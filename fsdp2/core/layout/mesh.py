@@ -163,18 +163,25 @@ def _device_type(group: ProcessGroup) -> str:
     return "cpu" if device is None or not serves(group, device) else device.type
 
 
-def node_mesh(device: torch.device, unset: int | None, caller: str, way_out: str) -> DeviceMesh:
+def node_mesh(
+    device: torch.device,
+    unset: int | None,
+    caller: str,
+    way_out: str,
+    names: tuple[str, str] = ("replicate", "shard"),
+) -> DeviceMesh:
     """All ranks as (replicate, shard): shards within a node, copies across.
 
     A node has ``LOCAL_WORLD_SIZE`` ranks, which torchrun sets. All ranks must call it together, and
     compare theirs: ranks that differed would make other process groups, and wait for each other.
-    The same size gives the same mesh.
+    The same size and names give the same mesh.
 
     Args:
         device: of this rank, on which the default process group communicates.
         unset: the ranks of a node where the variable is not set; ``None``: that is an error.
         caller: what messages begin with.
         way_out: what they say to pass instead.
+        names: of the mesh's dims.
 
     Raises:
         ValueError: ranks have different sizes, or theirs does not divide the number of ranks; on
@@ -196,13 +203,14 @@ def node_mesh(device: torch.device, unset: int | None, caller: str, way_out: str
             f"{caller} shards within a node, but LOCAL_WORLD_SIZE is {text!r}, which does not "
             f"divide {world.size()} ranks; start ranks with torchrun, or {way_out}"
         )
-    return _node_mesh(device.type, local, world)
+    return _node_mesh(device.type, local, world, names)
 
 
 @functools.lru_cache(maxsize=64)
-def _node_mesh(device_type: str, local: int, world: ProcessGroup) -> DeviceMesh:
-    shape = (world.size() // local, local)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+def _node_mesh(
+    device_type: str, local: int, world: ProcessGroup, names: tuple[str, str]
+) -> DeviceMesh:
+    return init_device_mesh(device_type, (world.size() // local, local), mesh_dim_names=names)
 
 
 def mesh_of_groups(groups: tuple[tuple[int, ...], ...]) -> DeviceMesh:

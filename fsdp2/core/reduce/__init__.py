@@ -1,11 +1,17 @@
 """From full gradients to sharded ``.grad``.
 
-    program    what sets a reduction's steps, the steps by lane, one run of them
-    division   where a reduction divides
-    reduction  the steps, bound once
-    launch     runs them on their lanes; what they keep alive meanwhile
-    marks      who had a gradient
-    storage    gradients whose memory stays from step to step
+    reduction        what runs in each backward: a job collected, launched, delivered
+    transport        how gradients travel: direct, cast, packed, joined, custom, local
+    kinds            which of them a reduction has
+    program          steps by lane; what one run of them leaves from step to step
+    binding          a transport chosen, other parts made, their steps put in order
+    spec             what sets all that: dtypes, factors, whose collectives
+    division         where to divide: before the collectives, inside them, after them
+    rows             where this rank's rows lie in a flat result, and views of them in few calls
+    presence_marks   who had a gradient
+    partial_sums     sums that wait for the all-reduce over replicas, and that all-reduce
+    result           from the sums to what is delivered: hook, division, cast, copy to the host
+    kept_gradients   gradients whose memory stays from step to step
 
 Owns: staging buffers, partial sums, kept gradients. Knows nothing of gathers.
 May import: device, layout, params.

@@ -27,14 +27,16 @@ from fsdp2.core.device.collectives import Collectives, Replicas
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import Streams
 from fsdp2.core.gather.extension import ExtensionContext, ExtensionTransport, make_extension
+from fsdp2.core.gather.kinds import make_transports
 from fsdp2.core.gather.smaller_group import SmallerGroup, SmallerRows
-from fsdp2.core.gather.transport import GatherTransport, Load, Route, make_transports
+from fsdp2.core.gather.transport import GatherTransport, Load, Route
 from fsdp2.core.layout.layout import GroupLayout, Slot, Transport
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.params.gradients import Gradients, gradients_of
 from fsdp2.core.params.param import ShardedParam, Swap
-from fsdp2.core.reduce.program import ReductionSpec, is_direct, reduction_spec
-from fsdp2.core.reduce.reduction import Reduction, make_reductions
+from fsdp2.core.reduce.binding import make_reductions
+from fsdp2.core.reduce.reduction import Reduction
+from fsdp2.core.reduce.spec import ReductionSpec, is_direct, reduction_spec
 
 requires_grad = operator.attrgetter("requires_grad")
 version = operator.attrgetter("_version")
@@ -200,6 +202,7 @@ class Bound:
             group.runtime.kernels,
             group.options.all_gather,
             group.device,
+            group.options.gather_codec,
         )
         if self.extension is not None:
             self.extension.comm = group.options.all_gather
@@ -261,7 +264,7 @@ class Bound:
             waiting: whether gradients of backwards without sync are waiting.
         """
         assert group.layout is not None
-        kept = [r for r in self.reductions if r.partial_sums is not None]
+        kept = [r for r in self.reductions if r.partial_sums.flat is not None]
         self.rebinds = bool(kept)
         known = {id(param) for reduction in kept for param in reduction.members}
         owed = {id(m) for r in self.reductions for m in r.members} if waiting else ()
@@ -286,7 +289,7 @@ class Bound:
     def has_partial_sums(self) -> bool:
         """Whether sums wait for an all-reduce."""
         for reduction in self.reductions:  # noqa: SIM110  # asked in every zero_grad()
-            if reduction.partial_sums is not None:
+            if reduction.partial_sums.flat is not None:
                 return True
         return False
 

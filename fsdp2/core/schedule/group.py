@@ -37,9 +37,14 @@ from fsdp2.core.params.param import (
     shapes_of,
 )
 from fsdp2.core.progress import OptimizerSteps, ShardReaders, communication_error
-from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction, with_zeros
-from fsdp2.core.reduce.reduction import launch_inline as reduce_inline
-from fsdp2.core.reduce.reduction import launch_on_lanes as reduce_on_lanes
+from fsdp2.core.reduce.program import Job
+from fsdp2.core.reduce.reduction import (
+    PendingReduction,
+    Reduction,
+    reduce_inline,
+    reduce_on_lanes,
+    with_zeros,
+)
 from fsdp2.core.schedule.bound import Bound, Runtime, requires_grad, version
 from fsdp2.core.schedule.states import (
     GATHERING,
@@ -237,6 +242,7 @@ class ParamGroup:
         if options is self.options:
             return
         self.stale = self.stale or options.all_gather is not self.options.all_gather
+        self.stale = self.stale or options.gather_codec != self.options.gather_codec
         repacked = options.pack_below != self.options.pack_below
         self.options = options
         if repacked and self.state is SHARDED:

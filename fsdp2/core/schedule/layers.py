@@ -22,7 +22,8 @@ from typing import ClassVar, Protocol
 
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.params.param import PlannedParam, ShardedParam
-from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction
+from fsdp2.core.reduce.program import Job
+from fsdp2.core.reduce.reduction import PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GroupState
 

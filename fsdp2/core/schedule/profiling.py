@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from torch.profiler import record_function
 
-from fsdp2.core.reduce.reduction import Job, PendingReduction, Reduction
+from fsdp2.core.reduce.program import Job
+from fsdp2.core.reduce.reduction import PendingReduction, Reduction
 from fsdp2.core.schedule.layers import Layer
 
 

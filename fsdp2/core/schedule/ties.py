@@ -20,7 +20,8 @@ import weakref
 from collections.abc import Callable
 
 from fsdp2.core.params.param import ShardedParam
-from fsdp2.core.reduce.reduction import Job, Reduction
+from fsdp2.core.reduce.program import Job
+from fsdp2.core.reduce.reduction import Reduction
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import GroupOperations, Layer, layers_of, with_layer, without_layer
 from fsdp2.core.schedule.unit import BACKWARD, FORWARD, REDUCED, Unit

@@ -1,0 +1,123 @@
+"""Tensors of a model that `load` makes of a step's: transposed, padded, joined, cut.
+
+    step   q [4, 4] ┐
+           k [4, 4] ├─ whole, on the CPU ─> function ─> qkv [12, 4] ─> this rank's rows
+           v [4, 4] ┘
+
+Names say which tensors of the step, functions what to make of them. All is made before anything of
+the model is written, so that a wrong shape changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from fsdp2.checkpoint.optimizers import Names
+from fsdp2.checkpoint.state import held_of
+from fsdp2.core.config import CheckpointError
+
+Sources: TypeAlias = Callable[[str], str | Sequence[str] | None]
+"""The model's name of a tensor to the step's, or to several; ``None`` leaves it out."""
+
+Transform: TypeAlias = Callable[..., Tensor]
+"""Makes a whole tensor of the step's whole tensors, in the order of their names."""
+
+
+class Transforms:
+    """Functions by names, or patterns of names, of the model's tensors.
+
+    Args:
+        given: the functions; of several patterns that fit a name, the first counts.
+        names: of the step.
+    """
+
+    def __init__(self, given: Mapping[str, Transform], names: Sources) -> None:
+        self._given = given
+        self._names = names
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise unless each pattern fits one of the model's names.
+
+        Raises:
+            CheckpointError: one does not.
+        """
+        known = list(names)
+        for pattern in self._given:
+            if not any(fnmatchcase(name, pattern) for name in known):
+                raise CheckpointError(
+                    f"transforms= has '{pattern}', which fits no tensor of the model; pass names "
+                    f"of its state dict, or patterns of them"
+                )
+
+    def sources(self, name: str) -> tuple[str, ...]:
+        """The step's names of what a tensor is made of; none: it is left out."""
+        found = self._names(name)
+        if found is None:
+            return ()
+        return (found,) if isinstance(found, str) else tuple(found)
+
+    def of(self, name: str) -> Transform | None:
+        """The function for a tensor of the model; ``None`` where it is read as it is.
+
+        Raises:
+            CheckpointError: it has several sources, and no function makes one of them.
+        """
+        for pattern, function in self._given.items():
+            if fnmatchcase(name, pattern):
+                return function
+        sources = self.sources(name)
+        if len(sources) > 1:
+            raise CheckpointError(
+                f"names= gives '{name}' several tensors of the step, {list(sources)}; pass "
+                f"transforms= with a function that makes one of them"
+            )
+        return None
+
+    def plain(self) -> Names:
+        """The step's name of what is read as it is, for states of optimizers; else ``None``."""
+
+        def name_of(name: str) -> str | None:
+            sources = self.sources(name)
+            return sources[0] if sources and self.of(name) is None else None
+
+        return name_of
+
+
+@torch.no_grad()
+def rows_of(name: str, value: Tensor, function: Transform, sources: Sequence[Tensor]) -> Tensor:
+    """This rank's rows of what a function makes, in new memory, of the dtype that it returned.
+
+    Args:
+        name: of the model's tensor.
+        value: the model's tensor.
+        function: takes ``sources``.
+        sources: whole tensors of the step, on the CPU.
+
+    Raises:
+        CheckpointError: the function raised, or did not return a tensor of ``value``'s shape.
+    """
+    held = held_of(name, value.detach())
+    shapes = [tuple(source.shape) for source in sources]
+    try:
+        made = function(*sources)
+    except Exception as error:  # of the user's function
+        raise CheckpointError(
+            f"transforms= of '{name}' raised {type(error).__name__} for tensors of shapes {shapes} "
+            f"({error}); mend the function"
+        ) from error
+    is_plain = type(made) in (Tensor, nn.Parameter)
+    if not is_plain or tuple(made.shape) != held.shape:
+        found = f"a tensor of shape {tuple(made.shape)}" if is_plain else f"a {type(made).__name__}"
+        raise CheckpointError(
+            f"transforms= of '{name}' made {found} of tensors of shapes {shapes}, and the model "
+            f"has one of shape {held.shape}; return a tensor of that shape"
+        )
+    rows = made.detach()
+    for dim, (start, length) in enumerate(zip(held.offsets, held.local.shape, strict=True)):
+        rows = rows.narrow(dim, start, length)
+    return rows.clone()

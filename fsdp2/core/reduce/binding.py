@@ -1,0 +1,305 @@
+"""A reduction bound: its transport chosen, its parts made, its programs written down.
+
+    members of a group ── equal specs ──> make_reductions ──> bind_reduction, for each spec
+    bind_reduction     dtypes and division ──> layout of the flat result ──> transport, other parts
+    Parts.program      the steps of all parts in their order, lane by lane
+
+The order of steps is decided here and nowhere else (decision 6).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+
+from fsdp2.core.device.collectives import Collectives, Replicas, collectives_of, replicas_of
+from fsdp2.core.device.kernels import Kernels
+from fsdp2.core.layout.layout import Slot
+from fsdp2.core.params.gradients import Gradients
+from fsdp2.core.reduce.division import Division, plan_division
+from fsdp2.core.reduce.kept_gradients import KeptGradients
+from fsdp2.core.reduce.kinds import transport_of
+from fsdp2.core.reduce.partial_sums import AllReduce, PartialSums
+from fsdp2.core.reduce.presence_marks import PresenceMarks
+from fsdp2.core.reduce.program import Program, Step
+from fsdp2.core.reduce.reduction import Delivery, ReduceContext, ReduceTransport, Reduction
+from fsdp2.core.reduce.result import DivisionAfter, Hook, Result
+from fsdp2.core.reduce.rows import FlatPlan, plan_flat
+from fsdp2.core.reduce.spec import ReductionSpec
+
+P = TypeVar("P")
+
+
+def make_reductions(
+    members: Sequence[tuple[ReductionSpec, P, Slot, bool]],
+    gradients_of: Callable[[Sequence[P]], Gradients],
+    collectives: Collectives,
+    replicas: Replicas | None,
+    kernels: Kernels,
+) -> list[Reduction]:
+    """A reduction for all parameters of equal specs, in the order of their first.
+
+    Args:
+        members: of each parameter what sets its steps, itself, its place in the layout, and
+            whether it is reduced directly (`is_direct`).
+        gradients_of: the gradients of parameters that are reduced alike.
+        collectives: of the shard axis.
+        replicas: of the replicate axis, if there is one.
+        kernels: memory and copies.
+    """
+    families: dict[ReductionSpec, tuple[list[tuple[P, Slot]], list[tuple[P, Slot]]]] = {}
+    for spec, param, slot, direct in members:
+        direct_ones, packed_ones = families.setdefault(spec, ([], []))
+        (direct_ones if direct else packed_ones).append((param, slot))
+    return [
+        bind_reduction(
+            gradients_of([param for param, _ in (*direct_ones, *packed_ones)]),
+            [slot for _, slot in (*direct_ones, *packed_ones)],
+            len(direct_ones),
+            spec,
+            collectives,
+            replicas,
+            kernels,
+        )
+        for spec, (direct_ones, packed_ones) in families.items()
+    ]
+
+
+def bind_reduction(
+    gradients: Gradients,
+    slots: Sequence[Slot],
+    direct: int,
+    spec: ReductionSpec,
+    collectives: Collectives,
+    replicas: Replicas | None,
+    kernels: Kernels,
+) -> Reduction:
+    """The reduction of members that are reduced alike.
+
+    Args:
+        gradients: of the members.
+        slots: the members' slots in the group's layout.
+        direct: how many of the first members are reduced from where their gradients are, or from
+            where they are cast to; the others are packed.
+        spec: what sets the steps.
+        collectives: of the shard axis.
+        replicas: of the replicate axis, if there is one.
+        kernels: memory and copies.
+    """
+    collectives = collectives_of(spec.reduce_dtype, collectives)
+    if replicas is not None:
+        empty = not any(slot.shard_numel for slot in slots)
+        alike = replicas.size == 1 or empty
+        replicas = None if alike else replicas_of(spec.reduce_dtype, replicas)
+    needs_flat = replicas is not None or spec.hook is not None
+    alone = collectives.size == 1 and not needs_flat and not spec.to_host
+    if alone:  # nothing travels: a gradient of the result's dtype becomes ``.grad`` as it is
+        gradients.keep_apart()  # autograd's, of memory of their own
+        spec = replace(spec, reduce_dtype=spec.result_dtype, keep=False)
+    chosen = transport_of(spec, slots, direct, collectives.size, alone)
+    flat = plan_flat(
+        slots,
+        collectives.rank,
+        collectives.size,
+        spec.reduce_dtype,
+        needs_flat,
+        all_direct=direct == len(slots),
+        marks_alone=not chosen.carries_marks,
+    )
+    division = _division(spec, collectives, replicas, flat, alone)
+    marks = None
+    if flat.marks is not None:
+        apart = flat.marks.start is None  # they are not staged with gradients then
+        dtypes = (spec.reduce_dtype, spec.reduce_dtype if apart else spec.grad_dtype)
+        small = spec.hook is not None
+        marks = PresenceMarks(collectives.size, flat.marks, dtypes, small, kernels)
+        if not chosen.carries_marks:
+            marks.scatter = collectives.bind_reduce_scatter(division.kind)
+    context = ReduceContext(slots, direct, spec, division, flat, marks, collectives, kernels)
+    parts = _parts(gradients, context, chosen(context), replicas, alone)
+    full, partial = parts.programs()
+    return Reduction(gradients, parts.transport, parts.partial_sums, parts.kept, full, partial)
+
+
+def _division(
+    spec: ReductionSpec,
+    collectives: Collectives,
+    replicas: Replicas | None,
+    flat: FlatPlan,
+    alone: bool,
+) -> Division:
+    copies = 1 if replicas is None else replicas.size
+    factor, ranks = spec.factor, collectives.size * copies
+    if factor is None and ranks == 1:
+        factor = 1.0
+    division = plan_division(
+        spec.reduce_dtype,
+        collectives.size,
+        factor,
+        collectives.premultiplies,
+        copies,
+        spec.sum_only,
+    )
+    if alone:
+        return replace(division, before=None, after=factor if factor != 1 else None)
+    return division if flat.payload else replace(division, before=None, after=None)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a reduction's steps belong to.
+
+    Attributes:
+        spec: what sets the steps.
+        transport: how gradients travel.
+        marks: who had a gradient; ``None`` where one rank knows.
+        partial_sums: what reductions without all-reduce leave.
+        all_reduce: the sum over replicas, if there are any.
+        hook: the user's, if there is one.
+        after: the division after the sums, if there is one.
+        result: where a cast, or a copy to the host, goes.
+        kept: the memory of gradients, where it is kept.
+        delivery: the way to ``.grad``.
+        alone: whether nothing is done to gradients but to divide them: all on COMPUTE.
+    """
+
+    spec: ReductionSpec
+    transport: ReduceTransport
+    marks: PresenceMarks | None
+    partial_sums: PartialSums
+    all_reduce: AllReduce | None
+    hook: Hook | None
+    after: DivisionAfter | None
+    result: Result
+    kept: KeptGradients | None
+    delivery: Delivery
+    alone: bool
+
+    def programs(self) -> tuple[Program, Program]:
+        """The full program, and the partial one; the same where there are no replicas."""
+        full = self.full()
+        full.seeking = self.full(self.marks)
+        if self.all_reduce is None:
+            return full, full
+        partial = self.partial()
+        partial.seeking = self.partial(self.marks)
+        return full, partial
+
+    def full(self, seeks: PresenceMarks | None = None) -> Program:
+        """All steps, up to ``.grad``.
+
+        Args:
+            seeks: marks, where the job lacks a gradient which another rank may have.
+        """
+        to_host, kept = self.spec.to_host, self.kept
+        compute: list[Step] = []
+        reduce: list[Step] = []
+        all_reduce: list[Step] = []
+        host: list[Step] = []
+
+        on_device = None if to_host else kept
+        if on_device is not None and not self.spec.casts:
+            self._stage(compute, seeks, on_device.hold_flat)
+        else:
+            self._stage(compute, seeks, self.transport.allocate)
+        if self.spec.casts:
+            compute.append(
+                self.result.allocate_result if on_device is None else on_device.hold_result
+            )
+
+        self._reduce(reduce)
+
+        if self.all_reduce is not None:
+            all_reduce.append(self.partial_sums.add)
+            all_reduce.append(self.all_reduce.all_reduce)
+        if self.hook is not None:
+            if seeks is not None:  # before a hook that may lose marks
+                all_reduce.append(seeks.fetch)
+            all_reduce.append(self.hook.run_hook)
+
+        last = all_reduce or (compute if self.alone else reduce)
+        if self.after is not None:
+            last.append(self.after.divide_rows if self.alone else self.after.divide)
+        if self.spec.casts:
+            last.append(self.result.cast)
+        if not to_host:
+            last.append(self.delivery.deliver)
+        else:
+            last.append(self.result.to_host if kept is None else kept.hold_on_host)
+            host.append(self.delivery.deliver)
+        if seeks is not None:
+            last.append(seeks.fetch)
+            host.append(self.delivery.deliver_missed)
+
+        behind = self._frees()
+        if kept is not None:
+            (host or behind).append(kept.give_back)
+        return Program(compute, reduce, all_reduce, host, behind)
+
+    def partial(self, seeks: PresenceMarks | None = None) -> Program:
+        """The steps up to partial sums; as for `full`."""
+        compute: list[Step] = []
+        reduce: list[Step] = []
+        self._stage(compute, seeks, self.transport.allocate)  # never in memory that is kept
+        self._reduce(reduce)
+        reduce.append(self.partial_sums.keep)
+        return Program(compute, reduce, behind=self._frees())
+
+    def _stage(self, compute: list[Step], seeks: PresenceMarks | None, allocate: Step) -> None:
+        compute.append(allocate)
+        if seeks is not None:
+            compute.append(seeks.mark)
+        if self.transport.stages:
+            compute.append(self.transport.stage)
+
+    def _reduce(self, reduce: list[Step]) -> None:
+        transport, marks = self.transport, self.marks
+        if transport.before is not None:
+            reduce.append(transport.divide)
+        if transport.communicates:
+            reduce.append(transport.reduce)
+        if transport.unstages:
+            reduce.append(transport.unstage)
+        if marks is not None and marks.scatter is not None:
+            reduce.append(marks.reduce)
+
+    def _frees(self) -> list[Step]:
+        return [self.transport.release_behind] if self.transport.frees else []
+
+
+def _parts(
+    gradients: Gradients,
+    context: ReduceContext,
+    transport: ReduceTransport,
+    replicas: Replicas | None,
+    alone: bool,
+) -> Parts:
+    spec, flat, marks, kernels = context.spec, context.flat, context.marks, context.kernels
+    division, views = context.division, transport.views
+    result = Result(flat.shape, spec.result_dtype, spec.pin, views, kernels)
+    kept = None
+    make: Callable[[], torch.Tensor]
+    if spec.keep and spec.to_host:
+        make = functools.partial(kernels.host_empty, flat.shape, spec.result_dtype, spec.pin)
+        kept = KeptGradients(gradients, make, views, result.to_host, kernels)
+    elif spec.keep:
+        make = kernels.bind_empty(flat.shape, spec.result_dtype, "kept gradient")
+        otherwise = result.allocate_result if spec.casts else transport.allocate
+        kept = KeptGradients(gradients, make, views, otherwise, kernels)
+    return Parts(
+        spec,
+        transport,
+        marks,
+        PartialSums(kernels),
+        None if replicas is None else AllReduce(replicas, division.replicas),
+        None if spec.hook is None else Hook(spec.hook),
+        None if division.after is None else DivisionAfter(division.after, kernels),
+        result,
+        kept,
+        Delivery(gradients, marks, kernels),
+        alone,
+    )

@@ -1,0 +1,67 @@
+"""Which transport a reduction has: the table of all, and what chooses.
+
+A codec is a file beside this one, and an entry in `TRANSPORTS` (docs/design.md, "A transport of
+your own").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fsdp2.core.device.comm_memory import OwnMemory
+from fsdp2.core.layout.layout import Slot
+from fsdp2.core.reduce.reduction import ReduceTransport
+from fsdp2.core.reduce.spec import ReductionSpec
+from fsdp2.core.reduce.transport import (
+    AdoptedReduce,
+    CastReduce,
+    CustomReduce,
+    DirectReduce,
+    EmptyReduce,
+    JoinedReduce,
+    LocalReduce,
+    OwnMemoryReduce,
+    PackedReduce,
+)
+
+TRANSPORTS: dict[str, type[ReduceTransport]] = {
+    "direct": DirectReduce,
+    "cast": CastReduce,
+    "packed": PackedReduce,
+    "joined": JoinedReduce,
+    "custom": CustomReduce,
+    "own memory": OwnMemoryReduce,
+    "local": LocalReduce,
+    "adopted": AdoptedReduce,
+    "empty": EmptyReduce,
+}
+"""All of them; a codec's name is what `GroupOptions.reduce_codec` has."""
+
+
+def transport_of(
+    spec: ReductionSpec, slots: Sequence[Slot], direct: int, size: int, alone: bool
+) -> type[ReduceTransport]:
+    """How the gradients of a reduction travel.
+
+    Args:
+        spec: what sets its steps.
+        slots: of the members.
+        direct: how many of the first need no packing.
+        size: ranks of the shard axis.
+        alone: whether nothing is done to gradients but to divide them.
+    """
+    if alone and spec.grad_dtype == spec.result_dtype:
+        name = "adopted"
+    elif size == 1:
+        name = "local"
+    elif not any(slot.shard_numel for slot in slots):
+        name = "empty"
+    elif spec.codec is not None:
+        name = spec.codec
+    elif spec.comm is not None:
+        name = "own memory" if isinstance(spec.comm, OwnMemory) else "custom"
+    elif direct < len(slots):
+        name = "joined" if direct else "packed"
+    else:
+        name = "direct" if spec.grad_dtype == spec.reduce_dtype else "cast"
+    return TRANSPORTS[name]

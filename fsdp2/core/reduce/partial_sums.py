@@ -1,0 +1,79 @@
+"""Sums that wait for the all-reduce over replicas, and that all-reduce.
+
+backward without all-reduce   reduce-scatter ── keep ──> sums            (invariant I9)
+backward with it              reduce-scatter ──────────> flat  + sums ── all-reduce ──> flat
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fsdp2.core.device.collectives import ReduceKind, Replicas
+from fsdp2.core.device.kernels import Kernels
+from fsdp2.core.reduce.program import Job
+
+
+class PartialSums:
+    """What reductions without all-reduce have left.
+
+    Args:
+        kernels: memory and copies.
+
+    Attributes:
+        flat: the sums, in the reduce dtype; ``None`` where none wait.
+        present: which members had a gradient in any of these backwards.
+        kernels: as it was given.
+    """
+
+    __slots__ = ("flat", "kernels", "present")
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+        self.flat: torch.Tensor | None = None
+        self.present: list[bool] = []
+
+    def discard(self) -> None:
+        """Drop them."""
+        self.flat = None
+
+    # ---- steps
+
+    def keep(self, job: Job) -> None:
+        """Add to the sums that wait, on REDUCE."""
+        assert job.flat is not None
+        if self.flat is None:
+            self.flat, self.present = job.flat, job.present
+            return
+        job.partial = self.flat  # alive until this is over, whoever drops them
+        self.kernels.add_many([self.flat], [job.flat])
+        pairs = zip(self.present, job.present, strict=True)
+        self.present = [before or now for before, now in pairs]
+
+    def add(self, job: Job) -> None:
+        """Add the sums that wait to this reduction's, on ALL_REDUCE."""
+        if self.flat is not None:
+            assert job.flat is not None
+            job.partial, self.flat = self.flat, None
+            self.kernels.add_many([job.flat], [job.partial])
+
+
+class AllReduce:
+    """The sum over replicas.
+
+    Args:
+        replicas: the replicate axis.
+        kind: how it reduces.
+    """
+
+    __slots__ = ("_kind", "replicas")
+
+    def __init__(self, replicas: Replicas, kind: ReduceKind) -> None:
+        self.replicas = replicas
+        self._kind = kind
+
+    def all_reduce(self, job: Job) -> None:
+        """Reduce the flat sums in place, on ALL_REDUCE."""
+        assert job.flat is not None
+        work = self.replicas.all_reduce(job.flat, self._kind)
+        if work is not None:
+            work.wait()

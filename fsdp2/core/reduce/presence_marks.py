@@ -1,0 +1,119 @@
+"""Who had a gradient: a mark for each member, which travels with a reduction.
+
+    this rank      [ 1 0 1 ]   A and C had a gradient here      the same to every rank
+    another        [ 1 1 0 . ]
+    their sum      [ 2 1 1 ]   each had one somewhere: B is delivered here, too (decision 20)
+
+Marks are numbers of the reduce dtype. What happens to gradients, happens to them: they are divided
+and averaged, added to partial sums, summed over replicas. One that is not zero at the end was set
+by some rank. Where all members had a gradient, as most often, what is sent was made once, and what
+comes back is not looked at. They travel
+
+    within   behind the rows, where gradients are packed, or the flat result is reduced once more
+    apart    as one more tensor of the launch, where nobody needs the result flat
+    alone    in a small reduce-scatter of their own, whose sums go behind the rows: where what
+             reduces gradients may do to marks what a sum does not (a collective of the user's)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fsdp2.core.device.kernels import Kernels
+from fsdp2.core.reduce.program import Job, Scatter
+from fsdp2.core.reduce.rows import MarksPlace
+
+SMALL = 2.0**-40
+"""A mark that users' hooks see behind gradients: it changes neither norms nor scales."""
+
+_WIDE = (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128)
+
+
+class PresenceMarks:
+    """The marks of a reduction's members.
+
+    Args:
+        ranks: how many ranks the sums are scattered over.
+        place: where they are.
+        dtypes: of the reduction, and others that gradients may be staged in.
+        small: whether a hook of the user's sees them.
+        kernels: memory and copies.
+
+    Attributes:
+        start: as `MarksPlace` says.
+        sent: what a rank sends that has all gradients, by dtype.
+        unread: the same in the reduction's dtype, and where the sums go that nobody reads; only
+            where they travel apart.
+        scatter: the reduce-scatter of marks alone, where gradients' does not take them along.
+        kernels: as it was given.
+    """
+
+    __slots__ = ("_dtype", "_ranks", "_width", "kernels", "scatter", "sent", "start", "unread")
+
+    def __init__(
+        self,
+        ranks: int,
+        place: MarksPlace,
+        dtypes: Sequence[torch.dtype],
+        small: bool,
+        kernels: Kernels,
+    ) -> None:
+        self.kernels = kernels
+        self.start, self._width = place
+        self._ranks, self._dtype = ranks, dtypes[0]
+        value = SMALL if small and all(dtype in _WIDE for dtype in dtypes) else 1.0
+        numel = ranks * self._width
+        self.sent = {
+            dtype: kernels.constant(numel, value, dtype, "marks") for dtype in dict.fromkeys(dtypes)
+        }
+        self.unread: tuple[torch.Tensor, torch.Tensor] | None = None
+        if self.start is None:
+            ignored = kernels.zeros((self._width,), self._dtype, "marks")
+            self.unread = self.sent[self._dtype], ignored
+        self.scatter: Scatter | None = None
+
+    def of(self, job: Job) -> tuple[torch.Tensor, torch.Tensor]:
+        """What this rank sends, and where in the flat result the sums go."""
+        return job.marks or (self.sent[self._dtype], self._within(job.flat))
+
+    # ---- steps
+
+    def mark(self, job: Job) -> None:
+        """Of a job that seeks, on COMPUTE: what this rank sends, and where it finds the sums."""
+        kernels, shape = self.kernels, (self._ranks, self._width)
+        marks = kernels.zeros(shape, self._dtype, "marks of some")
+        every = self.sent[self._dtype].view(*shape)
+        for member, there in enumerate(job.present):
+            if there:
+                kernels.copy(marks.narrow(1, member, 1), every.narrow(1, member, 1))
+        found = zeros = kernels.zeros((self._width,), self._dtype, "sums of marks")
+        if self.start is not None:
+            found = self._within(job.flat)
+            kernels.copy(found, zeros)
+        job.marks, job.found = (marks.view(-1), found), found
+
+    def reduce(self, job: Job) -> None:
+        """Sum them, where gradients' own collective did not, on REDUCE."""
+        assert self.scatter is not None
+        sent, found = self.of(job)
+        work = self.scatter(found, sent)
+        if work is not None:
+            work.wait()
+
+    def fetch(self, job: Job) -> None:
+        """Let the host see what others had, once it is behind this lane."""
+        assert job.found is not None
+        job.arrived = (*job.arrived, self.kernels.fetched(job.found))
+
+    def missed(self, job: Job) -> list[bool]:
+        """Which members had no gradient here, but one on another rank, by any of the sums."""
+        numbers = zip(*map(self.kernels.numbers, job.arrived), strict=True)
+        found = [any(number != 0 for number in of_one) for of_one in numbers]
+        return [there and not here for here, there in zip(job.present, found, strict=False)]
+
+    def _within(self, flat: torch.Tensor | None) -> torch.Tensor:
+        assert flat is not None
+        assert self.start is not None
+        return flat.narrow(0, self.start, self._width)

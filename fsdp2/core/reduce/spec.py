@@ -1,0 +1,104 @@
+"""What sets a reduction's steps: dtypes, factors, whose collectives, where the result goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
+from fsdp2.core.custom_collectives import ReduceScatter
+from fsdp2.core.device.streams import OnStream
+from fsdp2.core.layout.layout import Slot, Transport
+from fsdp2.core.params.param import ShardedParam, compute_dtype
+
+
+@dataclass(frozen=True)
+class ReductionSpec:
+    """What sets a reduction's steps.
+
+    Attributes:
+        grad_dtype: dtype of autograd's gradients.
+        reduce_dtype: dtype of the collectives.
+        result_dtype: dtype of the sharded ``.grad``.
+        factor: the user's divide factor.
+        sum_only: whether the collectives must only sum.
+        hook: called with the flat reduced gradient.
+        to_host: whether the result is copied to CPU memory.
+        pin: whether that memory is page-locked.
+        comm: the user's reduce-scatter.
+        device: where its buffers are.
+        keep: whether gradients' memory is kept for the next step.
+        codec: name of the transport, if it is not the one that dtypes and layout ask for.
+    """
+
+    grad_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    result_dtype: torch.dtype
+    factor: float | None = None
+    sum_only: bool = False
+    hook: Callable[[torch.Tensor], None] | None = None
+    to_host: bool = False
+    pin: bool = False
+    comm: ReduceScatter | None = field(default=None, hash=False)  # it need not be hashable
+    device: torch.device | None = None
+    keep: bool = False
+    codec: str | None = None
+
+    @property
+    def casts(self) -> bool:
+        """Whether gradients are of another dtype than the sums."""
+        return self.reduce_dtype != self.result_dtype
+
+
+def reduction_spec(
+    options: GroupOptions,
+    param: ShardedParam,
+    offload: CPUOffloadPolicy | None,
+    device: torch.device,
+) -> ReductionSpec:
+    """What sets the steps of one parameter's reduction.
+
+    Args:
+        options: what the user chose.
+        param: the parameter.
+        offload: where shards and gradients live in CPU memory apart from the device.
+        device: where gradients are reduced.
+    """
+    grad = compute_dtype(options, param)
+    reduce = param.grad_dtype
+    if reduce.is_floating_point:  # a complex gradient cast to a real dtype would lose half of it
+        reduce = options.precision.reduce_dtype or reduce
+    comm = options.reduce_scatter
+    hook = options.all_reduce_hook
+    if hook is not None and options.all_reduce_hook_stream is not None:
+        hook = OnStream(hook, options.all_reduce_hook_stream)
+    return ReductionSpec(
+        grad_dtype=grad,
+        reduce_dtype=reduce,
+        result_dtype=param.grad_dtype,
+        factor=options.divide_factor,
+        sum_only=options.sum_only,
+        hook=hook,
+        to_host=offload is not None,
+        pin=offload is not None and offload.pin_memory,
+        comm=comm,
+        device=device,
+        keep=options.keep_gradients,
+        codec=options.reduce_codec,
+    )
+
+
+def is_direct(spec: ReductionSpec, slot: Slot, transport: Transport) -> bool:
+    """Whether a gradient is reduced from where it is, one of several in a launch.
+
+    Args:
+        spec: what sets its reduction's steps.
+        slot: the parameter's place in the layout.
+        transport: how it is gathered.
+    """
+    itemsize = min(spec.reduce_dtype.itemsize, spec.grad_dtype.itemsize)
+    built_in = spec.comm is None and spec.codec is None
+    gathered_so = built_in and transport is Transport.COALESCED
+    return gathered_so and slot.in_order and slot.even and slot.aligned(itemsize)

@@ -1,0 +1,294 @@
+"""How full gradients come to the reduce-scatter, and their sums to the flat result.
+
+    Direct   gradients ══ one launch, a reduce-scatter each ══> rows                   no copy
+    Cast     gradients ── cast ──> parameter-major buffer ══ the same ══> rows
+    Packed   gradients ── pad, cast, interleave ──> [ranks, n] ══ one reduce-scatter ══> flat result
+    Joined   the first members direct or cast, the others packed, in one launch:
+             grad A | grad B | [ranks, C D marks]  ══>  [ A's rows | B's | C D marks ]
+    Custom   as packed, by a collective of the user's, between buffers that it allocates; a copy
+             leaves its output at once, so that it may use them for the next reduction
+    Local    one rank: gradients are copied into the flat result
+    Adopted  one rank, nothing to do: autograd's gradients are the result
+    Empty    no member has any element
+
+Each owns what its collective reads: staging, the views of it, padding. The verbs, with their lanes,
+are those of `ReduceTransport`. `kinds` has them by name, and says which is used where.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from fsdp2.core.custom_collectives import checked_buffer
+from fsdp2.core.device.buffers import TransientBuffer
+from fsdp2.core.layout.layout import Slot
+from fsdp2.core.reduce.program import Job
+from fsdp2.core.reduce.reduction import ReduceContext, ReduceTransport
+
+STAGING = "reduce-scatter input"
+
+
+class DirectReduce(ReduceTransport):
+    """The collective reads autograd's gradients where they are."""
+
+    def _bind(self, context: ReduceContext) -> None:
+        self.scatter = self.collectives.bind_reduce_scatter_many(context.division.kind)
+        slots, size = context.slots[: context.direct], self.collectives.size
+        if any(slot.dim for slot in slots):  # some backends compare numbers of rows
+            self._pieces = [(size * slot.piece[0], *slot.piece[1:]) for slot in slots]
+
+
+class CastReduce(DirectReduce):
+    """One fused copy casts gradients into a parameter-major buffer."""
+
+    frees = True
+    staging: TransientBuffer
+
+    def _bind(self, context: ReduceContext) -> None:
+        super()._bind(context)
+        nbytes = sum(slot.numel for slot in self.slots) * self.reduce_dtype.itemsize
+        self.staging = self.kernels.transient(nbytes, STAGING)
+        self._targets = _cast_targets(self.staging, self.slots, self.reduce_dtype)
+        self.staging.release()
+
+    def stage(self, job: Job) -> None:
+        self.staging.acquire()
+        self.kernels.copy_strided(self._targets, job.grads)
+        job.grads = self._targets
+        if self._pieces:
+            self._as_pieces(job)
+
+
+def _cast_targets(
+    staging: TransientBuffer, slots: Sequence[Slot], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Places for whole gradients, one behind the other."""
+    targets, start = [], 0
+    for slot in slots:
+        targets.append(staging.view(dtype, start, slot.shape))
+        start += slot.numel * dtype.itemsize
+    return targets
+
+
+class PackingReduce(ReduceTransport):
+    """What transports share that pack, of all members or of the last: as rows of a rank each.
+
+    Attributes:
+        width: elements of each row: those of what is packed, and marks or padding behind them.
+    """
+
+    frees = True
+
+    def _bind(self, context: ReduceContext) -> None:
+        flat, size, first = context.flat, self.collectives.size, context.direct
+        self._first = first
+        self._packed = self.slots[first:]
+        self._start = [*flat.starts, flat.payload][first]  # of what is packed, in the flat result
+        end = flat.width if self.carries_marks else flat.rows_width
+        self.width = end - self._start
+        self._pads: dict[torch.dtype, torch.Tensor] = {}
+        if self.carries_marks:
+            assert self.marks is not None
+            self._pads.update(self.marks.sent)
+        elif end > flat.payload:
+            shape = (size, end - flat.payload)
+            for dtype in {self.grad_dtype, self.reduce_dtype}:
+                self._pads[dtype] = self.kernels.zeros(shape, dtype, "padding")
+
+    def pack(self, job: Job, rows: torch.Tensor) -> None:
+        """Pad, cast and interleave gradients, and behind them the marks, into ``rows``.
+
+        Those of members that are not packed are left to the job.
+
+        Args:
+            job: the job.
+            rows: [ranks, width], in any dtype.
+        """
+        dtype = self.unify(job)
+        first = self._first
+        parts = [
+            grad if slot.dim == 0 else self._rank_major(slot, grad)
+            for slot, grad in zip(self._packed, job.grads[first:], strict=True)
+            if slot.shard_numel
+        ]
+        if self.carries_marks and job.marks is not None:
+            parts.append(job.marks[0].to(dtype))
+        elif dtype in self._pads:
+            parts.append(self._pads[dtype])
+        self.kernels.chunk_cat(parts, 0, self.collectives.size, out=rows)
+        job.grads = job.grads[:first]
+
+    def _rank_major(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor:
+        """A gradient sharded on a later dim, as rows of one rank's piece each: [ranks, n]."""
+        size, bands, outer, inner = self.collectives.size, slot.cut.bands, slot.outer, slot.inner
+        if slot.in_order:
+            return grad.reshape(size, slot.shard_numel)
+        rows = self.kernels.zeros((size, slot.shard_numel), grad.dtype, "rank-major gradient")
+        pieces = rows.view(bands, slot.per_band, slot.shard_numel)
+        for ranks, first, length in slot.blocks():
+            source = grad.narrow(slot.dim, first * slot.chunk, ranks * length)
+            source = source.reshape(bands, outer, ranks, length, inner).transpose(1, 2)
+            part = pieces.narrow(1, first, ranks).narrow(2, 0, outer * length * inner)
+            self.kernels.copy(part.view(bands, ranks, outer, length, inner), source)
+        return rows
+
+
+class PackedReduce(PackingReduce):
+    """Everything in one tensor: [ranks, n], of which each rank receives its row's sum."""
+
+    staging: TransientBuffer
+
+    def _bind(self, context: ReduceContext) -> None:
+        super()._bind(context)
+        size, dtype = self.collectives.size, self.reduce_dtype
+        self.staging = self.kernels.transient(size * self.width * dtype.itemsize, STAGING)
+        self._input = self.staging.view(dtype, 0, (size * self.width,))
+        self._rows = self.staging.view(dtype, 0, (size, self.width))
+        self.staging.release()
+        self.scatter = self.collectives.bind_reduce_scatter(context.division.kind)
+
+    def stage(self, job: Job) -> None:
+        self.staging.acquire()
+        self.pack(job, self._rows)
+
+    def divide(self, job: Job) -> None:
+        assert self.before is not None
+        self.kernels.divide(self._input, self.before)
+
+    def reduce(self, job: Job) -> None:
+        work = self.scatter(job.flat, self._input)
+        if work is not None:
+            work.wait()
+
+
+class JoinedReduce(PackingReduce, DirectReduce):
+    """The first members direct or cast, the others packed: one launch, one buffer.
+
+    staging   [ casts of A | of B | [ranks, C D marks] ]     without casts, where dtypes agree
+    """
+
+    staging: TransientBuffer
+
+    def _bind(self, context: ReduceContext) -> None:
+        PackingReduce._bind(self, context)
+        DirectReduce._bind(self, context)
+        size, dtype = self.collectives.size, self.reduce_dtype
+        slots = self.slots[: context.direct] if self.grad_dtype != dtype else ()
+        start = sum(slot.numel for slot in slots) * dtype.itemsize
+        nbytes = start + size * self.width * dtype.itemsize
+        self.staging = self.kernels.transient(nbytes, STAGING)
+        self._input = self.staging.view(dtype, start, (size * self.width,))
+        self._rows = self.staging.view(dtype, start, (size, self.width))
+        self._targets = _cast_targets(self.staging, slots, dtype)
+        self.staging.release()
+
+    def stage(self, job: Job) -> None:
+        self.staging.acquire()
+        self.pack(job, self._rows)
+        if not self._targets:
+            super().stage(job)
+            return
+        self.kernels.copy_strided(self._targets, job.grads)
+        job.grads = self._targets
+        if self._pieces:
+            self._as_pieces(job)
+
+    def divide(self, job: Job) -> None:
+        assert self.before is not None
+        self.kernels.divide(self._input, self.before)
+        super().divide(job)
+
+    def reduce(self, job: Job) -> None:
+        assert job.flat is not None
+        packed = job.flat.narrow(0, self._start, self.width)
+        outputs = job.outputs[: self._first]
+        work = self.scatter([*outputs, packed], [*job.grads, self._input])
+        if work is not None:
+            work.wait()
+
+
+class CustomReduce(PackingReduce):
+    """Packed, by the user's collective, which may do anything: marks have one of their own."""
+
+    carries_marks = False
+    unstages = True
+
+    def _bind(self, context: ReduceContext) -> None:
+        super()._bind(context)
+        spec = context.spec
+        assert spec.comm is not None
+        assert spec.device is not None
+        self._comm, self._device = spec.comm, spec.device
+        self._input: torch.Tensor | None = None
+        self.scatter = functools.partial(
+            self.collectives.custom_reduce_scatter, spec.comm, kind=context.division.kind
+        )
+
+    def stage(self, job: Job) -> None:
+        size, width = self.collectives.size, self.width
+        comm, dtype, device = self._comm, self.reduce_dtype, self._device
+        self._input = checked_buffer(comm, size * width, dtype, device)
+        job.scattered = checked_buffer(comm, width, dtype, device)
+        self.pack(job, self._input.view(size, width))
+
+    def divide(self, job: Job) -> None:
+        assert self.before is not None
+        assert self._input is not None
+        self.kernels.divide(self._input, self.before)
+
+    def reduce(self, job: Job) -> None:
+        work = self.scatter(job.scattered, self._input)
+        if work is not None:
+            work.wait()
+
+    def unstage(self, job: Job) -> None:
+        assert job.flat is not None
+        assert job.scattered is not None
+        self.kernels.copy(job.flat.narrow(0, 0, self.width), job.scattered)
+
+    def release(self) -> None:
+        self._input = None
+
+
+class OwnMemoryReduce(CustomReduce):
+    """By our collectives in memory that the backend would rather have: sums, as ever."""
+
+    carries_marks = True
+
+
+class LocalReduce(ReduceTransport):
+    """One rank: gradients are copied to where the rows are used on."""
+
+    communicates = False
+
+    def stage(self, job: Job) -> None:
+        if self.marks is None:
+            self.kernels.copy_strided(job.outputs, job.grads)
+            return
+        sent, found = self.marks.of(job)
+        self.kernels.copy_strided([*job.outputs, found], [*job.grads, sent])
+
+    def divide(self, job: Job) -> None:
+        assert self.before is not None
+        assert job.flat is not None
+        self.kernels.divide(job.flat, self.before)
+
+
+class AdoptedReduce(ReduceTransport):
+    """One rank that has nothing to do: a gradient becomes ``.grad`` as it is."""
+
+    communicates = stages = False
+
+    def allocate(self, job: Job) -> None:
+        self.stage(job)
+        # With create_graph=True autograd's have a graph, which no reduced gradient has.
+        job.outputs = [grad.detach() if grad.requires_grad else grad for grad in job.grads]
+
+
+class EmptyReduce(ReduceTransport):
+    """Nobody has any element of any member."""
+
+    communicates = stages = False
