@@ -62,8 +62,8 @@ def _watch(owners: set[nn.Module], group: ParamGroup) -> None:
         before()
         collected[:] = cast("list[list[str]]", list(given[-1:]))
 
-    def after_load(*_: object) -> None:
-        group.reregister()
+    def after_load(module: nn.Module, _: object) -> None:
+        group.reregister(module)
         explain_loading(collected.pop() if collected else [])
 
     for owner in owners:

@@ -267,11 +267,16 @@ class ParamGroup:
         self.stale = self.stale or smaller is not self.smaller_group
         self.smaller_group = smaller
 
-    def reregister(self) -> None:
-        """After a state dict was loaded: manage the parameters that are registered now."""
+    def reregister(self, module: nn.Module | None = None) -> None:
+        """After a state dict was loaded: manage the parameters that are registered now.
+
+        Args:
+            module: whose parameters were loaded; ``None`` (default): all of the group's modules.
+        """
         self.rebind()  # whatever is raised
         for param in self.params:
-            param.follow_registered()
+            if module is None or any(holder is module for holder, _ in param.entries):
+                param.follow_registered()
 
     def bind(self) -> None:
         """Build transports, gathered parameters and reduction steps, if anything changed.
