@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
+from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
 from fsdp2.core.config import GroupOptions, ShardingStateError
