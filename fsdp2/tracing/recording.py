@@ -800,8 +800,8 @@ def _traced(reduction: Reduction) -> Iterator[None]:
 
 def _parts(reduction: Reduction) -> list[object]:
     """What the steps of a reduction are methods of."""
-    programs = {p for each in (reduction.full, reduction.partial) for p in (each, each.seeking)}
-    steps: list[object] = [step for program in programs for step in program.inline]
+    programs = [p for each in (reduction.full, reduction.partial) for p in (each, each.seeking)]
+    steps: list[object] = [step for p in programs if p is not None for step in p.inline]
     if reduction.kept is not None:
         steps.append(reduction.kept.otherwise)
     parts = [getattr(step, "__self__", None) for step in steps]
