@@ -100,9 +100,9 @@ def _count_step(precision: str, blocks: int) -> Counter[str]:
         unsharded = counting.operators(variants.steady_step(made, "none", precision, WORLD_SIZE)[1])
         stores = 0
         for block in model.blocks:
-            for group in record_of(block).unit.groups:  # type: ignore[union-attr]  # it is sharded
+            for group in record_of(block).unit.own_groups:  # type: ignore[union-attr]  # it is sharded
                 # gathered twice and freed twice a step
-                stores += 2 * (len(group._to_unsharded) + len(group._to_sharded))
+                stores += 2 * (len(group.bound.to_unsharded) + len(group.bound.to_sharded))
     finally:
         dist.destroy_process_group()
     beyond = sharded - unsharded
@@ -222,7 +222,7 @@ def _time_operations(device: torch.device, precision: str) -> dict[str, float]:
     assert isinstance(group, NullGroup)
     collectives = GroupCollectives(group, device, device.type == "cuda")
     model = variants.place(tiny_blocks(1, PARAMS, DIM), "fsdp2", "fp32", WORLD_SIZE, device)
-    param: ShardedParam = record_of(model.blocks[0]).unit.groups[0].params[0]  # type: ignore[union-attr]
+    param: ShardedParam = record_of(model.blocks[0]).unit.own_groups[0].params[0]  # type: ignore[union-attr]
     spec, rows = param.sharded._spec, param.local
     storage = torch.empty(full.nbytes, dtype=torch.uint8, device=device).untyped_storage()
     nbytes = storage.size()

@@ -2,7 +2,6 @@
 
 AllGather       for `FSDPModule.set_custom_all_gather`
 ReduceScatter   for `FSDPModule.set_custom_reduce_scatter`
-OwnMemory       what ours are, which are made like them (`fsdp2.comm_memory`)
 """
 
 from __future__ import annotations
@@ -84,13 +83,6 @@ class ReduceScatter(Comm):
         ``op`` is a ``torch.distributed.ReduceOp``: average, sum or a premultiplied sum. Runs with
         the reduction stream current; a work object that is returned is waited for.
         """
-
-
-class OwnMemory(Comm):
-    """Where collectives of ours, in memory that a backend would rather have, get their buffers."""
-
-    def meet(self, group: dist.ProcessGroup, *buffers: torch.Tensor) -> None:
-        """Make buffers known to the other ranks, where that is needed."""
 
 
 def checked_buffer(

@@ -26,6 +26,7 @@ from fsdp2.core.names import clean
 from fsdp2.core.params.param import is_extended
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.unit import free_if_outdated, operations_of
 from fsdp2.full.gathering import require_released
 from fsdp2.full.selection import (
     MeshRanks,
@@ -424,4 +425,4 @@ def _outdate(selection: list[SelectedParam]) -> None:
     """What is gathered anywhere is out of date."""
     OptimizerSteps.count += 1
     for group in {selected.group: None for selected in selection}:
-        group.free_if_outdated()
+        free_if_outdated(operations_of(group))

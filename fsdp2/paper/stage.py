@@ -291,32 +291,32 @@ know("GlooOnPaper", Traits("null"))
 
 
 class NotedGroup(Layer):
-    """A group whose operations are noted under its name."""
+    """A layer that notes operations under the group's name."""
 
     __slots__ = ()
 
-    height = 4
+    height = 5
 
     def start_unshard(self) -> None:
         """Launch the all-gather."""
-        with _noting(self.name):
-            super().start_unshard()
+        with _noting(self.base.name):
+            self.below.start_unshard()
 
     def finish_unshard(self) -> None:
         """Wait for the all-gather."""
-        with _noting(self.name):
-            super().finish_unshard()
+        with _noting(self.base.name):
+            self.below.finish_unshard()
 
     def shard_smaller(self) -> None:
         """Keep the rows of the smaller group, where there is one."""
-        with _noting(self.name):
-            super().shard_smaller()
+        with _noting(self.base.name):
+            self.below.shard_smaller()
 
     def accumulate(self) -> None:
         """Keep gradients for a later backward."""
-        with _noting(self.name):
+        with _noting(self.base.name):
             self._tag()
-            super().accumulate()
+            self.below.accumulate()
             self._tag()
 
     def collect(
@@ -324,15 +324,15 @@ class NotedGroup(Layer):
     ) -> list[tuple[Reduction, Job]]:
         """Take gradients."""
         self._tag()
-        with _noting(self.name):
-            return super().collect(all_reduce, fill, again)
+        with _noting(self.base.name):
+            return self.below.collect(all_reduce, fill, again)
 
     def reduce(
         self, jobs: list[tuple[Reduction, Job]], all_reduce: bool
     ) -> PendingReduction | None:
         """Reduce what was collected."""
-        with _noting(self.name):
-            return super().reduce(jobs, all_reduce)
+        with _noting(self.base.name):
+            return self.below.reduce(jobs, all_reduce)
 
     def _tag(self) -> None:
         if _recorder is not None:

@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 from fsdp2.api import apply_calls, plan_calls
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.progress import OptimizerSteps
-from fsdp2.core.schedule.layers import put_around
 from fsdp2.core.schedule.unit import Unit
 from fsdp2.interop import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.module import FSDPModule
@@ -337,7 +336,7 @@ def _watch(units: Mapping[str, nn.Module], recorder: Recorder) -> None:
         module.register_forward_hook(lambda *_: recorder.leave(), always_call=True)
         if record.unit not in seen:
             seen.add(record.unit)
-            put_around(record.unit.own_groups, NotedGroup, wanted=True)
+            record.unit.put_around(NotedGroup, wanted=True)
 
 
 def _make_batch(subject: Subject, settings: Settings) -> Batch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -36,7 +37,8 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
 
     Args:
         path: the file, which is replaced. "{rank}" in it stands for this process's rank. Without
-            that, rank 0 alone records.
+            that, rank 0 alone records; the other ranks of its node check the path as it does, so
+            that all of them raise.
         title: what it is called on the page. Default: "rank 0 of 8", by what it is.
 
     Attributes:
@@ -72,9 +74,10 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
         self._recorder: Recorder | None = None
 
     def __enter__(self) -> trace:
-        rank, _ = rank_and_size()
-        if RANK not in self._path and rank:
-            return self
+        rank, size = rank_and_size()
+        records = RANK in self._path or not rank
+        if not records and rank >= int(os.environ.get("LOCAL_WORLD_SIZE", size)):
+            return self  # on another node than rank 0, and may see other disks
         self._path = self._path.replace(RANK, str(rank))
         folder = Path(self._path).parent
         if not folder.is_dir():
@@ -82,6 +85,9 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
                 f"fsdp2.trace cannot write '{self._path}', as there is no folder '{folder}'; make "
                 f"it first"
             )
+        if not records:
+            _check_file(self._path, _probe)
+            return self
         if Recorder.current is not None:
             raise ShardingStateError(
                 "fsdp2.trace was entered while another one is on in this process; leave that first"
@@ -90,7 +96,7 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
             raise ValueError(
                 "fsdp2.trace found no sharded module in this process; call fully_shard before it"
             )
-        _check_file(self._path)
+        _check_file(self._path, _create)
         self._recorder = Recorder()
         self._recorder.begin()
         return self
@@ -120,19 +126,33 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
                 raise
 
 
-def _check_file(path: str) -> None:
-    """Raise now rather than behind the steps; what is in the file stays until then."""
-    known = os.path.lexists(path)
+def _check_file(path: str, attempt: Callable[[str], None]) -> None:
+    """Raise now rather than behind the steps."""
     try:
-        with open(path, "ab"):
-            pass
+        attempt(path)
     except OSError as error:
         raise ValueError(
             f"fsdp2.trace cannot write '{path}': {error.strerror}; name a file that this process "
             f"may write"
         ) from error
+
+
+def _create(path: str) -> None:
+    """Open the file to write; what is in it stays until then."""
+    known = os.path.lexists(path)
+    with open(path, "ab"):
+        pass
     if not known:
         os.remove(path)
+
+
+def _probe(path: str) -> None:
+    """As `_create`, on ranks beside the one that records: they must not touch its file."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
+    except FileNotFoundError:
+        if not os.access(Path(os.path.realpath(path)).parent, os.W_OK | os.X_OK):
+            raise
 
 
 def _warn(path: str, failed: Exception) -> None:

@@ -12,7 +12,6 @@ import os
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from fsdp2.tracing.summaries import (
     Source,
@@ -100,7 +99,7 @@ def _compared(letter: str, first: Summary, second: Summary) -> str:
     return f"{letter} against {LETTERS[0]}, a step: {', '.join(told)}."
 
 
-def _run(timeline: Timeline, number: int, compares: bool) -> dict[str, Any]:
+def _run(timeline: Timeline, number: int, compares: bool) -> dict[str, object]:
     """What the page draws of a timeline; where it compares, the table is of a step."""
     found = summary(timeline)
     head = timeline.metadata
@@ -172,7 +171,7 @@ def _peak_short(found: Summary) -> str:
     return "" if found.peak is None else f"peak {amount(found.peak.total)}"
 
 
-def _unit(row: UnitTimes, steps: int) -> dict[str, Any]:
+def _unit(row: UnitTimes, steps: int) -> dict[str, object]:
     cells = [
         milliseconds(row.compute / steps),
         milliseconds(row.copies / steps),

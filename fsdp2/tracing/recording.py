@@ -40,9 +40,17 @@ from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.layers import Layer, put_around
+from fsdp2.core.schedule.layers import Layer
 from fsdp2.core.schedule.states import RESHARDED
-from fsdp2.core.schedule.unit import BACKWARD, FORWARD, Phase, Unit, all_groups, all_units
+from fsdp2.core.schedule.unit import (
+    BACKWARD,
+    FORWARD,
+    Phase,
+    Unit,
+    all_groups,
+    all_units,
+    put_around,
+)
 from fsdp2.tracing.states import OptimizerStates
 from fsdp2.tracing.timeline import (
     ALL_GATHER,
@@ -138,7 +146,7 @@ class Recorder:
                 streams: Streams = group.streams
                 if self._streams is None and type(streams) is DeviceStreams:
                     self._follow(streams)
-            put_around(all_groups(), TracedGroup, True)
+            put_around(all_units(), TracedGroup, True)
             for unit in all_units():
                 if type(unit) is Unit:
                     unit.__class__ = TracedUnit
@@ -160,7 +168,7 @@ class Recorder:
 
     def _unbind(self) -> None:
         Recorder.current = None
-        put_around(all_groups(), TracedGroup, False)
+        put_around(all_units(), TracedGroup, False)
         for unit in all_units():
             if type(unit) is TracedUnit:
                 cast(Unit, unit).__class__ = Unit
@@ -379,22 +387,23 @@ class Recorder:
             self._held[key] = nbytes
             self._totals[category] = self._totals.get(category, 0) + change
 
-    def count(self, group: ParamGroup, full_gradients: int = 0, arriving: int = 0) -> None:
+    def count(self, group: ParamGroup, full_gradients: int = 0) -> None:
         """What a group has allocated now.
 
         Args:
             group: the group.
             full_gradients: bytes of autograd's gradients that it reduces.
-            arriving: bytes of the buffer that it is about to copy gathered parameters into.
         """
-        full, mirror, smaller = group._full, group._mirror, group._smaller
-        buffers = [full, mirror, None if smaller is None else smaller._rows]
-        gathered = sum(b.nbytes for b in buffers if b is not None and b.allocated)
-        gathered += arriving + sum(map(_received, group._transports if group.bound else ()))
-        staging = [r.transport.staging for r in group._reductions]
-        inputs = sum(b.nbytes for b in staging if b is not None and b.allocated)
+        gathered = inputs = 0
+        if (bound := group.bound) is not None:
+            rows = None if bound.smaller is None else bound.smaller._rows
+            buffers = [bound.full, bound.mirror, rows]
+            gathered = sum(b.nbytes for b in buffers if b is not None and b.allocated)
+            gathered += sum(map(_received, bound.transports))
+            staging = [r.transport.staging for r in bound.reductions]
+            inputs = sum(b.nbytes for b in staging if b is not None and b.allocated)
         held = self._bytes_of(param.sharded.grad for param in group.params)
-        shards = 0 if group.shard is None or group.offload is not None else group.shard.nbytes
+        shards = 0 if group.offload is not None else group.shard.nbytes
         self.hold(group, "shards", shards)
         self.hold(group, "gathered", gathered)
         self.hold(group, "reduction buffers", inputs)
@@ -525,69 +534,72 @@ class TracedStreams(DeviceStreams):
 
 
 class TracedGroup(Layer):
-    """A group that tells what it launches."""
+    """A layer that tells what a group launches."""
 
     __slots__ = ()
 
-    height = 3  # around all others: a trace shows what they cost
+    height = 4  # around all others: a trace shows what they cost
 
     def start_unshard(self) -> None:
         """Launch the all-gather, each part between two stamps."""
-        here = recorder()
-        launch, outer = self._launch_gather, here.unit
-        ranks = _ranks(self, self.state is RESHARDED)
-        self._launch_gather = functools.partial(_launch_gather, launch, ranks)
-        here.unit = self.name
+        here, group = recorder(), self.base
+        launch, outer = group._launch_gather, here.unit
+        ranks = _ranks(group, group.state is RESHARDED)
+        group._launch_gather = functools.partial(_launch_gather, launch, ranks)
+        here.unit = group.name
         try:
             with here.hosting("launch all-gather"):
-                super().start_unshard()
-                here.count(self)
+                self.below.start_unshard()
+                here.count(group)
         finally:
-            self._launch_gather, here.unit = launch, outer
+            group._launch_gather, here.unit = launch, outer
 
     def finish_unshard(self) -> None:
         """Wait for the all-gather, and copy."""
-        here = recorder()
-        outer, here.unit = here.unit, self.name
+        here, group = recorder(), self.base
+        route, outer = group._taken, here.unit
+        if route is not None and route.finishing:
+            told = group._taken = copy.copy(route)
+            told.finishing = [cast(Any, _CopyOut(group, route))]
+        here.unit = group.name
         try:
             with here.hosting("finish all-gather"):
-                super().finish_unshard()
-                here.count(self)
+                self.below.finish_unshard()
+                here.count(group)
         finally:
-            here.unit = outer
+            group._taken, here.unit = route, outer
 
-    def _finish_copies(self, route: Route) -> None:
-        here = recorder()
-        start = here.stamp(Lane.COMPUTE)
-        if self._full is not None and not self._full.allocated:
-            here.count(self, arriving=self._full.nbytes)  # beside what is copied from
-            here._sample(start)
-        super()._finish_copies(route)
-        if route.finishing and self.layout is not None:
-            end, nbytes = here.stamp(Lane.COMPUTE), self.layout.copied_bytes
-            here.add(COMPUTE, "copy-out", start, end, bytes=nbytes)
+    def shard_smaller(self) -> None:
+        """Free all but a smaller group's rows."""
+        self.below.shard_smaller()
+        recorder().count(self.base)
 
     def reshard(self) -> None:
         """Free it."""
-        super().reshard()
-        recorder().count(self)
+        self.below.reshard()
+        recorder().count(self.base)
+
+    def abandon(self) -> None:
+        """Free it."""
+        self.below.abandon()
+        recorder().count(self.base)
 
     def reduce(
         self, jobs: list[tuple[Reduction, Job]], all_reduce: bool
     ) -> PendingReduction | None:
         """Reduce, each part between two stamps."""
-        here = recorder()
-        outer, here.unit = here.unit, self.name
+        here, group = recorder(), self.base
+        outer, here.unit = here.unit, group.name
         here._entering = False
         full = sum(grad.nbytes for _, job in jobs for grad in job.grads)
         try:
             with here.hosting("launch reduction"), contextlib.ExitStack() as exits:
                 for reduction, _ in jobs:
                     exits.enter_context(_traced(reduction))
-                here.count(self, full)
+                here.count(group, full)
                 here._sample(here.stamp(Lane.COMPUTE))
-                pending = super().reduce(jobs, all_reduce)
-                here.count(self)
+                pending = self.below.reduce(jobs, all_reduce)
+                here.count(group)
         finally:
             here.unit = outer
         return pending
@@ -615,6 +627,30 @@ def _written(ranks: Sequence[int]) -> str:
 
 
 # ---- gathers
+
+
+class _CopyOut:
+    """What copies behind a gather, as one slice."""
+
+    def __init__(self, group: ParamGroup, route: Route) -> None:
+        self._group = group
+        self._route = route
+
+    def copy_out(self) -> None:
+        """As it is, between two stamps, while what is copied from is there beside the rest."""
+        here = recorder()
+        start = here.stamp(Lane.COMPUTE)
+        here.count(self._group)
+        here._sample(start)
+        for transport in self._route.finishing:
+            transport.copy_out()
+            transport.release()
+        if self._group.layout is not None:
+            end, nbytes = here.stamp(Lane.COMPUTE), self._group.layout.copied_bytes
+            here.add(COMPUTE, "copy-out", start, end, bytes=nbytes)
+
+    def release(self) -> None:
+        """Each is released behind its copy."""
 
 
 class _Copy:
@@ -764,8 +800,8 @@ def _traced(reduction: Reduction) -> Iterator[None]:
 
 def _parts(reduction: Reduction) -> list[object]:
     """What the steps of a reduction are methods of."""
-    programs = {p for each in (reduction.full, reduction.partial) for p in (each, each.seeking)}
-    steps: list[object] = [step for program in programs for step in program.inline]
+    programs = [p for each in (reduction.full, reduction.partial) for p in (each, each.seeking)]
+    steps: list[object] = [step for p in programs if p is not None for step in p.inline]
     if reduction.kept is not None:
         steps.append(reduction.kept.otherwise)
     parts = [getattr(step, "__self__", None) for step in steps]

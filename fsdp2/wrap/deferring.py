@@ -282,7 +282,8 @@ def _watched(construction: _Construction) -> Iterator[None]:
     for kind in _subclasses(nn.Module):
         watch(kind)
 
-    def made(cls: Any, /, **kwargs: object) -> None:  # of a model file that is imported only now
+    # Of a model file that is imported only now.
+    def made(cls: type[nn.Module], /, **kwargs: object) -> None:
         super(nn.Module, cls).__init_subclass__(**kwargs)
         watch(cls)
 

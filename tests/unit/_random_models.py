@@ -14,7 +14,7 @@ from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPoli
 from fsdp2.core.device.streams import Lane
 from fsdp2.core.layout.layout import ROWS, Cut
 from fsdp2.core.progress import OptimizerSteps
-from fsdp2.core.schedule.ties import TiedGroup
+from fsdp2.core.schedule.ties import tied_group
 from fsdp2.core.schedule.unit import Phase, Unit
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import HOST, Allocation, Place, VirtualDevice, VirtualTensor
@@ -191,7 +191,7 @@ def _unit_of(group: str) -> str:
 
 def is_gathered(unit: Unit) -> bool:
     """Whether parameters are that no other unit uses, which would gather and free them, too."""
-    untied = [group for group in unit.own_groups if not isinstance(group, TiedGroup)]
+    untied = [group for group in unit.groups if tied_group(group) is None]
     return any(not group.state.needs_gather for group in untied)
 
 
@@ -254,16 +254,16 @@ class Watch:
         )
         units = self.sim.scheduler.units
         self._groups = {group.name: group for unit in units for group in unit.own_groups}
-        observe(self._groups.values(), self._observe)
+        observe(units, self._observe)
         for group in self._groups.values():
             group.bind()  # what it keeps for good is allocated now
         groups = self._groups.items()
-        self._silent = {name for name, group in groups if not group._route.gathering}
+        self._silent = {name for name, group in groups if not group.bound.route.gathering}
         self._silent |= {node.name for node in root.walk() if not communicates(node)}
         self._kept_for_good = self.live()
-        self._fills = any(g.options.reduce_unused for u in units for g in u.groups)
-        self._keeps_storage = any(g.options.keep_storage for u in units for g in u.groups)
-        self._keeps_gradients = any(g.options.keep_gradients for u in units for g in u.groups)
+        self._fills = any(g.options.reduce_unused for u in units for g in u.own_groups)
+        self._keeps_storage = any(g.options.keep_storage for u in units for g in u.own_groups)
+        self._keeps_gradients = any(g.options.keep_gradients for u in units for g in u.own_groups)
 
     # ---- while it runs
 
@@ -343,12 +343,13 @@ class Watch:
 
     def discard_gradients(self) -> None:
         """What ``zero_grad()`` does of those that are not reduced: they are gone."""
-        tied = [group for group in self._groups.values() if isinstance(group, TiedGroup)]
+        called = [group for unit in self.sim.scheduler.units for group in unit.groups]
+        tied = [group for group in called if tied_group(group) is not None]
         names = {f"gradient {param.name}" for group in tied for param in group.params}
         for op in self.device.trace:
             if op.kind == "gradient":
                 self._excused |= {b for b in op.writes if b.name in names}
-        for group in self._groups.values():
+        for group in called:
             group.discard_gradients()
 
     def reset(self) -> None:
@@ -419,7 +420,8 @@ class Watch:
     def _unit_log(self) -> list[tuple[str, str]]:
         """The log with one entry for what all groups of a unit do."""
         log: list[tuple[str, str]] = []
-        tied = {n for n, group in self._groups.items() if isinstance(group, TiedGroup)}
+        called = [group for unit in self.sim.scheduler.units for group in unit.groups]
+        tied = {group.base.name for group in called if tied_group(group) is not None}
         for kind, name in self.log:
             if name in tied and kind in ("reshard", "free what is outdated"):
                 continue  # they go with any of several units

@@ -165,7 +165,7 @@ def _simulate(world_size: int = 2, drop_wait: int | None = None) -> VirtualDevic
     blocks = [Node(f"block {i}") for i in range(3)]
     simulation = Simulation(Node("root", blocks, calls=[0, 1, 2]), device, world_size)
     for unit in simulation.scheduler.units:
-        for group in unit.groups:
+        for group in unit.own_groups:
             group.params[0] = Extended(device, f"{unit.name}.extended")  # type: ignore[call-overload]
             group.adopt()
     for _ in range(3):

@@ -253,7 +253,7 @@ def test_exception_in_a_hook(copies: int) -> None:
         raise KeyError(param.name)
 
     for name in ("c", "b", "a"):
-        (group,) = unit_of(sim, name).groups
+        (group,) = unit_of(sim, name).own_groups
         group.params[0].hook = fail  # type: ignore[attr-defined]
         with pytest.raises(KeyError):
             sim.iteration()
@@ -297,7 +297,7 @@ def test_a_guess_that_a_user_asks_for_is_his() -> None:
 
     def claim(sim: Simulation, what: str) -> None:
         if what == "forward a" and not claimed:
-            assert b.groups[0].state.needs_gather is False
+            assert b.own_groups[0].state.needs_gather is False
             assert sim.scheduler.iteration.ahead == [b]
             sim.scheduler.claim(b)
             claimed.append(len(sim.device.trace))
@@ -307,7 +307,7 @@ def test_a_guess_that_a_user_asks_for_is_his() -> None:
     assert claimed
     assert b.is_gathered
     sim.scheduler.wait(b)
-    assert b.groups[0].is_unsharded
+    assert b.own_groups[0].is_unsharded
 
 
 def test_claim_of_what_a_prefetch_list_named() -> None:

@@ -110,7 +110,7 @@ def _plain(sim: Simulation) -> None:
 
 
 def _prefetching(sim: Simulation) -> None:
-    units = [unit for unit in sim.scheduler.units if unit.groups]
+    units = [unit for unit in sim.scheduler.units if unit.own_groups]
     for unit, following in itertools.pairwise(units):
         unit.forward_prefetch = units[units.index(following) :][:2]
         following.backward_prefetch = [unit]

@@ -37,10 +37,9 @@ TESTING = ("device", "layout", "params", "gather", "reduce", "schedule", "module
 
 MAX_FUNCTION_LINES = 60
 MAX_ATTRIBUTES = 25  # of an instance
-MAX_ANY = 320
+MAX_ANY = 320  # lines of the package that say it; lower the number as they go
 
 MORE_ATTRIBUTES = {
-    "core.schedule.group.ParamGroup": "a unit's parameters, memory, transports and state in one",
     "examples.options.Options": "an attribute for each option of a command line",
     "examples.train_imagenet.Options": "the same",
 }
@@ -55,7 +54,7 @@ TOUCHING: dict[str, set[str]] = {
     "ranks.transfers": {"torch.distributed"},
     "core.device.process_groups": {"torch.distributed", "torch.distributed.distributed_c10d"},
     "core.custom_collectives": {"torch.distributed"},
-    "comm_memory": {"torch.distributed", "torch.distributed._symmetric_memory"},
+    "core.device.comm_memory": {"torch.distributed", "torch.distributed._symmetric_memory"},
     "paper.null_group": {"torch.distributed"},
     "paper.stage": {"torch.distributed"},
 }
@@ -315,8 +314,7 @@ def test_only_tests_of_benchmarks_import_benchmarks() -> None:
         ("optim/repoint", []),
         ("wrapper_module", []),
         ("interop/identity", ["fsdp2.sharding"]),
-        ("comm_memory", []),
-        ("module", ["fsdp2.comm_memory", "fsdp2.handles", "fsdp2.interop", "fsdp2.sharding"]),
+        ("module", ["fsdp2.handles", "fsdp2.interop", "fsdp2.sharding"]),
         ("api", ["fsdp2.interop", "fsdp2.module", "fsdp2.sharded_class", "fsdp2.sharding"]),
     ],
 )

@@ -129,8 +129,9 @@ def _release_mirror_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def hasty(self: ParamGroup) -> None:
         start(self)
-        if self._mirror is not None and not self._keeps_mirror:
-            self._mirror.release()
+        assert self.bound is not None
+        if self.bound.mirror is not None and not self.bound.keeps_mirror:
+            self.bound.mirror.release()
 
     monkeypatch.setattr(ParamGroup, "start_unshard", hasty)
 
@@ -140,8 +141,9 @@ def _release_smaller_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def hasty(self: ParamGroup) -> None:
         start(self)
-        if self._smaller is not None:
-            self._smaller.release()
+        assert self.bound is not None
+        if self.bound.smaller is not None:
+            self.bound.smaller.release()
 
     monkeypatch.setattr(ParamGroup, "start_unshard", hasty)
 

@@ -81,7 +81,7 @@ def start(record: UnitRecord) -> Scheduler:
         for module in top.modules:
             _name_parameters(module)
     note_calls(scheduler)
-    layouts = [(u.title, [g.layout for g in u.groups if g.layout]) for u in scheduler.units]
+    layouts = [(u.title, [g.layout for g in u.own_groups if g.layout]) for u in scheduler.units]
     started(type(record.modules[0]).__name__, layouts)
     return scheduler
 
@@ -128,7 +128,7 @@ def _name_parameters(root: nn.Module) -> None:
     """By where they are registered, the first place of several; whatever is registered there."""
     managed: dict[ModuleEntry, ShardedParam] = {}
     for below in records_below(root):
-        for group in below.unit.groups:
+        for group in below.unit.own_groups:
             group.name = below.unit.title
             managed.update({entry: param for param in group.params for entry in param.entries})
     entries = [(m, key, prefix) for prefix, m in root.named_modules() for key in m._parameters]
