@@ -113,7 +113,7 @@ class TracedKernels(TorchKernels):
     def transient(self, nbytes: int, name: str) -> TransientBuffer:
         made = super().transient(nbytes, name)
         if Tracer.current is not None:
-            _bind(made, TracedBuffer)
+            _let_tell(made, TracedBuffer)
             _hold(made)
         return made
 
@@ -281,8 +281,8 @@ _made: dict[tuple[type, type], type] = {}
 """Classes that tell, by who tells and what the object is; the same object for each."""
 
 
-def _bind(thing: Any, telling: type) -> None:
-    """Let an object of a class, or of one derived from it, tell."""
+def _let_tell(thing: Any, telling: type) -> None:
+    """Give an object the class that tells, if it is of the kind that this one is derived from."""
     if isinstance(thing, telling.__bases__[0]) and not isinstance(thing, telling):
         bases = (telling, type(thing))
         if bases not in _made:
@@ -290,7 +290,7 @@ def _bind(thing: Any, telling: type) -> None:
         thing.__class__ = _made[bases]
 
 
-def _unbind(thing: Any) -> None:
+def _hush(thing: Any) -> None:
     thing.__class__ = type(thing).__bases__[1]
 
 
@@ -304,10 +304,12 @@ def _groups() -> list[ParamGroup]:
 
 
 def _seams() -> list[tuple[object, type]]:
-    """What groups run on, and who tells of it."""
-    found: list[tuple[object, type]] = [(buffer, TracedBuffer) for buffer in all_buffers()]
-    for group in _groups():
-        found += [(group.streams, TracedStreams), (group.runtime.kernels, TracedKernels)]
+    """What groups run on, and who tells of it; of one device, whose lanes are the trace's."""
+    groups = _groups()
+    streams = [group.streams for group in groups if type(group.streams) is DeviceStreams]
+    found: list[tuple[object, type]] = [(each, TracedStreams) for each in streams[:1]]
+    for group in groups:
+        found.append((group.runtime.kernels, TracedKernels))
         found += [(group.collectives, TracedCollectives), (group.reducers, TracedCollectives)]
         found.append((group.replicas, TracedReplicas))
         if group.smaller_group is not None:
@@ -322,11 +324,12 @@ def tracing() -> Iterator[Tracer]:
         seams = _seams()
         exits.callback(_let_go, seams)
         for thing, telling in seams:
-            _bind(thing, telling)
+            _let_tell(thing, telling)
         streams = next((s for s, _ in seams if isinstance(s, TracedStreams)), None)
         device = next((group.device.type for group in _groups()), "cpu")
         here = Tracer.current = Tracer(Clock(streams), device)
         for buffer in all_buffers():
+            _let_tell(buffer, TracedBuffer)
             _hold(buffer)
         for group in _groups():
             group.relaunch()
@@ -348,9 +351,9 @@ def _let_go(seams: Sequence[tuple[object, type]]) -> None:
             cast(Unit, unit).__class__ = Unit
     for thing, telling in seams:
         if isinstance(thing, telling):
-            _unbind(thing)
-    for buffer in all_buffers():  # which were made meanwhile
+            _hush(thing)
+    for buffer in all_buffers():
         if isinstance(buffer, TracedBuffer):
-            _unbind(buffer)
+            _hush(buffer)
     for group in _groups():
         group.relaunch()
