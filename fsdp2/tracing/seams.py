@@ -147,12 +147,14 @@ class TracedBuffer(TransientBuffer):
 
     __slots__ = ()
 
+    # A gather that is under way when the trace ends has these still, of a buffer of the plain class.
+
     def acquire(self) -> None:
-        super().acquire()
+        TransientBuffer.acquire(self)
         _hold(self)
 
     def release(self) -> None:
-        super().release()
+        TransientBuffer.release(self)
         _hold(self)
 
 
@@ -186,8 +188,12 @@ class TracedCollectives(GroupCollectives):
     def all_gather(self, output: Tensor, input_: Tensor) -> Work | None:
         return _collective(GATHER, self.group, [output], super().all_gather, output, input_)
 
-    def bind_all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Launch:
-        launch = super().bind_all_gather(outputs, inputs)
+    def bind_all_gather(self, output: Tensor, input_: Tensor) -> Launch:
+        launch = super().bind_all_gather(output, input_)
+        return functools.partial(_collective, GATHER, self.group, [output], launch)
+
+    def bind_all_gather_many(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Launch:
+        launch = super().bind_all_gather_many(outputs, inputs)
         return functools.partial(_collective, GATHER, self.group, outputs, launch)
 
     def bind_reduce_scatter(self, kind: ReduceKind) -> Callable[[Tensor, Tensor], Work | None]:
