@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.optim.optimizer import (
@@ -48,6 +48,7 @@ from fsdp2.tracing.recording import Clock, Tracer
 from fsdp2.tracing.timeline import COLLECTIVES
 
 Tensor = torch.Tensor
+T = TypeVar("T")
 
 GATHER, SCATTER, SUM = COLLECTIVES
 
@@ -57,6 +58,14 @@ def tracer() -> Tracer:
     found = Tracer.current
     assert found is not None
     return found
+
+
+def _below(thing: T, telling: type[T]) -> T:
+    """What an object does that does not tell: by its own class, once the trace has taken that back.
+
+    What was bound while a trace was on, such as the copies of a gather under way, may outlive it.
+    """
+    return cast(T, super(telling, thing)) if isinstance(thing, telling) else thing
 
 
 # ---- streams
@@ -118,28 +127,30 @@ class TracedKernels(TorchKernels):
         return made
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        _copied("", [target], super().copy, target, source)
+        _copied("", [target], _below(self, TracedKernels).copy, target, source)
 
     def copy_many(self, targets: Tensors, sources: Tensors, /) -> object:
-        return _copied("", targets, super().copy_many, targets, sources)
+        return _copied("", targets, _below(self, TracedKernels).copy_many, targets, sources)
 
     def copy_strided(self, targets: Tensors, sources: Tensors, /) -> object:
-        return _copied("stage", targets, super().copy_strided, targets, sources)
+        return _copied("stage", targets, _below(self, TracedKernels).copy_strided, targets, sources)
 
     def split_copy(self, source: Tensor, sizes: Sequence[int], targets: Tensors) -> None:
-        _copied("", targets, super().split_copy, source, sizes, targets)
+        _copied("", targets, _below(self, TracedKernels).split_copy, source, sizes, targets)
 
     def chunk_cat(self, tensors: Tensors, dim: int, chunks: int, /, *, out: Tensor) -> object:
-        return _copied("stage", [out], super().chunk_cat, tensors, dim, chunks, out=out)
+        return _copied(
+            "stage", [out], _below(self, TracedKernels).chunk_cat, tensors, dim, chunks, out=out
+        )
 
     def divide(self, tensor: Tensor, factor: float, /) -> object:
-        return _copied("divide", [tensor], super().divide, tensor, factor)
+        return _copied("divide", [tensor], _below(self, TracedKernels).divide, tensor, factor)
 
     def to_host(self, target: Tensor, source: Tensor) -> None:
-        _copied("to-host", [target], super().to_host, target, source)
+        _copied("to-host", [target], _below(self, TracedKernels).to_host, target, source)
 
     def from_host(self, target: Tensor, source: Tensor) -> None:
-        _copied("load from host", [target], super().from_host, target, source)
+        _copied("load from host", [target], _below(self, TracedKernels).from_host, target, source)
 
 
 class TracedBuffer(TransientBuffer):
@@ -147,14 +158,12 @@ class TracedBuffer(TransientBuffer):
 
     __slots__ = ()
 
-    # A gather that is under way when the trace ends has these still, of a buffer of the plain class.
-
     def acquire(self) -> None:
-        TransientBuffer.acquire(self)
+        _below(self, TracedBuffer).acquire()
         _hold(self)
 
     def release(self) -> None:
-        TransientBuffer.release(self)
+        _below(self, TracedBuffer).release()
         _hold(self)
 
 
@@ -186,7 +195,9 @@ class TracedCollectives(GroupCollectives):
     __slots__ = ()
 
     def all_gather(self, output: Tensor, input_: Tensor) -> Work | None:
-        return _collective(GATHER, self.group, [output], super().all_gather, output, input_)
+        return _collective(
+            GATHER, self.group, [output], _below(self, TracedCollectives).all_gather, output, input_
+        )
 
     def bind_all_gather(self, output: Tensor, input_: Tensor) -> Launch:
         launch = super().bind_all_gather(output, input_)
@@ -207,13 +218,13 @@ class TracedCollectives(GroupCollectives):
         return lambda out, given: _collective(SCATTER, group, given, launch, out, given)
 
     def custom_all_gather(self, comm: AllGather, output: Tensor, input_: Tensor) -> Work | None:
-        launch = super().custom_all_gather
+        launch = _below(self, TracedCollectives).custom_all_gather
         return _collective(GATHER, self.group, [output], launch, comm, output, input_)
 
     def custom_reduce_scatter(
         self, comm: ReduceScatter, output: Tensor, input_: Tensor, kind: ReduceKind
     ) -> Work | None:
-        launch = super().custom_reduce_scatter
+        launch = _below(self, TracedCollectives).custom_reduce_scatter
         return _collective(SCATTER, self.group, [input_], launch, comm, output, input_, kind)
 
 
@@ -221,7 +232,9 @@ class TracedReplicas(ReplicaCollectives):
     """All-reduces that tell when they run."""
 
     def all_reduce(self, tensor: Tensor, kind: ReduceKind) -> Work | None:
-        return _collective(SUM, self.group, [tensor], super().all_reduce, tensor, kind)
+        return _collective(
+            SUM, self.group, [tensor], _below(self, TracedReplicas).all_reduce, tensor, kind
+        )
 
 
 # ---- units and groups
