@@ -40,6 +40,7 @@ from fsdp2.core.device.streams import DeviceStreams, InlineStreams, Lane, Stream
 from fsdp2.core.layout.mesh import wrap_local
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.params.param import ShardedParam
+from fsdp2.record.notes import Await, Signal
 from fsdp2.testing import counting
 from fsdp2.testing.blocks import tiny_blocks
 from fsdp2.testing.null_group import CallLog, NullGroup, init_null_group
@@ -158,11 +159,11 @@ def _count_streams(precision: str, blocks: int) -> Counter[str]:
     start, switches = len(device.trace), device.switches
     simulation.forward()
     simulation.backward()
-    kinds = Counter(op.kind for op in device.trace[start:])
+    kinds = Counter(type(note) for note in device.trace[start:])
     return Counter(
         {
-            "event recorded": kinds["record"],
-            "event waited for": kinds["wait"],
+            "event recorded": kinds[Signal],
+            "event waited for": kinds[Await],
             "stream switched to": device.switches - switches,
         }
     )

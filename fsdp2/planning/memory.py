@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fsdp2.core.pieces import round_up
-from fsdp2.paper.recording import Allocation, Free, Operation, Recording
+from fsdp2.paper.recording import Recording
+from fsdp2.record.notes import Allocation, Free, Operation
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.process_groups import rank_and_size
 from fsdp2.core.schedule.unit import all_groups
 from fsdp2.tracing.page import show
-from fsdp2.tracing.recording import Recorder
+from fsdp2.tracing.recording import Tracer
+from fsdp2.tracing.seams import tracing
 from fsdp2.tracing.summaries import diff, summary
 from fsdp2.tracing.timeline import Timeline, Value
 
@@ -31,9 +32,10 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
     and so do `fsdp2.trace.summary`, `fsdp2.trace.diff` and ``python -m fsdp2.tracing view``.
 
     Only this process is recorded, and nothing is communicated. Steps inside cost more, by some µs
-    for each slice; steps outside cost what they cost without it. If an exception ends the ``with``,
-    what was seen is written none the less; it goes on as it is, also where that write fails, of
-    which a warning tells.
+    for each slice; steps outside cost what they cost without it. Units bind their collectives anew
+    in the first step inside, and in the first behind it. If an exception ends the ``with``, what
+    was seen is written none the less; it goes on as it is, also where that write fails, of which a
+    warning tells.
 
     Args:
         path: the file, which is replaced. "{rank}" in it stands for this process's rank. Without
@@ -71,7 +73,7 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
         self.timeline: Timeline | None = None
         self._path = os.fspath(path)
         self._title = title
-        self._recorder: Recorder | None = None
+        self._exits: contextlib.ExitStack | None = None
 
     def __enter__(self) -> trace:
         rank, size = rank_and_size()
@@ -88,7 +90,7 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
         if not records:
             _check_file(self._path, _probe)
             return self
-        if Recorder.current is not None:
+        if Tracer.current is not None:
             raise ShardingStateError(
                 "fsdp2.trace was entered while another one is on in this process; leave that first"
             )
@@ -97,8 +99,9 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
                 "fsdp2.trace found no sharded module in this process; call fully_shard before it"
             )
         _check_file(self._path, _create)
-        self._recorder = Recorder()
-        self._recorder.begin()
+        exits = contextlib.ExitStack()
+        self._tracer = exits.enter_context(tracing())
+        self._exits = exits
         return self
 
     def __exit__(
@@ -107,12 +110,13 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        recorder, self._recorder = self._recorder, None
-        if recorder is None:
+        exits, self._exits = self._exits, None
+        if exits is None:
             return
         try:
-            self.timeline = recorder.end()
-            self.timeline.metadata = _metadata(recorder, self._title, error)
+            with exits:
+                self._tracer.finish()
+            self.timeline = self._tracer.timeline(_metadata(self._tracer, self._title, error))
             self.timeline.write(self._path)
         except Exception as failed:
             if error is not None:
@@ -164,14 +168,12 @@ def _warn(path: str, failed: Exception) -> None:
         )
 
 
-def _metadata(
-    recorder: Recorder, title: str | None, error: BaseException | None
-) -> dict[str, Value]:
+def _metadata(tracer: Tracer, title: str | None, error: BaseException | None) -> dict[str, Value]:
     rank, size = rank_and_size()
     metadata: dict[str, Value] = {
         "title": title or f"rank {rank} of {size}",
         "source": "run",
-        "clock": "host" if recorder.is_hosts else "events",
+        "clock": "host" if tracer.clock.streams is None else "events",
         "rank": rank,
         "world_size": size,
         "device": next((group.device.type for group in all_groups()), "cpu"),

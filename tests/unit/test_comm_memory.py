@@ -11,25 +11,25 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2 import MixedPrecisionPolicy
-from fsdp2.core.config import GroupOptions
-from fsdp2.core.device import comm_memory
-from fsdp2.core.device.comm_memory import (
+from fsdp2 import MixedPrecisionPolicy, comm_memory
+from fsdp2.comm_memory import (
     GroupAllGather,
     GroupMemory,
     GroupReduceScatter,
-    MemoryComms,
     SymmetricAllGather,
     SymmetricMemory,
     SymmetricReduceScatter,
     conflicting,
 )
+from fsdp2.core.config import GroupOptions
+from fsdp2.core.custom_collectives import MemoryComms
 from fsdp2.core.device.streams import OnStream
 from fsdp2.core.layout.layout import Cut, Slot, Transport
 from fsdp2.core.reduce.spec import is_direct, reduction_spec
 from fsdp2.core.schedule.bound import Runtime
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.unit import Unit
+from fsdp2.record.notes import operations
 from fsdp2.testing.parameters import VirtualParam
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualCollectives, VirtualDevice, VirtualTensor
@@ -128,7 +128,7 @@ def test_what_conflicts(heard: list[Any]) -> None:
 @pytest.mark.usefixtures("heard")
 def test_a_groups_options_are_its_units_in_the_memory_of_its_process_group() -> None:
     unit, group = chosen_for(shared := Group(allocates=False))
-    comms = MemoryComms(SymmetricAllGather("NCCL"), SymmetricReduceScatter("NCCL"))
+    comms = MemoryComms(SymmetricAllGather("NCCL"), SymmetricReduceScatter("NCCL"), only_sums=True)
     own: Any = object()
     unit.set_comms({Group(allocates=False): comms})  # type: ignore[dict-item]  # a stand-in
     assert group.options is unit.options
@@ -223,7 +223,7 @@ def _simulate(keeps: bool, mixed: bool, drop_wait: int | None = None) -> Virtual
 def test_nothing_races(keeps: bool, mixed: bool) -> None:
     device = _simulate(keeps, mixed)
     assert device.races == []
-    used = [op for op in device.trace if op.kind == "the user's collective"]
+    used = [op for op in operations(device.trace) if op.kind == "the user's collective"]
     gathers = {op.lane.name for op in used}
     assert gathers == {"ALL_GATHER", "REDUCE"}
 

@@ -54,7 +54,7 @@ TOUCHING: dict[str, set[str]] = {
     "ranks.transfers": {"torch.distributed"},
     "core.device.process_groups": {"torch.distributed", "torch.distributed.distributed_c10d"},
     "core.custom_collectives": {"torch.distributed"},
-    "core.device.comm_memory": {"torch.distributed", "torch.distributed._symmetric_memory"},
+    "comm_memory": {"torch.distributed", "torch.distributed._symmetric_memory"},
     "paper.null_group": {"torch.distributed"},
     "paper.stage": {"torch.distributed"},
 }
@@ -84,10 +84,7 @@ NAMED_TWICE = {
     ),
     "Contents": "of a group, as checksums; of a checkpoint",
     "Reader": "DCP's of a step; of a safetensors file",
-    **dict.fromkeys(
-        ("Allocation", "Memory", "Recorder", "Span", "UnitTimes", "Wait"),
-        "on paper, of a real step and on the testing room's lanes",
-    ),
+    **dict.fromkeys(("Memory", "UnitTimes"), "of a plan; of a timeline"),
     "Operators": "noted on paper, counted in tests",
     "Call": "of a unit; of a process group of notes; of a simulated step",
 }
@@ -290,7 +287,8 @@ def test_what_decides_does_not_import_the_hooks() -> None:
 def test_the_testing_room_stands_on_the_core(path: Path) -> None:
     assert _rooms_of(path) <= {*TESTING, *GROUND}
     own = {module for module in _own_modules(path) if not _below(module, "core")}
-    others = {"tracing.timeline", "paper.null_group"}
+    others = {"record.notes", "record.replay", "tracing.drawing", "tracing.timeline"}
+    others |= {"paper.null_group"}
     assert all(_below(module, "testing") or module in others for module in own)
 
 
@@ -314,7 +312,8 @@ def test_only_tests_of_benchmarks_import_benchmarks() -> None:
         ("optim/repoint", []),
         ("wrapper_module", []),
         ("interop/identity", ["fsdp2.sharding"]),
-        ("module", ["fsdp2.handles", "fsdp2.interop", "fsdp2.sharding"]),
+        ("comm_memory", []),
+        ("module", ["fsdp2.comm_memory", "fsdp2.handles", "fsdp2.interop", "fsdp2.sharding"]),
         ("api", ["fsdp2.interop", "fsdp2.module", "fsdp2.sharded_class", "fsdp2.sharding"]),
     ],
 )
@@ -450,8 +449,8 @@ TRACE: dict[str, set[str]] = {
 }
 """What modules of `fsdp2.trace` import of fsdp2: the data stands on nothing, not even on torch."""
 
-BINDING = ("states", "recording", "context")
-"""Those that stand on the core besides: what is bound to it, and when."""
+BINDING = ("states", "recording", "seams", "context", "drawing")
+"""Those that stand on the core and on the record besides: what is bound to it, and when."""
 
 
 def test_the_room_of_timelines_stands_on_its_data() -> None:
@@ -467,17 +466,31 @@ def test_the_room_of_timelines_stands_on_its_data() -> None:
     assert {path.stem for path in room.glob("*.py")} == {"__init__", *TRACE, *BINDING}
     for name in BINDING:
         own = _own_modules(room / f"{name}.py")
-        assert all(_below(module, "core") or _below(module, "tracing") for module in own)
+        below = ("core", "record", "tracing")
+        assert all(any(_below(module, each) for each in below) for module in own)
     users = {_name(path) for path in FILES if any(_below(m, "tracing") for m in _own_modules(path))}
     assert not any(_below(name, "core") for name in users)
 
 
+def test_the_room_of_the_record_stands_on_lanes_alone() -> None:
+    """And says what lives there; nobody in core knows of it."""
+    text = ast.get_docstring(_tree(ROOT / "record" / "__init__.py")) or ""
+    for path in (ROOT / "record").glob("*.py"):
+        assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
+        own = _own_modules(path)
+        assert all(_below(m, "record") or m == "core.device.streams" for m in own), path
+    users = {_name(path) for path in FILES if any(_below(m, "record") for m in _own_modules(path))}
+    rooms = {"paper", "planning", "record", "testing", "tracing"}
+    assert {name.partition(".")[0] for name in users} <= rooms
+
+
 def test_the_rooms_of_paper_and_plans_say_what_lives_there() -> None:
-    """Plans stand on paper, on public modules and on timelines; paper on the core alone."""
+    """Plans stand on paper, public modules and timelines; paper on the core and the record."""
     public = {"api", "reports", "interop", "module", "optim.norms", "wrap", "wrap.choices"}
     known = {"core.config", "core.pieces", "core.device.streams", "core.device.collectives"}
     known |= {"core.device.one_off", "core.device.process_groups"}
     known |= {
+        "core.layout.mesh",
         "core.progress",
         "core.modules.registry",
         "core.schedule.layers",
@@ -489,7 +502,7 @@ def test_the_rooms_of_paper_and_plans_say_what_lives_there() -> None:
             named = path.stem.startswith("__") or re.search(rf"\b{path.stem}\b", text)
             assert named, path.stem
             for module in _own_modules(path):
-                below = ("core", "paper") if room == "paper" else ("planning", "paper", "tracing")
+                below = ("paper", "record", "core" if room == "paper" else "tracing", room)
                 assert module in others or any(_below(module, each) for each in below), path
     users = {_name(p) for p in FILES if any(_below(m, "planning") for m in _own_modules(p))}
     assert all(name == "" or _below(name, "planning") for name in users)

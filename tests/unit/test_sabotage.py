@@ -17,7 +17,7 @@ from fsdp2.core.reduce.reduction import Delivery, PendingReduction, ReduceTransp
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.unit import Phase, Unit
-from fsdp2.testing.virtual import Allocation, VirtualDevice
+from fsdp2.testing.virtual import Life, VirtualDevice
 from tests.unit._scenarios import SCENARIOS
 
 pytestmark = pytest.mark.usefixtures("rare_collections")
@@ -329,7 +329,7 @@ def _leak_staging(monkeypatch: pytest.MonkeyPatch) -> None:
 def _allocate_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     allocate = VirtualDevice.allocate
 
-    def elsewhere(self: VirtualDevice, name: str) -> Allocation:
+    def elsewhere(self: VirtualDevice, name: str) -> Life:
         with self.on(Lane.REDUCE):
             return allocate(self, name)
 

@@ -263,6 +263,11 @@ class ParamGroup:
         self.replicas = replicas
         self._reduce_anew()
 
+    def relaunch(self) -> None:
+        """Bind collectives anew: theirs are other functions now, such as those of a trace."""
+        self.stale = True
+        self._reduce_anew()
+
     def set_smaller_group(self, smaller: SmallerGroup | None) -> None:
         """Choose the ranks to reshard to after forward; ``None`` for all or none."""
         self.stale = self.stale or smaller is not self.smaller_group
