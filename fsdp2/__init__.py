@@ -20,7 +20,6 @@ from fsdp2.core.config import (
     ShardingStateError,
 )
 from fsdp2.core.custom_collectives import AllGather, Comm, ReduceScatter
-from fsdp2.core.layout.mesh import FSDPMeshInfo, ShardPlacementResult
 from fsdp2.full import full_parameters, gathered, load_from_rank0, sync_module_states
 from fsdp2.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.interop import (
@@ -35,6 +34,7 @@ from fsdp2.optim import repoint_optimizer
 from fsdp2.optim.norms import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from fsdp2.planning.planner import Plan, plan
 from fsdp2.reports import GroupReport, Report, group_reports, report
+from fsdp2.sharding.meshes import FSDPMeshInfo, ShardPlacementResult
 from fsdp2.tracing import trace
 from fsdp2.wrap import (
     Choice,

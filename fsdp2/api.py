@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core import config
 from fsdp2.core.config import GroupOptions
-from fsdp2.core.layout.mesh import MeshAxes, default_mesh, resolve_axes
+from fsdp2.core.layout.mesh import MeshAxes
 from fsdp2.core.modules.engine import watch_backwards
 from fsdp2.core.modules.optimizers import watch_optimizers
 from fsdp2.core.modules.registrations import watch_registrations
@@ -49,6 +49,7 @@ from fsdp2.sharding.assembly import (
     move_buffers,
     streams_for,
 )
+from fsdp2.sharding.meshes import default_mesh, resolve_axes
 from fsdp2.sharding.planned import Pending, Taken, join_others, plan_taken
 from fsdp2.sharding.selection import PlacementFn
 from fsdp2.sharding.state_dicts import watch_state_dicts

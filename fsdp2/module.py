@@ -19,20 +19,19 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
-from fsdp2.core.config import MixedPrecisionPolicy, ShardingStateError
-from fsdp2.core.custom_collectives import AllGather, ReduceScatter
-from fsdp2.core.device.collectives import GroupCollectives
-from fsdp2.core.device.comm_memory import (
+from fsdp2.comm_memory import (
     GroupAllGather,
     GroupMemory,
     GroupReduceScatter,
-    MemoryComms,
     MemoryKind,
     SymmetricAllGather,
     SymmetricMemory,
     SymmetricReduceScatter,
     conflicting,
 )
+from fsdp2.core.config import MixedPrecisionPolicy, ShardingStateError
+from fsdp2.core.custom_collectives import AllGather, MemoryComms, ReduceScatter
+from fsdp2.core.device.collectives import GroupCollectives
 from fsdp2.core.device.process_groups import ProcessGroup, backend_name, with_own_group
 from fsdp2.core.modules.dynamo import uncompiled_methods
 from fsdp2.core.modules.frames import forward_method
@@ -828,7 +827,9 @@ class FSDPModule(TorchIdentity):
                     f"{method} needs process groups of the NCCL backend, but those of "
                     f"'{group.name}' are of '{used}', which has no symmetric memory; leave it out"
                 )
-        comms = MemoryComms(SymmetricAllGather(backend), SymmetricReduceScatter(backend))
+        comms = MemoryComms(
+            SymmetricAllGather(backend), SymmetricReduceScatter(backend), only_sums=True
+        )
         require_record(self).unit.set_comms({shared: comms for _, shared in groups})
 
     # ---- helpers

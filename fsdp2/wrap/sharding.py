@@ -21,12 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2.api import PlannedCall, apply_calls, plan_call
 from fsdp2.core.config import CPUOffloadPolicy
-from fsdp2.core.layout.mesh import default_mesh, device_of, node_mesh
+from fsdp2.core.layout.mesh import device_of
 from fsdp2.core.modules.registry import record_of, require_record
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.unit import operations_of
 from fsdp2.interop import MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.module import FSDPModule
+from fsdp2.sharding.meshes import default_mesh, node_mesh
 from fsdp2.sharding.planned import Pending
 from fsdp2.sharding.selection import PlacementFn
 from fsdp2.wrap.choices import Policy, chosen_modules

@@ -11,19 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2 import MixedPrecisionPolicy
-from fsdp2.core.config import GroupOptions
-from fsdp2.core.device import comm_memory
-from fsdp2.core.device.comm_memory import (
+from fsdp2 import MixedPrecisionPolicy, comm_memory
+from fsdp2.comm_memory import (
     GroupAllGather,
     GroupMemory,
     GroupReduceScatter,
-    MemoryComms,
     SymmetricAllGather,
     SymmetricMemory,
     SymmetricReduceScatter,
     conflicting,
 )
+from fsdp2.core.config import GroupOptions
+from fsdp2.core.custom_collectives import MemoryComms
 from fsdp2.core.device.streams import OnStream
 from fsdp2.core.layout.layout import Cut, Slot, Transport
 from fsdp2.core.reduce.spec import is_direct, reduction_spec
@@ -129,7 +128,7 @@ def test_what_conflicts(heard: list[Any]) -> None:
 @pytest.mark.usefixtures("heard")
 def test_a_groups_options_are_its_units_in_the_memory_of_its_process_group() -> None:
     unit, group = chosen_for(shared := Group(allocates=False))
-    comms = MemoryComms(SymmetricAllGather("NCCL"), SymmetricReduceScatter("NCCL"))
+    comms = MemoryComms(SymmetricAllGather("NCCL"), SymmetricReduceScatter("NCCL"), only_sums=True)
     own: Any = object()
     unit.set_comms({Group(allocates=False): comms})  # type: ignore[dict-item]  # a stand-in
     assert group.options is unit.options

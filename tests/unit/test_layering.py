@@ -22,7 +22,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 INSIDE = [p for p in FILES if not {"examples", "testing"} & {*p.relative_to(ROOT).parts}]
 
 # The rooms of core, lowest first: each may import the rooms that it names, and the ground floor.
-GROUND = ("config", "custom_collectives", "names", "progress", "notices")
+GROUND = ("config", "custom_collectives", "names", "notices", "pieces", "progress")
 ROOMS: dict[str, tuple[str, ...]] = {
     "device": (),
     "layout": ("device",),
@@ -54,11 +54,11 @@ TOUCHING: dict[str, set[str]] = {
     "ranks.transfers": {"torch.distributed"},
     "core.device.process_groups": {"torch.distributed", "torch.distributed.distributed_c10d"},
     "core.custom_collectives": {"torch.distributed"},
-    "core.device.comm_memory": {"torch.distributed", "torch.distributed._symmetric_memory"},
+    "comm_memory": {"torch.distributed", "torch.distributed._symmetric_memory"},
     "paper.null_group": {"torch.distributed"},
     "paper.stage": {"torch.distributed"},
 }
-"""What modules touch c10d, and by what: the device's room, `ranks`, and the groups of plans."""
+"""What modules touch c10d, and by what: the device's room, `ranks`, and what else is said here."""
 
 COMMUNICATING = {
     "core.device.collectives",
@@ -312,7 +312,8 @@ def test_only_tests_of_benchmarks_import_benchmarks() -> None:
         ("optim/repoint", []),
         ("wrapper_module", []),
         ("interop/identity", ["fsdp2.sharding"]),
-        ("module", ["fsdp2.handles", "fsdp2.interop", "fsdp2.sharding"]),
+        ("comm_memory", []),
+        ("module", ["fsdp2.comm_memory", "fsdp2.handles", "fsdp2.interop", "fsdp2.sharding"]),
         ("api", ["fsdp2.interop", "fsdp2.module", "fsdp2.sharded_class", "fsdp2.sharding"]),
     ],
 )
@@ -356,7 +357,7 @@ def test_the_room_of_whole_tensors_stands_on_the_core() -> None:
     for path in room.glob("*.py"):
         assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
         for module in _own_modules(path):
-            assert any(_below(module, each) for each in ("core", "full", "ranks")), path
+            assert any(_below(module, each) for each in ("core", "full", "ranks", "sharding")), path
 
 
 def test_the_room_of_torchs_clients_says_what_lives_there() -> None:
@@ -393,11 +394,11 @@ def test_what_replaces_torchs_names_stands_on_public_modules(name: str, others: 
         ("__init__", ["xla.files", "xla.wrapper"]),
         ("consolidate", ["xla.files"]),
         ("files", ["xla.shards"]),
-        ("shards", []),
+        ("shards", ["core.pieces"]),
         (
             "wrapper",
             [
-                *("api", "core.layout.mesh", "core.modules.registry", "core.modules.walks"),
+                *("api", "core.modules.registry", "core.modules.walks", "sharding.meshes"),
                 *("interop", "module", "optim.norms", "sharded_class", "xla.shards"),
                 *("wrap.choices", "wrapper_module"),
             ],
@@ -424,10 +425,10 @@ def test_the_room_of_checkpoints_stands_on_public_modules() -> None:
     room = ROOT / "checkpoint"
     text = ast.get_docstring(_tree(room / "__init__.py")) or ""
     others = {"module", "core.config", "core.names", "full.loading"}
-    others |= {"core.layout.layout", "xla.files", "xla.shards"}  # of `convert`
+    others |= {"core.layout.layout", "sharding.cuts", "xla.files", "xla.shards"}  # of `convert`
     others |= {"core.device.buffers", "core.layout.mesh", "core.modules.registry"}
     others |= {"core.progress", "core.modules.optimizers"}  # what reads shards beside training
-    others |= {"ranks.channels", "core.device.process_groups"}
+    others |= {"ranks.channels", "core.device.process_groups", "core.pieces"}
     for path in room.glob("*.py"):
         assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
         assert all(_below(m, "checkpoint") or m in others for m in _own_modules(path)), path
@@ -486,7 +487,7 @@ def test_the_room_of_the_record_stands_on_lanes_alone() -> None:
 def test_the_rooms_of_paper_and_plans_say_what_lives_there() -> None:
     """Plans stand on paper, public modules and timelines; paper on the core and the record."""
     public = {"api", "reports", "interop", "module", "optim.norms", "wrap", "wrap.choices"}
-    known = {"core.config", "core.device.streams", "core.device.collectives"}
+    known = {"core.config", "core.pieces", "core.device.streams", "core.device.collectives"}
     known |= {"core.device.one_off", "core.device.process_groups"}
     known |= {
         "core.layout.mesh",

@@ -21,7 +21,7 @@ from enum import Enum
 from typing import Any
 
 from fsdp2.core.config import GroupOptions
-from fsdp2.core.device.comm_memory import MemoryComms
+from fsdp2.core.custom_collectives import MemoryComms
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import GroupOperations, Layer, layered
@@ -196,7 +196,7 @@ class Unit:
         comms = self.comms[shared]
         if gather is None:
             gather = comms.all_gather
-        if reduce is None and (options.sum_only or not comms.reduce_scatter.only_sums):
+        if reduce is None and (options.sum_only or not comms.only_sums):
             reduce = comms.reduce_scatter
         return replace(options, all_gather=gather, reduce_scatter=reduce)
 

@@ -11,27 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fsdp2.core.custom_collectives import AllGather, Comm, ReduceScatter
+from fsdp2.core.custom_collectives import AllGather, Comm, OwnMemory, ReduceScatter
 from fsdp2.core.device.collectives import run_all_gather, run_reduce_scatter
 from fsdp2.core.device.one_off import run_barrier
-
-
-class OwnMemory(Comm):
-    """Where our collectives get their buffers from.
-
-    Attributes:
-        only_sums: whether the backend can only sum there.
-    """
-
-    only_sums: ClassVar[bool] = False
-
-    def meet(self, group: dist.ProcessGroup, *buffers: torch.Tensor) -> None:
-        """Make buffers known to the other ranks, where that is needed."""
 
 
 class _Gathers(OwnMemory, AllGather):
@@ -133,15 +120,6 @@ class SymmetricAllGather(SymmetricMemory, _Gathers):
 
 class SymmetricReduceScatter(SymmetricMemory, _Reduces):
     """A reduce-scatter in symmetric memory, which NCCL has for sums only."""
-
-    only_sums = True
-
-
-class MemoryComms(NamedTuple):
-    """Collectives over a process group, in one kind of memory."""
-
-    all_gather: GroupAllGather | SymmetricAllGather
-    reduce_scatter: GroupReduceScatter | SymmetricReduceScatter
 
 
 MemoryKind = type[GroupMemory] | type[SymmetricMemory]
