@@ -40,6 +40,7 @@ from fsdp2.core.device.streams import DeviceStreams, InlineStreams, Lane, Stream
 from fsdp2.core.layout.mesh import wrap_local
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.params.param import ShardedParam
+from fsdp2.record.notes import Await, Signal
 from fsdp2.testing import counting
 from fsdp2.testing.blocks import tiny_blocks
 from fsdp2.testing.null_group import CallLog, NullGroup, init_null_group
@@ -100,9 +101,9 @@ def _count_step(precision: str, blocks: int) -> Counter[str]:
         unsharded = counting.operators(variants.steady_step(made, "none", precision, WORLD_SIZE)[1])
         stores = 0
         for block in model.blocks:
-            for group in record_of(block).unit.groups:  # type: ignore[union-attr]  # it is sharded
+            for group in record_of(block).unit.own_groups:  # type: ignore[union-attr]  # it is sharded
                 # gathered twice and freed twice a step
-                stores += 2 * (len(group._to_unsharded) + len(group._to_sharded))
+                stores += 2 * (len(group.bound.to_unsharded) + len(group.bound.to_sharded))
     finally:
         dist.destroy_process_group()
     beyond = sharded - unsharded
@@ -158,11 +159,11 @@ def _count_streams(precision: str, blocks: int) -> Counter[str]:
     start, switches = len(device.trace), device.switches
     simulation.forward()
     simulation.backward()
-    kinds = Counter(op.kind for op in device.trace[start:])
+    kinds = Counter(type(note) for note in device.trace[start:])
     return Counter(
         {
-            "event recorded": kinds["record"],
-            "event waited for": kinds["wait"],
+            "event recorded": kinds[Signal],
+            "event waited for": kinds[Await],
             "stream switched to": device.switches - switches,
         }
     )
@@ -222,7 +223,7 @@ def _time_operations(device: torch.device, precision: str) -> dict[str, float]:
     assert isinstance(group, NullGroup)
     collectives = GroupCollectives(group, device, device.type == "cuda")
     model = variants.place(tiny_blocks(1, PARAMS, DIM), "fsdp2", "fp32", WORLD_SIZE, device)
-    param: ShardedParam = record_of(model.blocks[0]).unit.groups[0].params[0]  # type: ignore[union-attr]
+    param: ShardedParam = record_of(model.blocks[0]).unit.own_groups[0].params[0]  # type: ignore[union-attr]
     spec, rows = param.sharded._spec, param.local
     storage = torch.empty(full.nbytes, dtype=torch.uint8, device=device).untyped_storage()
     nbytes = storage.size()

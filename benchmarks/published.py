@@ -26,11 +26,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fsdp2
-from fsdp2.paper.recording import GATHERED, GRADIENTS, OPTIMIZER, SHARDS, Operation
 from fsdp2.planning.hardware import Attained, Hardware, load
 from fsdp2.planning.memory import Ledger
 from fsdp2.planning.planner import Plan
 from fsdp2.planning.presets import PRESETS, Block, Model, Shape, loss, make_batch
+from fsdp2.record.categories import GATHERED, GRADIENTS, OPTIMIZER, SHARDS
+from fsdp2.record.notes import Operation
 
 FOLDER = Path(__file__).parent / "results" / "plan"
 MIXED = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -20,9 +20,10 @@ if __package__ in (None, ""):  # run as a script
 import torch
 
 from fsdp2.core.config import MixedPrecisionPolicy
+from fsdp2.record.notes import Allocation, Operation
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.timeline import timeline_of
-from fsdp2.testing.virtual import Allocation, Op, VirtualDevice
+from fsdp2.testing.virtual import VirtualDevice
 from fsdp2.tracing import Timeline, show
 
 BLOCKS = 4
@@ -50,7 +51,7 @@ BYTES = {
 """Category and bytes of a block's buffers, by how their names begin."""
 
 
-def took(op: Op) -> float:
+def took(op: Operation) -> float:
     """What an operation takes, in µs."""
     kind, _, unit = op.kind.partition(" ")
     return 0.0 if unit == "root" else MICROSECONDS.get(kind, 0.0)

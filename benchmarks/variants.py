@@ -205,13 +205,13 @@ def observe(model: nn.Module, observer: Observer | None) -> None:
     world = dist.group.WORLD
     assert isinstance(world, NullGroup)
     world.observe(observer)
-    groups = [group for record in records_below(model) for group in record.unit.groups]
+    groups = [group for record in records_below(model) for group in record.unit.own_groups]
     found = {id(group.collectives): group.collectives for group in groups}
     for collectives in found.values():
         collectives.__init__(collectives.group, collectives.device, collectives._asynchronous)
     for group in groups:  # bind gathers and reductions to the methods found now
-        group.reroute = True
-        if group.bound:
+        group.stale = True
+        if group.bound is not None:
             group.bind_reductions()
 
 

@@ -28,9 +28,10 @@ import torch
 
 from benchmarks import stats
 from fsdp2.core.device.streams import Lane
+from fsdp2.record.notes import Operation
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.timeline import idle, replay
-from fsdp2.testing.virtual import Op, VirtualDevice
+from fsdp2.testing.virtual import VirtualDevice
 
 WINDOWS = (1, 2, 3)
 
@@ -197,7 +198,7 @@ def _exposed(
     return Exposed(*found)
 
 
-def _duration(op: Op, times: Mapping[str, Unit]) -> float:
+def _duration(op: Operation, times: Mapping[str, Unit]) -> float:
     """What an operation of either schedule takes; nothing, of those that are not looked at."""
     kind, _, name = op.kind.partition(" ")
     if kind in ("forward", "backward"):

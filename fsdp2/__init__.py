@@ -26,7 +26,6 @@ from fsdp2.core.config import (
     ShardingStateError,
 )
 from fsdp2.core.custom_collectives import AllGather, Comm, ReduceScatter
-from fsdp2.core.layout.mesh import FSDPMeshInfo, ShardPlacementResult
 from fsdp2.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.interop import (
     CPUOffloadPolicy,
@@ -35,6 +34,7 @@ from fsdp2.interop import (
     OffloadPolicy,
 )
 from fsdp2.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
+from fsdp2.sharding.meshes import FSDPMeshInfo, ShardPlacementResult
 
 if TYPE_CHECKING:
     from fsdp2 import checkpoint, optim, xla

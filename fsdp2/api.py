@@ -21,13 +21,14 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core import config
 from fsdp2.core.config import GroupOptions
-from fsdp2.core.layout.mesh import MeshAxes, default_mesh, resolve_axes
+from fsdp2.core.layout.mesh import MeshAxes
 from fsdp2.core.modules.engine import watch_backwards
 from fsdp2.core.modules.optimizers import watch_optimizers
 from fsdp2.core.modules.registrations import watch_registrations
 from fsdp2.core.modules.registry import Arguments, record_of
 from fsdp2.core.modules.saved import hooks_for
 from fsdp2.core.params.param import PlannedParam, is_extended
+from fsdp2.core.schedule.layers import watched
 from fsdp2.core.schedule.unit import Unit
 from fsdp2.interop import (
     CPUOffloadPolicy,
@@ -48,6 +49,7 @@ from fsdp2.sharding.assembly import (
     move_buffers,
     streams_for,
 )
+from fsdp2.sharding.meshes import default_mesh, resolve_axes
 from fsdp2.sharding.planned import Pending, Taken, join_others, plan_taken
 from fsdp2.sharding.selection import PlacementFn
 from fsdp2.sharding.state_dicts import watch_state_dicts
@@ -228,7 +230,7 @@ def plan_call(
     check_groups(name, taken.plans, options, compare=pending is None or not pending.ahead)
     if pending is not None:
         pending.add(taken, policy)
-    arguments = Arguments(axes, policy, offload, smaller)
+    arguments = Arguments(axes, offload, smaller)
     return PlannedCall(name, taken, arguments, options, reshard)
 
 
@@ -265,7 +267,7 @@ def apply_calls(calls: Sequence[PlannedCall]) -> None:
 def _apply(call: PlannedCall) -> None:
     taken, axes = call.taken, call.arguments.axes
     groups = make_groups(call.name, taken.plans, call.options, call.arguments)
-    unit = Unit(call.name, groups, call.options)
+    unit = Unit(call.name, watched(groups), call.options)
     unit.reshard_after_forward = call.reshard_after_forward
     move_buffers(taken.modules, axes.device)
     hooks, streams = hooks_for(axes.device), streams_for(axes.device)
@@ -276,7 +278,7 @@ def _apply(call: PlannedCall) -> None:
     watch_backwards()
     for member in taken.modules:
         set_sharded_class(member)
-    watch_state_dicts(unit.groups)
+    watch_state_dicts(groups)
     follow_aliases(taken.modules)
     join_others(taken, record)
 

@@ -13,17 +13,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
-from fsdp2.core.config import GroupOptions, MixedPrecisionPolicy, ShardingStateError
-from fsdp2.core.custom_collectives import AllGather, ReduceScatter
-from fsdp2.core.device.collectives import GroupCollectives
-from fsdp2.core.device.comm_memory import (
+from fsdp2.comm_memory import (
     GroupAllGather,
     GroupMemory,
     GroupReduceScatter,
@@ -33,6 +29,9 @@ from fsdp2.core.device.comm_memory import (
     SymmetricReduceScatter,
     conflicting,
 )
+from fsdp2.core.config import MixedPrecisionPolicy, ShardingStateError
+from fsdp2.core.custom_collectives import AllGather, MemoryComms, ReduceScatter
+from fsdp2.core.device.collectives import GroupCollectives
 from fsdp2.core.device.process_groups import ProcessGroup, backend_name, with_own_group
 from fsdp2.core.modules.dynamo import uncompiled_methods
 from fsdp2.core.modules.frames import forward_method
@@ -183,7 +182,7 @@ class FSDPModule(TorchIdentity):
         unit, arguments = record.unit, record.arguments
         name = f"{unit.name or '(root)'} (new)"
         left_out = replicated_parameters(record.modules)
-        precision, choose = arguments.precision, shard_placement_fn
+        precision, choose = unit.options.precision, shard_placement_fn
         taken = plan_taken(
             record.modules, left_out, arguments.axes, choose, precision, new_to=record
         )
@@ -481,7 +480,7 @@ class FSDPModule(TorchIdentity):
 
     def get_mp_policy(self) -> MixedPrecisionPolicy:
         """The mixed-precision policy that `fully_shard` was given."""
-        return require_record(self).arguments.precision
+        return require_record(self).unit.options.precision
 
     def get_reshard_after_forward(self) -> bool | int:
         """Whether this unit's forward frees the gathered parameters at its end.
@@ -493,7 +492,7 @@ class FSDPModule(TorchIdentity):
             forward on; until then it answers ``True``, too.
         """
         unit = require_record(self).unit
-        sizes = [g.smaller_group.collectives.size for g in unit.groups if g.smaller_group]
+        sizes = [g.smaller_group.collectives.size for g in unit.own_groups if g.smaller_group]
         return sizes[0] if sizes and unit.frees_after_forward else unit.frees_after_forward
 
     # ---- dividing and summing
@@ -533,9 +532,6 @@ class FSDPModule(TorchIdentity):
                 reduce-scatters then use symmetric memory too. Default behaviour is ``False``.
         """
         self._change(sum_only=bool(enable))
-        for group in self._groups(recurse=False):
-            if isinstance(group.options.all_gather, SymmetricAllGather):
-                group.set_options(_in_symmetric_memory(group.options))
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -799,19 +795,11 @@ class FSDPModule(TorchIdentity):
             ValueError: the unit has collectives of the user's, or in symmetric memory.
         """
         self._check_memory("set_allocate_memory_from_process_group_for_comm", GroupMemory, enable)
-        for group in self._groups(recurse=False):
-            shared = process_group(group)
-            if shared is None:
-                continue
-            options = group.options
-            gather, reduce = options.all_gather, options.reduce_scatter
-            if enable:
-                gather, reduce = GroupAllGather(shared), GroupReduceScatter(shared)
-            else:  # what the user has set since stays
-                gather = None if isinstance(gather, GroupMemory) else gather
-                reduce = None if isinstance(reduce, GroupMemory) else reduce
-            if gather is not options.all_gather or reduce is not options.reduce_scatter:
-                group.set_options(replace(options, all_gather=gather, reduce_scatter=reduce))
+        unit = require_record(self).unit
+        comms = {g: c for g, c in unit.comms.items() if isinstance(c.all_gather, SymmetricMemory)}
+        for shared in filter(None, map(process_group, unit.own_groups)) if enable else ():
+            comms[shared] = MemoryComms(GroupAllGather(shared), GroupReduceScatter(shared))
+        unit.set_comms(comms)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Take the buffers of all-gathers from symmetric memory; not recursive.
@@ -839,9 +827,10 @@ class FSDPModule(TorchIdentity):
                     f"{method} needs process groups of the NCCL backend, but those of "
                     f"'{group.name}' are of '{used}', which has no symmetric memory; leave it out"
                 )
-        for group, _ in groups:
-            options = replace(group.options, all_gather=SymmetricAllGather(backend))
-            group.set_options(_in_symmetric_memory(options))
+        comms = MemoryComms(
+            SymmetricAllGather(backend), SymmetricReduceScatter(backend), only_sums=True
+        )
+        require_record(self).unit.set_comms({shared: comms for _, shared in groups})
 
     # ---- helpers
 
@@ -885,13 +874,10 @@ class FSDPModule(TorchIdentity):
         """
         record = require_record(self)
         root = record.scheduler if record.unit.is_root and record.alone else None
-        if root is None:
-            groups = [group for below in records_below(self) for group in below.unit.groups]
-        else:
-            groups = root.groups
+        units = [below.unit for below in records_below(self)] if root is None else root.units
         unreduced = []
         if root is None or root.unreduced:
-            unreduced = [group for group in groups if group.accumulates]
+            unreduced = [group for unit in units for group in unit.groups if group.accumulates]
         if unreduced and record.scheduler is not None:
             # They may still add to partial sums, and deliver gradients, which must go as well.
             record.scheduler.wait_for_reductions()
@@ -905,17 +891,18 @@ class FSDPModule(TorchIdentity):
             group.discard_gradients()
         if root is not None:
             root.unreduced = False
-        for group in groups:
-            if group.state is not SHARDED:  # shards are not registered, but their gradients count
-                for param in group.params:
-                    param.clear_gradient(set_to_none)
+        for unit in units:
+            for group in unit.groups:
+                if group.state is not SHARDED:  # shards are not registered; their gradients count
+                    for param in group.params:
+                        param.clear_gradient(set_to_none)
 
     def _apply(self, *args: object, **kwargs: object) -> object:
         """`.to()`, `.cuda()`, `.to_empty()` …: on the sharded parameters."""
         self.reshard()
         result = super(TORCHS, self)._apply(*args, **kwargs)
         for group in require_record(self).unit.groups:
-            group.rebind()
+            group.base.rebind()
         return result
 
     def __deepcopy__(self, memo: object) -> NoReturn:
@@ -1019,12 +1006,6 @@ def _checked_targets(modules: Iterable[FSDPModule]) -> list[Unit]:
                 f"fully_shard on it"
             )
     return [require_record(module).unit for module in modules]
-
-
-def _in_symmetric_memory(options: GroupOptions) -> GroupOptions:
-    """Options whose reduce-scatters are in symmetric memory too, if they only sum."""
-    comm = SymmetricReduceScatter("NCCL") if options.sum_only else None
-    return replace(options, reduce_scatter=comm)
 
 
 def _checked_comm(comm: C, method: str) -> C:

@@ -19,6 +19,7 @@ from fsdp2.checkpoint.archives import Record
 from fsdp2.checkpoint.entries import Entry, Piece, Tree, whole_of
 from fsdp2.core.config import CheckpointError
 from fsdp2.core.names import clean
+from fsdp2.core.pieces import piece_of
 
 Nested = dict[str, Any]
 
@@ -279,9 +280,8 @@ def _of_dtensors(values: Sequence[Record]) -> Parts:
         for placement, at, size in zip(spec["placements"], place, sizes, strict=True):
             if {"Shard": True, "Replicate": False}[placement.kind]:  # others: a KeyError
                 dim = placement["dim"]
-                chunk = -(-lengths[dim] // size)
-                start = min(at * chunk, lengths[dim])
-                starts[dim], lengths[dim] = starts[dim] + start, min(chunk, lengths[dim] - start)
+                start, lengths[dim] = piece_of(lengths[dim], size, at)
+                starts[dim] += start
         pieces.append(Piece(piece.tensor, tuple(starts), piece.file))
     return shape, pieces[0].tensor.dtype, pieces
 

@@ -91,7 +91,7 @@ def _sharded(model: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
     return {
         (id(module), name): param.sharded
         for record in records_below(model)
-        for group in record.unit.groups
+        for group in record.unit.own_groups
         for param in group.params
         for module, name in param.entries
     }
@@ -158,7 +158,7 @@ def _writes_itself(module: nn.Module) -> bool:
 
 def _flat_shards(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for record in records_below(model):
-        for place, group in enumerate(g for g in record.unit.groups if not g.is_alias):
+        for place, group in enumerate(record.unit.own_groups):
             name = f"{group.name}#{place}" if place else group.name
             yield name, group.shard.view(torch.uint8, 0, (group.shard.nbytes,))
 

@@ -28,6 +28,7 @@ from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.buffers import FlatBuffer
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.modules.optimizers import steps, watch_steps
+from fsdp2.core.pieces import round_up
 from fsdp2.core.progress import ShardReaders
 
 _ALIGNMENT = 64  # bytes
@@ -65,7 +66,7 @@ class HostMemory:
             starts, total = [], 0
             for source in sources:
                 starts.append(total)
-                total += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
+                total += round_up(source.nbytes, _ALIGNMENT)
             if self._buffer is None or self._buffer.nbytes < total:
                 self._layout, self._places, self._buffer = [], [], None  # the old one goes first
                 pinned = any(source.device.type != "cpu" for source in sources)

@@ -52,6 +52,7 @@ from fsdp2.checkpoint.values import Value, is_kept_by_dcp, packed
 from fsdp2.core.config import CheckpointError
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.names import clean
+from fsdp2.core.pieces import piece_of
 
 # ---- what is there
 
@@ -597,8 +598,6 @@ def _part(shape: tuple[int, ...], value: DTensor) -> tuple[tuple[int, ...], tupl
         placement = value.placements[at]
         assert isinstance(placement, (Shard, _StridedShard))
         dim = placement.dim
-        piece = -(-lengths[dim] // mesh.size(at))
-        start = min(coordinate[at] * piece, lengths[dim])
+        start, lengths[dim] = piece_of(lengths[dim], mesh.size(at), coordinate[at])
         offsets[dim] += start
-        lengths[dim] = min(piece, lengths[dim] - start)
     return tuple(offsets), tuple(lengths)

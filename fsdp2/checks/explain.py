@@ -70,7 +70,7 @@ def explain(error: BaseException, units: Iterable[Unit]) -> None:
 def _explain_sharded(error: RuntimeError, units: Iterable[Unit]) -> None:
     known: _Known = {}
     for unit in units:
-        for group in unit.groups:
+        for group in unit.own_groups:
             for param in group.params:
                 for form in param.forms():
                     if form is not param.unsharded:
@@ -143,7 +143,7 @@ def _freed(units: Iterable[Unit]) -> dict[int, list[_Owned]]:
     """The parameters that have to be gathered before use, by their memory."""
     known: dict[int, list[_Owned]] = {}
     for unit in units:
-        for group in unit.groups:
+        for group in unit.own_groups:
             for param in group.params if group.state.needs_gather else ():
                 memory = _memory(param.unsharded)
                 if memory is not None:

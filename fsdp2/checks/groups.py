@@ -4,7 +4,7 @@
     reduce          agree, reduce, look for NaN
     reshard         look for writes to what is gathered, then free
 
-The checks are a layer around groups (`fsdp2.core.schedule.layers`), which they have while something
+The checks are a layer around groups (`fsdp2.core.schedule.layers`), which is there while something
 is checked: nothing asks in a step whether it is. The process has one `EnabledChecks` and, while
 ranks are checked, one `Agreement` in `Checks`.
 """
@@ -16,6 +16,7 @@ import contextlib
 import functools
 import operator
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -48,9 +49,9 @@ from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.layers import Layer, Watchers, put_around
+from fsdp2.core.schedule.layers import GroupOperations, Layer, Watchers, layered
 from fsdp2.core.schedule.states import GroupState
-from fsdp2.core.schedule.unit import Phase, Unit, all_groups, unit_of
+from fsdp2.core.schedule.unit import Phase, Unit, all_groups, all_units, put_around, unit_of
 from fsdp2.ranks.channels import StoreBoard, default_store
 
 _SAME_WEIGHTS = (
@@ -133,7 +134,7 @@ class Checks:
             optimizers.steps.remove(_before_optimizer_step)
             cls.compared.clear()
             cls.leave("has switched the check of ranks off")
-        put_around(all_groups(), CheckedGroup, cls.any_is_on())
+        put_around(all_units(), CheckedGroup, cls.any_is_on())
 
     @classmethod
     def any_is_on(cls) -> bool:
@@ -186,32 +187,32 @@ def _announce_exit() -> None:
     atexit.register(lambda: Checks.leave("has ended"))
 
 
-def _follow(group: ParamGroup) -> None:
-    """Let a new group check what is checked now."""
-    put_around([group], CheckedGroup, Checks.any_is_on())
+def _follow(groups: Sequence[GroupOperations]) -> Sequence[GroupOperations]:
+    """Let new groups check what is checked now."""
+    return layered(groups, CheckedGroup, Checks.any_is_on())
 
 
 class CheckedGroup(Layer):
-    """A group whose steps are agreed on, whose gradients must be finite, or both."""
+    """A layer that agrees on a group's steps, looks at what was written and at gradients."""
 
     __slots__ = ()
 
-    height = 1
+    height = 2
 
     def start_unshard(self) -> None:
         """Look at what was written, agree on the all-gather, then issue it."""
         if self.state is GroupState.RESHARDED:
             self._refuse_written(stays=True)
         if Checks.current().check_ranks:
-            smaller = self.smaller_group if self.state is GroupState.RESHARDED else None
-            collectives = self.collectives if smaller is None else smaller.collectives
-            if self not in Checks.compared:
-                Checks.compared.add(self)
+            smaller = self.base.smaller_group if self.state is GroupState.RESHARDED else None
+            collectives = self.base.collectives if smaller is None else smaller.collectives
+            if self.base not in Checks.compared:
+                Checks.compared.add(self.base)
                 self._compare_copies()
             if collectives.size > 1:
                 assert collectives.group is not None
-                Checks.agree(collectives.group, self.device, self._gather_step())
-        super().start_unshard()
+                Checks.agree(collectives.group, self.base.device, self._gather_step())
+        self.below.start_unshard()
 
     def reduce(
         self, jobs: list[tuple[Reduction, Job]], all_reduce: bool
@@ -221,12 +222,12 @@ class CheckedGroup(Layer):
         if settings.check_ranks:
             self._agree_on_reduction(jobs, all_reduce)
         if not settings.check_nan:
-            return super().reduce(jobs, all_reduce)
+            return self.below.reduce(jobs, all_reduce)
         before = [_finite(grad) for _, job in jobs for grad in job.grads]
         names = [member.name for reduction, _ in jobs for member in reduction.members]
-        pending = super().reduce(jobs, all_reduce)
+        pending = self.below.reduce(jobs, all_reduce)
         if pending is not None:
-            self.streams.wait(Lane.COMPUTE, pending.done, "compute after reduction")
+            self.base.streams.wait(Lane.COMPUTE, pending.done, "compute after reduction")
         rows = [
             r.transport.views(job.flat) if job.flat is not None else job.outputs for r, job in jobs
         ]
@@ -238,36 +239,36 @@ class CheckedGroup(Layer):
 
     def finish_unshard(self) -> None:
         """Finish the all-gather, and note what it has brought."""
-        super().finish_unshard()
+        self.below.finish_unshard()
         if Checks.current().check_writes:
-            Checks.contents[self] = self._contents()
+            Checks.contents[self.base] = self._contents()
 
     def take_back(self, stays: bool = True) -> None:
         """Look at what was written while the group stayed gathered."""
-        super().take_back(stays)
+        self.below.take_back(stays)
         self._refuse_written(stays)
 
     def shard_smaller(self) -> None:
         """Look at what was written, then free, and note which rows are left."""
         self._refuse_written()
-        super().shard_smaller()
-        if self.state is GroupState.RESHARDED and self in Checks.contents:
-            Checks.contents[self] = self._contents()
+        self.below.shard_smaller()
+        if self.state is GroupState.RESHARDED and self.base in Checks.contents:
+            Checks.contents[self.base] = self._contents()
 
     def reshard(self) -> None:
         """Look at what was written, then free."""
         self._refuse_written()
-        super().reshard()
+        self.below.reshard()
 
     def hide(self) -> None:
         """Look at what was written, then register the shards."""
         self._refuse_written()
-        super().hide()
+        self.below.hide()
 
     def abandon(self) -> None:
         """Free, whatever was written."""
-        Checks.contents.pop(self, None)
-        super().abandon()
+        Checks.contents.pop(self.base, None)
+        self.below.abandon()
 
     def _contents(self) -> Contents:
         smaller = self.state is GroupState.RESHARDED
@@ -280,7 +281,7 @@ class CheckedGroup(Layer):
 
     def _compared_params(self) -> list[ShardedParam]:
         """Of others a gather may bring what it likes."""
-        return [p for p in self.params if not (p.is_meta or p.is_extended or p.is_its_shard)]
+        return [p for p in self.base.params if not (p.is_meta or p.is_extended or p.is_its_shard)]
 
     def _refuse_written(self, stays: bool = False) -> None:
         """Raise on all ranks alike: each has its own rows.
@@ -288,14 +289,14 @@ class CheckedGroup(Layer):
         Args:
             stays: whether what is gathered is used once more, so that shards count, too.
         """
-        before = Checks.contents.get(self)
+        before = Checks.contents.get(self.base)
         if before is None or self.state not in (GroupState.UNSHARDED, GroupState.RESHARDED):
             return
-        now = Checks.contents[self] = self._contents()
+        now = Checks.contents[self.base] = self._contents()
         sharded = map(operator.ne, before.shards, now.shards) if stays else ()
         written = [*map(operator.ne, before.registered, now.registered), *sharded]
         own = list(map(int, written))
-        everyones = self.collectives.exchange(own) if self.collectives.size > 1 else [own]
+        everyones = self.base.collectives.exchange(own) if self.base.collectives.size > 1 else [own]
         names = [param.name for param in self._compared_params()]
         for index, by_rank in enumerate(zip(*everyones, strict=True)):
             if any(by_rank) and index < len(names):
@@ -311,25 +312,25 @@ class CheckedGroup(Layer):
 
     def _compare_copies(self) -> None:
         """The replicate axis holds copies: of this rank's rows, before they are first used."""
-        if self.replicas is None or self.replicas.size == 1:
+        if self.base.replicas is None or self.base.replicas.size == 1:
             return
         sums = {
             f"parameter '{param.name}'": f"{_checksum(param.local)}"
-            for param in self.params
+            for param in self.base.params
             if not (param.is_meta or param.is_extended)
         }
-        what = f"the first use of the weights of '{self.name}', {self._iteration()}"
+        what = f"the first use of the weights of '{self.base.name}', {self._iteration()}"
         fix = "start every replica from the same weights"
-        Checks.agree(self.replicas.group, self.device, Intent(what, sums, fix))
+        Checks.agree(self.base.replicas.group, self.base.device, Intent(what, sums, fix))
 
     def _gather_step(self) -> Intent:
-        unit = unit_of(self)
+        unit = unit_of(self.base)
         details = {
             f"parameter '{param.name}'": (
-                f"{_shape(param)} in {compute_dtype(self.options, param)}, "
+                f"{_shape(param)} in {compute_dtype(self.base.options, param)}, "
                 f"{'trained' if param.sharded.requires_grad else 'frozen'}"
             )
-            for param in self.params
+            for param in self.base.params
         }
         moment = "outside forward and backward"
         scheduler = scheduler_of(unit)
@@ -342,7 +343,7 @@ class CheckedGroup(Layer):
                 moment = f"during the forward of '{running.name or '(root)'}'"
             details["torch.is_grad_enabled()"] = str(torch.is_grad_enabled())
         details.update(self._flags(unit))
-        what = f"the all-gather of '{self.name}' {moment}, {self._iteration()}"
+        what = f"the all-gather of '{self.base.name}' {moment}, {self._iteration()}"
         return Intent(what, details)
 
     def _agree_on_reduction(self, jobs: list[tuple[Reduction, Job]], all_reduce: bool) -> None:
@@ -351,23 +352,23 @@ class CheckedGroup(Layer):
             for member in reduction.members:  # ranks may differ in who has a gradient
                 gradient = f"{_shape(member)} in {reduction.reduce_dtype}"
                 details[f"the gradient of '{member.name}'"] = gradient
-        details.update(self._flags(unit_of(self)))
-        where = f"of '{self.name}' in backward, {self._iteration()}"
+        details.update(self._flags(unit_of(self.base)))
+        where = f"of '{self.base.name}' in backward, {self._iteration()}"
         fix = "give every rank the same"
-        if self.reducers.size > 1:
+        if self.base.reducers.size > 1:
             step = Intent(f"the reduce-scatter {where}", details, fix)
-            assert self.reducers.group is not None
-            Checks.agree(self.reducers.group, self.device, step)
-        if all_reduce and self.replicas is not None and self.replicas.size > 1:
+            assert self.base.reducers.group is not None
+            Checks.agree(self.base.reducers.group, self.base.device, step)
+        if all_reduce and self.base.replicas is not None and self.base.replicas.size > 1:
             step = Intent(f"the all-reduce {where}", details, fix)
-            Checks.agree(self.replicas.group, self.device, step)
+            Checks.agree(self.base.replicas.group, self.base.device, step)
 
     def _flags(self, unit: Unit) -> dict[str, str]:
         return {
             "reshard_after_forward": str(unit.frees_after_forward),
             "reshard_after_backward": str(unit.reshard_after_backward),
             "unshard_in_backward": str(unit.unshard_in_backward),
-            **_said(self.options),
+            **_said(self.base.options),
         }
 
     @staticmethod
@@ -382,13 +383,13 @@ class CheckedGroup(Layer):
         """Raise on all ranks alike: each has its own gradients, and its own rows of the sums."""
         own = [int(not finite) for finite in (*before, *after)]
         everyones = [own]
-        if self.reducers.size > 1:
-            everyones = self.reducers.exchange(own)
-        bad = torch.tensor(everyones, dtype=torch.float32, device=self.device).sum(0)
-        ranks = self.reducers.size
-        if all_reduce and self.replicas is not None and self.replicas.size > 1:
-            ranks *= self.replicas.size
-            work = self.replicas.all_reduce(bad, _SUM)
+        if self.base.reducers.size > 1:
+            everyones = self.base.reducers.exchange(own)
+        bad = torch.tensor(everyones, dtype=torch.float32, device=self.base.device).sum(0)
+        ranks = self.base.reducers.size
+        if all_reduce and self.base.replicas is not None and self.base.replicas.size > 1:
+            ranks *= self.base.replicas.size
+            work = self.base.replicas.all_reduce(bad, _SUM)
             if work is not None:
                 work.wait()
         counts = [int(count) for count in bad.tolist()]
@@ -400,7 +401,7 @@ class CheckedGroup(Layer):
         if found:
             more = f" and {len(found) - 3} more" if len(found) > 3 else ""
             raise NonFiniteGradientError(
-                f"the gradients of unit '{self.name}' hold NaN or infinity: parameter "
+                f"the gradients of unit '{self.base.name}' hold NaN or infinity: parameter "
                 f"{', '.join(found[:3])}{more}; look at the loss and the inputs of those ranks, or "
                 f"reduce in a dtype with more range if it was on none of them"
             )

@@ -4,6 +4,7 @@ custom_collectives  the user's own collectives: what they have to be
 config              what a user may choose, as frozen values; the exceptions
 progress            optimizer steps counted; what to say where a collective fails
 names               names without what wrappers put into them
+pieces              lengths cut into equal pieces, and rounded up
 notices             what rooms above core are told of, at rare events
 device/             lanes, memory, kernels and collectives of one device
 layout/             where every element lives: flat layouts, meshes

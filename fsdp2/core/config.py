@@ -1,7 +1,7 @@
 """What a user may choose, as frozen values, and the exceptions that fsdp2 raises (decision 11).
 
     MixedPrecisionPolicy ──┐
-    OffloadPolicy ─────────┼──> fully_shard ──> every group keeps frozen GroupOptions;
+    OffloadPolicy ─────────┼──> fully_shard ──> a unit keeps frozen GroupOptions for its groups;
     setters of FSDPModule ─┘                    a setter replaces them as a whole
 
 Nothing in this module communicates, and nothing knows about streams or modules.

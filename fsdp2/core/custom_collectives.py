@@ -2,12 +2,15 @@
 
 AllGather       for `FSDPModule.set_custom_all_gather`
 ReduceScatter   for `FSDPModule.set_custom_reduce_scatter`
+OwnMemory       what ours are, which are made like them (`fsdp2.comm_memory`)
+MemoryComms     a pair of ours, for a process group
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -83,6 +86,27 @@ class ReduceScatter(Comm):
         ``op`` is a ``torch.distributed.ReduceOp``: average, sum or a premultiplied sum. Runs with
         the reduction stream current; a work object that is returned is waited for.
         """
+
+
+class OwnMemory(Comm):
+    """Where collectives of ours, in memory that a backend would rather have, get their buffers."""
+
+    def meet(self, group: dist.ProcessGroup, *buffers: torch.Tensor) -> None:
+        """Make buffers known to the other ranks, where that is needed."""
+
+
+class MemoryComms(NamedTuple):
+    """Our collectives over a process group, in one kind of memory.
+
+    Attributes:
+        all_gather: in that memory.
+        reduce_scatter: in that memory.
+        only_sums: whether the backend can only sum there.
+    """
+
+    all_gather: AllGather
+    reduce_scatter: ReduceScatter
+    only_sums: bool = False
 
 
 def checked_buffer(

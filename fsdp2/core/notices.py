@@ -5,6 +5,7 @@ Core says when something happens; it does not know who listens, nor why:
     device.presence     first_use           a unit is about to use a process group
     modules.failures    in_forward          a forward raised
                         in_backward         a backward raised
+    modules.roots       started             a module is the root of the units below it
     modules.ties        gained              modules register parameters of a group since
     modules.optimizers  changed             an optimizer steps, whose parameters may be others now
                         steps               an optimizer steps; empty unless somebody asks

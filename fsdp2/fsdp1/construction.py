@@ -16,7 +16,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -285,7 +284,9 @@ def in_full_precision(module: nn.Module) -> None:
     """Let ``module`` compute in float32: its inputs are cast to it, its outputs back."""
     dtypes: list[torch.dtype] = []
 
-    def before(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def before(
+        _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         dtypes[:] = [
             value.dtype
             for value in (*args, *kwargs.values())
@@ -321,7 +322,7 @@ def clean_states(wrapper: nn.Module) -> None:
     """Let state dicts of a wrapper, and those that it loads, have no word of it in their names."""
     reference = weakref.ref(wrapper)
 
-    def saved(_: nn.Module, state_dict: dict[str, Any], prefix: str, __: object) -> None:
+    def saved(_: nn.Module, state_dict: dict[str, object], prefix: str, __: object) -> None:
         rename(state_dict, f"{prefix}{INSIDE}.", prefix)
         versions: dict[str, object] = getattr(state_dict, "_metadata", {})
         for key in list(versions):

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2.core.device.one_off import gather_numbers
 from fsdp2.core.device.process_groups import ProcessGroup, default_group, ranks_of, serves
-from fsdp2.core.layout.mesh import node_mesh
+from fsdp2.sharding.meshes import node_mesh
 
 DIMS = "fsdp1_replicate", "fsdp1_shard"
 

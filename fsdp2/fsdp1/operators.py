@@ -43,6 +43,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.layout.mesh import wrap_local
 from fsdp2.core.params.param import OWNER
+from fsdp2.core.pieces import piece_of
 from fsdp2.fsdp1.plain_tensors import PlainTensors, asked_each_time
 from fsdp2.ranks.transfers import sum_over
 
@@ -205,8 +206,7 @@ def _may_be_empty(args: Args, kwargs: Kwargs) -> bool:
             if dim is not None:
                 pieces[dim] = pieces.get(dim, 1) * size
         for dim, count in pieces.items():
-            rows = -(-spec.shape[dim] // count)
-            if rows * (count - 1) >= spec.shape[dim]:
+            if not piece_of(spec.shape[dim], count, count - 1)[1]:
                 return True
     return False
 

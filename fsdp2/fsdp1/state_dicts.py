@@ -27,6 +27,7 @@ from fsdp2.core.modules.registry import UnitRecord, records_below
 from fsdp2.core.modules.ties import Owners
 from fsdp2.core.modules.walks import managed_modules
 from fsdp2.core.params.param import ModuleEntry, ShardedParam, is_extended
+from fsdp2.core.pieces import piece_of
 from fsdp2.core.schedule.unit import all_units
 from fsdp2.fsdp1.config import (
     FullOptimStateDictConfig,
@@ -424,7 +425,7 @@ def rows_of_sharded_tensor(param: ShardedParam, value: Any) -> torch.Tensor | No
     if len(shards) > 1 or param.parallel is not None:
         return None
     whole_rows, size, rank = param.sharded.shape[0], param.axes.size, param.axes.rank
-    first = min(rank * -(-whole_rows // size), whole_rows)
+    first, _ = piece_of(whole_rows, size, rank)
     start = tuple(shards[0].metadata.shard_offsets)
     found: torch.Tensor = shards[0].tensor
     if found.shape != local.shape or (found.numel() and start[0] != first):

@@ -22,6 +22,7 @@ from fsdp2.core.config import RankMismatchError, ShardingStateError
 from fsdp2.core.params.aliases import REPLACED
 from fsdp2.core.params.param import GATHERED, WHOLE, ShardedParam, is_extended, store_of
 from fsdp2.core.progress import OptimizerSteps
+from fsdp2.core.schedule.unit import free_if_outdated, operations_of
 from fsdp2.full.selection import (
     MeshRanks,
     Names,
@@ -29,6 +30,7 @@ from fsdp2.full.selection import (
     chosen,
     require_idle,
     require_memory,
+    reshard_unless_hidden,
     selected_params,
     settle,
 )
@@ -272,7 +274,7 @@ class Hold:
     def close(self) -> None:
         """Register what was registered before."""
         if self.outer is None:
-            self.selected.group.reshard_unless_hidden()
+            reshard_unless_hidden(self.selected.group)
         self._register(self._before)
 
     def left_gradient(self) -> bool:
@@ -510,7 +512,7 @@ def _write(holds: Sequence[Hold], settings: GatheredOptions, ranks: MeshRanks, s
         hold.write(bool(gradient))
     OptimizerSteps.count += 1  # what is gathered anywhere is out of date
     for group in {hold.selected.group: None for hold in holds}:
-        group.free_if_outdated()
+        free_if_outdated(operations_of(group))
 
 
 def _close(holds: Sequence[Hold]) -> None:

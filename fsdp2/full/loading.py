@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core.config import RankMismatchError
-from fsdp2.core.layout.mesh import default_mesh, wrap_local
+from fsdp2.core.layout.mesh import wrap_local
 from fsdp2.core.names import clean
 from fsdp2.core.params.param import is_extended
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.unit import free_if_outdated, operations_of
 from fsdp2.full.gathering import require_released
 from fsdp2.full.selection import (
     MeshRanks,
@@ -35,6 +36,7 @@ from fsdp2.full.selection import (
     settle,
 )
 from fsdp2.full.unsharding import leaves_of, levels_of
+from fsdp2.sharding.meshes import default_mesh
 
 
 class IncompatibleKeys(NamedTuple):
@@ -423,4 +425,4 @@ def _outdate(selection: list[SelectedParam]) -> None:
     """What is gathered anywhere is out of date."""
     OptimizerSteps.count += 1
     for group in {selected.group: None for selected in selection}:
-        group.free_if_outdated()
+        free_if_outdated(operations_of(group))

@@ -26,7 +26,8 @@ from fsdp2.core.modules.walks import managed_modules
 from fsdp2.core.names import clean
 from fsdp2.core.params.param import ModuleEntry, ShardedParam
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.unit import Unit, all_units
+from fsdp2.core.schedule.states import HIDDEN
+from fsdp2.core.schedule.unit import Unit, all_units, operations_of
 from fsdp2.ranks.transfers import broadcast_from_first
 
 Names = Callable[[str], bool] | Set[str] | None
@@ -141,10 +142,16 @@ def require_memory(selection: Iterable[SelectedParam]) -> None:
         selected.param.check_usable(home, group.offload is not None)
 
 
+def reshard_unless_hidden(group: ParamGroup) -> None:
+    """Let the sharded parameters be registered; what is hidden stays for who may read it."""
+    if group.state is not HIDDEN:
+        operations_of(group).reshard()
+
+
 def settle(selection: Iterable[SelectedParam], with_grads: bool) -> None:
     """Let the sharded parameters be registered, and nothing read or write them any more."""
     for group in {selected.group: None for selected in selection}:
-        group.reshard_unless_hidden()
+        reshard_unless_hidden(group)
         group.settle()
     if with_grads:
         records = [record_of_unit(unit) for unit in {selected.unit: None for selected in selection}]

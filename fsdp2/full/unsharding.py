@@ -29,6 +29,7 @@ from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.layout.layout import Slot
 from fsdp2.core.layout.mesh import MeshAxes
 from fsdp2.core.params.param import ShardedParam, is_extended
+from fsdp2.core.pieces import piece_of
 from fsdp2.ranks.transfers import broadcast_from_first, gather_to_first, scatter_from_first
 
 Part = Callable[[torch.Tensor, int], torch.Tensor]
@@ -299,10 +300,7 @@ def _chunks(dim: int, size: int) -> Part:
     """How DTensor cuts on one dim: pieces of ``ceil(length / size)``, the last ones short."""
 
     def part(whole: torch.Tensor, rank: int) -> torch.Tensor:
-        length = whole.shape[dim]
-        chunk = -(-length // size)
-        start = min(rank * chunk, length)
-        return whole.narrow(dim, start, min(chunk, length - start))
+        return whole.narrow(dim, *piece_of(whole.shape[dim], size, rank))
 
     return part
 

@@ -219,7 +219,7 @@ class GroupStandIn(_StandIn):
 
     @property
     def mp_policy(self) -> config.MixedPrecisionPolicy:
-        return self._record.arguments.precision
+        return self._record.unit.options.precision
 
     @property
     def offload_policy(self) -> config.OffloadPolicy:
@@ -433,7 +433,7 @@ class StateStandIn(_StandIn, _state.FSDPState):  # typed as Any
     def _fsdp_param_groups(self) -> list[GroupStandIn]:
         if self._adopted_by is not None:
             return []
-        groups = self._record.unit.groups
+        groups = self._record.unit.own_groups
         self._groups = {g: self._groups.get(g) or GroupStandIn(self, g) for g in groups}
         return list(self._groups.values())
 
@@ -457,7 +457,7 @@ class StateStandIn(_StandIn, _state.FSDPState):  # typed as Any
 
     @property
     def _mp_policy(self) -> config.MixedPrecisionPolicy:
-        return self._record.arguments.precision
+        return self._record.unit.options.precision
 
     # ---- where it is
 

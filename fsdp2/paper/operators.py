@@ -30,6 +30,7 @@ from fsdp2.paper import recurrent
 from fsdp2.paper.recording import Recorder
 from fsdp2.paper.scratch import on_cpu
 from fsdp2.paper.values import Values, tensors_in
+from fsdp2.record.notes import HOST
 
 _aten = torch.ops.aten
 
@@ -162,7 +163,7 @@ class Operators(TorchDispatchMode):
             if key is not None and not made & seen and len(made) == len(results):
                 self._remember(key, result, results, flops, nbytes)
         dtype = next((t.dtype for t in (*results, *inputs) if t.is_meta), torch.float32)
-        lane = None if host else recorder.lane
+        lane = HOST if host else recorder.lane
         many = len(args[0]) if args and isinstance(args[0], list | tuple) else 1
         inside = 0 if recorder.recording.asynchronous else on_cpu(name, args, results)
         with recorder.scratch(inside):

@@ -1,6 +1,6 @@
-"""What a rehearsed step did: operations on lanes, events between them, memory that came and went.
+"""The record of a rehearsed step, and who notes it: units and phases of it, and kinds of memory.
 
-    Recording.notes   [Operation | Allocation | Free | Signal | Wait, …] in the order of the host
+    Recording.notes   see `fsdp2.record.notes`
     Recording.before  what was allocated when the step began
 
 `Recorder` is what streams, kernels, groups and operators tell. Until `start` it follows memory
@@ -19,92 +19,20 @@ from typing import NamedTuple
 import torch
 
 from fsdp2.core.device.streams import Lane
-
-SHARDS = "shards"
-GATHERED = "gathered"
-GRADIENTS = "gradients"
-REDUCTIONS = "reduction buffers"
-ACTIVATIONS = "activations"
-OPTIMIZER = "optimizer"
-TEMPORARY = "temporary"
-MODEL = "buffers"
-
-CATEGORIES = (SHARDS, GATHERED, GRADIENTS, REDUCTIONS, ACTIVATIONS, OPTIMIZER, TEMPORARY, MODEL)
-
-_OF_GATHERS = ("gathered ", "shards of ", "all-gather output", "rows of the smaller group")
-_OF_GRADIENTS = ("sharded gradient", "kept gradient")
-
-
-class Operation(NamedTuple):
-    """Something that took a device's time, or the host's.
-
-    Attributes:
-        lane: where it ran; ``None`` on the host's own memory.
-        name: the operator's or collective's.
-        kind: "compute" of the user's model; "view", which takes the host's time alone; "copy" of
-            the engine's; "collective".
-        unit: the unit that it was for; "" for none.
-        phase: "forward", "backward" or "optimizer".
-        flops: arithmetic, 2 for a multiplication and addition.
-        nbytes: bytes read and written; of a collective those of the whole tensors.
-        dtype: of what it computed or moved.
-        group: index in `Recording.groups` of a collective's ranks, else -1.
-        tensors: how many went in one launch, of a collective or of an operator of lists.
-    """
-
-    lane: Lane | None
-    name: str
-    kind: str
-    unit: str
-    phase: str
-    flops: int
-    nbytes: int
-    dtype: torch.dtype
-    group: int = -1
-    tensors: int = 1
-
-
-class Allocation(NamedTuple):
-    """Memory that came.
-
-    Attributes:
-        number: of the storage.
-        nbytes: its size.
-        host: whether it is in CPU memory beside the device's.
-    """
-
-    number: int
-    nbytes: int
-    host: bool
-
-
-class Free(NamedTuple):
-    """Memory that went.
-
-    Attributes:
-        number: of the storage.
-    """
-
-    number: int
-
-
-class Signal(NamedTuple):
-    """An event was recorded on a lane."""
-
-    lane: Lane
-    event: int
-    label: str
-
-
-class Wait(NamedTuple):
-    """A lane waited for an event; ``lane`` is ``None`` where the host did."""
-
-    lane: Lane | None
-    event: int
-    label: str
-
-
-Note = Operation | Allocation | Free | Signal | Wait
+from fsdp2.record.categories import ACTIVATIONS, GRADIENTS, OPTIMIZER, TEMPORARY, category_of
+from fsdp2.record.notes import (
+    COLLECTIVE,
+    COMPUTE,
+    COPY,
+    HOST,
+    Allocation,
+    Free,
+    Note,
+    Notes,
+    Operation,
+    Place,
+    operations,
+)
 
 
 @dataclass
@@ -115,7 +43,6 @@ class Recording:
         notes: in the order of the host.
         before: what was allocated when the step began.
         categories: by number of storage, one of `CATEGORIES`.
-        names: by number of storage, what the engine calls it; "" of the user's.
         groups: of the process groups that communicated, the global ranks of each.
         asynchronous: whether lanes run apart from the host.
     """
@@ -123,14 +50,13 @@ class Recording:
     notes: list[Note] = field(default_factory=list)
     before: list[Allocation] = field(default_factory=list)
     categories: dict[int, str] = field(default_factory=dict)
-    names: dict[int, str] = field(default_factory=dict)
     groups: list[tuple[int, ...]] = field(default_factory=list)
     asynchronous: bool = True
 
     @property
-    def operations(self) -> Iterator[Operation]:
+    def operations(self) -> list[Operation]:
         """The operations alone."""
-        return (note for note in self.notes if type(note) is Operation)
+        return operations(self.notes)
 
 
 class _Life(NamedTuple):
@@ -140,22 +66,19 @@ class _Life(NamedTuple):
     phase: str
 
 
-class Recorder:
+class Recorder(Notes):
     """Notes a step.
 
     Attributes:
         recording: what is noted.
         phase: of the step: "" before it begins, "forward", "backward", "optimizer".
-        lane: the current one.
     """
 
     def __init__(self, asynchronous: bool) -> None:
+        super().__init__()
         self.recording = Recording(asynchronous=asynchronous)
         self.phase = ""
-        self.lane = Lane.COMPUTE
-        self._notes: list[Note] | None = None  # until it starts
-        self._events = 0
-        self._last = 0
+        self._notes = False  # until it starts
         self._numbers: dict[int, int] = {}  # of storages that live, by address
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._live: dict[int, Allocation] = {}
@@ -172,15 +95,21 @@ class Recorder:
     def start(self) -> None:
         """Note everything from now on."""
         self.recording.before = list(self._live.values())
-        self._notes = self.recording.notes = []
+        self.recording.notes = self.notes
+        self._notes = True
 
     def stop(self) -> Recording:
         """Note nothing more, and say of what kind each allocation was."""
-        self._notes = None
+        self._notes = False
         categories = self.recording.categories
         for number in self._lives:
             categories.setdefault(number, self._category(number))
         return self.recording
+
+    def note(self, note: Note) -> None:
+        """Add to the record, once it has started."""
+        if self._notes:
+            self.notes.append(note)
 
     # ---- where we are
 
@@ -261,13 +190,11 @@ class Recorder:
         address = storage._cdata
         number = self._numbers.get(address)
         if number is None:
-            self._last += 1
-            number = self._numbers[address] = self._last
+            number = self._numbers[address] = self.number()
             self._watches[number] = weakref.ref(storage, lambda _: self._gone(address, number))
             self._lives[number] = _Life(self._stretch, self.phase)
             if self._named:
-                self.recording.names[number] = self._named
-                self.recording.categories[number] = _category_of(self._named)
+                self.recording.categories[number] = category_of(self._named)
             self.allocate(number, storage.nbytes(), host)
         return number
 
@@ -280,21 +207,21 @@ class Recorder:
 
     def allocate(self, number: int, nbytes: int, host: bool = False) -> None:
         """Memory came."""
-        note = self._live[number] = Allocation(number, nbytes, host)
-        if self._notes is not None:
-            self._notes.append(note)
+        note = Allocation(number, nbytes, HOST if host else Lane.COMPUTE)
+        self._live[number] = note
+        self.note(note)
 
     def hidden(self, nbytes: int) -> int:
         """Memory came that no tensor here has; returns its number, to `free` it."""
-        self._last += 1
-        self.recording.categories[self._last] = TEMPORARY
-        self.allocate(self._last, nbytes)
-        return self._last
+        number = self.number()
+        self.recording.categories[number] = TEMPORARY
+        self.allocate(number, nbytes)
+        return number
 
     @contextmanager
     def scratch(self, nbytes: int) -> Iterator[None]:
         """Memory that an operator has inside while it runs."""
-        if not nbytes or self._notes is None:
+        if not nbytes or not self._notes:
             yield
             return
         number = self.hidden(nbytes)
@@ -305,8 +232,8 @@ class Recorder:
 
     def free(self, number: int) -> None:
         """Memory went; no-op where it had gone."""
-        if self._live.pop(number, None) is not None and self._notes is not None:
-            self._notes.append(Free(number))
+        if self._live.pop(number, None) is not None:
+            self.note(Free(number))
 
     def is_host(self, number: int) -> bool:
         """Whether a storage is in CPU memory beside the device's."""
@@ -329,14 +256,9 @@ class Recorder:
 
     # ---- operations and events
 
-    @property
-    def notes_operations(self) -> bool:
-        """Whether operations are noted now."""
-        return self._notes is not None
-
     def operation(
         self,
-        lane: Lane | None,
+        lane: Place,
         name: str,
         kind: str,
         flops: int,
@@ -345,12 +267,10 @@ class Recorder:
         tensors: int = 1,
     ) -> None:
         """An operator ran."""
-        if self._notes is not None:
-            kind = "copy" if self._engine and kind == "compute" else kind
+        if self._notes:
+            kind = COPY if self._engine and kind == COMPUTE else kind
             unit, phase = self.unit, self.phase
-            self._notes.append(
-                Operation(lane, name, kind, unit, phase, flops, nbytes, dtype, -1, tensors)
-            )
+            self.note(Operation(lane, name, kind, unit, phase, flops, nbytes, dtype, -1, tensors))
 
     def collective(
         self,
@@ -361,38 +281,14 @@ class Recorder:
         tensors: int,
     ) -> None:
         """A collective was launched."""
-        if self._notes is None:
+        if not self._notes:
             return
         groups = self.recording.groups
         if ranks not in groups:
             groups.append(ranks)
-        index, lane = groups.index(ranks), self.lane
-        self._notes.append(
-            Operation(
-                lane, name, "collective", self.unit, self.phase, 0, nbytes, dtype, index, tensors
-            )
-        )
-
-    def signal(self, lane: Lane, label: str) -> int:
-        """An event is recorded; returns its number."""
-        self._events += 1
-        if self._notes is not None:
-            self._notes.append(Signal(lane, self._events, label))
-        return self._events
-
-    def wait(self, lane: Lane | None, event: int, label: str) -> None:
-        """A lane waits, or the host."""
-        if self._notes is not None:
-            self._notes.append(Wait(lane, event, label))
+        about = (self.unit, self.phase, 0, nbytes, dtype, groups.index(ranks), tensors)
+        self.note(Operation(self.lane, name, COLLECTIVE, *about))
 
 
 _LAST_NUMBER = 2**63
 """Autograd's nodes that were not made in a forward, such as AccumulateGrad, have higher ones."""
-
-
-def _category_of(name: str) -> str:
-    if name.startswith(_OF_GATHERS):
-        return GATHERED
-    if name in _OF_GRADIENTS:
-        return GRADIENTS
-    return SHARDS if name == "shard" else REDUCTIONS

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from fsdp2.core.pieces import round_up
+
 _aten = torch.ops.aten
 _VF: Any = torch._VF  # what torch.nn calls
 _theirs: Any = _VF.lstm
@@ -138,9 +140,9 @@ def _sizes(args: Sequence[Any]) -> tuple[int, int, int, int]:
 
 def _padded(numel: int) -> int:
     """A row, of 64 bytes, and not of 1024: those would share lines of the cache."""
-    padded = -(-numel // 16) * 16
+    padded = round_up(numel, 16)
     return padded + 16 if padded % 256 == 0 else padded
 
 
 def _paged(nbytes: int) -> int:
-    return -(-nbytes // _PAGE) * _PAGE
+    return round_up(nbytes, _PAGE)

@@ -21,11 +21,14 @@ from fsdp2.core.device.buffers import FlatBuffer, TransientBuffer
 from fsdp2.core.device.kernels import FusedKernels, Kernels, TorchKernels
 from fsdp2.core.device.rehearsal import Stage, rehearsing
 from fsdp2.core.device.streams import Lane
+from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import PendingReduction, Reduction
 from fsdp2.core.schedule.layers import Layer
 from fsdp2.paper.null_group import NullGroup, NullWork, Observer, init_null_group
-from fsdp2.paper.recording import GRADIENTS, Recorder
+from fsdp2.paper.recording import Recorder
+from fsdp2.record.categories import GRADIENTS
+from fsdp2.record.notes import HOST, Await
 
 META = torch.device("meta")
 
@@ -34,18 +37,6 @@ _recorder: Recorder | None = None
 
 
 # ---- lanes
-
-
-class _OnLane:
-    def __init__(self, recorder: Recorder, lane: Lane) -> None:
-        self._recorder, self._lane = recorder, lane
-        self._outer = Lane.COMPUTE
-
-    def __enter__(self) -> None:
-        self._outer, self._recorder.lane = self._recorder.lane, self._lane
-
-    def __exit__(self, *_: object) -> None:
-        self._recorder.lane = self._outer
 
 
 class PaperStreams:
@@ -60,10 +51,6 @@ class PaperStreams:
     def __init__(self, recorder: Recorder) -> None:
         self.asynchronous = recorder.recording.asynchronous
         self._recorder = recorder
-        here = Lane.COMPUTE
-        self._lanes = {
-            lane: _OnLane(recorder, lane if self.asynchronous else here) for lane in Lane
-        }
 
     def make_event(self) -> None:
         """Each record is an event of its own."""
@@ -75,16 +62,16 @@ class PaperStreams:
     def wait(self, lane: Lane, event: Any, label: str) -> None:
         """Note it."""
         if event is not None:
-            self._recorder.wait(lane, event, label)
+            self._recorder.note(Await(lane, event, label))
 
     def synchronize(self, event: Any, label: str) -> None:
         """Note that the host waits."""
         if event is not None:
-            self._recorder.wait(None, event, label)
+            self._recorder.note(Await(HOST, event, label))
 
     def on(self, lane: Lane) -> AbstractContextManager[object]:
         """What is inside runs there."""
-        return self._lanes[lane]
+        return self._recorder.on(lane if self.asynchronous else Lane.COMPUTE)
 
 
 # ---- memory
@@ -291,32 +278,32 @@ know("GlooOnPaper", Traits("null"))
 
 
 class NotedGroup(Layer):
-    """A group whose operations are noted under its name."""
+    """A layer that notes operations under the group's name."""
 
     __slots__ = ()
 
-    height = 4
+    height = 5
 
     def start_unshard(self) -> None:
         """Launch the all-gather."""
-        with _noting(self.name):
-            super().start_unshard()
+        with _noting(self.base.name):
+            self.below.start_unshard()
 
     def finish_unshard(self) -> None:
         """Wait for the all-gather."""
-        with _noting(self.name):
-            super().finish_unshard()
+        with _noting(self.base.name):
+            self.below.finish_unshard()
 
     def shard_smaller(self) -> None:
         """Keep the rows of the smaller group, where there is one."""
-        with _noting(self.name):
-            super().shard_smaller()
+        with _noting(self.base.name):
+            self.below.shard_smaller()
 
     def accumulate(self) -> None:
         """Keep gradients for a later backward."""
-        with _noting(self.name):
+        with _noting(self.base.name):
             self._tag()
-            super().accumulate()
+            self.below.accumulate()
             self._tag()
 
     def collect(
@@ -324,26 +311,21 @@ class NotedGroup(Layer):
     ) -> list[tuple[Reduction, Job]]:
         """Take gradients."""
         self._tag()
-        with _noting(self.name):
-            return super().collect(all_reduce, fill, again)
+        with _noting(self.base.name):
+            return self.below.collect(all_reduce, fill, again)
 
     def reduce(
         self, jobs: list[tuple[Reduction, Job]], all_reduce: bool
     ) -> PendingReduction | None:
         """Reduce what was collected."""
-        with _noting(self.name):
-            return super().reduce(jobs, all_reduce)
+        with _noting(self.base.name):
+            return self.below.reduce(jobs, all_reduce)
 
     def _tag(self) -> None:
         if _recorder is not None:
             gathered = [p.unsharded for p in self.params if p.unsharded is not None]
-            grads = [_local(param.grad) for param in gathered if param.grad is not None]
+            grads = [local_of(param.grad) for param in gathered if param.grad is not None]
             _recorder.tag(grads, GRADIENTS)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
 
 
 @contextmanager

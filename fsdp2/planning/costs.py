@@ -17,8 +17,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TypeVar
 
-from fsdp2.paper.recording import Operation
 from fsdp2.planning.hardware import Contention, Curve, Hardware, Measured
+from fsdp2.record.notes import Operation
 
 T = TypeVar("T")
 

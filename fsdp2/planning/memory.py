@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from fsdp2.paper.recording import Allocation, Free, Operation, Recording
+from fsdp2.core.pieces import round_up
+from fsdp2.paper.recording import Recording
+from fsdp2.record.notes import Allocation, Free, Operation
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Ledger:
             self.host += sign * nbytes
             return
         self.live += sign * nbytes
-        self.rounded += sign * -(-nbytes // self._rounding) * self._rounding
+        self.rounded += sign * round_up(nbytes, self._rounding)
         self.totals[self._categories[number]] += sign * nbytes
 
     def moment(self, last: Operation | None, note: int) -> Moment:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from fsdp2.paper.recording import CATEGORIES
 from fsdp2.planning.hardware import Hardware
 from fsdp2.planning.memory import Memory
 from fsdp2.planning.rehearsal import Rehearsal, Settings
 from fsdp2.planning.timing import Times, UnitTimes
+from fsdp2.record.categories import CATEGORIES
 from fsdp2.tracing.summaries import amount
 
 GB = 10**9

@@ -37,12 +37,12 @@ from fsdp2.core.device.collectives import (
 from fsdp2.core.device.one_off import run_barrier
 from fsdp2.core.device.process_groups import default_group
 from fsdp2.paper.null_group import null_ranks
-from fsdp2.paper.recording import Operation
 from fsdp2.paper.stage import GlooOnPaper
 from fsdp2.planning.hardware import Contention, Curve, Hardware, Measured
 from fsdp2.planning.planner import Plan, plan
 from fsdp2.planning.presets import Batch, Block, Model, Shape, loss, make_batch
 from fsdp2.planning.rehearsal import Settings, shard_as_planned
+from fsdp2.record.notes import Operation
 
 Clock = Callable[[], float]
 ENOUGH = 0.03

@@ -22,19 +22,20 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2.api import apply_calls, plan_calls
+from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.progress import OptimizerSteps
-from fsdp2.core.schedule.layers import put_around
 from fsdp2.core.schedule.unit import Unit
 from fsdp2.interop import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.module import FSDPModule
 from fsdp2.optim.norms import clip_grad_norm_
 from fsdp2.paper.devices import NamedDevices, no_autocast
 from fsdp2.paper.operators import Operators, fused_optimizers, kernels_of
-from fsdp2.paper.recording import ACTIVATIONS, GRADIENTS, MODEL, Recorder, Recording
+from fsdp2.paper.recording import Recorder, Recording
 from fsdp2.paper.stage import NotedGroup, module_of_meta, on_paper
 from fsdp2.paper.values import Following, Values
 from fsdp2.planning.reasons import explaining
+from fsdp2.record.categories import ACTIVATIONS, GRADIENTS, MODEL
 from fsdp2.reports import GroupReport, group_reports
 from fsdp2.wrap import Choice, ModuleWrapPolicy, chosen_modules
 from fsdp2.wrap.choices import Policy
@@ -337,7 +338,7 @@ def _watch(units: Mapping[str, nn.Module], recorder: Recorder) -> None:
         module.register_forward_hook(lambda *_: recorder.leave(), always_call=True)
         if record.unit not in seen:
             seen.add(record.unit)
-            put_around(record.unit.own_groups, NotedGroup, wanted=True)
+            record.unit.put_around(NotedGroup, wanted=True)
 
 
 def _make_batch(subject: Subject, settings: Settings) -> Batch:
@@ -385,21 +386,16 @@ class _Rows:
 
     def __init__(self, param: nn.Parameter) -> None:
         self._sharded = param
-        self.param = nn.Parameter(_local(param).detach(), requires_grad=param.requires_grad)
+        self.param = nn.Parameter(local_of(param).detach(), requires_grad=param.requires_grad)
 
     def take(self) -> None:
         """Have the gradient that was reduced."""
         grad = self._sharded.grad
-        self.param.grad = None if grad is None else _local(grad)
+        self.param.grad = None if grad is None else local_of(grad)
 
     def drop(self) -> None:
         """As ``zero_grad``."""
         self.param.grad = self._sharded.grad = None
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
 
 
 @dataclass
@@ -430,7 +426,7 @@ class _Step:
                 loss.backward()
             del loss
         found = [param.grad for param in model.parameters() if param.grad is not None]
-        recorder.tag(map(_local, found), GRADIENTS)
+        recorder.tag(map(local_of, found), GRADIENTS)
         del found
         with recorder.during("optimizer"):
             if self.settings.clip is not None:

@@ -47,7 +47,7 @@ class Members:
         """What each of them has, by rank; picklable. Not for steady steps."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
+        found = [value] * self.size
         dist.all_gather_object(found, value, group=self.group)
         return found
 

@@ -38,8 +38,9 @@ from fsdp2.core.params.param import (
     axes_in,
     is_extended,
 )
-from fsdp2.core.schedule.group import ParamGroup, Runtime
-from fsdp2.core.schedule.layers import Watchers
+from fsdp2.core.schedule.bound import Runtime
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.layers import Watchers, watched
 from fsdp2.core.schedule.unit import Unit, all_groups
 
 _streams: dict[torch.device, Streams] = {}
@@ -90,7 +91,6 @@ def make_groups(
             _effective_offload(arguments.offload, axes.device),
         )
         group = ParamGroup(name, params, runtime, options)
-        group.adopt()
         mark_managed(params)
         for plan, managed in zip(members, params, strict=True):
             plan.param.__dict__[OWNER] = managed.attributes[OWNER] = name
@@ -99,8 +99,6 @@ def make_groups(
             if plan.param.requires_grad:
                 refuse_gradients(plan.param, name)
         group.set_smaller_group(smaller)
-        for watch in Watchers.groups:
-            watch(group)
         groups.append(group)
     return groups
 
@@ -151,10 +149,11 @@ def choose_reshard(record: UnitRecord, value: bool | int) -> None:
         value: whether it frees the gathered parameters; or to how many ranks' shards it goes.
     """
     to = None if isinstance(value, bool) else value
-    smaller = [_smaller_group(group.params[0].axes, to) for group in record.unit.groups]
+    groups = record.unit.own_groups
+    smaller = [_smaller_group(group.params[0].axes, to) for group in groups]
     record.unit.reshard_after_forward = bool(value)
     record.arguments = replace(record.arguments, reshard_to=to)
-    for group, chosen in zip(record.unit.groups, smaller, strict=True):
+    for group, chosen in zip(groups, smaller, strict=True):
         group.set_smaller_group(chosen)
     if record.scheduler is not None:
         record.scheduler.connected = False
@@ -167,9 +166,7 @@ def process_group(group: ParamGroup) -> ProcessGroup | None:
 
 
 def join_unit(groups: list[ParamGroup], unit: Unit, present: list[ParamGroup]) -> None:
-    """Let groups join a unit, with what others have that belongs to a process group.
-
-    Collectives' memory from the unit's groups, the reductions' process group from those below too.
+    """Let groups join a unit, and reduce over the process groups that groups there reduce over.
 
     Args:
         groups: new ones.
@@ -177,16 +174,15 @@ def join_unit(groups: list[ParamGroup], unit: Unit, present: list[ParamGroup]) -
         present: groups of the unit, then of units below.
     """
     for group in groups:
+        group.set_options(unit.options_of(group))
         shared = process_group(group)
         alike = [other for other in present if process_group(other) is shared]
         if shared is None or not alike:
             continue
         first = alike[0]
-        if first in unit.groups:
-            group.set_options(first.options)
         if first.reducers is not first.collectives:
             group.set_reducers(first.reducers)
-    unit.groups += groups
+    unit.groups += watched(groups)
 
 
 def follow_aliases(modules: tuple[nn.Module, ...]) -> None:

@@ -6,7 +6,6 @@ modules ── managed_parameters ──> parameter -> the entries that hold it
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
@@ -17,20 +16,20 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp2.core.config import MixedPrecisionPolicy
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.gather.extension import check_hooks
-from fsdp2.core.layout.layout import Cut, default_cut
-from fsdp2.core.layout.mesh import (
-    MeshAxes,
-    ShardPlacementResult,
-    axes_of_info,
-    check_placement,
-    check_shardable,
-    local_of,
-    memory_order,
-)
+from fsdp2.core.layout.layout import Cut
+from fsdp2.core.layout.mesh import MeshAxes, local_of, memory_order
 from fsdp2.core.modules.registrations import is_managed
 from fsdp2.core.modules.registry import UnitRecord
 from fsdp2.core.modules.walks import managed_modules
 from fsdp2.core.params.param import OWNER, ModuleEntry, PlannedParam, is_extended
+from fsdp2.core.pieces import ceil_div
+from fsdp2.sharding.cuts import default_cut
+from fsdp2.sharding.meshes import (
+    ShardPlacementResult,
+    axes_of_info,
+    check_placement,
+    check_shardable,
+)
 
 PlacementFn = Callable[[nn.Parameter], Shard | tuple[Shard, ...] | ShardPlacementResult | None]
 """What ``shard_placement_fn`` is."""
@@ -131,7 +130,7 @@ def _cut(param: nn.Parameter, axes: MeshAxes, dims: tuple[int, ...] | None) -> C
     shape = tuple(local.shape)
     if isinstance(param, DTensor):  # the largest piece, which all ranks know (I1)
         pieces = param._spec.num_shards_map
-        shape = tuple(math.ceil(n / p) for n, p in zip(param.shape, pieces, strict=True))
+        shape = tuple(ceil_div(n, p) for n, p in zip(param.shape, pieces, strict=True))
     bands = not isinstance(param, DTensor)  # whose mesh has no dim to split
     return default_cut(shape, axes.size, param.element_size(), dims, bands)
 

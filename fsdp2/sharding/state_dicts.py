@@ -25,8 +25,7 @@ from fsdp2.core.modules.registry import scheduler_of
 from fsdp2.core.params.param import ModuleEntries, ShardedParam
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import SHARDED
-from fsdp2.core.schedule.ties import GroupAlias
-from fsdp2.core.schedule.unit import all_units
+from fsdp2.core.schedule.unit import all_units, operations_of
 
 
 def watch_state_dicts(groups: Iterable[ParamGroup]) -> None:
@@ -46,7 +45,8 @@ def _watch(owners: set[nn.Module], group: ParamGroup) -> None:
     outside = _OutsideInference()
 
     def before() -> None:
-        group.reshard()
+        if group.state is not SHARDED:  # a look at the state is shorter than one at all units
+            operations_of(group).reshard()
         group.settle()
 
     def before_save(*_: object) -> None:
@@ -62,8 +62,8 @@ def _watch(owners: set[nn.Module], group: ParamGroup) -> None:
         before()
         collected[:] = cast("list[list[str]]", list(given[-1:]))
 
-    def after_load(*_: object) -> None:
-        group.reregister()
+    def after_load(module: nn.Module, _: object) -> None:
+        group.reregister(module)
         explain_loading(collected.pop() if collected else [])
 
     for owner in owners:
@@ -98,8 +98,7 @@ def _is_in_use(group: ParamGroup) -> bool:
     if group.state is SHARDED and group.offload is None:
         return False
     for unit in all_units():
-        groups = [own.tied if isinstance(own, GroupAlias) else own for own in unit.groups]
-        if group in groups:
+        if any(used.base is group for used in unit.groups):
             scheduler = scheduler_of(unit)
             if scheduler is None or scheduler.iteration.failed:
                 continue

@@ -28,7 +28,7 @@ from fsdp2.core.modules.ties import (
 )
 from fsdp2.core.modules.walks import managed_modules
 from fsdp2.core.params.param import GATHERED, OWNER, ModuleEntry, PlannedParam, ShardedParam
-from fsdp2.core.schedule.unit import Unit, all_units
+from fsdp2.core.schedule.unit import Unit, all_units, operations_of
 from fsdp2.sharding.selection import NamedEntry
 
 Found = Mapping[nn.Parameter, Sequence[NamedEntry]]
@@ -69,7 +69,7 @@ def join(found: Found, tied: Iterable[nn.Parameter]) -> None:
     for param in tied:
         owned = owners.of(param)
         assert owned is not None
-        owned.group.reshard()
+        operations_of(owned.group).reshard()
         entries: list[ModuleEntry] = [(entry.module, entry.key) for entry in found[param]]
         present = list(owned.param.entries)
         fill(owned, [*present, *(entry for entry in entries if entry not in present)])
@@ -112,7 +112,7 @@ def check_strays(
             assert plan is not None
             chosen = plan.dtype_override or policy.param_dtype
             other = Computed(plan.name, param.dtype, chosen, plan.dtype_override is not None)
-            check_same_dtype(entry.name, other, record.arguments.precision)
+            check_same_dtype(entry.name, other, record.unit.options.precision)
 
 
 def take_strays(places: Sequence[Stray]) -> None:

@@ -22,14 +22,15 @@ from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.layout.layout import ROWS, Cut
 from fsdp2.core.params.param import ShardedParam
 from fsdp2.core.progress import OptimizerSteps
-from fsdp2.core.schedule.group import ParamGroup, Runtime
+from fsdp2.core.schedule.bound import Runtime
+from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.core.schedule.ties import TiedGroup, lend, users_of
+from fsdp2.core.schedule.ties import lend, tied_group
 from fsdp2.core.schedule.unit import Phase, Unit
+from fsdp2.record.notes import USER
 from fsdp2.testing.parameters import PaperGradients, VirtualParam
 from fsdp2.testing.phases import CheckedUnit
 from fsdp2.testing.virtual import (
-    USER,
     VirtualCollectives,
     VirtualDevice,
     VirtualReplicas,
@@ -148,7 +149,7 @@ class Simulation:
                 self._owners.setdefault(user, []).append(node)
                 assert node.unit is not None
                 assert user.unit is not None
-                lend(node.unit.groups[0], node.unit, user.unit)
+                lend(node.unit.own_groups[0], node.unit, user.unit)
         units = [node.unit for node in root.walk() if node.unit is not None]
         units[0].is_root = True
         for unit in units:
@@ -162,7 +163,7 @@ class Simulation:
         for number, shapes in enumerate(node.more, 1):
             name, ranks = f"{node.name}/{number}", max(world_size // 2, 1)
             groups.append(self._make_group(node, name, shapes, ranks, coalesces))
-        node.unit = CheckedUnit(node.name, groups)
+        node.unit = CheckedUnit(node.name, groups, self._options)
         node.unit.reshard_after_forward = node.reshard_after_forward
 
     def _make_group(
@@ -184,7 +185,6 @@ class Simulation:
             self._runtime(VirtualCollectives(self.device, world_size, coalesces)),
             self._options,
         )
-        group.adopt()
         smaller = self._smaller
         if smaller is not None and 1 < smaller < world_size and world_size % smaller == 0:
             neighbours: Any = VirtualCollectives(self.device, smaller, coalesces)
@@ -386,13 +386,14 @@ class Simulation:
             kept: more that are kept, whatever their flags say now.
         """
         ahead = []
+        left = []  # tied ones
         for unit in self.scheduler.units:
-            untied = [g for g in unit.own_groups if not isinstance(g, TiedGroup)]
-            if any(not g.state.needs_gather for g in untied) and not self._is_in_use(unit):
+            gathered = [g for g in unit.groups if not (g.is_alias or g.state.needs_gather)]
+            tied = [found for g in gathered if (found := tied_group(g)) is not None]
+            left += tied
+            if len(gathered) > len(tied) and not self._is_in_use(unit):
                 ahead.append(unit)
-        tied = [g for g in self.scheduler.groups if isinstance(g, TiedGroup)]
-        left = [g for g in tied if not g.state.needs_gather]
-        users = {g: {u for u in self.scheduler.units if u in users_of(g)} for g in left}
+        users = {g: g.units.intersection(self.scheduler.units) for g in left}
         known = {u for u in self.scheduler.units if self._is_in_use(u)}.union(ahead, kept)
         left = [group for group in left if not users[group].intersection(known)]
         while left:  # each came along with a unit that uses it

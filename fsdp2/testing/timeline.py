@@ -1,12 +1,11 @@
 """When each operation of a schedule on paper would run, if it took a given time.
 
-    device.trace ── replay(duration) ──> [Span(op, start, end), …] ── idle ──> exposed time
+    device.trace ── replay(duration) ──> [Span(operation, start, end), …] ── idle ──> exposed time
                  ── timeline_of(duration) ──> a `Timeline`, as real runs leave one
 
-A lane runs its operations in the order of the host's calls. A wait holds it up until the event's
-lane has come to where the event was recorded. The host itself takes no time, but it launches
-nothing before a `synchronize` is over. So the result is what the schedule allows where the host is
-far ahead of the device: what is left is communication that no compute hides.
+The host itself takes no time, but it launches nothing before a `synchronize` is over. So the result
+is what the schedule allows where the host is far ahead of the device: what is left is communication
+that no compute hides. See `fsdp2.record.replay`.
 
     device = VirtualDevice()
     simulation = Simulation(model, device)
@@ -19,56 +18,21 @@ far ahead of the device: what is left is communication that no compute hides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-from fsdp2.core.device.streams import Lane
-from fsdp2.testing.virtual import HOST, PLACES, USER, Allocation, Op, Place
-from fsdp2.tracing.timeline import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    COMPUTE,
-    COPY_IN,
-    REDUCE,
-    Memory,
-    Slice,
-    Timeline,
-    Value,
-    Wait,
-)
+from fsdp2.record import replay as record
+from fsdp2.record.notes import Allocation, Free, Note, Operation, operations
+from fsdp2.record.replay import Cost, Replay, Span, idle
+from fsdp2.tracing.drawing import Told, draw
+from fsdp2.tracing.timeline import Memory, Timeline, Value
 
-BOOKKEEPING = ("alloc", "free", "record", "wait", "synchronize")
-"""Kinds of operations that take no time."""
-
-LANE_OF: Mapping[Place, str] = {
-    Lane.COMPUTE: COMPUTE,
-    Lane.COPY_IN: COPY_IN,
-    Lane.ALL_GATHER: ALL_GATHER,
-    Lane.REDUCE: REDUCE,
-    Lane.ALL_REDUCE: ALL_REDUCE,
-    HOST: "host",
-    USER: "user",
-}
-"""What a timeline calls each place."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """One operation, and when it runs.
-
-    Attributes:
-        op: of the trace; of `replay` none of `BOOKKEEPING`.
-        start: when it begins, in the unit of the durations; the trace begins at 0.
-        end: when it is over.
-    """
-
-    op: Op
-    start: float
-    end: float
+__all__ = ["Told", "idle", "replay", "tell_by_names", "timeline_of"]
 
 
 def replay(
-    trace: Sequence[Op], duration: Callable[[Op], float], one_at_a_time: Collection[str] = ()
+    trace: Sequence[Note],
+    duration: Callable[[Operation], float],
+    one_at_a_time: Collection[str] = (),
 ) -> list[Span]:
     """When each operation of ``trace`` runs.
 
@@ -81,81 +45,49 @@ def replay(
             ``("all_gather", "reduce_scatter")``, unless reduce-scatters have a group of their own.
 
     Returns:
-        A span for each operation that takes time, in the order of the host's calls.
+        A span for each operation, in the order of the host's calls.
     """
-    spans = _walk(trace, duration, one_at_a_time)
-    return [span for span in spans if span.op.kind not in BOOKKEEPING]
+    return _replayed(trace, duration, one_at_a_time).spans
 
 
-def _walk(
-    trace: Sequence[Op], duration: Callable[[Op], float], one_at_a_time: Collection[str]
-) -> Iterator[Span]:
-    """A span for each entry of the trace: of a wait from when its lane comes to when it goes on."""
-    now: dict[Place, float] = dict.fromkeys(PLACES, 0.0)
-    events: dict[int, float] = {}
-    channel = 0.0
-    for op in trace:
-        start = end = max(now[op.lane], now[HOST])
-        if op.kind == "record":
-            events[op.event] = start
-        elif op.kind in ("wait", "synchronize"):
-            now[op.lane] = end = max(start, events.get(op.event, 0.0))
-        elif op.kind not in BOOKKEEPING:
-            if op.kind in one_at_a_time:
-                start = max(start, channel)
-                channel = start + duration(op)
-            now[op.lane] = end = start + duration(op)
-        yield Span(op, start, end)
+def _replayed(
+    trace: Sequence[Note], duration: Callable[[Operation], float], one_at_a_time: Collection[str]
+) -> Replay:
+    def cost(op: Operation) -> Cost:
+        return Cost(duration(op), channel=True if op.kind in one_at_a_time else None)
 
-
-def idle(spans: Iterable[Span], lane: Place) -> float:
-    """How long ``lane`` has nothing to run, from the start to the end of all lanes."""
-    spans = list(spans)
-    busy = sum(span.end - span.start for span in spans if span.op.lane is lane)
-    return max((span.end for span in spans), default=0.0) - busy
+    return record.replay(trace, cost)
 
 
 # ---- as a timeline
-
-
-@dataclass(frozen=True)
-class Told:
-    """What a timeline says of an operation; see `fsdp2.tracing.timeline.Slice`."""
-
-    operation: str
-    unit: str = ""
-    bytes: int = 0
-    dtype: str = ""
-    group: str = ""
-    iteration: int = 0
 
 
 OPERATIONS = {"step": "optimizer", "load": "load from host"}
 """Kinds of operations on paper that timelines call something else than their words."""
 
 
-def tell_by_names(trace: Sequence[Op]) -> Callable[[Op], Told]:
+def tell_by_names(trace: Sequence[Note]) -> Callable[[Operation], Told]:
     """What operations are, by the names that `fsdp2.testing.simulation` gives to buffers.
 
     Of "gathered u" and "gradient u.0" the name says the unit. Other buffers are of the unit whose
     buffers an operation touches besides them.
     """
+    known = operations(trace)
     owners: dict[Allocation, str] = {}
-    for op in trace:
+    for op in known:
         for buffer in (*op.reads, *op.writes):
             kind, _, name = buffer.name.partition(" ")
             if kind == "gathered" and name:
                 owners[buffer] = name
             elif kind == "gradient" and name:
                 owners[buffer] = name.rpartition(".")[0]
-    for op in (*trace, *reversed(trace)):
-        if op.kind not in BOOKKEEPING:
-            found = _owner(op, owners)
-            if found is not None:
-                for buffer in (*op.reads, *op.writes):
-                    owners.setdefault(buffer, found)
+    for op in (*known, *reversed(known)):
+        found = _owner(op, owners)
+        if found is not None:
+            for buffer in (*op.reads, *op.writes):
+                owners.setdefault(buffer, found)
 
-    def tell(op: Op) -> Told:
+    def tell(op: Operation) -> Told:
         kind, _, unit = op.kind.partition(" ")
         if kind in ("forward", "backward"):
             return Told(kind, unit)
@@ -164,16 +96,16 @@ def tell_by_names(trace: Sequence[Op]) -> Callable[[Op], Told]:
     return tell
 
 
-def _owner(op: Op, owners: Mapping[Allocation, str]) -> str | None:
+def _owner(op: Operation, owners: Mapping[Allocation, str]) -> str | None:
     found = (owners.get(buffer) for buffer in (*op.writes, *op.reads))
     return next((name for name in found if name is not None), None)
 
 
 def timeline_of(
-    trace: Sequence[Op],
-    duration: Callable[[Op], float],
+    trace: Sequence[Note],
+    duration: Callable[[Operation], float],
     *,
-    tell: Callable[[Op], Told] | None = None,
+    tell: Callable[[Operation], Told] | None = None,
     size: Callable[[Allocation], tuple[str, int]] | None = None,
     one_at_a_time: Collection[str] = (),
     metadata: Mapping[str, Value] | None = None,
@@ -194,59 +126,31 @@ def timeline_of(
         times = {"all_gather": 120.0, "reduce_scatter": 150.0}
         timeline_of(device.trace, lambda op: times.get(op.kind, 40.0)).write("paper.json")
     """
-    tell = tell or tell_by_names(trace)
-    made = Timeline(metadata={"source": "paper", "clock": "paper", **(metadata or {})})
-    last: dict[Place, tuple[int, Told]] = {}  # of each place: index of its slice, and what ran
-    events: dict[int, tuple[Place, int, Told]] = {}
-    changes: list[tuple[float, str, int]] = []
-    nothing = (-1, Told(""))
-    for span in _walk(trace, duration, one_at_a_time):
-        op, lane = span.op, LANE_OF[span.op.lane]
-        if op.kind == "record":
-            events[op.event] = (op.lane, *last.get(op.lane, nothing))
-        elif op.kind in ("wait", "synchronize"):
-            if op.event in events:  # else of before: over, and not here
-                place, index, told = events[op.event]
-                label = op.label or "a copy that blocks the host"
-                wait = Wait(lane, LANE_OF[place], label, span.start, span.end)
-                wait = replace(wait, unit=told.unit, operation=told.operation)
-                made.waits.append(replace(wait, behind=index, iteration=told.iteration))
-        elif op.kind in BOOKKEEPING:
-            if size is not None:
-                category, nbytes = size(op.writes[0])
-                changes.append((span.start, category, nbytes if op.kind == "alloc" else -nbytes))
-        else:
-            if span.end > span.start:
-                told = tell(op)
-                last[op.lane] = (len(made.slices), told)
-                made.slices.append(_slice(lane, span, told))
-    made.memory = _memory(changes)
-    return made.sorted()
+    step = _replayed(trace, duration, one_at_a_time)
+    facts = {"source": "paper", "clock": "paper", **(metadata or {})}
+    memory = [] if size is None else _memory(trace, step.times, size)
+    return draw(step, tell or tell_by_names(trace), memory, metadata=facts)
 
 
-def _slice(lane: str, span: Span, told: Told) -> Slice:
-    return Slice(
-        lane,
-        told.operation,
-        span.start,
-        span.end,
-        told.unit,
-        told.bytes,
-        told.dtype,
-        told.group,
-        told.iteration,
-    )
-
-
-def _memory(changes: list[tuple[float, str, int]]) -> list[Memory]:
+def _memory(
+    trace: Sequence[Note], times: Sequence[float], size: Callable[[Allocation], tuple[str, int]]
+) -> list[Memory]:
     """Samples of what is there after each change; one for changes of one moment and direction.
 
     A free and an allocation of one moment stay apart, so that no peak is lost.
     """
+    sizes: dict[int, tuple[str, int]] = {}
     now: dict[str, int] = {}
     found: list[Memory] = []
     grows = False
-    for time, category, change in sorted(changes, key=lambda each: each[0]):
+    for note, time in zip(trace, times, strict=True):
+        if isinstance(note, Allocation):
+            category, change = sizes[note.number] = size(note)
+        elif isinstance(note, Free) and note.number in sizes:
+            category, nbytes = sizes[note.number]
+            change = -nbytes
+        else:
+            continue
         now[category] = now.get(category, 0) + change
         if found and found[-1].time == time and grows is (change > 0):
             found.pop()

@@ -5,7 +5,7 @@ buffers it reads and writes, and a happens-before checker finds every order that
 
     VirtualDevice ── Streams       record, wait, synchronize, on
                   ── Kernels       transient, flat, empty, copy, …
-                  ── trace         [Op, Op, …] in the order of the host's calls
+                  ── trace         what they did: `fsdp2.record.notes`
                   ── races         ["…", …], empty if the schedule is right
 
 Each lane carries a vector clock: how far it is known to be behind each lane. An access happens
@@ -30,28 +30,23 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import IntEnum
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fsdp2.core.device.collectives import ReduceKind
-from fsdp2.core.device.streams import Lane
-
-
-class Beside(IntEnum):
-    """What runs beside the lanes."""
-
-    HOST = len(Lane)
-    USER = len(Lane) + 1
-
-
-Place = Lane | Beside
-PLACES: tuple[Place, ...] = (*Lane, *Beside)
-HOST, USER = Beside.HOST, Beside.USER
+from fsdp2.record.notes import (
+    HOST,
+    PLACES,
+    Allocation,
+    Await,
+    Free,
+    Note,
+    Notes,
+    Operation,
+    Place,
+)
 
 Clock = tuple[int, ...]
 _ZERO: Clock = (0,) * len(PLACES)
@@ -68,41 +63,12 @@ class VirtualEvent(NamedTuple):
     clock: Clock
 
 
-@dataclass(frozen=True)
-class Op:
-    """One entry of the trace.
-
-    Attributes:
-        lane: where it runs.
-        kind: "alloc", "free", "wait", "record", "synchronize" or the kernel's name.
-        label: what it is about.
-        reads: the buffers it reads.
-        writes: the buffers it writes; of "alloc" and "free" the buffer that comes or goes.
-        event: number of the event that is recorded or waited for, else -1.
-    """
-
-    lane: Place
-    kind: str
-    label: str
-    reads: tuple[Allocation, ...] = ()
-    writes: tuple[Allocation, ...] = ()
-    event: int = -1
-
-    def __str__(self) -> str:
-        parts = [f"{self.lane.name.lower():<11}{self.kind}"]
-        if self.label:
-            parts.append(self.label)
-        elif self.reads or self.writes:
-            parts.append(f"{_names(self.reads)} -> {_names(self.writes)}")
-        return " ".join(parts)
-
-
-class Allocation:
+class Life:
     """One life of a buffer, from allocation to free."""
 
-    def __init__(self, name: str, lane: Place, after: Clock) -> None:
-        self.name = name
-        self.lane = lane  # whose allocator it is from; HOST for CPU memory
+    def __init__(self, note: Allocation, after: Clock) -> None:
+        self.note = note
+        self.name, self.lane = note.name, note.lane
         self.after = after  # all accesses of buffers whose memory this one may have
         self.write: tuple[Place, int] | None = None
         self.reads: dict[Place, int] = {}
@@ -121,8 +87,8 @@ class VirtualTensor:
         self.dtype = dtype
 
     @property
-    def allocation(self) -> Allocation | None:
-        found: Allocation | None = self.owner.allocation
+    def allocation(self) -> Life | None:
+        found: Life | None = self.owner.allocation
         return found
 
     def is_contiguous(self) -> bool:
@@ -160,7 +126,7 @@ class VirtualTensor:
 class _Counted:
     """Frees its allocation when nothing refers to it any more."""
 
-    allocation: Allocation | None = None  # until there is memory
+    allocation: Life | None = None  # until there is memory
     pinned = False
 
     def __init__(self, device: VirtualDevice, name: str) -> None:
@@ -180,7 +146,7 @@ class VirtualTransient:
         self.name = name
         self.nbytes = nbytes
         self.pinned = False
-        self.allocation: Allocation | None = None
+        self.allocation: Life | None = None
         self.acquire()
 
     def view(
@@ -215,14 +181,14 @@ class VirtualTransient:
         return 0
 
 
-class VirtualDevice:
+class VirtualDevice(Notes):
     """Streams, kernels and the checker.
 
     Args:
         drop_wait: leave out the wait of this number (from 0), to test the checker.
 
     Attributes:
-        trace: every operation, in the order of the host's calls.
+        trace: all notes, in the order of the host's calls.
         races: what the checker found, a sentence each.
         waits: labels of all waits so far, the dropped one included.
         live: bytes are not simulated; names of the allocations that are live now.
@@ -235,13 +201,12 @@ class VirtualDevice:
     others_had = False
 
     def __init__(self, drop_wait: int | None = None) -> None:
-        self.trace: list[Op] = []
+        super().__init__()
+        self.trace: list[Note] = self.notes
         self.races: list[str] = []
         self.waits: list[str] = []
-        self.live: set[Allocation] = set()
+        self.live: set[Life] = set()
         self._drop_wait = drop_wait
-        self._events = 0
-        self._lane: Place = Lane.COMPUTE
         self._clocks: dict[Place, Clock] = dict.fromkeys(PLACES, _ZERO)
         self._released: dict[Place, Clock] = dict.fromkeys(PLACES, _ZERO)
 
@@ -251,10 +216,7 @@ class VirtualDevice:
         """Each record is an event of its own here."""
 
     def record(self, lane: Place, label: str, event: None = None) -> VirtualEvent:
-        recorded = VirtualEvent(self._events, self._clocks[lane])
-        self._events += 1
-        self.trace.append(Op(lane, "record", label, event=recorded.number))
-        return recorded
+        return VirtualEvent(self.signal(lane, label), self._clocks[lane])
 
     def wait(self, lane: Place, event: VirtualEvent, label: str) -> None:
         if not self._is_dropped(label):
@@ -262,42 +224,31 @@ class VirtualDevice:
 
     def follow(self, lane: Place, event: VirtualEvent, label: str = "") -> None:
         """A wait that is never dropped, such as the user's own."""
-        self.trace.append(Op(lane, "wait", label, event=event.number))
+        self.note(Await(lane, event.number, label))
         self._clocks[lane] = _join(self._clocks[lane], event.clock)
 
     def synchronize(self, event: VirtualEvent, label: str) -> None:
         """The host waits, and whatever it issues next is behind the event."""
         if not self._is_dropped(label):
-            self._synchronize(event, label)
-
-    def _synchronize(self, event: VirtualEvent, label: str) -> None:
-        self.trace.append(Op(HOST, "synchronize", label, event=event.number))
-        self._clocks[HOST] = _join(self._clocks[HOST], event.clock)
+            self.follow(HOST, event, label)
 
     def _is_dropped(self, label: str) -> bool:
         self.waits.append(label)
         return len(self.waits) - 1 == self._drop_wait
 
-    @contextmanager
-    def on(self, lane: Place) -> Iterator[None]:
-        outer, self._lane = self._lane, lane
-        try:
-            yield
-        finally:
-            self._lane = outer
-
     # ---- memory
 
-    def allocate(self, name: str) -> Allocation:
+    def allocate(self, name: str) -> Life:
         """A new allocation on the current lane."""
-        allocation = Allocation(name, self._lane, self._released[self._lane])
-        self.trace.append(Op(self._lane, "alloc", name, writes=(allocation,)))
+        note = Allocation(self.number(), lane=self.lane, name=name)
+        self.note(note)
+        allocation = Life(note, self._released[self.lane])
         self.live.add(allocation)
         return allocation
 
-    def free(self, allocation: Allocation) -> None:
+    def free(self, allocation: Life) -> None:
         """Give it back to the lane that it was allocated on."""
-        self.trace.append(Op(self._lane, "free", allocation.name, writes=(allocation,)))
+        self.note(Free(allocation.note.number, self.lane, allocation.name))
         self.live.discard(allocation)
         allocation.freed = True
         lane = allocation.lane
@@ -322,23 +273,24 @@ class VirtualDevice:
             clock = list(map(max, clock, self._clocks[HOST]))
         clock[lane] += 1
         self._clocks[lane] = now = tuple(clock)
-        self.trace.append(Op(lane, kind, "", tuple(seen_reads), tuple(seen_writes)))
+        moved = [tuple(each.note for each in some) for some in (seen_reads, seen_writes)]
+        self.note(Operation(lane, "", kind, reads=moved[0], writes=moved[1]))
         for allocation in seen_reads:
             self._check_read(kind, lane, now, allocation)
         for allocation in seen_writes:
             self._check_write(kind, lane, now, allocation)
 
-    def _place(self, reads: list[Allocation], writes: list[Allocation]) -> Place:
+    def _place(self, reads: list[Life], writes: list[Life]) -> Place:
         for buffer in reads:
             if buffer.lane is not HOST:
-                return self._lane
+                return self.lane
         for buffer in writes:
             if buffer.lane is not HOST:
-                return self._lane
-        return HOST if reads or writes else self._lane
+                return self.lane
+        return HOST if reads or writes else self.lane
 
-    def _allocations(self, kind: str, tensors: Sequence[VirtualTensor]) -> list[Allocation]:
-        found: dict[Allocation, None] = {}
+    def _allocations(self, kind: str, tensors: Sequence[VirtualTensor]) -> list[Life]:
+        found: dict[Life, None] = {}
         for tensor in tensors:
             if 0 in tensor.shape:
                 continue
@@ -349,7 +301,7 @@ class VirtualDevice:
                 found[allocation] = None
         return list(found)
 
-    def _check_read(self, kind: str, lane: Place, now: Clock, buffer: Allocation) -> None:
+    def _check_read(self, kind: str, lane: Place, now: Clock, buffer: Life) -> None:
         self._check_reuse(kind, now, buffer)
         if buffer.write is None:
             self.races.append(f"{kind} reads {buffer.name}, which nothing wrote")
@@ -358,7 +310,7 @@ class VirtualDevice:
         buffer.reads[lane] = now[lane]
         buffer.last[lane] = now[lane]
 
-    def _check_write(self, kind: str, lane: Place, now: Clock, buffer: Allocation) -> None:
+    def _check_write(self, kind: str, lane: Place, now: Clock, buffer: Life) -> None:
         self._check_reuse(kind, now, buffer)
         if buffer.write is not None and now[buffer.write[0]] < buffer.write[1]:
             self.races.append(f"{kind} writes {buffer.name} while {_name(buffer.write)} writes it")
@@ -371,7 +323,7 @@ class VirtualDevice:
         buffer.reads.clear()
         buffer.last[lane] = now[lane]
 
-    def _check_reuse(self, kind: str, now: Clock, buffer: Allocation) -> None:
+    def _check_reuse(self, kind: str, now: Clock, buffer: Life) -> None:
         if all(map(operator.ge, now, buffer.after)):
             return
         for lane, count in zip(PLACES, buffer.after, strict=True):
@@ -407,7 +359,7 @@ class VirtualDevice:
 
     def _come_back(self) -> None:
         """A copy with CPU memory that is not page-locked: its call returns when it is over."""
-        self._synchronize(self.record(self._lane, ""), "")
+        self.follow(HOST, self.record(self.lane, ""), "a copy that blocks the host")
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> VirtualTensor:
         """A new tensor on the current lane; freed when its last handle goes."""
@@ -439,11 +391,13 @@ class VirtualDevice:
     def pieces(self, flat: VirtualTensor, sizes: Sequence[int]) -> list[VirtualTensor]:
         return [VirtualTensor(flat.owner, (size,), flat.dtype) for size in sizes]
 
-    def copy(self, target: VirtualTensor, source: VirtualTensor) -> None:
-        loads = source.allocation is not None and source.allocation.lane is HOST
-        self.run("load" if loads else "copy", [source], [target])
-        if loads and not source.owner.pinned:
+    def from_host(self, target: VirtualTensor, source: VirtualTensor) -> None:
+        self.run("load", [source], [target])
+        if not source.owner.pinned:
             self._come_back()
+
+    def copy(self, target: VirtualTensor, source: VirtualTensor) -> None:
+        self.run("copy", [source], [target])
 
     def copy_many(self, targets: Sequence[VirtualTensor], sources: Sequence[VirtualTensor]) -> None:
         self.run("copy", sources, targets)
@@ -465,10 +419,6 @@ class VirtualDevice:
 
     def add_many(self, targets: Sequence[VirtualTensor], sources: Sequence[VirtualTensor]) -> None:
         self.run("add", [*targets, *sources], targets)
-
-
-def _names(buffers: Sequence[Allocation]) -> str:
-    return ", ".join(buffer.name for buffer in buffers) or "-"
 
 
 def _name(access: tuple[Place, int]) -> str:

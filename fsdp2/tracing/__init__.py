@@ -2,7 +2,9 @@
 
 timeline   the data: slices and waits by lane, memory by category; as a file that Perfetto opens
 summaries  the same in numbers: exposed communication, idle time, overlap; two side by side
-recording  what is bound to groups, units and streams while real steps are recorded
+recording  what a real step does, and when
+seams      who tells of it: streams, kernels, collectives, groups and units, while a trace is on
+drawing    a recorded step whose times are known, as a timeline
 states     what optimizers keep on the device
 page       one HTML file to look at
 context    ``with fsdp2.trace(path):`` around real steps

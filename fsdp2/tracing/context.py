@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -14,7 +15,8 @@ from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.process_groups import rank_and_size
 from fsdp2.core.schedule.unit import all_groups
 from fsdp2.tracing.page import show
-from fsdp2.tracing.recording import Recorder
+from fsdp2.tracing.recording import Tracer
+from fsdp2.tracing.seams import tracing
 from fsdp2.tracing.summaries import diff, summary
 from fsdp2.tracing.timeline import Timeline, Value
 
@@ -30,13 +32,15 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
     and so do `fsdp2.trace.summary`, `fsdp2.trace.diff` and ``python -m fsdp2.tracing view``.
 
     Only this process is recorded, and nothing is communicated. Steps inside cost more, by some µs
-    for each slice; steps outside cost what they cost without it. If an exception ends the ``with``,
-    what was seen is written none the less; it goes on as it is, also where that write fails, of
-    which a warning tells.
+    for each slice; steps outside cost what they cost without it. Units bind their collectives anew
+    in the first step inside, and in the first behind it. If an exception ends the ``with``, what
+    was seen is written none the less; it goes on as it is, also where that write fails, of which a
+    warning tells.
 
     Args:
         path: the file, which is replaced. "{rank}" in it stands for this process's rank. Without
-            that, rank 0 alone records.
+            that, rank 0 alone records; the other ranks of its node check the path as it does, so
+            that all of them raise.
         title: what it is called on the page. Default: "rank 0 of 8", by what it is.
 
     Attributes:
@@ -69,12 +73,13 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
         self.timeline: Timeline | None = None
         self._path = os.fspath(path)
         self._title = title
-        self._recorder: Recorder | None = None
+        self._exits: contextlib.ExitStack | None = None
 
     def __enter__(self) -> trace:
-        rank, _ = rank_and_size()
-        if RANK not in self._path and rank:
-            return self
+        rank, size = rank_and_size()
+        records = RANK in self._path or not rank
+        if not records and rank >= int(os.environ.get("LOCAL_WORLD_SIZE", size)):
+            return self  # on another node than rank 0, and may see other disks
         self._path = self._path.replace(RANK, str(rank))
         folder = Path(self._path).parent
         if not folder.is_dir():
@@ -82,7 +87,10 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
                 f"fsdp2.trace cannot write '{self._path}', as there is no folder '{folder}'; make "
                 f"it first"
             )
-        if Recorder.current is not None:
+        if not records:
+            _check_file(self._path, _probe)
+            return self
+        if Tracer.current is not None:
             raise ShardingStateError(
                 "fsdp2.trace was entered while another one is on in this process; leave that first"
             )
@@ -90,9 +98,10 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
             raise ValueError(
                 "fsdp2.trace found no sharded module in this process; call fully_shard before it"
             )
-        _check_file(self._path)
-        self._recorder = Recorder()
-        self._recorder.begin()
+        _check_file(self._path, _create)
+        exits = contextlib.ExitStack()
+        self._tracer = exits.enter_context(tracing())
+        self._exits = exits
         return self
 
     def __exit__(
@@ -101,12 +110,13 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        recorder, self._recorder = self._recorder, None
-        if recorder is None:
+        exits, self._exits = self._exits, None
+        if exits is None:
             return
         try:
-            self.timeline = recorder.end()
-            self.timeline.metadata = _metadata(recorder, self._title, error)
+            with exits:
+                self._tracer.finish()
+            self.timeline = self._tracer.timeline(_metadata(self._tracer, self._title, error))
             self.timeline.write(self._path)
         except Exception as failed:
             if error is not None:
@@ -120,19 +130,33 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
                 raise
 
 
-def _check_file(path: str) -> None:
-    """Raise now rather than behind the steps; what is in the file stays until then."""
-    known = os.path.lexists(path)
+def _check_file(path: str, attempt: Callable[[str], None]) -> None:
+    """Raise now rather than behind the steps."""
     try:
-        with open(path, "ab"):
-            pass
+        attempt(path)
     except OSError as error:
         raise ValueError(
             f"fsdp2.trace cannot write '{path}': {error.strerror}; name a file that this process "
             f"may write"
         ) from error
+
+
+def _create(path: str) -> None:
+    """Open the file to write; what is in it stays until then."""
+    known = os.path.lexists(path)
+    with open(path, "ab"):
+        pass
     if not known:
         os.remove(path)
+
+
+def _probe(path: str) -> None:
+    """As `_create`, on ranks beside the one that records: they must not touch its file."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
+    except FileNotFoundError:
+        if not os.access(Path(os.path.realpath(path)).parent, os.W_OK | os.X_OK):
+            raise
 
 
 def _warn(path: str, failed: Exception) -> None:
@@ -144,14 +168,12 @@ def _warn(path: str, failed: Exception) -> None:
         )
 
 
-def _metadata(
-    recorder: Recorder, title: str | None, error: BaseException | None
-) -> dict[str, Value]:
+def _metadata(tracer: Tracer, title: str | None, error: BaseException | None) -> dict[str, Value]:
     rank, size = rank_and_size()
     metadata: dict[str, Value] = {
         "title": title or f"rank {rank} of {size}",
         "source": "run",
-        "clock": "host" if recorder.is_hosts else "events",
+        "clock": "host" if tracer.clock.streams is None else "events",
         "rank": rank,
         "world_size": size,
         "device": next((group.device.type for group in all_groups()), "cpu"),

@@ -12,13 +12,13 @@ import os
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from fsdp2.tracing.summaries import (
+    COLUMNS,
     Source,
     Summary,
-    UnitTimes,
     amount,
+    cells,
     compared,
     idle_told,
     milliseconds,
@@ -30,8 +30,6 @@ from fsdp2.tracing.timeline import Timeline
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 """What runs of one page are called where names have no room."""
-
-COLUMNS = ["compute", "copies", "gather", "GB/s", "reduce", "GB/s", "exposed"]
 
 _MARK = "/*DATA*/"
 
@@ -100,9 +98,10 @@ def _compared(letter: str, first: Summary, second: Summary) -> str:
     return f"{letter} against {LETTERS[0]}, a step: {', '.join(told)}."
 
 
-def _run(timeline: Timeline, number: int, compares: bool) -> dict[str, Any]:
+def _run(timeline: Timeline, number: int, compares: bool) -> dict[str, object]:
     """What the page draws of a timeline; where it compares, the table is of a step."""
     found = summary(timeline)
+    steps = found.steps if compares else 1
     head = timeline.metadata
     about = [str(head[key]) for key in ("source", "device", "world_size") if head.get(key)]
     times = {"paper": "times from paper", "host": "the host's times", "events": "events' times"}
@@ -145,13 +144,14 @@ def _run(timeline: Timeline, number: int, compares: bool) -> dict[str, Any]:
             "series": [[m.bytes.get(name, 0) for m in timeline.memory] for name in categories],
             "most": found.peak.total if found.peak else 0,
         },
-        "peak": None
-        if found.peak is None
-        else {"time": found.peak.time, "total": found.peak.total},
-        "peakShort": _peak_short(found),
-        "peakTold": "" if found.peak is None else peak_told(found.peak, timeline.start),
+        "peak": found.peak and {"time": found.peak.time, "total": found.peak.total},
+        "peakShort": f"peak {amount(found.peak.total)}" if found.peak else "",
+        "peakTold": peak_told(found.peak, timeline.start) if found.peak else "",
         "columns": COLUMNS,
-        "units": [_unit(row, found.steps if compares else 1) for row in found.units],
+        "units": [
+            {"unit": row.unit, "exposed": row.exposed / steps, "cells": cells(row, steps)}
+            for row in found.units
+        ],
     }
 
 
@@ -166,20 +166,3 @@ def _facts(found: Summary) -> list[tuple[str, str]]:
     if found.peak is not None:
         facts.append(("peak memory", amount(found.peak.total)))
     return facts
-
-
-def _peak_short(found: Summary) -> str:
-    return "" if found.peak is None else f"peak {amount(found.peak.total)}"
-
-
-def _unit(row: UnitTimes, steps: int) -> dict[str, Any]:
-    cells = [
-        milliseconds(row.compute / steps),
-        milliseconds(row.copies / steps),
-        milliseconds(row.gather / steps),
-        f"{row.gather_bandwidth:.2f}" if row.gathered_bytes else "-",
-        milliseconds(row.reduce / steps),
-        f"{row.reduce_bandwidth:.2f}" if row.reduced_bytes else "-",
-        milliseconds(row.exposed / steps),
-    ]
-    return {"unit": row.unit, "exposed": row.exposed / steps, "cells": cells}

@@ -130,27 +130,28 @@ class Summary:
             lines.append(steps_told(self.step_times))
         if self.peak is not None:
             lines.append(peak_told(self.peak))
-        rows = [_cells(row) for row in self.units]
-        lines += ["", *table(_HEAD, rows)]
+        rows = [[row.unit, *cells(row)] for row in self.units]
+        lines += ["", *table(["unit", *COLUMNS], rows)]
         if self.idle:
             causes = [[cause, milliseconds(time)] for cause, time in self.idle.items()]
             lines += ["", *table(["compute idle, by cause", "time"], causes)]
         return "\n".join(lines)
 
 
-_HEAD = ["unit", "compute", "copies", "gather", "GB/s", "reduce", "GB/s", "exposed"]
+COLUMNS = ["compute", "copies", "gather", "GB/s", "reduce", "GB/s", "exposed"]
+"""What is told of a unit."""
 
 
-def _cells(row: UnitTimes) -> list[str]:
+def cells(row: UnitTimes, steps: int = 1) -> list[str]:
+    """A unit's `COLUMNS`, of one of so many steps."""
     return [
-        row.unit,
-        milliseconds(row.compute),
-        milliseconds(row.copies),
-        milliseconds(row.gather),
+        milliseconds(row.compute / steps),
+        milliseconds(row.copies / steps),
+        milliseconds(row.gather / steps),
         f"{row.gather_bandwidth:.2f}" if row.gathered_bytes else "-",
-        milliseconds(row.reduce),
+        milliseconds(row.reduce / steps),
         f"{row.reduce_bandwidth:.2f}" if row.reduced_bytes else "-",
-        milliseconds(row.exposed),
+        milliseconds(row.exposed / steps),
     ]
 
 

@@ -329,6 +329,7 @@ class Timeline:
 # ---- as a file
 
 _FORMAT = "fsdp2 timeline"
+_FORMATS = ("lane", "label", "start", "end")  # which an event has
 _WAIT = "wait"
 Event = dict[str, Any]
 
@@ -373,27 +374,17 @@ def _duration(span: Slice | Wait) -> float:
 
 
 def _slice(each: Slice, index: int) -> Event:
-    args = {
-        "id": index,
-        "operation": each.operation,
-        "unit": each.unit,
-        "bytes": each.bytes,
-        "dtype": each.dtype,
-        "group": each.group,
-        "iteration": each.iteration,
-    }
+    args = {"id": index, **_args(each)}
     return {"name": each.name, "cat": each.operation, "args": args}
 
 
 def _wait(wait: Wait) -> Event:
-    args = {
-        "on": wait.on,
-        "unit": wait.unit,
-        "operation": wait.operation,
-        "behind": wait.behind,
-        "iteration": wait.iteration,
-    }
-    return {"name": wait.label, "cat": _WAIT, "args": args}
+    return {"name": wait.label, "cat": _WAIT, "args": _args(wait)}
+
+
+def _args(each: Slice | Wait) -> dict[str, Value]:
+    """The fields that the format has none for."""
+    return {name: value for name, value in vars(each).items() if name not in _FORMATS}
 
 
 def _add_arrow(add: Any, number: int, wait: Wait, behind: Slice) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from fsdp2.core.modules.walks import walk
 from fsdp2.wrap.policies import ModuleWrapPolicy, Options, WrapFunction, WrapPolicy
@@ -124,7 +125,7 @@ def options_for(
             module, set(module.modules()) - {module}, root_options
         )
         return found.get(module)
-    left = sum(param.numel() for param in module.parameters()) if numel is None else numel
+    left = numel_of(module.parameters()) if numel is None else numel
     return root_options if _by_keyword(checked)(module, False, left) else None
 
 
@@ -162,6 +163,12 @@ def wrap_modules(
         ignored_params=ignored_params,
         options=options,
     )
+    wrap_chosen(model, choices, wrapper)
+    return choices
+
+
+def wrap_chosen(model: nn.Module, choices: Iterable[Choice], wrapper: Wrapper) -> None:
+    """Wrap modules of a model that were chosen, in place; as `wrap_modules`."""
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in list(model.modules()):
         for key, child in parent._modules.items():
@@ -172,7 +179,6 @@ def wrap_modules(
         if wrapped is not choice.module:
             for parent, key in places[choice.module]:
                 setattr(parent, key, wrapped)
-    return choices
 
 
 # ---- asking
@@ -198,7 +204,7 @@ class _Asked:
 
     def numel(self, module: nn.Module) -> int:
         """Elements of its parameters that are not ignored."""
-        return sum(p.numel() for p in module.parameters() if p not in self._ignored_params)
+        return numel_of(p for p in module.parameters() if p not in self._ignored_params)
 
     def ask(self, module: nn.Module) -> int:
         """Ask about a module and those below; returns how many of its elements units have."""
@@ -217,6 +223,11 @@ class _Asked:
             return None
         children = (child for child in module.children() if child not in self._ignored)
         return sum(self.ask(child) for child in children)
+
+
+def numel_of(params: Iterable[nn.Parameter]) -> int:
+    """Elements of parameters; those of lazy modules, which have no shape yet, have none."""
+    return sum(p.numel() for p in params if not isinstance(p, UninitializedParameter))
 
 
 def _by_keyword(policy: Any) -> Callable[[nn.Module, bool, int], bool]:

@@ -17,7 +17,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2.api import fully_shard
+from fsdp2.api import fully_shard, plan_calls
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.layout.mesh import device_of
 from fsdp2.core.modules.registry import record_of, require_record
@@ -79,6 +79,10 @@ def deferred(
         ValueError: a parameter is on the meta device and there is no ``init_fn``.
         ShardingStateError: a block's parameter was written after the block was sharded.
 
+    The arguments are looked at before anything is constructed. Each block is planned before it is
+    initialised, and what is left for the end all at once; what only a later constructor or
+    ``init_fn`` brings to light is found when that has run.
+
     Example::
 
         torch.manual_seed(0)
@@ -88,6 +92,7 @@ def deferred(
     """
     options = {**fully_shard_options, "mesh": mesh}
     construction = _Construction(_full_policy(policy), init_fn, options)
+    plan_calls([(nn.Module(), options)])  # of the arguments alone
     with _watched(construction):
         yield
     construction.finish()
@@ -137,6 +142,7 @@ class _Construction:
             self._outermost.append(module)
 
     def _shard(self, module: nn.Module, options: Mapping[str, Any]) -> None:
+        self._check_ahead([(module, options)])
         self._initialise(module)
         fully_shard(module, **options)
         self._holders.update({id(param): weakref.ref(module) for param in _shards(module)})
@@ -168,28 +174,28 @@ class _Construction:
         for unit in units:
             self._versions[unit] = [param._version for param in _shards(unit)]
 
+    def _check_ahead(self, calls: Sequence[tuple[nn.Module, Mapping[str, Any]]]) -> None:
+        """Raise what is known before parameters have memory and values; changes nothing."""
+        for module, _ in calls if self._init_fn is None else ():
+            for member, prefix in managed_modules((module,)):
+                _check_memory(member, prefix)
+        plan_calls(calls, ahead=True)
+
     def _initialise(self, module: nn.Module) -> None:
         init_fn = self._init_fn
-        for member, prefix in managed_modules((module,)):
-            self._materialise(member, prefix)
+        for member, _ in managed_modules((module,)):
+            self._materialise(member)
         if init_fn is not None:
             with torch.no_grad():
                 for member, _ in list(managed_modules((module,))):
                     init_fn(member)
 
-    def _materialise(self, member: nn.Module, prefix: str) -> None:
+    def _materialise(self, member: nn.Module) -> None:
         mesh = self._arguments["mesh"]
         device = torch.device("cpu") if mesh is None else device_of(mesh)
         for key, param in member._parameters.items():
             if param is None or not param.is_meta:
                 continue
-            if self._init_fn is None:
-                name = prefix + key
-                raise ValueError(
-                    f"parameter '{name}' is on the meta device, so that its constructor "
-                    f"gave it no values; pass deferred(init_fn=…), or construct without the meta "
-                    f"device, as one block at a time is whole anyway"
-                )
             made = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
             made.__dict__.update(param.__dict__)
             member._parameters[key] = made
@@ -200,10 +206,12 @@ class _Construction:
     def finish(self) -> None:
         """Shard what is left of the outermost modules."""
         inner = {below for m in self._outermost for below in list(m.modules())[1:]}
-        for module in self._outermost:
-            if module not in inner and record_of(module) is None:
-                self._initialise(module)
-                fully_shard(module, **self._arguments)
+        left = [m for m in self._outermost if m not in inner and record_of(m) is None]
+        self._check(list(self._versions))
+        self._check_ahead([(module, self._arguments) for module in left])
+        for module in left:
+            self._initialise(module)
+            fully_shard(module, **self._arguments)
         self._check(list(self._versions))
 
     def _check(self, units: Iterable[nn.Module]) -> None:
@@ -216,6 +224,17 @@ class _Construction:
                     f"it does to a whole block; initialise it in its own constructor, by "
                     f"self.apply(…), or in deferred(init_fn=…)"
                 )
+
+
+def _check_memory(member: nn.Module, prefix: str) -> None:
+    for key, param in member._parameters.items():
+        if param is not None and param.is_meta:
+            name = prefix + key
+            raise ValueError(
+                f"parameter '{name}' is on the meta device, so that its constructor "
+                f"gave it no values; pass deferred(init_fn=…), or construct without the meta "
+                f"device, as one block at a time is whole anyway"
+            )
 
 
 def _shards(unit: nn.Module) -> list[nn.Parameter]:
@@ -238,8 +257,7 @@ def _full_policy(policy: Any) -> choices.Policy:
 
 
 def _unsharded_numel(module: nn.Module) -> int:
-    params = {param for param in module.parameters() if not isinstance(param, DTensor)}
-    return sum(param.numel() for param in params)
+    return choices.numel_of(p for p in module.parameters() if not isinstance(p, DTensor))
 
 
 # ---- what is watched
@@ -264,7 +282,8 @@ def _watched(construction: _Construction) -> Iterator[None]:
     for kind in _subclasses(nn.Module):
         watch(kind)
 
-    def made(cls: Any, /, **kwargs: object) -> None:  # of a model file that is imported only now
+    # Of a model file that is imported only now.
+    def made(cls: type[nn.Module], /, **kwargs: object) -> None:
         super(nn.Module, cls).__init_subclass__(**kwargs)
         watch(cls)
 

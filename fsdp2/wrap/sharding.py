@@ -21,11 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2.api import PlannedCall, apply_calls, plan_call
 from fsdp2.core.config import CPUOffloadPolicy
-from fsdp2.core.layout.mesh import default_mesh, device_of, node_mesh
+from fsdp2.core.layout.mesh import device_of
 from fsdp2.core.modules.registry import record_of, require_record
 from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.unit import operations_of
 from fsdp2.interop import MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.module import FSDPModule
+from fsdp2.sharding.meshes import default_mesh, node_mesh
 from fsdp2.sharding.planned import Pending
 from fsdp2.sharding.selection import PlacementFn
 from fsdp2.wrap.choices import Policy, chosen_modules
@@ -394,7 +396,7 @@ def _show_gradients(module: nn.Module) -> None:
         def hide(_: torch.Tensor, reference: weakref.ref[ParamGroup] = reference) -> None:
             found = reference()
             if found is not None:
-                found.hide()
+                operations_of(found).hide()
 
         for param in group.params:
             if param.sharded.requires_grad:
@@ -403,7 +405,7 @@ def _show_gradients(module: nn.Module) -> None:
 
 def _report(plan: _PlannedUnit) -> UnitReport:
     record = next(record for m in plan.modules if (record := record_of(m)) is not None)
-    unit, precision = record.unit, require_record(plan.modules[0]).arguments.precision
+    unit, precision = record.unit, require_record(plan.modules[0]).unit.options.precision
     layouts = [group.layout for group in unit.own_groups if group.layout is not None]
     reshard = plan.options["reshard_after_forward"]
     return UnitReport(

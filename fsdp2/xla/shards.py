@@ -15,6 +15,8 @@ from typing import TypedDict
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp2.core.pieces import piece_of
+
 FORMAT = "fsdp2.xla 1"
 """In each rank's metadata: which files are ours, and how they are to be read."""
 
@@ -48,10 +50,7 @@ class ShardMetadata(TypedDict):
 
 def rows_of(shape: Sequence[int], dim: int, world_size: int, rank: int) -> tuple[int, int]:
     """First index and number of a rank's rows of a parameter."""
-    length = shape[dim]
-    piece = -(-length // world_size)
-    start = min(rank * piece, length)
-    return start, min(piece, length - start)
+    return piece_of(shape[dim], world_size, rank)
 
 
 def local_shape(info: ShardInfo, world_size: int, rank: int) -> tuple[int, ...]:

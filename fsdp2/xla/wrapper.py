@@ -15,7 +15,7 @@ import functools
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -27,15 +27,15 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import wrapper_module
-from fsdp2.api import fully_shard
-from fsdp2.core.layout.mesh import default_mesh, mesh_of_groups
+from fsdp2.api import fully_shard, plan_calls
 from fsdp2.core.modules.registry import records_below
 from fsdp2.core.modules.walks import walk
 from fsdp2.interop import MixedPrecisionPolicy
 from fsdp2.module import FSDPModule
 from fsdp2.optim.norms import clip_grad_norm_
 from fsdp2.sharded_class import sharded_class
-from fsdp2.wrap.choices import Policy, Wrapper, wrap_modules
+from fsdp2.sharding.meshes import default_mesh, mesh_of_groups
+from fsdp2.wrap.choices import Choice, Policy, Wrapper, chosen_modules, wrap_chosen
 from fsdp2.wrapper_module import PREFIX, WrapperModule
 from fsdp2.xla.shards import FORMAT, ShardMetadata, describe, local, whole
 
@@ -177,9 +177,12 @@ class XlaFullyShardedDataParallel(WrapperModule):
         self._settings = _settings(given)
         self._mesh = _mesh(sharding_groups, sharding_rank, sharding_world_size)
         self._buffer_dtypes: dict[str, str] = {}
-        if auto_wrap_policy is not None:
-            _wrap_below(module, auto_wrap_policy, auto_wrapper_callable or type(self), given)
         self._init_fn = param_init_fn
+        chosen = _chosen_below(module, auto_wrap_policy, given)
+        if chosen and execute_sharding_on_init and auto_wrapper_callable is None:
+            inner = [_planned(choice.module, choice.options) for choice in chosen]
+            _check_ahead([*inner, self._plan(module)])
+        wrap_chosen(module, chosen, auto_wrapper_callable or type(self))
         self._hold(module)
         self.register_load_state_dict_pre_hook(_rows_become_whole)
         if execute_sharding_on_init:
@@ -200,18 +203,25 @@ class XlaFullyShardedDataParallel(WrapperModule):
         """
         if isinstance(self._wrapped, FSDPModule):
             return
-        for below in reversed(list(self._wrapped.modules())):
-            if isinstance(below, XlaFullyShardedDataParallel):
-                below.execute_sharding()
+        below = reversed(list(self._wrapped.modules()))
+        wrappers: list[XlaFullyShardedDataParallel] = [
+            each
+            for each in below
+            if isinstance(each, XlaFullyShardedDataParallel)
+            and not isinstance(each._wrapped, FSDPModule)
+        ]
+        wrappers.append(self)
+        _check_ahead([each._plan(each._wrapped) for each in wrappers])
+        for each in wrappers:
+            each._shard()
+
+    def _plan(self, module: nn.Module) -> _Planned:
+        return _Planned(module, self._settings, self._mesh, self._init_fn)
+
+    def _shard(self) -> None:
         _materialize(self._wrapped, self._init_fn, self._mesh.device_type)
         chosen = self._settings
-        fully_shard(
-            self._wrapped,
-            mesh=self._mesh,
-            reshard_after_forward=chosen.reshard_after_forward,
-            shard_placement_fn=_on_dim_0 if chosen.on_dim_0 else None,
-            mp_policy=chosen.precision,
-        )
+        fully_shard(self._wrapped, **_arguments(chosen, self._mesh))
         if chosen.pack_below is not None:
             self._unit.set_packing_threshold(chosen.pack_below, recurse=False)
         if chosen.buffer_dtype is not None:
@@ -511,6 +521,46 @@ def _settings(given: _Given) -> _UnitOptions:
     )
 
 
+@dataclass(frozen=True)
+class _Planned:
+    """A unit to be, and what initialises its parameters."""
+
+    module: nn.Module
+    settings: _UnitOptions
+    mesh: DeviceMesh
+    init_fn: Callable[[nn.Module], object] | None
+
+
+def _planned(module: nn.Module, given: _Given) -> _Planned:
+    """What a wrapper would make of a module with these arguments."""
+    _check_module(module)
+    ranks = (given[f"sharding_{name}"] for name in ("groups", "rank", "world_size"))
+    return _Planned(module, _settings(given), _mesh(*ranks), given["param_init_fn"])
+
+
+def _check_ahead(plans: Sequence[_Planned]) -> None:
+    """Raise what is known before units are made in this order; changes nothing.
+
+    Each is planned again once its parameters have memory and values.
+    """
+    plans = [plan for plan in plans if not isinstance(plan.module, FSDPModule)]
+    pending = {plan.module for plan in plans}
+    for plan in plans:
+        if plan.init_fn is None:
+            wrapper_module.check_resets(_without_memory(plan.module, pending))
+    plan_calls(((plan.module, _arguments(plan.settings, plan.mesh)) for plan in plans), ahead=True)
+
+
+def _arguments(settings: _UnitOptions, mesh: DeviceMesh) -> dict[str, Any]:
+    """The arguments of a wrapper's call of `fully_shard`."""
+    return {
+        "mesh": mesh,
+        "reshard_after_forward": settings.reshard_after_forward,
+        "shard_placement_fn": _on_dim_0 if settings.on_dim_0 else None,
+        "mp_policy": settings.precision,
+    }
+
+
 def _mesh(groups: Sequence[Sequence[int]] | None, rank: int | None, size: int | None) -> DeviceMesh:
     if groups is None:
         mesh = default_mesh()
@@ -535,25 +585,46 @@ def _on_dim_0(param: nn.Parameter) -> Shard:
 # ---- modules below
 
 
-def _wrap_below(module: nn.Module, policy: Policy, wrapper: Wrapper, given: _Given) -> None:
-    """Wrap the modules below that a policy chooses, and that are in no wrapper yet."""
+def _chosen_below(module: nn.Module, policy: Policy | None, given: _Given) -> list[Choice]:
+    """The modules below that a policy chooses, and that are in no wrapper yet."""
+    if policy is None:
+        return []
     wrappers = [m for m in module.modules() if isinstance(m, XlaFullyShardedDataParallel)]
     taken = {below for each in wrappers for below in each.modules()}
     params = [p for below in taken for p in below._parameters.values() if p is not None]
     inner = {name: value for name, value in given.items() if not name.startswith("auto_wrap")}
-    wrap_modules(module, policy, wrapper, ignored_modules=taken, ignored_params=params, **inner)
+    return chosen_modules(
+        module, policy, ignored_modules=taken, ignored_params=params, options=inner
+    )
 
 
-def _own_modules(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+def _own_modules(
+    module: nn.Module, pending: Set[nn.Module] = frozenset()
+) -> Iterator[tuple[nn.Module, str]]:
     """A module and those below that are in no other wrapper, with what their names begin with."""
-    return walk((module,), lambda below: isinstance(below, XlaFullyShardedDataParallel))
+
+    def leaves_out(below: nn.Module) -> bool:
+        return below in pending or isinstance(below, XlaFullyShardedDataParallel)
+
+    return walk((module,), leaves_out)
+
+
+def _without_memory(
+    module: nn.Module, pending: Set[nn.Module] = frozenset()
+) -> list[tuple[nn.Module, str]]:
+    """Those of them that have tensors on the meta device."""
+    return [
+        (member, prefix)
+        for member, prefix in _own_modules(module, pending)
+        if any(tensor.is_meta for _, tensor in wrapper_module.tensors_of(member))
+    ]
 
 
 def _materialize(
     module: nn.Module, init: Callable[[nn.Module], object] | None, device: str
 ) -> None:
     """Give parameters on the meta device memory and values."""
-    found = [each for each in _own_modules(module) if _is_meta(each[0])]
+    found = _without_memory(module)
     if not found:
         return
     if init is None:
@@ -561,7 +632,3 @@ def _materialize(
     else:
         init(module)
     wrapper_module.check_values(list(_own_modules(module)))
-
-
-def _is_meta(module: nn.Module) -> bool:
-    return any(tensor.is_meta for _, tensor in wrapper_module.tensors_of(module))

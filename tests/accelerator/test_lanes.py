@@ -439,7 +439,7 @@ def test_each_gather_is_waited_for_alone() -> None:
     for unit in (*model, model):
         fsdp2.fully_shard(unit, mesh=mesh)
     x = torch.ones(1, DIM, device=mesh.device_type)
-    gathered = [require_record(layer).unit.groups[0] for layer in model]
+    gathered = [require_record(layer).unit.own_groups[0] for layer in model]
 
     def run(peeks_at: int | None) -> list[str]:
         def peek(*_: Any) -> None:

@@ -108,6 +108,17 @@ def test_times_are_those_of_events() -> None:
 
 
 @ranks(2)
+def test_inputs_of_reductions_are_counted_while_they_are_there() -> None:
+    """One at a time, as COMPUTE waits for a reduction before it stages the next."""
+    policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    timeline, _ = _traced((2,), mp_policy=policy)
+    counted = [sample.bytes.get("reduction buffers", 0) for sample in timeline.memory]
+    scattered = [s for s in timeline.slices if s.operation == "reduce-scatter"]
+    assert 0 < max(counted) <= max(s.bytes for s in scattered)
+    assert counted[-1] == 0
+
+
+@ranks(2)
 def test_casts_run_on_their_lane() -> None:
     policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     timeline, _ = _traced((2,), mp_policy=policy)

@@ -90,10 +90,10 @@ def test_what_the_device_can_do_is_tried() -> None:
     fsdp2.fully_shard(layer, mesh=mesh)
     layer(torch.ones(2, DIM, device=where))
     record = require_record(layer)
-    (made,) = record.unit.groups
+    (made,) = record.unit.own_groups
     assert isinstance(record.streams, InlineStreams)
-    assert isinstance(made.kernels, BlockingKernels)
-    assert isinstance(made._full, SwappedBuffer)
+    assert isinstance(made.runtime.kernels, BlockingKernels)
+    assert isinstance(made.bound.full, SwappedBuffer)
     assert isinstance(record, SavingUnitHooks)
 
 

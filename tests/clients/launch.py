@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 TIMEOUT = 300.0  # seconds for one run of one script
@@ -54,9 +56,16 @@ def run(script: str, *arguments: str, ranks: int = 2) -> tuple[Seen, Seen]:
     return _launch([path, *arguments], ranks), _launch(["-m", "fsdp2.run", path, *arguments], ranks)
 
 
-def check(script: str, *arguments: str, ranks: int = 2) -> None:
-    """Asserts that both runs see the same losses, to the bit, and each its own implementation."""
-    _compare(*run(script, *arguments, ranks=ranks), arguments, ranks)
+def check(script: str, *arguments: str, ranks: int = 2, rtol: float = 0.0) -> None:
+    """Asserts that both runs see the same losses, to the bit, and each its own implementation.
+
+    Args:
+        script: of `scripts/`.
+        arguments: its cases.
+        ranks: that run it.
+        rtol: how far losses may be apart, relative to torch's, where rounding differs.
+    """
+    _compare(*run(script, *arguments, ranks=ranks), arguments, ranks, rtol)
 
 
 def check_started(script: str, case: str, ranks: int = 2) -> None:
@@ -67,10 +76,11 @@ def check_started(script: str, case: str, ranks: int = 2) -> None:
     _compare(torchs, ours, (case,), ranks)
 
 
-def _compare(torchs: Seen, ours: Seen, cases: Sequence[str], ranks: int) -> None:
+def _compare(torchs: Seen, ours: Seen, cases: Sequence[str], ranks: int, rtol: float = 0.0) -> None:
     for case in cases:
         assert torchs.losses[case], f"{case}: no loss was reported"
-        assert ours.losses[case] == torchs.losses[case], case
+        seen, known = (list(map(float.fromhex, each.losses[case])) for each in (ours, torchs))
+        assert seen == (pytest.approx(known, rel=rtol, abs=0.0) if rtol else known), case
         assert set(ours.classes[case]) == set(torchs.classes[case]) == set(range(ranks)), case
         for rank in range(ranks):
             assert "torch.distributed.fsdp" in torchs.classes[case][rank], case

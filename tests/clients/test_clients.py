@@ -111,7 +111,7 @@ def test_ranks_that_a_script_starts(case: str) -> None:
     check_started("with_launchers.py", case)
 
 
-@pytest.mark.parametrize("case", ["sft", "sft_lora", "dpo", "dpo_lora"])
+@pytest.mark.parametrize("case", ["sft", "sft_lora", "dpo", "dpo_lora", "grpo"])
 def test_trl(case: str) -> None:
     """With DPO and LoRA, the reference forward freezes adapters between forward and backward."""
     _needs("trl", "peft")
@@ -126,12 +126,30 @@ def test_trl(case: str) -> None:
         ("sentences", "sentence_transformers"),
         ("int8", "torchao"),
         ("bitnet", "torchao"),
+        ("heavyball_adamw", "heavyball"),
+        ("heavyball_soap", "heavyball"),
+        ("heavyball_muon", "heavyball"),
     ],
 )
 def test_libraries(case: str, package: str) -> None:
     """Optimizers, loaders, losses and models around what `fully_shard` sharded."""
     _needs(package, "transformers")
     check("with_libraries.py", case)
+
+
+def test_diffusers() -> None:
+    """An embedding goes into every block of Flux. torch sums its gradients block by block, fsdp2 in
+    autograd's order, as the unsharded model does: losses differ by that rounding.
+    """
+    _needs("diffusers")
+    check("with_libraries.py", "diffusion", rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["full", "blocks"])
+def test_olmo_core(case: str) -> None:
+    """Its train module: made on the meta device, bf16, prefetched; its own clipping."""
+    _needs("olmo_core")
+    check("with_olmo_core.py", case)
 
 
 @pytest.mark.parametrize("case", ["actors", "trainer"])

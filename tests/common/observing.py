@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from fsdp2.core.reduce.reduction import PendingReduction
-from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.layers import Layer, put_around
+from fsdp2.core.schedule.layers import Layer
 from fsdp2.core.schedule.states import GroupState
+from fsdp2.core.schedule.unit import Unit, put_around
 
 
-def observe(groups: Iterable[ParamGroup], heard: Callable[[str, str], object]) -> None:
-    """Call ``heard`` behind each move of ``groups``, with what it was and the group's name.
+def observe(units: Iterable[Unit], heard: Callable[[str, str], object]) -> None:
+    """Call ``heard`` behind each move of the groups of ``units``: what it was, the group's name.
 
     Args:
-        groups: the groups.
+        units: the units.
         heard: is told "all_gather" (where there is anything to gather), "finish", "reshard" (where
             anything was gathered) and "reduce".
     """
@@ -26,32 +26,36 @@ def observe(groups: Iterable[ParamGroup], heard: Callable[[str, str], object]) -
     class ObservedGroup(Layer):  # a class for each listener, which goes when both are garbage
         __slots__ = ()
 
-        height = 3
+        height = 4
 
         def start_unshard(self) -> None:
-            super().start_unshard()
-            if self._taken.launches:
-                heard("all_gather", self.name)
+            self.below.start_unshard()
+            taken = self.base._taken
+            if taken is not None and taken.launches:
+                heard("all_gather", self.base.name)
 
         def finish_unshard(self) -> None:
-            super().finish_unshard()
-            heard("finish", self.name)
+            self.below.finish_unshard()
+            heard("finish", self.base.name)
 
         def shard_smaller(self) -> None:
-            copies = self.state is GroupState.UNSHARDED and self._smaller is not None
-            super().shard_smaller()  # which may call `reshard`
-            if copies and self.state is not GroupState.UNSHARDED:
-                heard("reshard", self.name)
+            self._freed(self.below.shard_smaller, self.state is GroupState.UNSHARDED)
 
         def reshard(self) -> None:
-            gathered = self.state is not GroupState.SHARDED
-            super().reshard()
-            if gathered and self.state is GroupState.SHARDED:  # a tied one may stay
-                heard("reshard", self.name)
+            self._freed(self.below.reshard, self.state is not GroupState.SHARDED)
+
+        def abandon(self) -> None:
+            self._freed(self.below.abandon, self.state is not GroupState.SHARDED)
+
+        def _freed(self, free: Callable[[], None], gathered: bool) -> None:
+            before = self.state
+            free()
+            if gathered and self.state is not before:  # a tied one may stay
+                heard("reshard", self.base.name)
 
         def reduce(self, *args: Any, **kwargs: Any) -> PendingReduction | None:
-            pending = super().reduce(*args, **kwargs)
-            heard("reduce", self.name)
+            pending = self.below.reduce(*args, **kwargs)
+            heard("reduce", self.base.name)
             return pending
 
-    put_around(groups, ObservedGroup, True)
+    put_around(units, ObservedGroup, True)

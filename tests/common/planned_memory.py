@@ -28,12 +28,12 @@ import fsdp2
 from fsdp2.core.device.kernels import TorchKernels
 from fsdp2.examples.model import PRESETS, Block, Transformer, token_losses
 from fsdp2.paper.null_group import init_null_group
-from fsdp2.paper.recording import Operation
 from fsdp2.paper.stage import GlooOnPaper
 from fsdp2.planning import Hardware, Settings, plan
 from fsdp2.planning.memory import Ledger
 from fsdp2.planning.planner import Plan
 from fsdp2.planning.rehearsal import shard_as_planned
+from fsdp2.record.notes import Operation
 from fsdp2.testing.null_group import null_world
 from fsdp2.testing.stand_in import device
 

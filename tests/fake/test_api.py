@@ -136,7 +136,7 @@ def test_kept_parameters_are_gathered_again_after_an_optimizer_step() -> None:
     with torch.no_grad():
         model.unshard()  # gathers, and keeps
         gathers: list[str] = []
-        observe(record_of(model).unit.groups, lambda what, _: gathers.append(what))
+        observe([record_of(model).unit], lambda what, _: gathers.append(what))
         model(torch.randn(2, 4))
         model(torch.randn(2, 4))
         assert gathers == []
@@ -148,7 +148,7 @@ def test_kept_parameters_are_gathered_again_after_an_optimizer_step() -> None:
 def test_no_policy_means_the_default() -> None:
     """verl and NeMo pass on ``None`` where their users chose nothing."""
     model = fully_shard(nn.Linear(8, 8), mp_policy=None, offload_policy=None)
-    (group,) = record_of(model).unit.groups  # type: ignore[union-attr]  # it is sharded
+    (group,) = record_of(model).unit.own_groups  # type: ignore[union-attr]  # it is sharded
     assert group.options.precision == fsdp2.MixedPrecisionPolicy()
     assert group.offload is None
     assert model(torch.ones(2, 8)).dtype == torch.float32

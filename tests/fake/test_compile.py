@@ -250,7 +250,7 @@ def _check_that_graphs_keep_no_gathered_parameter(backend: str, way: str, mixed:
             model.zero_grad()
         assert name == "none" or compiler.graphs
         for module in (*model.blocks, model):
-            for group in require_record(module).unit.groups:
+            for group in require_record(module).unit.own_groups:
                 storages = [p.unsharded.untyped_storage().nbytes() for p in group.params]  # type: ignore[union-attr]  # gathered before
                 assert not any(storages)
         return alive

@@ -19,8 +19,9 @@ from fsdp2.checks.environment import ENVIRONMENT, asks_for_ranks
 from fsdp2.checks.groups import CheckedGroup, Checks, EnabledChecks
 from fsdp2.core.modules.registry import records_below
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.layers import Layer, put_around
+from fsdp2.core.schedule.layers import layers_of
 from fsdp2.core.schedule.profiling import ProfiledGroup
+from fsdp2.core.schedule.unit import put_around
 from fsdp2.ranks.channels import StoreBoard
 from fsdp2.testing.null_group import init_null_group
 from tests.common.errors import raises
@@ -117,24 +118,29 @@ def test_switched_while_a_profiler_runs() -> None:
     step(1.0)
 
 
-def test_layers_have_one_order_and_share_the_groups_memory() -> None:
+def test_layers_have_one_order_whichever_came_first() -> None:
     model = _model()
     layers = (ProfiledGroup, CheckedGroup)
-    groups = [group for hooks in records_below(model) for group in hooks.unit.groups]
+    units = [record.unit for record in records_below(model)]
+    bare = [unit.groups for unit in units]
+
+    def stand_around() -> set[tuple[type, ...]]:
+        called = [group for unit in units for group in unit.groups]
+        return {tuple(map(type, layers_of(group))) for group in called}
+
     for first, second in (layers, layers[::-1]):
-        put_around(groups, first, True)
-        assert _kinds(model) == {first}
-        put_around(groups, second, True)
-        (both,) = _kinds(model)
-        assert both.__mro__[1:] == (*layers, *Layer.__mro__)
-        assert not any(hasattr(group, "__dict__") for group in groups)
-        put_around(groups, first, False)
-        assert _kinds(model) == {second}
-        put_around(groups, first, True)
-        assert _kinds(model) == {both}
+        put_around(units, first, True)
+        assert stand_around() == {(first,)}
+        put_around(units, second, True)
+        put_around(units, second, True)
+        assert stand_around() == {layers}
+        put_around(units, first, False)
+        assert stand_around() == {(second,)}
+        put_around(units, first, True)
+        assert stand_around() == {layers}
         for layer in layers:
-            put_around(groups, layer, False)
-        assert _kinds(model) == {ParamGroup}
+            put_around(units, layer, False)
+        assert [unit.groups for unit in units] == bare
 
 
 def test_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -500,7 +500,7 @@ class _Elsewhere:
 @misuse("moved-away")
 def _() -> None:
     model = sharded()
-    param = record_of(model).unit.groups[0].params[0]
+    param = record_of(model).unit.own_groups[0].params[0]
     with mock.patch.object(type(param), "local", _Elsewhere()):
         model(x())
 
@@ -509,7 +509,7 @@ def _() -> None:
 def _() -> None:
     with mock.patch("fsdp2.sharding.assembly._effective_offload", lambda policy, device: policy):
         model = sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))
-    param = record_of(model).unit.groups[0].params[0]
+    param = record_of(model).unit.own_groups[0].params[0]
     with mock.patch.object(type(param), "local", _Elsewhere()):
         model(x())
 
@@ -645,12 +645,12 @@ def _() -> None:
 
 @misuse("wrong-state")
 def _() -> None:
-    record_of(sharded()).unit.groups[0].finish_unshard()
+    record_of(sharded()).unit.own_groups[0].finish_unshard()
 
 
 @misuse("not-sharded-state")
 def _() -> None:
-    group = record_of(sharded()).unit.groups[0]
+    group = record_of(sharded()).unit.own_groups[0]
     group.state = GroupState.UNSHARDED
     group.adopt()
 
@@ -680,7 +680,7 @@ def _() -> None:
     model = fully_shard(nn.Sequential(on(mesh["tp"], Replicate())), mesh=mesh["dp"])
     model.unshard()
     model[0].weight.grad = None
-    param = record_of(model).unit.groups[0].params[0]
+    param = record_of(model).unit.own_groups[0].params[0]
     param.localize(torch.zeros(8, 8))
 
 

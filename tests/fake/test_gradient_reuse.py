@@ -301,7 +301,7 @@ def test_the_last_gradient_goes_while_the_next_are_made() -> None:
     model = _model()
     held = _grads(model)[-1]
     model.zero_grad()
-    reuse = record_of(model).unit.groups[0]._reductions[0].gradients._reuse
+    reuse = record_of(model).unit.own_groups[0].bound.reductions[0].gradients._reuse
     count = len(list(model.parameters()))
     assert reuse.take(count) == [None] * count
     del held  # the others are spare now
@@ -327,4 +327,4 @@ def test_where_counts_are_not_trusted_each_gradient_is_a_new_one(
     model.zero_grad()
     assert first
     assert all(reference() is None for reference in held)
-    assert record_of(model).unit.groups[0]._reductions[0].gradients._reuse is None
+    assert record_of(model).unit.own_groups[0].bound.reductions[0].gradients._reuse is None

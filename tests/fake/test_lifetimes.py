@@ -182,7 +182,7 @@ def _check_gone(build: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> No
         name = record.unit.name
         left[f"hooks of {name}"] = weakref.ref(record)
         left[f"unit {name}"] = weakref.ref(record.unit)
-        for group in record.unit.groups:
+        for group in record.unit.own_groups:
             left[f"group {group.name}"] = weakref.ref(group)
             for param in group.params:
                 left[f"{param.name}"] = weakref.ref(param)
@@ -283,7 +283,7 @@ def test_an_optimizer_step_that_raises_outdates_gathered_parameters() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.zero_grad()
     model[0].unshard()
-    (group,) = record_of(model[0]).unit.groups  # type: ignore[union-attr]  # it is sharded
+    (group,) = record_of(model[0]).unit.own_groups  # type: ignore[union-attr]  # it is sharded
     assert group.is_unsharded
 
     def closure() -> float:
@@ -292,7 +292,7 @@ def test_an_optimizer_step_that_raises_outdates_gathered_parameters() -> None:
     with pytest.raises(BoomError):
         optimizer.step(closure)
     gathers: list[str] = []
-    observe([group], lambda operation, _: gathers.append(operation))
+    observe([record_of(model[0]).unit], lambda operation, _: gathers.append(operation))
     model(_x())
     assert gathers[:2] == ["reshard", "all_gather"]
 
@@ -301,7 +301,7 @@ def test_an_optimizer_step_that_raises_outdates_gathered_parameters() -> None:
 def test_unshard_that_runs_out_of_memory_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a forward: nothing resets the unit before it is used."""
     model = _trained()
-    (group,) = record_of(model[0]).unit.groups  # type: ignore[union-attr]  # it is sharded
+    (group,) = record_of(model[0]).unit.own_groups  # type: ignore[union-attr]  # it is sharded
     acquire = TransientBuffer.acquire
 
     def fails(self: TransientBuffer) -> None:
@@ -340,7 +340,7 @@ def test_finalize_that_raises_is_known_to_have_been_interrupted() -> None:
 def test_an_interrupted_move_into_a_new_flat_shard_is_done_again() -> None:
     """Parameters that had moved are not in the shard that the group still gathers."""
     model = _trained()
-    (group,) = record_of(model[1]).unit.groups  # type: ignore[union-attr]  # it is sharded
+    (group,) = record_of(model[1]).unit.own_groups  # type: ignore[union-attr]  # it is sharded
     weight, bias = group.params
     with torch.no_grad():
         weight.sharded._local_tensor = torch.full_like(weight.sharded._local_tensor, 7.0)
@@ -365,7 +365,7 @@ def test_an_interrupted_move_into_a_new_flat_shard_is_done_again() -> None:
 @pytest.mark.usefixtures("_two_ranks")
 def test_a_load_that_raises_half_way_is_followed_as_far_as_it_came() -> None:
     model = _trained()
-    (group,) = record_of(model[1]).unit.groups  # type: ignore[union-attr]  # it is sharded
+    (group,) = record_of(model[1]).unit.own_groups  # type: ignore[union-attr]  # it is sharded
     state = model.state_dict()
     fits, plain = torch.full_like(state["1.0.weight"], 7.0), torch.ones(8)
     with pytest.raises(fsdp2.ShardingStateError, match=r"1\.0\.bias.*was replaced"):

@@ -289,7 +289,7 @@ def test_a_wait_that_is_interrupted(kind: type[BaseException], monkeypatch: Any)
 
 def test_a_wait_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is given back too early, or what is computed is NaN: the checks above see it."""
-    monkeypatch.setattr(ParamGroup, "_await_gather", lambda self: self._works.clear())
+    monkeypatch.setattr(ParamGroup, "_await_gather", lambda self, _: self._works.clear())
     model = build()
     with pytest.raises(AssertionError):
         step(model)

@@ -11,9 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2
-from fsdp2.testing.null_group import init_null_group
+from fsdp2 import fsdp1
+from fsdp2.planning.rehearsal import Settings, shard_as_planned
+from fsdp2.testing.null_group import init_null_group, null_mesh
 from fsdp2.wrap import CustomPolicy
+from fsdp2.xla import XlaFullyShardedDataParallel
 from tests.common.errors import raises
+from tests.fake.test_classes import SealedLayer
 from tests.fake.test_errors import AT_FULLY_SHARD
 
 OF_ARGUMENTS_THAT_A_POLICY_HAS_NOT = {
@@ -106,6 +110,149 @@ def test_shard_new_parameters(entry: str, sent: list[str]) -> None:
     with raises(entry):
         model.shard_new_parameters()
     assert _state(model) == before
+    assert sent == []
+
+
+# ---- wrappers, contexts and the planner
+
+OF_PARAMETERS = (*NEW, "wrapped", "scripted", "torchs-own", "hooks-arguments")
+"""What wrappers refuse, too; they do not refuse ``meta-and-real``, as they give memory first."""
+
+ON_A_MESH = ("partial-parameter", "other-device-mesh", "meshes-not-joined")
+
+
+def _around(target: nn.Module) -> nn.Sequential:
+    """A model with a unit before ``target`` that has memory, and one that is to get it."""
+    return nn.Sequential(
+        nn.Linear(4, 4), nn.Linear(4, 4, device="meta"), target, nn.BatchNorm1d(4), nn.Linear(4, 4)
+    )
+
+
+def _choosing(model: nn.Sequential, *more: nn.Module) -> Callable[..., bool]:
+    units = {model[0], model[1], model[4], *more}
+    return lambda module, recurse, nonwrapped_numel: recurse or module in units
+
+
+def _fsdp1(model: nn.Sequential, policy: Any, mesh: Any = None) -> None:
+    precision = fsdp1.MixedPrecision(
+        torch.bfloat16,
+        buffer_dtype=torch.bfloat16,
+        _module_classes_to_ignore=(nn.BatchNorm1d,),
+    )
+    fsdp1.FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=policy,
+        mixed_precision=precision,
+        sync_module_states=True,
+        use_orig_params=True,
+        device_mesh=mesh,
+    )
+
+
+def _xla(model: nn.Sequential, policy: Any, mesh: Any = None) -> None:
+    XlaFullyShardedDataParallel(model, auto_wrap_policy=policy, compute_dtype=torch.bfloat16)
+
+
+def _as_planned(model: nn.Sequential, policy: Any, mesh: Any = None) -> None:
+    model[1].to_empty(device="cpu")
+    shard_as_planned(model, null_mesh((4,)), Settings((4,), checkpointing=True), policy)
+
+
+@pytest.mark.parametrize("is_chosen", [True, False], ids=["chosen", "left"])
+@pytest.mark.parametrize("shard", [_fsdp1, _xla], ids=["fsdp1", "xla"])
+@pytest.mark.parametrize("entry", OF_PARAMETERS)
+def test_wrappers(entry: str, shard: Callable[..., None], is_chosen: bool, sent: list[str]) -> None:
+    """The last but one of a policy's modules is wrong, or what is left for the model."""
+    target, _ = AT_FULLY_SHARD[entry]()
+    model = _around(target)
+    before = _state(model)
+    with raises(entry):
+        shard(model, _choosing(model, *[target] * is_chosen))
+    assert _state(model) == before
+    assert sent == []
+
+
+@pytest.mark.parametrize("entry", ON_A_MESH)
+def test_fsdp1_on_a_mesh(entry: str, sent: list[str]) -> None:
+    target, arguments = AT_FULLY_SHARD[entry]()
+    model = _around(target)
+    before = _state(model)
+    with raises(entry):
+        _fsdp1(model, _choosing(model, target), arguments["mesh"])
+    assert _state(model) == before
+    assert sent == []
+
+
+@pytest.mark.parametrize("shard", [_fsdp1, _xla], ids=["fsdp1", "xla"])
+def test_a_later_wrapper_cannot_be_initialised(shard: Callable[..., None], sent: list[str]) -> None:
+    model = _around(Head(nn.Parameter(torch.empty(4, 4, device="meta"))))
+    before = _state(model)
+    with raises("meta-no-reset"):
+        shard(model, _choosing(model, model[2]))
+    assert _state(model) == before
+    assert sent == []
+
+
+@pytest.mark.parametrize("shard", [_fsdp1, _xla], ids=["fsdp1", "xla"])
+def test_a_class_that_resists(shard: Callable[..., None], sent: list[str]) -> None:
+    model = _around(SealedLayer())
+    before = _state(model)
+    with raises("class-resists"):
+        shard(model, _choosing(model, model[2]))
+    assert _state(model) == before
+
+
+def test_xla_executes_what_was_put_off(sent: list[str]) -> None:
+    """Several wrappers that are to shard later: none of them does if one cannot."""
+    inner = [
+        XlaFullyShardedDataParallel(module, execute_sharding_on_init=False)
+        for module in (nn.Linear(4, 4), AT_FULLY_SHARD["scalar-parameter"]()[0])
+    ]
+    model = XlaFullyShardedDataParallel(nn.Sequential(*inner), execute_sharding_on_init=False)
+    before = _state(model)
+    with raises("scalar-parameter"):
+        model.execute_sharding()
+    assert _state(model) == before
+    assert sent == []
+
+
+@pytest.mark.parametrize("entry", OF_PARAMETERS)
+def test_as_planned(entry: str, sent: list[str]) -> None:
+    """The planner's calls: no forward is checkpointed either."""
+    target, _ = AT_FULLY_SHARD[entry]()
+    model = _around(target)
+    model[1].to_empty(device="cpu")
+    before = _state(model)
+    with raises(entry):
+        _as_planned(model, _choosing(model, target))
+    assert _state(model) == before
+    assert sent == []
+
+
+OF_ARGUMENTS = (
+    *("mesh-type", "mesh-dims", "reshard-type", "reshard-size", "policy-type"),
+    *("offload-type", "placement-function"),
+)
+
+
+@pytest.mark.parametrize("entry", OF_ARGUMENTS)
+def test_deferred_looks_at_arguments_first(entry: str, sent: list[str]) -> None:
+    _, arguments = AT_FULLY_SHARD[entry]()
+    made = []
+    with raises(entry), fsdp2.deferred(policy=[nn.Linear], **{"mesh": None, **arguments}):
+        made.append(nn.Linear(4, 4))
+    assert made == []
+
+
+@pytest.mark.parametrize("entry", [entry for entry in NEW if entry != "owner-gone"])
+def test_deferred(entry: str, sent: list[str]) -> None:
+    """What is left for the end is planned, all of it, before one of them is sharded."""
+    models = nn.ModuleList()
+    with raises(entry), fsdp2.deferred(None, [nn.Conv1d]):
+        models.append(nn.Linear(4, 4))
+        models.append(AT_FULLY_SHARD[entry]()[0])
+        before = _state(models)
+    assert _state(models) == before
     assert sent == []
 
 

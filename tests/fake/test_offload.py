@@ -89,14 +89,14 @@ def test_gathered_parameters_are_not_the_shards() -> None:
         model.unshard()
         block = model[0]
         block.unshard()
-        group = record_of(block).unit.groups[0]
+        group = record_of(block).unit.own_groups[0]
         weight, shard = block[0].weight, group.params[0].sharded
         assert isinstance(shard, DTensor)
         assert torch.equal(weight, shard.to_local())
         assert weight.data_ptr() != shard.to_local().data_ptr()
-        assert group._mirror.allocated
+        assert group.bound.mirror.allocated
         block.reshard()
-        assert not group._mirror.allocated
+        assert not group.bound.mirror.allocated
 
 
 def test_loaded_state_is_what_the_next_forward_computes_with() -> None:

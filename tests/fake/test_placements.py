@@ -26,7 +26,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import fsdp2
 from fsdp2 import DataParallelMeshDims
 from fsdp2.core.layout.layout import ROWS, Cut
-from fsdp2.core.layout.mesh import axes_of_info, gradient_placements, resolve_axes, smaller_mesh
+from fsdp2.core.layout.mesh import gradient_placements, smaller_mesh
+from fsdp2.sharding.meshes import axes_of_info, resolve_axes
 from fsdp2.testing.null_group import null_world
 from tests.common.tensors import Bf16Weight
 

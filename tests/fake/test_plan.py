@@ -20,15 +20,6 @@ import fsdp2
 from fsdp2.core.device.rehearsal import Stage, rehearsing
 from fsdp2.core.device.streams import Lane
 from fsdp2.examples import train_lm
-from fsdp2.paper.recording import (
-    ACTIVATIONS,
-    GATHERED,
-    GRADIENTS,
-    OPTIMIZER,
-    REDUCTIONS,
-    SHARDS,
-    Operation,
-)
 from fsdp2.paper.stage import GlooOnPaper
 from fsdp2.planning import calibrate, hardware, presets, probes
 from fsdp2.planning.__main__ import _of_function, _of_preset, _parser, main
@@ -36,6 +27,8 @@ from fsdp2.planning.costs import costs_of
 from fsdp2.planning.hardware import Attained, Contention, Hardware, Measured
 from fsdp2.planning.memory import Ledger
 from fsdp2.planning.planner import Plan, plan
+from fsdp2.record.categories import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER, REDUCTIONS, SHARDS
+from fsdp2.record.notes import HOST, Await, Operation, Signal
 from fsdp2.testing.null_group import null_world
 from fsdp2.testing.stand_in import device
 from fsdp2.tracing.summaries import amount
@@ -254,8 +247,8 @@ def test_a_slow_link_is_exposed() -> None:
 
 def test_every_wait_is_for_what_was_recorded() -> None:
     recording = planned(mesh=(2, 4)).rehearsal.recording
-    recorded = {n.event for n in recording.notes if type(n).__name__ == "Signal"}
-    waits = [n for n in recording.notes if type(n).__name__ == "Wait"]
+    recorded = {n.event for n in recording.notes if isinstance(n, Signal)}
+    waits = [n for n in recording.notes if isinstance(n, Await)]
     assert waits
     assert {n.event for n in waits} <= recorded
     assert {Lane.COMPUTE, Lane.ALL_GATHER, Lane.REDUCE, Lane.ALL_REDUCE} <= {n.lane for n in waits}
@@ -609,7 +602,7 @@ def test_offloaded_shards_are_in_cpu_memory() -> None:
     made = planned(offload=True)
     assert made.memory.host >= LAYERS * WEIGHT // RANKS * 3  # shards and Adam's states
     assert SHARDS not in made.memory.before.categories
-    assert any(n.lane is None for n in made.rehearsal.recording.operations)
+    assert any(n.lane is HOST for n in made.rehearsal.recording.operations)
 
 
 def test_a_real_model_is_planned_by_its_shapes() -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fsdp2
-from fsdp2.paper.recording import Operation
 from fsdp2.planning import Plan
+from fsdp2.record.notes import Operation
 from tests.common.errors import raises
 
 DIM = 8

@@ -85,7 +85,7 @@ def _shard(model: BlockStack, variant: str, precision: str, world_size: int) -> 
 def group_of(module: nn.Module) -> ParamGroup:
     record = record_of(module)
     assert record is not None
-    (group,) = record.unit.groups
+    (group,) = record.unit.own_groups
     return group
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2
+from fsdp2.core.device.buffers import all_buffers
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.schedule import unit
 from fsdp2.core.schedule.group import ParamGroup
@@ -24,6 +25,7 @@ from fsdp2.optim import FlatOptimizer
 from fsdp2.testing.counting import called
 from fsdp2.testing.null_group import init_null_group, null_mesh
 from fsdp2.tracing import Slice, Timeline
+from fsdp2.tracing.seams import TracedBuffer, TracedCollectives, TracedKernels
 from tests.common.errors import raises
 from tests.common.perfetto import problems_of
 
@@ -348,6 +350,67 @@ def test_a_step_behind_it_is_the_step_before_it(tmp_path: Path) -> None:
     assert set(_classes(model)) == {Unit, ParamGroup}
     counted()
     assert counted() == before
+
+
+def seams(model: nn.Module) -> set[type]:
+    """Classes of what groups run on, and of their buffers."""
+    groups = list(unit.all_groups())
+    assert groups
+    found: list[object] = [*all_buffers()]
+    for group in groups:
+        found += [
+            group.streams,
+            group.runtime.kernels,
+            group.collectives,
+            group.reducers,
+            group.replicas,
+        ]
+    return set(map(type, found))
+
+
+def test_what_groups_run_on_tells_nothing_behind_it(tmp_path: Path) -> None:
+    model, optimizer = build()
+    step(model, optimizer)
+    before = seams(model)
+    with fsdp2.trace(tmp_path / "step.json"):
+        step(model, optimizer)
+        assert {TracedCollectives, TracedKernels, TracedBuffer} <= {
+            base for kind in seams(model) for base in kind.__mro__
+        }
+    assert seams(model) == before
+    step(model, optimizer)
+
+
+@pytest.mark.parametrize("begins", [0, 1, 2])
+def test_it_may_begin_and_end_among_partial_sums(tmp_path: Path, begins: int) -> None:
+    """They belong to the launches that made them; those of the next reduction are told again."""
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(BLOCKS)])
+    mesh = null_mesh((2, 4), mesh_dim_names=("replicate", "shard"))
+    for module in (*model, model):
+        fsdp2.fully_shard(module, mesh=mesh)
+    sharded: Any = model
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def micro(last: bool) -> None:
+        sharded.set_requires_all_reduce(last)
+        model(torch.ones(4, 64)).sum().backward()
+
+    for number in range(begins):
+        micro(last=number == 2)
+    with fsdp2.trace(tmp_path / "step.json") as trace:
+        micro(last=begins == 2)
+    for number in range(begins + 1, 3):
+        micro(last=number == 2)
+    optimizer.step()
+    optimizer.zero_grad()
+    step(model, optimizer)
+    assert trace.timeline is not None
+    assert units(trace.timeline, "all-gather", "all-gather") == [*"012", *"210"]
+    with fsdp2.trace(tmp_path / "later.json") as trace:
+        step(model, optimizer)
+    assert trace.timeline is not None
+    assert units(trace.timeline, "reduce", "reduce-scatter") == [*"210"]
+    assert units(trace.timeline, "all-reduce", "all-reduce") == [*"210"]
 
 
 def test_an_exception_inside_is_passed_on_and_the_file_written(tmp_path: Path) -> None:

@@ -115,10 +115,10 @@ def test_kept_memory_stays_where_another_way_to_gather_is_chosen() -> None:
     model = fully_shard(nn.Linear(4, 4), reshard_after_forward=True)
     model.set_keep_unsharded_storage(True)
     model(torch.ones(2, 4))
-    (group,) = _unit(model).groups
+    (group,) = _unit(model).own_groups
     gathered = group.params[0].unsharded
     assert gathered is not None
-    group.reroute = True  # as `set_custom_all_gather` does
+    group.stale = True  # as `set_custom_all_gather` does
     group.bind()
     assert group.params[0].unsharded is gathered
     assert gathered.untyped_storage().nbytes() > 0

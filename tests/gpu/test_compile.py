@@ -54,7 +54,7 @@ def _gathered(block: Any) -> torch.Tensor:
     """The gathered form of ``up.weight``, read from outside: a compiled hook could not."""
     record = record_of(block)
     assert record is not None
-    (group,) = record.unit.groups
+    (group,) = record.unit.own_groups
     (param,) = [param for param in group.params if param.name.endswith("up.weight")]
     assert param.unsharded is not None
     return param.unsharded

@@ -15,7 +15,7 @@ import torch, torch.distributed as dist
 from unittest import mock
 from fsdp2.core.device import backends
 from fsdp2.core.device.collectives import GroupCollectives, backend_name
-from fsdp2.core.layout.mesh import default_mesh
+from fsdp2.sharding.meshes import default_mesh
 
 cpu = torch.device("cpu")
 for arguments in ((), ("gloo",), ("cpu:gloo",)):

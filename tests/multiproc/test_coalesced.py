@@ -90,7 +90,7 @@ def test_one_launch_a_gather_and_one_a_reduction() -> None:
 def layer_launches(layer: nn.Module) -> int:
     record = record_of(layer)
     assert record is not None
-    return record.unit.groups[0].collectives.launches
+    return record.unit.own_groups[0].collectives.launches
 
 
 @ranks(2)
@@ -111,9 +111,9 @@ def test_gradients_are_reduced_where_autograd_left_them() -> None:
     layer = nn.Linear(DIM, DIM)
     with coalescing():
         fsdp2.fully_shard(layer)
-    group = record_of(layer).unit.groups[0]
+    group = record_of(layer).unit.own_groups[0]
     layer(torch.randn(4, DIM)).sum()  # binds
-    (reduction,) = group._reductions
+    (reduction,) = group.bound.reductions
     seen: list[int] = []
     original = reduction.transport.scatter
 

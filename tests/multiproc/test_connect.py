@@ -131,7 +131,7 @@ def test_smaller_groups_are_connected_for_a_backward() -> None:
         mesh = init_device_mesh("cpu", (4,))
         model = _model(mesh, reshard_after_forward=2)
         connections._connected.discard(mesh.get_group())
-        (group,) = record_of(model[0]).unit.groups
+        (group,) = record_of(model[0]).unit.own_groups
         connections._connected.discard(group.smaller_group.collectives.group)
         with torch.no_grad():
             model(torch.ones(2, 8))

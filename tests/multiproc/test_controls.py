@@ -204,7 +204,7 @@ def test_prefetch_of_units_with_several_groups() -> None:
 
         for layer in model.layers:
             fsdp2.fully_shard(layer, mesh=wide, shard_placement_fn=place)
-            assert len(require_record(layer).unit.groups) == 2
+            assert len(require_record(layer).unit.own_groups) == 2
         fsdp2.fully_shard(model, mesh=wide)
         layers = list(model.layers)
         for i, layer in enumerate(layers if ahead else ()):
@@ -314,7 +314,7 @@ def test_separate_reduce_scatter_group() -> None:
 @ranks(2)
 def test_separate_group_is_one_for_all_units_and_can_be_left() -> None:
     model: Any = shard(OURS, mlp())
-    groups = [group for m in (*model.layers, model) for group in require_record(m).unit.groups]
+    groups = [group for m in (*model.layers, model) for group in require_record(m).unit.own_groups]
 
     def reducers() -> set[int]:
         found = set()
@@ -463,7 +463,7 @@ def test_kept_storage_has_the_same_address() -> None:
         return [
             param.unsharded.untyped_storage().size()
             for m in (*model.layers, model)
-            for group in require_record(m).unit.groups
+            for group in require_record(m).unit.own_groups
             for param in group.params
             if param.unsharded is not None
         ]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import fsdp2
-from fsdp2.core.device.comm_memory import GroupReduceScatter
+from fsdp2.comm_memory import GroupReduceScatter
 from fsdp2.core.modules.registry import record_of
 from tests.common import meshes, models
 from tests.common.looped import coalescing
@@ -292,7 +292,7 @@ def test_memory_of_the_process_group() -> None:
     model = _memory_model()
     for unit in [*units(model), model]:
         unit.set_allocate_memory_from_process_group_for_comm(True)
-    (group,) = record_of(model).unit.groups  # type: ignore[union-attr]  # it is sharded
+    (group,) = record_of(model).unit.own_groups  # type: ignore[union-attr]  # it is sharded
     assert group.options.all_gather is not None
     with CountCollectives() as counted:
         assert_equal(_train(model, 4), expected)
@@ -300,7 +300,7 @@ def test_memory_of_the_process_group() -> None:
     for enable in (True, True, False, False):
         for unit in [*units(model), model]:
             unit.set_allocate_memory_from_process_group_for_comm(enable)
-    assert record_of(model).unit.groups[0].options.all_gather is None  # type: ignore[union-attr]
+    assert record_of(model).unit.own_groups[0].options.all_gather is None  # type: ignore[union-attr]
     with CountCollectives() as usual:
         assert_equal(_train(model, 4), expected)
     assert counted.counts == usual.counts
@@ -315,7 +315,7 @@ def test_conflicts_are_named() -> None:
     with pytest.raises(ValueError, match=r"set_symm_mem_for_comm .* Scatter runs"):
         model.set_symm_mem_for_comm()
     model.set_allocate_memory_from_process_group_for_comm(False)  # nothing to turn off
-    assert isinstance(record_of(model).unit.groups[0].options.reduce_scatter, Scatter)  # type: ignore[union-attr]
+    assert isinstance(record_of(model).unit.own_groups[0].options.reduce_scatter, Scatter)  # type: ignore[union-attr]
     model = _memory_model()
     model.set_allocate_memory_from_process_group_for_comm(True)
     with pytest.raises(ValueError, match=r"set_symm_mem_for_comm .* GroupAllGather runs"):
@@ -326,7 +326,7 @@ def test_conflicts_are_named() -> None:
 def test_a_custom_collective_that_is_set_later_counts() -> None:
     """As with torch; what was not replaced stays in the process group's memory, until it is off."""
     model = _memory_model()
-    group = record_of(model).unit.groups[0]  # type: ignore[union-attr]  # it is sharded
+    group = record_of(model).unit.own_groups[0]  # type: ignore[union-attr]  # it is sharded
     model.set_allocate_memory_from_process_group_for_comm(True)
     gather = Gather()
     model.set_custom_all_gather(gather)
@@ -344,7 +344,7 @@ def test_symmetric_memory_needs_nccl() -> None:
         model.set_symm_mem_for_comm()
     with pytest.raises(ValueError, match=r"takes the backend 'NCCL', not 'NVSHMEM'"):
         model.set_symm_mem_for_comm("NVSHMEM")
-    assert record_of(model).unit.groups[0].options.all_gather is None  # type: ignore[union-attr]
+    assert record_of(model).unit.own_groups[0].options.all_gather is None  # type: ignore[union-attr]
 
 
 @ranks(2)

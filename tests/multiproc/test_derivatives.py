@@ -279,7 +279,7 @@ def test_units_that_return_their_input(how: str) -> None:
     record: Any = record_of(model[1])
     states = []
     model[0].weight.register_post_accumulate_grad_hook(
-        lambda _: states.append(record.unit.groups[0].state)
+        lambda _: states.append(record.unit.own_groups[0].state)
     )
     for _ in range(2):
         model.zero_grad()

@@ -190,7 +190,9 @@ def _arm_hooks(model: Any) -> None:
     middle.register_full_backward_hook(at("a backward hook"))
     middle.down.weight.register_post_accumulate_grad_hook(at("a hook on a gradient"))
     model.head.weight.register_post_accumulate_grad_hook(at("a hook on the root's gradient"))
-    if not any(group.reducers.size == 1 for h in records_below(middle) for group in h.unit.groups):
+    if not any(
+        group.reducers.size == 1 for h in records_below(middle) for group in h.unit.own_groups
+    ):
         middle.set_all_reduce_hook(at("an all-reduce hook"))
 
 

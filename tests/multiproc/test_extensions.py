@@ -275,9 +275,9 @@ def test_memory_comes_and_goes_in_place(kind: type) -> None:
 
 
 def _tensors_of(layer: nn.Module) -> list[torch.Tensor]:
-    (group,) = record_of(layer).unit.groups  # type: ignore[union-attr]  # it is sharded
-    assert group._extension is not None
-    return [output for member in group._extension._members for output in member._outputs]
+    (group,) = record_of(layer).unit.own_groups  # type: ignore[union-attr]  # it is sharded
+    assert group.bound.extension is not None
+    return [output for member in group.bound.extension._members for output in member._outputs]
 
 
 @ranks(2)

@@ -496,10 +496,10 @@ def test_new_parameters_follow_what_methods_have_changed(empty: bool) -> None:
     model.set_all_reduce_hook(lambda flat: seen.append(flat.shape))
     model.extra = nn.Parameter(torch.ones(6))
     model.shard_new_parameters()
-    groups = require_record(model).unit.groups
+    groups = require_record(model).unit.own_groups
     assert len(groups) == 1 if empty else 2
     reducers: Any = groups[-1].reducers
-    assert reducers is require_record(model[0]).unit.groups[0].reducers
+    assert reducers is require_record(model[0]).unit.own_groups[0].reducers
     assert reducers is not groups[-1].collectives
     assert groups[-1].smaller_group is None
     model.register_forward_pre_hook(lambda m, args: (args[0] * m.extra.mean(),))

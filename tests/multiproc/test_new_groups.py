@@ -39,7 +39,7 @@ def test_backend_and_time_out_are_those_of_the_group_around() -> None:
     model: Any = nn.Linear(8, 8)
     fsdp2.fully_shard(model, mesh=_mesh(), reshard_after_forward=2)
     model.set_separate_reduce_scatter_group()
-    (group,) = record_of(model).unit.groups  # type: ignore[union-attr]
+    (group,) = record_of(model).unit.own_groups  # type: ignore[union-attr]
     assert group.reducers.group is not group.collectives.group
     for collectives in (group.reducers, group.smaller_group.collectives):
         _check(collectives.group)

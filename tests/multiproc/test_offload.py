@@ -152,9 +152,9 @@ def test_where_things_are() -> None:
     model = _offloaded(seeded(MLP))
     batch = my_part(regression_batches(DIM, 4, steps=1)[0])
     regression_loss(model, batch).backward()
-    group = require_record(model.layers[0]).unit.groups[0]
-    assert group._mirror is not None
-    assert not group._mirror.allocated
+    group = require_record(model.layers[0]).unit.own_groups[0]
+    assert group.bound.mirror is not None
+    assert not group.bound.mirror.allocated
     start = group.shard.storage.data_ptr()
     end = start + group.shard.nbytes
     for param in model.layers[0].parameters():
@@ -163,7 +163,7 @@ def test_where_things_are() -> None:
     model.layers[0].unshard()
     assert not start <= model.layers[0].weight.data_ptr() < end
     model.layers[0].reshard()
-    assert not group._mirror.allocated
+    assert not group.bound.mirror.allocated
 
 
 @ranks(1)
@@ -312,7 +312,7 @@ class _Elsewhere:
 @ranks(2)
 def test_parameters_that_were_moved_to_the_device() -> None:
     model = _offloaded(seeded(partial(nn.Linear, DIM, DIM)))
-    param = require_record(model).unit.groups[0].params[0]
+    param = require_record(model).unit.own_groups[0].params[0]
     with (
         mock.patch.object(type(param), "local", _Elsewhere()),
         pytest.raises(RuntimeError, match=r"'weight' is on cuda:0.*CPUOffloadPolicy.*to\('cpu'\)"),

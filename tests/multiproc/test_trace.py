@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2.tracing import Timeline
+from tests.common.errors import raises
 from tests.common.parity import assert_equal
 from tests.common.workers import ranks
 
@@ -86,6 +88,33 @@ def test_replicas_have_a_lane_of_their_own() -> None:
     groups = {s.group for s in summed if s.operation == "all-reduce"}
     rank = dist.get_rank()
     assert groups == {f"ranks {rank % 2}, {rank % 2 + 2}"}
+
+
+@ranks(2)
+def test_a_bad_path_raises_on_all_ranks_of_a_node() -> None:
+    """Else those that do not record would wait for rank 0 in their next collective."""
+    model = fsdp2.fully_shard(nn.Linear(DIM, DIM))
+    with tempfile.TemporaryDirectory() as folder:
+        dangling = Path(folder, "link.json")
+        dangling.symlink_to(Path(folder, "nowhere", "step.json"))
+        bad = [Path(folder), dangling, Path(folder, "long" * 99)]
+        for path in bad:
+            with raises("trace-cannot-write"), fsdp2.trace(path):
+                pytest.fail("it began")
+        with raises("trace-no-folder"), fsdp2.trace(Path(folder, "nowhere", "step.json")):
+            pytest.fail("it began")
+        new = Path(folder, "step.json")
+        if dist.get_rank():
+            with fsdp2.trace(new):
+                assert not new.exists()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(os, "access", lambda *_: False)
+                with raises("trace-cannot-write"), fsdp2.trace(new):
+                    pytest.fail("it began")
+                patch.setenv("LOCAL_WORLD_SIZE", "1")
+                with fsdp2.trace(dangling):
+                    pass
+    model(torch.randn(2, DIM)).sum().backward()
 
 
 @ranks(2)

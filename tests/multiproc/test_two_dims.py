@@ -140,7 +140,7 @@ def test_bands_of_one_row_travel_without_copies() -> None:
         model = _shard()
     record = record_of(model[1])
     assert record is not None
-    layout = record.unit.groups[0].layout
+    layout = record.unit.own_groups[0].layout
     assert layout is not None
     direct = [segment for segment in layout.segments if segment.transport is Transport.COALESCED]
     shapes = [slot.shape for segment in direct for slot in segment.slots]

@@ -499,7 +499,7 @@ def _counting(model: Any) -> list[str]:
 
     gathers: list[str] = []
     scheduler: Any = record_of(model).scheduler  # type: ignore[union-attr]  # it is sharded
-    observe(scheduler.groups, lambda what, _: gathers.append(what))
+    observe(scheduler.units, lambda what, _: gathers.append(what))
     return gathers
 
 

@@ -14,57 +14,56 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp2.testing.virtual import HOST, PLACES, Allocation, Op, Place
+from fsdp2.record.notes import HOST, PLACES, Allocation, Await, Free, Note, Operation, Place, Signal
 
 
-def ancestors(trace: Sequence[Op]) -> list[int]:
+def ancestors(trace: Sequence[Note]) -> list[int]:
     """For each operation the set of those that have run when it starts."""
     before: list[int] = []
     previous: dict[Place, int] = {}
     records: dict[int, int] = {}
     for position, op in enumerate(trace):
         parents = [previous[lane] for lane in {op.lane, HOST} if lane in previous]
-        if op.kind == "record":
+        if isinstance(op, Signal):
             records[op.event] = position
-        elif op.kind in ("wait", "synchronize"):
+        elif isinstance(op, Await):
             parents.append(records[op.event])
         known = 0
         for parent in parents:
             known |= before[parent] | 1 << parent
         before.append(known)
-        if op.kind not in ("alloc", "free"):  # the host's, they order nothing on a lane
+        if not isinstance(op, Allocation | Free):  # the host's, they order nothing on a lane
             previous[op.lane] = position
     return before
 
 
-def unordered_conflicts(trace: Sequence[Op]) -> list[str]:
+def unordered_conflicts(trace: Sequence[Note]) -> list[str]:
     """Operations that conflict with an earlier one of the host's order and may overtake it."""
     before = ancestors(trace)
-    accesses: dict[Allocation, int] = {}
-    writes: dict[Allocation, int] = {}
+    accesses: dict[int, int] = {}
+    writes: dict[int, int] = {}
     freed: dict[Place, int] = dict.fromkeys(PLACES, 0)  # accesses of buffers that were freed
-    inherited: dict[Allocation, int] = {}
-    home: dict[Allocation, Place] = {}
+    inherited: dict[int, int] = {}
+    home: dict[int, Place] = {}
     found = []
     for position, op in enumerate(trace):
-        if op.kind == "alloc":
-            home[op.writes[0]] = op.lane
-            inherited[op.writes[0]] = freed[op.lane]
+        if isinstance(op, Allocation):
+            home[op.number] = op.lane
+            inherited[op.number] = freed[op.lane]
+        if isinstance(op, Free) and home[op.number] is not HOST:
+            freed[home[op.number]] |= accesses.get(op.number, 0)
+        if not isinstance(op, Operation):
             continue
-        if op.kind == "free":
-            if home[op.writes[0]] is HOST:
-                continue
-            freed[home[op.writes[0]]] |= accesses.get(op.writes[0], 0)
-            continue
+        read, written = ([buffer.number for buffer in some] for some in (op.reads, op.writes))
         needed = 0
-        for buffer in op.reads:
+        for buffer in read:
             needed |= writes.get(buffer, 0) | inherited[buffer]
-        for buffer in op.writes:
+        for buffer in written:
             needed |= accesses.get(buffer, 0) | inherited[buffer]
         if needed & ~before[position]:
             found.append(f"{position}: {op}")
-        for buffer in (*op.reads, *op.writes):
+        for buffer in (*read, *written):
             accesses[buffer] = accesses.get(buffer, 0) | 1 << position
-        for buffer in op.writes:
+        for buffer in written:
             writes[buffer] = writes.get(buffer, 0) | 1 << position
     return found

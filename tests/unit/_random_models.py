@@ -14,10 +14,11 @@ from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPoli
 from fsdp2.core.device.streams import Lane
 from fsdp2.core.layout.layout import ROWS, Cut
 from fsdp2.core.progress import OptimizerSteps
-from fsdp2.core.schedule.ties import TiedGroup
+from fsdp2.core.schedule.ties import tied_group
 from fsdp2.core.schedule.unit import Phase, Unit
+from fsdp2.record.notes import HOST, Allocation, Place, operations
 from fsdp2.testing.simulation import Node, Simulation
-from fsdp2.testing.virtual import HOST, Allocation, Place, VirtualDevice, VirtualTensor
+from fsdp2.testing.virtual import VirtualDevice, VirtualTensor
 from tests.common.observing import observe
 
 MAX_DEPTH = 4
@@ -170,8 +171,8 @@ def calls_of(root: Node) -> Counter[Node]:
     return calls
 
 
+_HOMES = (Lane.COMPUTE, HOST)  # of memory: invariant I2
 _LANES: dict[str, tuple[Place, ...]] = {
-    "alloc": (Lane.COMPUTE, HOST),  # invariant I2
     "gradient": (Lane.COMPUTE,),
     "copy_out": (Lane.COMPUTE,),
     "chunk_cat": (Lane.COMPUTE,),
@@ -180,7 +181,6 @@ _LANES: dict[str, tuple[Place, ...]] = {
     "reduce_scatter": (Lane.REDUCE,),
     "all_reduce": (Lane.ALL_REDUCE,),
     "to_host": (Lane.REDUCE, Lane.ALL_REDUCE),
-    "synchronize": (HOST,),
 }
 
 
@@ -191,7 +191,7 @@ def _unit_of(group: str) -> str:
 
 def is_gathered(unit: Unit) -> bool:
     """Whether parameters are that no other unit uses, which would gather and free them, too."""
-    untied = [group for group in unit.own_groups if not isinstance(group, TiedGroup)]
+    untied = [group for group in unit.groups if tied_group(group) is None]
     return any(not group.state.needs_gather for group in untied)
 
 
@@ -254,16 +254,16 @@ class Watch:
         )
         units = self.sim.scheduler.units
         self._groups = {group.name: group for unit in units for group in unit.own_groups}
-        observe(self._groups.values(), self._observe)
+        observe(units, self._observe)
         for group in self._groups.values():
             group.bind()  # what it keeps for good is allocated now
         groups = self._groups.items()
-        self._silent = {name for name, group in groups if not group._route.gathering}
+        self._silent = {name for name, group in groups if not group.bound.route.gathering}
         self._silent |= {node.name for node in root.walk() if not communicates(node)}
         self._kept_for_good = self.live()
-        self._fills = any(g.options.reduce_unused for u in units for g in u.groups)
-        self._keeps_storage = any(g.options.keep_storage for u in units for g in u.groups)
-        self._keeps_gradients = any(g.options.keep_gradients for u in units for g in u.groups)
+        self._fills = any(g.options.reduce_unused for u in units for g in u.own_groups)
+        self._keeps_storage = any(g.options.keep_storage for u in units for g in u.own_groups)
+        self._keeps_gradients = any(g.options.keep_gradients for u in units for g in u.own_groups)
 
     # ---- while it runs
 
@@ -290,9 +290,9 @@ class Watch:
 
     def _follow_gradients(self) -> None:
         trace = self.device.trace
-        for position in range(self._seen, len(trace)):
-            if trace[position].kind == "gradient" and trace[position].writes:
-                self._owed.add(trace[position].writes[0].name.split()[1].partition(".")[0])
+        for op in operations(trace[self._seen :]):
+            if op.kind == "gradient" and op.writes:
+                self._owed.add(op.writes[0].name.split()[1].partition(".")[0])
         self._seen = len(trace)
 
     def _check(self, sim: Simulation, what: str) -> None:
@@ -343,12 +343,13 @@ class Watch:
 
     def discard_gradients(self) -> None:
         """What ``zero_grad()`` does of those that are not reduced: they are gone."""
-        tied = [group for group in self._groups.values() if isinstance(group, TiedGroup)]
+        called = [group for unit in self.sim.scheduler.units for group in unit.groups]
+        tied = [group for group in called if tied_group(group) is not None]
         names = {f"gradient {param.name}" for group in tied for param in group.params}
-        for op in self.device.trace:
+        for op in operations(self.device.trace):
             if op.kind == "gradient":
                 self._excused |= {b for b in op.writes if b.name in names}
-        for group in self._groups.values():
+        for group in called:
             group.discard_gradients()
 
     def reset(self) -> None:
@@ -361,7 +362,8 @@ class Watch:
         self._partial.clear()
         self._arriving.clear()
         self.log.append(("step", "reset"))
-        self._excused |= {b for op in self.device.trace if op.kind == "gradient" for b in op.writes}
+        found = operations(self.device.trace)
+        self._excused |= {b for op in found if op.kind == "gradient" for b in op.writes}
 
     def check_reduced(self) -> None:
         """After a backward: no unit that syncs has gradients left, every other keeps its own."""
@@ -381,7 +383,10 @@ class Watch:
         """At the end: operations kept to their lanes, and no gradient was dropped unread."""
         read: set[Allocation] = set()
         gradients: set[Allocation] = set()
-        for op in self.device.trace:
+        for note in self.device.trace:
+            if isinstance(note, Allocation) and note.lane not in _HOMES:
+                self._say(f"'{note}' is not on COMPUTE")
+        for op in operations(self.device.trace):
             lanes = _LANES.get(op.kind, (op.lane,))
             if op.lane not in lanes:
                 self._say(f"'{op}' is not on {lanes[0].name}")
@@ -419,7 +424,8 @@ class Watch:
     def _unit_log(self) -> list[tuple[str, str]]:
         """The log with one entry for what all groups of a unit do."""
         log: list[tuple[str, str]] = []
-        tied = {n for n, group in self._groups.items() if isinstance(group, TiedGroup)}
+        called = [group for unit in self.sim.scheduler.units for group in unit.groups]
+        tied = {group.base.name for group in called if tied_group(group) is not None}
         for kind, name in self.log:
             if name in tied and kind in ("reshard", "free what is outdated"):
                 continue  # they go with any of several units

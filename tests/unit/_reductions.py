@@ -122,7 +122,7 @@ def run(reduction: Reduction, take_missing: bool = False, all_reduce: bool = Tru
     job = reduction.collect(take_missing, all_reduce)
     assert job is not None
     program = reduction.full if all_reduce else reduction.partial
-    for step in (program.seeking if job.seeks else program).inline:
+    for step in ((job.seeks and program.seeking) or program).inline:
         step(job)
 
 

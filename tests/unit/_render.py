@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdp2.core.device.streams import Lane
-from fsdp2.testing.virtual import PLACES, Allocation, Op, Place
+from fsdp2.record.notes import PLACES, Allocation, Await, Free, Note, Place, Signal
 
 _COLUMN = 28
 
 
-def render(trace: Sequence[Op], start: int = 0) -> str:
+def render(trace: Sequence[Note], start: int = 0) -> str:
     """The operations from position ``start`` on, grouped by lane."""
     names = _Names()
     lines: dict[Place, list[str]] = {lane: [] for lane in PLACES}
@@ -30,14 +30,14 @@ def render(trace: Sequence[Op], start: int = 0) -> str:
     events: dict[int, str] = {}
     for position, op in enumerate(trace):
         name = names.of(op)
-        if op.kind == "record":
+        if isinstance(op, Signal):
             events[op.event] = _waited_for(op.lane, last[op.lane])
-        elif op.kind in ("wait", "synchronize"):
+        elif isinstance(op, Await):
             waits[op.lane] += [event for event in (events[op.event],) if event]
-        elif name and op.kind == "alloc":
+        elif name and isinstance(op, Allocation):
             _add(lines[op.lane], name, [])
         elif name:
-            last[op.lane] = last[op.lane] if op.kind == "free" else name
+            last[op.lane] = last[op.lane] if isinstance(op, Free) else name
             _add(lines[op.lane], name, waits[op.lane])
         if position < start:
             lines[op.lane].clear()
@@ -71,11 +71,14 @@ class _Names:
     def __init__(self) -> None:
         self._units: dict[Allocation, str] = {}
 
-    def of(self, op: Op) -> str:
+    def of(self, op: Note) -> str:
         """What to print for an operation; "" for nothing."""
-        if op.kind in ("alloc", "free"):
-            unit = self._named(op.writes[0])
-            return f"{op.kind} {unit}" if op.label.startswith("gathered") else ""
+        if isinstance(op, Allocation | Free):
+            kind, _, operand = op.name.partition(" ")
+            what = "alloc" if isinstance(op, Allocation) else "free"
+            return f"{what} {operand.partition('.')[0]}" if kind == "gathered" else ""
+        if isinstance(op, Signal | Await):
+            return ""
         known = [unit for buffer in (*op.reads, *op.writes) if (unit := self._named(buffer))]
         kind, _, operand = op.kind.partition(" ")
         unit = operand.partition(".")[0] or (known[0] if known else "")

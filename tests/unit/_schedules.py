@@ -42,7 +42,7 @@ def warm(root: Node, **settings: Any) -> Simulation:
 
 def groups(sim: Simulation) -> list[ParamGroup]:
     """All units' groups."""
-    return [group for unit in sim.scheduler.units for group in unit.groups]
+    return [group for unit in sim.scheduler.units for group in unit.own_groups]
 
 
 def unit_of(sim: Simulation, name: str) -> Unit:

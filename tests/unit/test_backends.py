@@ -69,8 +69,8 @@ def test_classes_are_called_what_the_table_says() -> None:
     assert {"ProcessGroupGloo", "FakeProcessGroup"} <= found
     if dist.is_nccl_available():
         assert "ProcessGroupNCCL" in found
-        newer = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
-        assert ("ProcessGroupNCCL2" in found) == newer
+        if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15):
+            assert "ProcessGroupNCCL2" in found  # 2.14 may have it, and gives nobody one
 
 
 # ---- a Work that is returned

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2 import MixedPrecisionPolicy
-from fsdp2.core.config import GroupOptions
-from fsdp2.core.device import comm_memory
-from fsdp2.core.device.comm_memory import (
+from fsdp2 import MixedPrecisionPolicy, comm_memory
+from fsdp2.comm_memory import (
     GroupAllGather,
     GroupMemory,
     GroupReduceScatter,
@@ -23,11 +21,18 @@ from fsdp2.core.device.comm_memory import (
     SymmetricReduceScatter,
     conflicting,
 )
+from fsdp2.core.config import GroupOptions
+from fsdp2.core.custom_collectives import MemoryComms
 from fsdp2.core.device.streams import OnStream
 from fsdp2.core.layout.layout import Cut, Slot, Transport
 from fsdp2.core.reduce.spec import is_direct, reduction_spec
+from fsdp2.core.schedule.bound import Runtime
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.unit import Unit
+from fsdp2.record.notes import operations
+from fsdp2.testing.parameters import VirtualParam
 from fsdp2.testing.simulation import Node, Simulation
-from fsdp2.testing.virtual import VirtualDevice, VirtualTensor
+from fsdp2.testing.virtual import VirtualCollectives, VirtualDevice, VirtualTensor
 
 CPU = torch.device("cpu")
 
@@ -120,6 +125,36 @@ def test_what_conflicts(heard: list[Any]) -> None:
     assert conflicting((symmetric, None), SymmetricMemory) is None
 
 
+@pytest.mark.usefixtures("heard")
+def test_a_groups_options_are_its_units_in_the_memory_of_its_process_group() -> None:
+    unit, group = chosen_for(shared := Group(allocates=False))
+    comms = MemoryComms(SymmetricAllGather("NCCL"), SymmetricReduceScatter("NCCL"), only_sums=True)
+    own: Any = object()
+    unit.set_comms({Group(allocates=False): comms})  # type: ignore[dict-item]  # a stand-in
+    assert group.options is unit.options
+    unit.set_comms({shared: comms})  # type: ignore[dict-item]
+    assert (group.options.all_gather, group.options.reduce_scatter) == (comms.all_gather, None)
+    unit.change(sum_only=True, keep_storage=True)
+    assert group.options.keep_storage
+    assert group.options.reduce_scatter is comms.reduce_scatter
+    unit.change(reduce_scatter=own)
+    assert (group.options.all_gather, group.options.reduce_scatter) == (comms.all_gather, own)
+    unit.set_comms({})
+    assert group.options == replace(unit.options, all_gather=None)
+    assert group.options.reduce_scatter is own
+
+
+def chosen_for(shared: Any) -> tuple[Unit, ParamGroup]:
+    """A unit with a group over a process group, before its first use."""
+    device: Any = VirtualDevice()
+    collectives: Any = VirtualCollectives(device, 2, coalesces=True)
+    collectives.group = shared
+    param: Any = VirtualParam(device, "weight", (8, 8), torch.float32, Cut(0))
+    options = GroupOptions()
+    group = ParamGroup("block", [param], Runtime(collectives, device, device, device), options)
+    return Unit("block", [group], options), group
+
+
 # ---- what a reduction's spec says
 
 
@@ -174,7 +209,7 @@ def _simulate(keeps: bool, mixed: bool, drop_wait: int | None = None) -> Virtual
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else None
     simulation = Simulation(root, device, world_size=2, precision=precision)
     for unit in simulation.scheduler.units:
-        for group in unit.groups:
+        for group in unit.own_groups:
             names = ("all_gather", "reduce_scatter")
             comms = {name: VirtualComm(device, keeps) for name in names}
             group.set_options(replace(group.options, **comms))  # type: ignore[arg-type]
@@ -188,7 +223,7 @@ def _simulate(keeps: bool, mixed: bool, drop_wait: int | None = None) -> Virtual
 def test_nothing_races(keeps: bool, mixed: bool) -> None:
     device = _simulate(keeps, mixed)
     assert device.races == []
-    used = [op for op in device.trace if op.kind == "the user's collective"]
+    used = [op for op in operations(device.trace) if op.kind == "the user's collective"]
     gathers = {op.lane.name for op in used}
     assert gathers == {"ALL_GATHER", "REDUCE"}
 

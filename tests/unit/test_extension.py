@@ -12,6 +12,7 @@ import torch
 from fsdp2.core.gather import extension
 from fsdp2.core.gather.extension import check_hooks
 from fsdp2.core.layout.layout import Cut, ParamShape, Transport, build_layout
+from fsdp2.record.notes import operations
 from fsdp2.testing.parameters import VirtualParam
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import (
@@ -165,7 +166,7 @@ def _simulate(world_size: int = 2, drop_wait: int | None = None) -> VirtualDevic
     blocks = [Node(f"block {i}") for i in range(3)]
     simulation = Simulation(Node("root", blocks, calls=[0, 1, 2]), device, world_size)
     for unit in simulation.scheduler.units:
-        for group in unit.groups:
+        for group in unit.own_groups:
             group.params[0] = Extended(device, f"{unit.name}.extended")  # type: ignore[call-overload]
             group.adopt()
     for _ in range(3):
@@ -186,9 +187,9 @@ def _paper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_races(world_size: int) -> None:
     device = _simulate(world_size)
     assert device.races == []
-    lanes = {op.kind: set() for op in device.trace}  # type: ignore[var-annotated]
-    for op in device.trace:
-        lanes[op.kind].add(op.lane.name)
+    lanes: dict[str, set[str]] = {}
+    for op in operations(device.trace):
+        lanes.setdefault(op.kind, set()).add(op.lane.name)
     assert lanes["dequantise"] == {"COMPUTE"}
     # The first time on COMPUTE, where memory is allocated.
     assert lanes["quantise"] == ({"COMPUTE"} if world_size == 1 else {"COMPUTE", "COPY_IN"})

@@ -14,6 +14,7 @@ from fsdp2.core.config import CPUOffloadPolicy, ShardingStateError
 from fsdp2.core.device.streams import Lane
 from fsdp2.core.schedule.in_flight import InFlight
 from fsdp2.core.schedule.unit import Phase
+from fsdp2.record.notes import HOST, Await, operations
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualDevice
 from tests.unit._schedules import chain, emitted, groups, leaf, unit_of, warm
@@ -35,7 +36,7 @@ def test_accumulated_gradients_are_reduced_by_finalize() -> None:
     _sync(sim, False)
     for _ in range(2):
         sim.iteration(step=False)
-    assert not [op for op in sim.device.trace if op.kind == "reduce_scatter"][2:]
+    assert not [op for op in operations(sim.device.trace) if op.kind == "reduce_scatter"][2:]
     _sync(sim, True)
     assert_expected_inline(
         emitted(sim, lambda: sim.scheduler.finalize(wait=False)),
@@ -253,7 +254,7 @@ def test_exception_in_a_hook(copies: int) -> None:
         raise KeyError(param.name)
 
     for name in ("c", "b", "a"):
-        (group,) = unit_of(sim, name).groups
+        (group,) = unit_of(sim, name).own_groups
         group.params[0].hook = fail  # type: ignore[attr-defined]
         with pytest.raises(KeyError):
             sim.iteration()
@@ -279,7 +280,7 @@ def test_results_that_the_host_delivers_leave_the_device_at_once(copies: int) ->
     sim.backward()
     sim._check = None
     assert max(results) <= (2 if copies == 1 else 3)
-    assert [op.kind for op in sim.device.trace[-4:]].count("synchronize") > 0
+    assert any(isinstance(n, Await) and n.lane is HOST for n in sim.device.trace[-4:])
     sim.optimizer_step()
     assert sim.device.races == []
 
@@ -297,7 +298,7 @@ def test_a_guess_that_a_user_asks_for_is_his() -> None:
 
     def claim(sim: Simulation, what: str) -> None:
         if what == "forward a" and not claimed:
-            assert b.groups[0].state.needs_gather is False
+            assert b.own_groups[0].state.needs_gather is False
             assert sim.scheduler.iteration.ahead == [b]
             sim.scheduler.claim(b)
             claimed.append(len(sim.device.trace))
@@ -307,7 +308,7 @@ def test_a_guess_that_a_user_asks_for_is_his() -> None:
     assert claimed
     assert b.is_gathered
     sim.scheduler.wait(b)
-    assert b.groups[0].is_unsharded
+    assert b.own_groups[0].is_unsharded
 
 
 def test_claim_of_what_a_prefetch_list_named() -> None:
@@ -345,7 +346,7 @@ def test_no_gather_in_backward() -> None:
     sim.forward()
     start = len(sim.device.trace)
     sim.backward()
-    gathers = [op for op in sim.device.trace[start:] if op.kind == "all_gather"]
+    gathers = [op for op in operations(sim.device.trace[start:]) if op.kind == "all_gather"]
     assert len(gathers) == 2
     assert sim.device.races == []
 
@@ -356,9 +357,9 @@ def test_backwards_that_are_not_the_last_gather_nothing_in_vain() -> None:
     sim.scheduler.is_last_backward = False
     sim.iteration(step=False)
     sim.forward()
-    gathered = [op for op in sim.device.trace if op.kind == "all_gather"]
+    gathered = [op for op in operations(sim.device.trace) if op.kind == "all_gather"]
     sim.backward()
-    after = [op for op in sim.device.trace if op.kind == "all_gather"]
+    after = [op for op in operations(sim.device.trace) if op.kind == "all_gather"]
     assert len(after) - len(gathered) == 2
     assert not any(unit.is_gathered for unit in sim.scheduler.units)
 
@@ -430,8 +431,8 @@ def test_event_of_the_optimizer_is_waited_for_once() -> None:
     for expected in (1, 0):
         start = len(sim.device.trace)
         sim.iteration()
-        waits = [op for op in sim.device.trace[start:] if op.label == "compute after the optimizer"]
-        assert len(waits) == expected
+        waits = [n.label for n in sim.device.trace[start:] if isinstance(n, Await)]
+        assert waits.count("compute after the optimizer") == expected
     assert sim.scheduler.post_optim_event is None
 
 

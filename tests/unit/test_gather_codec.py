@@ -125,7 +125,8 @@ def test_a_sharded_model_uses_it_from_its_next_gather_on() -> None:
         group.set_options(replace(group.options, gather_codec="rounded"))
         with torch.no_grad():
             model(torch.ones(2, 64))
-        assert any(isinstance(transport, RoundedGather) for transport in group._transports)
+        assert group.bound is not None
+        assert any(isinstance(each, RoundedGather) for each in group.bound.transports)
         assert log.counts() == {"all_gather_single": 2}
     finally:
         dist.destroy_process_group()

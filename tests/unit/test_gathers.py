@@ -207,7 +207,7 @@ def test_never_more_than_two_of_a_sequence() -> None:
         def look(*_: str, blocks: list[Unit] = blocks, most: list[int] = most) -> None:
             most.append(sum(unit.is_gathered for unit in blocks))
 
-        observe([group for unit in blocks for group in unit.groups], look)
+        observe(blocks, look)
         for _ in range(4):
             sim.iteration()
             assert most[-1] == 0, f"seed {seed}"

@@ -15,6 +15,8 @@ from fsdp2.core.params.param import compute_dtype
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GroupState
+from fsdp2.core.schedule.unit import Unit, free_if_outdated
+from fsdp2.record.notes import operations
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualCollectives, VirtualDevice, VirtualTensor
 from tests.common.observing import observe
@@ -28,7 +30,7 @@ def _group(
     device = VirtualDevice()
     sim = Simulation(Node("block"), device, world_size=world_size, precision=precision)
     (unit,) = sim.scheduler.units
-    (group,) = unit.groups
+    (group,) = unit.own_groups
     if smaller is not None:
         neighbours = VirtualCollectives(device, smaller, coalesces=True)
         group.set_smaller_group(SmallerGroup(neighbours, None))  # type: ignore[arg-type]  # no mesh
@@ -110,9 +112,10 @@ def test_memory_is_not_moved_while_it_is_gathered(state: GroupState) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_each_move_is_made_once(world_size: int) -> None:
-    group, _ = _group(world_size)
+    unit = Unit("block", [_group(world_size)[0]])
     heard: list[tuple[str, str]] = []
-    observe([group], lambda *what: heard.append(what))
+    observe([unit], lambda *what: heard.append(what))
+    (group,) = unit.groups
     group.bind()
     group.start_unshard()
     group.finish_unshard()
@@ -127,12 +130,12 @@ def test_parameters_of_before_a_step_are_out_of_date() -> None:
     group.bind()
     group.start_unshard()
     group.finish_unshard()
-    group.free_if_outdated()
+    free_if_outdated(group)
     assert group.is_unsharded
     OptimizerSteps.count += 1
-    group.free_if_outdated()
+    free_if_outdated(group)
     assert group.state is GroupState.SHARDED
-    group.free_if_outdated()
+    free_if_outdated(group)
     assert group.state is GroupState.SHARDED
 
 
@@ -168,11 +171,13 @@ def _leave_gradients(group: ParamGroup, device: VirtualDevice, dtype: torch.dtyp
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_reduction_is_on_its_way_only_between_ranks(world_size: int) -> None:
-    group, device = _group(world_size)
+    bare, device = _group(world_size)
+    unit = Unit("block", [bare])
     heard: list[tuple[str, str]] = []
-    observe([group], lambda *what: heard.append(what))
+    observe([unit], lambda *what: heard.append(what))
+    (group,) = unit.groups
     group.bind()
-    _leave_gradients(group, device, torch.float32)
+    _leave_gradients(bare, device, torch.float32)
     start = len(device.trace)
     pending = group.reduce(group.collect(all_reduce=True, fill=True), all_reduce=True)
     assert (pending is None) == (world_size == 1)
@@ -203,20 +208,19 @@ def test_accumulated_gradients_arrive_in_the_dtype_of_the_shard(
 def test_group_of_empty_parameters_communicates_nothing(coalesces: bool) -> None:
     device = VirtualDevice()
     sim = Simulation(Node("block", shapes=((0, 8), (3, 0))), device, coalesces=coalesces)
-    (group,) = sim.scheduler.units[0].groups
     heard: list[tuple[str, str]] = []
-    observe([group], lambda *what: heard.append(what))
+    observe(sim.scheduler.units, lambda *what: heard.append(what))
     sim.iteration()
     assert heard == [("finish", "block"), ("reshard", "block"), ("reduce", "block")]
-    assert {"all_gather", "reduce_scatter"}.isdisjoint(op.kind for op in device.trace)
+    assert {"all_gather", "reduce_scatter"}.isdisjoint(op.kind for op in operations(device.trace))
     assert device.races == []
 
 
 def test_options_are_replaced_as_a_whole_and_take_effect_before_the_next_reduction() -> None:
     group, device = _group()
     group.bind()
-    before = [len(reduction.full.reduce) for reduction in group._reductions]
+    before = [len(reduction.full.reduce) for reduction in group.bound.reductions]
     group.set_options(GroupOptions(divide_factor=3.0, pack_below=0))
-    after = [len(reduction.full.reduce) for reduction in group._reductions]
+    after = [len(reduction.full.reduce) for reduction in group.bound.reductions]
     assert [new - old for old, new in zip(before, after, strict=True)] == [1] * len(before)
     assert device.races == []

@@ -20,7 +20,7 @@ from fsdp2.core.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.schedule.unit import Phase
 from fsdp2.testing.simulation import Node, Simulation
-from fsdp2.testing.virtual import Allocation, VirtualDevice
+from fsdp2.testing.virtual import Life, VirtualDevice
 from tests.unit._schedules import chain, groups, leaf, unit_of
 
 pytestmark = pytest.mark.usefixtures("rare_collections")
@@ -46,7 +46,7 @@ class Failing(VirtualDevice):
             self.fail_at = None
             raise Interruption
 
-    def allocate(self, name: str) -> Allocation:
+    def allocate(self, name: str) -> Life:
         self._tick()
         return super().allocate(name)
 
@@ -110,7 +110,7 @@ def _plain(sim: Simulation) -> None:
 
 
 def _prefetching(sim: Simulation) -> None:
-    units = [unit for unit in sim.scheduler.units if unit.groups]
+    units = [unit for unit in sim.scheduler.units if unit.own_groups]
     for unit, following in itertools.pairwise(units):
         unit.forward_prefetch = units[units.index(following) :][:2]
         following.backward_prefetch = [unit]

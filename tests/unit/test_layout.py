@@ -21,9 +21,9 @@ from fsdp2.core.layout.layout import (
     Slot,
     Transport,
     build_layout,
-    default_cut,
     pick_transport,
 )
+from fsdp2.sharding.cuts import default_cut
 from tests.unit._cuts import as_cut, random_cut
 
 ITEMSIZE: dict[Hashable, int] = {"f64": 8, "f32": 4, "bf16": 2, "u8": 1}

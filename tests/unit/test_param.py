@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp2 import MixedPrecisionPolicy, ShardingStateError, fully_shard
 from fsdp2.core.device.buffers import FlatBuffer
 from fsdp2.core.layout.layout import Cut, Slot
-from fsdp2.core.layout.mesh import MeshAxes, resolve_axes
+from fsdp2.core.layout.mesh import MeshAxes
 from fsdp2.core.modules.registrations import Registrations
 from fsdp2.core.params.gradients import ShardedGradients
 from fsdp2.core.params.param import ModuleEntry, PlannedParam, ShardedParam
+from fsdp2.sharding.meshes import resolve_axes
 
 CPU = torch.device("cpu")
 

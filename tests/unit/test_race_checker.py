@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 import fsdp2.core
+from fsdp2.record.notes import Note
 from fsdp2.testing.simulation import Simulation
-from fsdp2.testing.virtual import Op, VirtualDevice
+from fsdp2.testing.virtual import VirtualDevice
 from tests.unit._oracle import unordered_conflicts
 from tests.unit._random_models import Watch, random_settings, random_tree
 from tests.unit._replay import replay, with_early_frees, with_stale_events
@@ -167,7 +168,7 @@ def test_every_needed_wait_is_missed_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("mutate", [with_early_frees, with_stale_events])
-def test_replays_agree_with_the_oracle(mutate: Callable[[list[Op]], list[list[Op]]]) -> None:
+def test_replays_agree_with_the_oracle(mutate: Callable[[list[Note]], list[list[Note]]]) -> None:
     result = Mutations()
     for scenario in SCENARIOS:
         for seed, whole in _small_schedules(scenario)[:3]:

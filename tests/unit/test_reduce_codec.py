@@ -174,7 +174,8 @@ def test_a_sharded_model_uses_it() -> None:
         (group,) = record.unit.groups
         group.set_options(replace(group.options, reduce_codec="rounded"))
         model(torch.ones(2, 64)).sum().backward()
-        assert isinstance(group._reductions[0].transport, RoundedReduce)
+        assert group.bound is not None
+        assert isinstance(group.bound.reductions[0].transport, RoundedReduce)
         assert log.counts()["reduce_scatter_single"] == 2
         assert model.weight.grad is not None
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -202,14 +203,19 @@ def test_one_rank_reduces_in_the_dtype_of_the_shard(reduce: torch.dtype, grad: t
 
 
 def test_a_reduction_that_is_replaced_is_freed_at_once() -> None:
-    """Its steps do not refer to it: its padding does not wait for a garbage collection."""
+    """No part of it refers to another that refers back: no memory waits for the collector."""
 
     def body(collectives: ThreadCollectives) -> None:
         for setup, _, _ in FOUR_RANKS:
-            reduction = setup.bind(collectives)
-            left = weakref.ref(reduction)
-            del reduction
-            assert left() is None
+            for kept in (setup, replace(setup, keep=True), replace(setup, to_host=True, keep=True)):
+                reduction = kept.bind(collectives)
+                for member in reduction.members:
+                    member.full_grad = torch.zeros(member.shape, dtype=setup.grad)
+                _run(reduction)
+                memory = [member.gradient for member in reduction.members]
+                left = [*map(weakref.ref, (reduction, reduction.transport, *memory))]
+                del reduction, member, memory
+                assert [each() for each in left] == [None] * len(left)
 
     for size in (1, 4):
         run_ranks(size, body)

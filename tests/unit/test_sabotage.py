@@ -17,7 +17,7 @@ from fsdp2.core.reduce.reduction import Delivery, PendingReduction, ReduceTransp
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.unit import Phase, Unit
-from fsdp2.testing.virtual import Allocation, VirtualDevice
+from fsdp2.testing.virtual import Life, VirtualDevice
 from tests.unit._scenarios import SCENARIOS
 
 pytestmark = pytest.mark.usefixtures("rare_collections")
@@ -129,8 +129,9 @@ def _release_mirror_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def hasty(self: ParamGroup) -> None:
         start(self)
-        if self._mirror is not None and not self._keeps_mirror:
-            self._mirror.release()
+        assert self.bound is not None
+        if self.bound.mirror is not None and not self.bound.keeps_mirror:
+            self.bound.mirror.release()
 
     monkeypatch.setattr(ParamGroup, "start_unshard", hasty)
 
@@ -140,8 +141,9 @@ def _release_smaller_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def hasty(self: ParamGroup) -> None:
         start(self)
-        if self._smaller is not None:
-            self._smaller.release()
+        assert self.bound is not None
+        if self.bound.smaller is not None:
+            self.bound.smaller.release()
 
     monkeypatch.setattr(ParamGroup, "start_unshard", hasty)
 
@@ -327,7 +329,7 @@ def _leak_staging(monkeypatch: pytest.MonkeyPatch) -> None:
 def _allocate_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     allocate = VirtualDevice.allocate
 
-    def elsewhere(self: VirtualDevice, name: str) -> Allocation:
+    def elsewhere(self: VirtualDevice, name: str) -> Life:
         with self.on(Lane.REDUCE):
             return allocate(self, name)
 

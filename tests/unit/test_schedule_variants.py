@@ -368,7 +368,7 @@ reduce:
 
 def test_hook_on_reduced_gradients() -> None:
     sim = warm(leaf("root"))
-    (group,) = sim.scheduler.units[0].groups
+    (group,) = sim.scheduler.units[0].own_groups
 
     def hook(flat: object) -> None:
         sim.device.run("hook", [flat], [flat])  # type: ignore[list-item]  # simulated

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp2.core.schedule.ties import GroupAlias, TiedGroup, give_back
+from fsdp2.core.schedule.ties import give_back, tied_group
 from fsdp2.testing.simulation import Node, Simulation
 from tests.common.observing import observe
 from tests.unit._schedules import chain, leaf, unit_of, warm
@@ -15,7 +15,7 @@ Moves = list[str]
 def moves(sim: Simulation) -> Moves:
     """What happens to the group of a from now on."""
     heard: Moves = []
-    observe(unit_of(sim, "a").own_groups, lambda what, _: heard.append(what))
+    observe(sim.scheduler.units, lambda what, of: heard.append(what) if of == "a" else None)
     return heard
 
 
@@ -56,7 +56,8 @@ def test_a_unit_around_the_other(owner: bool) -> None:
     (outer if owner else inner).tied = [inner if owner else outer]
     sim = warm(Node("root", [outer], [0], shapes=()))
     heard: Moves = []
-    observe(unit_of(sim, "outer" if owner else "inner").own_groups, lambda w, _: heard.append(w))
+    name = "outer" if owner else "inner"
+    observe(sim.scheduler.units, lambda what, of: heard.append(what) if of == name else None)
     sim.iteration()
     assert heard in ([*ONCE, *ONCE, "reduce"], [*ONCE, *ONCE[:2], "reduce", "reshard"])
 
@@ -96,11 +97,12 @@ def test_earlier_gradients_are_not_reduced_before_the_others_came() -> None:
 
 def test_a_group_is_a_plain_one_before_and_after() -> None:
     sim = warm(tied("a", "b", "c"))
-    (group,) = unit_of(sim, "a").own_groups
-    assert isinstance(group, TiedGroup)
-    user = unit_of(sim, "c")
-    alias = next(group for group in user.groups if isinstance(group, GroupAlias))
+    owner, user = unit_of(sim, "a"), unit_of(sim, "c")
+    (group,) = owner.own_groups
+    assert tied_group(owner.groups[0]) is not None
+    alias = next(group for group in user.groups if group.is_alias)
+    assert alias.base is group
     assert (alias.state, alias.params, alias.is_over) == (group.state, [], True)
-    give_back(alias, user)
-    assert not isinstance(group, TiedGroup)
+    give_back(group, user)
+    assert owner.groups == [group]
     assert not any(other.is_alias for other in user.groups)

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from fsdp2.core.device.streams import Lane
+from fsdp2.record.notes import HOST, Operation
 from fsdp2.testing.timeline import idle, replay
-from fsdp2.testing.virtual import HOST, Op, VirtualDevice
+from fsdp2.testing.virtual import VirtualDevice
 
 TIMES = {"all_gather": 3.0, "reduce_scatter": 4.0, "compute": 5.0}
 
 
-def _took(op: Op) -> float:
+def _took(op: Operation) -> float:
     return TIMES.get(op.kind, 0.0)
 
 

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from fsdp2.core.device.streams import Lane
+from fsdp2.record.notes import Allocation, Note, Operation, Place, operations
 from fsdp2.testing.simulation import Node, Simulation
-from fsdp2.testing.timeline import BOOKKEEPING, LANE_OF, idle, replay, timeline_of
-from fsdp2.testing.virtual import HOST, Op, Place, VirtualDevice, VirtualEvent
+from fsdp2.testing.timeline import idle, replay, timeline_of
+from fsdp2.testing.virtual import VirtualDevice, VirtualEvent
 from fsdp2.tracing import Memory, Slice, Timeline, Wait, diff, summary
+from fsdp2.tracing.drawing import LANE_OF
 from tests.common.perfetto import problems_of, program, query, tables
 from tests.unit._random_models import random_settings, random_tree
 
@@ -22,7 +24,7 @@ TIMES = {"all_gather": 30.0, "reduce_scatter": 45.0, "forward": 50.0, "backward"
 BLOCKS = ("a", "b", "c")
 
 
-def took(op: Op) -> float:
+def took(op: Operation) -> float:
     return TIMES.get(op.kind.partition(" ")[0], 1.0)
 
 
@@ -44,13 +46,6 @@ class Noting(VirtualDevice):
 
     def follow(self, lane: Place, event: VirtualEvent, label: str = "") -> None:
         super().follow(lane, event, label)
-        self._note(lane, event)
-
-    def _synchronize(self, event: VirtualEvent, label: str) -> None:
-        super()._synchronize(event, label)
-        self._note(HOST, event)
-
-    def _note(self, lane: Place, event: VirtualEvent) -> None:
         on = self._recorded[event.number]
         self.edges.append((lane, on, event.clock[on]))
 
@@ -65,7 +60,7 @@ def schedule(iterations: int = 2) -> VirtualDevice:
     return device
 
 
-def steady() -> list[Op]:
+def steady() -> list[Note]:
     device = VirtualDevice()
     leaves = [Node(name, shapes=((8, 8),)) for name in BLOCKS]
     simulation = Simulation(Node("root", leaves, [0, 1, 2], shapes=()), device)
@@ -114,7 +109,7 @@ def test_it_is_timed_as_the_replay_is() -> None:
         timeline = timeline_of(trace, took, one_at_a_time=kinds)
         spans = replay(trace, took, kinds)
         seen = sorted((s.lane, s.start, s.end) for s in timeline.slices)
-        assert seen == sorted((LANE_OF[s.op.lane], s.start, s.end) for s in spans)
+        assert seen == sorted((LANE_OF[s.operation.lane], s.start, s.end) for s in spans)
 
 
 def test_a_wait_lasts_until_what_it_is_behind_is_over() -> None:
@@ -143,8 +138,8 @@ def test_memory_by_category() -> None:
     start = len(device.trace)
     simulation.iteration()
 
-    def size(buffer: object) -> tuple[str, int]:
-        return ("gathered", 256) if "gathered" in str(vars(buffer)["name"]) else ("temporary", 0)
+    def size(buffer: Allocation) -> tuple[str, int]:
+        return ("gathered", 256) if "gathered" in buffer.name else ("temporary", 0)
 
     timeline = timeline_of(device.trace[start:], took, size=size)
     amounts = [sample.bytes.get("gathered", 0) for sample in timeline.memory]
@@ -157,7 +152,7 @@ def test_memory_by_category() -> None:
 def test_every_operation_that_takes_time_is_told() -> None:
     trace = steady()
     timeline = timeline_of(trace, lambda op: 1.0)
-    assert len(timeline.slices) == sum(op.kind not in BOOKKEEPING for op in trace)
+    assert len(timeline.slices) == len(operations(trace))
     assert all(s.operation for s in timeline.slices)
 
 
@@ -193,7 +188,7 @@ def test_exposed_time_on_paper_is_the_replays_idle_time() -> None:
     """Where copies take no time, compute stands still behind collectives alone."""
     trace = steady()
 
-    def only(op: Op) -> float:
+    def only(op: Operation) -> float:
         return TIMES.get(op.kind.partition(" ")[0], 0.0)
 
     timeline = timeline_of(trace, only)

@@ -14,8 +14,9 @@ from fsdp2.core.device.streams import Lane
 from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GroupState
+from fsdp2.record.notes import HOST, Await, operations
 from fsdp2.testing.simulation import Node, Simulation
-from fsdp2.testing.virtual import HOST, VirtualCollectives, VirtualDevice
+from fsdp2.testing.virtual import VirtualCollectives, VirtualDevice
 from tests.common.observing import observe
 from tests.unit._random_models import Watch, random_tree
 from tests.unit._schedules import chain, groups, leaf, warm
@@ -35,7 +36,7 @@ def _reductions(sim: Simulation) -> Counter[str]:
         if operation == "reduce":
             counts[name] += 1
 
-    observe(groups(sim), count)
+    observe(sim.scheduler.units, count)
     return counts
 
 
@@ -131,7 +132,7 @@ def test_waiting_partial_sums_are_reduced_without_new_gradients() -> None:
 def test_parameters_unfrozen_while_partial_sums_wait_are_reduced_with_them() -> None:
     root = Node("root", shapes=((8, 8), (8, 8)), frozen=1)
     sim = Simulation(root, VirtualDevice(), copies=2)
-    (unit,) = sim.scheduler.units
+    (unit,), (group,) = sim.scheduler.units, groups(sim)
     first, second = _params(sim)
     unit.all_reduce = False
     sim.iteration(step=False)
@@ -140,26 +141,26 @@ def test_parameters_unfrozen_while_partial_sums_wait_are_reduced_with_them() -> 
     sim.iteration(step=False)
     assert first.gradient is not None
     assert second.gradient is not None
-    assert len(unit.groups[0]._reductions) == 2  # one knows the second, whose sum was waiting
+    assert len(group.bound.reductions) == 2  # one knows the second, whose sum was waiting
     sim.optimizer_step()
     sim.iteration()
-    assert len(unit.groups[0]._reductions) == 1
+    assert len(group.bound.reductions) == 1
     assert sim.device.races == []
 
 
 def test_options_set_while_partial_sums_wait_take_effect_after_them() -> None:
     sim = Simulation(leaf("root"), VirtualDevice(), copies=2)
     (unit,) = sim.scheduler.units
-    (group,) = unit.groups
+    (group,) = unit.own_groups
     unit.all_reduce = False
     sim.iteration(step=False)
     group.set_options(GroupOptions(divide_factor=3.0))
     unit.all_reduce = True
     start = len(sim.device.trace)
     sim.iteration()
-    assert "divide" not in {op.kind for op in sim.device.trace[start:]}
+    assert "divide" not in {op.kind for op in operations(sim.device.trace[start:])}
     sim.iteration()
-    assert "divide" in {op.kind for op in sim.device.trace[start:]}
+    assert "divide" in {op.kind for op in operations(sim.device.trace[start:])}
 
 
 @pytest.mark.parametrize("last", [True, False])
@@ -216,7 +217,7 @@ def test_full_gradients_go_with_their_reduce_scatters(
         for kind in ("gradient", "reduce-scatter"):
             most[kind] = max(most[kind], live[kind])
 
-    observe(groups(sim), look)
+    observe(sim.scheduler.units, look)
     sim.iteration(step=False)
     assert most["gradient"] <= 1 + window  # of a block in backward, and being reduced
     if offload is not None:  # else the shard-sized outputs become .grad
@@ -252,7 +253,7 @@ def test_parameters_stay_views_of_the_mirror_when_gathers_are_rerouted() -> None
     group.set_smaller_group(None)  # back to where it was, but noticed
     sim.iteration()
     assert [param.gathered for param in group.params] == gathered
-    assert all(view.owner is group._mirror for view in gathered)
+    assert all(view.owner is group.bound.mirror for view in gathered)
     assert sim.device.races == []
 
 
@@ -271,14 +272,15 @@ def test_mirror_is_there_only_while_it_is_read(
 ) -> None:
     group, sim = _offloaded(shapes, world_size, precision=precision)
     group.bind()
-    assert not group._mirror.allocated
+    assert not group.bound.mirror.allocated
     for _ in range(2):
         group.start_unshard()
         group.finish_unshard()
-        assert group._mirror.allocated == during
+        assert group.bound.mirror.allocated == during
         group.reshard()
-        assert not group._mirror.allocated
-    loads = [op for op in sim.device.trace if op.kind == "load" and op.lane is Lane.COPY_IN]
+        assert not group.bound.mirror.allocated
+    found = operations(sim.device.trace)
+    loads = [op for op in found if op.kind == "load" and op.lane is Lane.COPY_IN]
     assert len(loads) == (0 if (0, 8) in shapes else 2)
     assert sim.device.races == []
 
@@ -289,7 +291,7 @@ def test_unused_gather_of_offloaded_shards_is_given_back() -> None:
     group.start_unshard()
     group.reshard()
     group.settle()
-    assert not group._mirror.allocated
+    assert not group.bound.mirror.allocated
     sim.load_state_dict()
     assert sim.device.races == []
 
@@ -309,7 +311,7 @@ def test_shards_on_the_device_never_hold_up_the_host() -> None:
     sim = warm(chain("a", "b"), copies=2)
     sim.iteration()
     sim.forward(expects_backward=False)
-    assert "synchronize" not in {op.kind for op in sim.device.trace}
+    assert not [n for n in sim.device.trace if isinstance(n, Await) and n.lane is HOST]
 
 
 # ---- smaller groups after forward
@@ -323,10 +325,10 @@ def test_smaller_rows_are_there_between_forward_and_backward(
     sim = warm(chain("a", "b"), world_size=4, smaller=2, precision=precision, coalesces=coalesces)
     sim.forward()
     assert [group.state for group in groups(sim)] == [GroupState.RESHARDED] * 2
-    assert all(group._smaller._rows.allocated for group in groups(sim))
+    assert all(group.bound.smaller._rows.allocated for group in groups(sim))
     sim.backward()
     assert [group.state for group in groups(sim)] == [GroupState.SHARDED] * 2
-    assert not any(group._smaller._rows.allocated for group in groups(sim))
+    assert not any(group.bound.smaller._rows.allocated for group in groups(sim))
     sim.forward(expects_backward=False)
     assert [group.state for group in groups(sim)] == [GroupState.SHARDED] * 2
     assert sim.device.races == []
@@ -341,7 +343,7 @@ def test_rows_of_before_a_step_are_not_used_after_it() -> None:
     sim.forward()
     reads = {
         buffer.name
-        for op in sim.device.trace[start:]
+        for op in operations(sim.device.trace[start:])
         if op.kind == "all_gather"
         for buffer in op.reads
     }
@@ -356,7 +358,7 @@ def test_choosing_no_smaller_group_takes_effect_at_the_next_gather() -> None:
     group.set_smaller_group(None)
     sim.backward()  # from the rows that are there
     sim.iteration()
-    assert group._smaller is None
+    assert group.bound.smaller is None
     sim.forward()
     assert group.state is GroupState.SHARDED
     neighbours = VirtualCollectives(sim.device, 2, coalesces=True)

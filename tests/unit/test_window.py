@@ -6,14 +6,15 @@ import pytest
 from expecttest import assert_expected_inline
 
 from fsdp2.core.schedule.side_doors import note_calls
+from fsdp2.record.notes import operations
 from fsdp2.testing.simulation import Node, Simulation
 from tests.unit._schedules import chain, emitted, leaf, unit_of, warm
 
 
 def gathers(sim: Simulation, start: int) -> list[str]:
     """The units that were gathered since, in the order of their gathers."""
-    trace = sim.device.trace[start:]
-    return [op.writes[0].name.split()[1] for op in trace if op.kind == "all_gather"]
+    found = operations(sim.device.trace[start:])
+    return [op.writes[0].name.split()[1] for op in found if op.kind == "all_gather"]
 
 
 def choose(sim: Simulation, window: int) -> None:

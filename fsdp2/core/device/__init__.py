@@ -9,7 +9,6 @@
     one_off             collectives that no step binds
     presence            all ranks of a process group are there, before a unit uses it first
     rehearsal           what stands for streams and kernels while a step is rehearsed on ``meta``
-    comm_memory         collectives in memory of the process group, or in symmetric memory
 
 Owns: streams and events, storages, process groups made on the way.
 May import: the ground floor, nothing else of fsdp2.

@@ -173,6 +173,13 @@ class FlatBuffer(_OneStorage):
 _kept: set[str] = set()
 """Names of buffers that warned of memory which is not freed."""
 
+_all: weakref.WeakSet[TransientBuffer] = weakref.WeakSet()
+
+
+def all_buffers() -> list[TransientBuffer]:
+    """The buffers of this process whose memory comes and goes, in no particular order."""
+    return [buffer for buffer in _all if not buffer._raw.is_meta]
+
 
 class TransientBuffer(_OneStorage):
     """A flat buffer whose memory is there only between ``acquire`` and ``release``.
@@ -184,7 +191,7 @@ class TransientBuffer(_OneStorage):
             the storage, so that it need not be asked.
     """
 
-    __slots__ = ("_storage", "allocated", "name", "nbytes")
+    __slots__ = ("__weakref__", "_storage", "allocated", "name", "nbytes")
 
     def __init__(self, nbytes: int, device: torch.device, name: str) -> None:
         with torch.inference_mode(False):
@@ -193,6 +200,7 @@ class TransientBuffer(_OneStorage):
         self.nbytes = nbytes
         self.name = name
         self.allocated = True
+        _all.add(self)
 
     def references(self) -> int:
         """How many tensors and others refer to the memory, autograd's among them."""
@@ -275,7 +283,7 @@ class SwappedBuffer(TransientBuffer):
     else keeps stays valid, and keeps its memory.
     """
 
-    __slots__ = ("__weakref__", "_device", "_followers")
+    __slots__ = ("_device", "_followers")
 
     def __init__(self, nbytes: int, device: torch.device, name: str) -> None:
         super().__init__(nbytes, device, name)

@@ -49,6 +49,9 @@ class Kernels(Protocol):
     def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy to CPU memory, where it is once the lane is behind this call."""
 
+    def from_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy from CPU memory."""
+
     def bind_empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, name: str
     ) -> Callable[[], torch.Tensor]:
@@ -96,6 +99,8 @@ class Kernels(Protocol):
 
 _add_many: Callable[[Tensors, Tensors], object] = torch._foreach_add_
 _copy_many: Callable[[Tensors, Tensors], object] = torch._foreach_copy_
+_chunk_cat: Callable[..., object] = torch._chunk_cat
+_divide: Callable[[torch.Tensor, float], object] = torch.Tensor.div_
 
 _constants: weakref.WeakValueDictionary[
     tuple[torch.device, int, float, torch.dtype], torch.Tensor
@@ -109,8 +114,8 @@ class TorchKernels:
     copy_strided = staticmethod(_copy_many)
     copy_many = staticmethod(_copy_many)  # one fused kernel where the tensors allow it
     add_many = staticmethod(_add_many)
-    chunk_cat = staticmethod(torch._chunk_cat)  # fused on accelerators, the cast included
-    divide = staticmethod(torch.Tensor.div_)
+    chunk_cat = staticmethod(_chunk_cat)  # fused on accelerators, the cast included
+    divide = staticmethod(_divide)
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -134,6 +139,10 @@ class TorchKernels:
 
     def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """One asynchronous copy."""
+        target.copy_(source, non_blocking=True)
+
+    def from_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """One kernel; from page-locked memory without blocking the host."""
         target.copy_(source, non_blocking=True)
 
     def bind_empty(
@@ -174,7 +183,7 @@ class TorchKernels:
         return flat.split_with_sizes(sizes)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """One kernel; from page-locked memory without blocking the host."""
+        """One kernel."""
         target.copy_(source, non_blocking=True)
 
     def split_copy(self, source: torch.Tensor, sizes: Sequence[int], targets: Tensors) -> None:
@@ -211,6 +220,8 @@ class BlockingKernels(TorchKernels):
     def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """One copy."""
         target.copy_(source)
+
+    from_host = to_host
 
     def fetched(self, source: torch.Tensor) -> torch.Tensor:
         """A copy, to memory that need not be page-locked."""

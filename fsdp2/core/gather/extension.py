@@ -51,6 +51,7 @@ from fsdp2.core.layout.layout import (
     Transport,
 )
 from fsdp2.core.params.param import POST_HOOK, PRE_HOOK, ShardedParam, compute_dtype
+from fsdp2.core.pieces import round_up
 
 RELEASE_HOOK = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
@@ -432,7 +433,7 @@ class ExtensionTransport(GatherTransport):
         width = 0
         for described in self._described:
             self._starts.append(width)
-            width += -(-described.nbytes // COLLECTIVE_ALIGN_BYTES) * COLLECTIVE_ALIGN_BYTES
+            width += round_up(described.nbytes, COLLECTIVE_ALIGN_BYTES)
         self._width, self._learned = width, True
         self._inputs = [tensor for found in inputs for tensor in found]
 

@@ -37,6 +37,7 @@ from fsdp2.core.layout.layout import (
 )
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.params.param import ShardedParam, Swap
+from fsdp2.core.pieces import round_up
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def smaller_segment(
         transport=Transport.COALESCED if coalesces and aligned and large else Transport.PACKED,
         shard_dtype=segment.full_dtype,
         slots=tuple(slots),
-        shard_numel=-(-offset // multiple) * multiple,
+        shard_numel=round_up(offset, multiple),
         shard_byte_offset=shard_byte_offset,
     )
 
@@ -139,7 +140,7 @@ class SmallerRows:
             )
             segments.append(smaller)
             nbytes += smaller.shard_numel * smaller.full_dtype.itemsize
-            nbytes = -(-nbytes // COLLECTIVE_ALIGN_BYTES) * COLLECTIVE_ALIGN_BYTES
+            nbytes = round_up(nbytes, COLLECTIVE_ALIGN_BYTES)
         self._rows = kernels.transient(nbytes, "rows of the smaller group")
         transports = make_transports(
             segments, self._rows, full, group.collectives, kernels, comm, device

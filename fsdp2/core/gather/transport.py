@@ -412,7 +412,7 @@ class Load:
 
     def copy_in(self) -> None:
         """Copy."""
-        self._kernels.copy(self._target, self._source)
+        self._kernels.from_host(self._target, self._source)
 
 
 class Copying(Protocol):

@@ -28,19 +28,14 @@ from enum import Enum
 
 import torch
 
+from fsdp2.core.pieces import ceil_div, round_up
+
 COLLECTIVE_ALIGN_BYTES = 16
 """NCCL moves chunks of a multiple of 16 bytes with vector loads, others element by element."""
 
 SLOT_ALIGN_BYTES = 256
 """Gathered parameters start at such a multiple: no two of them share a cache line, and cuBLAS,
 which asks up to 256 bytes of alignment of pointers, takes the kernels that it takes anywhere."""
-
-
-SMALL_PADDING = 0.03
-"""Padding of the first dim, as a share of a parameter, up to which no other is looked at."""
-
-SMALL_PADDING_BYTES = 1 << 20
-"""The same in bytes, over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +69,7 @@ class Cut:
         """Shape of a whole piece of a parameter of ``shape``."""
         lengths = list(shape)
         lengths[0] //= self.bands
-        lengths[self.dim] = math.ceil(shape[self.dim] / (ranks // self.bands))
+        lengths[self.dim] = ceil_div(shape[self.dim], ranks // self.bands)
         return tuple(lengths)
 
     def padded(self, shape: Sequence[int], ranks: int) -> int:
@@ -91,51 +86,6 @@ class Cut:
 
 ROWS = Cut()
 """What torch's FSDP2 does."""
-
-
-def default_cut(
-    shape: Sequence[int],
-    ranks: int,
-    itemsize: int,
-    dims: Sequence[int] | None = None,
-    in_bands: bool = True,
-) -> Cut:
-    """The cut that is taken where several will do (decision 14).
-
-    On the first dim, unless equal pieces of it pad more than 3 % of the parameter and more than
-    1 MiB over all ranks. Then, of all dims and, where dim 0 and others were named, of dim 0 in as
-    many bands as can be with another: one that pads no more than 3 %, rather one that needs no
-    copies, rather on one dim, rather one that pads less; if there is none, the one that pads least.
-
-    Args:
-        shape: shape of the parameter, at least one dim.
-        ranks: how many ranks it is sharded over.
-        itemsize: bytes of an element.
-        dims: those that it may be cut on; ``None`` (default) for any one.
-        in_bands: whether it may be cut on two of them.
-
-    Example::
-
-        >>> default_cut((128, 5760, 2880), 256, 4)  # on dim 0, half of all ranks would be empty
-        Cut(dim=1, bands=1)
-        >>> default_cut((128, 5760, 2880), 256, 4, dims=(0, 1))
-        Cut(dim=1, bands=128)
-    """
-    numel = math.prod(shape)
-    cuts = [Cut(dim) for dim in (range(len(shape)) if dims is None else dims)]
-    small = SMALL_PADDING * numel
-    padding = cuts[0].padded(shape, ranks) - numel
-    if padding <= small or padding * itemsize <= SMALL_PADDING_BYTES:
-        return cuts[0]
-    bands = math.gcd(shape[0], ranks)
-    if in_bands and dims is not None and 0 in dims and 1 < bands < ranks:
-        cuts += [Cut(dim, bands) for dim in dims if dim]
-
-    def cost(cut: Cut) -> tuple[float, bool, int, int]:
-        padding = cut.padded(shape, ranks) - numel
-        return max(padding - small, 0), not cut.in_order(shape, ranks), cut.bands, padding
-
-    return min(cuts, key=cost)
 
 
 class Transport(Enum):
@@ -367,11 +317,7 @@ class GroupLayout:
     @property
     def padding_bytes(self) -> int:
         """Bytes of the flat shard, over all ranks, that hold no parameter, divided by ranks."""
-        return self.shard_bytes - math.ceil(self.payload_bytes / self.world_size)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+        return self.shard_bytes - ceil_div(self.payload_bytes, self.world_size)
 
 
 def pick_transport(param: ParamShape, world_size: int, coalesces: bool) -> Transport:
@@ -440,10 +386,10 @@ def _build_segment(
         slots.append(slot)
         shard_offset += slot.shard_numel
         if transport is Transport.LOCAL:
-            shard_offset = _round_up(shard_offset, align)
-        full_offset = _round_up(full_offset + slot.full_numel, align)
+            shard_offset = round_up(shard_offset, align)
+        full_offset = round_up(full_offset + slot.full_numel, align)
     itemsize = min(first.shard_itemsize, first.full_itemsize)
-    shard_numel = _round_up(shard_offset, max(COLLECTIVE_ALIGN_BYTES // itemsize, 1))
+    shard_numel = round_up(shard_offset, max(COLLECTIVE_ALIGN_BYTES // itemsize, 1))
     if transport is Transport.LOCAL:  # the shard itself is the gathered form, unless it is cast
         full_offset = 0 if first.shard_dtype == first.full_dtype else shard_numel
     return Segment(
@@ -504,10 +450,10 @@ def build_layout(
         first = members[0][1]
         if transport is not Transport.EXTENSION:
             payload += sum(math.prod(p.shape) * p.shard_itemsize for _, p in members)
-        shard_bytes = _round_up(
+        shard_bytes = round_up(
             shard_bytes + segment.shard_numel * first.shard_itemsize, SLOT_ALIGN_BYTES
         )
-        full_bytes = _round_up(
+        full_bytes = round_up(
             full_bytes + segment.full_numel * first.full_itemsize, SLOT_ALIGN_BYTES
         )
     if len(segments) == 1:  # nothing follows: no need to align what comes after

@@ -1,23 +1,21 @@
-"""What fsdp2 tells the standard ``logging``: layouts, binds, what was given up.
+"""What fsdp2 tells the standard ``logging``: binds, what was given up.
 
-    fsdp2.layout     INFO    once a root: units, groups, bytes a rank holds, gathers and pads
-                     DEBUG   the same of every group
     fsdp2.bind       DEBUG   a group bound its buffers, and why
     fsdp2.schedule   DEBUG   a guess that was not used, an iteration that was given up
 
-Nothing is called in a step that repeats the one before: all of it happens when a group is bound, or
-at rare events. Arguments are formatted by ``logging``, if the level asks for the message.
+`fsdp2.checks.layouts` has layouts, once a root (``fsdp2.layout``). Nothing is called in a step that
+repeats the one before: all of it happens when a group is bound, or at rare events. Arguments are
+formatted by ``logging``, if the level asks for the message.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp2.core.layout.layout import GroupLayout, ParamShape, Transport
 
-LAYOUT = logging.getLogger("fsdp2.layout")
 BIND = logging.getLogger("fsdp2.bind")
 SCHEDULE = logging.getLogger("fsdp2.schedule")
 
@@ -60,38 +58,3 @@ class BindReason:
 def _several(names: Sequence[str]) -> str:
     more = len(names) - 1
     return f"'{names[0]}'" + (f" and {more} more" if more else "")
-
-
-def log_layout(root: str, units: Iterable[tuple[str, Sequence[GroupLayout]]]) -> None:
-    """Say what the units below a root hold.
-
-    Args:
-        root: name of its class.
-        units: a name, and the layouts of its groups, for each.
-    """
-    named = [(name, layout) for name, layouts in units for layout in layouts]
-    layouts = [layout for _, layout in named]
-    gathered = [layout.gathered_bytes for layout in layouts]
-    LAYOUT.info(
-        "%s: %d units with %d groups of %d parameters; a rank holds %d bytes of shards, %d of "
-        "them padding; all groups gathered are %d bytes, the largest is %d",
-        root,
-        len({name for name, _ in named}),
-        len(layouts),
-        sum(len(layout.slots) for layout in layouts),
-        sum(layout.shard_bytes for layout in layouts),
-        sum(layout.padding_bytes for layout in layouts),
-        sum(gathered),
-        max(gathered, default=0),
-    )
-    for (name, layout), nbytes in zip(named, gathered, strict=True):
-        LAYOUT.debug(
-            "%s: %d parameters (%d not on dim 0), %d bytes of shards, %d padding, %d gathered, %s",
-            name,
-            len(layout.slots),
-            sum(slot.dim != 0 for slot in layout.slots),
-            layout.shard_bytes,
-            layout.padding_bytes,
-            nbytes,
-            layout.transports,
-        )

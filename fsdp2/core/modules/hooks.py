@@ -121,7 +121,7 @@ class UnitHooks(UnitRecord):
     ) -> None:
         super().__init__(unit, modules, arguments, ignored, streams)
         self._device = arguments.axes.device  # inputs of a root are moved there; CPU inputs stay
-        precision = arguments.precision
+        precision = unit.options.precision
         self._cast_to = precision.param_dtype if precision.cast_forward_inputs else None
         self._output_dtype = precision.output_dtype
         self._registrations = -1  # as counted when they were checked last

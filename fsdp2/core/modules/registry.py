@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fsdp2.core.config import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp2.core.config import CPUOffloadPolicy
 from fsdp2.core.device.streams import Streams
 from fsdp2.core.layout.mesh import MeshAxes
 from fsdp2.core.params.param import ModuleEntries
@@ -39,13 +39,11 @@ class Arguments:
 
     Attributes:
         axes: the data-parallel axes of its mesh.
-        precision: in which dtypes the unit computes, and to which it casts inputs and outputs.
         offload: where shards live in CPU memory.
         reshard_to: to how many ranks' shards forward reshards, if not to all or none.
     """
 
     axes: MeshAxes
-    precision: MixedPrecisionPolicy
     offload: CPUOffloadPolicy | None
     reshard_to: int | None
 

@@ -9,17 +9,21 @@ Nothing is named before: only then is it known what a unit's place in the model 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
 from fsdp2.core.config import ShardingStateError
-from fsdp2.core.layout.logs import log_layout
+from fsdp2.core.layout.layout import GroupLayout
 from fsdp2.core.modules.registry import UnitRecord, record_of, record_of_unit, records_below
+from fsdp2.core.notices import Notice
 from fsdp2.core.params.param import ModuleEntry, ShardedParam
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.side_doors import note_calls
 from fsdp2.core.schedule.ties import inherit, tied_to
+
+started: Notice[[str, Sequence[tuple[str, Sequence[GroupLayout]]]]] = Notice()
+"""Called with a root's class, and the names of its units with the layouts of their groups."""
 
 
 def start(record: UnitRecord) -> Scheduler:
@@ -77,8 +81,8 @@ def start(record: UnitRecord) -> Scheduler:
         for module in top.modules:
             _name_parameters(module)
     note_calls(scheduler)
-    layouts = [(u.title, [g.layout for g in u.groups if g.layout]) for u in scheduler.units]
-    log_layout(type(record.modules[0]).__name__, layouts)
+    layouts = [(u.title, [g.layout for g in u.own_groups if g.layout]) for u in scheduler.units]
+    started(type(record.modules[0]).__name__, layouts)
     return scheduler
 
 
@@ -124,7 +128,7 @@ def _name_parameters(root: nn.Module) -> None:
     """By where they are registered, the first place of several; whatever is registered there."""
     managed: dict[ModuleEntry, ShardedParam] = {}
     for below in records_below(root):
-        for group in below.unit.groups:
+        for group in below.unit.own_groups:
             group.name = below.unit.title
             managed.update({entry: param for param in group.params for entry in param.entries})
     entries = [(m, key, prefix) for prefix, m in root.named_modules() for key in m._parameters]

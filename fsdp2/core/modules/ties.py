@@ -30,8 +30,8 @@ from fsdp2.core.params.param import (
     compute_dtype,
 )
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.ties import GroupAlias, give_back, lend
-from fsdp2.core.schedule.unit import Unit, all_units
+from fsdp2.core.schedule.ties import give_back, lend
+from fsdp2.core.schedule.unit import Unit, all_units, operations_of
 
 gained: Notice[[set[nn.Module], ParamGroup]] = Notice()
 """Called with modules that register parameters of a group, and registered none of it before."""
@@ -146,10 +146,11 @@ def take_up(moves: Sequence[Move], units: Iterable[Unit]) -> None:
     owners = Owners(units)
     for move in moves:
         for record in around(move.module, units):
-            check_same_dtype(move.name, computed(owners[move.param]), record.arguments.precision)
+            policy = record.unit.options.precision
+            check_same_dtype(move.name, computed(owners[move.param]), policy)
     entries = _moved(moves)
     for param in entries:
-        owners[param].group.reshard()
+        operations_of(owners[param].group).reshard()
     for param, where in entries.items():
         group = owners[param].group
         _refuse_late_gradients(group)
@@ -218,8 +219,8 @@ def link(records: Sequence[UnitRecord]) -> None:
                 if owned is not None and owned.unit is not unit:
                     used[owned.group] = owned.unit
         for group in list(unit.groups):
-            if isinstance(group, GroupAlias) and group.tied not in used:
-                give_back(group, unit)
+            if group.is_alias and group.base not in used:
+                give_back(group.base, unit)
         unit.groups = [group for group in unit.groups if group.is_alias or group.params]
         for group, owner in used.items():
             lend(group, owner, unit)

@@ -182,11 +182,10 @@ class Parts:
     def programs(self) -> tuple[Program, Program]:
         """The full program, and the partial one; the same where there are no replicas."""
         full = self.full()
-        full.seeking = self.full(self.marks)
-        if self.all_reduce is None:
-            return full, full
-        partial = self.partial()
-        partial.seeking = self.partial(self.marks)
+        partial = full if self.all_reduce is None else self.partial()
+        if self.marks is not None:
+            full.seeking = self.full(self.marks)
+            partial.seeking = full.seeking if partial is full else self.partial(self.marks)
         return full, partial
 
     def full(self, seeks: PresenceMarks | None = None) -> Program:
@@ -201,6 +200,7 @@ class Parts:
         all_reduce: list[Step] = []
         host: list[Step] = []
 
+        # COMPUTE
         on_device = None if to_host else kept
         if on_device is not None and not self.spec.casts:
             self._stage(compute, seeks, on_device.hold_flat)
@@ -211,8 +211,10 @@ class Parts:
                 self.result.allocate_result if on_device is None else on_device.hold_result
             )
 
+        # REDUCE
         self._reduce(reduce)
 
+        # ALL_REDUCE
         if self.all_reduce is not None:
             all_reduce.append(self.partial_sums.add)
             all_reduce.append(self.all_reduce.all_reduce)
@@ -221,6 +223,7 @@ class Parts:
                 all_reduce.append(seeks.fetch)
             all_reduce.append(self.hook.run_hook)
 
+        # The last lane that has anything to do; the host, once it is behind that one
         last = all_reduce or (compute if self.alone else reduce)
         if self.after is not None:
             last.append(self.after.divide_rows if self.alone else self.after.divide)
@@ -235,6 +238,7 @@ class Parts:
             last.append(seeks.fetch)
             host.append(self.delivery.deliver_missed)
 
+        # Where all lanes are one; elsewhere `PendingReduction` does it
         behind = self._frees()
         if kept is not None:
             (host or behind).append(kept.give_back)

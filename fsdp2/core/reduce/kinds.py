@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp2.core.device.comm_memory import OwnMemory
+from fsdp2.core.custom_collectives import OwnMemory
 from fsdp2.core.layout.layout import Slot
 from fsdp2.core.reduce.reduction import ReduceTransport
 from fsdp2.core.reduce.spec import ReductionSpec

@@ -97,7 +97,8 @@ class Program:
 
     Attributes:
         inline: all of them, in order.
-        seeking: the program of a job that lacks a gradient which another rank may have.
+        seeking: the program of a job that lacks a gradient which another rank may have; ``None``
+            where one rank knows, and not the program itself, which would be a reference cycle.
     """
 
     __slots__ = ("all_reduce", "compute", "host", "inline", "reduce", "seeking")
@@ -115,4 +116,4 @@ class Program:
         self.all_reduce = tuple(all_reduce)
         self.host = tuple(host)
         self.inline = (*compute, *reduce, *all_reduce, *host, *behind)
-        self.seeking: Program = self
+        self.seeking: Program | None = None

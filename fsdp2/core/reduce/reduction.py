@@ -378,6 +378,7 @@ class ReducedGroup(Protocol):
     """The group of parameters whose reductions are launched."""
 
     name: str
+    params: list[ShardedParam]
     streams: Streams
 
     @property
@@ -448,7 +449,7 @@ def reduce_on_lanes(
     for reduction, job in jobs:
         program = reduction.full if all_reduce else reduction.partial
         if job.seeks:
-            program = program.seeking
+            program = program.seeking or program
         work.append((program, reduction, job))
         reduces = reduces or bool(program.reduce)
         all_reduces = all_reduces or bool(program.all_reduce)
@@ -476,7 +477,7 @@ def reduce_inline(group: ReducedGroup, jobs: list[tuple[Reduction, Job]], all_re
     for reduction, job in jobs:
         program = reduction.full if all_reduce else reduction.partial
         if job.seeks:
-            program = program.seeking
+            program = program.seeking or program
         _run(program.inline, reduction, job, group.name)
 
 

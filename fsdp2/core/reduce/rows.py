@@ -15,6 +15,7 @@ import torch
 
 from fsdp2.core.device.buffers import contiguous_strides
 from fsdp2.core.layout.layout import COLLECTIVE_ALIGN_BYTES, Slot
+from fsdp2.core.pieces import round_up
 
 Strided = tuple[tuple[int, ...], tuple[int, ...], int]
 """Of a view in a flat tensor: shape; strides and start, in elements."""
@@ -151,13 +152,13 @@ def plan_flat(
         starts.append(payload)
         payload += slot.shard_numel
     multiple = max(COLLECTIVE_ALIGN_BYTES // dtype.itemsize, 1)
-    rows_width = width = payload if size == 1 else _up(payload, multiple)
+    rows_width = width = payload if size == 1 else round_up(payload, multiple)
     marks = None
     if payload and size > 1 and all_direct and not needs_flat:
-        marks = MarksPlace(None, _up(len(slots), multiple))
+        marks = MarksPlace(None, round_up(len(slots), multiple))
     elif payload and (size > 1 or needs_flat):
         start = rows_width if marks_alone else payload
-        width = _up(start + len(slots), multiple)
+        width = round_up(start + len(slots), multiple)
         marks = MarksPlace(start, width - start)
     shapes = [slot.local_shape(rank) for slot in slots]
     together = whole_run(shapes) if all_direct and not needs_flat else None
@@ -165,7 +166,3 @@ def plan_flat(
         return FlatPlan(payload, starts, rows_width, width, marks, together.shape, [together])
     planned = runs(shapes, starts)
     return FlatPlan(payload, starts, rows_width, width, marks, (width,), planned)
-
-
-def _up(numel: int, multiple: int) -> int:
-    return -(-numel // multiple) * multiple

@@ -6,6 +6,7 @@
     in_flight  reductions on their way, and the memory that they hold
     unit       what one call of fully_shard made, and its flags
     group      parameters that share collectives
+    bound      all that binding makes of a group, for its gathers, frees and reductions
     connections  process groups that they use, connected before the first gather
     states     where a group's parameters are, and what leads from where to where
     retrace    a backward that misses no unit, whatever this rank's loss uses
@@ -13,7 +14,7 @@
     side_doors which schedulers note that, and for how long
     graphs     graphs that backwards record, for which parameters stay in memory
     ties       groups that several units use
-    layers     what is put around a group's operations on request
+    layers     operations of a group that the scheduler calls, and layers around them on request
     profiling  a layer: ranges by unit name in a profiler's trace
 
 Owns: the state of groups and units, reductions in flight.

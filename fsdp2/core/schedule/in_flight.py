@@ -7,8 +7,8 @@ holding ── COMPUTE waits for the reduce-scatter ──> summing ── COMPU
 from __future__ import annotations
 
 from fsdp2.core.device.streams import COMPUTE, Streams
+from fsdp2.core.params.param import ShardedParam
 from fsdp2.core.reduce.reduction import PendingReduction
-from fsdp2.core.schedule.group import ParamGroup
 
 
 class InFlight:
@@ -33,18 +33,18 @@ class InFlight:
         self.summing: list[PendingReduction] = []
         self.arriving: list[PendingReduction] = []
 
-    def make_room(self, group: ParamGroup, first: bool) -> None:
-        """Before ``group`` reduces: the window's reductions hold inputs, none of them its.
+    def make_room(self, params: list[ShardedParam], first: bool) -> None:
+        """Before a group reduces: the window's reductions hold inputs, none of them its.
 
         A group stages its gradients in one buffer, which its own reduction before may still read.
 
         Args:
-            group: the group.
+            params: the group's.
             first: whether it is the first of its unit, whose groups count as one.
         """
         if first:
             self.retire(keep=self.window - 1)
-        while any(pending.group is group for pending in self.holding):
+        while any(pending.group.params is params for pending in self.holding):
             self.retire(keep=len(self.holding) - 1)
 
     def retire(self, keep: int) -> None:

@@ -1,23 +1,140 @@
-"""What is put around a group's operations while somebody asks for it: ranges, checks.
+"""The operations of a group that the scheduler calls, and layers that stand around it on request.
 
-    nothing is asked    ParamGroup
-    a profiler runs     ProfiledGroup ──> ParamGroup
-    checks are on too   ProfiledGroup ──> CheckedGroup ──> ParamGroup
+    nothing is asked    unit.groups ──> ParamGroup
+    a profiler runs     unit.groups ──> ProfiledGroup ──> ParamGroup
+    checks are on too   unit.groups ──> ProfiledGroup ──> CheckedGroup ──> ParamGroup
+    a tied group        unit.groups ──> … ──> GroupAlias ──> TiedGroup ──> ParamGroup
 
-A layer is a subclass of `ParamGroup` that overrides operations and calls what is below it by
-``super()``. A group gets a layer by its class, as a module becomes an `FSDPModule`, and loses it in
-the same way. A step without layers asks nothing and calls nothing. Layers do not know each other.
+A unit's list of groups is the one point of interception (decision 27). It holds the outermost
+object of each group, and the scheduler calls groups by this list alone. So a layer sees every
+operation of the scheduler's, the scheduler calls a group without layers directly, and no step asks
+whether there are any. Layers do not know each other.
+
+No layer sees the calls that a `ParamGroup` makes to itself: its `abandon` frees it, too. So a layer
+overrides each operation to which it adds something. Names, options and layouts are no operations:
+callers read them from `GroupOperations.base`.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Protocol
 
 from fsdp2.core.config import GroupOptions
-from fsdp2.core.params.param import PlannedParam
+from fsdp2.core.params.param import PlannedParam, ShardedParam
+from fsdp2.core.reduce.program import Job
+from fsdp2.core.reduce.reduction import PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.states import GroupState
+
+
+class GroupOperations(Protocol):
+    """A group as the scheduler calls it: the group itself, or the outermost layer around it.
+
+    `ParamGroup` says what each operation does.
+    """
+
+    @property
+    def base(self) -> ParamGroup:
+        """The group itself."""
+
+    @property
+    def is_alias(self) -> bool:
+        """Whether it stands for a group of another unit."""
+
+    @property
+    def params(self) -> list[ShardedParam]:
+        """The parameters that are the unit's own."""
+
+    # ---- where it is
+
+    @property
+    def state(self) -> GroupState:
+        """Where the parameters are."""
+
+    @property
+    def stale(self) -> bool:
+        """Whether the next gather has something to bind."""
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether it was gathered before an optimizer step."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is sharded, and nothing is there to reduce."""
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether a backward that its own unit took no part in has left gradients."""
+
+    @property
+    def is_referred_to(self) -> bool:
+        """Whether anybody else may read what is gathered."""
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of backwards without sync, or partial sums, are waiting."""
+
+    @property
+    def written(self) -> str | None:
+        """Name of a gathered parameter that was written in place since the last look."""
+
+    # ---- gather and free
+
+    def bind(self) -> None:
+        """Build what gathers and reductions run, if anything changed."""
+
+    def start_unshard(self) -> None:
+        """Issue the all-gather."""
+
+    def finish_unshard(self) -> None:
+        """Wait for the all-gather, and register the gathered parameters."""
+
+    def refresh_requires_grad(self) -> None:
+        """Carry ``requires_grad`` from one form of a parameter to the other, if it changed."""
+
+    def shard_smaller(self) -> None:
+        """After forward: keep a smaller group's rows, free the rest."""
+
+    def reshard(self) -> None:
+        """Free the gathered parameters, and register the sharded ones."""
+
+    def hide(self) -> None:
+        """Register the sharded parameters; what is gathered stays in memory."""
+
+    def show(self) -> None:
+        """Register what is gathered and was hidden."""
+
+    def take_back(self, stays: bool = True) -> None:
+        """Look at what the user had at hand while it stayed gathered."""
+
+    def forbid_reading(self) -> None:
+        """Let a backward raise that reads parameters while they are freed."""
+
+    def abandon(self) -> None:
+        """Free what an exception left half way."""
+
+    def settle(self) -> None:
+        """Block the host until it may write offloaded shards."""
+
+    # ---- gradients
+
+    def accumulate(self) -> None:
+        """Keep this backward's gradients, unreduced."""
+
+    def collect(
+        self, all_reduce: bool, fill: bool, again: bool = False
+    ) -> list[tuple[Reduction, Job]]:
+        """Take the gradients that are there."""
+
+    def reduce(
+        self, jobs: list[tuple[Reduction, Job]], all_reduce: bool
+    ) -> PendingReduction | None:
+        """Reduce what was collected."""
+
+    def discard_gradients(self) -> None:
+        """Drop gradients that are not reduced yet."""
 
 
 class Watchers:
@@ -26,52 +143,207 @@ class Watchers:
     Attributes:
         plans: called before anything is changed, with the name of a unit's modules, what is to
             become of their parameters, and the options of its groups. They may raise.
-        groups: called with each new group, around which they may put a layer.
+        groups: called with a unit's new groups; they return them with the layers that they want.
     """
 
     plans: ClassVar[list[Callable[[str, list[PlannedParam], GroupOptions], None]]] = []
-    groups: ClassVar[list[Callable[[ParamGroup], None]]] = []
+    groups: ClassVar[list[Callable[[Sequence[GroupOperations]], Sequence[GroupOperations]]]] = []
 
 
-class Layer(ParamGroup):
-    """A layer around a group's operations.
+class Layer:
+    """A layer around a group: it passes everything on to what is below it.
 
-    Layers share the group's memory: each has empty ``__slots__`` and keeps elsewhere what it must
-    remember of a group.
+    Args:
+        below: the group, or the next layer around it.
 
     Attributes:
+        base: the group itself.
+        below: what it passes operations on to.
         height: where it is among other layers; the highest is called first.
     """
 
-    __slots__ = ()
+    __slots__ = ("base", "below")
 
     height: ClassVar[int]
 
+    def __init__(self, below: GroupOperations) -> None:
+        self.base = below.base
+        self.below = below
 
-def put_around(groups: Iterable[ParamGroup], layer: type[Layer], wanted: bool) -> None:
-    """Put a layer around the operations of groups, or take it off.
+    @property
+    def is_alias(self) -> bool:
+        """As below."""
+        return self.below.is_alias
+
+    @property
+    def params(self) -> list[ShardedParam]:
+        """As below."""
+        return self.below.params
+
+    # ---- where it is
+
+    @property
+    def state(self) -> GroupState:
+        """As below."""
+        return self.base.state
+
+    @property
+    def stale(self) -> bool:
+        """As below."""
+        return self.base.stale
+
+    @property
+    def is_outdated(self) -> bool:
+        """As below."""
+        return self.below.is_outdated
+
+    @property
+    def is_over(self) -> bool:
+        """As below."""
+        return self.below.is_over
+
+    @property
+    def is_owed(self) -> bool:
+        """As below."""
+        return self.below.is_owed
+
+    @property
+    def is_referred_to(self) -> bool:
+        """As below."""
+        return self.below.is_referred_to
+
+    @property
+    def accumulates(self) -> bool:
+        """As below."""
+        return self.below.accumulates
+
+    @property
+    def written(self) -> str | None:
+        """As below."""
+        return self.below.written
+
+    # ---- gather and free
+
+    def bind(self) -> None:
+        """As below."""
+        self.below.bind()
+
+    def start_unshard(self) -> None:
+        """As below."""
+        self.below.start_unshard()
+
+    def finish_unshard(self) -> None:
+        """As below."""
+        self.below.finish_unshard()
+
+    def refresh_requires_grad(self) -> None:
+        """As below."""
+        self.below.refresh_requires_grad()
+
+    def shard_smaller(self) -> None:
+        """As below."""
+        self.below.shard_smaller()
+
+    def reshard(self) -> None:
+        """As below."""
+        self.below.reshard()
+
+    def hide(self) -> None:
+        """As below."""
+        self.below.hide()
+
+    def show(self) -> None:
+        """As below."""
+        self.below.show()
+
+    def take_back(self, stays: bool = True) -> None:
+        """As below."""
+        self.below.take_back(stays)
+
+    def forbid_reading(self) -> None:
+        """As below."""
+        self.below.forbid_reading()
+
+    def abandon(self) -> None:
+        """As below."""
+        self.below.abandon()
+
+    def settle(self) -> None:
+        """As below."""
+        self.below.settle()
+
+    # ---- gradients
+
+    def accumulate(self) -> None:
+        """As below."""
+        self.below.accumulate()
+
+    def collect(
+        self, all_reduce: bool, fill: bool, again: bool = False
+    ) -> list[tuple[Reduction, Job]]:
+        """As below."""
+        return self.below.collect(all_reduce, fill, again)
+
+    def reduce(
+        self, jobs: list[tuple[Reduction, Job]], all_reduce: bool
+    ) -> PendingReduction | None:
+        """As below."""
+        return self.below.reduce(jobs, all_reduce)
+
+    def discard_gradients(self) -> None:
+        """As below."""
+        self.below.discard_gradients()
+
+
+def layers_of(group: GroupOperations) -> list[Layer]:
+    """The layers around a group, the outermost first."""
+    found = []
+    while isinstance(group, Layer):
+        found.append(group)
+        group = group.below
+    return found
+
+
+def with_layer(
+    group: GroupOperations, layer: Callable[[GroupOperations], Layer], height: int
+) -> GroupOperations:
+    """Put a layer around a group, above lower layers; returns the outermost.
 
     Args:
-        groups: the groups.
-        layer: the layer.
-        wanted: whether they are to have it.
+        group: the group, or the outermost layer around it.
+        layer: makes the layer around the object below it.
+        height: the layer's.
     """
+    if isinstance(group, Layer) and group.height > height:
+        group.below = with_layer(group.below, layer, height)
+        return group
+    return layer(group)
+
+
+def without_layer(group: GroupOperations, kind: type[Layer]) -> GroupOperations:
+    """Take a layer of a kind off a group; returns the outermost that is left."""
+    if not isinstance(group, Layer):
+        return group
+    if type(group) is kind:
+        return group.below
+    group.below = without_layer(group.below, kind)
+    return group
+
+
+def layered(
+    groups: Sequence[GroupOperations], kind: type[Layer], wanted: bool
+) -> list[GroupOperations]:
+    """Put a layer of a kind around groups, or take it off; returns the outermost of each."""
+    found = []
     for group in groups:
-        present = layers_around(group)
-        if (layer in present) is not wanted:
-            layers = present ^ {layer}
-            group.__class__ = (
-                _composed(layers) if len(layers) > 1 else next(iter(layers), ParamGroup)
-            )
+        if any(type(layer) is kind for layer in layers_of(group)) is not wanted:
+            group = with_layer(group, kind, kind.height) if wanted else without_layer(group, kind)
+        found.append(group)
+    return found
 
 
-def layers_around(group: ParamGroup) -> frozenset[type[Layer]]:
-    """The layers that a group has now."""
-    return frozenset(kind for kind in type(group).__mro__ if Layer in kind.__bases__)
-
-
-@functools.cache
-def _composed(layers: frozenset[type[Layer]]) -> type[ParamGroup]:
-    """The class of groups with several layers; always the same object."""
-    ordered = sorted(layers, key=lambda layer: layer.height, reverse=True)
-    return type("".join(layer.__name__ for layer in ordered), tuple(ordered), {"__slots__": ()})
+def watched(groups: Sequence[GroupOperations]) -> Sequence[GroupOperations]:
+    """New groups with the layers that `Watchers` want around them now."""
+    for watch in Watchers.groups:
+        groups = watch(groups)
+    return groups

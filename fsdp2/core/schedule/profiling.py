@@ -16,29 +16,29 @@ from fsdp2.core.schedule.layers import Layer
 
 
 class ProfiledGroup(Layer):
-    """A group whose operations are ranges in a profiler's trace."""
+    """A layer that marks operations as ranges in a profiler's trace."""
 
     __slots__ = ()
 
-    height = 2  # around the checks: a trace shows what they cost
+    height = 3  # around the checks: a trace shows what they cost
 
     def start_unshard(self) -> None:
         """Launch the all-gather."""
         with self._range("all_gather"):
-            super().start_unshard()
+            self.below.start_unshard()
 
     def finish_unshard(self) -> None:
         """Wait for the all-gather."""
         with self._range("wait"):
-            super().finish_unshard()
+            self.below.finish_unshard()
 
     def reduce(
         self, jobs: list[tuple[Reduction, Job]], all_reduce: bool
     ) -> PendingReduction | None:
         """Reduce what was collected."""
         with self._range("reduce"):
-            return super().reduce(jobs, all_reduce)
+            return self.below.reduce(jobs, all_reduce)
 
     def _range(self, operation: str) -> record_function:
-        name = self.name.replace("(root)", "root")
+        name = self.base.name.replace("(root)", "root")
         return record_function(f"fsdp2::{operation} ({name})")

@@ -36,14 +36,21 @@ from fsdp2.core.progress import Backwards, OptimizerSteps
 from fsdp2.core.schedule.calls import Calls
 from fsdp2.core.schedule.connections import connect_groups
 from fsdp2.core.schedule.graphs import Graph
-from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.in_flight import InFlight
 from fsdp2.core.schedule.iteration import Iteration
-from fsdp2.core.schedule.layers import put_around
+from fsdp2.core.schedule.layers import GroupOperations
 from fsdp2.core.schedule.profiling import ProfiledGroup
 from fsdp2.core.schedule.retrace import NOWHERE, running_node
 from fsdp2.core.schedule.states import GATHERING, HIDDEN, SHARDED, UNSHARDED
-from fsdp2.core.schedule.unit import BACKWARD, FORWARD, IDLE, REDUCED, PrefetchTime, Unit
+from fsdp2.core.schedule.unit import (
+    BACKWARD,
+    FORWARD,
+    IDLE,
+    REDUCED,
+    PrefetchTime,
+    Unit,
+    put_around,
+)
 
 _BEFORE = PrefetchTime.BEFORE
 
@@ -122,7 +129,7 @@ class Scheduler:
             his own; the next gather waits for it, or else the end of the next forward.
         window: how many units are gathered ahead at most.
         calls: notes of the units' calls, while it makes them (`fsdp2.core.schedule.side_doors`).
-        groups: all parameter groups.
+        groups: all parameter groups, for what is no operation.
         unreduced: whether a group may hold gradients of backwards without sync, or partial sums.
         connected: whether the process groups of all groups have communicators.
         ranges: whether groups mark their operations for a profiler; compared with the profiler's
@@ -151,7 +158,7 @@ class Scheduler:
         """Take up what counts for all units: their flags, and which groups they have."""
         self.groups = [group for unit in self.units for group in unit.own_groups]
         self.connected = False
-        put_around(self.groups, ProfiledGroup, self.ranges)
+        put_around(self.units, ProfiledGroup, self.ranges)
         self._offloaded = [group for group in self.groups if group.offload is not None]
         if self._offloaded and all(known() is not self for known in offloading):
             offloading.append(weakref.ref(self, offloading.remove))
@@ -173,7 +180,7 @@ class Scheduler:
     def follow_profiler(self) -> None:
         """A profiler was started or stopped: mark operations by unit name, or no longer."""
         self.ranges = profiler._is_profiler_enabled
-        put_around(self.groups, ProfiledGroup, self.ranges)
+        put_around(self.units, ProfiledGroup, self.ranges)
 
     # ---- what is under way
 
@@ -199,7 +206,7 @@ class Scheduler:
         if self.is_running:
             return False
         last = self.is_last_backward and not self.manual
-        return last and any(group.has_gradients for unit in self.units for group in unit.groups)
+        return last and any(group.has_gradients for group in self.groups)
 
     # ---- forward
 
@@ -268,13 +275,14 @@ class Scheduler:
     def _let_go(self) -> None:
         """Free what is held for graphs that are gone."""
         self.iteration.holds = False
-        for group in self.groups:
-            if group.state is SHARDED:
-                continue
-            if group.is_referred_to:
-                self.iteration.holds = True
-            elif group.state is HIDDEN:
-                group.reshard()
+        for unit in self.units:
+            for group in unit.groups:
+                if group.state is SHARDED or group.is_alias:
+                    continue
+                if group.is_referred_to:
+                    self.iteration.holds = True
+                elif group.state is HIDDEN:
+                    group.reshard()
 
     def _order_after_optimizer(self) -> None:
         """Let gathers wait for the optimizer on a user's stream, who drops gradients next."""
@@ -374,7 +382,7 @@ class Scheduler:
         unit.phase = IDLE
         if unit.frees_after_forward and not now.holds:
             for group in unit.groups:
-                if group.is_unsharded:  # else it was a gather that raised
+                if group.state is UNSHARDED:  # else it was a gather that raised
                     group.reshard()
         if self.calls is not None:
             self.calls.end(unit)
@@ -540,10 +548,10 @@ class Scheduler:
             if reshard and group.state is not SHARDED:
                 group.reshard()
             if jobs:
-                if group.state is GATHERING and group.has_grad_hooks:
+                if group.state is GATHERING and group.base.has_grad_hooks:
                     group.reshard()  # what is gathered ahead, and a hook writes
                 if self._in_flight.holding:  # the window's inputs are all that may be alive
-                    self._in_flight.make_room(group, first)
+                    self._in_flight.make_room(group.params, first)
                 first = False
                 pending = group.reduce(jobs, unit.all_reduce)
                 if pending is not None:
@@ -556,7 +564,7 @@ class Scheduler:
 
         Ranks differ in which gradients they have (invariant I11).
         """
-        if not any(group.options.reduce_unused for group in unit.groups):
+        if not any(group.base.options.reduce_unused for group in unit.groups):
             return False
         unit.phase = REDUCED
         if reshard and not (unit.visits and self._stays_for_next(unit)):
@@ -716,7 +724,7 @@ class Scheduler:
                     # Programs are bound here, where shards are registered and nothing is under way.
                     # In a backward, autograd holds what forward has bound: it stays as it is, but
                     # for another way to gather, which leaves the gathered parameters alone.
-                    if group.reroute or not (self.iteration.in_backward and group.bound):
+                    if group.stale or not self.iteration.in_backward:
                         group.bind()
                     group.start_unshard()
                 except BaseException:
@@ -755,7 +763,7 @@ class Scheduler:
             elif group.state is UNSHARDED:
                 group.take_back()
 
-    def _abandon(self, group: ParamGroup) -> None:
+    def _abandon(self, group: GroupOperations) -> None:
         """Leave nothing of a gather that failed, for want of memory or of a peer."""
         self._join_lanes()
         group.abandon()

@@ -15,13 +15,17 @@ Whatever is given up becomes IDLE. `MOVES` is this picture as a table.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any
 
 from fsdp2.core.config import GroupOptions
+from fsdp2.core.custom_collectives import MemoryComms
+from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.layers import GroupOperations, Layer, layered
+from fsdp2.core.schedule.states import HIDDEN, SHARDED
 
 
 class Phase(Enum):
@@ -60,8 +64,9 @@ class Unit:
     Attributes:
         name: full name of its module ("" for the root), or several joined by commas.
         groups: its parameter groups, and aliases of other units' where parameters are tied to
-            theirs; none if every parameter belongs to other units.
-        options: what groups that are added later begin with.
+            theirs, each with the layers around it; none if every parameter belongs to other units.
+        options: what the user has chosen for its groups, those that are added later too.
+        comms: collectives in memory of process groups, on request; `options_of` adds them.
         reshard_after_forward: ``None`` for the default: keep at the root, free elsewhere.
         reshard_after_backward: whether parameters are freed after backward.
         sync: whether backward reduces gradients; otherwise they accumulate unreduced.
@@ -84,6 +89,7 @@ class Unit:
         "all_reduce",
         "backward_prefetch",
         "claimed",
+        "comms",
         "forward_prefetch",
         "groups",
         "input_buffers",
@@ -103,12 +109,13 @@ class Unit:
     def __init__(
         self,
         name: str,
-        groups: Sequence[ParamGroup],
+        groups: Sequence[GroupOperations],
         options: GroupOptions = GroupOptions(),  # noqa: B008  # frozen
     ) -> None:
         self.name = name
         self.groups = list(groups)
         self.options = options
+        self.comms: dict[ProcessGroup, MemoryComms] = {}
         self.reshard_after_forward: bool | None = None
         self.reshard_after_backward = True
         self.sync = True
@@ -126,8 +133,24 @@ class Unit:
 
     @property
     def own_groups(self) -> list[ParamGroup]:
-        """Its groups without those that stand for another unit's."""
-        return [group for group in self.groups if not group.is_alias]
+        """The groups that belong to it, without the layers around them."""
+        return [group.base for group in self.groups if not group.is_alias]
+
+    def place_of(self, group: ParamGroup) -> int:
+        """The place in ``groups`` of a group that belongs to it."""
+        return next(
+            place
+            for place, found in enumerate(self.groups)
+            if found.base is group and not found.is_alias
+        )
+
+    def operations_of(self, group: ParamGroup) -> GroupOperations:
+        """A group that belongs to it, with the layers around it."""
+        return self.groups[self.place_of(group)]
+
+    def put_around(self, layer: type[Layer], wanted: bool) -> None:
+        """Put a layer around its groups, or take it off."""
+        self.groups = layered(self.groups, layer, wanted)
 
     @property
     def title(self) -> str:
@@ -157,8 +180,29 @@ class Unit:
     def change(self, **options: Any) -> None:
         """Replace options of its groups, and of those that will be added."""
         self.options = replace(self.options, **options)
-        for group in self.groups:
-            group.set_options(replace(group.options, **options))
+        self._hand_options_on()
+
+    def set_comms(self, comms: dict[ProcessGroup, MemoryComms]) -> None:
+        """Let buffers of gathers and reductions be in memory of these process groups alone."""
+        self.comms = comms
+        self._hand_options_on()
+
+    def options_of(self, group: ParamGroup) -> GroupOptions:
+        """The options of a group that belongs to it; the user's collectives go before ``comms``."""
+        options, shared = self.options, group.collectives.group
+        if shared is None or shared not in self.comms:
+            return options
+        gather, reduce = options.all_gather, options.reduce_scatter
+        comms = self.comms[shared]
+        if gather is None:
+            gather = comms.all_gather
+        if reduce is None and (options.sum_only or not comms.only_sums):
+            reduce = comms.reduce_scatter
+        return replace(options, all_gather=gather, reduce_scatter=reduce)
+
+    def _hand_options_on(self) -> None:
+        for group in self.own_groups:
+            group.set_options(self.options_of(group))
 
     def reshard(self) -> None:
         """Free its gathered parameters; no-op where they are sharded."""
@@ -203,7 +247,8 @@ class Unit:
     def reshard_if_outdated(self) -> None:
         """Free what was gathered before an optimizer step."""
         for group in self.groups:
-            group.free_if_outdated()
+            if group.state is not SHARDED:
+                free_if_outdated(group)
 
     def __repr__(self) -> str:
         return f"Unit({self.title!r}, {self.phase.value})"
@@ -231,6 +276,45 @@ def all_groups() -> Iterator[ParamGroup]:
         yield from unit.own_groups
 
 
+_owners: weakref.WeakKeyDictionary[ParamGroup, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
+"""The unit in which a group was found; a tie may have moved the group since."""
+
+
+def _owner_of(group: ParamGroup) -> Unit | None:
+    known = _owners.get(group)
+    unit = None if known is None else known()
+    if unit is None or group not in unit.own_groups:
+        unit = next((unit for unit in all_units() if group in unit.own_groups), None)
+        if unit is not None:
+            _owners[group] = weakref.ref(unit)
+    return unit
+
+
 def unit_of(group: ParamGroup) -> Unit:
     """The unit of a sharded module that ``group`` belongs to."""
-    return next(unit for unit in all_units() if group in unit.groups)
+    unit = _owner_of(group)
+    assert unit is not None
+    return unit
+
+
+def operations_of(group: ParamGroup) -> GroupOperations:
+    """A group of a sharded module, with the layers around it, which see each gather and free.
+
+    A group whose unit is gone, or has dropped it, has none.
+    """
+    unit = _owner_of(group)
+    return group if unit is None else unit.operations_of(group)
+
+
+def free_if_outdated(group: GroupOperations) -> None:
+    """Free parameters that were gathered before an optimizer step: they have changed since."""
+    if group.is_outdated:
+        if group.state is HIDDEN:  # a graph that reads them raises, as it would without sharding
+            group.forbid_reading()
+        group.reshard()
+
+
+def put_around(units: Iterable[Unit], layer: type[Layer], wanted: bool) -> None:
+    """Put a layer around the groups of units, or take it off."""
+    for unit in units:
+        unit.put_around(layer, wanted)

@@ -137,6 +137,77 @@ def sentences(case):
         optimizer.zero_grad()
 
 
+def diffusion(case):
+    """A Flux of diffusers that learns a flow, evaluated each step with its averaged weights."""
+    from diffusers import FluxTransformer2DModel
+    from diffusers.training_utils import EMAModel
+
+    torch.manual_seed(0)
+    model = FluxTransformer2DModel(
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        pooled_projection_dim=16,
+        axes_dims_rope=(4, 4, 8),
+    )
+    sharded(model, [*model.transformer_blocks, *model.single_transformer_blocks])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    average = EMAModel(model.parameters(), decay=0.5)
+    report_classes(case, model)
+
+    def loss_of(step):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        image, noise = torch.randn(2, 2, 6, 4, generator=generator)
+        time = torch.rand(2, generator=generator)
+        mixed = torch.lerp(image, noise, time[:, None, None])
+        flow = model(
+            hidden_states=mixed,
+            encoder_hidden_states=torch.randn(2, 3, 16, generator=generator),
+            pooled_projections=torch.randn(2, 16, generator=generator),
+            timestep=time,
+            img_ids=torch.arange(18.0).view(6, 3),
+            txt_ids=torch.zeros(3, 3),
+        ).sample
+        loss = torch.nn.functional.mse_loss(flow, noise - image)
+        report_loss(case, loss)
+        return loss
+
+    for step in range(STEPS):
+        loss_of(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.step(model.parameters())
+        average.store(model.parameters())
+        average.copy_to(model.parameters())
+        with torch.no_grad():
+            loss_of(99)
+        model.reshard()  # torch's root keeps what it gathered, and misses what is written next
+        average.restore(model.parameters())
+
+
+def _heavyball(case, kind):
+    import heavyball
+
+    heavyball.utils.compile_mode = None
+    model = llama()
+    language(case, model, getattr(heavyball, kind)(model.parameters(), lr=1e-2))
+
+
+def heavyball_adamw(case):
+    _heavyball(case, "AdamW")
+
+
+def heavyball_soap(case):
+    _heavyball(case, "SOAP")
+
+
+def heavyball_muon(case):
+    _heavyball(case, "Muon")
+
+
 dist.init_process_group("gloo")
 for name in sys.argv[1:]:
     globals()[name](name)

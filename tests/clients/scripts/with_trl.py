@@ -1,4 +1,4 @@
-"""trl's trainers, which shard through accelerate: SFT and DPO, whole and with LoRA."""
+"""trl's trainers, which shard through accelerate: SFT, DPO and GRPO, whole and with LoRA."""
 
 import os
 import sys
@@ -79,6 +79,12 @@ def llama_of_a_folder(case):
     return LlamaForCausalLM.from_pretrained(folder)
 
 
+def share_of_even_words(completions, **_):
+    """A reward for GRPO."""
+    numbers = [[int(word[1:]) for word in each.split() if word[0] == "w"] for each in completions]
+    return [sum(n % 2 == 0 for n in each) / max(len(each), 1) for each in numbers]
+
+
 def main(case):
     import trl
 
@@ -89,7 +95,13 @@ def main(case):
         from peft import LoraConfig
 
         options["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-    if kind == "sft":
+    if kind == "grpo":
+        given = trl.GRPOConfig(
+            **arguments(case, num_generations=2, max_completion_length=4, beta=0.1)
+        )
+        data = rows(prompt=4)
+        options["reward_funcs"] = share_of_even_words
+    elif kind == "sft":
         given, data = trl.SFTConfig(**arguments(case, max_length=16)), rows(text=8)
     else:
         given = trl.DPOConfig(**arguments(case, max_length=16))

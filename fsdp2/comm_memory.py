@@ -16,16 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp2.core.custom_collectives import AllGather, Comm, ReduceScatter
+from fsdp2.core.custom_collectives import AllGather, Comm, OwnMemory, ReduceScatter
 from fsdp2.core.device.collectives import run_all_gather, run_reduce_scatter
 from fsdp2.core.device.one_off import run_barrier
-
-
-class OwnMemory(Comm):
-    """Where our collectives get their buffers from."""
-
-    def meet(self, group: dist.ProcessGroup, *buffers: torch.Tensor) -> None:
-        """Make buffers known to the other ranks, where that is needed."""
 
 
 class _Gathers(OwnMemory, AllGather):

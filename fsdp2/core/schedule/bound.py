@@ -1,0 +1,299 @@
+"""The record of all that binding makes of a group, for its gathers, frees and reductions.
+
+    ParamGroup.bind ──> Bound(group)          buffers, transports, gathered parameters, reductions
+                   └──> Bound.reroute         transports alone; autograd may hold the parameters
+    set_options, … ──> Bound.bind_reductions  reductions alone
+
+A `Bound` is made as a whole. After parameters were moved or changed, the next bind makes another,
+which takes over the reductions whose partial sums wait for an all-reduce.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+from weakref import WeakMethod
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
+from fsdp2.core.device.buffers import FlatBuffer, TransientBuffer
+from fsdp2.core.device.collectives import Collectives, Replicas
+from fsdp2.core.device.kernels import Kernels
+from fsdp2.core.device.streams import Streams
+from fsdp2.core.gather.extension import ExtensionContext, ExtensionTransport, make_extension
+from fsdp2.core.gather.kinds import make_transports
+from fsdp2.core.gather.smaller_group import SmallerGroup, SmallerRows
+from fsdp2.core.gather.transport import GatherTransport, Load, Route
+from fsdp2.core.layout.layout import GroupLayout, Slot, Transport
+from fsdp2.core.layout.mesh import local_of
+from fsdp2.core.params.gradients import Gradients, gradients_of
+from fsdp2.core.params.param import ShardedParam, Swap
+from fsdp2.core.reduce.binding import make_reductions
+from fsdp2.core.reduce.reduction import Reduction
+from fsdp2.core.reduce.spec import ReductionSpec, is_direct, reduction_spec
+
+requires_grad = operator.attrgetter("requires_grad")
+version = operator.attrgetter("_version")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What a group runs on.
+
+    Attributes:
+        collectives: of the shard axis.
+        streams: lanes of the device.
+        kernels: memory and copies of the device.
+        device: where the group computes.
+        replicas: collectives of the replicate axis, if there is one.
+        offload: where shards and gradients live in CPU memory apart from the device.
+        gradients_of: the gradients of parameters that are reduced alike.
+    """
+
+    collectives: Collectives
+    streams: Streams
+    kernels: Kernels
+    device: torch.device
+    replicas: Replicas | None = None
+    offload: CPUOffloadPolicy | None = None
+    gradients_of: Callable[[Sequence[ShardedParam]], Gradients] = gradients_of
+
+
+class Bindable(Protocol):
+    """The group that is bound; `fsdp2.core.schedule.group.ParamGroup` says what each is."""
+
+    name: str
+    params: list[ShardedParam]
+    options: GroupOptions
+    layout: GroupLayout | None
+    shard: FlatBuffer
+    runtime: Runtime
+    collectives: Collectives
+    reducers: Collectives
+    replicas: Replicas | None
+    offload: CPUOffloadPolicy | None
+    device: torch.device
+    smaller_group: SmallerGroup | None
+
+
+class Bound:
+    """All that binding makes of a group.
+
+    Args:
+        group: the group, laid out and sharded.
+        former: its record until now, if it was bound.
+        waiting: whether gradients of backwards without sync are waiting.
+
+    Attributes:
+        current: whether parameters and buffers are still as they were bound.
+        full: the gathered rows, between acquire and release.
+        mirror: the device's copy of offloaded shards, while a gather reads them (decision 8).
+        keeps_mirror: whether gathered parameters are views of it.
+        extension: the transport of parameters with all-gather hooks.
+        transports: all transports.
+        route: the same, sorted by what a gather does.
+        smaller: rows of a smaller group, and how they are gathered.
+        to_sharded: stores that register the sharded parameters.
+        to_unsharded: stores that register the gathered ones.
+        locals: sharded parameters that are DTensors, and their rows.
+        sharded: the sharded parameters.
+        sharded_flags: whether they required grad when that was compared last.
+        unsharded: the gathered parameters.
+        unsharded_flags: the same of them.
+        watched: the gathered parameters to which a write would be lost.
+        versions: as often as we have written them.
+        references: to what is gathered, while nobody uses it.
+        reductions: the reduction steps.
+        reduces_frozen: whether they are of parameters, too, that require no grad any more.
+        rebinds: whether some are out of date, but have partial sums.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "current",
+        "extension",
+        "full",
+        "keeps_mirror",
+        "locals",
+        "mirror",
+        "rebinds",
+        "reduces_frozen",
+        "reductions",
+        "references",
+        "route",
+        "sharded",
+        "sharded_flags",
+        "smaller",
+        "to_sharded",
+        "to_unsharded",
+        "transports",
+        "unsharded",
+        "unsharded_flags",
+        "versions",
+        "watched",
+    )
+
+    def __init__(self, group: Bindable, former: Bound | None, waiting: bool) -> None:
+        assert group.layout is not None
+        kernels = group.runtime.kernels
+        self.current = True
+        self.full: TransientBuffer = kernels.transient(
+            group.layout.full_bytes, f"gathered {group.name}"
+        )
+        self.mirror: TransientBuffer | None = None
+        if group.offload is not None:
+            self.mirror = kernels.transient(group.layout.shard_bytes, f"shards of {group.name}")
+            self.mirror.acquire()
+        self.extension = self._extension_of(group)
+        self._bind_transports(group)
+        self.to_sharded: list[Swap] = []
+        self.to_unsharded: list[Swap] = []
+        self.unsharded: list[nn.Parameter] = []
+        self.unsharded_flags: list[bool] = []
+        self.watched: list[nn.Parameter] = []
+        self.versions: list[int] = []
+        self._bind_params(group)
+        self.reductions: list[Reduction] = [] if former is None else former.reductions
+        self.bind_reductions(group, waiting)
+        self._bind_shards(group)
+        if self.mirror is not None:
+            self.mirror.release()
+        self.full.release()
+        self.references = self.count_references(group.params)
+
+    def reroute(self, group: Bindable) -> None:
+        """Bind another way to gather; the gathered parameters stay the objects that they are."""
+        self.full.acquire()
+        if self.mirror is not None:
+            self.mirror.acquire()
+        self._bind_transports(group)
+        self._bind_shards(group)
+        if self.mirror is not None:
+            self.mirror.release()
+        if not group.options.keep_storage:  # memory that is kept stays in place
+            self.full.release()
+        self.references = self.count_references(group.params)
+
+    def _extension_of(self, group: Bindable) -> ExtensionTransport | None:
+        assert group.layout is not None
+        made: WeakMethod[Callable[[ShardedParam], None]] = WeakMethod(self._bind_swaps)
+        context = ExtensionContext(group.options, group.device, group.offload, made)
+        return make_extension(
+            group.layout, group.params, group.collectives, group.runtime.kernels, context
+        )
+
+    def _bind_transports(self, group: Bindable) -> None:
+        assert group.layout is not None
+        load = None
+        if self.mirror is not None and group.layout.shard_bytes:
+            nbytes = group.layout.shard_bytes
+            load = Load(self.mirror, group.shard, nbytes, group.runtime.kernels)
+        self.transports: list[GatherTransport] = make_transports(
+            [s for s in group.layout.segments if s.transport is not Transport.EXTENSION],
+            group.shard if self.mirror is None else self.mirror,
+            self.full,
+            group.collectives,
+            group.runtime.kernels,
+            group.options.all_gather,
+            group.device,
+            group.options.gather_codec,
+        )
+        if self.extension is not None:
+            self.extension.comm = group.options.all_gather
+            self.transports.append(self.extension)
+        self.route = Route(self.transports, load)
+        self.keeps_mirror = any(transport.aliases for transport in self.transports)
+
+    def _bind_params(self, group: Bindable) -> None:
+        """Make the gathered parameters, and the stores that register either form.
+
+        Extended ones follow in their first gather.
+        """
+        for transport in self.transports:
+            for slot, gathered in transport.parameters():
+                param = group.params[slot.index]
+                param.materialize(gathered)
+                assert param.unsharded is not None
+                self.full.keep_valid(local_of(param.unsharded))
+                self._bind_swaps(param)
+
+    def _bind_swaps(self, param: ShardedParam) -> None:
+        assert param.unsharded is not None
+        self.to_sharded += param.swaps(param.sharded)
+        self.to_unsharded += param.swaps(param.unsharded)
+        self.unsharded.append(param.unsharded)
+        self.unsharded_flags.append(param.unsharded.requires_grad)
+        if not (param.is_extended or param.is_its_shard):  # whose gathers write it themselves
+            self.watched.append(param.unsharded)
+            self.versions.append(param.unsharded._version)
+
+    def _bind_shards(self, group: Bindable) -> None:
+        """What is compared before a gather, and what a smaller group keeps."""
+        backed = [param for param in group.params if hasattr(param.sharded, "_local_tensor")]
+        self.locals = [(cast(DTensor, param.sharded), param.local) for param in backed]
+        self.sharded = [param.sharded for param in group.params]
+        self.sharded_flags = list(map(requires_grad, self.sharded))
+        self.smaller: SmallerRows | None = None
+        if group.smaller_group is not None and group.layout is not None:
+            self.smaller = SmallerRows(
+                group.smaller_group,
+                group.layout,
+                self.full,
+                group.params,
+                group.runtime.kernels,
+                group.options.all_gather,
+                group.device,
+                group.options.pack_below,
+            )
+
+    def bind_reductions(self, group: Bindable, waiting: bool) -> None:
+        """Build the reduction steps of the parameters that require grad now.
+
+        Partial sums that wait for an all-reduce belong to the steps that made them, which stay
+        bound until then; parameters that they do not know get steps besides (invariant I9). Those
+        that were frozen while gradients of earlier backwards are waiting still belong to it.
+
+        Args:
+            group: the group.
+            waiting: whether gradients of backwards without sync are waiting.
+        """
+        assert group.layout is not None
+        kept = [r for r in self.reductions if r.partial_sums.flat is not None]
+        self.rebinds = bool(kept)
+        known = {id(param) for reduction in kept for param in reduction.members}
+        owed = {id(m) for r in self.reductions for m in r.members} if waiting else ()
+        self.reduces_frozen = False
+        members: list[tuple[ReductionSpec, ShardedParam, Slot, bool]] = []
+        for segment in group.layout.segments:
+            for slot in segment.slots:
+                param = group.params[slot.index]
+                frozen = not param.sharded.requires_grad
+                if id(param) not in known and (not frozen or id(param) in owed):
+                    self.reduces_frozen = self.reduces_frozen or frozen
+                    spec = reduction_spec(group.options, param, group.offload, group.device)
+                    direct = is_direct(spec, slot, segment.transport)
+                    members.append((spec, param, slot, direct))
+        runtime = group.runtime
+        with torch.inference_mode(False):  # tensors that a later backward writes to
+            self.reductions = kept + make_reductions(
+                members, runtime.gradients_of, group.reducers, group.replicas, runtime.kernels
+            )
+
+    @property
+    def has_partial_sums(self) -> bool:
+        """Whether sums wait for an all-reduce."""
+        for reduction in self.reductions:  # noqa: SIM110  # asked in every zero_grad()
+            if reduction.partial_sums.flat is not None:
+                return True
+        return False
+
+    def count_references(self, params: Sequence[ShardedParam]) -> list[int]:
+        """To the gathered memory and to each gathered parameter (see `core.params.gradients`)."""
+        gathered = [param.unsharded for param in params]
+        return [self.full.references(), *map(sys.getrefcount, gathered)]

@@ -1,0 +1,26 @@
+"""Kinds of memory, and of which kind is what the engine allocates: by the name that it gives."""
+
+from __future__ import annotations
+
+SHARDS = "shards"
+GATHERED = "gathered"
+GRADIENTS = "gradients"
+REDUCTIONS = "reduction buffers"
+ACTIVATIONS = "activations"
+OPTIMIZER = "optimizer"
+TEMPORARY = "temporary"
+MODEL = "buffers"
+
+CATEGORIES = (SHARDS, GATHERED, GRADIENTS, REDUCTIONS, ACTIVATIONS, OPTIMIZER, TEMPORARY, MODEL)
+
+_OF_GATHERS = ("gathered ", "shards of ", "all-gather output", "rows of the smaller group")
+_OF_GRADIENTS = ("sharded gradient", "kept gradient")
+
+
+def category_of(name: str) -> str:
+    """The kind of what has this name (`fsdp2.core.device.kernels.Kernels`)."""
+    if name.startswith(_OF_GATHERS):
+        return GATHERED
+    if name in _OF_GRADIENTS:
+        return GRADIENTS
+    return SHARDS if name == "shard" else REDUCTIONS

@@ -1,0 +1,200 @@
+"""The record of a step: operations on lanes, events between lanes, memory that comes and goes.
+
+    Notes.note ──> [Operation | Allocation | Free | Signal | Await, …] in the order of the host
+
+Streams tell of events and lanes, kernels of copies and memory, collectives of themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+
+from fsdp2.core.device.streams import Lane
+
+
+class Beside(IntEnum):
+    """What runs beside the lanes: the host, and a stream of the user's."""
+
+    HOST = len(Lane)
+    USER = len(Lane) + 1
+
+
+Place = Lane | Beside
+PLACES: tuple[Place, ...] = (*Lane, *Beside)
+HOST, USER = Beside.HOST, Beside.USER
+
+COMPUTE, COPY, COLLECTIVE, VIEW = "compute", "copy", "collective", "view"
+"""Kinds of operations."""
+
+
+class Allocation(NamedTuple):
+    """Memory that came.
+
+    Attributes:
+        number: of the storage, or of this life of it.
+        nbytes: its size; 0 where nobody counts.
+        lane: whose allocator it is from; `HOST` for CPU memory beside the device's.
+        name: what the engine calls it; "" where nobody says.
+    """
+
+    number: int
+    nbytes: int = 0
+    lane: Place = Lane.COMPUTE
+    name: str = ""
+
+    @property
+    def host(self) -> bool:
+        """Whether it is in CPU memory beside the device's."""
+        return self.lane is HOST
+
+    @property
+    def kind(self) -> str:
+        return "alloc"
+
+
+class Free(NamedTuple):
+    """Memory that went.
+
+    Attributes:
+        number: of the allocation.
+        lane: where the host was when it went.
+        name: of the allocation.
+    """
+
+    number: int
+    lane: Place = Lane.COMPUTE
+    name: str = ""
+
+    @property
+    def kind(self) -> str:
+        return "free"
+
+
+class Operation(NamedTuple):
+    """Something that takes a device's time, or the host's.
+
+    Attributes:
+        lane: where it runs; `HOST` on the host's own memory.
+        name: the operator's or collective's; "" on a virtual device.
+        kind: `COMPUTE` of the user's model; `VIEW`, which takes the host's time alone; `COPY` of
+            the engine's; `COLLECTIVE`. On a virtual device the kernel's name.
+        unit: the unit that it is for; "" for none.
+        phase: "forward", "backward" or "optimizer"; "" where nobody says.
+        flops: arithmetic, 2 for a multiplication and addition.
+        nbytes: bytes read and written; of a collective those of the whole tensors.
+        dtype: of what it computes or moves.
+        group: index in `Recording.groups` of a collective's ranks, else -1.
+        tensors: how many go in one launch, of a collective or of an operator of lists.
+        reads: the memory it reads, where that is followed.
+        writes: the memory it writes, where that is followed.
+        iteration: number of the step, from 0.
+    """
+
+    lane: Place
+    name: str
+    kind: str
+    unit: str = ""
+    phase: str = ""
+    flops: int = 0
+    nbytes: int = 0
+    dtype: torch.dtype = torch.float32
+    group: int = -1
+    tensors: int = 1
+    reads: tuple[Allocation, ...] = ()
+    writes: tuple[Allocation, ...] = ()
+    iteration: int = 0
+
+    def __str__(self) -> str:
+        moved = [", ".join(each.name for each in some) or "-" for some in (self.reads, self.writes)]
+        about = " -> ".join(moved) if self.reads or self.writes else ""
+        return f"{self.lane.name.lower():<11}{self.name or self.kind} {about}".rstrip()
+
+
+class Signal(NamedTuple):
+    """An event was recorded on a lane: it stands for what the lane has run by then.
+
+    Attributes:
+        lane: the lane.
+        event: number of the event.
+        label: what has happened then.
+    """
+
+    lane: Place
+    event: int
+    label: str
+
+    @property
+    def kind(self) -> str:
+        return "record"
+
+
+class Await(NamedTuple):
+    """A lane waits for an event, or the host does.
+
+    Attributes:
+        lane: who waits; `HOST`: the host, and whatever it launches next.
+        event: number of the event.
+        label: the order that this makes.
+        iteration: number of the step, from 0.
+    """
+
+    lane: Place
+    event: int
+    label: str
+    iteration: int = 0
+
+    @property
+    def kind(self) -> str:
+        return "synchronize" if self.lane is HOST else "wait"
+
+
+Note = Operation | Allocation | Free | Signal | Await
+
+
+def operations(notes: Iterable[Note]) -> list[Operation]:
+    """The operations among them."""
+    return [note for note in notes if isinstance(note, Operation)]
+
+
+class Notes:
+    """The notes of a step so far, and where the host is in it.
+
+    Attributes:
+        notes: what is noted, in the order of the host's calls.
+        lane: where what is called now runs.
+    """
+
+    def __init__(self) -> None:
+        self.notes: list[Note] = []
+        self.lane: Place = Lane.COMPUTE
+        self._events = 0
+        self._last = 0  # number of a storage
+
+    @contextmanager
+    def on(self, lane: Place) -> Iterator[None]:
+        """What is called inside runs on ``lane``."""
+        outer, self.lane = self.lane, lane
+        try:
+            yield
+        finally:
+            self.lane = outer
+
+    def note(self, note: Note) -> None:
+        """Add to the record."""
+        self.notes.append(note)
+
+    def signal(self, lane: Place, label: str) -> int:
+        """An event is recorded; returns its number."""
+        self._events += 1
+        self.note(Signal(lane, self._events, label))
+        return self._events
+
+    def number(self) -> int:
+        """The number of new memory."""
+        self._last += 1
+        return self._last

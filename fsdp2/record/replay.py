@@ -1,0 +1,191 @@
+"""When each operation of a recorded step runs, and what stands still meanwhile.
+
+    notes ── replay(cost) ────> Replay(spans, stalls, times)
+          ── measured(times) ──> the same, of what a real step has taken
+
+A lane runs its operations in the order of the host's calls, none before the host has launched it. A
+wait holds a lane up until the event's lane has come to where the event was recorded. Operations of
+one channel, such as collectives of one process group, never overlap. Where the device has no lanes
+beside the host, all is one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fsdp2.core.device.streams import Lane
+from fsdp2.record.notes import HOST, PLACES, Await, Note, Operation, Place, Signal
+
+
+class Cost(NamedTuple):
+    """What an operation takes, in any unit.
+
+    Attributes:
+        seconds: of its lane; ``None``: it takes the host's time alone, and leaves no span.
+        launch: of the host, before it begins.
+        channel: operations of one channel never overlap, whatever their lanes; ``None``: of none.
+    """
+
+    seconds: float | None
+    launch: float = 0.0
+    channel: Hashable = None
+
+
+class Span(NamedTuple):
+    """One operation, and when it runs.
+
+    Attributes:
+        operation: the operation.
+        start: when it begins; the record begins at 0.
+        end: when it is over.
+    """
+
+    operation: Operation
+    start: float
+    end: float
+
+
+class Stall(NamedTuple):
+    """A wait, however short.
+
+    Attributes:
+        lane: which waited.
+        on: the lane of the event.
+        label: the order that this makes.
+        start: when the lane came to it.
+        end: when it went on.
+        behind: index of the span of the last operation before the event; -1: none.
+        iteration: number of the step, from 0.
+    """
+
+    lane: Place
+    on: Place
+    label: str
+    start: float
+    end: float
+    behind: int
+    iteration: int = 0
+
+
+@dataclass
+class Replay:
+    """A step in time.
+
+    Attributes:
+        spans: all operations that take a lane's time, in the order of the host.
+        stalls: all waits for events of this record; earlier ones are over when it begins.
+        times: for each note, how far `Lane.COMPUTE` is then.
+        host: when the host has launched all.
+        end: when all lanes and the host are done.
+    """
+
+    spans: list[Span] = field(default_factory=list)
+    stalls: list[Stall] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    host: float = 0.0
+    end: float = 0.0
+
+
+def replay(
+    notes: Sequence[Note], cost: Callable[[Operation], Cost], asynchronous: bool = True
+) -> Replay:
+    """When everything runs.
+
+    Args:
+        notes: of a step, or of a part of one.
+        cost: what an operation takes; called once for each, in the order of the host.
+        asynchronous: whether lanes run beside the host. Default: they do.
+    """
+    clock = _Clock(asynchronous)
+    found = clock.found
+    for note in notes:
+        if isinstance(note, Operation):
+            clock.run(note, cost(note))
+        elif isinstance(note, Signal):
+            clock.signalled(note, clock.at(note.lane))
+        elif isinstance(note, Await):
+            clock.wait(note)
+        found.times.append(clock.at(Lane.COMPUTE))
+    found.host, found.end = clock.now[HOST], max(clock.now.values())
+    return found
+
+
+def measured(notes: Sequence[Note], times: Sequence[tuple[float, float]]) -> Replay:
+    """When everything ran, as somebody has measured it.
+
+    Args:
+        notes: of a real step.
+        times: of each note when it began, and when it was over.
+    """
+    made = _Step()
+    for note, (start, end) in zip(notes, times, strict=True):
+        if isinstance(note, Operation):
+            made.ran(note, start, end)
+        elif isinstance(note, Signal):
+            made.signalled(note, start)
+        elif isinstance(note, Await) and note.event in made.events:
+            made.stood(note, start, end)
+    return made.found
+
+
+def idle(spans: Iterable[Span], lane: Place) -> float:
+    """How long ``lane`` has nothing to run, from 0 to the end of all lanes."""
+    spans = list(spans)
+    busy = sum(span.end - span.start for span in spans if span.operation.lane is lane)
+    return max((span.end for span in spans), default=0.0) - busy
+
+
+class _Step:
+    """Spans and stalls as they come: which event stands for which operation."""
+
+    def __init__(self) -> None:
+        self.found = Replay()
+        self.events: dict[int, tuple[float, Place, int]] = {}
+        self._latest: dict[Place, int] = dict.fromkeys(PLACES, -1)  # span of each lane
+
+    def ran(self, note: Operation, start: float, end: float) -> None:
+        self._latest[note.lane] = len(self.found.spans)
+        self.found.spans.append(Span(note, start, end))
+
+    def signalled(self, note: Signal, time: float) -> None:
+        self.events[note.event] = (time, note.lane, self._latest[note.lane])
+
+    def stood(self, note: Await, start: float, end: float) -> None:
+        _, on, behind = self.events[note.event]
+        about = (start, end, behind, note.iteration)
+        self.found.stalls.append(Stall(note.lane, on, note.label, *about))
+
+
+class _Clock(_Step):
+    """How far each lane, and the host, has come."""
+
+    def __init__(self, asynchronous: bool) -> None:
+        super().__init__()
+        self.now: dict[Place, float] = dict.fromkeys(PLACES, 0.0)
+        self._asynchronous = asynchronous
+        self._channels: dict[Hashable, float] = {}
+
+    def at(self, lane: Place) -> float:
+        """When what the host launches on ``lane`` next can begin."""
+        return max(self.now[lane], self.now[HOST])
+
+    def run(self, note: Operation, cost: Cost) -> None:
+        self.now[HOST] += cost.launch
+        if cost.seconds is None:
+            return
+        start = self.at(note.lane)
+        if cost.channel is not None:
+            start = max(start, self._channels.get(cost.channel, 0.0))
+            self._channels[cost.channel] = start + cost.seconds
+        self.now[note.lane] = end = start + cost.seconds
+        if not self._asynchronous:
+            self.now[HOST] = end
+        self.ran(note, start, end)
+
+    def wait(self, note: Await) -> None:
+        if note.event in self.events:
+            start = self.at(note.lane)
+            self.now[note.lane] = end = max(start, self.events[note.event][0])
+            self.stood(note, start, end)
