@@ -7,11 +7,17 @@ Example::
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
+
+The import loads what `fully_shard` needs. Each other public name loads its module when it is first
+used (PEP 562), by the table `_LATER`. Type checkers and editors do not run that: they read the
+imports under ``TYPE_CHECKING``, which tests/unit/test_imports.py compares with the table.
 """
 
-from fsdp2 import checkpoint, optim, xla
+import importlib
+import sys
+from typing import TYPE_CHECKING
+
 from fsdp2.api import fully_shard
-from fsdp2.checks.switch import DebugSettings, debug
 from fsdp2.core.config import (
     CheckpointError,
     CommunicationError,
@@ -20,7 +26,6 @@ from fsdp2.core.config import (
     ShardingStateError,
 )
 from fsdp2.core.custom_collectives import AllGather, Comm, ReduceScatter
-from fsdp2.full import full_parameters, gathered, load_from_rank0, sync_module_states
 from fsdp2.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.interop import (
     CPUOffloadPolicy,
@@ -28,32 +33,37 @@ from fsdp2.interop import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from fsdp2.interop.installing import install, uninstall
 from fsdp2.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
-from fsdp2.optim import repoint_optimizer
-from fsdp2.optim.norms import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
-from fsdp2.planning.planner import Plan, plan
-from fsdp2.reports import GroupReport, Report, group_reports, report
 from fsdp2.sharding.meshes import FSDPMeshInfo, ShardPlacementResult
-from fsdp2.tracing import trace
-from fsdp2.wrap import (
-    Choice,
-    CustomPolicy,
-    ModuleWrapPolicy,
-    ShardReport,
-    UnitReport,
-    always_wrap_policy,
-    any_wrap_policy,
-    chosen_modules,
-    deferred,
-    enable_wrap,
-    lambda_auto_wrap_policy,
-    options_for,
-    shard_model,
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
-    wrap_modules,
-)
+
+if TYPE_CHECKING:
+    from fsdp2 import checkpoint, optim, xla
+    from fsdp2.checks.switch import DebugSettings, debug
+    from fsdp2.full import full_parameters, gathered, load_from_rank0, sync_module_states
+    from fsdp2.interop.installing import install, uninstall
+    from fsdp2.optim import repoint_optimizer
+    from fsdp2.optim.norms import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+    from fsdp2.planning.planner import Plan, plan
+    from fsdp2.reports import GroupReport, Report, group_reports, report
+    from fsdp2.tracing import trace
+    from fsdp2.wrap import (
+        Choice,
+        CustomPolicy,
+        ModuleWrapPolicy,
+        ShardReport,
+        UnitReport,
+        always_wrap_policy,
+        any_wrap_policy,
+        chosen_modules,
+        deferred,
+        enable_wrap,
+        lambda_auto_wrap_policy,
+        options_for,
+        shard_model,
+        size_based_auto_wrap_policy,
+        transformer_auto_wrap_policy,
+        wrap_modules,
+    )
 
 __version__ = "0.1.0"
 
@@ -117,3 +127,56 @@ __all__ = [
     "wrap_modules",
     "xla",
 ]
+
+_ROOMS = (
+    *("checkpoint", "fsdp1", "full", "optim", "paper", "planning", "reports", "tracing", "wrap"),
+    *("wrapper_module", "xla"),
+)
+"""Modules that are attributes of this one without an import, and load when they are first used."""
+
+_LATER = {
+    "checks.switch": ("DebugSettings", "debug"),
+    "full": ("full_parameters", "gathered", "load_from_rank0", "sync_module_states"),
+    "interop.installing": ("install", "uninstall"),
+    "optim": ("repoint_optimizer",),
+    "optim.norms": ("clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"),
+    "planning.planner": ("Plan", "plan"),
+    "reports": ("GroupReport", "Report", "group_reports", "report"),
+    "tracing": ("trace",),
+    "wrap": (
+        *("Choice", "CustomPolicy", "ModuleWrapPolicy", "ShardReport", "UnitReport"),
+        *("always_wrap_policy", "any_wrap_policy", "chosen_modules", "deferred", "enable_wrap"),
+        *("lambda_auto_wrap_policy", "options_for", "shard_model", "size_based_auto_wrap_policy"),
+        *("transformer_auto_wrap_policy", "wrap_modules"),
+    ),
+}
+"""Public names that are loaded when they are first used, by the module that has them."""
+
+_HOMES = {name: home for home, names in _LATER.items() for name in names}
+
+
+def _load(name: str) -> object:
+    """What `_ROOMS` or `_LATER` has under ``name``; from then on an attribute like any other.
+
+    Raises:
+        AttributeError: neither has it.
+    """
+    if name in _ROOMS:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in _HOMES:
+        raise AttributeError(
+            f"module 'fsdp2' has no attribute '{name}'; dir(fsdp2) lists what it has",
+            name=name,
+            obj=sys.modules[__name__],  # from whose names Python suggests a similar one
+        )
+    found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ROOMS, *_HOMES})
+
+
+if not TYPE_CHECKING:  # with a ``__getattr__``, type checkers would take any name for one of ours
+    __getattr__ = _load

@@ -6,14 +6,12 @@ model ──> group_reports ──> [GroupReport("(root)", …), GroupReport("bl
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from fsdp2.core.layout.layout import GroupLayout, Slot, Transport
-from fsdp2.core.modules import roots
+from fsdp2.core.layout.layout import Slot, Transport
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import window_of
@@ -245,47 +243,3 @@ def _why_packed(group: ParamGroup, slot: Slot) -> str:
     if not slot.aligned(group.params[slot.index].dtype.itemsize):
         return "pieces are no multiple of 16 bytes"
     return "small"
-
-
-# ---- what is logged
-
-LAYOUT = logging.getLogger("fsdp2.layout")
-"""INFO: once a root, units, groups, bytes a rank holds, gathers and pads; DEBUG: of each group."""
-
-
-def _log_layout(root: str, units: Iterable[tuple[str, Sequence[GroupLayout]]]) -> None:
-    """Say what the units below a root hold.
-
-    Args:
-        root: name of its class.
-        units: a name, and the layouts of its groups, for each.
-    """
-    named = [(name, layout) for name, layouts in units for layout in layouts]
-    layouts = [layout for _, layout in named]
-    gathered = [layout.gathered_bytes for layout in layouts]
-    LAYOUT.info(
-        "%s: %d units with %d groups of %d parameters; a rank holds %d bytes of shards, %d of "
-        "them padding; all groups gathered are %d bytes, the largest is %d",
-        root,
-        len({name for name, _ in named}),
-        len(layouts),
-        sum(len(layout.slots) for layout in layouts),
-        sum(layout.shard_bytes for layout in layouts),
-        sum(layout.padding_bytes for layout in layouts),
-        sum(gathered),
-        max(gathered, default=0),
-    )
-    for (name, layout), nbytes in zip(named, gathered, strict=True):
-        LAYOUT.debug(
-            "%s: %d parameters (%d not on dim 0), %d bytes of shards, %d padding, %d gathered, %s",
-            name,
-            len(layout.slots),
-            sum(slot.dim != 0 for slot in layout.slots),
-            layout.shard_bytes,
-            layout.padding_bytes,
-            nbytes,
-            layout.transports,
-        )
-
-
-roots.started.add(_log_layout)

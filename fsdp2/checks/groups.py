@@ -15,7 +15,6 @@ import atexit
 import contextlib
 import functools
 import operator
-import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from fsdp2.checks.agreement import Agreement, Intent
+from fsdp2.checks.environment import asks_for_ranks
 from fsdp2.core.config import (
     CommunicationError,
     GroupOptions,
@@ -54,7 +54,6 @@ from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.schedule.unit import Phase, Unit, all_groups, all_units, put_around, unit_of
 from fsdp2.ranks.channels import StoreBoard, default_store
 
-ENVIRONMENT = "FSDP2_DEBUG"
 _SAME_WEIGHTS = (
     "build the model from the same seed, or load the same weights, on every rank before fully_shard"
 )
@@ -117,14 +116,9 @@ class Checks:
     def current(cls) -> EnabledChecks:
         """What is checked now; the environment is read at the first call."""
         if cls.settings is None:
-            value = os.environ.get(ENVIRONMENT, "0")
-            if value not in ("", "0", "1"):
-                raise ValueError(
-                    f"{ENVIRONMENT}={value} is neither 0 nor 1; set {ENVIRONMENT}=1 to let ranks "
-                    f"agree on each step, or leave it out"
-                )
+            asked = asks_for_ranks()
             cls.settings = EnabledChecks()
-            if value == "1":
+            if asked:
                 cls.switch(EnabledChecks(check_ranks=True))
         return cls.settings
 

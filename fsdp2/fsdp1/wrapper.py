@@ -61,7 +61,7 @@ from fsdp2.fsdp1.state_dicts import (
     use_full_state_dicts,
 )
 from fsdp2.full import gathered
-from fsdp2.interop import TorchWrapperIdentity
+from fsdp2.interop.wrapped import TorchWrapperIdentity
 from fsdp2.module import FSDPModule
 from fsdp2.optim.norms import clip_grad_norm_
 from fsdp2.wrap.choices import Policy

@@ -35,19 +35,21 @@ import warnings
 from collections.abc import Iterator
 from types import ModuleType
 
+import torch.distributed.checkpoint.state_dict  # noqa: F401  # before: it keeps torch's wrapper
+
 from fsdp2.api import fully_shard
 from fsdp2.checks.registered import Unmanaged
 from fsdp2.fsdp1 import FullyShardedDataParallel, ShardedGradScaler
 from fsdp2.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.interop import (
     TORCHS_NAMES,
-    WRAPPER_NAMES,
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
 from fsdp2.interop.startup import install_children, uninstall_children
+from fsdp2.interop.wrapped import WRAPPER_NAMES
 from fsdp2.module import register_fsdp_forward_method, share_comm_ctx
 from fsdp2.optim.clipping import clip_grads_with_norm_, get_total_norm
 

@@ -6,7 +6,8 @@ norms    clip_grad_norm_ and its parts
 clipping torch's own functions of norms, on shards that may be empty: for `install`
 """
 
+from fsdp2.optim import norms
 from fsdp2.optim.flat import FlatOptimizer
 from fsdp2.optim.repoint import repoint_optimizer
 
-__all__ = ["FlatOptimizer", "repoint_optimizer"]
+__all__ = ["FlatOptimizer", "norms", "repoint_optimizer"]

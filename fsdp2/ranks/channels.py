@@ -8,8 +8,8 @@ StoreBoard       notes that ranks leave for each other; nobody waits: write, has
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -103,7 +103,7 @@ class SideChannel:
         if members.ranks == tuple(range(dist.get_world_size())):
             self._group = dist.new_group(backend="gloo")
             return
-        (name, *_) = members.gather(secrets.token_hex(8))
+        (name, *_) = members.gather(os.urandom(8).hex())
         notes = PrefixStore(f"fsdp2/side/{name}", default_store())
         gloo = dist.ProcessGroupGloo(notes, self.rank, self.size, dist.default_pg_timeout)
         self._group = gloo  # type: ignore[assignment]  # torch's stub leaves these two methods out

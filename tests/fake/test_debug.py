@@ -15,7 +15,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
-from fsdp2.checks.groups import ENVIRONMENT, CheckedGroup, Checks, EnabledChecks
+from fsdp2.checks.environment import ENVIRONMENT, asks_for_ranks
+from fsdp2.checks.groups import CheckedGroup, Checks, EnabledChecks
 from fsdp2.core.modules.registry import records_below
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import layers_of
@@ -38,7 +39,9 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Nobody has asked for the settings yet."""
     before = Checks.current()
     Checks.settings = None
+    asks_for_ranks.cache_clear()
     yield monkeypatch
+    asks_for_ranks.cache_clear()
     Checks.switch(before)
 
 

@@ -110,7 +110,7 @@ def test_a_steady_step_neither_logs_nor_marks_nor_explains() -> None:
     assert counts["fsdp2.core.schedule.group.start_unshard"] == 4 + 3  # the root stays for backward
     extra = (
         "fsdp2.core.layout.logs",
-        "fsdp2.reports",
+        "fsdp2.checks.layouts",
         "fsdp2.core.schedule.profiling",
         "fsdp2.core.schedule.layers",
         "fsdp2.checks.explain",

@@ -57,6 +57,7 @@ TOUCHING: dict[str, set[str]] = {
     "comm_memory": {"torch.distributed", "torch.distributed._symmetric_memory"},
     "paper.null_group": {"torch.distributed"},
     "paper.stage": {"torch.distributed"},
+    "interop.installing": {"torch.distributed.checkpoint.state_dict"},
 }
 """What modules touch c10d, and by what: the device's room, `ranks`, and what else is said here."""
 
@@ -69,13 +70,18 @@ COMMUNICATING = {
 """Modules that call collectives."""
 
 TORCHS_OWN = {
-    "torch.distributed.fsdp",
-    "torch.distributed.fsdp.sharded_grad_scaler",
-    "torch.distributed._composable.contract",
-    "torch.distributed._composable_state",
-    *(f"torch.distributed.fsdp._fully_shard._fsdp_{part}" for part in ("common", "param", "state")),
+    "interop.identity": {
+        "torch.distributed.fsdp",
+        "torch.distributed._composable.contract",
+        "torch.distributed._composable_state",
+        *(f"torch.distributed.fsdp._fully_shard._fsdp_{p}" for p in ("common", "param", "state")),
+    },
+    "interop.wrapped": {
+        "torch.distributed.fsdp",
+        "torch.distributed.fsdp.sharded_grad_scaler",
+    },
 }
-"""What `interop.identity` imports of torch's FSDP: its names, and types of its stand-ins."""
+"""What imports torch's FSDP, and what of it: its names, and types of stand-ins."""
 
 NAMED_TWICE = {
     **dict.fromkeys(
@@ -377,7 +383,7 @@ def test_the_room_of_torchs_clients_says_what_lives_there() -> None:
             "interop/installing",
             [
                 *("checks.registered", "api", "fsdp1", "handles"),
-                *("interop", "interop.startup", "module", "optim.clipping"),
+                *("interop", "interop.startup", "interop.wrapped", "module", "optim.clipping"),
             ],
         ),
         ("run", ["interop.installing"]),
@@ -532,7 +538,7 @@ def test_who_touches_c10d(path: Path) -> None:
     allowed = ["torch.distributed.tensor", "torch.distributed.device_mesh"]
     if _below(_name(path), "checkpoint"):
         allowed.append("torch.distributed.checkpoint")
-    exactly = TORCHS_OWN if _name(path) == "interop.identity" else TOUCHING.get(_name(path), set())
+    exactly = {**TOUCHING, **TORCHS_OWN}.get(_name(path), set())
     assert exactly == {
         module
         for module in _modules_of(path)
@@ -587,7 +593,7 @@ def test_other_methods_of_a_group_are_not(name: str) -> None:
 def test_nobody_imports_torchs_own(path: Path) -> None:
     theirs = {m for m in _modules_of(path) if _below(m, "torch.distributed.fsdp")}
     theirs |= {m for m, name in _imports_of(path) if (m, name) == ("torch.distributed", "fsdp")}
-    assert theirs == set() or _name(path) == "interop.identity"
+    assert theirs == set() or _name(path) in TORCHS_OWN
 
 
 @pytest.mark.parametrize("path", FILES, ids=_name)

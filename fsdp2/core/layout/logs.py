@@ -3,7 +3,7 @@
     fsdp2.bind       DEBUG   a group bound its buffers, and why
     fsdp2.schedule   DEBUG   a guess that was not used, an iteration that was given up
 
-`fsdp2.reports` has layouts, once a root (``fsdp2.layout``). Nothing is called in a step that
+`fsdp2.checks.layouts` has layouts, once a root (``fsdp2.layout``). Nothing is called in a step that
 repeats the one before: all of it happens when a group is bound, or at rare events. Arguments are
 formatted by ``logging``, if the level asks for the message.
 """

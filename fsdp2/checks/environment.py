@@ -1,0 +1,24 @@
+"""``FSDP2_DEBUG``: what the environment asks of `fsdp2.debug`, read once."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+ENVIRONMENT = "FSDP2_DEBUG"
+
+
+@functools.cache
+def asks_for_ranks() -> bool:
+    """Whether ranks are to agree on each step.
+
+    Raises:
+        ValueError: ``FSDP2_DEBUG`` is neither 0 nor 1; it is read again by the next call then.
+    """
+    value = os.environ.get(ENVIRONMENT, "0")
+    if value not in ("", "0", "1"):
+        raise ValueError(
+            f"{ENVIRONMENT}={value} is neither 0 nor 1; set {ENVIRONMENT}=1 to let ranks "
+            f"agree on each step, or leave it out"
+        )
+    return value == "1"
