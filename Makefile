@@ -19,7 +19,7 @@ types: ## mypy, strict
 	$(PYTHON) -m mypy
 
 quick: ## the loop of a change: tests without ranks
-	$(PYTHON) -m pytest tests/unit tests/fake
+	$(PYTHON) -m pytest -m 'alone and not extended and not exhaustive'
 
 test: ## the default tests
 	$(PYTHON) -m pytest

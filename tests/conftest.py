@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.common import upper_bounds
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -14,6 +16,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write the files that tests compare with, as the code makes them now",
     )
+    parser.addoption(
+        "--lower-bounds",
+        action="store_true",
+        help="lower the numbers of tests/common/upper_bounds.json to what is measured now",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    upper_bounds.lowers = config.getoption("--lower-bounds")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,30 +5,15 @@ Where torch's FSDP2 can do it too, both must give the same bits; else the unshar
 
 from __future__ import annotations
 
-import pytest
-
 from functools import partial
 from typing import Any
 
+import pytest
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.common import models, parity
 from tests.common.combinations import each_once
-from tests.common.models import (
-    DIM,
-    Block,
-    seeded,
-)
-from tests.common.parity import (
-    OURS,
-    CountCollectives,
-    assert_equal,
-    full_grads,
-    language_batches,
-    my_part,
-    same_as_torch,
-    shard,
-)
 from tests.common.running import (
     fsdp_modules,
 )
@@ -43,9 +28,9 @@ class _Checkpointed(nn.Module):
     def __init__(self, where: str | None, reentrant: bool) -> None:
         super().__init__()
         self.where, self.reentrant = where, reentrant
-        self.embed = nn.Embedding(13, DIM)
+        self.embed = nn.Embedding(13, models.DIM)
         self.blocks = nn.ModuleList(_PartlyCheckpointed(self) for _ in range(2))
-        self.head = nn.Linear(DIM, 13, bias=False)
+        self.head = nn.Linear(models.DIM, 13, bias=False)
 
     def maybe(self, where: str, function: Any, x: Tensor) -> Tensor:
         if self.where == where:
@@ -59,7 +44,7 @@ class _Checkpointed(nn.Module):
         return self.head(x)
 
 
-class _PartlyCheckpointed(Block):
+class _PartlyCheckpointed(models.Block):
     def __init__(self, model: _Checkpointed) -> None:
         super().__init__()
         self.maybe = model.maybe  # a bound method, so that the model is not registered as a child
@@ -80,18 +65,18 @@ def test_activation_checkpointing(where: str, reentrant: bool, reshard_after_for
 
     def run(api: Any, where: str | None) -> Any:
         build = partial(_Checkpointed, where, reentrant)
-        model = shard(api, seeded(build), reshard_after_forward=reshard_after_forward)
+        model = parity.shard(api, models.seeded(build), reshard_after_forward=reshard_after_forward)
         results = []
-        for ids in map(my_part, language_batches(13, steps=2)):
-            with CountCollectives() as forward:
+        for ids in map(parity.my_part, parity.language_batches(13, steps=2)):
+            with parity.CountCollectives() as forward:
                 loss = model(ids).float().square().mean()
-            with CountCollectives() as backward:
+            with parity.CountCollectives() as backward:
                 loss.backward()
             assert forward.all_gathers == len(fsdp_modules(model))
             assert backward.reduce_scatters == len(fsdp_modules(model))
-            results.append([loss.detach(), full_grads(model), backward.all_gathers])
+            results.append([loss.detach(), parity.full_grads(model), backward.all_gathers])
             model.zero_grad()
         return results
 
-    with_checkpoints = same_as_torch(partial(run, where=where))
-    assert_equal(with_checkpoints, run(OURS, None), "without recomputation")
+    with_checkpoints = parity.same_as_torch(partial(run, where=where))
+    parity.assert_equal(with_checkpoints, run(parity.OURS, None), "without recomputation")

@@ -20,32 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.schedule.states import GroupState
+from tests.common import gradients, models, parity
 from tests.common.combinations import each_once
-from tests.common.gradients import (
-    Compute,
-    assert_like_unsharded,
-    mlp,
-    mlp_batches,
-    part,
-    unsharded_grads,
-)
-from tests.common.models import DIM, MLP, seeded, units
-from tests.common.parity import (
-    FP32,
-    OURS,
-    Bf16,
-    CountCollectives,
-    adamw,
-    assert_close,
-    assert_equal,
-    check_training,
-    full_grads,
-    regression_loss,
-    same_as_torch,
-    shard,
-    train_sharded,
-    world_mesh,
-)
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -58,9 +34,9 @@ class _TwoHeads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trunk = MLP(depth=2, out=DIM)
-        self.left = nn.Linear(DIM, 3)
-        self.right = nn.Linear(DIM, 3)
+        self.trunk = models.MLP(depth=2, out=models.DIM)
+        self.left = nn.Linear(models.DIM, 3)
+        self.right = nn.Linear(models.DIM, 3)
         self.left.is_unit = self.right.is_unit = True
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,7 +45,7 @@ class _TwoHeads(nn.Module):
 
 
 def _losses(model: nn.Module, rank: int | None = None) -> tuple[Tensor, Tensor]:
-    left, right = model(part(0, rank)[0])
+    left, right = model(gradients.part(0, rank)[0])
     return left.square().mean(), right.sin().mean()
 
 
@@ -105,19 +81,25 @@ def _out_of_order(model: nn.Module, rank: int | None = None) -> None:
 @ranks(2, extended=(4,))
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 @pytest.mark.parametrize("compute", [_in_turn, _twice, _together, _one_forward_each, _out_of_order])
-def test_several_losses(compute: Compute, reshard_after_forward: bool | None) -> None:
+def test_several_losses(compute: gradients.Compute, reshard_after_forward: bool | None) -> None:
     """Every order of forwards and backwards adds up to the same gradients."""
-    model = shard(OURS, seeded(_TwoHeads), reshard_after_forward=reshard_after_forward)
+    model = parity.shard(
+        parity.OURS, models.seeded(_TwoHeads), reshard_after_forward=reshard_after_forward
+    )
     for _ in range(2):
         model.zero_grad()
         compute(model, None)
     # Each backward is reduced on its own, and averages are added instead of averaging sums.
-    assert_close(full_grads(model), unsharded_grads(seeded(_TwoHeads), compute), FP32)
+    parity.assert_close(
+        parity.full_grads(model),
+        gradients.unsharded_grads(models.seeded(_TwoHeads), compute),
+        parity.FP32,
+    )
 
 
 @ranks(2)
 def test_backward_of_one_head_leaves_the_other_alone() -> None:
-    model = shard(OURS, seeded(_TwoHeads))
+    model = parity.shard(parity.OURS, models.seeded(_TwoHeads))
     left, right = _losses(model)
     left.backward(retain_graph=True)
     missing = {name for name, param in model.named_parameters() if param.grad is None}
@@ -135,21 +117,23 @@ def test_autograd_grad_of_inputs(reshard_after_forward: bool | None) -> None:
     """It leaves no gradient on any parameter and reduces nothing, and training goes on."""
 
     def run(api: Any) -> Any:
-        model = shard(api, mlp(), reshard_after_forward=reshard_after_forward)
-        x = part(0)[0].requires_grad_()
-        with CountCollectives() as counted:
+        model = parity.shard(api, gradients.mlp(), reshard_after_forward=reshard_after_forward)
+        x = gradients.part(0)[0].requires_grad_()
+        with parity.CountCollectives() as counted:
             (grad,) = torch.autograd.grad(model(x).square().sum(), x)
         assert counted.reduce_scatters == 0
         assert all(param.grad is None for param in model.parameters())
-        regression_loss(model, part(0)).backward()
-        return [grad, full_grads(model)]
+        parity.regression_loss(model, gradients.part(0)).backward()
+        return [grad, parity.full_grads(model)]
 
-    grad, grads = same_as_torch(run)
-    plain = mlp()
-    x = part(0)[0].requires_grad_()
-    assert_equal(grad, torch.autograd.grad(plain(x).square().sum(), x)[0], "unsharded")
-    assert_like_unsharded(
-        grads, mlp(), lambda m, rank: regression_loss(m, part(0, rank)).backward()
+    grad, grads = parity.same_as_torch(run)
+    plain = gradients.mlp()
+    x = gradients.part(0)[0].requires_grad_()
+    parity.assert_equal(grad, torch.autograd.grad(plain(x).square().sum(), x)[0], "unsharded")
+    gradients.assert_like_unsharded(
+        grads,
+        gradients.mlp(),
+        lambda m, rank: parity.regression_loss(m, gradients.part(0, rank)).backward(),
     )
 
 
@@ -158,17 +142,19 @@ def test_autograd_grad_of_activations() -> None:
     """Between two units: only the later one's backward runs."""
 
     def run(api: Any) -> Any:
-        model = shard(api, mlp(), reshard_after_forward=True)
+        model = parity.shard(api, gradients.mlp(), reshard_after_forward=True)
         kept = []
         model.layers[1].register_forward_hook(lambda *args: kept.append(args[-1]))
-        loss = regression_loss(model, part(0))
+        loss = parity.regression_loss(model, gradients.part(0))
         (grad,) = torch.autograd.grad(loss, kept[0], retain_graph=True)
         loss.backward()
-        return [grad, full_grads(model)]
+        return [grad, parity.full_grads(model)]
 
-    _, grads = same_as_torch(run)
-    assert_like_unsharded(
-        grads, mlp(), lambda m, rank: regression_loss(m, part(0, rank)).backward()
+    _, grads = parity.same_as_torch(run)
+    gradients.assert_like_unsharded(
+        grads,
+        gradients.mlp(),
+        lambda m, rank: parity.regression_loss(m, gradients.part(0, rank)).backward(),
     )
 
 
@@ -180,8 +166,8 @@ class _Forces(nn.Module):
 
     def __init__(self, create_graph: bool) -> None:
         super().__init__()
-        self.net = MLP(3)
-        self.scale = nn.Parameter(torch.full((DIM,), 0.5))
+        self.net = models.MLP(3)
+        self.scale = nn.Parameter(torch.full((models.DIM,), 0.5))
         self.create_graph = create_graph
 
     def forward(self, x: Tensor) -> Tensor:
@@ -193,7 +179,7 @@ class _Forces(nn.Module):
 
 
 def _fit_forces(model: nn.Module, rank: int | None = None) -> None:
-    x, y = part(0, rank)
+    x, y = gradients.part(0, rank)
     (model(x.requires_grad_()) - y).square().mean().backward()
 
 
@@ -201,12 +187,12 @@ def _fit_forces(model: nn.Module, rank: int | None = None) -> None:
 @pytest.mark.parametrize("create_graph", [True, False])
 def test_derivative_by_its_own_input_in_forward(create_graph: bool) -> None:
     """The gradient of a unit's input is there while the unit runs: that does not end its use."""
-    make = partial(seeded, partial(_Forces, create_graph))
-    model = shard(OURS, make())
+    make = partial(models.seeded, partial(_Forces, create_graph))
+    model = parity.shard(parity.OURS, make())
     for _ in range(2):
         model.zero_grad()
         _fit_forces(model)
-    assert_like_unsharded(full_grads(model), make(), _fit_forces)
+    gradients.assert_like_unsharded(parity.full_grads(model), make(), _fit_forces)
 
 
 class _Recomputed(nn.Module):
@@ -223,7 +209,7 @@ class _Recomputed(nn.Module):
 class _OwnInput(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(DIM, 4)
+        self.linear = nn.Linear(models.DIM, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         own = x.detach().requires_grad_()
@@ -235,14 +221,16 @@ class _OwnInput(nn.Module):
 @pytest.mark.parametrize("root", ["around", "itself"])
 def test_derivative_in_a_checkpointed_forward(root: str) -> None:
     """Autograd unpacks what it saved: the unit's forward runs again while it is under way."""
-    model: Any = seeded(_Recomputed)
-    fsdp2.fully_shard(model.block, mesh=world_mesh())
+    model: Any = models.seeded(_Recomputed)
+    fsdp2.fully_shard(model.block, mesh=parity.world_mesh())
     if root == "around":
-        fsdp2.fully_shard(model, mesh=world_mesh())
+        fsdp2.fully_shard(model, mesh=parity.world_mesh())
     for _ in range(2):
         model.zero_grad()
         _fit_forces(model)
-    assert_like_unsharded(full_grads(model), seeded(_Recomputed), _fit_forces)
+    gradients.assert_like_unsharded(
+        parity.full_grads(model), models.seeded(_Recomputed), _fit_forces
+    )
 
 
 class _InPlace(nn.Module):
@@ -250,7 +238,7 @@ class _InPlace(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.full((DIM,), 0.5))
+        self.weight = nn.Parameter(torch.full((models.DIM,), 0.5))
         self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
@@ -262,11 +250,16 @@ class _InPlace(nn.Module):
 
 
 def _around_in_place(how: str) -> nn.Module:
-    return nn.Sequential(nn.Linear(DIM, DIM), _InPlace(how), nn.Linear(DIM, DIM), nn.Linear(DIM, 2))
+    return nn.Sequential(
+        nn.Linear(models.DIM, models.DIM),
+        _InPlace(how),
+        nn.Linear(models.DIM, models.DIM),
+        nn.Linear(models.DIM, 2),
+    )
 
 
 def _through(model: nn.Module, rank: int | None = None) -> None:
-    model(part(0, rank)[0].requires_grad_()).sin().mean().backward()
+    model(gradients.part(0, rank)[0].requires_grad_()).sin().mean().backward()
 
 
 @ranks(2)
@@ -277,7 +270,7 @@ def test_units_that_return_their_input(how: str) -> None:
     plain = _around_in_place(how)
     model: Any = copy.deepcopy(plain)
     for module in (*model, model):
-        fsdp2.fully_shard(module, mesh=world_mesh())
+        fsdp2.fully_shard(module, mesh=parity.world_mesh())
     record: Any = record_of(model[1])
     states = []
     model[0].weight.register_post_accumulate_grad_hook(
@@ -287,27 +280,31 @@ def test_units_that_return_their_input(how: str) -> None:
         model.zero_grad()
         _through(model)
     assert states == [GroupState.SHARDED] * 2  # free when the backward of the one before has run
-    assert_like_unsharded(full_grads(model), plain, _through)
+    gradients.assert_like_unsharded(parity.full_grads(model), plain, _through)
 
 
 @ranks(2)
 def test_autograd_grad_of_parameters() -> None:
     """Shards are not in the graph, which torch says. Gathered parameters are: the gradient is this
     rank's own, neither reduced nor sharded."""
-    model = shard(OURS, mlp(), reshard_after_forward=False)
+    model = parity.shard(parity.OURS, gradients.mlp(), reshard_after_forward=False)
     shards = list(model.parameters())
-    loss = regression_loss(model, part(0))
+    loss = parity.regression_loss(model, gradients.part(0))
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
         torch.autograd.grad(loss, shards)
     model.reset_iter_state()
-    loss = regression_loss(model, part(0))
+    loss = parity.regression_loss(model, gradients.part(0))
     grads = torch.autograd.grad(loss, list(model.parameters()))
-    plain = mlp()
-    regression_loss(plain, part(0)).backward()
-    assert_equal(list(grads), [param.grad for param in plain.parameters()], "this rank's own")
-    regression_loss(model, part(0)).backward()
-    assert_like_unsharded(
-        full_grads(model), mlp(), lambda m, rank: regression_loss(m, part(0, rank)).backward()
+    plain = gradients.mlp()
+    parity.regression_loss(plain, gradients.part(0)).backward()
+    parity.assert_equal(
+        list(grads), [param.grad for param in plain.parameters()], "this rank's own"
+    )
+    parity.regression_loss(model, gradients.part(0)).backward()
+    gradients.assert_like_unsharded(
+        parity.full_grads(model),
+        gradients.mlp(),
+        lambda m, rank: parity.regression_loss(m, gradients.part(0, rank)).backward(),
     )
 
 
@@ -354,9 +351,11 @@ def test_double_backward(loss: Any, reshard_after_forward: bool | None) -> None:
     """Parameters stay in memory from a backward with create_graph=True to the end of the next one
     without; shards are registered. torch's FSDP2 fails on the freed storage of a parameter."""
     arguments = {"reshard_after_forward": reshard_after_forward}
-    check_training(mlp, mlp_batches(), loss=loss, torch_too=False, **arguments)
-    model = shard(OURS, mlp(), **arguments)
-    value = loss(model, part(0))
+    parity.check_training(
+        gradients.mlp, gradients.mlp_batches(), loss=loss, torch_too=False, **arguments
+    )
+    model = parity.shard(parity.OURS, gradients.mlp(), **arguments)
+    value = loss(model, gradients.part(0))
     assert GroupState.SHARDED not in group_states(model)
     value.backward()
     assert group_states(model) == {GroupState.SHARDED}
@@ -364,13 +363,13 @@ def test_double_backward(loss: Any, reshard_after_forward: bool | None) -> None:
 
 @ranks(2)
 def test_double_backward_mixed() -> None:
-    model = shard(OURS, mlp(), mixed=True, reshard_after_forward=True)
-    _penalised(model, part(0)).backward()
+    model = parity.shard(parity.OURS, gradients.mlp(), mixed=True, reshard_after_forward=True)
+    _penalised(model, gradients.part(0)).backward()
 
     def compute(plain: nn.Module, rank: int) -> None:
-        _penalised(Bf16(plain), part(0, rank)).backward()
+        _penalised(parity.Bf16(plain), gradients.part(0, rank)).backward()
 
-    assert_like_unsharded(full_grads(model), mlp(), compute)
+    gradients.assert_like_unsharded(parity.full_grads(model), gradients.mlp(), compute)
 
 
 @ranks(2)
@@ -378,24 +377,31 @@ def test_backward_that_creates_a_graph_reduces_its_gradients() -> None:
     """`loss.backward(create_graph=True)`: the gradients are there, those of a second add up."""
 
     def compute(plain: nn.Module, rank: int | None = None) -> None:
-        x = part(0, rank)[0].requires_grad_()
+        x = gradients.part(0, rank)[0].requires_grad_()
         plain(x).sin().sum().backward(create_graph=True)
         x.grad.square().sum().backward()
 
-    model = shard(OURS, mlp(), reshard_after_forward=True)
-    x = part(0)[0].requires_grad_()
+    model = parity.shard(parity.OURS, gradients.mlp(), reshard_after_forward=True)
+    x = gradients.part(0)[0].requires_grad_()
     model(x).sin().sum().backward(create_graph=True)
-    for module in units(model):
+    for module in models.units(model):
         module.reshard()
     model.reshard()
-    grads = full_grads(model)
-    assert_like_unsharded(
-        grads, mlp(), lambda plain, rank: plain(part(0, rank)[0]).sin().sum().backward()
+    grads = parity.full_grads(model)
+    gradients.assert_like_unsharded(
+        grads,
+        gradients.mlp(),
+        lambda plain, rank: plain(gradients.part(0, rank)[0]).sin().sum().backward(),
     )
     model.zero_grad()
     compute(model)
     # Two averages are added instead of averaging two sums.
-    assert_close(full_grads(model), unsharded_grads(mlp(), compute), FP32, "both")
+    parity.assert_close(
+        parity.full_grads(model),
+        gradients.unsharded_grads(gradients.mlp(), compute),
+        parity.FP32,
+        "both",
+    )
 
 
 # -- activation checkpointing ---------------------------------------------------------------------
@@ -411,12 +417,17 @@ class _Layers(nn.Module):
     ) -> None:
         super().__init__()
         self.reentrant, self.nested = reentrant, nested
-        layers = [nn.Sequential(nn.Linear(DIM, DIM), nn.Dropout(0.3), nn.Tanh()) for _ in range(4)]
+        layers = [
+            nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Dropout(0.3), nn.Tanh())
+            for _ in range(4)
+        ]
         self.layers = nn.ModuleList(wrap(layer) for layer in layers)
         for layer in self.layers:
             layer.is_unit = True
-        self.first = nn.Linear(DIM, DIM)  # a reentrant checkpoint needs an input that requires grad
-        self.head = nn.Linear(DIM, 4)
+        self.first = nn.Linear(
+            models.DIM, models.DIM
+        )  # a reentrant checkpoint needs an input that requires grad
+        self.head = nn.Linear(models.DIM, 4)
 
     def checkpointed(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         if self.reentrant is None:
@@ -439,8 +450,10 @@ def _train_layers(
     api: Any, reentrant: bool | None, nested: bool, wrap: Callable[[nn.Module], nn.Module]
 ) -> Any:
     torch.manual_seed(dist.get_rank())  # for dropout
-    model = shard(api, seeded(partial(_Layers, reentrant, nested, wrap)))
-    steps = train_sharded(model, adamw, regression_loss, mlp_batches())
+    model = parity.shard(api, models.seeded(partial(_Layers, reentrant, nested, wrap)))
+    steps = parity.train_sharded(
+        model, parity.adamw, parity.regression_loss, gradients.mlp_batches()
+    )
     return [[step.loss, list(step.grads.values()), list(step.params.values())] for step in steps]
 
 
@@ -449,10 +462,12 @@ def _train_layers(
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "nonreentrant"])
 def test_checkpoints_over_several_units(reentrant: bool, nested: bool) -> None:
     """Recomputation repeats the same dropout; nothing differs from a run without checkpoints."""
-    ours = same_as_torch(
+    ours = parity.same_as_torch(
         partial(_train_layers, reentrant=reentrant, nested=nested, wrap=lambda layer: layer)
     )
-    assert_equal(ours, _train_layers(OURS, None, False, lambda layer: layer), "no checkpoints")
+    parity.assert_equal(
+        ours, _train_layers(parity.OURS, None, False, lambda layer: layer), "no checkpoints"
+    )
 
 
 @ranks(2)
@@ -464,20 +479,22 @@ def test_checkpoint_wrapper_below_and_above_a_unit(impl: CheckpointImpl) -> None
 
     def above(api: Any) -> Any:
         def shard_and_wrap(layer: nn.Module) -> nn.Module:
-            api.fully_shard(layer, mesh=world_mesh(), reshard_after_forward=True)
+            api.fully_shard(layer, mesh=parity.world_mesh(), reshard_after_forward=True)
             return wrap(layer)
 
         torch.manual_seed(dist.get_rank())
-        model = seeded(partial(_Layers, reentrant, False, shard_and_wrap))
-        api.fully_shard(model, mesh=world_mesh())
-        steps = train_sharded(model, adamw, regression_loss, mlp_batches())
+        model = models.seeded(partial(_Layers, reentrant, False, shard_and_wrap))
+        api.fully_shard(model, mesh=parity.world_mesh())
+        steps = parity.train_sharded(
+            model, parity.adamw, parity.regression_loss, gradients.mlp_batches()
+        )
         return [[s.loss, list(s.grads.values()), list(s.params.values())] for s in steps]
 
-    plain = _train_layers(OURS, None, False, lambda layer: layer)
-    below = same_as_torch(partial(_train_layers, reentrant=None, nested=False, wrap=wrap))
-    assert_equal(below, plain, "wrapper inside the unit")
-    assert_equal(same_as_torch(above), plain, "wrapper around the unit")
-    assert len(units(seeded(partial(_Layers, None, False, wrap)))) == 4
+    plain = _train_layers(parity.OURS, None, False, lambda layer: layer)
+    below = parity.same_as_torch(partial(_train_layers, reentrant=None, nested=False, wrap=wrap))
+    parity.assert_equal(below, plain, "wrapper inside the unit")
+    parity.assert_equal(parity.same_as_torch(above), plain, "wrapper around the unit")
+    assert len(models.units(models.seeded(partial(_Layers, None, False, wrap)))) == 4
 
 
 @ranks(2, extended=(4,))
@@ -493,4 +510,9 @@ def test_forwards_before_one_backward(reshard_after_forward: bool | None) -> Non
         outputs.append(model(outputs[0].repeat(1, 2)))
         return sum((output - y - target).square().mean() for output in outputs)
 
-    check_training(mlp, mlp_batches(), loss=loss, reshard_after_forward=reshard_after_forward)
+    parity.check_training(
+        gradients.mlp,
+        gradients.mlp_batches(),
+        loss=loss,
+        reshard_after_forward=reshard_after_forward,
+    )

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 import fsdp2
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.schedule.states import GroupState
-from tests.common.gradients import part, unsharded_grads
-from tests.common.models import DIM, seeded
-from tests.common.parity import FP32, assert_close, full_grads, world_mesh
+from tests.common import gradients, models, parity
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -23,23 +21,27 @@ Program = Callable[[Any, "int | None"], Any]
 
 
 def _build() -> nn.Module:
-    return seeded(
+    return models.seeded(
         lambda: nn.Sequential(
-            nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 1)
+            nn.Linear(models.DIM, models.DIM),
+            nn.Tanh(),
+            nn.Linear(models.DIM, models.DIM),
+            nn.Tanh(),
+            nn.Linear(models.DIM, 1),
         )
     )
 
 
 def _shard(reshard_after_forward: bool | None) -> Any:
     model = _build()
-    arguments = {"mesh": world_mesh(), "reshard_after_forward": reshard_after_forward}
+    arguments = {"mesh": parity.world_mesh(), "reshard_after_forward": reshard_after_forward}
     for layer in (model[0], model[2]):  # type: ignore[index]  # a Sequential
         fsdp2.fully_shard(layer, **arguments)
     return fsdp2.fully_shard(model, **arguments)
 
 
 def _x(rank: int | None, step: int = 0) -> Tensor:
-    x: Tensor = part(step, rank)[0]
+    x: Tensor = gradients.part(step, rank)[0]
     return x.clone()
 
 
@@ -169,8 +171,8 @@ def test_gradients_of_several_backwards(
             with torch.no_grad():
                 model(_x(None))
         assert _sharded(model)
-        expected = unsharded_grads(_build(), program)
-        assert_close(full_grads(model), expected, FP32, program.__name__)
+        expected = gradients.unsharded_grads(_build(), program)
+        parity.assert_close(parity.full_grads(model), expected, parity.FP32, program.__name__)
 
 
 @ranks(2)

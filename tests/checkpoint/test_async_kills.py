@@ -26,8 +26,8 @@ import torch.distributed as dist
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import files
 from fsdp2.ranks.channels import SideChannel
-from tests.common.combinations import seldom
 from tests.checkpoint.test_checkpoints import everything, made, train
+from tests.common.combinations import seldom
 
 pytestmark = pytest.mark.ranks
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2 import checkpoint, fully_shard
+from tests.checkpoint.test_checkpoints import Net, assert_same, everything, train
 from tests.common.errors import raises
 from tests.common.workers import ranks
-from tests.checkpoint.test_checkpoints import Net, assert_same, everything, train
 
 pytestmark = pytest.mark.ranks
 

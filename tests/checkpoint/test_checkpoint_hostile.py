@@ -1,6 +1,6 @@
 """Files that mean harm, and files that are mutated: refused, and nothing of the process is touched.
 
-python -m pytest -m extended tests/checkpoint/test_checkpoint_hostile.py    # 10,000 files for each reader
+python -m pytest -m extended tests/checkpoint/test_checkpoint_hostile.py  # 10,000 files each
 """
 
 from __future__ import annotations

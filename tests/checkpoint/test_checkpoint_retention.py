@@ -20,16 +20,20 @@ from fsdp2.checkpoint import files
 from fsdp2.checkpoint.__main__ import main
 from fsdp2.checkpoint.folder import store_of
 from fsdp2.core.config import CheckpointError
-from tests.common.errors import raises
-from tests.common.object_store import ObjectStore, url_of
 from tests.checkpoint.test_checkpoint_crashes import Recorder, crashes
+from tests.common import object_store
+from tests.common.errors import raises
 
 pytestmark = pytest.mark.alone
 
 
 @pytest.fixture(params=["disk", "store"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return str(tmp_path / "run") if request.param == "disk" else f"{url_of(tmp_path)}/bucket/run"
+    return (
+        str(tmp_path / "run")
+        if request.param == "disk"
+        else f"{object_store.url_of(tmp_path)}/bucket/run"
+    )
 
 
 def made(value: float = 0.0) -> nn.Module:
@@ -185,14 +189,14 @@ def test_a_step_that_cannot_be_removed(
 def test_an_object_that_cannot_be_deleted(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = f"{url_of(tmp_path)}/run"
+    run = f"{object_store.url_of(tmp_path)}/run"
     model = saved(run, 1)
 
     def refuse(kind: str, path: str) -> None:
         if kind == "delete" and "step-00000001" in path and path.endswith(name):
             raise ConnectionError("no route")
 
-    with mock.patch.object(ObjectStore, "before", staticmethod(refuse)):
+    with mock.patch.object(object_store.ObjectStore, "before", staticmethod(refuse)):
         checkpoint.save(run, model, step=2, keep=1)
     assert "no route" in caplog.text
     assert checkpoint.steps(run)[-1] == 2

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import checkpoint, fully_shard
+from tests.common import workers
 from tests.common.errors import raises
-from tests.common.workers import ranks, run_on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -122,7 +122,7 @@ def _loads(folder: Path, dim: int, dtype: torch.dtype) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
     folder = tmp_path_factory.mktemp("saved") / "run"
-    return folder, run_on_ranks(2, _saves, folder)[0]
+    return folder, workers.run_on_ranks(2, _saves, folder)[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -132,7 +132,11 @@ def test_as_of_whole_tensors(
 ) -> None:
     """In one process (0), and on ranks, some of which have no row of a tensor."""
     folder, before = saved
-    every = run_on_ranks(size, _loads, folder, dim, dtype) if size else [_loads(folder, 0, dtype)]
+    every = (
+        workers.run_on_ranks(size, _loads, folder, dim, dtype)
+        if size
+        else [_loads(folder, 0, dtype)]
+    )
     table = _padded(before["table.weight"])
     expected = {
         "turned": before["turned"].t(),
@@ -151,7 +155,7 @@ def test_as_of_whole_tensors(
             assert torch.equal(found[name], value.to(dtype)), name
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_what_is_refused(tmp_path: Path) -> None:
     """One sentence that names the parameter, on all ranks; nothing is changed."""
     _saves(folder := tmp_path / "run")
@@ -201,4 +205,4 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def test_states_of_what_is_made_are_left(tmp_path: Path) -> None:
-    run_on_ranks(2, _resumes, tmp_path)
+    workers.run_on_ranks(2, _resumes, tmp_path)

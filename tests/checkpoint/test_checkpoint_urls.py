@@ -13,18 +13,16 @@ from torch import Tensor
 
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import remote, saving
-from tests.common.errors import raises
-from tests.common.object_store import ObjectStore, url_of
-from tests.common.parity import assert_equal, full_all
-from tests.common.workers import ranks, run_on_ranks
 from tests.checkpoint.test_checkpoints import EXTRA, assert_same, everything, made, train
+from tests.common import object_store, parity, workers
+from tests.common.errors import raises
 
 pytestmark = pytest.mark.ranks
 
 
 def _saves(folder: Path) -> dict[str, Tensor]:
     """On a disk and on the store: the same files."""
-    url = f"{url_of(folder)}/run"
+    url = f"{object_store.url_of(folder)}/run"
     model, optimizer = made()
     train(model, optimizer, 2, seed=1)
     on_disk = checkpoint.save(
@@ -37,7 +35,9 @@ def _saves(folder: Path) -> dict[str, Tensor]:
     for name in names:
         assert (on_store / name).read_bytes() == (on_disk / name).read_bytes()
     found = json.loads((Path(on_disk) / "manifest.json").read_text())["files"]
-    there = ObjectStore().cat_file(f"{url.partition('//')[2]}/step-00000002/manifest.json")
+    there = object_store.ObjectStore().cat_file(
+        f"{url.partition('//')[2]}/step-00000002/manifest.json"
+    )
     assert {k.rpartition("/")[2]: v for k, v in json.loads(there)["files"].items()} == found
     assert {*names} <= {*found}
     _loads(folder)
@@ -47,7 +47,7 @@ def _saves(folder: Path) -> dict[str, Tensor]:
 def _loads(folder: Path) -> dict[str, Tensor]:
     """What was saved, on however many ranks, and a step on."""
     model, optimizer = made(seed=5)
-    loaded = checkpoint.load(f"{url_of(folder)}/run", model, optimizer, verify=True)
+    loaded = checkpoint.load(f"{object_store.url_of(folder)}/run", model, optimizer, verify=True)
     assert loaded.step == 2
     train(model, optimizer, 1, seed=2)
     return everything(model, optimizer)
@@ -56,13 +56,13 @@ def _loads(folder: Path) -> dict[str, Tensor]:
 def test_bits_between_numbers_of_ranks(tmp_path: Path) -> None:
     """Saved on two, loaded on two and on one: training goes on with the same bits."""
     (tmp_path / "objects").mkdir()
-    expected, _ = run_on_ranks(2, _saves, tmp_path / "objects")
-    for found in run_on_ranks(2, _loads, tmp_path / "objects"):
+    expected, _ = workers.run_on_ranks(2, _saves, tmp_path / "objects")
+    for found in workers.run_on_ranks(2, _loads, tmp_path / "objects"):
         assert_same(found, expected)
-    assert checkpoint.verify(f"{url_of(tmp_path / 'objects')}/run") == []
+    assert checkpoint.verify(f"{object_store.url_of(tmp_path / 'objects')}/run") == []
     model, optimizer = made(seed=5)
     other, other_optimizer = made(seed=6)
-    checkpoint.load(f"{url_of(tmp_path / 'objects')}/run", model, optimizer)
+    checkpoint.load(f"{object_store.url_of(tmp_path / 'objects')}/run", model, optimizer)
     checkpoint.load(tmp_path / "run", other, other_optimizer)
     assert_same(everything(model, optimizer), everything(other, other_optimizer))
 
@@ -82,10 +82,10 @@ class Refuses:
 
 
 @pytest.mark.parametrize("call", ["save", "async_save"])
-@ranks(2)
+@workers.ranks(2)
 def test_a_rank_whose_put_fails(tmp_path: Path, call: str) -> None:
     """All raise the same sentence, complete steps are as they were, and saving goes on."""
-    url = f"{url_of(tmp_path)}/run"
+    url = f"{object_store.url_of(tmp_path)}/run"
     rank = dist.get_rank()
     model, optimizer = made()
     train(model, optimizer, 1, seed=0)
@@ -98,7 +98,10 @@ def test_a_rank_whose_put_fails(tmp_path: Path, call: str) -> None:
 
     for failing, part in ((0, "__0_"), (1, "__1_"), (0, ".metadata"), (0, "manifest.json")):
         fault = Refuses(part if rank == failing else "nothing")
-        with mock.patch.object(ObjectStore, "before", fault), raises("ckpt-rank-failed") as caught:
+        with (
+            mock.patch.object(object_store.ObjectStore, "before", fault),
+            raises("ckpt-rank-failed") as caught,
+        ):
             save(2)
         sentences: list[Any] = [None, None]
         dist.all_gather_object(sentences, str(caught.value))
@@ -116,29 +119,31 @@ def test_a_rank_whose_put_fails(tmp_path: Path, call: str) -> None:
     assert checkpoint.verify(url) == []
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_pretrained_weights(tmp_path: Path) -> None:
     """Each rank reads its rows from the store."""
     (tmp_path / "objects").mkdir(exist_ok=True)
     model, _ = made()
     checkpoint.export(tmp_path / "out", model)
-    url = f"{url_of(tmp_path / 'objects')}/hf"
+    url = f"{object_store.url_of(tmp_path / 'objects')}/hf"
     if dist.get_rank() == 0:
         content = (tmp_path / "out/model.safetensors").read_bytes()
-        ObjectStore().pipe_file(f"{url.partition('//')[2]}/model.safetensors", content)
+        object_store.ObjectStore().pipe_file(f"{url.partition('//')[2]}/model.safetensors", content)
     dist.barrier()
     other, _ = made(seed=1)
     assert not checkpoint.load_pretrained(other, url)
-    assert_equal(full_all(other.state_dict().values()), full_all(model.state_dict().values()))
+    parity.assert_equal(
+        parity.full_all(other.state_dict().values()), parity.full_all(model.state_dict().values())
+    )
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_refused_on_one_rank_alone(tmp_path: Path) -> None:
     """A package that one rank does not have: all say so, in both calls."""
-    url = f"{url_of(tmp_path)}/run"
+    url = f"{object_store.url_of(tmp_path)}/run"
     model, optimizer = made()
     checkpoint.save(url, model, optimizer, step=1)
-    ObjectStore().pipe_file(f"{url.partition('//')[2]}/hf/model.safetensors", _EMPTY)
+    object_store.ObjectStore().pipe_file(f"{url.partition('//')[2]}/hf/model.safetensors", _EMPTY)
 
     def reach(url: str) -> Any:
         if dist.get_rank() == 1:
@@ -158,10 +163,10 @@ def test_refused_on_one_rank_alone(tmp_path: Path) -> None:
     assert checkpoint.unfinished(url) == []
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_two_tries_do_not_mix(tmp_path: Path) -> None:
     """What a killed job has left of a step stays beside it, named, until it is removed."""
-    url = f"{url_of(tmp_path)}/run"
+    url = f"{object_store.url_of(tmp_path)}/run"
     model, optimizer = made()
     checkpoint.save(url, model, optimizer, step=1)
     if dist.get_rank() == 0:
@@ -170,7 +175,7 @@ def test_two_tries_do_not_mix(tmp_path: Path) -> None:
     assert checkpoint.unfinished(url) == []
     dist.barrier()
     with (
-        mock.patch.object(ObjectStore, "before", Refuses("", ("delete",))),
+        mock.patch.object(object_store.ObjectStore, "before", Refuses("", ("delete",))),
         mock.patch.object(remote.RemoteAttempt, "commit", side_effect=OSError("killed")),
         raises("ckpt-rank-failed"),
     ):

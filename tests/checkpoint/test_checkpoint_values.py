@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import checkpoint, fully_shard
+from tests.common import workers
 from tests.common.errors import raises
-from tests.common.workers import ranks, run_on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -94,14 +94,14 @@ def _loads(folder: Path) -> tuple[dict[str, Tensor], Any, Any, Any]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
     folder = tmp_path_factory.mktemp("values") / "run"
-    return folder, run_on_ranks(2, _saves, folder)[0]
+    return folder, workers.run_on_ranks(2, _saves, folder)[0]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_ranks_that_are_more_or_fewer(saved: tuple[Path, dict[str, Tensor]], size: int) -> None:
     """DTensors come back whole, and each rank's own where there was such a rank."""
     folder, expected = saved
-    for rank, (ema, own, left, _) in enumerate(run_on_ranks(size, _loads, folder)):
+    for rank, (ema, own, left, _) in enumerate(workers.run_on_ranks(size, _loads, folder)):
         assert ema.keys() == expected.keys()
         assert all(torch.equal(ema[name], value) for name, value in expected.items())
         assert left.missing == (["rng.2.cpu"] if size == 3 else [])
@@ -116,7 +116,7 @@ def test_one_process_loads_values(saved: tuple[Path, dict[str, Tensor]]) -> None
     _loads(saved[0])
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_dcp_alone_restores_extra_states(tmp_path: Path) -> None:
     model = made()
     model(torch.ones(2, 3))
@@ -129,7 +129,7 @@ def test_dcp_alone_restores_extra_states(tmp_path: Path) -> None:
     assert torch.equal(other[0].seen["scale"], torch.full((2,), 2.0))
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
     """Of DTensors each rank has a part, so that all must have the same ones."""
     model, rank = made(), dist.get_rank()
@@ -147,7 +147,7 @@ def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
     assert checkpoint.steps(tmp_path) == [1]
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_what_is_no_folder_of_steps(tmp_path: Path) -> None:
     """The path of a step is taken; of what else is there, all ranks say how it is loaded."""
     model = made()

@@ -34,8 +34,8 @@ from fsdp2.checkpoint.__main__ import main
 from fsdp2.core.config import CheckpointError
 from fsdp2.optim import FlatOptimizer
 from fsdp2.ranks.channels import Members
+from tests.common import workers
 from tests.common.errors import raises
-from tests.common.workers import ranks, run_on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -135,7 +135,7 @@ def _continues(
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     folder = tmp_path_factory.mktemp("saved") / "run"
-    return folder, run_on_ranks(2, _saves, folder)
+    return folder, workers.run_on_ranks(2, _saves, folder)
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -144,7 +144,7 @@ def test_two_ranks_continue_as_if_never_interrupted(
 ) -> None:
     """Bit for bit, with the same random numbers; also in a `FlatOptimizer`."""
     folder, before = saved
-    after = run_on_ranks(2, _continues, folder, flat, None, True)
+    after = workers.run_on_ranks(2, _continues, folder, flat, None, True)
     for (kept, came, drawn), (loaded, comes, draws) in zip(before, after, strict=True):
         assert_same(loaded, kept)
         assert_same(comes, came)
@@ -158,7 +158,7 @@ def test_four_ranks_load_what_two_saved(
     saved: tuple[Path, list[Any]], shape: tuple[int, ...]
 ) -> None:
     folder, before = saved
-    for loaded, _, _ in run_on_ranks(4, _continues, folder, False, shape, False):
+    for loaded, _, _ in workers.run_on_ranks(4, _continues, folder, False, shape, False):
         assert_same(loaded, before[0][0])
 
 
@@ -331,7 +331,7 @@ def _tree(folder: Path) -> dict[str, bytes]:
     return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_save_refuses(tmp_path: Path) -> None:
     model, optimizer = made()
     run, rank = tmp_path / "run", dist.get_rank()
@@ -419,7 +419,7 @@ class Late(files.Disk):
             self._note("rank 1 has cleared")
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_a_save_after_one_that_failed_has_its_own_folder(tmp_path: Path) -> None:
     model, optimizer = made()
     run, moments = tmp_path / "run", tmp_path / "moments"
@@ -456,7 +456,7 @@ class FailsAt(files.Disk):
 
 
 @pytest.mark.parametrize("call", ["save", "async_save"])
-@ranks(2)
+@workers.ranks(2)
 def test_wherever_the_disk_fails(tmp_path: Path, call: str) -> None:
     """At any operation of either rank: all raise, each step there is whole, and saving goes on."""
     model, _ = made()
@@ -517,7 +517,7 @@ class Evil:
         return os.mkdir, ("evil",)
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_load_refuses(tmp_path: Path) -> None:
     model, optimizer = made()
     train(model, optimizer, 1, seed=0)

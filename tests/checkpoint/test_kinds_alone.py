@@ -27,8 +27,8 @@ from fsdp2.checkpoint.archives import read_file, write_archive
 from fsdp2.checkpoint.converting import KINDS, kind_of
 from fsdp2.checkpoint.entries import Entry, Piece
 from fsdp2.xla.shards import FORMAT
-from tests.common.errors import raises
 from tests.checkpoint.test_checkpoint_crashes import Recorder, crashes
+from tests.common.errors import raises
 
 pytestmark = pytest.mark.alone
 

@@ -25,8 +25,8 @@ from fsdp2 import checkpoint
 from fsdp2.checkpoint import saving
 from fsdp2.checkpoint.__main__ import main
 from fsdp2.core.config import CheckpointError
+from tests.common import object_store
 from tests.common.errors import raises
-from tests.common.object_store import ObjectStore, url_of
 
 pytestmark = pytest.mark.alone
 
@@ -61,7 +61,7 @@ def loaded(folder: Any, **options: Any) -> list[torch.Tensor]:
 @pytest.fixture(params=["objects", "memory"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "objects":
-        yield f"{url_of(tmp_path)}/bucket/run"
+        yield f"{object_store.url_of(tmp_path)}/bucket/run"
     else:
         yield "memory://bucket/run"
         memory = fsspec.filesystem("memory")
@@ -256,9 +256,9 @@ def _recorded(root: Path) -> tuple[list[Op], list[int], dict[int, list[torch.Ten
 
     The second is asynchronous. Where each has returned is told, too.
     """
-    url, kept, returned = f"{url_of(root)}/{RUN}", {}, []
+    url, kept, returned = f"{object_store.url_of(root)}/{RUN}", {}, []
     ops: list[Op] = []
-    with mock.patch.object(ObjectStore, "ops", ops):
+    with mock.patch.object(object_store.ObjectStore, "ops", ops):
         for step, keep in ((1, None), (2, 1), (3, 2)):
             model, optimizer = made(seed=step)
             kept[step] = everything(model, optimizer)
@@ -281,7 +281,7 @@ def _replayed(ops: list[Op], root: Path) -> str:
             file.write_bytes(data)
         else:
             file.unlink()
-    return f"{url_of(root)}/{RUN}"
+    return f"{object_store.url_of(root)}/{RUN}"
 
 
 def _broken(
@@ -359,13 +359,13 @@ class Fails:
 @pytest.mark.parametrize("deletes", [False, True])
 def test_a_put_that_fails(tmp_path: Path, deletes: bool) -> None:
     """At any of them: one sentence, and the step before is whole; where deletes fail, too."""
-    url = f"{url_of(tmp_path)}/{RUN}"
+    url = f"{object_store.url_of(tmp_path)}/{RUN}"
     model, optimizer = made(seed=1)
     checkpoint.save(url, model, optimizer, step=1)
     kept = everything(model, optimizer)
     for at in (1, 2, 3):
         with (
-            mock.patch.object(ObjectStore, "before", Fails(at, deletes)),
+            mock.patch.object(object_store.ObjectStore, "before", Fails(at, deletes)),
             raises("ckpt-rank-failed"),
         ):
             checkpoint.save(url, *made(seed=2), step=1 + at)
@@ -379,13 +379,13 @@ class _AnswerLost:
     """The manifest is put, and the store's answer is lost; deletes fail, or do not."""
 
     def __init__(self, deletes: bool) -> None:
-        self.deletes, self.put = deletes, ObjectStore.pipe_file
+        self.deletes, self.put = deletes, object_store.ObjectStore.pipe_file
 
     def __call__(self, kind: str, path: str) -> None:
         if self.deletes and kind == "delete":
             raise ConnectionError("no answer")
 
-    def pipe_file(self, store: ObjectStore, path: str, value: bytes) -> None:
+    def pipe_file(self, store: object_store.ObjectStore, path: str, value: bytes) -> None:
         self.put(store, path, value)
         if path.endswith("manifest.json"):
             raise ConnectionError("no answer")
@@ -394,12 +394,14 @@ class _AnswerLost:
 @pytest.mark.parametrize("deletes", [False, True])
 def test_a_manifest_that_is_put_without_an_answer(tmp_path: Path, deletes: bool) -> None:
     """The save fails; the step is not there, or it is there and whole."""
-    url = f"{url_of(tmp_path)}/{RUN}"
+    url = f"{object_store.url_of(tmp_path)}/{RUN}"
     fault = _AnswerLost(deletes)
     model, optimizer = made(seed=1)
     with (
-        mock.patch.object(ObjectStore, "before", fault),
-        mock.patch.object(ObjectStore, "pipe_file", lambda *args: fault.pipe_file(*args)),
+        mock.patch.object(object_store.ObjectStore, "before", fault),
+        mock.patch.object(
+            object_store.ObjectStore, "pipe_file", lambda *args: fault.pipe_file(*args)
+        ),
         raises("ckpt-rank-failed"),
     ):
         checkpoint.save(url, model, optimizer, step=1)
@@ -412,10 +414,10 @@ def test_a_manifest_that_is_put_without_an_answer(tmp_path: Path, deletes: bool)
 
 def test_old_steps_that_cannot_be_removed(tmp_path: Path) -> None:
     """The save is durable, and both steps are whole."""
-    url = f"{url_of(tmp_path)}/{RUN}"
+    url = f"{object_store.url_of(tmp_path)}/{RUN}"
     checkpoint.save(url, *made(seed=1), step=1)
     model, optimizer = made(seed=2)
-    with mock.patch.object(ObjectStore, "before", Fails(0, deletes=True)):
+    with mock.patch.object(object_store.ObjectStore, "before", Fails(0, deletes=True)):
         checkpoint.save(url, model, optimizer, step=2, keep=1)
     assert checkpoint.steps(url) == [1, 2]
     assert checkpoint.verify(url) == checkpoint.unfinished(url) == []

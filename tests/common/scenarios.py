@@ -14,19 +14,12 @@ from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.schedule.unit import Unit
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualDevice
-from tests.common.random_models import (
-    InterruptError,
-    Watch,
-    calls_of,
-    random_flags,
-    random_tree,
-    shuffle_calls,
-)
+from tests.common import random_models
 
-Scenario = Callable[[random.Random, VirtualDevice], Watch]
+Scenario = Callable[[random.Random, VirtualDevice], random_models.Watch]
 
 
-def _iterate(watch: Watch, padding: bool = True) -> None:
+def _iterate(watch: random_models.Watch, padding: bool = True) -> None:
     """Forward, backward, step, after which nothing may be left over."""
     watch.sim.iteration()
     watch.check_reduced()
@@ -34,23 +27,23 @@ def _iterate(watch: Watch, padding: bool = True) -> None:
     watch.check_live(padding)
 
 
-def steady(rng: random.Random, device: VirtualDevice) -> Watch:
+def steady(rng: random.Random, device: VirtualDevice) -> random_models.Watch:
     """The same calls in every iteration; all outputs, inputs and parameters take part."""
-    watch = Watch(rng, random_tree(rng, plain=True), device=device)
+    watch = random_models.Watch(rng, random_models.random_tree(rng, plain=True), device=device)
     for _ in range(3):
         _iterate(watch)
     return watch
 
 
-def stepping(rng: random.Random, device: VirtualDevice) -> Watch:
+def stepping(rng: random.Random, device: VirtualDevice) -> random_models.Watch:
     """The optimizer runs in hooks, as soon as a gradient is reduced or added to an older one."""
-    root = random_tree(rng)
-    watch = Watch(rng, root, device=device)
+    root = random_models.random_tree(rng)
+    watch = random_models.Watch(rng, root, device=device)
     sim = watch.sim
     for _ in range(2):
         sim.step_in_backward(False)
         for _ in range(rng.choice((0, 1, 1, 2))):  # leaves gradients, reduced or not
-            for node, calls in calls_of(root).items():
+            for node, calls in random_models.calls_of(root).items():
                 # Gradients of earlier backwards are reduced when the first of its calls ends: a
                 # hook would step then, before the others are through.
                 node.unit.sync = calls > 1 or rng.random() < 0.7
@@ -63,9 +56,9 @@ def stepping(rng: random.Random, device: VirtualDevice) -> Watch:
     return watch
 
 
-def stepping_in_flight(rng: random.Random, device: VirtualDevice) -> Watch:
+def stepping_in_flight(rng: random.Random, device: VirtualDevice) -> random_models.Watch:
     """The optimizer runs in hooks, and forwards begin before it is known to be through."""
-    watch = Watch(rng, random_tree(rng), device=device)
+    watch = random_models.Watch(rng, random_models.random_tree(rng), device=device)
     sim = watch.sim
     for _ in range(2):
         sim.step_in_backward()
@@ -78,9 +71,9 @@ def stepping_in_flight(rng: random.Random, device: VirtualDevice) -> Watch:
     return watch
 
 
-def stepping_between(rng: random.Random, device: VirtualDevice) -> Watch:
+def stepping_between(rng: random.Random, device: VirtualDevice) -> random_models.Watch:
     """The optimizer runs in hooks, while backwards of earlier forwards are still to come."""
-    watch = Watch(rng, random_tree(rng), device=device)
+    watch = random_models.Watch(rng, random_models.random_tree(rng), device=device)
     sim = watch.sim
     for _ in range(2):
         sim.step_in_backward()
@@ -93,21 +86,21 @@ def stepping_between(rng: random.Random, device: VirtualDevice) -> Watch:
     return watch
 
 
-def changing(rng: random.Random, device: VirtualDevice) -> Watch:
+def changing(rng: random.Random, device: VirtualDevice) -> random_models.Watch:
     """Other calls in every iteration, so that the recorded order misleads."""
-    root = random_tree(rng)
-    watch = Watch(rng, root, device=device)
+    root = random_models.random_tree(rng)
+    watch = random_models.Watch(rng, root, device=device)
     for _ in range(3):
-        random_flags(rng, watch.sim)
+        random_models.random_flags(rng, watch.sim)
         _iterate(watch)
-        shuffle_calls(rng, root)
+        random_models.shuffle_calls(rng, root)
     return watch
 
 
-def partial(rng: random.Random, device: VirtualDevice) -> Watch:
+def partial(rng: random.Random, device: VirtualDevice) -> random_models.Watch:
     """Frozen parameters, unused outputs, inputs without grad; which, changes between iterations."""
-    root = random_tree(rng)
-    watch = Watch(rng, root, device=device)
+    root = random_models.random_tree(rng)
+    watch = random_models.Watch(rng, root, device=device)
     for _ in range(3):  # which changes the reductions, and their padding
         for node in root.walk():
             node.frozen = rng.choice((0, 0, 1, 2))
@@ -118,10 +111,10 @@ def partial(rng: random.Random, device: VirtualDevice) -> Watch:
     return watch
 
 
-def several_forwards(rng: random.Random, device: VirtualDevice) -> Watch:
+def several_forwards(rng: random.Random, device: VirtualDevice) -> random_models.Watch:
     """Evaluation, forwards that are thrown away, and up to three before their backwards."""
-    root = random_tree(rng)
-    watch = Watch(rng, root, device=device)
+    root = random_models.random_tree(rng)
+    watch = random_models.Watch(rng, root, device=device)
     sim = watch.sim
     for _ in range(2):
         for _ in range(rng.randint(0, 2)):  # without a backward: evaluation, or thrown away
@@ -131,7 +124,7 @@ def several_forwards(rng: random.Random, device: VirtualDevice) -> Watch:
         for _ in range(count):
             sim.forward(start=_some_start(rng, root))
             if rng.random() < 0.3:
-                shuffle_calls(rng, root)
+                random_models.shuffle_calls(rng, root)
         while sim.calls:
             joint = rng.randint(1, len(sim.calls))
             sim.scheduler.is_last_backward = joint == len(sim.calls) or rng.random() < 0.5
@@ -147,10 +140,10 @@ def _some_start(rng: random.Random, root: Node) -> Node:
     return root if rng.random() < 0.7 else rng.choice(root.walk())
 
 
-def accumulation(rng: random.Random, device: VirtualDevice) -> Watch:
+def accumulation(rng: random.Random, device: VirtualDevice) -> random_models.Watch:
     """Micro-batches: some units sync or reshard late, some backwards are not the last."""
-    root = random_tree(rng)
-    watch = Watch(rng, root, device=device)
+    root = random_models.random_tree(rng)
+    watch = random_models.Watch(rng, root, device=device)
     sim = watch.sim
     units = sim.scheduler.units
     for _ in range(2):
@@ -166,19 +159,19 @@ def accumulation(rng: random.Random, device: VirtualDevice) -> Watch:
         for unit in units:
             unit.sync = unit.all_reduce = unit.reshard_after_backward = True
         sim.scheduler.is_last_backward = True
-        random_flags(rng, sim)
+        random_models.random_flags(rng, sim)
         _iterate(watch)
     return watch
 
 
-def replicated(rng: random.Random, device: VirtualDevice) -> Watch:
+def replicated(rng: random.Random, device: VirtualDevice) -> random_models.Watch:
     """Copies, whose sums are partial for some backwards; some of those are given up."""
-    root = random_tree(rng)
-    watch = Watch(rng, root, device=device, copies=2)
+    root = random_models.random_tree(rng)
+    watch = random_models.Watch(rng, root, device=device, copies=2)
     sim = watch.sim
     units = sim.scheduler.units
     for _ in range(2):
-        random_flags(rng, sim)
+        random_models.random_flags(rng, sim)
         for _ in range(rng.randint(1, 3)):
             everywhere = rng.random() < 0.5
             for unit in units:
@@ -198,11 +191,11 @@ def replicated(rng: random.Random, device: VirtualDevice) -> Watch:
     return watch
 
 
-def offloaded(rng: random.Random, device: VirtualDevice) -> Watch:
+def offloaded(rng: random.Random, device: VirtualDevice) -> random_models.Watch:
     """Shards in CPU memory, which the host writes whenever no iteration is under way."""
-    root = random_tree(rng)
+    root = random_models.random_tree(rng)
     offload = CPUOffloadPolicy(rng.random() < 0.8)
-    watch = Watch(rng, root, bounded=False, device=device, offload=offload)
+    watch = random_models.Watch(rng, root, bounded=False, device=device, offload=offload)
     sim = watch.sim
     for _ in range(3):
         for unit in sim.scheduler.units:
@@ -235,19 +228,19 @@ def offloaded(rng: random.Random, device: VirtualDevice) -> Watch:
             unit.reshard()
         watch.check_live()
         if rng.random() < 0.5:
-            shuffle_calls(rng, root)
+            random_models.shuffle_calls(rng, root)
     return watch
 
 
-def finalized(rng: random.Random, device: VirtualDevice) -> Watch:
+def finalized(rng: random.Random, device: VirtualDevice) -> random_models.Watch:
     """Backwards that a caller ends: reductions of their own, waited for now or later."""
-    root = random_tree(rng)
-    watch = Watch(rng, root, device=device)
+    root = random_models.random_tree(rng)
+    watch = random_models.Watch(rng, root, device=device)
     sim = watch.sim
     scheduler = sim.scheduler
     scheduler.manual = True
     for _ in range(2):
-        random_flags(rng, sim)
+        random_models.random_flags(rng, sim)
         for _ in range(rng.randint(1, 3)):
             for unit in scheduler.units:
                 unit.sync = rng.random() < 0.3
@@ -264,13 +257,13 @@ def finalized(rng: random.Random, device: VirtualDevice) -> Watch:
     return watch
 
 
-def elsewhere(rng: random.Random, device: VirtualDevice) -> Watch:
+def elsewhere(rng: random.Random, device: VirtualDevice) -> random_models.Watch:
     """The optimizer runs on a stream of the user's; gradients go when the next forward is through.
 
     Only the event says when it has stepped.
     """
-    root = random_tree(rng)
-    watch = Watch(rng, root, bounded=False, device=device, offload=None)
+    root = random_models.random_tree(rng)
+    watch = random_models.Watch(rng, root, bounded=False, device=device, offload=None)
     sim = watch.sim
     for _ in range(3):
         if rng.random() < 0.2:
@@ -282,7 +275,7 @@ def elsewhere(rng: random.Random, device: VirtualDevice) -> Watch:
         watch.check_sharded()
         sim.step_elsewhere()
         if rng.random() < 0.5:
-            shuffle_calls(rng, root)
+            random_models.shuffle_calls(rng, root)
     sim.forward(expects_backward=False)
     sim.drop_gradients()
     for unit in sim.scheduler.units:
@@ -291,10 +284,10 @@ def elsewhere(rng: random.Random, device: VirtualDevice) -> Watch:
     return watch
 
 
-def requested(rng: random.Random, device: VirtualDevice) -> Watch:
+def requested(rng: random.Random, device: VirtualDevice) -> random_models.Watch:
     """Explicit prefetch lists, right or wrong, and gathers and frees that a user asks for."""
-    root = random_tree(rng)
-    watch = Watch(rng, root, bounded=False, device=device)
+    root = random_models.random_tree(rng)
+    watch = random_models.Watch(rng, root, bounded=False, device=device)
     sim = watch.sim
     for _ in range(3):
         for unit in sim.scheduler.units:
@@ -319,14 +312,14 @@ def requested(rng: random.Random, device: VirtualDevice) -> Watch:
         watch.check_sharded()
         watch.check_live()
         if rng.random() < 0.3:
-            shuffle_calls(rng, root)
+            random_models.shuffle_calls(rng, root)
     return watch
 
 
-def other_optimizer(rng: random.Random, device: VirtualDevice) -> Watch:
+def other_optimizer(rng: random.Random, device: VirtualDevice) -> random_models.Watch:
     """One that holds managed parameters, though none of these, steps at any moment."""
-    root = random_tree(rng)
-    watch = Watch(rng, root, device=device)
+    root = random_models.random_tree(rng)
+    watch = random_models.Watch(rng, root, device=device)
 
     def step() -> None:
         OptimizerSteps.count += rng.random() < 0.1
@@ -335,18 +328,18 @@ def other_optimizer(rng: random.Random, device: VirtualDevice) -> Watch:
     for _ in range(3):
         _iterate(watch)
         if rng.random() < 0.5:
-            shuffle_calls(rng, root)
+            random_models.shuffle_calls(rng, root)
     return watch
 
 
-def interrupted(rng: random.Random, device: VirtualDevice) -> Watch:
+def interrupted(rng: random.Random, device: VirtualDevice) -> random_models.Watch:
     """Exceptions anywhere in a forward or backward, each followed by a reset."""
-    watch = Watch(rng, random_tree(rng), device=device)
+    watch = random_models.Watch(rng, random_models.random_tree(rng), device=device)
     for _ in range(3):
         watch.interrupt_after = rng.randint(0, 40)
         try:
             watch.sim.iteration()
-        except InterruptError:
+        except random_models.InterruptError:
             watch.reset()
             watch.sim.optimizer_step()
         watch.check_reduced()
@@ -355,14 +348,14 @@ def interrupted(rng: random.Random, device: VirtualDevice) -> Watch:
     return watch
 
 
-def broken_hooks(rng: random.Random, device: VirtualDevice) -> Watch:
+def broken_hooks(rng: random.Random, device: VirtualDevice) -> random_models.Watch:
     """A user's hook raises in the middle of a reduction; a reset follows."""
-    watch = Watch(rng, random_tree(rng), device=device)
+    watch = random_models.Watch(rng, random_models.random_tree(rng), device=device)
     for _ in range(2):
         watch.break_hooks(rng.randint(0, 3))
         try:
             watch.sim.iteration(step=False)
-        except InterruptError:
+        except random_models.InterruptError:
             watch.reset()
         watch.sim.step_in_backward(False)
         watch.sim.optimizer_step()
@@ -370,10 +363,10 @@ def broken_hooks(rng: random.Random, device: VirtualDevice) -> Watch:
     return watch
 
 
-def looking_ahead(rng: random.Random, device: VirtualDevice) -> Watch:
+def looking_ahead(rng: random.Random, device: VirtualDevice) -> random_models.Watch:
     """Windows of one to three units, which change between forwards and backwards."""
-    root = random_tree(rng)
-    watch = Watch(rng, root, device=device, window=2)
+    root = random_models.random_tree(rng)
+    watch = random_models.Watch(rng, root, device=device, window=2)
     sim = watch.sim
     for _ in range(3):
         for late in reversed(range(rng.choice((1, 1, 2)))):
@@ -387,11 +380,11 @@ def looking_ahead(rng: random.Random, device: VirtualDevice) -> Watch:
         watch.check_sharded()
         watch.check_live()
         if rng.random() < 0.5:
-            shuffle_calls(rng, root)
+            random_models.shuffle_calls(rng, root)
     return watch
 
 
-def _choose_window(rng: random.Random, watch: Watch) -> None:
+def _choose_window(rng: random.Random, watch: random_models.Watch) -> None:
     """What a smaller window frees was no wrong guess."""
     if rng.random() < 0.5:
         scheduler, known = watch.sim.scheduler, len(watch.log)

@@ -17,21 +17,8 @@ import fsdp2
 from fsdp2.core.modules.hooks import UnitHooks
 from fsdp2.core.modules.registry import require_record
 from fsdp2.testing.null_group import null_mesh, null_world
+from tests.common import compiling
 from tests.common.combinations import each_once
-from tests.common.compiling import (
-    BLOCK_WAYS,
-    DIM,
-    IN_FORWARD,
-    INSIDE_FSDP,
-    OUTSIDE_FSDP,
-    ROOT_WAYS,
-    Block,
-    Compiler,
-    Stack,
-    fresh_dynamo,
-    graph_breaks,
-    sharded,
-)
 
 pytestmark = pytest.mark.alone
 
@@ -40,13 +27,13 @@ RANKS = 2
 
 @pytest.fixture(autouse=True)
 def _one_of_two_ranks() -> Iterator[None]:
-    with fresh_dynamo(), null_world(RANKS):
+    with compiling.fresh_dynamo(), null_world(RANKS):
         yield
 
 
 def _operators_of_a_block(checkpoints: bool = False) -> int:
-    compiler = Compiler("eager")
-    compiler.wrap(Block(checkpoints))(torch.ones(2, DIM, requires_grad=True))
+    compiler = compiling.Compiler("eager")
+    compiler.wrap(compiling.Block(checkpoints))(torch.ones(2, compiling.DIM, requires_grad=True))
     operators = compiler.operators
     torch._dynamo.reset()
     assert compiler.graphs == 1
@@ -54,15 +41,15 @@ def _operators_of_a_block(checkpoints: bool = False) -> int:
 
 
 def _step(model: Any, run: Any, rows: int = 4) -> None:
-    run(torch.ones(rows, DIM)).sum().backward()
+    run(torch.ones(rows, compiling.DIM)).sum().backward()
     model.zero_grad()
 
 
 def _graphs_by_iteration(
-    way: str, compiler: Compiler, batches: tuple[int, ...], **arguments: Any
+    way: str, compiler: compiling.Compiler, batches: tuple[int, ...], **arguments: Any
 ) -> list[int]:
-    model = Stack(checkpoints=arguments.get("checkpoints") == IN_FORWARD)
-    run = sharded(fsdp2, model, way, compiler, mesh=null_mesh(RANKS), **arguments)
+    model = compiling.Stack(checkpoints=arguments.get("checkpoints") == compiling.IN_FORWARD)
+    run = compiling.sharded(fsdp2, model, way, compiler, mesh=null_mesh(RANKS), **arguments)
     found = []
     for rows in batches:
         _step(model, run, rows)
@@ -70,22 +57,22 @@ def _graphs_by_iteration(
     return found
 
 
-@pytest.mark.parametrize("way", BLOCK_WAYS)
+@pytest.mark.parametrize("way", compiling.BLOCK_WAYS)
 def test_blocks_are_whole_graphs_and_compile_once_and_once_more(way: str) -> None:
     """Once for both blocks; once more, for any size, when the batch size changes."""
     operators = _operators_of_a_block()
-    compiler = Compiler("eager")
+    compiler = compiling.Compiler("eager")
     graphs = _graphs_by_iteration(way, compiler, (4, 4, 4, 6, 6, 5))
     assert graphs == [1, 1, 1, 2, 2, 2]
     assert compiler.operators == 2 * operators
-    assert not graph_breaks()
+    assert not compiling.graph_breaks()
 
 
-@pytest.mark.parametrize("way", ROOT_WAYS)
+@pytest.mark.parametrize("way", compiling.ROOT_WAYS)
 def test_a_compiled_root_leaves_its_blocks_whole(way: str) -> None:
     """Our hooks break the root's graph, which then is no graph; each block still is one."""
     operators = _operators_of_a_block()
-    compiler = Compiler("eager", fullgraph=False)
+    compiler = compiling.Compiler("eager", fullgraph=False)
     graphs = _graphs_by_iteration(way, compiler, (4, 4, 4, 6, 6, 5))
     assert graphs == [1, 1, 1, 2, 2, 2]
     assert compiler.operators == 2 * operators
@@ -93,13 +80,18 @@ def test_a_compiled_root_leaves_its_blocks_whole(way: str) -> None:
 
 @pytest.mark.parametrize(
     ("checkpoints", "mixed"),
-    [(None, True), (IN_FORWARD, False), (OUTSIDE_FSDP, True), (INSIDE_FSDP, False)],
+    [
+        (None, True),
+        (compiling.IN_FORWARD, False),
+        (compiling.OUTSIDE_FSDP, True),
+        (compiling.INSIDE_FSDP, False),
+    ],
 )
 def test_features_add_no_graph(checkpoints: str | None, mixed: bool) -> None:
     policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16 if mixed else None, torch.float32)
     graphs = _graphs_by_iteration(
         "in place, then sharded",
-        Compiler("aot_eager"),
+        compiling.Compiler("aot_eager"),
         (4, 4, 4, 6, 6, 5),
         checkpoints=checkpoints,
         mp_policy=policy,
@@ -107,23 +99,23 @@ def test_features_add_no_graph(checkpoints: str | None, mixed: bool) -> None:
     assert graphs[2] == graphs[0], "compiled again for the same shapes"
     # Around the unit, forward's input is a view and recomputation's is not: a graph for each, once
     # sizes are dynamic (as with torch's FSDP2).
-    most = 2 if checkpoints == OUTSIDE_FSDP else 1
+    most = 2 if checkpoints == compiling.OUTSIDE_FSDP else 1
     assert graphs[3] - graphs[2] <= most * graphs[0], "more than once for other batch sizes"
     assert graphs[3:] == graphs[3:4] * 3, "again, for sizes that the last graph knows"
-    assert not graph_breaks()
+    assert not compiling.graph_breaks()
 
 
 def test_accumulation_and_kept_parameters_compile_nothing_anew() -> None:
-    compiler = Compiler("aot_eager")
-    model: Any = Stack()
-    sharded(fsdp2, model, "in place, then sharded", compiler, mesh=null_mesh(RANKS))
+    compiler = compiling.Compiler("aot_eager")
+    model: Any = compiling.Stack()
+    compiling.sharded(fsdp2, model, "in place, then sharded", compiler, mesh=null_mesh(RANKS))
     _step(model, model)
     assert compiler.graphs == 1
     for flag in (False, True, False, True):
         model.set_requires_gradient_sync(flag)
         model.set_reshard_after_backward(flag)
         model.set_is_last_backward(flag)
-        model(torch.ones(4, DIM)).sum().backward()
+        model(torch.ones(4, compiling.DIM)).sum().backward()
     model.zero_grad()
     model.set_reshard_after_forward(False)
     _step(model, model)
@@ -136,15 +128,15 @@ def test_a_sharded_module_in_a_compiled_one_breaks_its_graph_and_no_more() -> No
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = Block()
-            self.last = nn.Linear(DIM, DIM)
+            self.inner = compiling.Block()
+            self.last = nn.Linear(compiling.DIM, compiling.DIM)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.last(self.inner(x.sin()).cos())
 
-    def make(fullgraph: bool) -> tuple[Any, Compiler]:
+    def make(fullgraph: bool) -> tuple[Any, compiling.Compiler]:
         torch._dynamo.reset()
-        outer, compiler = Outer(), Compiler("eager", fullgraph)
+        outer, compiler = Outer(), compiling.Compiler("eager", fullgraph)
         for module in (outer.inner, outer):
             fsdp2.fully_shard(module, mesh=null_mesh(RANKS))
         compiler.in_place(outer)
@@ -152,7 +144,7 @@ def test_a_sharded_module_in_a_compiled_one_breaks_its_graph_and_no_more() -> No
 
     outer, _ = make(fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="fsdp2 gathers, frees and reduces"):
-        outer(torch.ones(2, DIM))
+        outer(torch.ones(2, compiling.DIM))
     outer, compiler = make(fullgraph=False)
     for _ in range(3):
         _step(outer, outer)
@@ -165,9 +157,9 @@ def test_a_compiled_function_around_a_sharded_model() -> None:
     Parts of the function itself are graphs too.
     """
     operators = _operators_of_a_block()
-    compiler = Compiler("eager", fullgraph=False)
-    model: Any = Stack()
-    sharded(fsdp2, model, "-", Compiler("none"), mesh=null_mesh(RANKS))
+    compiler = compiling.Compiler("eager", fullgraph=False)
+    model: Any = compiling.Stack()
+    compiling.sharded(fsdp2, model, "-", compiling.Compiler("none"), mesh=null_mesh(RANKS))
 
     def loss(x: Tensor, sync: bool) -> Tensor:
         model.set_requires_gradient_sync(sync)
@@ -176,7 +168,7 @@ def test_a_compiled_function_around_a_sharded_model() -> None:
     compiled = compiler.wrap(loss)  # type: ignore[arg-type]  # torch.compile takes functions too
     found = []
     for _ in range(4):
-        compiled(torch.ones(4, DIM), True).backward()
+        compiled(torch.ones(4, compiling.DIM), True).backward()
         model.zero_grad()
         found.append(compiler.graphs)
     assert found == [found[0]] * 4
@@ -184,17 +176,17 @@ def test_a_compiled_function_around_a_sharded_model() -> None:
 
 
 def test_forward_methods_are_compiled_between_the_hooks() -> None:
-    class Twice(Block):
+    class Twice(compiling.Block):
         def both(self, x: Tensor) -> Tensor:
             return self.forward(self.forward(x))
 
     operators = _operators_of_a_block()
-    block, compiler = Twice(), Compiler("eager", fullgraph=False)
+    block, compiler = Twice(), compiling.Compiler("eager", fullgraph=False)
     fsdp2.fully_shard(block, mesh=null_mesh(RANKS))
     fsdp2.register_fsdp_forward_method(block, "both")
     compiled = compiler.wrap(block.both)  # type: ignore[arg-type]  # a method
     for _ in range(3):
-        compiled(torch.ones(2, DIM, requires_grad=True)).sum().backward()
+        compiled(torch.ones(2, compiling.DIM, requires_grad=True)).sum().backward()
     assert (compiler.graphs, compiler.operators) == (1, 2 * operators)
 
 
@@ -215,7 +207,7 @@ class Saved:
 
 
 @each_once(
-    way=[BLOCK_WAYS[0], BLOCK_WAYS[2], ROOT_WAYS[0]],
+    way=[compiling.BLOCK_WAYS[0], compiling.BLOCK_WAYS[2], compiling.ROOT_WAYS[0]],
     backend=["aot_eager", "eager"],
     mixed={"fp32": False, "mixed": True},
 )
@@ -224,7 +216,10 @@ def test_compiled_graphs_keep_no_gathered_parameter(backend: str, way: str, mixe
 
 
 @pytest.mark.extended
-@each_once(way=[BLOCK_WAYS[0], BLOCK_WAYS[2], ROOT_WAYS[0]], mixed={"fp32": False, "mixed": True})
+@each_once(
+    way=[compiling.BLOCK_WAYS[0], compiling.BLOCK_WAYS[2], compiling.ROOT_WAYS[0]],
+    mixed={"fp32": False, "mixed": True},
+)
 def test_inductors_graphs_keep_no_gathered_parameter(way: str, mixed: bool) -> None:
     _check_that_graphs_keep_no_gathered_parameter("inductor", way, mixed)
 
@@ -240,13 +235,13 @@ def _check_that_graphs_keep_no_gathered_parameter(backend: str, way: str, mixed:
 
     def saved(name: str) -> int:
         torch._dynamo.reset()
-        compiler = Compiler(name, fullgraph=way not in ROOT_WAYS)
-        model: Any = Stack()
-        run = sharded(fsdp2, model, way, compiler, **arguments)
+        compiler = compiling.Compiler(name, fullgraph=way not in compiling.ROOT_WAYS)
+        model: Any = compiling.Stack()
+        run = compiling.sharded(fsdp2, model, way, compiler, **arguments)
         for _ in range(2):
             found = Saved()
             with torch.autograd.graph.saved_tensors_hooks(found, lambda tensor: tensor):
-                loss = run(torch.ones(4, DIM)).sum()
+                loss = run(torch.ones(4, compiling.DIM)).sum()
             alive = found.alive
             loss.backward()
             model.zero_grad()
@@ -258,13 +253,13 @@ def _check_that_graphs_keep_no_gathered_parameter(backend: str, way: str, mixed:
         return alive
 
     plain, compiled = saved("none"), saved(backend)
-    parameter = DIM * DIM * (2 if mixed else 4)  # the smallest matrix, of three
+    parameter = compiling.DIM * compiling.DIM * (2 if mixed else 4)  # the smallest matrix, of three
     assert compiled < plain + parameter
 
 
 def test_a_unit_makes_as_many_python_calls_as_its_hooks_bodies() -> None:
     """Marks leave no wrapper behind: what a module calls is the method of the class."""
-    block = fsdp2.fully_shard(Block(), mesh=null_mesh(RANKS))
+    block = fsdp2.fully_shard(compiling.Block(), mesh=null_mesh(RANKS))
     record = require_record(block)
     (pre,), (post,) = block._forward_pre_hooks.values(), block._forward_hooks.values()
     assert pre.__func__.__code__ is vars(UnitHooks)["pre_forward"].__code__

@@ -28,9 +28,9 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2.fsdp1 as ours
 from fsdp2.fsdp1 import comm_hooks
+from tests.common import parity
 from tests.common.errors import raises
 from tests.common.models import seeded
-from tests.common.parity import REORDERED_FP32, assert_close, assert_equal
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -123,7 +123,7 @@ def whole(api: Any, model: nn.Module, grads: bool = False) -> dict[str, Tensor]:
 
 
 def as_torch(
-    scenario: Callable[[Any], Any], compare: Callable[[Any, Any], None] = assert_equal
+    scenario: Callable[[Any], Any], compare: Callable[[Any, Any], None] = parity.assert_equal
 ) -> Any:
     """What ``scenario`` returns with our wrapper, compared with torch's."""
     expected = scenario(torchs)
@@ -133,7 +133,7 @@ def as_torch(
 
 
 def close(found: Any, expected: Any) -> None:
-    assert_close(found, expected, REORDERED_FP32)
+    parity.assert_close(found, expected, parity.REORDERED_FP32)
 
 
 # ---- strategies
@@ -163,7 +163,7 @@ def test_hybrid_strategies(strategy: str) -> None:
         patch.setenv("LOCAL_WORLD_SIZE", "2")
         by_nodes = wrap(ours, seeded(Net), strategy)
     assert by_nodes.head.weight.device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
-    assert_equal(train(ours, by_nodes), train(ours, model))
+    parity.assert_equal(train(ours, by_nodes), train(ours, model))
 
 
 @ranks(2)
@@ -194,7 +194,7 @@ def test_process_group_and_mesh_agree() -> None:
     by_group = wrap(ours, seeded(Net), process_group=group)
     assert by_group.process_group is group
     by_mesh = wrap(ours, seeded(Net), device_mesh=init_device_mesh("cpu", (2,)))
-    assert_equal(train(ours, by_group), train(ours, by_mesh))
+    parity.assert_equal(train(ours, by_group), train(ours, by_mesh))
 
 
 # ---- schedules
@@ -248,13 +248,13 @@ def test_backward_prefetch_changes_no_bit(when: str | None) -> None:
     member = None if when is None else ours.BackwardPrefetch[when]
     expected = train(ours, wrap(ours, seeded(Net)))
     model = wrap(ours, seeded(Net), backward_prefetch=member)
-    assert_equal(train(ours, model), expected)
+    parity.assert_equal(train(ours, model), expected)
     wide = wrap(ours, seeded(Net), backward_prefetch=member)
     wide.set_prefetch_window(2)
-    assert_equal(train(ours, wide), expected)
+    parity.assert_equal(train(ours, wide), expected)
     as_units = wrap(ours, seeded(Net))
     as_units.set_backward_prefetch("never" if when is None else "after")
-    assert_equal(train(ours, as_units), expected)
+    parity.assert_equal(train(ours, as_units), expected)
 
 
 # ---- mixed precision
@@ -364,7 +364,7 @@ def test_gradients_stay_low() -> None:
     (batch,) = batches(1)
     expected(batch).float().pow(2).sum().backward()
     for found, param in zip(first, expected.parameters(), strict=True):
-        assert_equal(found.to_local(), param.grad.to_local().bfloat16())
+        parity.assert_equal(found.to_local(), param.grad.to_local().bfloat16())
     scenario(torchs)
     precision = ours.MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
     model = wrap(ours, seeded(Net), mixed_precision=precision)
@@ -374,7 +374,7 @@ def test_gradients_stay_low() -> None:
     assert norm.dtype == torch.bfloat16
     for found, once in zip(model.parameters(), first, strict=True):
         assert found.grad.dtype == torch.bfloat16
-        assert_equal(found.grad.to_local(), 2 * once.to_local())
+        parity.assert_equal(found.grad.to_local(), 2 * once.to_local())
 
 
 # ---- gradients
@@ -403,13 +403,15 @@ def test_accumulation_with_offload() -> None:
                 model(batch).pow(2).sum().backward()
         found = whole(ours, model, grads=True)
         expected = expected or found
-        assert_equal(found, expected)
+        parity.assert_equal(found, expected)
     plain = seeded(Net)
     for rank in range(2):
         generator = torch.Generator().manual_seed(100 + rank)
         for _ in range(3):
             plain(torch.randn(4, DIM, generator=generator)).pow(2).sum().div(2).backward()
-    assert_close(found, {n: p.grad for n, p in plain.named_parameters()}, REORDERED_FP32)
+    parity.assert_close(
+        found, {n: p.grad for n, p in plain.named_parameters()}, parity.REORDERED_FP32
+    )
 
 
 @ranks(2)
@@ -444,14 +446,14 @@ def test_communication_hooks(strategy: str) -> None:
     group = dist.group.WORLD
     expected = grads()
     for module in (comm_hooks, default_hooks):
-        assert_equal(grads(getattr(module, name), module.DefaultState(group)), expected)
+        parity.assert_equal(grads(getattr(module, name), module.DefaultState(group)), expected)
     calls: list[tuple[Any, ...]] = []
 
     def mine(state: list[Any], grad: Tensor, *output: Tensor) -> None:
         state.append((grad.shape, *(part.shape for part in output)))
         getattr(comm_hooks, name)(comm_hooks.DefaultState(group), grad, *output)
 
-    assert_equal(grads(mine, calls), expected)
+    parity.assert_equal(grads(mine, calls), expected)
     assert len(calls) == 4
     assert all(len(call) == 1 + sharded for call in calls)
     assert all(call[0][0] == 2 * call[1][0] for call in calls if sharded)
@@ -513,7 +515,7 @@ def test_meta_parameters() -> None:
         by_default = nn.Sequential(Initialised(DIM, 4), nn.ReLU())
         by_function = nn.Sequential(nn.Linear(DIM, 4), nn.BatchNorm1d(4))
     model = wrap(ours, by_default, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-    assert_equal(whole(ours, model)["0.weight"], torch.full((4, DIM), 2.0))
+    parity.assert_equal(whole(ours, model)["0.weight"], torch.full((4, DIM), 2.0))
     called: list[nn.Module] = []
 
     def init(module: nn.Module) -> None:
@@ -540,8 +542,8 @@ def test_sync_module_states() -> None:
         arguments = {"device_mesh": mesh, "auto_wrap_policy": policy, "sync_module_states": True}
         wrapped = wrap(ours, model, strategy, **arguments)
         expected = seeded(Normed, seed=0)
-        assert_equal(whole(ours, wrapped), dict(expected.named_parameters()))
-        assert_equal(wrapped.scale, torch.full((2,), 5.0))
+        parity.assert_equal(whole(ours, wrapped), dict(expected.named_parameters()))
+        parity.assert_equal(wrapped.scale, torch.full((2,), 5.0))
 
 
 @ranks(2)
@@ -682,7 +684,7 @@ def test_state_dicts_of_wrappers() -> None:
     state = model.state_dict()
     assert set(state) == set(seeded(Net).state_dict())
     other.load_state_dict(state)
-    assert_equal(whole(ours, other), whole(ours, model))
+    parity.assert_equal(whole(ours, other), whole(ours, model))
     other.blocks[0].load_state_dict(model.blocks[1].state_dict())
     optimizer = torch.optim.AdamW(model.parameters())
     (batch,) = batches(1)
@@ -692,9 +694,9 @@ def test_state_dicts_of_wrappers() -> None:
     weights, states = dcp.get_state_dict(model, optimizer, options=options)
     assert set(weights) == set(state)
     assert set(states["state"]) == set(state)
-    assert_equal(weights["head.weight"], whole(ours, model)["head.weight"])
+    parity.assert_equal(weights["head.weight"], whole(ours, model)["head.weight"])
     dcp.set_model_state_dict(other, weights, options=options)
-    assert_equal(whole(ours, other), whole(ours, model))
+    parity.assert_equal(whole(ours, other), whole(ours, model))
 
 
 # ---- what torch's FSDP1 cannot do
@@ -708,7 +710,7 @@ def test_frozen_and_trainable_in_one_wrapper() -> None:
     before = whole(ours, wrapped)
     train(ours, wrapped)
     after = whole(ours, wrapped)
-    assert_equal(after["blocks.0.up.weight"], before["blocks.0.up.weight"])
+    parity.assert_equal(after["blocks.0.up.weight"], before["blocks.0.up.weight"])
     assert not torch.equal(after["blocks.0.down.weight"], before["blocks.0.down.weight"])
 
 
@@ -729,7 +731,7 @@ def test_double_backward() -> None:
         penalised(plain, torch.randn(4, DIM, generator=generator)).div(2).backward()
     expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
     found = whole(ours, model, grads=True)
-    assert_close({n: found[n] for n in expected}, expected, REORDERED_FP32)
+    parity.assert_close({n: found[n] for n in expected}, expected, parity.REORDERED_FP32)
 
 
 @ranks(2)
@@ -737,10 +739,10 @@ def test_a_submodules_own_forward() -> None:
     """Of a wrapper below, and of the module inside of a wrapper."""
     model, plain = wrap(ours, seeded(Net)), seeded(Net)
     (batch,) = batches(1)
-    assert_equal(model.blocks[0](batch), plain.blocks[0](batch))
-    assert_equal(model.module.blocks[1].module(batch), plain.blocks[1](batch))
-    assert_equal(model.module(batch), plain(batch))
-    assert_equal(model(batch), plain(batch))
+    parity.assert_equal(model.blocks[0](batch), plain.blocks[0](batch))
+    parity.assert_equal(model.module.blocks[1].module(batch), plain.blocks[1](batch))
+    parity.assert_equal(model.module(batch), plain(batch))
+    parity.assert_equal(model(batch), plain(batch))
 
 
 @ranks(2)
@@ -759,7 +761,9 @@ def test_shared_parameters() -> None:
         generator = torch.Generator().manual_seed(100 + rank)
         plain(torch.randn(4, DIM, generator=generator)).pow(2).sum().div(2).backward()
     found = whole(ours, model, grads=True)
-    assert_close(found, {n: p.grad for n, p in plain.named_parameters()}, REORDERED_FP32)
+    parity.assert_close(
+        found, {n: p.grad for n, p in plain.named_parameters()}, parity.REORDERED_FP32
+    )
 
 
 @ranks(2)

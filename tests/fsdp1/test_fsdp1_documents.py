@@ -5,12 +5,11 @@ In the order of the documentation. ``FSDP`` is `fsdp2.fsdp1`'s; all else is torc
 
 from __future__ import annotations
 
-import pytest
-
 import functools
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,8 +26,8 @@ from fsdp2.fsdp1 import (
     ShardedStateDictConfig,
     StateDictType,
 )
+from tests.common import parity
 from tests.common.models import seeded
-from tests.common.parity import assert_equal, full_all
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -80,7 +79,7 @@ def assert_trains_on(model: Any, optim: torch.optim.Optimizer) -> None:
     train(expected, expected_optim, 4)
     train(model, optim)
     params = [p.detach() for p in expected.parameters()]
-    assert_equal(full_all(model.parameters()), params, "behind the checkpoint")
+    parity.assert_equal(parity.full_all(model.parameters()), params, "behind the checkpoint")
 
 
 # ---- the class
@@ -101,7 +100,7 @@ def test_the_first_example() -> None:
     expected(batch(), y=3, z=torch.Tensor([1])).sum().backward()
     expected_optim.step()
     params = [p.detach() for p in expected.parameters()]
-    assert_equal(full_all(sharded_module.parameters()), params)
+    parity.assert_equal(parity.full_all(sharded_module.parameters()), params)
 
 
 @ranks(2)
@@ -136,8 +135,8 @@ def test_a_module_on_the_meta_device() -> None:
     fsdp_model = FSDP(module, param_init_fn=my_init_fn, auto_wrap_policy=policy, device_id=CPU)
     assert next(fsdp_model.parameters()).device == CPU
     assert len(FSDP.fsdp_modules(fsdp_model)) == 2
-    for param in full_all(fsdp_model.parameters()):
-        assert_equal(param, torch.full_like(param, 0.5))
+    for param in parity.full_all(fsdp_model.parameters()):
+        parity.assert_equal(param, torch.full_like(param, 0.5))
 
 
 # ---- states of models and optimizers
@@ -254,7 +253,9 @@ def test_types_are_set_through_another_wrapper() -> None:
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         checkpoint = model.state_dict()
     assert list(checkpoint) == list(param_state_dict)
-    assert_equal(full_all(checkpoint.values()), full_all(param_state_dict.values()))
+    parity.assert_equal(
+        parity.full_all(checkpoint.values()), parity.full_all(param_state_dict.values())
+    )
     assert not any(isinstance(value, DTensor) for value in model.state_dict().values())
 
 
@@ -297,4 +298,4 @@ def test_a_checkpoint_on_the_first_rank_alone(tmp_path: Path) -> None:
         model.load_state_dict(torch.load(path))
     fsdp = FSDP(model, device_id=CPU, auto_wrap_policy=policy, sync_module_states=True)
     expected = [p.detach() for p in seeded(Scaled).parameters()]
-    assert_equal(full_all(fsdp.parameters()), expected)
+    parity.assert_equal(parity.full_all(fsdp.parameters()), expected)

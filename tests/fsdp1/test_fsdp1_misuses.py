@@ -26,7 +26,7 @@ from fsdp2.fsdp1 import (
     comm_hooks,
 )
 from fsdp2.testing.null_group import init_null_group
-from tests.common.errors import catalogue, raises
+from tests.common import errors
 
 pytestmark = pytest.mark.alone
 
@@ -219,18 +219,22 @@ def _() -> None:
 
 @pytest.mark.parametrize("entry", MISUSES)
 def test_misuse(entry: str, group: None) -> None:
-    with raises(entry):
+    with errors.raises(entry):
         MISUSES[entry]()
 
 
 def test_what_is_shown_here_is_said_to_be() -> None:
-    said = {e.id for e in catalogue().values() if e.test.startswith("fsdp1/test_fsdp1_misuses.py")}
+    said = {
+        e.id
+        for e in errors.catalogue().values()
+        if e.test.startswith("fsdp1/test_fsdp1_misuses.py")
+    }
     assert said == set(MISUSES) - {"local-world-size"}  # which is said to be shown of shard_model
 
 
 @pytest.mark.parametrize("method", ["clip_grad_norm_", "register_comm_hook"])
 def test_other_methods_of_the_root_alone(method: str, group: None) -> None:
-    with raises("fsdp1-inner"):
+    with errors.raises("fsdp1-inner"):
         getattr(nested().module[0], method)(*((1.0,) if "clip" in method else (None, print)))
 
 

@@ -24,14 +24,14 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import fsdp2
 from fsdp2.fsdp1 import FSDP, ShardingStrategy
+from tests.common import parity
 from tests.common.errors import raises
 from tests.common.models import seeded
-from tests.common.parity import Tolerance, assert_close, full
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
 
-CLOSE = Tolerance(rtol=2e-5, atol=1e-6)
+CLOSE = parity.Tolerance(rtol=2e-5, atol=1e-6)
 DIM = 6
 
 
@@ -76,7 +76,7 @@ def pairs(sharded: nn.Module, plain: nn.Module) -> list[tuple[Tensor, Tensor]]:
 
 def check(sharded: nn.Module, plain: nn.Module, where: str = "") -> None:
     for name, (ours, expected) in enumerate(pairs(sharded, plain)):
-        assert_close(full(ours), expected, CLOSE, f"{where} parameter {name}")
+        parity.assert_close(parity.full(ours), expected, CLOSE, f"{where} parameter {name}")
 
 
 # ---- optimizers
@@ -137,7 +137,9 @@ def test_matrices_of_muon() -> None:
         backward(model)
         torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], 0.05).step()
     for ours, expected in pairs(sharded, plain):
-        assert_close(full(ours), expected, Tolerance(rtol=0, atol=0.01))  # it computes in bf16
+        parity.assert_close(
+            parity.full(ours), expected, parity.Tolerance(rtol=0, atol=0.01)
+        )  # it computes in bf16
 
 
 @ranks(2, extended=(3,))
@@ -162,9 +164,9 @@ def test_lbfgs(search: str | None) -> None:
         optimizer.step(closure)
         counts.append((count, first))
     assert counts[0][0] == counts[1][0]
-    assert_close(counts[0][1], counts[1][1], CLOSE, "the loss that step() returns")
+    parity.assert_close(counts[0][1], counts[1][1], CLOSE, "the loss that step() returns")
     for ours, expected in pairs(sharded, plain):
-        assert_close(full(ours), expected, Tolerance(rtol=1e-3, atol=1e-4))
+        parity.assert_close(parity.full(ours), expected, parity.Tolerance(rtol=1e-3, atol=1e-4))
 
 
 # ---- loops that read
@@ -253,7 +255,7 @@ def test_loops_that_read() -> None:
                 for model in (sharded, plain)
             )
             assert type(found) is type(expected)
-            assert_close(found, expected, CLOSE, name)
+            parity.assert_close(found, expected, CLOSE, name)
 
 
 @ranks(2)
@@ -390,8 +392,8 @@ def test_loops_that_write() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         check(sharded, plain, write.__name__)
-        assert_close(  # what a forward gathers is what was written
-            sharded(inputs()[0]), plain(inputs()[0]), Tolerance(rtol=1e-4, atol=1e-5)
+        parity.assert_close(  # what a forward gathers is what was written
+            sharded(inputs()[0]), plain(inputs()[0]), parity.Tolerance(rtol=1e-4, atol=1e-5)
         )
 
 
@@ -564,11 +566,11 @@ def test_plain_tensors_that_a_user_allows() -> None:
     noise = torch.ones(5, 8)
     for _ in range(2):
         with implicit_replication():
-            assert torch.equal(full(other + noise), full(other) + noise)
-            assert torch.equal(full(own + noise), full(own) + noise)
+            assert torch.equal(parity.full(other + noise), parity.full(other) + noise)
+            assert torch.equal(parity.full(own + noise), parity.full(own) + noise)
         with pytest.raises(RuntimeError, match=MIXED):
             other + noise
-        assert torch.equal(full(own + noise), full(own) + noise)
+        assert torch.equal(parity.full(own + noise), parity.full(own) + noise)
 
 
 @ranks(2)
@@ -590,7 +592,7 @@ def test_a_wrapper_that_another_thread_frees() -> None:
             unit.second.weight + torch.ones(5, 8)
         models.append(wrapped())
         weight = models[0].second.weight.detach()
-        assert torch.equal(full(weight + 1.0), full(weight + torch.ones(5, 8)))
+        assert torch.equal(parity.full(weight + 1.0), parity.full(weight + torch.ones(5, 8)))
         models.clear()
         gc.collect()
     assert not torch._C._get_dtensor_allow_implicit_replication()

@@ -25,9 +25,8 @@ import fsdp2
 import fsdp2.fsdp1 as ours
 from fsdp2.fsdp1 import FSDP, OptimStateKeyType, StateDictType
 from fsdp2.optim import FlatOptimizer
+from tests.common import models, parity
 from tests.common.errors import raises
-from tests.common.models import Block, Transformer, seeded
-from tests.common.parity import assert_equal, language_batches, language_loss
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -44,7 +43,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 
 def plain(seed: int = 0) -> nn.Module:
     """An embedding that is the head, too; buffers; a frozen block."""
-    model = seeded(partial(Transformer, tied=True), seed)
+    model = models.seeded(partial(models.Transformer, tied=True), seed)
     model.blocks[0].requires_grad_(False)
     return model
 
@@ -54,7 +53,7 @@ def wrap(api: Any, model: nn.Module, **arguments: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return api.FullyShardedDataParallel(
-            model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=CPU, **arguments
+            model, auto_wrap_policy=ModuleWrapPolicy({models.Block}), device_id=CPU, **arguments
         )
 
 
@@ -73,9 +72,9 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 def train(model: nn.Module, optimizer: Optimizer, steps: int = 2) -> None:
     """On the same batches on each rank: means of equal gradients have the same bits."""
-    for batch in language_batches(VOCAB, steps=steps):
+    for batch in parity.language_batches(VOCAB, steps=steps):
         optimizer.zero_grad()
-        language_loss(model, batch).backward()
+        parity.language_loss(model, batch).backward()
         optimizer.step()
 
 
@@ -98,7 +97,7 @@ def in_order(states: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def assert_same_states(found: dict[str, Any], expected: dict[str, Any], where: str) -> None:
     """States and groups; the order of names within a group may differ."""
-    assert_equal(in_order(found["state"]), in_order(expected["state"]), where)
+    parity.assert_equal(in_order(found["state"]), in_order(expected["state"]), where)
     for one, other in zip(found["param_groups"], expected["param_groups"], strict=True):
         assert sorted(one["params"]) == sorted(other["params"])
         assert {**one, "params": []} == {**other, "params": []}
@@ -114,24 +113,28 @@ def test_full_and_sharded_state_dicts() -> None:
     for _ in range(2):
         state = model.state_dict()
         assert list(state) == list(expected)
-        assert_equal(dict(state), dict(expected), "full")
+        parity.assert_equal(dict(state), dict(expected), "full")
         assert not any(isinstance(value, DTensor) for value in state.values())
         assert state["head.weight"] is state["embed.weight"]
         below = model.blocks[0].state_dict()
-        assert_equal(dict(below), plain().blocks[0].state_dict(), "below")
+        parity.assert_equal(dict(below), plain().blocks[0].state_dict(), "below")
         with FSDP.state_dict_type(model, SHARDED):
             shards = model.state_dict()
             assert list(shards) == list(expected)
-            assert_equal(shards["embed.weight"].full_tensor(), expected["embed.weight"], "sharded")
+            parity.assert_equal(
+                shards["embed.weight"].full_tensor(), expected["embed.weight"], "sharded"
+            )
             assert FSDP.get_state_dict_type(model).state_dict_type == SHARDED
         assert FSDP.get_state_dict_type(model).state_dict_type == FULL
-        language_loss(model, language_batches(VOCAB, steps=1)[0])  # gathered in between
+        parity.language_loss(
+            model, parity.language_batches(VOCAB, steps=1)[0]
+        )  # gathered in between
     units = plain()
     fsdp2.fully_shard(units.blocks[1])
     fsdp2.fully_shard(units)
     assert isinstance(units.state_dict()["embed.weight"], DTensor)
     with FSDP.state_dict_type(units, FULL):
-        assert_equal(dict(units.state_dict()), dict(expected), "units")
+        parity.assert_equal(dict(units.state_dict()), dict(expected), "units")
     if dist.get_rank() == 0:  # as ever: without communication
         assert isinstance(units.state_dict()["embed.weight"], DTensor)
 
@@ -145,7 +148,7 @@ def test_rank0_only_and_offload() -> None:
             state = model.state_dict()
         assert dict(state) == {} if dist.get_rank() else list(state) == list(expected)
         if dist.get_rank() == 0:
-            assert_equal(dict(state), dict(expected), "rank 0")
+            parity.assert_equal(dict(state), dict(expected), "rank 0")
 
 
 @ranks(2)
@@ -155,21 +158,21 @@ def test_full_state_dicts_load_both_ways() -> None:
     for assign in (False, True):
         model = sharded()
         model.load_state_dict(state, assign=assign)
-        assert_equal(dict(model.state_dict()), dict(state), f"assign={assign}")
+        parity.assert_equal(dict(model.state_dict()), dict(state), f"assign={assign}")
         assert model.head.weight is model.embed.weight or not assign
     for orig in (True, False):
         other = wrap(torchs, plain(), use_orig_params=orig)
         other.load_state_dict(sharded(2).state_dict())
         expected = plain(2).state_dict()
-        assert_equal(dict(other.state_dict()), dict(expected), f"to torch's {orig}")
+        parity.assert_equal(dict(other.state_dict()), dict(expected), f"to torch's {orig}")
         model = sharded()
         model.load_state_dict(other.state_dict())
-        assert_equal(dict(model.state_dict()), dict(expected), f"from torch's {orig}")
+        parity.assert_equal(dict(model.state_dict()), dict(expected), f"from torch's {orig}")
     alone = plain()
     alone.load_state_dict(sharded(3).state_dict())
-    assert_equal(dict(alone.state_dict()), dict(plain(3).state_dict()), "alone")
+    parity.assert_equal(dict(alone.state_dict()), dict(plain(3).state_dict()), "alone")
     model.blocks[1].load_state_dict(plain(4).blocks[1].state_dict())
-    assert_equal(
+    parity.assert_equal(
         dict(model.blocks[1].state_dict()), dict(plain(4).blocks[1].state_dict()), "submodule"
     )
     broken = {**state, "norm.weight": torch.zeros(3)}
@@ -185,7 +188,7 @@ def test_sharded_state_dicts_load() -> None:
         FSDP.set_state_dict_type(model, SHARDED)
     target.load_state_dict(source.state_dict())
     FSDP.set_state_dict_type(target, FULL)
-    assert_equal(dict(target.state_dict()), dict(plain(1).state_dict()), "ours")
+    parity.assert_equal(dict(target.state_dict()), dict(plain(1).state_dict()), "ours")
     other = wrap(torchs, plain(2))
     with torchs.FullyShardedDataParallel.state_dict_type(
         other, torchs.StateDictType.SHARDED_STATE_DICT
@@ -193,7 +196,7 @@ def test_sharded_state_dicts_load() -> None:
         state = other.state_dict()
     assert isinstance(state["embed.weight"], ShardedTensor)
     target.load_state_dict(state)
-    assert_equal(dict(target.state_dict()), dict(plain(2).state_dict()), "torch's")
+    parity.assert_equal(dict(target.state_dict()), dict(plain(2).state_dict()), "torch's")
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -211,7 +214,7 @@ def test_full_optimizer_states(kind: str) -> None:
     ids = FSDP.rekey_optim_state_dict(
         found, OptimStateKeyType.PARAM_ID, alone, optim=alone_optimizer
     )
-    assert_equal(ids["state"], alone_optimizer.state_dict()["state"], "ids")
+    parity.assert_equal(ids["state"], alone_optimizer.state_dict()["state"], "ids")
     fresh = OPTIMIZERS[kind](groups_of(alone))
     fresh.load_state_dict(ids)
     assert_same_states(by_name(alone, fresh), expected, "into an unsharded one")
@@ -231,11 +234,11 @@ def test_full_optimizer_states(kind: str) -> None:
         before = copy.deepcopy(expected["state"])
         its.load_state_dict(way(other, its))
         assert_same_states(FSDP.full_optim_state_dict(other, its, rank0_only=False), expected, "in")
-        assert_equal(before, expected["state"], "what was given")
+        parity.assert_equal(before, expected["state"], "what was given")
     other.load_state_dict(model.state_dict())
     for each, its_own in ((alone, alone_optimizer), (other, its)):
         train(each, its_own)  # go on alike
-    assert_equal(dict(other.state_dict()), dict(alone.state_dict()), "continued")
+    parity.assert_equal(dict(other.state_dict()), dict(alone.state_dict()), "continued")
 
 
 def assert_empty(found: dict[str, Any]) -> None:
@@ -300,16 +303,18 @@ def test_optimizer_states_of_torchs_fsdp1(orig: bool) -> None:
         optimizer = make(model.parameters())
         train(model, optimizer)
         found = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
-        assert_equal(in_order(found["state"]), in_order(expected["state"]), "alike")
+        parity.assert_equal(in_order(found["state"]), in_order(expected["state"]), "alike")
         for given in (expected, shards):
             fresh = make(model.parameters())
             fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, given))
             loaded = FSDP.full_optim_state_dict(model, fresh, rank0_only=False)
-            assert_equal(in_order(loaded["state"]), in_order(expected["state"]), "from torch's")
+            parity.assert_equal(
+                in_order(loaded["state"]), in_order(expected["state"]), "from torch's"
+            )
         fresh = make(other.parameters())
         fresh.load_state_dict(theirs.shard_full_optim_state_dict(found, other, optim=fresh))
         loaded = states(other, fresh, "Full")
-        assert_equal(in_order(loaded["state"]), in_order(expected["state"]), "into torch's")
+        parity.assert_equal(in_order(loaded["state"]), in_order(expected["state"]), "into torch's")
 
 
 @ranks(2)
@@ -321,7 +326,7 @@ def test_other_optimizers() -> None:
     flat = FlatOptimizer(other, torch.optim.AdamW, groups_of(other), lr=1e-2)
     train(other, flat)
     found = FSDP.full_optim_state_dict(other, flat, rank0_only=False)
-    assert_equal(found["state"], expected["state"], "flat")
+    parity.assert_equal(found["state"], expected["state"], "flat")
     flat.load_state_dict(FSDP.optim_state_dict_to_load(other, flat, expected))
     loaded = FSDP.full_optim_state_dict(other, flat, rank0_only=False)
     assert_same_states(loaded, expected, "into flat")
@@ -335,7 +340,7 @@ def test_other_optimizers() -> None:
         load = FSDP.scatter_full_optim_state_dict if scatter else FSDP.shard_full_optim_state_dict
         fresh.load_state_dict(load(states, model, optim=fresh))
         found = FSDP.full_optim_state_dict(model, fresh, rank0_only=False)
-        assert_equal(found["state"], states["state"], "Adafactor's")
+        parity.assert_equal(found["state"], states["state"], "Adafactor's")
 
 
 @ranks(4)
@@ -348,7 +353,7 @@ def test_replicas() -> None:
     alone, alone_optimizer = trained(plain())
     model, optimizer = trained(hybrid())
     expected = by_name(alone, alone_optimizer)
-    assert_equal(dict(model.state_dict()), dict(alone.state_dict()), "weights")
+    parity.assert_equal(dict(model.state_dict()), dict(alone.state_dict()), "weights")
     assert_same_states(
         FSDP.full_optim_state_dict(model, optimizer, rank0_only=False), expected, "states"
     )
@@ -362,7 +367,7 @@ def test_replicas() -> None:
     other.load_state_dict(alone.state_dict())
     found = FSDP.full_optim_state_dict(other, its, rank0_only=False)
     assert_same_states(found, expected, "scattered")
-    assert_equal(dict(other.state_dict()), dict(alone.state_dict()), "loaded")
+    parity.assert_equal(dict(other.state_dict()), dict(alone.state_dict()), "loaded")
 
 
 class LargestMade(TorchDispatchMode):
@@ -383,7 +388,7 @@ class LargestMade(TorchDispatchMode):
 @ranks(2)
 def test_other_ranks_hold_no_more_than_their_rows() -> None:
     """Full state dicts of rank 0 alone, out and in again."""
-    model = ours.FSDP(seeded(partial(nn.Linear, 256, 256)), device_id=CPU)
+    model = ours.FSDP(models.seeded(partial(nn.Linear, 256, 256)), device_id=CPU)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 256)).sum().backward()
     optimizer.step()
@@ -457,4 +462,4 @@ def test_ranks_that_differ() -> None:
     other = OPTIMIZERS["adamw"](list(model.parameters())[: 3 + dist.get_rank()])
     with raises("optim-scatter-ranks"):
         FSDP.scatter_full_optim_state_dict({"state": {}}, model, optim=other)
-    assert_equal(len(model.state_dict()), len(plain().state_dict()), "and goes on")
+    parity.assert_equal(len(model.state_dict()), len(plain().state_dict()), "and goes on")

@@ -11,20 +11,8 @@ from torch import nn
 
 import fsdp2
 from fsdp2.core.modules.registry import record_of
-from tests.common import models
+from tests.common import models, parity
 from tests.common.looped import coalescing
-from tests.common.parity import (
-    OURS,
-    REORDERED_FP32,
-    TORCH,
-    Step,
-    assert_close,
-    assert_equal,
-    regression_batches,
-    regression_loss,
-    shard,
-    train_sharded,
-)
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -50,15 +38,17 @@ class EvenAndOdd(nn.Module):
         return self.layers[-1](x)
 
 
-def _train(api: object, mixed: bool, small: int = 0, **arguments: object) -> list[Step]:
+def _train(api: object, mixed: bool, small: int = 0, **arguments: object) -> list[parity.Step]:
     model = models.seeded(EvenAndOdd)
     with coalescing(small):
-        shard(api, model, mixed=mixed, **arguments)
-    if api is OURS:
+        parity.shard(api, model, mixed=mixed, **arguments)
+    if api is parity.OURS:
         kinds = {kind for r in fsdp2.group_reports(model) for kind in r.transport.split("+")}
         assert kinds == {"coalesced", "packed"}
-    batches = regression_batches(models.DIM, 1)
-    return train_sharded(model, partial(torch.optim.AdamW, lr=1e-2), regression_loss, batches)
+    batches = parity.regression_batches(models.DIM, 1)
+    return parity.train_sharded(
+        model, partial(torch.optim.AdamW, lr=1e-2), parity.regression_loss, batches
+    )
 
 
 @pytest.mark.parametrize("mixed", MIXED)
@@ -66,11 +56,11 @@ def _train(api: object, mixed: bool, small: int = 0, **arguments: object) -> lis
 @ranks(2, extended=(4,))
 def test_trains_like_torch(small: int, mixed: bool) -> None:
     """A rank sums its rows in another ring position here: on 4 ranks the order may differ."""
-    ours, torchs = _train(OURS, mixed, small), _train(TORCH, mixed)
+    ours, torchs = _train(parity.OURS, mixed, small), _train(parity.TORCH, mixed)
     if dist.get_world_size() == 2:
-        assert_equal(ours, torchs)
+        parity.assert_equal(ours, torchs)
     else:
-        assert_close(ours, torchs, REORDERED_FP32)
+        parity.assert_close(ours, torchs, parity.REORDERED_FP32)
 
 
 @ranks(2)

@@ -6,41 +6,20 @@ same steps are taken on the path of accelerators, and must end in the same place
 
 from __future__ import annotations
 
-import pytest
-
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import CPUOffloadPolicy, group_reports
+from tests.common import meshes, models, parity
 from tests.common.combinations import each_once
 from tests.common.looped import coalescing
-from tests.common.meshes import (
-    Flags,
-    ParallelModel,
-    flags_in_turn,
-    hsdp_mesh,
-    mesh,
-    micro_batches,
-    parallel_loss,
-    parallelize,
-    train_micro,
-    train_plain,
-)
-from tests.common.models import DIM, seeded
 from tests.common.offloading import forced_offload
-from tests.common.parity import (
-    FP32,
-    OURS,
-    REORDERED_MIXED,
-    assert_close,
-    language_batches,
-    shard,
-)
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -53,7 +32,7 @@ class Layers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        sizes = [DIM, WIDE, 12, WIDE, 7]
+        sizes = [models.DIM, WIDE, 12, WIDE, 7]
         self.layers = nn.ModuleList(nn.Linear(i, o) for i, o in pairwise(sizes))
         for layer in self.layers[1:]:
             layer.is_unit = True
@@ -64,7 +43,7 @@ class Layers(nn.Module):
         return x
 
 
-BUILD = partial(seeded, Layers)
+BUILD = partial(models.seeded, Layers)
 
 ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "copies": {"copies": 2},
@@ -81,10 +60,10 @@ ARRANGEMENTS: dict[str, dict[str, Any]] = {
 
 def _sharded(mixed: bool, copies: int = 1, **arguments: Any) -> Any:
     size = dist.get_world_size()
-    where = hsdp_mesh(copies, size // copies)
+    where = meshes.hsdp_mesh(copies, size // copies)
     arguments["mesh"] = where if copies > 1 else where["shard"]
     with coalescing(), forced_offload():
-        model = shard(OURS, BUILD(), mixed=mixed, **arguments)
+        model = parity.shard(parity.OURS, BUILD(), mixed=mixed, **arguments)
     if copies < size:
         kinds = {kind for r in group_reports(model) for kind in r.transport.split("+")}
         assert kinds == {"coalesced", "packed"}
@@ -94,21 +73,25 @@ def _sharded(mixed: bool, copies: int = 1, **arguments: Any) -> Any:
 @ranks(4)
 @each_once(arrangement=[*ARRANGEMENTS], mixed={"fp32": False, "mixed": True})
 def test_training(arrangement: str, mixed: bool) -> None:
-    steps = micro_batches(DIM, 7, micro=2, steps=2)
-    before = flags_in_turn(Flags(all_reduce=False), Flags())
-    ours = train_micro(_sharded(mixed, **ARRANGEMENTS[arrangement]), steps, before=before)
-    tolerance = REORDERED_MIXED if mixed else FP32
-    assert_close(ours, train_plain(BUILD(), steps, mixed=mixed), tolerance, "unsharded")
+    steps = meshes.micro_batches(models.DIM, 7, micro=2, steps=2)
+    before = meshes.flags_in_turn(meshes.Flags(all_reduce=False), meshes.Flags())
+    ours = meshes.train_micro(_sharded(mixed, **ARRANGEMENTS[arrangement]), steps, before=before)
+    tolerance = parity.REORDERED_MIXED if mixed else parity.FP32
+    parity.assert_close(
+        ours, meshes.train_plain(BUILD(), steps, mixed=mixed), tolerance, "unsharded"
+    )
 
 
 @ranks(4)
 def test_tensor_parallel() -> None:
-    build = partial(seeded, partial(ParallelModel, hidden=WIDE))
-    where = mesh("shard", "tp", shape=(2, 2))
-    steps = [[batch] for batch in language_batches(16, steps=2)]
+    build = partial(models.seeded, partial(meshes.ParallelModel, hidden=WIDE))
+    where = meshes.mesh("shard", "tp", shape=(2, 2))
+    steps = [[batch] for batch in parity.language_batches(16, steps=2)]
     with coalescing():
-        model = shard(OURS, parallelize(build(), where["tp"], "sequence"), mesh=where["shard"])
+        model = parity.shard(
+            parity.OURS, meshes.parallelize(build(), where["tp"], "sequence"), mesh=where["shard"]
+        )
     part = (where.get_local_rank("shard"), 2)
-    ours = train_micro(model, steps, loss=parallel_loss, part=part)
-    expected = train_plain(build(), steps, loss=parallel_loss, parts=2)
-    assert_close(ours, expected, FP32, "unsharded")
+    ours = meshes.train_micro(model, steps, loss=meshes.parallel_loss, part=part)
+    expected = meshes.train_plain(build(), steps, loss=meshes.parallel_loss, parts=2)
+    parity.assert_close(ours, expected, parity.FP32, "unsharded")

@@ -15,24 +15,8 @@ from torch.distributed.tensor import Shard
 import fsdp2
 from fsdp2.comm_memory import GroupReduceScatter
 from fsdp2.core.modules.registry import record_of
-from tests.common import meshes, models
+from tests.common import meshes, models, parity, tensors
 from tests.common.looped import coalescing
-from tests.common.parity import (
-    OURS,
-    TORCH,
-    CountCollectives,
-    assert_equal,
-    assert_like_torch,
-    full_grads,
-    my_part,
-    regression_batches,
-    regression_loss,
-    shard,
-    train_sharded,
-    units,
-    world_mesh,
-)
-from tests.common.tensors import Scaled, extend
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -85,7 +69,7 @@ class Scatter(Allocates, fsdp2.ReduceScatter):
 
 def _torchs(kind: type) -> Any:
     """The same class for torch, which does not wait for the work of a reduce-scatter."""
-    base = TORCH._fully_shard._fsdp_api  # type: ignore[attr-defined]
+    base = parity.TORCH._fully_shard._fsdp_api  # type: ignore[attr-defined]
     parent = base.AllGather if issubclass(kind, fsdp2.AllGather) else base.ReduceScatter
     return type(
         kind.__name__, (Allocates, parent), {"__call__": kind.__call__, "asynchronous": False}
@@ -93,12 +77,14 @@ def _torchs(kind: type) -> Any:
 
 
 def _train(model: nn.Module, outputs: int) -> Any:
-    batches = regression_batches(models.DIM, outputs, steps=4)
-    return train_sharded(model, partial(torch.optim.SGD, lr=0.05), regression_loss, batches)
+    batches = parity.regression_batches(models.DIM, outputs, steps=4)
+    return parity.train_sharded(
+        model, partial(torch.optim.SGD, lr=0.05), parity.regression_loss, batches
+    )
 
 
 def _use(model: nn.Module, gather: Any, scatter: Any) -> nn.Module:
-    for unit in [*units(model), model]:
+    for unit in [*parity.units(model), model]:
         if gather is not None:
             unit.set_custom_all_gather(gather)
         if scatter is not None:
@@ -110,13 +96,13 @@ def _use(model: nn.Module, gather: Any, scatter: Any) -> nn.Module:
 @ranks(2, extended=(4,))
 def test_trains_like_torch(mixed: bool) -> None:
     build = partial(models.seeded, partial(models.OddMLP, ODD))
-    expected = _train(shard(OURS, build(), mixed=mixed), ODD[-1])
+    expected = _train(parity.shard(parity.OURS, build(), mixed=mixed), ODD[-1])
     gather, scatter = Gather(), Scatter()
-    ours = _train(_use(shard(OURS, build(), mixed=mixed), gather, scatter), ODD[-1])
-    assert_equal(ours, expected, "built-in")
+    ours = _train(_use(parity.shard(parity.OURS, build(), mixed=mixed), gather, scatter), ODD[-1])
+    parity.assert_equal(ours, expected, "built-in")
     theirs = _torchs(Gather)(), _torchs(Scatter)()
-    torchs = _train(_use(shard(TORCH, build(), mixed=mixed), *theirs), ODD[-1])
-    assert_like_torch(ours, torchs, mixed=mixed)
+    torchs = _train(_use(parity.shard(parity.TORCH, build(), mixed=mixed), *theirs), ODD[-1])
+    parity.assert_like_torch(ours, torchs, mixed=mixed)
     assert len(gather.ran) == len(theirs[0].ran)
     assert len(scatter.ran) == len(theirs[1].ran)
     assert scatter.ops == theirs[1].ops
@@ -135,17 +121,17 @@ def test_buffers_that_are_kept() -> None:
     build = partial(models.seeded, partial(models.MLP, depth=3))
     runs = []
     for keeps in (False, True):
-        model = shard(OURS, build())
-        comms = [(Gather(keeps), Scatter(keeps)) for _ in units(model)]
-        for unit, (gather, scatter) in zip(units(model), comms, strict=True):
+        model = parity.shard(parity.OURS, build())
+        comms = [(Gather(keeps), Scatter(keeps)) for _ in parity.units(model)]
+        for unit, (gather, scatter) in zip(parity.units(model), comms, strict=True):
             unit.set_custom_all_gather(gather)
             unit.set_custom_reduce_scatter(scatter)
-        for batch in regression_batches(models.DIM, 4, steps=2):
-            regression_loss(model, my_part(batch)).backward()
-        runs.append([full_grads(model), _train(model, 4)])
+        for batch in parity.regression_batches(models.DIM, 4, steps=2):
+            parity.regression_loss(model, parity.my_part(batch)).backward()
+        runs.append([parity.full_grads(model), _train(model, 4)])
         assert all(len(g.ran) > len(g._kept) for g, _ in comms)
         assert all(len(s.ran) > len(s._kept) / 2 for _, s in comms)
-    assert_equal(runs[0], runs[1])
+    parity.assert_equal(runs[0], runs[1])
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -167,12 +153,12 @@ def test_gathered_parameters_stay_the_same_objects(dim: int) -> None:
     output = model(x)  # autograd holds gathered parameters
     model.set_custom_all_gather(gather)
     model.reshard()
-    assert_equal(torch.autograd.grad(output.sum(), x), expected)
+    parity.assert_equal(torch.autograd.grad(output.sum(), x), expected)
     assert gather.ran
     model.reshard()
     model.unshard()
     assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
-    assert_equal([param.detach() for param in model.parameters()], values)
+    parity.assert_equal([param.detach() for param in model.parameters()], values)
 
 
 class TwoDtypes(nn.Module):
@@ -208,7 +194,7 @@ def test_one_collective_a_unit_whatever_it_holds() -> None:
     assert report.transport == "coalesced+packed"
     expected = _train(build(), 5)
     gather = Gather()
-    assert_equal(_train(_use(build(), gather, None), 5), expected)
+    parity.assert_equal(_train(_use(build(), gather, None), 5), expected)
     assert {dtype for _, dtype in gather.asked} == {torch.uint8}
     assert len(gather.ran) == 4 * 2  # steps, and both ways
 
@@ -217,11 +203,11 @@ def test_one_collective_a_unit_whatever_it_holds() -> None:
 def test_coalesced_gradients_travel_packed() -> None:
     build = partial(models.seeded, partial(models.MLP, depth=2, out=8))
     with coalescing():
-        model = shard(OURS, build())
+        model = parity.shard(parity.OURS, build())
     scatter = Scatter()
     ours = _train(_use(model, None, scatter), 8)
     assert len(scatter.ran) == 4 * 3  # steps and units
-    assert_equal(ours, _train(shard(OURS, build()), 8))
+    parity.assert_equal(ours, _train(parity.shard(parity.OURS, build()), 8))
 
 
 @ranks(4)
@@ -229,10 +215,10 @@ def test_replicas_and_smaller_groups() -> None:
     build = partial(models.seeded, partial(models.MLP, depth=2, out=8))
     mesh = meshes.mesh("outer", "inner", shape=(2, 2))
     for arguments in ({"mesh": mesh}, {"reshard_after_forward": 2}):
-        expected = _train(shard(OURS, build(), **arguments), 8)
+        expected = _train(parity.shard(parity.OURS, build(), **arguments), 8)
         gather, scatter = Gather(), Scatter()
-        ours = _train(_use(shard(OURS, build(), **arguments), gather, scatter), 8)
-        assert_equal(ours, expected)
+        ours = _train(_use(parity.shard(parity.OURS, build(), **arguments), gather, scatter), 8)
+        parity.assert_equal(ours, expected)
         assert gather.ran
         assert scatter.ran
 
@@ -242,21 +228,21 @@ def test_one_rank_calls_nothing() -> None:
     gather, scatter = Gather(), Scatter()
     mesh = meshes.mesh("outer", "inner", shape=(2, 1))
     build = partial(models.seeded, partial(models.MLP, depth=1))
-    model = _use(shard(OURS, build(), mesh=mesh), gather, scatter)
-    assert_equal(_train(model, 4), _train(shard(OURS, build(), mesh=mesh), 4))
+    model = _use(parity.shard(parity.OURS, build(), mesh=mesh), gather, scatter)
+    parity.assert_equal(_train(model, 4), _train(parity.shard(parity.OURS, build(), mesh=mesh), 4))
     assert gather.asked == scatter.asked == []
 
 
 @ranks(2)
 def test_extended_parameters_travel_through_it_too() -> None:
     def build() -> nn.Module:
-        return extend(models.seeded(partial(models.MLP, depth=2)), Scaled)
+        return tensors.extend(models.seeded(partial(models.MLP, depth=2)), tensors.Scaled)
 
     def losses(model: nn.Module) -> list[torch.Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         found = []
-        for batch in regression_batches(models.DIM, 4, steps=3):
-            loss = regression_loss(model, batch)
+        for batch in parity.regression_batches(models.DIM, 4, steps=3):
+            loss = parity.regression_loss(model, batch)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -264,7 +250,10 @@ def test_extended_parameters_travel_through_it_too() -> None:
         return found
 
     gather = Gather()
-    assert_equal(losses(_use(shard(OURS, build()), gather, None)), losses(shard(OURS, build())))
+    parity.assert_equal(
+        losses(_use(parity.shard(parity.OURS, build()), gather, None)),
+        losses(parity.shard(parity.OURS, build())),
+    )
     assert {dtype for _, dtype in gather.asked} == {torch.uint8, torch.float32}
 
 
@@ -284,7 +273,7 @@ def test_gathered_with_another_dtype_than_asked() -> None:
 
 
 def _memory_model() -> nn.Module:
-    return shard(OURS, models.seeded(partial(models.MLP, depth=2)))
+    return parity.shard(parity.OURS, models.seeded(partial(models.MLP, depth=2)))
 
 
 @ranks(2, extended=(4,))
@@ -292,19 +281,19 @@ def test_memory_of_the_process_group() -> None:
     """gloo has no allocator: plain memory, the same results; off again, the same way as before."""
     expected = _train(_memory_model(), 4)
     model = _memory_model()
-    for unit in [*units(model), model]:
+    for unit in [*parity.units(model), model]:
         unit.set_allocate_memory_from_process_group_for_comm(True)
     (group,) = record_of(model).unit.own_groups  # type: ignore[union-attr]  # it is sharded
     assert group.options.all_gather is not None
-    with CountCollectives() as counted:
-        assert_equal(_train(model, 4), expected)
+    with parity.CountCollectives() as counted:
+        parity.assert_equal(_train(model, 4), expected)
     model = _memory_model()
     for enable in (True, True, False, False):
-        for unit in [*units(model), model]:
+        for unit in [*parity.units(model), model]:
             unit.set_allocate_memory_from_process_group_for_comm(enable)
     assert record_of(model).unit.own_groups[0].options.all_gather is None  # type: ignore[union-attr]
-    with CountCollectives() as usual:
-        assert_equal(_train(model, 4), expected)
+    with parity.CountCollectives() as usual:
+        parity.assert_equal(_train(model, 4), expected)
     assert counted.counts == usual.counts
 
 
@@ -357,7 +346,7 @@ def test_not_on_several_meshes() -> None:
     def choose(param: nn.Parameter) -> Any:
         return fsdp2.ShardPlacementResult(None, info) if param.ndim == 1 else None
 
-    layer = fsdp2.fully_shard(nn.Linear(8, 8), mesh=world_mesh(), shard_placement_fn=choose)
+    layer = fsdp2.fully_shard(nn.Linear(8, 8), mesh=parity.world_mesh(), shard_placement_fn=choose)
     with pytest.raises(ValueError, match=r"on several meshes \(2 groups\)"):
         layer.set_custom_all_gather(Gather())
     layer.set_allocate_memory_from_process_group_for_comm(True)

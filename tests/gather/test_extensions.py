@@ -15,76 +15,59 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
 from fsdp2.core.modules.registry import record_of
-from tests.common import meshes, models, tensors
+from tests.common import meshes, models, parity, tensors
+from tests.common import tensors as common_tensors
 from tests.common.backends import packs
 from tests.common.errors import raises
 from tests.common.offloading import forced_offload
-from tests.common.parity import (
-    OURS,
-    REORDERED_FP32,
-    REORDERED_MIXED,
-    TORCH,
-    CountCollectives,
-    assert_close,
-    assert_equal,
-    my_part,
-    regression_batches,
-    regression_loss,
-    shard,
-    world_mesh,
-)
-from tests.common.tensors import (
-    CALLS,
-    Aliased,
-    Bf16Weight,
-    Careless,
-    Quantized,
-    ReleasingWeight,
-    Scaled,
-    Twofold,
-    extend,
-    plain,
-)
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
 
-KINDS = [Bf16Weight, ReleasingWeight, Scaled, Aliased, Twofold]
+KINDS = [
+    common_tensors.Bf16Weight,
+    common_tensors.ReleasingWeight,
+    common_tensors.Scaled,
+    common_tensors.Aliased,
+    common_tensors.Twofold,
+]
 EVEN = (8, 16, 8)
 ODD = (7, 3, 5, 1)
 
 
 def _build(kind: type, dims: tuple[int, ...] = EVEN, **options: Any) -> nn.Module:
-    return extend(models.seeded(partial(models.OddMLP, dims)), kind, **options)
+    return common_tensors.extend(models.seeded(partial(models.OddMLP, dims)), kind, **options)
 
 
 def _steps(model: nn.Module, outputs: int, steps: int = 4, lr: float = 0.05) -> list[Any]:
     """Trains, and returns this rank's losses, gradients and rows after each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     found = []
-    for batch in regression_batches(models.DIM, outputs, steps=steps):
-        loss = regression_loss(model, my_part(batch))
+    for batch in parity.regression_batches(models.DIM, outputs, steps=steps):
+        loss = parity.regression_loss(model, parity.my_part(batch))
         loss.backward()
-        grads = [plain(param.grad) for param in model.parameters()]
+        grads = [common_tensors.plain(param.grad) for param in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
-        found.append([loss.detach(), grads, [plain(param) for param in model.parameters()]])
+        found.append(
+            [loss.detach(), grads, [common_tensors.plain(param) for param in model.parameters()]]
+        )
     return found
 
 
 def _same_as_torch(build: Any, outputs: int, **arguments: Any) -> nn.Module:
     """Trains with both; returns our model."""
     runs = {}
-    for api in (OURS, TORCH):
-        model = shard(api, build(), **arguments)
+    for api in (parity.OURS, parity.TORCH):
+        model = parity.shard(api, build(), **arguments)
         runs[api] = _steps(model, outputs)
-        if api is OURS:
+        if api is parity.OURS:
             ours = model
     if dist.get_world_size() == 2:
-        assert_equal(runs[OURS], runs[TORCH], "torch")
+        parity.assert_equal(runs[parity.OURS], runs[parity.TORCH], "torch")
     else:
-        tolerance = REORDERED_MIXED if arguments.get("mixed") else REORDERED_FP32
-        assert_close(runs[OURS], runs[TORCH], tolerance, "torch")
+        tolerance = parity.REORDERED_MIXED if arguments.get("mixed") else parity.REORDERED_FP32
+        parity.assert_close(runs[parity.OURS], runs[parity.TORCH], tolerance, "torch")
     return ours
 
 
@@ -93,65 +76,72 @@ def _same_as_torch(build: Any, outputs: int, **arguments: Any) -> nn.Module:
 @ranks(2, extended=(4,))
 def test_trains_like_torch(kind: type, mixed: bool) -> None:
     """What travels as it is computes in fp32, whatever the policy."""
-    mixed = mixed and kind not in (Aliased, Twofold)
+    mixed = mixed and kind not in (common_tensors.Aliased, common_tensors.Twofold)
     _same_as_torch(partial(_build, kind), EVEN[-1], mixed=mixed)
 
 
 @ranks(2, extended=(4,))
 def test_uneven_rows() -> None:
     """torch takes padded inputs of the shard's shape only: not the scales of `Scaled`."""
-    _same_as_torch(partial(_build, Bf16Weight, ODD), ODD[-1])
-    _steps(shard(OURS, _build(Scaled, ODD)), ODD[-1])
+    _same_as_torch(partial(_build, common_tensors.Bf16Weight, ODD), ODD[-1])
+    _steps(parity.shard(parity.OURS, _build(common_tensors.Scaled, ODD)), ODD[-1])
 
 
 @ranks(2)
 def test_like_unsharded() -> None:
     """The same arithmetic by hand: cast the weights, run both parts of the batch."""
-    ours = _steps(shard(OURS, _build(Bf16Weight)), EVEN[-1], steps=1)
+    ours = _steps(parity.shard(parity.OURS, _build(common_tensors.Bf16Weight)), EVEN[-1], steps=1)
     model = models.seeded(partial(models.OddMLP, EVEN))
     with torch.no_grad():
         for param in model.parameters():
             if param.ndim == 2:
                 param.copy_(param.bfloat16())
-    (batch,) = regression_batches(models.DIM, EVEN[-1], steps=1)
+    (batch,) = parity.regression_batches(models.DIM, EVEN[-1], steps=1)
     total = [torch.zeros_like(param) for param in model.parameters()]
     for rank in range(2):
-        loss = regression_loss(model, my_part(batch, rank, 2))
+        loss = parity.regression_loss(model, parity.my_part(batch, rank, 2))
         for sum_, grad in zip(total, torch.autograd.grad(loss, model.parameters()), strict=True):
             sum_ += grad
         if rank == dist.get_rank():
-            assert_equal(ours[0][0], loss.detach())
+            parity.assert_equal(ours[0][0], loss.detach())
     wanted = [(sum_ / 2).chunk(2)[dist.get_rank()] for sum_ in total]
-    assert_equal(ours[0][1], wanted)
+    parity.assert_equal(ours[0][1], wanted)
 
 
 @ranks(2, extended=(4,))
 def test_hooks_are_called_like_torchs() -> None:
     heard = {}
-    for api in (OURS, TORCH):
-        model = shard(api, _build(Bf16Weight, ODD))
-        CALLS.clear()
+    for api in (parity.OURS, parity.TORCH):
+        model = parity.shard(api, _build(common_tensors.Bf16Weight, ODD))
+        common_tensors.CALLS.clear()
         _steps(model, ODD[-1], steps=2)
-        heard[api] = sorted(map(repr, CALLS))
-    assert heard[OURS] == heard[TORCH]
-    posts = [call for call in heard[OURS] if call.startswith("('post'")]
+        heard[api] = sorted(map(repr, common_tensors.CALLS))
+    assert heard[parity.OURS] == heard[parity.TORCH]
+    posts = [call for call in heard[parity.OURS] if call.startswith("('post'")]
     assert len([call for call in posts if "False" in call]) == len(ODD)  # the first of each
 
 
 @ranks(2)
 def test_one_collective_of_bytes_beside_the_plain_ones() -> None:
-    for api, gathers in ((OURS, 2), (TORCH, 1)):
-        layer = shard(api, models.seeded(lambda: extend(nn.Linear(8, 8), Scaled)))
+    for api, gathers in ((parity.OURS, 2), (parity.TORCH, 1)):
+        layer = parity.shard(
+            api,
+            models.seeded(lambda: common_tensors.extend(nn.Linear(8, 8), common_tensors.Scaled)),
+        )
         layer(torch.zeros(1, 8))
         layer.reshard()
-        with CountCollectives() as counted:
+        with parity.CountCollectives() as counted:
             layer.unshard()
         assert counted.all_gathers == gathers  # ours: the weight's bytes; the bias as it is
     weight_bytes = 8 * 8 + 8 * 4
-    layer = fsdp2.fully_shard(models.seeded(lambda: extend(nn.Linear(8, 8, bias=False), Scaled)))
+    layer = fsdp2.fully_shard(
+        models.seeded(
+            lambda: common_tensors.extend(nn.Linear(8, 8, bias=False), common_tensors.Scaled)
+        )
+    )
     layer(torch.zeros(1, 8))
     layer.reshard()
-    with CountCollectives() as counted:
+    with parity.CountCollectives() as counted:
         layer.unshard()
     assert counted.all_gathers == 1
     assert counted.elements["all_gather"] == weight_bytes + weight_bytes // 2
@@ -163,7 +153,7 @@ def test_one_collective_of_bytes_beside_the_plain_ones() -> None:
 @packs
 @ranks(2, extended=(4,))
 def test_shards_are_of_the_subclass() -> None:
-    model = shard(OURS, _build(Bf16Weight, ODD))
+    model = parity.shard(parity.OURS, _build(common_tensors.Bf16Weight, ODD))
     whole = dict(models.seeded(partial(models.OddMLP, ODD)).named_parameters())
     rank, size = dist.get_rank(), dist.get_world_size()
     for name, param in model.named_parameters():
@@ -172,10 +162,10 @@ def test_shards_are_of_the_subclass() -> None:
         assert param.stride() == whole[name].stride()
         assert "_data" not in param.__dict__  # the whole tensor is not kept alive
         local = param.to_local()
-        assert (type(local) is Bf16Weight) == (param.ndim == 2)
+        assert (type(local) is common_tensors.Bf16Weight) == (param.ndim == 2)
         rows = whole[name].detach().chunk(size)
         mine = rows[rank] if rank < len(rows) else whole[name].detach()[:0]
-        assert_equal(plain(param), mine)
+        parity.assert_equal(common_tensors.plain(param), mine)
     kinds = {report.transport for report in fsdp2.group_reports(model) if report.num_params}
     assert kinds == {"extension+packed"}
 
@@ -184,7 +174,7 @@ def test_shards_are_of_the_subclass() -> None:
 def test_meta_init() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    extend(model, Bf16Weight)
+    common_tensors.extend(model, common_tensors.Bf16Weight)
     for layer in model:
         fsdp2.fully_shard(layer)
     fsdp2.fully_shard(model)
@@ -194,8 +184,10 @@ def test_meta_init() -> None:
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(0.25)
-    assert type(model[0].weight.to_local()) is Bf16Weight
-    assert_equal(model(torch.ones(2, 8)).detach(), torch.full((2, 8), (8 * 0.25 + 0.25) * 2 + 0.25))
+    assert type(model[0].weight.to_local()) is common_tensors.Bf16Weight
+    parity.assert_equal(
+        model(torch.ones(2, 8)).detach(), torch.full((2, 8), (8 * 0.25 + 0.25) * 2 + 0.25)
+    )
 
 
 @ranks(2)
@@ -206,34 +198,34 @@ def test_extended_after_sharding() -> None:
     expected = layer(torch.ones(1, 8)).detach()
     layer.reshard()
     state = layer.state_dict()
-    local = Bf16Weight(state["weight"].to_local().clone())
-    state["weight"] = DTensor.from_local(local, world_mesh(), [Shard(0)])
+    local = common_tensors.Bf16Weight(state["weight"].to_local().clone())
+    state["weight"] = DTensor.from_local(local, parity.world_mesh(), [Shard(0)])
     layer.load_state_dict(state, assign=True)
-    CALLS.clear()
+    common_tensors.CALLS.clear()
     output = layer(torch.ones(1, 8))
-    assert CALLS
+    assert common_tensors.CALLS
     assert type(layer.weight.data) is torch.Tensor  # gathered
-    assert_close(output.detach(), expected, REORDERED_MIXED)
+    parity.assert_close(output.detach(), expected, parity.REORDERED_MIXED)
     layer.reshard()
     plain_state = {name: value.clone() for name, value in layer.state_dict().items()}
-    rows = plain(plain_state["weight"])
+    rows = common_tensors.plain(plain_state["weight"])
     assert rows is not None
-    plain_state["weight"] = DTensor.from_local(rows, world_mesh(), [Shard(0)])
+    plain_state["weight"] = DTensor.from_local(rows, parity.world_mesh(), [Shard(0)])
     layer.load_state_dict(plain_state, assign=True)
-    CALLS.clear()
-    assert_equal(layer(torch.ones(1, 8)).detach(), expected)
-    assert not CALLS
+    common_tensors.CALLS.clear()
+    parity.assert_equal(layer(torch.ones(1, 8)).detach(), expected)
+    assert not common_tensors.CALLS
 
 
 @ranks(2)
 def test_to_dtype_and_load_state_dict() -> None:
     torch.manual_seed(0)
-    layer = fsdp2.fully_shard(extend(nn.Linear(8, 8), Scaled))
+    layer = fsdp2.fully_shard(common_tensors.extend(nn.Linear(8, 8), common_tensors.Scaled))
     x = torch.randn(2, 8)
     layer(x).sum().backward()
     layer.reshard()
     layer.double()
-    assert type(layer.weight.to_local()) is Scaled
+    assert type(layer.weight.to_local()) is common_tensors.Scaled
     assert layer(x.double()).dtype == torch.float64
     layer.float()
     before = layer(x).detach()
@@ -245,24 +237,26 @@ def test_to_dtype_and_load_state_dict() -> None:
     assert not torch.equal(layer(x), before)
     layer.reshard()
     layer.load_state_dict(saved)
-    assert type(layer.weight.to_local()) is Scaled
-    assert_equal(layer(x).detach(), before)
+    assert type(layer.weight.to_local()) is common_tensors.Scaled
+    parity.assert_equal(layer(x).detach(), before)
 
 
 # ---- memory and versions
 
 
-@pytest.mark.parametrize("kind", [*KINDS, Careless])
+@pytest.mark.parametrize("kind", [*KINDS, common_tensors.Careless])
 @ranks(2)
 def test_memory_comes_and_goes_in_place(kind: type) -> None:
-    layer = fsdp2.fully_shard(models.seeded(lambda: extend(nn.Linear(8, 8, bias=False), kind)))
+    layer = fsdp2.fully_shard(
+        models.seeded(lambda: common_tensors.extend(nn.Linear(8, 8, bias=False), kind))
+    )
     x = torch.ones(1, 8, requires_grad=True)
     output = layer(x)
     layer.unshard()
     weight = layer.weight
     version = weight._version
-    assert (type(weight.detach()) is Twofold) == (kind is Twofold)
-    saved = plain(weight)
+    assert (type(weight.detach()) is common_tensors.Twofold) == (kind is common_tensors.Twofold)
+    saved = common_tensors.plain(weight)
     storages = [t.untyped_storage() for t in _tensors_of(layer)]
     storages.append(getattr(weight, "_data", weight).untyped_storage())
     assert storages[-1].size() > 0
@@ -271,9 +265,9 @@ def test_memory_comes_and_goes_in_place(kind: type) -> None:
     layer.unshard()
     assert layer.weight is weight
     assert weight._version == version
-    assert_equal(plain(weight), saved)
+    parity.assert_equal(common_tensors.plain(weight), saved)
     output.sum().backward()  # autograd saved the weight for the input's gradient
-    assert_equal(x.grad, torch.ones(1, 8) @ saved)
+    parity.assert_equal(x.grad, torch.ones(1, 8) @ saved)
 
 
 def _tensors_of(layer: nn.Module) -> list[torch.Tensor]:
@@ -284,8 +278,8 @@ def _tensors_of(layer: nn.Module) -> list[torch.Tensor]:
 
 @ranks(2)
 def test_outputs_are_released_on_request() -> None:
-    for kind, kept in ((Bf16Weight, True), (ReleasingWeight, False)):
-        layer = fsdp2.fully_shard(extend(nn.Linear(8, 8), kind))
+    for kind, kept in ((common_tensors.Bf16Weight, True), (common_tensors.ReleasingWeight, False)):
+        layer = fsdp2.fully_shard(common_tensors.extend(nn.Linear(8, 8), kind))
         layer.unshard()
         for _ in range(2):
             sizes = [output.untyped_storage().size() for output in _tensors_of(layer)]
@@ -296,13 +290,13 @@ def test_outputs_are_released_on_request() -> None:
 
 @ranks(2)
 def test_first_gather_in_inference_mode() -> None:
-    model = shard(OURS, _build(Scaled))
+    model = parity.shard(parity.OURS, _build(common_tensors.Scaled))
     batch = torch.ones(2, 8)
     with torch.inference_mode():
         expected = model(batch).clone()
     model.reshard()
     output = model(batch)
-    assert_equal(output.detach(), expected)
+    parity.assert_equal(output.detach(), expected)
     output.sum().backward()
     assert all(param.grad is not None for param in model.parameters())
 
@@ -311,14 +305,14 @@ def test_first_gather_in_inference_mode() -> None:
 def test_accumulation_and_kept_storage() -> None:
     runs = []
     for keep in (False, True):
-        model = shard(OURS, _build(Scaled))
+        model = parity.shard(parity.OURS, _build(common_tensors.Scaled))
         model.set_keep_unsharded_storage(keep)
         model.set_requires_gradient_sync(False)
-        for batch in regression_batches(models.DIM, EVEN[-1], steps=2):
-            regression_loss(model, my_part(batch)).backward()
+        for batch in parity.regression_batches(models.DIM, EVEN[-1], steps=2):
+            parity.regression_loss(model, parity.my_part(batch)).backward()
         model.set_requires_gradient_sync(True)
         runs.append(_steps(model, EVEN[-1], steps=2))
-    assert_equal(runs[0], runs[1])
+    parity.assert_equal(runs[0], runs[1])
 
 
 # ---- other meshes, frozen weights, offload
@@ -330,7 +324,9 @@ class Lora(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.Linear(8, 8, bias=False)
-        self.base.weight = nn.Parameter(Quantized.of(self.base.weight.detach()), False)
+        self.base.weight = nn.Parameter(
+            common_tensors.Quantized.of(self.base.weight.detach()), False
+        )
         self.down = nn.Linear(8, 2, bias=False)
         self.up = nn.Linear(2, 8, bias=False)
         self.is_unit = True
@@ -346,31 +342,34 @@ def test_frozen_quantised_weights_with_lora(mixed: bool) -> None:
         return models.seeded(lambda: nn.Sequential(Lora(), nn.Tanh(), Lora()))
 
     runs = {}
-    for api in (OURS, TORCH):
-        model = shard(api, build(), mixed=mixed)
+    for api in (parity.OURS, parity.TORCH):
+        model = parity.shard(api, build(), mixed=mixed)
         trained = nn.ParameterList(p for p in model.parameters() if p.requires_grad)
         assert len(trained) == 4
         optimizer = torch.optim.SGD(trained, lr=0.05)
         losses = []
-        for batch in regression_batches(8, 8, steps=4):
-            loss = regression_loss(model, my_part(batch))
+        for batch in parity.regression_batches(8, 8, steps=4):
+            loss = parity.regression_loss(model, parity.my_part(batch))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
-        runs[api] = [losses, [plain(param) for param in trained]]
+        runs[api] = [losses, [common_tensors.plain(param) for param in trained]]
         bases = [layer.base.weight for layer in (model[0], model[2])]
-        assert all(type(base.to_local()) is Quantized and base.grad is None for base in bases)
+        assert all(
+            type(base.to_local()) is common_tensors.Quantized and base.grad is None
+            for base in bases
+        )
     if dist.get_world_size() == 2:
-        assert_equal(runs[OURS], runs[TORCH])
+        parity.assert_equal(runs[parity.OURS], runs[parity.TORCH])
     else:
-        assert_close(runs[OURS], runs[TORCH], REORDERED_MIXED)
+        parity.assert_close(runs[parity.OURS], runs[parity.TORCH], parity.REORDERED_MIXED)
 
 
 @ranks(4)
 def test_hsdp_and_tensor_parallel() -> None:
     mesh = meshes.mesh("outer", "inner", shape=(2, 2))
-    _same_as_torch(partial(_build, Bf16Weight), EVEN[-1], mesh=mesh)
+    _same_as_torch(partial(_build, common_tensors.Bf16Weight), EVEN[-1], mesh=mesh)
 
     def build() -> nn.Module:
         """tp ranks hold rows of the weights; both see all of the input and of the output."""
@@ -388,7 +387,7 @@ class RowsOfTp(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         whole = torch.randn(models.DIM, models.DIM, generator=generator) / 4
-        local = Bf16Weight(whole.chunk(mesh.size())[mesh.get_local_rank()].clone())
+        local = common_tensors.Bf16Weight(whole.chunk(mesh.size())[mesh.get_local_rank()].clone())
         self.mesh = mesh
         self.weight = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)]))
 
@@ -401,10 +400,12 @@ class RowsOfTp(nn.Module):
 def test_one_rank_of_two() -> None:
     """A shard axis of one: the hooks run, nothing is gathered."""
     mesh = meshes.mesh("copies", "shard", shape=(2, 1))
-    alone = _steps(shard(OURS, _build(Scaled), mesh=mesh), EVEN[-1])
-    both = _steps(shard(OURS, _build(Scaled)), EVEN[-1])
-    assert_close([step[0] for step in alone], [step[0] for step in both], REORDERED_FP32)
-    model = shard(OURS, _build(Aliased), mesh=mesh)
+    alone = _steps(parity.shard(parity.OURS, _build(common_tensors.Scaled), mesh=mesh), EVEN[-1])
+    both = _steps(parity.shard(parity.OURS, _build(common_tensors.Scaled)), EVEN[-1])
+    parity.assert_close(
+        [step[0] for step in alone], [step[0] for step in both], parity.REORDERED_FP32
+    )
+    model = parity.shard(parity.OURS, _build(common_tensors.Aliased), mesh=mesh)
     _steps(model, EVEN[-1])
     model.reshard()  # which frees outputs, not the shard
     assert model.layers[0].weight.to_local()._data.untyped_storage().size() > 0
@@ -413,17 +414,17 @@ def test_one_rank_of_two() -> None:
 @ranks(2)
 def test_offloaded_shards_are_copied_before_the_hook() -> None:
     """On a CPU mesh there is nothing to offload; here it is made to believe that there is."""
-    expected = _steps(shard(OURS, _build(Scaled)), EVEN[-1])
+    expected = _steps(parity.shard(parity.OURS, _build(common_tensors.Scaled)), EVEN[-1])
     with forced_offload():
         policy = fsdp2.CPUOffloadPolicy(pin_memory=False)
-        model = shard(OURS, _build(Scaled), offload_policy=policy)
-    assert_equal(_steps(model, EVEN[-1]), expected)
+        model = parity.shard(parity.OURS, _build(common_tensors.Scaled), offload_policy=policy)
+    parity.assert_equal(_steps(model, EVEN[-1]), expected)
 
 
 @ranks(2)
 def test_sharded_on_another_dim() -> None:
     arguments = {"shard_placement_fn": lambda param: Shard(param.ndim - 1)}
-    _same_as_torch(partial(_build, Aliased), EVEN[-1], **arguments)
+    _same_as_torch(partial(_build, common_tensors.Aliased), EVEN[-1], **arguments)
 
 
 # ---- mistakes
@@ -434,7 +435,7 @@ class NoPost(tensors.Wrapped):
         return (self._data,), None
 
 
-class TwoArguments(Aliased):
+class TwoArguments(common_tensors.Aliased):
     def fsdp_pre_all_gather(self, mesh: Any, other: Any) -> Any:  # type: ignore[override]
         return (self._data,), None
 
@@ -442,7 +443,7 @@ class TwoArguments(Aliased):
 @ranks(4)
 def test_mistakes_are_named_before_anything_changes() -> None:
     def refused(kind: type, message: str, dims: tuple[int, int] = (8, 8), **arguments: Any) -> None:
-        layer = extend(nn.Linear(*dims), kind)
+        layer = common_tensors.extend(nn.Linear(*dims), kind)
         weight = layer.weight
         with pytest.raises(ValueError, match=message):
             fsdp2.fully_shard(layer, **arguments)
@@ -451,19 +452,30 @@ def test_mistakes_are_named_before_anything_changes() -> None:
 
     refused(NoPost, r"'weight' is a NoPost, which has no fsdp_post_all_gather")
     refused(TwoArguments, r"'weight' .* takes 2 arguments; it must take \(mesh\) or")
-    refused(Aliased, r"reshard_after_forward=2 .* 'weight', .*hooks", reshard_after_forward=2)
     refused(
-        Aliased,
+        common_tensors.Aliased,
+        r"reshard_after_forward=2 .* 'weight', .*hooks",
+        reshard_after_forward=2,
+    )
+    refused(
+        common_tensors.Aliased,
         r"'weight' has all-gather hooks and is sharded on dim 1",
         (7, 8),
         shard_placement_fn=lambda param: Shard(param.ndim - 1),
     )
-    refused(Aliased, r"need the mesh of the shard axis", mesh=init_device_mesh("cpu", (2, 2)))
+    refused(
+        common_tensors.Aliased,
+        r"need the mesh of the shard axis",
+        mesh=init_device_mesh("cpu", (2, 2)),
+    )
 
 
 @ranks(2, extended=(4,))
 def test_unpadded_inputs_raise_on_all_ranks() -> None:
-    model = shard(OURS, extend(nn.Sequential(nn.Linear(8, 5)), Bf16Weight, pad=False))
+    model = parity.shard(
+        parity.OURS,
+        common_tensors.extend(nn.Sequential(nn.Linear(8, 5)), common_tensors.Bf16Weight, pad=False),
+    )
     for _ in range(2):
         with raises("hooks-differ-over-ranks") as error:
             model(torch.ones(1, 8))
@@ -473,7 +485,10 @@ def test_unpadded_inputs_raise_on_all_ranks() -> None:
 
 @ranks(2)
 def test_a_hook_that_fails_on_one_rank_raises_on_all() -> None:
-    model = shard(OURS, extend(nn.Sequential(nn.Linear(8, 8)), Bf16Weight))
+    model = parity.shard(
+        parity.OURS,
+        common_tensors.extend(nn.Sequential(nn.Linear(8, 8)), common_tensors.Bf16Weight),
+    )
     local = model[0].weight._local_tensor
     local._options = {"fails": dist.get_rank() == 1}
     own = pytest.raises(RuntimeError, match="the hook failed")
@@ -487,31 +502,31 @@ def test_a_hook_that_fails_on_one_rank_raises_on_all() -> None:
     assert model[0].weight.grad is None
     model.set_requires_gradient_sync(True)
     model(torch.ones(1, 8)).sum().backward()
-    assert plain(model[0].weight.grad).eq(2).all()
+    assert common_tensors.plain(model[0].weight.grad).eq(2).all()
 
 
-class Changing(Aliased):
+class Changing(common_tensors.Aliased):
     """Returns other shapes from the second call on."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-        CALLS.append(("pre", None))
-        return (self._data if len(CALLS) < 2 else self._data[:1],), ("metadata", 0)
+        common_tensors.CALLS.append(("pre", None))
+        return (self._data if len(common_tensors.CALLS) < 2 else self._data[:1],), ("metadata", 0)
 
 
-class NoTuple(Aliased):
+class NoTuple(common_tensors.Aliased):
     def fsdp_post_all_gather(self, *_: Any, **__: Any) -> Any:
         return None
 
 
 @ranks(2)
 def test_hooks_that_return_something_else() -> None:
-    CALLS.clear()
-    layer = fsdp2.fully_shard(extend(nn.Linear(8, 8), Changing))
+    common_tensors.CALLS.clear()
+    layer = fsdp2.fully_shard(common_tensors.extend(nn.Linear(8, 8), Changing))
     layer(torch.ones(1, 8))
     layer.reshard()
     with raises("hooks-changing"):
         layer(torch.ones(1, 8))
-    layer = fsdp2.fully_shard(extend(nn.Linear(8, 8), NoTuple))
+    layer = fsdp2.fully_shard(common_tensors.extend(nn.Linear(8, 8), NoTuple))
     with pytest.raises(TypeError, match=r"fsdp_post_all_gather of parameter 'weight' must return"):
         layer(torch.ones(1, 8))
 

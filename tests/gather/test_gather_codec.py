@@ -21,7 +21,7 @@ from fsdp2.core.modules.registry import record_of
 from fsdp2.testing.null_group import CallLog, init_null_group
 from fsdp2.testing.virtual import VirtualDevice
 from tests.common import random_models as _random_models
-from tests.common.thread_ranks import ThreadCollectives, run_ranks
+from tests.common import thread_ranks
 from tests.common.scenarios import SCENARIOS
 
 pytestmark = pytest.mark.alone
@@ -74,7 +74,7 @@ def test_what_it_gathers_is_rounded(size: int, coalesces: bool) -> None:
     params = [ParamShape("p", shape, cut, F32, 4, F32, 4) for shape, cut in cuts]
     layout = build_layout(params, size, coalesces, 0)
 
-    def body(collectives: ThreadCollectives) -> None:
+    def body(collectives: thread_ranks.ThreadCollectives) -> None:
         shard = KERNELS.flat(layout.shard_bytes, on_meta=False)
         shard.view(F32, 0, (layout.shard_bytes // 4,)).fill_(FINE)
         full = KERNELS.transient(layout.full_bytes, "gathered")
@@ -92,7 +92,7 @@ def test_what_it_gathers_is_rounded(size: int, coalesces: bool) -> None:
             for _, parameter in transport.parameters():
                 assert parameter.eq(1 if size > 1 else FINE).all()
 
-    run_ranks(size, body, coalesces=coalesces)
+    thread_ranks.run_ranks(size, body, coalesces=coalesces)
 
 
 @pytest.mark.parametrize("scenario", ["steady", "changing", "offloaded"])

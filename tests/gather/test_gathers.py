@@ -11,8 +11,8 @@ import pytest
 from fsdp2.core.schedule.unit import Unit
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualDevice
+from tests.common import random_models
 from tests.common.observing import observe
-from tests.common.random_models import Watch, communicates, random_tree
 
 SEEDS = 80
 
@@ -51,7 +51,7 @@ class Rules:
         self._gathered: set[str] = set()
         self._exits: list[str] = []  # forwards whose backward is to come
         self._rest: list[str] = []  # what this forward is still to begin
-        self._silent = {node.name for node in root.walk() if not communicates(node)}
+        self._silent = {node.name for node in root.walk() if not random_models.communicates(node)}
 
     def forward(self) -> None:
         """One forward of the root."""
@@ -101,14 +101,14 @@ class Rules:
             self._gathered.discard(node.name)
 
 
-def _watched(seed: int, repeats: bool) -> Watch:
+def _watched(seed: int, repeats: bool) -> random_models.Watch:
     """A model after two iterations, with a clean log."""
     rng = random.Random(f"gathers {seed}")
-    root = random_tree(rng, plain=True, tied=False)
+    root = random_models.random_tree(rng, plain=True, tied=False)
     if not repeats:
         for node in root.walk():
             node.calls = rng.sample(range(len(node.children)), len(node.children))
-    watch = Watch(rng, root, ranks=(2, 4))
+    watch = random_models.Watch(rng, root, ranks=(2, 4))
     watch.sim.iteration()
     watch.sim.iteration()
     watch.log.clear()
@@ -117,7 +117,7 @@ def _watched(seed: int, repeats: bool) -> Watch:
     return watch
 
 
-def _check(watch: Watch, rules: Rules, seed: int) -> None:
+def _check(watch: random_models.Watch, rules: Rules, seed: int) -> None:
     assert watch.gathers == rules.gathers, f"seed {seed}"
     assert watch.wasted == 0, f"seed {seed}"
     assert _exposed(watch.log) == rules.exposed, f"seed {seed}"
@@ -130,7 +130,9 @@ def test_each_unit_is_gathered_once_a_phase_and_ahead() -> None:
         watch.sim.iteration()
         loss = watch.log.index(("step", "loss"))
         nodes = {node.name: node for node in watch.sim.root.walk()}
-        entries = [name for name in _entries(watch.sim.root) if communicates(nodes[name])]
+        entries = [
+            name for name in _entries(watch.sim.root) if random_models.communicates(nodes[name])
+        ]
         kept = {name for name in entries if not nodes[name].unit.frees_after_forward}
         wanted = Counter(entries) + Counter(name for name in entries if name not in kept)
         assert watch.gathers == wanted, f"seed {seed}"
@@ -178,7 +180,7 @@ def test_backwards_of_several_forwards_go_on_where_the_one_before_ended(joint: b
 def test_unit_called_several_times_in_a_row_is_gathered_once_a_phase(times: int) -> None:
     leaves = [Node("first"), Node("block"), Node("last")]
     root = Node("root", leaves, [0, *[1] * times, 2], shapes=())
-    watch = Watch(random.Random(0), root, ranks=(2,))
+    watch = random_models.Watch(random.Random(0), root, ranks=(2,))
     watch.sim.iteration()
     watch.gathers.clear()
     watch.sim.forward()

@@ -16,23 +16,21 @@ from torch.nn.utils import clip_grad_norm_
 import fsdp2
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.schedule.states import GroupState
-from tests.common.gradients import assert_like_unsharded, part
-from tests.common.models import DIM, seeded
-from tests.common.parity import full_grads, world_mesh
+from tests.common import gradients, models, parity
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
 
 
 def _build() -> nn.Module:
-    blocks = [nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(6)]
-    return nn.Sequential(*blocks, nn.Linear(DIM, 4))
+    blocks = [nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Tanh()) for _ in range(6)]
+    return nn.Sequential(*blocks, nn.Linear(models.DIM, 4))
 
 
 def _shard(model: nn.Module) -> Any:
     for block in list(model)[:-1]:
-        fsdp2.fully_shard(block, mesh=world_mesh())
-    return fsdp2.fully_shard(model, mesh=world_mesh())
+        fsdp2.fully_shard(block, mesh=parity.world_mesh())
+    return fsdp2.fully_shard(model, mesh=parity.world_mesh())
 
 
 def _in_memory(model: Any) -> int:
@@ -42,7 +40,7 @@ def _in_memory(model: Any) -> int:
 
 
 def _x() -> Tensor:
-    return part(0)[0]
+    return gradients.part(0)[0]
 
 
 def _energy(model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -69,7 +67,7 @@ HOW = [_by_grad, _by_vjp, _by_autograd]
 
 
 def _loss(model: nn.Module, rank: int | None = None) -> None:
-    model(part(0, rank)[0]).square().sum().backward()
+    model(gradients.part(0, rank)[0]).square().sum().backward()
 
 
 @ranks(2)
@@ -79,7 +77,7 @@ def test_a_derivative_between_backward_and_clipping(
     how: Callable[[nn.Module], Tensor], kept: bool
 ) -> None:
     """Gradients stay in sight, whether or not anybody keeps the derivative and its graph."""
-    model = _shard(seeded(_build))
+    model = _shard(models.seeded(_build))
     _loss(model)
     norm = fsdp2.get_total_norm([p.grad for p in model.parameters()])
     derivative = how(model)
@@ -103,7 +101,7 @@ def test_a_derivative_between_backward_and_clipping(
 @ranks(2)
 @pytest.mark.parametrize("how", HOW)
 def test_a_frozen_model_that_guides(how: Callable[[nn.Module], Tensor]) -> None:
-    model = _shard(seeded(_build).requires_grad_(False))
+    model = _shard(models.seeded(_build).requires_grad_(False))
     most: list[int] = []
     for block in list(model)[:-1]:
         block.register_forward_pre_hook(lambda *_: most.append(_in_memory(model)))
@@ -112,7 +110,7 @@ def test_a_frozen_model_that_guides(how: Callable[[nn.Module], Tensor]) -> None:
         found = how(model).detach()
         assert _in_memory(model) <= 2
         assert max(most) <= 3  # the root and two units
-    plain = seeded(_build).requires_grad_(False)
+    plain = models.seeded(_build).requires_grad_(False)
     assert torch.equal(found, how(plain).detach())
 
 
@@ -122,7 +120,7 @@ def test_a_loss_of_a_derivative(how: Callable[[nn.Module], Tensor]) -> None:
     """Outside of any forward: its backward may reach parameters and no output of a unit."""
 
     def compute(model: nn.Module, rank: int | None = None) -> None:
-        x, _ = part(0, rank)
+        x, _ = gradients.part(0, rank)
         if how is _by_autograd:
             x = x.requires_grad_()
             (found,) = torch.autograd.grad(_energy(model)(x), x, create_graph=True)
@@ -134,23 +132,23 @@ def test_a_loss_of_a_derivative(how: Callable[[nn.Module], Tensor]) -> None:
         found.square().sum().backward()
 
     for build in (_build, _line):
-        model = _shard(seeded(build))
+        model = _shard(models.seeded(build))
         for _ in range(2):
             model.zero_grad()
             compute(model)
             assert _in_memory(model) == 0
-        assert_like_unsharded(full_grads(model), seeded(build), compute)
+        gradients.assert_like_unsharded(parity.full_grads(model), models.seeded(build), compute)
 
 
 def _line() -> nn.Module:
     """A model whose derivative depends on its parameters, and on nothing that it computes."""
-    return nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, 4))
+    return nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, 4))
 
 
 @ranks(2)
 def test_a_graph_that_is_kept_over_an_optimizer_step() -> None:
     """As without sharding: what it would read has changed."""
-    model = _shard(seeded(_build))
+    model = _shard(models.seeded(_build))
     _loss(model)
     derivative = _by_autograd(model)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -167,7 +165,7 @@ def test_a_graph_that_is_kept_over_an_optimizer_step() -> None:
 @ranks(2)
 def test_an_evaluation_between_backward_and_clipping() -> None:
     """The root stays gathered after it: not where that would hide its gradients."""
-    model = _shard(seeded(_build))
+    model = _shard(models.seeded(_build))
     _loss(model)
     norm: Any = clip_grad_norm_(model.parameters(), 1e6)
     with torch.no_grad():
@@ -175,8 +173,8 @@ def test_an_evaluation_between_backward_and_clipping() -> None:
     assert all(isinstance(p, DTensor) and p.grad is not None for p in model.parameters())
     again: Any = clip_grad_norm_(model.parameters(), 1e6)
     assert torch.equal(again.full_tensor(), norm.full_tensor())
-    grads = copy.deepcopy(full_grads(model))
+    grads = copy.deepcopy(parity.full_grads(model))
     model.zero_grad()
     _loss(model)
-    for name, expected in full_grads(model).items():
+    for name, expected in parity.full_grads(model).items():
         assert torch.equal(expected, grads[name]), name

@@ -15,39 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import fully_shard, group_reports
 from fsdp2.core.modules.registry import require_record
+from tests.common import models, parity, running
 from tests.common.combinations import each_once
-from tests.common.models import (
-    DIM,
-    MLP,
-    Block,
-    Choosy,
-    seeded,
-)
-from tests.common.parity import (
-    FP32,
-    OURS,
-    TORCH,
-    CountCollectives,
-    adamw,
-    assert_close,
-    assert_equal,
-    assert_like_torch,
-    full_grads,
-    full_params,
-    language_batches,
-    language_loss,
-    my_part,
-    regression_batches,
-    regression_loss,
-    same_as_torch,
-    shard,
-    train_sharded,
-    train_unsharded,
-)
-from tests.common.running import (
-    mlp,
-    mlp_batches,
-)
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -62,7 +31,7 @@ def test_explicit_prefetch(ahead: int, mixed: bool) -> None:
     """
 
     def run(api: Any, prefetch: bool) -> Any:
-        model = shard(api, seeded(partial(MLP, depth=4)), mixed=mixed)
+        model = parity.shard(api, models.seeded(partial(models.MLP, depth=4)), mixed=mixed)
         layers = list(model.layers)
         if prefetch:
             for i, layer in enumerate(layers):
@@ -73,15 +42,15 @@ def test_explicit_prefetch(ahead: int, mixed: bool) -> None:
         counts = []
 
         def loss(model: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:
-            with CountCollectives() as forward:
-                value = regression_loss(model, part)
+            with parity.CountCollectives() as forward:
+                value = parity.regression_loss(model, part)
             counts.append(forward.counts)
             return value
 
-        return [train_sharded(model, adamw, loss, mlp_batches()), counts]
+        return [parity.train_sharded(model, parity.adamw, loss, running.mlp_batches()), counts]
 
-    ours = same_as_torch(partial(run, prefetch=True), mixed=mixed)
-    assert_equal(ours, run(OURS, prefetch=False), "without explicit prefetch")
+    ours = parity.same_as_torch(partial(run, prefetch=True), mixed=mixed)
+    parity.assert_equal(ours, run(parity.OURS, prefetch=False), "without explicit prefetch")
 
 
 @ranks(2)
@@ -90,19 +59,21 @@ def test_prefetch_of_units_that_do_not_run() -> None:
 
     def loss(choosing: Any, model: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:
         model.active = next(choosing)
-        return regression_loss(model, part)
+        return parity.regression_loss(model, part)
 
     choices = [("a",), ("a", "b", "c"), ("c",), ("b", "a")]
-    batches = regression_batches(DIM, 2, steps=len(choices))
-    model = shard(OURS, seeded(Choosy))
+    batches = parity.regression_batches(models.DIM, 2, steps=len(choices))
+    model = parity.shard(parity.OURS, models.seeded(models.Choosy))
     units_by_name = dict(model.choices.items())
     for unit in units_by_name.values():
         others = [other for other in units_by_name.values() if other is not unit]
         unit.set_modules_to_forward_prefetch(others)
         unit.set_modules_to_backward_prefetch(others)
-    ours = train_sharded(model, adamw, partial(loss, iter(choices)), batches)
-    plain = train_unsharded(seeded(Choosy), adamw, partial(loss, iter(choices)), batches)
-    assert_close(ours, plain, FP32, "unsharded")
+    ours = parity.train_sharded(model, parity.adamw, partial(loss, iter(choices)), batches)
+    plain = parity.train_unsharded(
+        models.seeded(models.Choosy), parity.adamw, partial(loss, iter(choices)), batches
+    )
+    parity.assert_close(ours, plain, parity.FP32, "unsharded")
 
 
 @ranks(2)
@@ -112,16 +83,18 @@ def test_order_of_units_changes_between_iterations() -> None:
 
     def loss(choosing: Any, model: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:
         model.active = next(choosing)
-        return regression_loss(model, part)
+        return parity.regression_loss(model, part)
 
     def train(api: Any) -> Any:
-        model = shard(api, seeded(Choosy))
-        return train_sharded(model, adamw, partial(loss, iter(orders)), batches)
+        model = parity.shard(api, models.seeded(models.Choosy))
+        return parity.train_sharded(model, parity.adamw, partial(loss, iter(orders)), batches)
 
-    batches = regression_batches(DIM, 2, steps=len(orders))
-    ours = same_as_torch(train)
-    plain = train_unsharded(seeded(Choosy), adamw, partial(loss, iter(orders)), batches)
-    assert_close(ours, plain, FP32, "unsharded")
+    batches = parity.regression_batches(models.DIM, 2, steps=len(orders))
+    ours = parity.same_as_torch(train)
+    plain = parity.train_unsharded(
+        models.seeded(models.Choosy), parity.adamw, partial(loss, iter(orders)), batches
+    )
+    parity.assert_close(ours, plain, parity.FP32, "unsharded")
 
 
 class _Deep(nn.Module):
@@ -130,9 +103,9 @@ class _Deep(nn.Module):
     def __init__(self, way: str) -> None:
         super().__init__()
         self.way = way
-        self.embed = nn.Embedding(13, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(5))
-        self.head = nn.Linear(DIM, 13, bias=False)
+        self.embed = nn.Embedding(13, models.DIM)
+        self.blocks = nn.ModuleList(models.Block() for _ in range(5))
+        self.head = nn.Linear(models.DIM, 13, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -160,43 +133,43 @@ def test_windows(window: int, way: str, reshard_after_forward: bool | None, mixe
 
     Micro-batches without sync, evaluation in between, and backward in two parts.
     """
-    batches = [my_part(ids) for ids in language_batches(13, steps=6)]
+    batches = [parity.my_part(ids) for ids in parity.language_batches(13, steps=6)]
 
     def run(api: Any, window: int) -> Any:
-        model: Any = shard(
+        model: Any = parity.shard(
             api,
-            seeded(partial(_Deep, way)),
+            models.seeded(partial(_Deep, way)),
             mixed=mixed,
             reshard_after_forward=reshard_after_forward,
         )
-        if api is OURS:
+        if api is parity.OURS:
             model.set_prefetch_window(window)
-        optimizer = adamw(model.parameters())
+        optimizer = parity.adamw(model.parameters())
         seen: list[Any] = []
         counts = []
         for step in range(3):
             first, second = batches[2 * step : 2 * step + 2]
-            with CountCollectives() as count:
+            with parity.CountCollectives() as count:
                 with torch.no_grad():
                     seen.append(model(first))
                 model.set_requires_gradient_sync(False)
-                language_loss(model, first).backward()
+                parity.language_loss(model, first).backward()
                 model.set_requires_gradient_sync(True)
-                losses = [language_loss(model, second), language_loss(model, first)]
+                losses = [parity.language_loss(model, second), parity.language_loss(model, first)]
                 model.set_is_last_backward(False)
                 losses[1].backward()
                 model.set_is_last_backward(True)
                 losses[0].backward()
             counts.append(count.all_gathers)
-            seen += [[loss.detach() for loss in losses], full_grads(model)]
+            seen += [[loss.detach() for loss in losses], parity.full_grads(model)]
             optimizer.step()
             optimizer.zero_grad()
-        return [*seen, full_params(model)], counts
+        return [*seen, parity.full_params(model)], counts
 
-    ours, counts = run(OURS, window)
-    assert_like_torch(ours, run(TORCH, window)[0], mixed=mixed)
-    default, expected = run(OURS, 1)
-    assert_equal(ours, default, "one unit ahead")
+    ours, counts = run(parity.OURS, window)
+    parity.assert_like_torch(ours, run(parity.TORCH, window)[0], mixed=mixed)
+    default, expected = run(parity.OURS, 1)
+    parity.assert_equal(ours, default, "one unit ahead")
     assert counts[-1] <= expected[-1]
     if way != "twice":
         assert counts[-1] == expected[-1]
@@ -204,10 +177,10 @@ def test_windows(window: int, way: str, reshard_after_forward: bool | None, mixe
 
 @ranks(2)
 def test_the_largest_window_below_a_root_counts() -> None:
-    model: Any = shard(OURS, mlp())
+    model: Any = parity.shard(parity.OURS, running.mlp())
     assert {report.window for report in group_reports(model)} == {1}
     model.layers[0].set_prefetch_window(3)
-    model(my_part(mlp_batches()[0])[0])
+    model(parity.my_part(running.mlp_batches()[0])[0])
     scheduler = require_record(model).scheduler
     assert scheduler is not None
     assert scheduler.window == 3
@@ -225,7 +198,7 @@ def test_the_largest_window_below_a_root_counts() -> None:
 
 @ranks(2)
 def test_prefetch_lists_hold_sharded_modules_only() -> None:
-    model = shard(OURS, mlp())
+    model = parity.shard(parity.OURS, running.mlp())
     with pytest.raises(ValueError, match="Linear"):
         model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
     with pytest.raises(ValueError, match="Linear"):

@@ -23,8 +23,8 @@ from fsdp2.core.layout.layout import (
     Transport,
     build_layout,
 )
+from tests.common import thread_ranks
 from tests.common.cuts import random_cut
-from tests.common.thread_ranks import ThreadCollectives, ThreadReplicas, _Meeting, run_mesh
 
 pytestmark = pytest.mark.alone
 
@@ -154,8 +154,8 @@ class RankState:
     """One rank's buffers of a group of parameters."""
 
     params: list[ParamShape]
-    whole: ThreadCollectives
-    neighbours: ThreadCollectives
+    whole: thread_ranks.ThreadCollectives
+    neighbours: thread_ranks.ThreadCollectives
     pack_below: int
 
     def round_trip(self) -> None:
@@ -192,18 +192,20 @@ class RankState:
 def _round_trip(
     params: list[ParamShape], copies: int, size: int, coalesces: bool, pack_below: int = 0
 ) -> None:
-    everyone = _Meeting(copies * size)
+    everyone = thread_ranks._Meeting(copies * size)
 
-    def body(neighbours: ThreadCollectives, replicas: ThreadReplicas) -> None:
+    def body(
+        neighbours: thread_ranks.ThreadCollectives, replicas: thread_ranks.ThreadReplicas
+    ) -> None:
         position = replicas.rank * size + neighbours.rank
-        whole = ThreadCollectives(everyone, copies * size, position, coalesces, False)
+        whole = thread_ranks.ThreadCollectives(everyone, copies * size, position, coalesces, False)
         try:
             RankState(params, whole, neighbours, pack_below).round_trip()
         except BaseException:
             everyone.leave()
             raise
 
-    run_mesh(copies, size, body, coalesces=coalesces)
+    thread_ranks.run_mesh(copies, size, body, coalesces=coalesces)
 
 
 def _param(
@@ -248,7 +250,9 @@ def test_random_groups_make_the_round_trip() -> None:
 def test_rows_that_are_kept_are_those_of_the_smaller_group() -> None:
     """With 4 ranks and groups of 2, ranks 0 and 2 hold the first half (the module's example)."""
 
-    def body(neighbours: ThreadCollectives, replicas: ThreadReplicas) -> list[float]:
+    def body(
+        neighbours: thread_ranks.ThreadCollectives, replicas: thread_ranks.ThreadReplicas
+    ) -> list[float]:
         layout = build_layout([_param((8, 4))], 4, coalesces=True)
         (slot,) = layout.segments[0].slots
         full = KERNELS.transient(layout.full_bytes, "gathered")
@@ -263,4 +267,4 @@ def test_rows_that_are_kept_are_those_of_the_smaller_group() -> None:
         return rows[:, 0].tolist()
 
     first, second = [0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]
-    assert run_mesh(2, 2, body) == [first, second, first, second]
+    assert thread_ranks.run_mesh(2, 2, body) == [first, second, first, second]

@@ -12,8 +12,7 @@ from fsdp2.core.device.kernels import TorchKernels
 from fsdp2.core.gather.kinds import make_transports
 from fsdp2.core.gather.transport import PackedTransport
 from fsdp2.core.layout.layout import Cut, GroupLayout, ParamShape, Transport, build_layout
-from tests.common.cuts import as_cut, random_cut
-from tests.common.thread_ranks import ThreadCollectives, run_ranks
+from tests.common import cuts, thread_ranks
 
 pytestmark = pytest.mark.alone
 
@@ -24,7 +23,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 def _param(
     shape: tuple[int, ...], cut: int | Cut = 0, shard: torch.dtype = F32, full: torch.dtype = F32
 ) -> ParamShape:
-    return ParamShape("p", shape, as_cut(cut), shard, shard.itemsize, full, full.itemsize)
+    return ParamShape("p", shape, cuts.as_cut(cut), shard, shard.itemsize, full, full.itemsize)
 
 
 def _wholes(params: list[ParamShape]) -> list[torch.Tensor]:
@@ -36,7 +35,7 @@ def _wholes(params: list[ParamShape]) -> list[torch.Tensor]:
 
 
 def _bind(
-    layout: GroupLayout, wholes: list[torch.Tensor], collectives: ThreadCollectives
+    layout: GroupLayout, wholes: list[torch.Tensor], collectives: thread_ranks.ThreadCollectives
 ) -> tuple[list[Any], Any]:
     """One rank's transports over a flat shard that holds its pieces, and its gathered buffer."""
     rank = collectives.rank
@@ -79,7 +78,7 @@ def _check(
     layout = build_layout(params, size, coalesces, pack_below)
     wholes = _wholes(params)
 
-    def body(collectives: ThreadCollectives) -> list[str]:
+    def body(collectives: thread_ranks.ThreadCollectives) -> list[str]:
         transports, full = _bind(layout, wholes, collectives)
         parameters = {
             slot.index: transport.gathered(slot)
@@ -99,7 +98,7 @@ def _check(
             full.release()
         return collectives.calls
 
-    calls = run_ranks(size, body, coalesces=coalesces)
+    calls = thread_ranks.run_ranks(size, body, coalesces=coalesces)
     assert calls == [calls[0]] * size  # invariant I1
     return calls[0]
 
@@ -171,7 +170,9 @@ def test_local_communicates_nothing(full: torch.dtype) -> None:
 
 def test_local_parameter_is_the_shard_itself() -> None:
     layout = build_layout([_param((4, 4))], 1, coalesces=True)
-    (transport,), _ = run_ranks(1, lambda c: _bind(layout, _wholes([_param((4, 4))]), c))[0]
+    (transport,), _ = thread_ranks.run_ranks(
+        1, lambda c: _bind(layout, _wholes([_param((4, 4))]), c)
+    )[0]
     gathered = transport.gathered(layout.segments[0].slots[0])
     gathered.fill_(7)
     again = transport.gathered(layout.segments[0].slots[0])
@@ -220,12 +221,12 @@ def test_what_goes_along_has_the_dtype_of_the_others(coalesces: bool, wire: str)
     params = [_param(shape, shard=f8, full=f8) for shape in ((64, 16), (5, 3), (7,))]
     layout = build_layout(params, 2, coalesces)
 
-    def dtypes(collectives: ThreadCollectives) -> set[torch.dtype]:
+    def dtypes(collectives: thread_ranks.ThreadCollectives) -> set[torch.dtype]:
         transports, _ = _bind(layout, [torch.zeros(p.shape).to(f8) for p in params], collectives)
         packed = [t for t in transports if isinstance(t, PackedTransport)]
         return {t.output.dtype for t in packed} | {t.input.dtype for t in packed}
 
-    assert run_ranks(2, dtypes, coalesces=coalesces)[0] == {getattr(torch, wire)}
+    assert thread_ranks.run_ranks(2, dtypes, coalesces=coalesces)[0] == {getattr(torch, wire)}
 
 
 @pytest.mark.parametrize("block", range(3))
@@ -235,6 +236,6 @@ def test_random_groups(block: int) -> None:
         size, params = rng.choice((1, 2, 3, 4, 4)), []
         for _ in range(rng.randint(1, 5)):
             shape = tuple(rng.choice((0, 1, 2, 3, 5, 8)) for _ in range(rng.randint(1, 3)))
-            cut = random_cut(rng, shape, size)
+            cut = cuts.random_cut(rng, shape, size)
             params.append(_param(shape, cut, full=rng.choice((F32, F32, BF16))))
         _check(params, size, rng.random() < 0.5, seed, rng.choice((0, 64)))

@@ -8,7 +8,7 @@ from expecttest import assert_expected_inline
 from fsdp2.core.schedule.side_doors import note_calls
 from fsdp2.record.notes import operations
 from fsdp2.testing.simulation import Node, Simulation
-from tests.common.schedules import chain, emitted, leaf, unit_of, warm
+from tests.common import schedules
 
 pytestmark = pytest.mark.alone
 
@@ -27,9 +27,9 @@ def choose(sim: Simulation, window: int) -> None:
 
 def test_two_units_are_gathered_ahead() -> None:
     """Gather i+2 waits for compute i-1, as gather i+1 does where the window is one unit."""
-    sim = warm(chain("a", "b", "c", "d"), window=2)
+    sim = schedules.warm(schedules.chain("a", "b", "c", "d"), window=2)
     assert_expected_inline(
-        emitted(sim, sim.forward),
+        schedules.emitted(sim, sim.forward),
         """\
 compute:
   forward root
@@ -58,10 +58,10 @@ all_gather:
 
 
 def test_backward_looks_ahead_too() -> None:
-    sim = warm(chain("a", "b", "c", "d"), window=2)
+    sim = schedules.warm(schedules.chain("a", "b", "c", "d"), window=2)
     sim.forward()
     assert_expected_inline(
-        emitted(sim, sim.backward),
+        schedules.emitted(sim, sim.backward),
         """\
 compute:
   backward root
@@ -101,9 +101,9 @@ reduce:
 
 def test_a_unit_that_comes_again_within_the_window_stays() -> None:
     """And is gathered once a forward, once a backward."""
-    root = Node("root", [leaf("a"), leaf("b")], [0, 1, 0, 1], shapes=())
+    root = Node("root", [schedules.leaf("a"), schedules.leaf("b")], [0, 1, 0, 1], shapes=())
     for window, count in ((1, 4), (2, 2)):
-        sim = warm(root, window=window)
+        sim = schedules.warm(root, window=window)
         start = len(sim.device.trace)
         sim.forward()
         assert gathers(sim, start) == ["a", "b"] * (count // 2)
@@ -115,8 +115,8 @@ def test_a_unit_that_comes_again_within_the_window_stays() -> None:
 
 def test_what_is_not_used_makes_room() -> None:
     """The order of the last forward misleads: guesses go when others need their place."""
-    root = chain("a", "b", "c", "d", "e")
-    sim = warm(root, window=2)
+    root = schedules.chain("a", "b", "c", "d", "e")
+    sim = schedules.warm(root, window=2)
     ahead: dict[str, str] = {}
     root.calls = [0, 3, 4]
 
@@ -134,8 +134,8 @@ def test_what_is_not_used_makes_room() -> None:
 
 
 def test_lists_of_the_users_win() -> None:
-    sim = warm(chain("a", "b", "c", "d"), window=3)
-    a, d = unit_of(sim, "a"), unit_of(sim, "d")
+    sim = schedules.warm(schedules.chain("a", "b", "c", "d"), window=3)
+    a, d = schedules.unit_of(sim, "a"), schedules.unit_of(sim, "d")
     a.forward_prefetch = [d]
     start = len(sim.device.trace)
     sim.forward()
@@ -145,11 +145,11 @@ def test_lists_of_the_users_win() -> None:
 
 
 def test_the_largest_window_below_a_root_counts() -> None:
-    sim = warm(chain("a", "b", "c"))
-    unit_of(sim, "b").prefetch_window = 3
+    sim = schedules.warm(schedules.chain("a", "b", "c"))
+    schedules.unit_of(sim, "b").prefetch_window = 3
     sim.scheduler.refresh()
     assert sim.scheduler.window == 3
-    unit_of(sim, "b").prefetch_window = 1
+    schedules.unit_of(sim, "b").prefetch_window = 1
     sim.scheduler.refresh()
     assert sim.scheduler.window == 1
 
@@ -158,8 +158,8 @@ def test_the_largest_window_below_a_root_counts() -> None:
 def test_a_window_that_changes_in_the_middle(windows: tuple[int, int]) -> None:
     """What is gathered by then is used, as far as the new window holds it."""
     before, after = windows
-    sim = warm(chain("a", "b", "c", "d"), window=before)
-    a = unit_of(sim, "a")
+    sim = schedules.warm(schedules.chain("a", "b", "c", "d"), window=before)
+    a = schedules.unit_of(sim, "a")
     sim.scheduler.begin_forward(sim.scheduler.units[0], True)
     sim.scheduler.enter_forward(sim.scheduler.units[0])
     sim.scheduler.enter_forward(a)
@@ -169,7 +169,7 @@ def test_a_window_that_changes_in_the_middle(windows: tuple[int, int]) -> None:
     assert len(sim.gathered_ahead()) == min(before, after)
     sim.active.remove(a)
     sim.scheduler.exit_forward(a)
-    b = unit_of(sim, "b")
+    b = schedules.unit_of(sim, "b")
     start = len(sim.device.trace)
     sim.scheduler.enter_forward(b)
     assert "b" not in gathers(sim, start)
@@ -180,7 +180,7 @@ def test_a_window_that_changes_in_the_middle(windows: tuple[int, int]) -> None:
 
 
 def test_what_units_ask_for_combines() -> None:
-    sim = warm(chain("a", "b", "c"))
+    sim = schedules.warm(schedules.chain("a", "b", "c"))
     note_calls(sim.scheduler)
     choose(sim, 2)
     for group in sim.scheduler.groups:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 import re
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 pytestmark = pytest.mark.alone
 

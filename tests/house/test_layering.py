@@ -16,6 +16,7 @@ import pytest
 import fsdp2
 from fsdp2.core import notices
 from fsdp2.core.names import clean, clean_as_fsdp1
+from tests.common import upper_bounds
 
 pytestmark = pytest.mark.alone
 
@@ -39,7 +40,6 @@ TESTING = ("device", "layout", "params", "gather", "reduce", "schedule", "module
 
 MAX_FUNCTION_LINES = 60
 MAX_ATTRIBUTES = 25  # of an instance
-MAX_ANY = 320  # lines of the package that say it; lower the number as they go
 
 MORE_ATTRIBUTES = {
     "examples.options.Options": "an attribute for each option of a command line",
@@ -358,6 +358,22 @@ def test_who_watches_core_is_there_for_everyone() -> None:
         assert value.functions or name == "steps", (module, name)
 
 
+def test_what_tests_share_is_on_one_page() -> None:
+    """Each module of tests/common, and no other; and tests take modules, not lists of names."""
+    common = Path(__file__).parents[1] / "common"
+    page = ast.get_docstring(_tree(common / "__init__.py")) or ""
+    said = set(re.findall(r"^    (\w+) ", page, re.MULTILINE))
+    assert said == {path.stem for path in common.glob("*.py")} - {"__init__"}
+    lists = [
+        f"{path.name} takes {len(node.names)} names of {node.module}"
+        for path in common.parent.rglob("test_*.py")
+        for node in _tree(path).body
+        if isinstance(node, ast.ImportFrom) and len(node.names) > 2
+        if (node.module or "").startswith("tests.common.")
+    ]
+    assert lists == []
+
+
 def test_the_room_of_whole_tensors_stands_on_the_core() -> None:
     """And says what lives there."""
     room = ROOT / "full"
@@ -616,7 +632,8 @@ def test_any_stands_at_boundaries_alone() -> None:
     Elsewhere a value that is only handed on is an ``object``, and others have their types.
     """
     lines = (line for path in FILES for line in path.read_text(encoding="utf-8").splitlines())
-    assert sum(bool(re.search(r"\bAny\b", line)) for line in lines) <= MAX_ANY
+    said = sum(bool(re.search(r"\bAny\b", line)) for line in lines)
+    upper_bounds.hold("lines that say Any", lines=said)
 
 
 def test_classes_have_few_attributes() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.common import workers
-from tests.common.workers import RankError, ranks, run_on_ranks
+from tests.common import workers as common_workers
 
 pytestmark = pytest.mark.ranks
 
@@ -70,7 +70,7 @@ def _alive(pid: int) -> bool:
     return True
 
 
-@ranks(SIZE)
+@common_workers.ranks(SIZE)
 @pytest.mark.parametrize("value", [1, 3])
 def test_body_runs_on_every_rank(value: int, world_size: int, tmp_path: Path) -> None:
     total = torch.tensor(value)
@@ -82,16 +82,19 @@ def test_body_runs_on_every_rank(value: int, world_size: int, tmp_path: Path) ->
 
 
 def test_processes_and_process_group_are_kept_between_calls() -> None:
-    first, second = run_on_ranks(SIZE, _rank_and_pid), run_on_ranks(SIZE, _rank_and_pid)
+    first, second = (
+        common_workers.run_on_ranks(SIZE, _rank_and_pid),
+        common_workers.run_on_ranks(SIZE, _rank_and_pid),
+    )
     assert first == second
     assert [rank for rank, _ in first] == list(range(SIZE))
     assert len({pid for _, pid in first} | {os.getpid()}) == SIZE + 1
 
 
 def test_every_call_starts_from_the_same_state() -> None:
-    run_on_ranks(SIZE, _leave_a_mess)
+    common_workers.run_on_ranks(SIZE, _leave_a_mess)
     expected = (True, torch.float32, workers.SEED, 1)
-    assert run_on_ranks(SIZE, _state) == [expected] * SIZE
+    assert common_workers.run_on_ranks(SIZE, _state) == [expected] * SIZE
 
 
 @pytest.mark.parametrize(
@@ -105,10 +108,10 @@ def test_every_call_starts_from_the_same_state() -> None:
 def test_failure_shows_every_rank_and_ends_the_pool(
     body: object, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = [pid for _, pid in run_on_ranks(SIZE, _rank_and_pid)]
+    before = [pid for _, pid in common_workers.run_on_ranks(SIZE, _rank_and_pid)]
     monkeypatch.setattr(workers, "GRACE", 1.0)
-    with pytest.raises(RankError) as failure:
-        run_on_ranks(SIZE, body, timeout=3.0)  # type: ignore[arg-type]
+    with pytest.raises(common_workers.RankError) as failure:
+        common_workers.run_on_ranks(SIZE, body, timeout=3.0)  # type: ignore[arg-type]
     message = str(failure.value)
     for text in expected:
         assert text in message
@@ -119,4 +122,4 @@ def test_failure_shows_every_rank_and_ends_the_pool(
 
 def test_only_module_level_functions_are_sent() -> None:
     with pytest.raises(ValueError, match="module-level"):
-        run_on_ranks(SIZE, lambda: None)
+        common_workers.run_on_ranks(SIZE, lambda: None)

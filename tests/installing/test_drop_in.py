@@ -15,31 +15,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vjp, vmap
 
 import fsdp2
+from tests.common import gradients, meshes, models, parity, tensors
 from tests.common.errors import raises
-from tests.common.gradients import assert_like_unsharded, unsharded_grads
-from tests.common.meshes import TORCH_VERSION, hsdp_mesh, mesh
-from tests.common.models import DIM, MLP, seeded
-from tests.common.parity import (
-    FP32,
-    OURS,
-    Bf16,
-    adamw,
-    assert_close,
-    assert_equal,
-    full,
-    full_all,
-    full_grads,
-    full_params,
-    same_as_torch,
-    shard,
-    world_mesh,
-)
-from tests.common.tensors import Wrapped, extend
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
 
-X = torch.linspace(-1, 1, 4 * DIM).view(4, DIM)
+X = torch.linspace(-1, 1, 4 * models.DIM).view(4, models.DIM)
 
 
 def _inputs(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -48,7 +30,7 @@ def _inputs(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _three_layers() -> nn.Module:
-    return nn.Sequential(*[nn.Linear(DIM, DIM) for _ in range(3)])
+    return nn.Sequential(*[nn.Linear(models.DIM, models.DIM) for _ in range(3)])
 
 
 # -- conversions of a model that has gradients ----------------------------------------------------
@@ -69,7 +51,7 @@ def test_conversions_take_gradients_along(conversion: str, stepped: bool) -> Non
     """Units of three and more parameters, whose old gradients are used again."""
 
     def convert(model: nn.Module) -> list[Any]:
-        optimizer = adamw(model.parameters())
+        optimizer = parity.adamw(model.parameters())
         for _ in range(2):
             model.zero_grad()
             model(_inputs()).square().sum().backward()
@@ -79,25 +61,27 @@ def test_conversions_take_gradients_along(conversion: str, stepped: bool) -> Non
         return [(param.dtype, param.grad.dtype) for param in model.parameters()]
 
     def scenario(api: ModuleType) -> Any:
-        model = shard(api, seeded(_three_layers))
+        model = parity.shard(api, models.seeded(_three_layers))
         dtypes = convert(model)
-        return dtypes, full_grads(model), full_params(model)
+        return dtypes, parity.full_grads(model), parity.full_params(model)
 
-    same_as_torch(scenario)
+    parity.same_as_torch(scenario)
     if conversion == "a submodule":
         return
-    model = shard(OURS, seeded(_three_layers))
+    model = parity.shard(parity.OURS, models.seeded(_three_layers))
     dtypes = convert(model)
-    before, params = full_grads(model), full_params(model)
+    before, params = parity.full_grads(model), parity.full_params(model)
     model(_inputs(dtypes[0][0])).square().sum().backward()  # torch refuses to
-    plain = seeded(_three_layers).to(dtypes[0][0])
+    plain = models.seeded(_three_layers).to(dtypes[0][0])
     plain.load_state_dict(params)
 
     def compute(plain: nn.Module, rank: int) -> None:
         plain((X + rank).to(dtypes[0][0])).square().sum().backward()
 
-    added = unsharded_grads(plain, compute)
-    assert_equal(full_grads(model), {name: before[name] + added[name] for name in added})
+    added = gradients.unsharded_grads(plain, compute)
+    parity.assert_equal(
+        parity.full_grads(model), {name: before[name] + added[name] for name in added}
+    )
 
 
 # -- transforms of torch.func as a unit's first forward -------------------------------------------
@@ -121,14 +105,16 @@ def _as_unsharded(
     """And as torch's FSDP2, which can from 2.13 on."""
 
     def scenario(api: ModuleType) -> Any:
-        model = shard(api, seeded(build), mixed=mixed, **arguments)
-        return run(model, _inputs()), full_grads(model)
+        model = parity.shard(api, models.seeded(build), mixed=mixed, **arguments)
+        return run(model, _inputs()), parity.full_grads(model)
 
-    found, grads = same_as_torch(scenario) if TORCH_VERSION >= (2, 13) else scenario(OURS)
-    plain = seeded(build)
-    reference = Bf16(plain) if mixed else plain
-    assert_equal(found, run(reference, _inputs()))
-    assert_like_unsharded(grads, plain, lambda _, rank: run(reference, X + rank))
+    found, grads = (
+        parity.same_as_torch(scenario) if meshes.TORCH_VERSION >= (2, 13) else scenario(parity.OURS)
+    )
+    plain = models.seeded(build)
+    reference = parity.Bf16(plain) if mixed else plain
+    parity.assert_equal(found, run(reference, _inputs()))
+    gradients.assert_like_unsharded(grads, plain, lambda _, rank: run(reference, X + rank))
 
 
 @ranks(2)
@@ -141,7 +127,7 @@ def test_a_first_forward_inside_a_transform(transform: str, mixed: bool, reshard
         model(x).square().sum().backward()
         return found
 
-    _as_unsharded(MLP, run, mixed=mixed, reshard_after_forward=reshard)
+    _as_unsharded(models.MLP, run, mixed=mixed, reshard_after_forward=reshard)
 
 
 class _Sum(nn.Module):
@@ -149,7 +135,7 @@ class _Sum(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
+        self.linear = nn.Linear(models.DIM, models.DIM)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.linear(x) * self.linear(2 * y)
@@ -174,7 +160,7 @@ class _Mapped(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = _Unit(DIM, DIM), _Unit(DIM, DIM)
+        self.first, self.second = _Unit(models.DIM, models.DIM), _Unit(models.DIM, models.DIM)
 
     def forward(self, x: Tensor) -> Tensor:
         return vmap(self.second)(torch.tanh(vmap(self.first)(x)))
@@ -201,9 +187,11 @@ class _Spectral(nn.Module):
 
     def __init__(self, dtype: torch.dtype = torch.complex64) -> None:
         super().__init__()
-        self.odd = nn.Parameter(torch.randn(5, DIM, dtype=dtype))
-        self.even = nn.Parameter(torch.randn(8, DIM, dtype=dtype))
-        self.scale = nn.Parameter(torch.randn(DIM, dtype=torch.zeros((), dtype=dtype).real.dtype))
+        self.odd = nn.Parameter(torch.randn(5, models.DIM, dtype=dtype))
+        self.even = nn.Parameter(torch.randn(8, models.DIM, dtype=dtype))
+        self.scale = nn.Parameter(
+            torch.randn(models.DIM, dtype=torch.zeros((), dtype=dtype).real.dtype)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         spectrum = torch.fft.fft(x.to(self.scale.dtype) * self.scale)
@@ -216,24 +204,28 @@ class _Spectral(nn.Module):
 def test_complex_parameters(dtype: torch.dtype, copies: int) -> None:
     """Backends know no complex numbers; `reduce_dtype` is for real ones."""
     size = dist.get_world_size()
-    plain, model = seeded(lambda: _Spectral(dtype)), seeded(lambda: _Spectral(dtype))
-    mesh = hsdp_mesh(copies, size // copies) if copies > 1 else world_mesh()
+    plain, model = models.seeded(lambda: _Spectral(dtype)), models.seeded(lambda: _Spectral(dtype))
+    mesh = meshes.hsdp_mesh(copies, size // copies) if copies > 1 else parity.world_mesh()
     policy = fsdp2.MixedPrecisionPolicy(reduce_dtype=torch.float64)
     fsdp2.fully_shard(model, mesh=mesh, mp_policy=policy)
     for rank in range(size):
         (plain(X + rank).sum() / size).backward()
     model(_inputs()).sum().backward()
     expected = {name: param.grad for name, param in plain.named_parameters()}
-    assert {name: grad.dtype for name, grad in full_grads(model).items() if grad is not None} == {
-        name: param.dtype for name, param in plain.named_parameters()
+    assert {
+        name: grad.dtype for name, grad in parity.full_grads(model).items() if grad is not None
+    } == {name: param.dtype for name, param in plain.named_parameters()}
+    found = {
+        name: torch.view_as_real(g)
+        for name, g in parity.full_grads(model).items()
+        if g.is_complex()
     }
-    found = {name: torch.view_as_real(g) for name, g in full_grads(model).items() if g.is_complex()}
     wanted = {name: torch.view_as_real(g) for name, g in expected.items() if g.is_complex()}
-    assert_close(found, wanted, FP32)
-    assert_close(full_grads(model)["scale"], expected["scale"], FP32)
+    parity.assert_close(found, wanted, parity.FP32)
+    parity.assert_close(parity.full_grads(model)["scale"], expected["scale"], parity.FP32)
 
 
-class _ComplexPair(Wrapped):
+class _ComplexPair(tensors.Wrapped):
     """Complex rows that travel as real ones, by hooks."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
@@ -245,33 +237,33 @@ class _ComplexPair(Wrapped):
 
 @ranks(2)
 def test_complex_parameters_with_all_gather_hooks() -> None:
-    plain, model = seeded(_Spectral), seeded(_Spectral)
+    plain, model = models.seeded(_Spectral), models.seeded(_Spectral)
     model.even = nn.Parameter(_ComplexPair(model.even.detach()), requires_grad=False)
-    fsdp2.fully_shard(model, mesh=world_mesh())
-    assert_equal(model(X).detach(), plain(X).detach())
+    fsdp2.fully_shard(model, mesh=parity.world_mesh())
+    parity.assert_equal(model(X).detach(), plain(X).detach())
 
 
 @ranks(2)
 def test_parameters_that_are_on_their_way() -> None:
     """A DTensor whose local tensor is waited for at its first use."""
-    both = mesh("dp", "tp", shape=(1, 2))
+    both = meshes.mesh("dp", "tp", shape=(1, 2))
     pieces = distribute_tensor(X.clone(), both["tp"], [Shard(0)])
-    layer = nn.Linear(DIM, 4, bias=False)
+    layer = nn.Linear(models.DIM, 4, bias=False)
     layer.weight = nn.Parameter(pieces.redistribute(placements=[Replicate()], async_op=True))
     assert type(layer.weight._local_tensor) is AsyncCollectiveTensor
     fsdp2.fully_shard(layer, mesh=both["dp"])
-    assert_equal(full(layer.weight), X)
+    parity.assert_equal(parity.full(layer.weight), X)
 
 
-class _Pair(Wrapped):
+class _Pair(tensors.Wrapped):
     """Wraps another tensor and has no all-gather hooks, until somebody gives an object some."""
 
 
 @ranks(2)
 def test_hooks_that_are_given_after_meta_init() -> None:
     """What wraps other tensors stays what it is until its hooks are there."""
-    layer = extend(nn.Linear(DIM, DIM, bias=False, device="meta"), _Pair)
-    model: Any = fsdp2.fully_shard(layer, mesh=world_mesh())
+    layer = tensors.extend(nn.Linear(models.DIM, models.DIM, bias=False, device="meta"), _Pair)
+    model: Any = fsdp2.fully_shard(layer, mesh=parity.world_mesh())
     assert type(model.weight.to_local()) is _Pair
     model.to_empty(device="cpu")
     local = model.weight._local_tensor
@@ -286,8 +278,13 @@ def test_hooks_that_are_given_after_meta_init() -> None:
             model(_inputs())
         delattr(local, name)
     local.fsdp_pre_all_gather, local.fsdp_post_all_gather = pre, post
-    expected = torch.cat([torch.full((DIM // 2, DIM), 1.0), torch.full((DIM // 2, DIM), 2.0)])
-    assert_equal(model(_inputs()).detach(), _inputs() @ expected.T)
+    expected = torch.cat(
+        [
+            torch.full((models.DIM // 2, models.DIM), 1.0),
+            torch.full((models.DIM // 2, models.DIM), 2.0),
+        ]
+    )
+    parity.assert_equal(model(_inputs()).detach(), _inputs() @ expected.T)
 
 
 def _travel(local: Any) -> tuple[Any, Any]:
@@ -307,11 +304,11 @@ def _travel(local: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("reshard", [None, True])
 def test_parameters_frozen_between_forward_and_backward(reshard: bool | None) -> None:
     def scenario(api: ModuleType) -> Any:
-        model = seeded(_three_layers)
+        model = models.seeded(_three_layers)
         for layer in model:
-            shard(api, layer)
-        shard(api, model, reshard_after_forward=reshard)
-        optimizer = adamw(model.parameters())
+            parity.shard(api, layer)
+        parity.shard(api, model, reshard_after_forward=reshard)
+        optimizer = parity.adamw(model.parameters())
         found = []
         for _ in range(3):
             loss = model(_inputs()).square().sum()
@@ -321,9 +318,9 @@ def test_parameters_frozen_between_forward_and_backward(reshard: bool | None) ->
             optimizer.step()
             optimizer.zero_grad()
             model[1].requires_grad_(True)
-        return found, full_params(model)
+        return found, parity.full_params(model)
 
-    same_as_torch(scenario)
+    parity.same_as_torch(scenario)
 
 
 @ranks(2, 4)
@@ -331,8 +328,8 @@ def test_parameters_frozen_between_forward_and_backward(reshard: bool | None) ->
 def test_gradients_of_before_are_not_lost_by_freezing(waiting: str) -> None:
     """What an earlier backward left is delivered, and only that: as without sharding."""
     size = dist.get_world_size()
-    data = hsdp_mesh(2, size // 2) if waiting == "partial sums" else world_mesh()
-    plain, model = seeded(_three_layers), seeded(_three_layers)
+    data = meshes.hsdp_mesh(2, size // 2) if waiting == "partial sums" else parity.world_mesh()
+    plain, model = models.seeded(_three_layers), models.seeded(_three_layers)
     fsdp2.fully_shard(model, mesh=data, reshard_after_forward=True)
     model.set_manual_backward_finalization(waiting == "finalize")
     if waiting == "partial sums":
@@ -353,31 +350,33 @@ def test_gradients_of_before_are_not_lost_by_freezing(waiting: str) -> None:
         for rank in range(size):
             (plain(X + rank).square().sum() / size).backward()
     expected = {name: param.grad for name, param in plain.named_parameters()}
-    found = full_grads(model)
+    found = parity.full_grads(model)
     if waiting == "unreduced":  # both are in one sum by then: nothing is lost
         for name in ("1.weight", "1.bias"):
             assert found.pop(name) is not None
             del expected[name]
-    assert_close(found, expected, FP32)
+    parity.assert_close(found, expected, parity.FP32)
 
 
 @ranks(2)
 @pytest.mark.parametrize("kept", [False, True])
 def test_some_of_a_unit_frozen_between_forward_and_backward(kept: bool) -> None:
     """Old gradients that are used again, or kept, are given to those that train."""
-    model = seeded(_three_layers)
-    model = fsdp2.fully_shard(model, mesh=world_mesh(), reshard_after_forward=True)
+    model = models.seeded(_three_layers)
+    model = fsdp2.fully_shard(model, mesh=parity.world_mesh(), reshard_after_forward=True)
     model.set_keep_gradient_storage(kept)
     names = [name for name, _ in model.named_parameters()]
     model(_inputs()).square().sum().backward()
-    wanted = full_grads(model)
+    wanted = parity.full_grads(model)
     for frozen in (names[-1], names[0], None, names[2]):
         model.zero_grad()
         loss = model(_inputs()).square().sum()
         if frozen is not None:
             model.get_parameter(frozen).requires_grad_(False)
         loss.backward()
-        assert_equal(full_grads(model), {**wanted, **({frozen: None} if frozen else {})})
+        parity.assert_equal(
+            parity.full_grads(model), {**wanted, **({frozen: None} if frozen else {})}
+        )
         model.requires_grad_(True)
 
 
@@ -399,8 +398,8 @@ class _Counted(_Allocates, fsdp2.AllGather):
 @ranks(2)
 def test_another_way_to_gather_from_backward_on() -> None:
     """What is set between forward and backward counts from the next gather on."""
-    model, comm = seeded(MLP), _Counted()
-    fsdp2.fully_shard(model, mesh=world_mesh(), reshard_after_forward=True)
+    model, comm = models.seeded(models.MLP), _Counted()
+    fsdp2.fully_shard(model, mesh=parity.world_mesh(), reshard_after_forward=True)
     loss = model(_inputs()).square().sum()
     model.set_custom_all_gather(comm)
     loss.backward()
@@ -409,7 +408,7 @@ def test_another_way_to_gather_from_backward_on() -> None:
 
 @ranks(2)
 def test_parameters_replaced_after_a_backward_that_raised() -> None:
-    model = shard(OURS, seeded(_three_layers), reshard_after_forward=True)
+    model = parity.shard(parity.OURS, models.seeded(_three_layers), reshard_after_forward=True)
     hidden: list[Tensor] = []
     model[0].register_forward_hook(lambda _, inputs, output: hidden.append(output))
     loss = model(_inputs()).square().sum()
@@ -430,22 +429,22 @@ def _raise(gradient: Tensor) -> None:
 @ranks(1, 2)
 def test_writes_to_gathered_parameters() -> None:
     """Only shards are for good, so they are refused; on one rank the gathered one is the shard."""
-    model = shard(OURS, seeded(lambda: nn.Linear(DIM, DIM)))
-    before = full(model.weight)
+    model = parity.shard(parity.OURS, models.seeded(lambda: nn.Linear(models.DIM, models.DIM)))
+    before = parity.full(model.weight)
     model.unshard()
     with torch.no_grad():
         model.weight.fill_(7)
     if dist.get_world_size() == 1:
         model.reshard()
-        assert_equal(full(model.weight), torch.full_like(before, 7))
+        parity.assert_equal(parity.full(model.weight), torch.full_like(before, 7))
         return
     with raises("written-unsharded"):
         model.reshard()
     model.reshard()  # to drop it
-    assert_equal(full(model.weight), before)
+    parity.assert_equal(parity.full(model.weight), before)
     with fsdp2.gathered(model), torch.no_grad():
         model.weight.fill_(7)
-    assert_equal(full(model.weight), torch.full_like(before, 7))
+    parity.assert_equal(parity.full(model.weight), torch.full_like(before, 7))
 
 
 # -- small things ---------------------------------------------------------------------------------
@@ -463,10 +462,10 @@ class _Sized(nn.Sequential):
 @ranks(2)
 def test_slices_of_containers_whose_new_takes_arguments() -> None:
     def scenario(api: ModuleType) -> Any:
-        model = shard(api, _Sized(*[nn.Linear(DIM, DIM) for _ in range(3)]))
+        model = parity.shard(api, _Sized(*[nn.Linear(models.DIM, models.DIM) for _ in range(3)]))
         return type(model[:2]).__name__, model[:2].made_with
 
-    assert same_as_torch(scenario) == ("_Sized", 1)  # torch passes one dict
+    assert parity.same_as_torch(scenario) == ("_Sized", 1)  # torch passes one dict
 
 
 class _Recorded(_Allocates, fsdp2.ReduceScatter):
@@ -483,7 +482,7 @@ class _Recorded(_Allocates, fsdp2.ReduceScatter):
 @ranks(2)
 def test_the_op_of_a_custom_reduce_scatter() -> None:
     """A member of the enum, which compares, hashes and has a name."""
-    model, ours = shard(OURS, seeded(MLP)), _Recorded()
+    model, ours = parity.shard(parity.OURS, models.seeded(models.MLP)), _Recorded()
     model.set_custom_reduce_scatter(ours)
     for factor in (None, 3.0, None):
         model.set_gradient_divide_factor(factor)
@@ -497,27 +496,27 @@ def test_the_op_of_a_custom_reduce_scatter() -> None:
 @ranks(2)
 def test_hooks_and_factors_that_are_taken_away() -> None:
     def scenario(api: ModuleType) -> Any:
-        model = shard(api, seeded(lambda: nn.Linear(DIM, DIM)))
+        model = parity.shard(api, models.seeded(lambda: nn.Linear(models.DIM, models.DIM)))
         found = []
         for hook in (None, lambda gradient: gradient.zero_(), None):
             model.zero_grad()
             model.set_all_reduce_hook(hook)
             model(_inputs()).sum().backward()
-            found.append(full_all([param.grad for param in model.parameters()]))
+            found.append(parity.full_all([param.grad for param in model.parameters()]))
         return found
 
-    found = same_as_torch(scenario)
-    assert_equal(found[0], found[2])
+    found = parity.same_as_torch(scenario)
+    parity.assert_equal(found[0], found[2])
     assert not torch.equal(found[0][0], found[1][0])
-    model = shard(OURS, seeded(lambda: nn.Linear(DIM, DIM)))
+    model = parity.shard(parity.OURS, models.seeded(lambda: nn.Linear(models.DIM, models.DIM)))
     for factor in (None, 1.0, None):
         model.zero_grad()
         model.set_gradient_divide_factor(factor)
         model(_inputs()).sum().backward()
         assert all(isinstance(param.grad, DTensor) for param in model.parameters())
-        grads = full_all([param.grad for param in model.parameters()])
+        grads = parity.full_all([param.grad for param in model.parameters()])
         expected = found[0] if factor is None else [2 * tensor for tensor in found[0]]
-        assert_equal(grads, expected)
+        parity.assert_equal(grads, expected)
 
 
 # -- functional_call, which registers nothing and puts back what it found --------------------------
@@ -525,7 +524,7 @@ def test_hooks_and_factors_that_are_taken_away() -> None:
 
 def _others(model: nn.Module, kind: str) -> dict[str, Tensor]:
     """Averages of parameters, say, to evaluate with."""
-    params = full_params(model) if kind == "whole" else dict(model.named_parameters())
+    params = parity.full_params(model) if kind == "whole" else dict(model.named_parameters())
     return {name: 2 * param.detach() for name, param in params.items()}
 
 
@@ -534,11 +533,11 @@ def _others(model: nn.Module, kind: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("when", ["at first", "after a step", "after an evaluation"])
 def test_functional_call_with_other_parameters(kind: str, when: str) -> None:
     """They were ignored by units that gather, or taken for the parameters from then on."""
-    model = shard(OURS, MLP())
+    model = parity.shard(parity.OURS, models.MLP())
     if when != "at first":
         model(_inputs()).sum().backward()
         model.zero_grad()
-    before = full_params(model)
+    before = parity.full_params(model)
     others = _others(model, kind)
     with torch.no_grad():
         if when == "after an evaluation":
@@ -547,7 +546,7 @@ def test_functional_call_with_other_parameters(kind: str, when: str) -> None:
             with raises("replaced-parameter"):
                 functional_call(model, others, (_inputs(),))
         model.reshard()
-        assert_equal(full_params(model), before)
+        parity.assert_equal(parity.full_params(model), before)
     model(_inputs()).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
 
@@ -559,7 +558,7 @@ def test_functional_call_with_its_own_parameters(reshard_after_forward: bool | N
 
     torch writes to the dictionary what the modules hold after the call: the gathered ones.
     """
-    model = shard(OURS, MLP(), reshard_after_forward=reshard_after_forward)
+    model = parity.shard(parity.OURS, models.MLP(), reshard_after_forward=reshard_after_forward)
     own, written = dict(model.named_parameters()), dict(model.named_parameters())
     with torch.no_grad():
         outputs = [functional_call(model, dict(own), (_inputs(),)) for _ in range(2)]
@@ -567,5 +566,5 @@ def test_functional_call_with_its_own_parameters(reshard_after_forward: bool | N
         outputs += [model(_inputs()), functional_call(model, dict(own), (_inputs(),))]
     model(_inputs()).sum().backward()
     outputs.append(functional_call(model, written, (_inputs(),)).detach())
-    assert_equal(outputs[1:], outputs[:1] * 6)
+    parity.assert_equal(outputs[1:], outputs[:1] * 6)
     assert all(param.grad is not None for param in own.values())

@@ -23,32 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp2 import FSDPMeshInfo, ShardPlacementResult
-from tests.common.meshes import (
-    Flags,
-    flags_in_turn,
-    like_torch,
-    mesh,
-    micro_batches,
-    specs,
-    train_micro,
-    train_plain,
-)
-from tests.common.models import DIM, seeded
-from tests.common.parity import (
-    FP32,
-    OURS,
-    REORDERED_FP32,
-    CountCollectives,
-    Step,
-    assert_close,
-    assert_equal,
-    full_grads,
-    full_params,
-    my_part,
-    regression_batches,
-    regression_loss,
-    world_mesh,
-)
+from tests.common import meshes, models, parity
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -68,7 +43,7 @@ EXPERTS = 4
 
 
 def _mesh() -> Any:
-    return mesh("data", "ep", shape=(2, 2))
+    return meshes.mesh("data", "ep", shape=(2, 2))
 
 
 class _Travel(torch.autograd.Function):
@@ -92,28 +67,28 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(EXPERTS, DIM, DIM) / DIM**0.5)
-        self.bias = nn.Parameter(torch.randn(EXPERTS, DIM))
+        self.weight = nn.Parameter(torch.randn(EXPERTS, models.DIM, models.DIM) / models.DIM**0.5)
+        self.bias = nn.Parameter(torch.randn(EXPERTS, models.DIM))
         self.group: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = (
             p.to_local() if isinstance(p, DTensor) else p for p in (self.weight, self.bias)
         )
-        by_expert = x.view(-1, EXPERTS, DIM).transpose(0, 1)
+        by_expert = x.view(-1, EXPERTS, models.DIM).transpose(0, 1)
         if self.group is not None:
             received = _Travel.apply(by_expert, self.group)
-            by_expert = received.view(2, EXPERTS // 2, -1, DIM)
+            by_expert = received.view(2, EXPERTS // 2, -1, models.DIM)
         y = torch.einsum("...eti,eij->...etj", by_expert, weight) + bias[:, None]
         if self.group is not None:
-            y = _Travel.apply(y.reshape(EXPERTS, -1, DIM), self.group)
+            y = _Travel.apply(y.reshape(EXPERTS, -1, models.DIM), self.group)
         return y.transpose(0, 1).reshape(x.shape)
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.dense = nn.Linear(DIM, DIM)
+        self.dense = nn.Linear(models.DIM, models.DIM)
         self.experts = Experts()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,7 +99,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(DIM, 4)
+        self.head = nn.Linear(models.DIM, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -132,7 +107,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
-BUILD = partial(seeded, Net)
+BUILD = partial(models.seeded, Net)
 
 
 def _mine(whole: Tensor) -> Tensor:
@@ -170,7 +145,7 @@ def _sharded(
     `foreign` takes torch's own objects for the placement, as torch's FSDP2 does.
     """
     model = _spread(BUILD(), as_dtensors)
-    torchs = api is not OURS if foreign is None else foreign
+    torchs = api is not parity.OURS if foreign is None else foreign
     info = (TorchMeshInfo if torchs else FSDPMeshInfo)(_mesh()["data"], shard_mesh_dim=0)
     result = (TorchPlacementResult if torchs else ShardPlacementResult)(Shard(dim), info)
     experts = {p for block in model.blocks for p in block.experts.parameters()}
@@ -178,7 +153,7 @@ def _sharded(
     def place(param: nn.Parameter) -> Any:
         return result if param in experts else None
 
-    where = _mesh()._flatten("world") if as_dtensors else world_mesh()
+    where = _mesh()._flatten("world") if as_dtensors else parity.world_mesh()
     for block in model.blocks:
         api.fully_shard(block, mesh=where, shard_placement_fn=place, **arguments)
         if factor is not None:
@@ -193,24 +168,24 @@ def _single(params: Any) -> torch.optim.Optimizer:
 
 
 def _steps(micro: int = 1) -> Any:
-    return micro_batches(DIM, 4, micro=micro, rows=32)
+    return meshes.micro_batches(models.DIM, 4, micro=micro, rows=32)
 
 
-def _train(api: Any, micro: int = 1, before: Any = None, **arguments: Any) -> list[Step]:
+def _train(api: Any, micro: int = 1, before: Any = None, **arguments: Any) -> list[parity.Step]:
     model = _sharded(api, **arguments)
-    return train_micro(model, _steps(micro), before=before, make_optimizer=_single)
+    return meshes.train_micro(model, _steps(micro), before=before, make_optimizer=_single)
 
 
-def _plain(micro: int = 1, whole: bool = False) -> list[Step]:
+def _plain(micro: int = 1, whole: bool = False) -> list[parity.Step]:
     """The unsharded model's steps, cut down to this rank's experts unless `whole`."""
-    steps = train_plain(BUILD(), _steps(micro), make_optimizer=_single)
+    steps = meshes.train_plain(BUILD(), _steps(micro), make_optimizer=_single)
     if whole:
         return steps
 
     def cut(tensors: Any) -> Any:
         return {n: _mine(t) if "experts" in n else t for n, t in tensors.items()}
 
-    return [Step(step.loss, cut(step.grads), cut(step.params)) for step in steps]
+    return [parity.Step(step.loss, cut(step.grads), cut(step.params)) for step in steps]
 
 
 # -- training -------------------------------------------------------------------------------------
@@ -220,28 +195,28 @@ def _plain(micro: int = 1, whole: bool = False) -> list[Step]:
 @pytest.mark.parametrize("reshard_after_forward", [True, False, 2])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_experts_and_dense_parameters_in_one_unit(dim: int, reshard_after_forward: Any) -> None:
-    ours = _train(OURS, dim=dim, factor=4.0, reshard_after_forward=reshard_after_forward)
-    assert_close(ours, _plain(), FP32, "unsharded")
+    ours = _train(parity.OURS, dim=dim, factor=4.0, reshard_after_forward=reshard_after_forward)
+    parity.assert_close(ours, _plain(), parity.FP32, "unsharded")
 
 
 @ranks(4)
 def test_without_the_factor_each_group_divides_by_its_own_size() -> None:
     """What the default does: experts' gradients are twice the objective's."""
-    model = _sharded(OURS)
-    batch = regression_batches(DIM, 4, rows=32, steps=1)[0]
-    regression_loss(model, my_part(batch)).backward()
+    model = _sharded(parity.OURS)
+    batch = parity.regression_batches(models.DIM, 4, rows=32, steps=1)[0]
+    parity.regression_loss(model, parity.my_part(batch)).backward()
     expected = {
         name: grad * 2 if "experts" in name else grad for name, grad in _first_gradients().items()
     }
-    assert_close(full_grads(model), expected, FP32, "unsharded")
+    parity.assert_close(parity.full_grads(model), expected, parity.FP32, "unsharded")
 
 
 def _first_gradients() -> dict[str, Tensor]:
     plain = BUILD()
-    batch = regression_batches(DIM, 4, rows=32, steps=1)[0]
+    batch = parity.regression_batches(models.DIM, 4, rows=32, steps=1)[0]
     for rank in range(4):
-        (regression_loss(plain, my_part(batch, rank, 4)) / 4).backward()
-    grads = full_grads(plain)
+        (parity.regression_loss(plain, parity.my_part(batch, rank, 4)) / 4).backward()
+    grads = parity.full_grads(plain)
     return {name: _mine(grad) if "experts" in name else grad for name, grad in grads.items()}
 
 
@@ -252,70 +227,76 @@ def test_as_torch(mixed: bool) -> None:
     def scenario(api: Any) -> Any:
         policy = api.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         model = _sharded(api, **({"mp_policy": policy} if mixed else {}))
-        regression_loss(model, my_part(_steps()[0][0])).backward()
-        return specs(model), full_grads(model)
+        parity.regression_loss(model, parity.my_part(_steps()[0][0])).backward()
+        return meshes.specs(model), parity.full_grads(model)
 
-    like_torch(scenario, REORDERED_FP32)
+    meshes.like_torch(scenario, parity.REORDERED_FP32)
 
 
 @needs_torchs
 @ranks(4)
 def test_torchs_placement_objects_are_taken() -> None:
-    theirs, ours = _sharded(OURS, foreign=True), _sharded(OURS)
-    assert_equal(specs(theirs), specs(ours), "torch's objects")
+    theirs, ours = _sharded(parity.OURS, foreign=True), _sharded(parity.OURS)
+    parity.assert_equal(meshes.specs(theirs), meshes.specs(ours), "torch's objects")
 
 
 @ranks(4)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_experts_that_are_dtensors_on_the_ep_mesh(dim: int) -> None:
     """As expert parallel styles make them: the sharded parameter then knows all experts."""
-    ours = _train(OURS, as_dtensors=True, dim=dim, factor=4.0)
-    assert_close(ours, _plain(whole=True), FP32, "unsharded")
+    ours = _train(parity.OURS, as_dtensors=True, dim=dim, factor=4.0)
+    parity.assert_close(ours, _plain(whole=True), parity.FP32, "unsharded")
 
 
 @ranks(4)
 def test_accumulation_without_sync() -> None:
-    before = flags_in_turn(Flags(sync=False), Flags(sync=False), Flags())
-    ours = _train(OURS, micro=3, before=before, factor=4.0)
-    assert_close(ours, _plain(micro=3), FP32, "unsharded")
+    before = meshes.flags_in_turn(
+        meshes.Flags(sync=False), meshes.Flags(sync=False), meshes.Flags()
+    )
+    ours = _train(parity.OURS, micro=3, before=before, factor=4.0)
+    parity.assert_close(ours, _plain(micro=3), parity.FP32, "unsharded")
 
 
 @ranks(4)
 def test_every_parameter_on_another_mesh() -> None:
     """One group then, over the mesh that the function returned and not the one it was given."""
-    layer = seeded(partial(nn.Linear, DIM, 4))
+    layer = models.seeded(partial(nn.Linear, models.DIM, 4))
     info = FSDPMeshInfo(_mesh()["data"], shard_mesh_dim=0)
-    OURS.fully_shard(layer, shard_placement_fn=lambda p: ShardPlacementResult(None, info))
+    parity.OURS.fully_shard(layer, shard_placement_fn=lambda p: ShardPlacementResult(None, info))
     assert layer.weight.device_mesh == _mesh()["data"]
-    assert layer.weight.to_local().shape == (2, DIM)
-    batch = my_part(regression_batches(DIM, 4, steps=1)[0], _mesh().get_local_rank("data"), 2)
-    with CountCollectives() as count:
-        regression_loss(layer, batch).backward()
+    assert layer.weight.to_local().shape == (2, models.DIM)
+    batch = parity.my_part(
+        parity.regression_batches(models.DIM, 4, steps=1)[0], _mesh().get_local_rank("data"), 2
+    )
+    with parity.CountCollectives() as count:
+        parity.regression_loss(layer, batch).backward()
     assert (count.all_gathers, count.reduce_scatters) == (1, 1)
 
 
 @ranks(4)
 def test_the_same_mesh_again_is_one_group() -> None:
-    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, 4))
-    mine = world_mesh()
+    model = nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, 4))
+    mine = parity.world_mesh()
     again = ShardPlacementResult(Shard(0), FSDPMeshInfo(mine, shard_mesh_dim=0))
     weight = model[0].weight
-    OURS.fully_shard(model, mesh=mine, shard_placement_fn=lambda p: again if p is weight else None)
-    with CountCollectives() as count:
-        model(torch.ones(2, DIM)).sum().backward()
+    parity.OURS.fully_shard(
+        model, mesh=mine, shard_placement_fn=lambda p: again if p is weight else None
+    )
+    with parity.CountCollectives() as count:
+        model(torch.ones(2, models.DIM)).sum().backward()
     assert (count.all_gathers, count.reduce_scatters) == (1, 1)
 
 
 @ranks(4)
 def test_copies_of_dense_parameters_and_shards_of_experts() -> None:
     """A 2-D mesh for the unit, with a 1-D one for the experts, and the other way around."""
-    batch = regression_batches(DIM, 4, rows=32, steps=1)[0]
+    batch = parity.regression_batches(models.DIM, 4, rows=32, steps=1)[0]
     for own, other in ((_mesh(), _mesh()["data"]), (_mesh()["data"], _mesh())):
-        model = seeded(partial(nn.Linear, DIM, 4))
+        model = models.seeded(partial(nn.Linear, models.DIM, 4))
         info = FSDPMeshInfo(other, other.ndim - 1, 0 if other.ndim == 2 else None)
         result = ShardPlacementResult(None, info)
         weight = model.weight
-        OURS.fully_shard(
+        parity.OURS.fully_shard(
             model,
             mesh=own,
             shard_placement_fn=lambda p, result=result, weight=weight: (
@@ -324,15 +305,15 @@ def test_copies_of_dense_parameters_and_shards_of_experts() -> None:
         )
         model.set_gradient_divide_factor(2.0)  # every rank of a row sees the same
         row = _mesh().get_local_rank("data")
-        regression_loss(model, my_part(batch, row, 2)).backward()
-        plain = seeded(partial(nn.Linear, DIM, 4))
+        parity.regression_loss(model, parity.my_part(batch, row, 2)).backward()
+        plain = models.seeded(partial(nn.Linear, models.DIM, 4))
         for rank in range(2):
-            (regression_loss(plain, my_part(batch, rank, 2)) / 2).backward()
-        expected = full_grads(plain)
+            (parity.regression_loss(plain, parity.my_part(batch, rank, 2)) / 2).backward()
+        expected = parity.full_grads(plain)
         # Summed over both ranks of a row where the mesh has copies along it.
         wide = "weight" if other.ndim == 2 else "bias"
         expected[wide] *= 2
-        assert_close(full_grads(model), expected, FP32, f"{own}")
+        parity.assert_close(parity.full_grads(model), expected, parity.FP32, f"{own}")
 
 
 # -- methods of a unit with several groups --------------------------------------------------------
@@ -340,8 +321,8 @@ def test_copies_of_dense_parameters_and_shards_of_experts() -> None:
 
 @ranks(4)
 def test_setters_reach_all_groups() -> None:
-    reference = _train(OURS, factor=4.0)
-    model = _sharded(OURS, factor=4.0)
+    reference = _train(parity.OURS, factor=4.0)
+    model = _sharded(parity.OURS, factor=4.0)
     for block in model.blocks:
         block.set_force_sum_reduction_for_comms(True)
         block.set_keep_unsharded_storage(True)
@@ -352,46 +333,48 @@ def test_setters_reach_all_groups() -> None:
     first, second = model.blocks
     first.set_modules_to_forward_prefetch([second])
     second.set_modules_to_backward_prefetch([first])
-    ours = train_micro(model, _steps(), make_optimizer=_single)
-    assert_close(ours, reference, REORDERED_FP32, "with every setter")
+    ours = meshes.train_micro(model, _steps(), make_optimizer=_single)
+    parity.assert_close(ours, reference, parity.REORDERED_FP32, "with every setter")
 
 
 @ranks(4)
 def test_unshard_and_reshard() -> None:
-    model = _sharded(OURS)
+    model = _sharded(parity.OURS)
     block = model.blocks[0]
-    sharded = full_params(block)
+    sharded = parity.full_params(block)
     block.unshard()
     assert not any(isinstance(param, DTensor) for param in block.parameters())
-    assert_equal({n: p.detach() for n, p in block.named_parameters()}, sharded, "gathered")
+    parity.assert_equal({n: p.detach() for n, p in block.named_parameters()}, sharded, "gathered")
     block.reshard()
     assert all(isinstance(param, DTensor) for param in block.parameters())
-    with CountCollectives() as count:
-        block(torch.ones(EXPERTS, DIM))
+    with parity.CountCollectives() as count:
+        block(torch.ones(EXPERTS, models.DIM))
     assert count.all_gathers == 2
 
 
 @ranks(4)
 def test_gradients_absent_from_one_group() -> None:
     """A group without gradients runs no collective; the other is reduced."""
-    model = _sharded(OURS, factor=4.0)
+    model = _sharded(parity.OURS, factor=4.0)
     for block in model.blocks:
         for param in block.experts.parameters():
             param.requires_grad_(False)
-    loss = regression_loss(model, my_part(regression_batches(DIM, 4, rows=32, steps=1)[0]))
-    with CountCollectives() as count:
+    loss = parity.regression_loss(
+        model, parity.my_part(parity.regression_batches(models.DIM, 4, rows=32, steps=1)[0])
+    )
+    with parity.CountCollectives() as count:
         loss.backward()
     assert count.reduce_scatters == 3
-    grads = full_grads(model)
+    grads = parity.full_grads(model)
     assert all((grad is None) == ("experts" in name) for name, grad in grads.items())
 
 
 @ranks(4)
 def test_what_is_refused_on_several_groups() -> None:
-    model = _sharded(OURS)
+    model = _sharded(parity.OURS)
     block = model.blocks[0]
 
-    class Gather(OURS.AllGather):
+    class Gather(parity.OURS.AllGather):
         def allocate(self, size: Any, *, dtype: Any, device: Any) -> Tensor:
             return torch.empty(*size, dtype=dtype, device=device)
 
@@ -405,7 +388,7 @@ def test_what_is_refused_on_several_groups() -> None:
     ):
         with pytest.raises(ValueError, match=f"{method} cannot be used .* \\(2 groups\\)"):
             getattr(block, method)(argument)
-    regression_loss(model, my_part(_steps()[0][0])).backward()  # nothing was changed
+    parity.regression_loss(model, parity.my_part(_steps()[0][0])).backward()  # nothing was changed
 
 
 @ranks(4)
@@ -416,16 +399,16 @@ def test_meshes_that_are_refused() -> None:
         FSDPMeshInfo(both, shard_mesh_dim=0),
         FSDPMeshInfo(both["data"]),
     ):
-        layer = nn.Linear(DIM, DIM)
+        layer = nn.Linear(models.DIM, models.DIM)
         result = ShardPlacementResult(None, info)
         with pytest.raises(ValueError, match="for parameter 'weight', with shard_mesh_dim="):
-            OURS.fully_shard(layer, shard_placement_fn=lambda p, result=result: result)
+            parity.OURS.fully_shard(layer, shard_placement_fn=lambda p, result=result: result)
         assert type(layer) is nn.Linear
-    layer = nn.Linear(DIM, DIM)
+    layer = nn.Linear(models.DIM, models.DIM)
     result = ShardPlacementResult(None, FSDPMeshInfo(both["data"], shard_mesh_dim=0))
     weight = layer.weight
     with pytest.raises(ValueError, match=r"does not divide the [24] ranks"):
-        OURS.fully_shard(
+        parity.OURS.fully_shard(
             layer,
             shard_placement_fn=lambda p: result if p is weight else None,
             reshard_after_forward=8,

@@ -24,21 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core.modules.registry import require_record
-from tests.common import meshes
+from tests.common import meshes, models, parity
 from tests.common.meshes import TORCH_VERSION
-from tests.common.models import DIM, seeded, units
 from tests.common.observing import observe
-from tests.common.parity import (
-    OURS,
-    REORDERED_FP32,
-    REORDERED_MIXED,
-    TORCH,
-    Bf16,
-    adamw,
-    assert_close,
-    assert_equal,
-    mixed_policy,
-)
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -55,9 +43,9 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(DIM)
-        self.up = nn.Linear(DIM, 11)
-        self.down = nn.Linear(11, DIM, bias=False)
+        self.norm = nn.LayerNorm(models.DIM)
+        self.up = nn.Linear(models.DIM, 11)
+        self.down = nn.Linear(11, models.DIM, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
@@ -68,7 +56,7 @@ class Part(nn.Module):
 
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
-        self.first = nn.Linear(DIM, DIM)
+        self.first = nn.Linear(models.DIM, models.DIM)
         self.layers = nn.ModuleList(Layer() for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,7 +67,7 @@ class Part(nn.Module):
 
 
 def _parts(count: int) -> list[nn.Module]:
-    return [seeded(Part, seed) for seed in range(count)]
+    return [models.seeded(Part, seed) for seed in range(count)]
 
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:
@@ -94,7 +82,7 @@ def _mesh(copies: bool) -> DeviceMesh:
 
 def _batch(step: int, shard: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(10 * step + shard)
-    shape = (MICROBATCHES * ROWS, DIM)
+    shape = (MICROBATCHES * ROWS, models.DIM)
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
 
@@ -153,11 +141,11 @@ def _stages(api: ModuleType, plan: Plan, setting: Setting) -> tuple[list[nn.Modu
     mesh = _mesh(setting.copies)
     arguments = {**setting.arguments, "mesh": mesh["copy", "dp"] if setting.copies else mesh["dp"]}
     if setting.mixed:
-        arguments["mp_policy"] = mixed_policy(api)
+        arguments["mp_policy"] = parity.mixed_policy(api)
     mine = plan.stages[mesh.get_local_rank("pp")]
     parts = [_parts(plan.count)[index] for index in mine]
     for part in parts:
-        for unit in units(part):
+        for unit in models.units(part):
             api.fully_shard(unit, **arguments)
         api.fully_shard(part, **arguments)
     group = mesh.get_group("pp")
@@ -173,7 +161,7 @@ def _run(api: ModuleType, plan: Plan, setting: Setting) -> dict[str, Any]:
     mine = plan.stages[dist.get_rank() // 2]
     parts, stages = _stages(api, plan, setting)
     schedule = plan.make(stages, **setting.options)
-    optimizer = adamw([param for part in parts for param in part.parameters()])
+    optimizer = parity.adamw([param for part in parts for param in part.parameters()])
     seen: dict[str, Any] = {}
     for step in range(STEPS):
         inputs, targets = _batch(step, dist.get_rank() % 2)
@@ -206,8 +194,8 @@ def _expected(plan: Plan, setting: Setting) -> dict[str, Any]:
     shard = dist.get_rank() % 2
     mine = plan.stages[dist.get_rank() // 2]
     model = nn.Sequential(*_parts(plan.count))
-    whole = Bf16(model) if setting.mixed else model
-    optimizer = adamw(model.parameters())
+    whole = parity.Bf16(model) if setting.mixed else model
+    optimizer = parity.adamw(model.parameters())
     seen: dict[str, Any] = {}
 
     def add(what: str, of: Any) -> None:
@@ -236,14 +224,14 @@ def _expected(plan: Plan, setting: Setting) -> dict[str, Any]:
 
 
 def _check(plan: Plan, setting: Setting, *, torch_too: bool = True) -> None:
-    ours = _run(OURS, plan, setting)
+    ours = _run(parity.OURS, plan, setting)
     expected = _expected(plan, setting)
     if torch_too:
-        assert_equal(ours, _run(TORCH, plan, setting), "torch in the same schedule")
+        parity.assert_equal(ours, _run(parity.TORCH, plan, setting), "torch in the same schedule")
     assert ours.keys() == expected.keys()
     # The same kernels on the same shapes, microbatches and shards summed in another order.
-    tolerance = REORDERED_MIXED if setting.mixed else REORDERED_FP32
-    assert_close(ours, {key: expected[key] for key in ours}, tolerance, "unsharded")
+    tolerance = parity.REORDERED_MIXED if setting.mixed else parity.REORDERED_FP32
+    parity.assert_close(ours, {key: expected[key] for key in ours}, tolerance, "unsharded")
 
 
 DEFAULT = ("Schedule1F1B", "ScheduleInterleavedZeroBubble")
@@ -310,11 +298,11 @@ def test_reductions_that_are_awaited_late() -> None:
 @ranks(4)
 def test_nothing_stays_gathered_and_each_unit_is_reduced_once() -> None:
     plan = PLANS["Schedule1F1B"]
-    parts, stages = _stages(OURS, plan, Setting())
+    parts, stages = _stages(parity.OURS, plan, Setting())
     schedule = plan.make(stages)
     operations: list[str] = []
     for module in parts[0].modules():
-        if isinstance(module, OURS.FSDPModule):
+        if isinstance(module, parity.OURS.FSDPModule):
             observe([require_record(module).unit], lambda what, _: operations.append(what))
     inputs, targets = _batch(0, 0)
     first = dist.get_rank() < 2

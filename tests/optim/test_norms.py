@@ -30,43 +30,31 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fsdp2
-from tests.common import meshes
-from tests.common.models import DIM, MLP, OddMLP, seeded
-from tests.common.parallelisms import PARALLELISMS, ladder, ladder_batches
-from tests.common.parity import (
-    OURS,
-    TORCH,
-    CountCollectives,
-    Tolerance,
-    assert_close,
-    assert_equal,
-    full_grads,
-    my_part,
-    regression_batches,
-    regression_loss,
-    shard,
-)
-from tests.common.workers import ranks, run_on_ranks
+from tests.common import meshes, models, parallelisms, parity, workers
 
 pytestmark = pytest.mark.ranks
 
-CLOSE = Tolerance(rtol=2e-6, atol=0.0)
-SUMMED = Tolerance(rtol=1e-5, atol=1e-7)  # the gradients too are sums in another order
-HALF = Tolerance(rtol=2**-7, atol=0.0)  # bf16: the factor and the product are rounded to 2**-9
+CLOSE = parity.Tolerance(rtol=2e-6, atol=0.0)
+SUMMED = parity.Tolerance(rtol=1e-5, atol=1e-7)  # the gradients too are sums in another order
+HALF = parity.Tolerance(
+    rtol=2**-7, atol=0.0
+)  # bf16: the factor and the product are rounded to 2**-9
 NORMS = (2.0, 1.0, math.inf, 3.0)
 SMALLEST = (-math.inf, -2.0)  # of which the smallest elements count most
 
 Spread = Sequence[Placement]
 
 
-def trained(api: Any, build: Callable[[], nn.Module] = OddMLP, outputs: int = 1) -> nn.Module:
+def trained(
+    api: Any, build: Callable[[], nn.Module] = models.OddMLP, outputs: int = 1
+) -> nn.Module:
     """A model with gradients of one step; `api` None: not sharded, over the whole batch."""
-    (batch,) = regression_batches(DIM, outputs, steps=1)
-    model = seeded(build)
+    (batch,) = parity.regression_batches(models.DIM, outputs, steps=1)
+    model = models.seeded(build)
     if api is not None:
-        model = shard(api, model)
-        batch = my_part(batch)
-    regression_loss(model, batch).backward()
+        model = parity.shard(api, model)
+        batch = parity.my_part(batch)
+    parity.regression_loss(model, batch).backward()
     return model
 
 
@@ -108,7 +96,7 @@ def assert_same_on_all_ranks(value: Tensor) -> None:
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, value)
     for other in everyones:
-        assert_equal(other, value, "another rank's norm")
+        parity.assert_equal(other, value, "another rank's norm")
 
 
 def check(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]], **arguments: Any) -> None:
@@ -121,17 +109,17 @@ def check(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]], **arguments: Any) 
     assert expected > 0.5, "clipping had something to do"
     assert type(actual) is Tensor
     assert actual.shape == ()
-    assert_close(actual, expected, CLOSE, f"norm {p}")
-    assert_equal(by_tensors, actual, "get_total_norm of the gradients")
+    parity.assert_close(actual, expected, CLOSE, f"norm {p}")
+    parity.assert_equal(by_tensors, actual, "get_total_norm of the gradients")
     assert_same_on_all_ranks(actual)
     clipped = [local_of(b.grad, a.grad) for a, b in pairs]
-    assert_close(grads_of(sharded), clipped, CLOSE, f"gradients clipped by norm {p}")
+    parity.assert_close(grads_of(sharded), clipped, CLOSE, f"gradients clipped by norm {p}")
 
 
 # -- one mesh -------------------------------------------------------------------------------------
 
 
-@ranks(2, extended=(4,))
+@workers.ranks(2, extended=(4,))
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("whose", ["ours", "torch"])
 def test_a_sharded_model(whose: str, foreach: bool | None) -> None:
@@ -139,88 +127,107 @@ def test_a_sharded_model(whose: str, foreach: bool | None) -> None:
     clip = {"ours": fsdp2.clip_grad_norm_, "torch": torch.nn.utils.clip_grad_norm_}[whose]
     for norm_type in (2.0, 1.0, math.inf):
         # Torch's has no largest element of a rank's zero rows, and raises there.
-        build, outputs = (MLP, 4) if whose == "torch" and norm_type == math.inf else (OddMLP, 1)
-        model, plain = trained(OURS, build, outputs), trained(None, build, outputs)
+        build, outputs = (
+            (models.MLP, 4) if whose == "torch" and norm_type == math.inf else (models.OddMLP, 1)
+        )
+        model, plain = trained(parity.OURS, build, outputs), trained(None, build, outputs)
         actual = clip(model.parameters(), 0.1, norm_type, foreach=foreach)
         if isinstance(actual, DTensor):
             actual = actual.full_tensor()
         expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
         assert expected > 0.1, "clipping had something to do"
-        assert_close(actual, expected, SUMMED, f"norm {norm_type}")
-        assert_close(full_grads(model), full_grads(plain), SUMMED, f"gradients, norm {norm_type}")
+        parity.assert_close(actual, expected, SUMMED, f"norm {norm_type}")
+        parity.assert_close(
+            parity.full_grads(model),
+            parity.full_grads(plain),
+            SUMMED,
+            f"gradients, norm {norm_type}",
+        )
 
 
-@ranks(2, extended=(4,))
+@workers.ranks(2, extended=(4,))
 def test_torchs_and_ours_agree() -> None:
     for norm_type in (2.0, 1.0, math.inf):
-        ours, torchs = trained(OURS, MLP, 4), trained(OURS, MLP, 4)
+        ours, torchs = trained(parity.OURS, models.MLP, 4), trained(parity.OURS, models.MLP, 4)
         norm = fsdp2.clip_grad_norm_(ours.parameters(), 0.1, norm_type)
         expected = torch.nn.utils.clip_grad_norm_(torchs.parameters(), 0.1, norm_type)
         assert isinstance(expected, DTensor)
-        assert_close(norm, expected.full_tensor(), CLOSE, f"norm {norm_type}")
-        assert_close(full_grads(ours), full_grads(torchs), CLOSE, f"gradients, norm {norm_type}")
+        parity.assert_close(norm, expected.full_tensor(), CLOSE, f"norm {norm_type}")
+        parity.assert_close(
+            parity.full_grads(ours),
+            parity.full_grads(torchs),
+            CLOSE,
+            f"gradients, norm {norm_type}",
+        )
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_small_gradients_are_left_alone() -> None:
-    model = trained(OURS)
-    before = full_grads(model)
+    model = trained(parity.OURS)
+    before = parity.full_grads(model)
     fsdp2.clip_grad_norm_(model.parameters(), 1e6)
-    assert_equal(full_grads(model), before, "below the limit")
+    parity.assert_equal(parity.full_grads(model), before, "below the limit")
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_models_of_torchs_fsdp2_too() -> None:
-    ours = fsdp2.clip_grad_norm_(trained(OURS).parameters(), 0.1)
-    assert_equal(fsdp2.clip_grad_norm_(trained(TORCH).parameters(), 0.1), ours, "torch's model")
+    ours = fsdp2.clip_grad_norm_(trained(parity.OURS).parameters(), 0.1)
+    parity.assert_equal(
+        fsdp2.clip_grad_norm_(trained(parity.TORCH).parameters(), 0.1), ours, "torch's model"
+    )
 
 
-@ranks(2, extended=(4,))
+@workers.ranks(2, extended=(4,))
 def test_one_collective() -> None:
-    model = trained(OURS)
-    with CountCollectives() as counter:
+    model = trained(parity.OURS)
+    with parity.CountCollectives() as counter:
         fsdp2.clip_grad_norm_(model.parameters(), 0.1)
     assert counter.counts == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 1}
 
 
-@ranks(4)
+@workers.ranks(4)
 def test_replicas_count_once() -> None:
     """HSDP's placements: reduced over the shard dim alone, equal to the bit on all replicas."""
     mesh = meshes.hsdp_mesh(2, 2)
     for norm_type in NORMS:
         pairs = [parameter(i, (5, 3), mesh, Replicate(), Shard(i % 2)) for i in range(4)]
-        with CountCollectives() as counter:
+        with parity.CountCollectives() as counter:
             fsdp2.get_total_norm([sharded.grad for sharded, _ in pairs], norm_type)
         assert counter.total == 1
         check(pairs, norm_type=norm_type)
 
 
 def _check_parallelism(name: str) -> None:
-    parallelism, plain = PARALLELISMS[name], PARALLELISMS["plain"]
-    (batch,) = ladder_batches(1)
+    parallelism, plain = parallelisms.PARALLELISMS[name], parallelisms.PARALLELISMS["plain"]
+    (batch,) = parallelisms.ladder_batches(1)
     for norm_type in (2.0, 1.0, math.inf):
-        model, whole = parallelism.shard(OURS, ladder()), ladder()
-        regression_loss(model, parallelism.part(batch)).backward()
-        regression_loss(whole, plain.part(batch)).backward()
-        with CountCollectives() as counter:
+        model, whole = parallelism.shard(parity.OURS, parallelisms.ladder()), parallelisms.ladder()
+        parity.regression_loss(model, parallelism.part(batch)).backward()
+        parity.regression_loss(whole, plain.part(batch)).backward()
+        with parity.CountCollectives() as counter:
             actual = fsdp2.clip_grad_norm_(model.parameters(), 0.1, norm_type)
         assert counter.counts["all_reduce"] == counter.total == (2 if name == "tp" else 1)
         expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1, norm_type)
         assert expected > 0.1, "clipping had something to do"
-        assert_close(actual, expected, SUMMED, f"norm {norm_type}")
+        parity.assert_close(actual, expected, SUMMED, f"norm {norm_type}")
         assert_same_on_all_ranks(actual)
-        assert_close(full_grads(model), full_grads(whole), SUMMED, f"clipped by norm {norm_type}")
+        parity.assert_close(
+            parity.full_grads(model),
+            parity.full_grads(whole),
+            SUMMED,
+            f"clipped by norm {norm_type}",
+        )
 
 
 @pytest.mark.parametrize("name", ["flat2", "hsdp", "tp"])
 def test_a_model_on_any_mesh(name: str) -> None:
-    run_on_ranks(PARALLELISMS[name].ranks, _check_parallelism, name)
+    workers.run_on_ranks(parallelisms.PARALLELISMS[name].ranks, _check_parallelism, name)
 
 
 # -- several meshes -------------------------------------------------------------------------------
 
 
-@ranks(4)
+@workers.ranks(4)
 @pytest.mark.parametrize("foreach", [None, True, False])
 def test_experts_on_another_mesh(foreach: bool | None) -> None:
     """Torch's refuses to mix the meshes; ours reduces both over ("dp",) at once."""
@@ -237,19 +244,19 @@ def test_experts_on_another_mesh(foreach: bool | None) -> None:
         ]
 
     for norm_type in NORMS:
-        with CountCollectives() as counter:
+        with parity.CountCollectives() as counter:
             fsdp2.get_total_norm([sharded.grad for sharded, _ in build()], norm_type)
         assert counter.total == 1
         check(build(), norm_type=norm_type, foreach=foreach)
     for norm_type in SMALLEST:
         actual = fsdp2.get_total_norm([sharded.grad for sharded, _ in build()], norm_type)
         expected = torch.nn.utils.get_total_norm([whole.grad for _, whole in build()], norm_type)
-        assert_close(actual, expected, CLOSE, f"norm {norm_type}")
+        parity.assert_close(actual, expected, CLOSE, f"norm {norm_type}")
     with pytest.raises(RuntimeError):
         torch.nn.utils.clip_grad_norm_([sharded for sharded, _ in build()], 0.5)
 
 
-@ranks(4)
+@workers.ranks(4)
 def test_experts_without_a_dense_mesh() -> None:
     """A 2-D mesh alone: one collective a dim."""
     sparse = meshes.mesh("ep", "efsdp", shape=(2, 2))
@@ -258,13 +265,13 @@ def test_experts_without_a_dense_mesh() -> None:
             parameter(0, (4, 6, 3), sparse, Shard(0), Shard(1)),
             parameter(1, (6, 3), sparse, Shard(0), Shard(0)),
         ]
-        with CountCollectives() as counter:
+        with parity.CountCollectives() as counter:
             fsdp2.get_total_norm([sharded.grad for sharded, _ in pairs], norm_type)
         assert counter.total == 2
         check(pairs, norm_type=norm_type)
 
 
-@ranks(4)
+@workers.ranks(4)
 def test_sub_meshes_of_one_mesh() -> None:
     """Tensor parallel and not, some on both dims, some on one; equal groups are joined."""
     mesh = meshes.mesh("shard", "tp", shape=(2, 2))
@@ -280,7 +287,7 @@ def test_sub_meshes_of_one_mesh() -> None:
         ]
 
     for norm_type in NORMS:
-        with CountCollectives() as counter:
+        with parity.CountCollectives() as counter:
             fsdp2.get_total_norm([sharded.grad for sharded, _ in build()], norm_type)
         assert counter.total == 2
         check(build(), norm_type=norm_type)
@@ -291,35 +298,35 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(DIM, 4 * DIM)
-        self.down = nn.Linear(4 * DIM, DIM)
-        self.norm = nn.LayerNorm(DIM)
+        self.up = nn.Linear(models.DIM, 4 * models.DIM)
+        self.down = nn.Linear(4 * models.DIM, models.DIM)
+        self.norm = nn.LayerNorm(models.DIM)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x + self.down(torch.tanh(self.up(x))))
 
 
-@ranks(4)
+@workers.ranks(4)
 def test_tensor_parallel_and_fully_sharded() -> None:
     """_StridedShard (both dims cut the same rows) beside parameters on the 1-D mesh."""
     mesh = meshes.mesh("shard", "tp", shape=(2, 2))
-    (batch,) = regression_batches(DIM, DIM, steps=1)
+    (batch,) = parity.regression_batches(models.DIM, models.DIM, steps=1)
     for norm_type in (2.0, 1.0, math.inf):
-        plain, model = seeded(Mixed), seeded(Mixed)
+        plain, model = models.seeded(Mixed), models.seeded(Mixed)
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        TORCH.fully_shard(model, mesh=mesh["shard"])
+        parity.TORCH.fully_shard(model, mesh=mesh["shard"])
         assert {len(p.placements) for p in model.parameters()} == {1, 2}
-        part = my_part(batch, mesh["shard"].get_local_rank(), 2)
-        regression_loss(model, part).backward()
-        regression_loss(plain, batch).backward()
+        part = parity.my_part(batch, mesh["shard"].get_local_rank(), 2)
+        parity.regression_loss(model, part).backward()
+        parity.regression_loss(plain, batch).backward()
         expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
         actual = fsdp2.clip_grad_norm_(model.parameters(), 0.1, norm_type)
         assert expected > 0.1
-        assert_close(actual, expected, SUMMED, f"norm {norm_type}")
+        parity.assert_close(actual, expected, SUMMED, f"norm {norm_type}")
         assert_same_on_all_ranks(actual)
 
 
-@ranks(4)
+@workers.ranks(4)
 def test_tensor_parallel_gradients_spread_unlike_their_parameters() -> None:
     """A row-wise embedding's gradient is whole where the parameter is sharded: counted once."""
     mesh = meshes.mesh("shard", "tp", shape=(2, 2))
@@ -333,18 +340,18 @@ def test_tensor_parallel_gradients_spread_unlike_their_parameters() -> None:
             parallelize_module(model, mesh["tp"], {"0": layout})
             model(torch.arange(8)).sum().backward()
             assert model[0].weight.grad.placements == (Replicate(),), "as torch does"
-            assert_close(
+            parity.assert_close(
                 fsdp2.get_total_norm([p.grad for p in model.parameters()]),
                 fsdp2.clip_grad_norm_(model.parameters(), 1.0),
                 CLOSE,
             )
         expected = torch.nn.utils.get_total_norm([plain.grad, other[1].grad], norm_type)
         actual = fsdp2.clip_grad_norm_([sharded, other[0]], 0.5, norm_type)
-        assert_close(actual, expected, CLOSE, f"norm {norm_type}")
+        parity.assert_close(actual, expected, CLOSE, f"norm {norm_type}")
         assert_same_on_all_ranks(actual)
 
 
-@ranks(4)
+@workers.ranks(4)
 def test_gradients_that_are_not_summed_are_refused() -> None:
     mesh = meshes.mesh("shard", "tp", shape=(2, 2))
     sharded, _ = parameter(0, (6, 4), mesh, Shard(0), Replicate())
@@ -352,7 +359,7 @@ def test_gradients_that_are_not_summed_are_refused() -> None:
     sharded.grad = DTensor.from_local(before.clone(), mesh, [Shard(0), Partial()])
     with pytest.raises(ValueError, match=r"tensor 0 of shape \(6, 4\).*redistribute"):
         fsdp2.clip_grad_norm_(sharded, 0.5)
-    assert_equal(sharded.grad.to_local(), before, "untouched")
+    parity.assert_equal(sharded.grad.to_local(), before, "untouched")
     sharded.grad = part(torch.ones(6, 4), mesh, [Shard(0), Shard(1)])
     with pytest.raises(ValueError, match="redistribute the gradient"):
         fsdp2.clip_grad_norm_(sharded, 0.5)
@@ -361,7 +368,7 @@ def test_gradients_that_are_not_summed_are_refused() -> None:
 # -- missing gradients ----------------------------------------------------------------------------
 
 
-@ranks(4)
+@workers.ranks(4)
 def test_gradients_may_be_missing_on_some_ranks() -> None:
     """Every rank runs the same collectives, of the same sizes: the ranks would hang otherwise."""
     dense = meshes.mesh("dp", shape=(4,))
@@ -389,22 +396,22 @@ def test_gradients_may_be_missing_on_some_ranks() -> None:
     for norm_type in NORMS:
         actual = fsdp2.clip_grad_norm_(sharded, 1e6, norm_type)
         expected = torch.linalg.vector_norm(torch.cat(parts), norm_type)
-        assert_close(actual, expected, CLOSE, f"norm {norm_type}")
+        parity.assert_close(actual, expected, CLOSE, f"norm {norm_type}")
         assert_same_on_all_ranks(actual)
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_no_gradients_at_all() -> None:
-    model = shard(OURS, seeded(MLP))
-    with CountCollectives() as counter:
+    model = parity.shard(parity.OURS, models.seeded(models.MLP))
+    with parity.CountCollectives() as counter:
         norm = fsdp2.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
-    assert_equal(norm, torch.tensor(0.0), "norm")
+    parity.assert_equal(norm, torch.tensor(0.0), "norm")
     assert counter.total == 1
-    assert_equal(fsdp2.clip_grad_norm_([], 1.0), torch.tensor(0.0), "no parameters")
-    assert_equal(fsdp2.get_total_norm([]), torch.tensor(0.0), "no tensors")
+    parity.assert_equal(fsdp2.clip_grad_norm_([], 1.0), torch.tensor(0.0), "no parameters")
+    parity.assert_equal(fsdp2.get_total_norm([]), torch.tensor(0.0), "no tensors")
 
 
-@ranks(2, extended=(4,))
+@workers.ranks(2, extended=(4,))
 @pytest.mark.parametrize("foreach", [None, False])
 def test_torchs_functions_while_installed(foreach: bool | None) -> None:
     """Any order, shards that are empty on some rank, and whoever imported torch's before."""
@@ -412,19 +419,26 @@ def test_torchs_functions_while_installed(foreach: bool | None) -> None:
     fsdp2.install()
     try:
         for norm_type in (*NORMS, *SMALLEST, 0.0, "inf"):
-            model, plain = trained(OURS), trained(None)
+            model, plain = trained(parity.OURS), trained(None)
             rows = [param.to_local().numel() for param in model.parameters()]
             assert dist.get_rank() == 0 or 0 in rows
             actual = early(model.parameters(), 0.1, norm_type, foreach=foreach)
             assert isinstance(actual, DTensor)  # as torch's
             expected = early(plain.parameters(), 0.1, norm_type)
-            assert_close(actual.full_tensor(), expected, SUMMED, f"norm {norm_type}")
-            assert_close(full_grads(model), full_grads(plain), SUMMED, f"clipped by {norm_type}")
+            parity.assert_close(actual.full_tensor(), expected, SUMMED, f"norm {norm_type}")
+            parity.assert_close(
+                parity.full_grads(model),
+                parity.full_grads(plain),
+                SUMMED,
+                f"clipped by {norm_type}",
+            )
             grads = [param.grad for param in model.parameters()]
             norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1e-3, norm, foreach)
             torch.nn.utils.clip_grads_with_norm_(plain.parameters(), 1e-3, norm.full_tensor())
-            assert_close(full_grads(model), full_grads(plain), SUMMED, f"scaled by {norm_type}")
+            parity.assert_close(
+                parity.full_grads(model), parity.full_grads(plain), SUMMED, f"scaled by {norm_type}"
+            )
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         sharded, _ = parameter(0, (1, 3), mesh, Shard(0))
         sharded.grad.mul_(math.nan)
@@ -439,7 +453,7 @@ def test_torchs_functions_while_installed(foreach: bool | None) -> None:
 # -- values that are not finite, other dtypes -----------------------------------------------------
 
 
-@ranks(2, extended=(4,))
+@workers.ranks(2, extended=(4,))
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_one_bad_value_on_one_rank(bad: float) -> None:
     """All ranks learn of it, whatever the norm; a maximum must not lose a NaN."""
@@ -455,12 +469,12 @@ def test_one_bad_value_on_one_rank(bad: float) -> None:
                 fsdp2.clip_grad_norm_([sharded, other], 1.0, norm_type, error_if_nonfinite=True)
             now = grads_of([sharded, other])
             for old, new in zip(before, now, strict=True):
-                assert_equal(new.nan_to_num(), old.nan_to_num(), "untouched")
+                parity.assert_equal(new.nan_to_num(), old.nan_to_num(), "untouched")
             norm = fsdp2.clip_grad_norm_([sharded, other], 1.0, norm_type)
             assert norm.isnan() if math.isnan(bad) else norm.isposinf()
 
 
-@ranks(2)
+@workers.ranks(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dtypes(dtype: torch.dtype) -> None:
     """Low precision is summed in float32: past float16's range, and to float32's precision."""
@@ -473,15 +487,15 @@ def test_dtypes(dtype: torch.dtype) -> None:
         norm = fsdp2.clip_grad_norm_(param, 1e4, foreach=foreach)
         wide = torch.float64 if dtype is torch.float64 else torch.float32
         expected = torch.linalg.vector_norm(whole.to(wide))
-        close = Tolerance(rtol=1e-14, atol=0) if dtype is torch.float64 else CLOSE
-        assert_close(norm, expected, close, "norm")
+        close = parity.Tolerance(rtol=1e-14, atol=0) if dtype is torch.float64 else CLOSE
+        parity.assert_close(norm, expected, close, "norm")
         assert param.grad.dtype == dtype
         clipped = whole.to(wide) * (1e4 / expected)
         local = local_of(clipped, param.grad)
-        assert_close(param.grad.to_local().to(wide), local, HALF, "clipped")
+        parity.assert_close(param.grad.to_local().to(wide), local, HALF, "clipped")
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_dtypes_together() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     params, plain = [], []
@@ -493,17 +507,17 @@ def test_dtypes_together() -> None:
         plain.append(whole.double())
     norm = fsdp2.clip_grad_norm_(params, 1.0)
     expected = torch.nn.utils.get_total_norm(plain)
-    assert_close(norm, expected, CLOSE, "norm")
+    parity.assert_close(norm, expected, CLOSE, "norm")
     assert norm.dtype == torch.float64
 
 
 # -- arguments ------------------------------------------------------------------------------------
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_gathered_parameters_are_refused() -> None:
     """They have no reduced gradient: torch's would find nothing to clip and say nothing."""
-    model = shard(OURS, seeded(MLP))
+    model = parity.shard(parity.OURS, models.seeded(models.MLP))
     model.unshard()
     with pytest.raises(fsdp2.ShardingStateError, match=r"'head\.weight' is a gathered parameter"):
         fsdp2.clip_grad_norm_(model.parameters(), 1.0)
@@ -511,7 +525,7 @@ def test_gathered_parameters_are_refused() -> None:
     assert fsdp2.clip_grad_norm_(model.parameters(), 1.0) == 0
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_arguments() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     sharded, plain = parameter(0, (8, 2), mesh, Shard(0))
@@ -519,14 +533,14 @@ def test_arguments() -> None:
         with pytest.raises(ValueError, match="norm_type"):
             fsdp2.clip_grad_norm_(sharded, 1.0, invalid)
     expected = torch.nn.utils.get_total_norm(plain.grad)
-    assert_close(fsdp2.get_total_norm(sharded.grad), expected, CLOSE, "one tensor")
-    assert_close(fsdp2.get_total_norm(sharded.grad, "inf"), plain.grad.abs().max(), CLOSE)
+    parity.assert_close(fsdp2.get_total_norm(sharded.grad), expected, CLOSE, "one tensor")
+    parity.assert_close(fsdp2.get_total_norm(sharded.grad, "inf"), plain.grad.abs().max(), CLOSE)
     generated = fsdp2.clip_grad_norm_((p for p in [sharded]), 1e6)
-    assert_close(generated, expected, CLOSE, "a generator")
+    parity.assert_close(generated, expected, CLOSE, "a generator")
     assert not generated.requires_grad
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_pipeline_stages() -> None:
     """The recipe of the docstring: norms of parts that other ranks hold are combined by hand."""
     rank = dist.get_rank()
@@ -538,4 +552,4 @@ def test_pipeline_stages() -> None:
     torch.nn.utils.clip_grads_with_norm_([mine], 0.5, power.sqrt())
     plain = [p for _, p in pairs]
     torch.nn.utils.clip_grad_norm_(plain, 0.5)
-    assert_close(mine.grad, plain[rank].grad, CLOSE, "clipped")
+    parity.assert_close(mine.grad, plain[rank].grad, CLOSE, "clipped")

@@ -23,21 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
 from fsdp2.optim.flat import ELEMENTWISE, FlatOptimizer
+from tests.common import models, parity
 from tests.common.combinations import each_once
 from tests.common.errors import raises
 from tests.common.gradients import mlp, mlp_batches
-from tests.common.models import DIM, MLP, Choosy, OddMLP, seeded
-from tests.common.parity import (
-    FP32,
-    OURS,
-    assert_close,
-    assert_equal,
-    full_params,
-    my_part,
-    regression_batches,
-    regression_loss,
-    shard,
-)
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -69,12 +58,12 @@ def _train(
     """What a few steps leave behind, each: parameters and state."""
     out = model.head.out_features if hasattr(model, "head") else 1
     seen = []
-    for step, batch in enumerate(regression_batches(DIM, out, steps=steps)):
+    for step, batch in enumerate(parity.regression_batches(models.DIM, out, steps=steps)):
         before(step)
-        regression_loss(model, my_part(batch)).backward()
+        parity.regression_loss(model, parity.my_part(batch)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        seen.append([full_params(model), _states(optimizer)])
+        seen.append([parity.full_params(model), _states(optimizer)])
     return seen
 
 
@@ -104,9 +93,9 @@ class _OverRows:
 @pytest.mark.parametrize(
     ("optimizer_class", "model"),
     [
-        *((cls, MLP) for cls in ELEMENTWISE),
-        (torch.optim.AdamW, OddMLP),  # rows between which there is padding
-        (torch.optim.SGD, OddMLP),
+        *((cls, models.MLP) for cls in ELEMENTWISE),
+        (torch.optim.AdamW, models.OddMLP),  # rows between which there is padding
+        (torch.optim.SGD, models.OddMLP),
     ],
     ids=lambda value: value.__name__,
 )
@@ -115,13 +104,13 @@ def test_steps_like_the_plain_optimizer(optimizer_class: Any, model: Any) -> Non
     options = {"lr": 1e-2, "foreach": True}
     if optimizer_class is torch.optim.SGD:
         options["momentum"] = 0.9
-    plain, flat = (shard(OURS, seeded(model)) for _ in range(2))
+    plain, flat = (parity.shard(parity.OURS, models.seeded(model)) for _ in range(2))
     if optimizer_class is torch.optim.Rprop:  # torch's fails on DTensors
         optimizer: Any = _OverRows(plain, optimizer_class(_own_rows(plain), **options))
     else:
         optimizer = optimizer_class(plain.parameters(), **options)
     expected = _train(plain, optimizer)
-    assert_equal(_train(flat, FlatOptimizer(flat, optimizer_class, **options)), expected)
+    parity.assert_equal(_train(flat, FlatOptimizer(flat, optimizer_class, **options)), expected)
 
 
 @ranks(2)
@@ -129,9 +118,9 @@ def test_steps_like_the_plain_optimizer(optimizer_class: Any, model: Any) -> Non
 def test_other_kernels(mixed: bool, fused: bool) -> None:
     """Vectors and the rest of a tensor may round differently, and begin elsewhere."""
     kernels = {"foreach": False, "fused": fused}
-    plain, flat = (shard(OURS, mlp(), mixed=mixed) for _ in range(2))
+    plain, flat = (parity.shard(parity.OURS, mlp(), mixed=mixed) for _ in range(2))
     expected = _train(plain, _plain(plain, **kernels))
-    assert_close(_train(flat, _flat(flat, **kernels)), expected, FP32)
+    parity.assert_close(_train(flat, _flat(flat, **kernels)), expected, parity.FP32)
 
 
 @ranks(2)
@@ -139,7 +128,7 @@ def test_parameter_groups_and_schedules() -> None:
     """Options belong to groups, and follow a schedule; a group may be added later."""
 
     def run(make: Callable[..., torch.optim.Optimizer]) -> Any:
-        model = shard(OURS, mlp())
+        model = parity.shard(parity.OURS, mlp())
         biases = [p for name, p in model.layers.named_parameters() if name.endswith("bias")]
         weights = [p for name, p in model.layers.named_parameters() if name.endswith("weight")]
         optimizer = make(model, [{"params": weights}, {"params": biases, "weight_decay": 0.0}])
@@ -152,7 +141,7 @@ def test_parameter_groups_and_schedules() -> None:
     flat = run(
         lambda model, groups: FlatOptimizer(model, torch.optim.AdamW, groups, **AdamW.keywords)
     )
-    assert_equal(flat, plain)
+    parity.assert_equal(flat, plain)
 
 
 Params = Callable[[nn.Module], Any]
@@ -171,7 +160,7 @@ WAYS: dict[str, Params] = {
 @pytest.mark.parametrize("way", list(WAYS))
 def test_parameters_are_named_in_any_way_that_the_class_takes(way: str) -> None:
     def run(make: Callable[..., torch.optim.Optimizer]) -> Any:
-        model = shard(OURS, mlp())
+        model = parity.shard(parity.OURS, mlp())
         optimizer = make(model, WAYS[way](model))
         seen = _train(model, optimizer, 2)
         groups = optimizer.state_dict()["param_groups"]
@@ -181,14 +170,14 @@ def test_parameters_are_named_in_any_way_that_the_class_takes(way: str) -> None:
     flat = run(
         lambda model, params: FlatOptimizer(model, torch.optim.AdamW, params, **AdamW.keywords)
     )
-    assert_equal(flat[0], plain[0])
+    parity.assert_equal(flat[0], plain[0])
     assert flat[1] == plain[1]
 
 
 @ranks(2)
 @pytest.mark.parametrize("nothing", [[], ()])
 def test_no_parameters_at_all_are_refused_as_the_class_does(nothing: Any) -> None:
-    model = shard(OURS, mlp())
+    model = parity.shard(parity.OURS, mlp())
     with pytest.raises(ValueError, match="empty parameter list"):
         FlatOptimizer(model, torch.optim.AdamW, nothing)
 
@@ -199,12 +188,12 @@ def test_parameters_without_a_gradient_are_not_stepped() -> None:
     actives = [("a", "c"), ("a", "b"), ("b", "c"), ("a", "b", "c"), ("a",)]
 
     def run(make: Make) -> Any:
-        model = shard(OURS, seeded(Choosy))
+        model = parity.shard(parity.OURS, models.seeded(models.Choosy))
         return _train(
             model, make(model), len(actives), lambda step: setattr(model, "active", actives[step])
         )
 
-    assert_equal(run(_flat), run(_plain))
+    parity.assert_equal(run(_flat), run(_plain))
 
 
 @ranks(2)
@@ -212,11 +201,11 @@ def test_a_parameter_frozen_now_and_then() -> None:
     """A run is cut where one of its parameters has no gradient, and stays cut: other counts."""
 
     def run(make: Make) -> Any:
-        model = shard(OURS, mlp())
+        model = parity.shard(parity.OURS, mlp())
         weight = model.layers[1].weight
         return _train(model, make(model), 5, lambda step: weight.requires_grad_(step not in (1, 3)))
 
-    assert_equal(run(_flat), run(_plain))
+    parity.assert_equal(run(_flat), run(_plain))
 
 
 @ranks(2)
@@ -224,19 +213,19 @@ def test_gradients_that_do_not_lie_side_by_side() -> None:
     """Set by the user, or added up over two backwards: copied, or found as they are."""
 
     def run(make: Make) -> Any:
-        model = shard(OURS, mlp())
+        model = parity.shard(parity.OURS, mlp())
         optimizer = make(model)
         for step, batch in enumerate(mlp_batches()):
             for _ in range(2):
-                regression_loss(model, my_part(batch)).backward()
+                parity.regression_loss(model, parity.my_part(batch)).backward()
             if step == 1:
                 for param in model.parameters():
                     param.grad = param.grad.clone()
             optimizer.step()
             optimizer.zero_grad(set_to_none=step != 1)
-        return full_params(model), _states(optimizer)
+        return parity.full_params(model), _states(optimizer)
 
-    assert_equal(run(_flat), run(_plain))
+    parity.assert_equal(run(_flat), run(_plain))
 
 
 @ranks(2)
@@ -245,7 +234,7 @@ def test_gradients_that_only_seem_to_lie_side_by_side(kind: str) -> None:
     """One behind the other in one storage, yet not what a view over both would read."""
 
     def run(make: Make) -> Any:
-        model = shard(OURS, mlp())
+        model = parity.shard(parity.OURS, mlp())
         weight, bias = model.layers[1].weight, model.layers[1].bias
         (rows, columns), length = weight._local_tensor.shape, bias._local_tensor.numel()
         dtypes = [torch.bfloat16, torch.float16] if kind == "dtypes" else [torch.float32] * 2
@@ -258,50 +247,52 @@ def test_gradients_that_only_seem_to_lie_side_by_side(kind: str) -> None:
             param.grad_dtype = dtype
             param.grad = DTensor.from_local(rows_of_it, param.device_mesh, param.placements)
         optimizer.step()
-        return full_params(model)
+        return parity.full_params(model)
 
     plain = run(lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
     flat = run(lambda model: FlatOptimizer(model, torch.optim.SGD, lr=0.1))
-    assert_equal(flat, plain)
+    parity.assert_equal(flat, plain)
 
 
 @ranks(2)
 def test_clipping_and_loss_scaling() -> None:
     def run(make: Make) -> Any:
-        model = shard(OURS, mlp())
+        model = parity.shard(parity.OURS, mlp())
         optimizer = make(model)
         scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
         for step, batch in enumerate(mlp_batches()):
-            loss = regression_loss(model, my_part(batch)) * (torch.inf if step == 1 else 1)
+            loss = parity.regression_loss(model, parity.my_part(batch)) * (
+                torch.inf if step == 1 else 1
+            )
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
             fsdp2.clip_grad_norm_(model.parameters(), 0.1)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        return full_params(model), _states(optimizer), scaler.get_scale()
+        return parity.full_params(model), _states(optimizer), scaler.get_scale()
 
-    assert_equal(run(_flat), run(_plain))
+    parity.assert_equal(run(_flat), run(_plain))
 
 
 @ranks(2)
 def test_a_closure_is_evaluated_with_gradients() -> None:
     def run(make: Make) -> Any:
-        model = shard(OURS, mlp())
+        model = parity.shard(parity.OURS, mlp())
         optimizer = make(model)
-        batch = my_part(mlp_batches()[0])
+        batch = parity.my_part(mlp_batches()[0])
 
         def closure() -> Tensor:
             optimizer.zero_grad()
-            loss = regression_loss(model, batch)
+            loss = parity.regression_loss(model, batch)
             loss.backward()
             return loss
 
         losses = [optimizer.step(closure).detach() for _ in range(3)]
         assert losses[2] < losses[0]
-        return losses, full_params(model)
+        return losses, parity.full_params(model)
 
-    assert_equal(run(_flat), run(_plain))
+    parity.assert_equal(run(_flat), run(_plain))
 
 
 # -- state dicts ----------------------------------------------------------------------------------
@@ -312,20 +303,22 @@ def test_a_closure_is_evaluated_with_gradients() -> None:
 def test_state_dicts_are_exchanged(makes: tuple[Make, Make]) -> None:
     """Halfway through, another optimizer takes over; as if it had been one."""
     first, second = makes
-    model, whole = shard(OURS, mlp()), shard(OURS, mlp())
+    model, whole = parity.shard(parity.OURS, mlp()), parity.shard(parity.OURS, mlp())
     expected = _train(whole, _plain(whole), 4)[-1]
-    batches = regression_batches(DIM, 4, steps=4)
+    batches = parity.regression_batches(models.DIM, 4, steps=4)
     optimizer = first(model)
     for step, batch in enumerate(batches):
         if step == 2:
             saved = copy.deepcopy(optimizer.state_dict())
             optimizer = second(model)
             optimizer.load_state_dict(saved)
-            assert_equal(_states(optimizer), [(i, k, _rows(v)) for i, k, v in _entries(saved)])
-        regression_loss(model, my_part(batch)).backward()
+            parity.assert_equal(
+                _states(optimizer), [(i, k, _rows(v)) for i, k, v in _entries(saved)]
+            )
+        parity.regression_loss(model, parity.my_part(batch)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert_equal([full_params(model), _states(optimizer)], expected)
+    parity.assert_equal([parity.full_params(model), _states(optimizer)], expected)
 
 
 def _entries(saved: Any) -> list[Any]:
@@ -340,7 +333,7 @@ def _rows(value: Any) -> Any:
 @ranks(2)
 def test_a_loaded_state_is_not_shared() -> None:
     """Step counts of a state dict of ours are one tensor each."""
-    model = shard(OURS, mlp())
+    model = parity.shard(parity.OURS, mlp())
     optimizer = _flat(model)
     _train(model, optimizer, 2)
     counts = [state["step"] for state in optimizer.state.values()]
@@ -353,7 +346,7 @@ def test_a_loaded_state_is_not_shared() -> None:
 def test_checkpoints_are_exchanged(makes: tuple[Make, Make], tmp_path: Path) -> None:
     """Through torch.distributed.checkpoint, into an optimizer that never stepped."""
     first, second = makes
-    model, other = shard(OURS, mlp()), shard(OURS, mlp())
+    model, other = parity.shard(parity.OURS, mlp()), parity.shard(parity.OURS, mlp())
     writer, reader = first(model), second(other)
     _train(model, writer, 2)
     state = {"optimizer": get_optimizer_state_dict(model, writer)}
@@ -361,16 +354,16 @@ def test_checkpoints_are_exchanged(makes: tuple[Make, Make], tmp_path: Path) -> 
     target = {"optimizer": get_optimizer_state_dict(other, reader)}
     dcp.load(target, checkpoint_id=str(tmp_path))
     set_optimizer_state_dict(other, reader, target["optimizer"])
-    assert_equal(_states(reader), _states(writer))
+    parity.assert_equal(_states(reader), _states(writer))
     with torch.no_grad():
         for param, source in zip(other.parameters(), model.parameters(), strict=True):
             param._local_tensor.copy_(source._local_tensor)
-    assert_equal(_train(other, reader, 1), _train(model, writer, 1))
+    parity.assert_equal(_train(other, reader, 1), _train(model, writer, 1))
 
 
 @ranks(2)
 def test_state_may_be_written_to() -> None:
-    model = shard(OURS, mlp())
+    model = parity.shard(parity.OURS, mlp())
     optimizer = _flat(model)
     _train(model, optimizer, 1)
     weight = model.layers[0].weight
@@ -388,7 +381,7 @@ def test_shards_that_get_other_memory(move: str) -> None:
     """State follows the parameters; the runs are cut anew."""
 
     def run(make: Make) -> Any:
-        model = shard(OURS, mlp())
+        model = parity.shard(parity.OURS, mlp())
         optimizer = make(model)
         seen = _train(model, optimizer, 2)
         if move == "dtype":
@@ -400,7 +393,7 @@ def test_shards_that_get_other_memory(move: str) -> None:
             fsdp2.repoint_optimizer(optimizer)
         return seen + _train(model, optimizer, 2)
 
-    assert_equal(run(_flat), run(_plain))
+    parity.assert_equal(run(_flat), run(_plain))
 
 
 @ranks(2)
@@ -409,16 +402,16 @@ def test_shards_that_get_other_memory_behind_the_units_back() -> None:
 
     def run(make: Make) -> Any:
         model = mlp()
-        OURS.fully_shard(model)
+        parity.OURS.fully_shard(model)
         optimizer = make(model)
         seen = _train(model, optimizer, 1)
-        regression_loss(model, my_part(mlp_batches()[0])).backward()
+        parity.regression_loss(model, parity.my_part(mlp_batches()[0])).backward()
         model.layers[1].to(torch.float64).to(torch.float32)
         optimizer.step()
         optimizer.zero_grad()
         return seen + _train(model, optimizer, 2)
 
-    assert_equal(run(_flat), run(_plain))
+    parity.assert_equal(run(_flat), run(_plain))
 
 
 # -- cost -----------------------------------------------------------------------------------------
@@ -439,10 +432,10 @@ class _Operators(TorchDispatchMode):
 @ranks(2)
 def test_one_tensor_a_unit() -> None:
     """In a step there is a view of each unit's gradients and one kernel; nothing is copied."""
-    model = shard(OURS, mlp())
+    model = parity.shard(parity.OURS, mlp())
     optimizer = _flat(model, foreach=False, fused=True)
     _train(model, optimizer, 1)
-    regression_loss(model, my_part(mlp_batches()[0])).backward()
+    parity.regression_loss(model, parity.my_part(mlp_batches()[0])).backward()
     with _Operators() as operators:
         optimizer.step()
     units = 4  # three layers and the root
@@ -454,7 +447,7 @@ def test_one_tensor_a_unit() -> None:
 
 @ranks(2)
 def test_classes_that_look_at_whole_parameters_are_refused() -> None:
-    model = shard(OURS, mlp())
+    model = parity.shard(parity.OURS, mlp())
     with raises("not-elementwise"):
         FlatOptimizer(model, torch.optim.LBFGS)
 
@@ -463,7 +456,7 @@ def test_classes_that_look_at_whole_parameters_are_refused() -> None:
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_copies_are_refused(duplicate: Callable[[Any], Any]) -> None:
     """They would have neither model nor runs."""
-    optimizer = _flat(shard(OURS, mlp()))
+    optimizer = _flat(parity.shard(parity.OURS, mlp()))
     with raises("copied-optimizer"):
         duplicate(optimizer)
 
@@ -474,8 +467,8 @@ def test_parameters_that_no_unit_manages() -> None:
 
     def run(make: Callable[..., torch.optim.Optimizer]) -> Any:
         model = mlp()
-        OURS.fully_shard(model, ignored_params=set(model.head.parameters()))
+        parity.OURS.fully_shard(model, ignored_params=set(model.head.parameters()))
         optimizer = make(model, foreach=False)  # torch's foreach takes no mixture
         return _train(model, optimizer)
 
-    assert_equal(run(_flat), run(_plain))
+    parity.assert_equal(run(_flat), run(_plain))

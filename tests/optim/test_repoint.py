@@ -13,28 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
 from fsdp2 import DataParallelMeshDims, ShardingStateError, fully_shard, repoint_optimizer
+from tests.common import gradients, meshes, models, parity
 from tests.common.combinations import each_once
-from tests.common.gradients import mlp, mlp_batches, part
-from tests.common.meshes import ParallelModel, mesh, parallel_loss, parallelize
-from tests.common.models import DIM, OddMLP, Transformer, seeded
-from tests.common.parity import (
-    OURS,
-    REORDERED_FP32,
-    CountCollectives,
-    assert_close,
-    assert_equal,
-    full_all,
-    full_params,
-    language_batches,
-    language_loss,
-    my_part,
-    regression_batches,
-    regression_loss,
-    shard,
-    train_sharded,
-    train_unsharded,
-    world_mesh,
-)
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -52,33 +32,41 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def test_training_goes_on_with_a_repointed_optimizer(name: str, steps_before: int) -> None:
     """As if the model had been sharded from the start; uneven rows and empty shards included."""
     make = OPTIMIZERS[name]
-    batches = regression_batches(DIM, 1, steps=4)
-    model: nn.Module = seeded(OddMLP)
+    batches = parity.regression_batches(models.DIM, 1, steps=4)
+    model: nn.Module = models.seeded(models.OddMLP)
     optimizer = make(model.parameters())
-    plain = train_unsharded(seeded(OddMLP), make, regression_loss, batches, slices=True)
+    plain = parity.train_unsharded(
+        models.seeded(models.OddMLP), make, parity.regression_loss, batches, slices=True
+    )
     if steps_before:
         first = batches[:steps_before]
-        train_unsharded(model, lambda _: optimizer, regression_loss, first, slices=True)
+        parity.train_unsharded(
+            model, lambda _: optimizer, parity.regression_loss, first, slices=True
+        )
     groups = optimizer.param_groups
-    shard(OURS, model)
-    with CountCollectives() as counted:
+    parity.shard(parity.OURS, model)
+    with parity.CountCollectives() as counted:
         repoint_optimizer(optimizer)
     assert counted.total == 0
     assert optimizer.param_groups is groups
     assert list(groups[0]["params"]) == list(model.parameters())
     assert all(isinstance(param, DTensor) for param in optimizer.state)
-    ours = train_sharded(model, lambda _: optimizer, regression_loss, batches[steps_before:])
-    assert_close(ours, plain[steps_before:], REORDERED_FP32, "unsharded")
+    ours = parity.train_sharded(
+        model, lambda _: optimizer, parity.regression_loss, batches[steps_before:]
+    )
+    parity.assert_close(ours, plain[steps_before:], parity.REORDERED_FP32, "unsharded")
 
 
 @ranks(2)
 def test_state_is_sharded_like_its_parameter() -> None:
-    model: Any = mlp()
+    model: Any = gradients.mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    regression_loss(model, part(0, rank=0)).backward()  # the same state on both ranks
+    parity.regression_loss(
+        model, gradients.part(0, rank=0)
+    ).backward()  # the same state on both ranks
     optimizer.step()
     before = [dict(optimizer.state[param]) for param in model.parameters()]
-    fully_shard(model, mesh=world_mesh())
+    fully_shard(model, mesh=parity.world_mesh())
     repoint_optimizer(optimizer)
     for param, old in zip(model.parameters(), before, strict=True):
         state = optimizer.state[param]
@@ -89,7 +77,7 @@ def test_state_is_sharded_like_its_parameter() -> None:
             assert state[key].placements == param.placements
             assert local.shape == param.to_local().shape
             assert local.untyped_storage().nbytes() == local.nbytes, "no view of the whole"
-            assert_equal(full_all([state[key]])[0], old[key], key)
+            parity.assert_equal(parity.full_all([state[key]])[0], old[key], key)
     groups = optimizer.param_groups[0]["params"]
     kept = list(groups)
     repoint_optimizer(optimizer)  # again: nothing to do
@@ -105,24 +93,26 @@ def test_state_of_tensor_parallel_parameters(kind: str, name: str) -> None:
 
     Data-parallel ranks see the same in the first step.
     """
-    where = mesh("shard", "tp", shape=(2, 2))
+    where = meshes.mesh("shard", "tp", shape=(2, 2))
     make = partial(OPTIMIZERS[name], foreach=False)  # torch's foreach takes no mixture of meshes
 
     def run(late: bool) -> Any:
-        hidden = 2 * DIM + 1 if kind == "uneven" else 2 * DIM
-        model: Any = parallelize(seeded(partial(ParallelModel, hidden=hidden)), where["tp"], kind)
+        hidden = 2 * models.DIM + 1 if kind == "uneven" else 2 * models.DIM
+        model: Any = meshes.parallelize(
+            models.seeded(partial(meshes.ParallelModel, hidden=hidden)), where["tp"], kind
+        )
         if not late:
-            shard(OURS, model, mesh=where["shard"])
+            parity.shard(parity.OURS, model, mesh=where["shard"])
         optimizer = make(model.parameters())
-        first, *others = language_batches(16, steps=3)
-        parallel_loss(model, first).backward()
+        first, *others = parity.language_batches(16, steps=3)
+        meshes.parallel_loss(model, first).backward()
         optimizer.step()
         optimizer.zero_grad()
         if late:
-            shard(OURS, model, mesh=where["shard"])
+            parity.shard(parity.OURS, model, mesh=where["shard"])
             repoint_optimizer(optimizer)
         for batch in others:
-            parallel_loss(model, my_part(batch, dist.get_rank() // 2, 2)).backward()
+            meshes.parallel_loss(model, parity.my_part(batch, dist.get_rank() // 2, 2)).backward()
             optimizer.step()
             optimizer.zero_grad()
         for param in model.parameters():
@@ -133,32 +123,36 @@ def test_state_of_tensor_parallel_parameters(kind: str, name: str) -> None:
                     assert (
                         value._local_tensor.untyped_storage().nbytes() == value._local_tensor.nbytes
                     )
-        return full_params(model)
+        return parity.full_params(model)
 
-    assert_close(run(late=True), run(late=False), REORDERED_FP32, "sharded from the start")
+    parity.assert_close(
+        run(late=True), run(late=False), parity.REORDERED_FP32, "sharded from the start"
+    )
 
 
 @ranks(4)
 @pytest.mark.parametrize("names", [("shard", "tp"), ("tp", "shard")])
 def test_state_on_a_full_mesh(names: tuple[str, str]) -> None:
     """Parameters and state are replicated on the data-parallel dim, then sharded on it."""
-    where = mesh(*names, shape=(2, 2))
+    where = meshes.mesh(*names, shape=(2, 2))
     placements = [Shard(0) if dim == "tp" else Replicate() for dim in names]
     dims = DataParallelMeshDims(shard="shard")
     model: Any = distribute_module(
-        seeded(partial(nn.Linear, 5, 7)), where, partial(_distributed, placements)
+        models.seeded(partial(nn.Linear, 5, 7)), where, partial(_distributed, placements)
     )
     optimizer = OPTIMIZERS["adam"](model.parameters())
     for param in model.parameters():
         param.grad = distribute_tensor(_counting(param.shape), where, placements)
     optimizer.step()
-    expected = {n: full_all(optimizer.state[p].values()) for n, p in model.named_parameters()}
+    expected = {
+        n: parity.full_all(optimizer.state[p].values()) for n, p in model.named_parameters()
+    }
     fully_shard(model, mesh=where, dp_mesh_dims=dims)
     repoint_optimizer(optimizer)
     for name, param in model.named_parameters():
         state = optimizer.state[param]
         assert state["exp_avg"].placements == param.placements
-        assert_equal(full_all(state.values()), expected[name], name)
+        parity.assert_equal(parity.full_all(state.values()), expected[name], name)
 
 
 def _distributed(placements: Any, _: str, module: nn.Module, where: Any) -> None:
@@ -175,20 +169,20 @@ def _counting(shape: torch.Size) -> torch.Tensor:
 @pytest.mark.parametrize("stepped", [False, True])
 def test_stepping_without_repointing_raises(stepped: bool) -> None:
     """Also if the optimizer was looked at before, and if only one group is old."""
-    fully_shard(nn.Linear(2, 2), mesh=world_mesh())  # so that optimizers are watched already
-    model: Any = mlp()
+    fully_shard(nn.Linear(2, 2), mesh=parity.world_mesh())  # so that optimizers are watched already
+    model: Any = gradients.mlp()
     optimizer = torch.optim.SGD(
         [{"params": [model.head.bias]}, {"params": model.layers.parameters(), "lr": 0.2}], lr=0.1
     )
     if stepped:
-        regression_loss(model, part(0)).backward()
+        parity.regression_loss(model, gradients.part(0)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    fully_shard(model.layers[1], mesh=world_mesh())
+    fully_shard(model.layers[1], mesh=parity.world_mesh())
     match = r"SGD holds parameter 'weight' as it was before.*fsdp2\.repoint_optimizer\(optimizer\)"
     with pytest.raises(ShardingStateError, match=match):
         optimizer.step()
-    shard(OURS, seeded(partial(nn.Linear, 2, 2)))
+    parity.shard(parity.OURS, models.seeded(partial(nn.Linear, 2, 2)))
     with pytest.raises(ShardingStateError, match=match):
         optimizer.step()
     repoint_optimizer(optimizer)
@@ -199,62 +193,78 @@ def test_stepping_without_repointing_raises(stepped: bool) -> None:
 @ranks(2)
 def test_after_loading_by_assignment() -> None:
     """`load_state_dict(assign=True)` replaces the parameters that an optimizer holds."""
-    model = shard(OURS, mlp())
+    model = parity.shard(parity.OURS, gradients.mlp())
     make = OPTIMIZERS["adamw"]
     optimizer = make(model.parameters())
-    regression_loss(model, part(0)).backward()
+    parity.regression_loss(model, gradients.part(0)).backward()
     optimizer.step()
     optimizer.zero_grad()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
-    regression_loss(model, part(1)).backward()
+    parity.regression_loss(model, gradients.part(1)).backward()
     with pytest.raises(ShardingStateError, match=r"AdamW holds parameter '.*' as it was before"):
         optimizer.step()
     model.zero_grad()
     repoint_optimizer(optimizer)
-    ours = train_sharded(model, lambda _: optimizer, regression_loss, mlp_batches()[1:])
-    plain = train_unsharded(mlp(), make, regression_loss, mlp_batches(), slices=True)
-    assert_equal(ours, plain[1:], "unsharded")
+    ours = parity.train_sharded(
+        model, lambda _: optimizer, parity.regression_loss, gradients.mlp_batches()[1:]
+    )
+    plain = parity.train_unsharded(
+        gradients.mlp(), make, parity.regression_loss, gradients.mlp_batches(), slices=True
+    )
+    parity.assert_equal(ours, plain[1:], "unsharded")
 
 
 @ranks(2)
 def test_after_loading_by_assignment_what_it_holds() -> None:
     """The parameters that were replaced come back: the optimizer is right as it was made."""
-    model = shard(OURS, mlp())
+    model = parity.shard(parity.OURS, gradients.mlp())
     own = model.state_dict(keep_vars=True)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     model.load_state_dict({name: value.clone() for name, value in own.items()}, assign=True)
     model.load_state_dict(own, assign=True)
-    ours = train_sharded(model, lambda _: optimizer, regression_loss, mlp_batches())
-    plain = train_unsharded(mlp(), OPTIMIZERS["adamw"], regression_loss, mlp_batches(), slices=True)
-    assert_equal(ours, plain, "unsharded")
+    ours = parity.train_sharded(
+        model, lambda _: optimizer, parity.regression_loss, gradients.mlp_batches()
+    )
+    plain = parity.train_unsharded(
+        gradients.mlp(),
+        OPTIMIZERS["adamw"],
+        parity.regression_loss,
+        gradients.mlp_batches(),
+        slices=True,
+    )
+    parity.assert_equal(ours, plain, "unsharded")
 
 
 @ranks(2)
 def test_an_optimizer_made_while_parameters_are_gathered() -> None:
-    model = shard(OURS, mlp())
+    model = parity.shard(parity.OURS, gradients.mlp())
     with torch.no_grad():
-        model(part(0)[0])
+        model(gradients.part(0)[0])
     make = OPTIMIZERS["adamw"]
     optimizer = make(model.parameters())
     repoint_optimizer(optimizer)
-    ours = train_sharded(model, lambda _: optimizer, regression_loss, mlp_batches())
-    plain = train_unsharded(mlp(), make, regression_loss, mlp_batches(), slices=True)
-    assert_equal(ours, plain, "unsharded")
+    ours = parity.train_sharded(
+        model, lambda _: optimizer, parity.regression_loss, gradients.mlp_batches()
+    )
+    plain = parity.train_unsharded(
+        gradients.mlp(), make, parity.regression_loss, gradients.mlp_batches(), slices=True
+    )
+    parity.assert_equal(ours, plain, "unsharded")
 
 
 @ranks(2)
 def test_tied_parameters_and_schedules() -> None:
     """A tied parameter is there once; a schedule made before still sets the learning rate."""
-    build = partial(seeded, partial(Transformer, blocks=1, vocab=13, tied=True))
-    batches = language_batches(13, steps=3)
+    build = partial(models.seeded, partial(models.Transformer, blocks=1, vocab=13, tied=True))
+    batches = parity.language_batches(13, steps=3)
 
     def train(model: nn.Module, optimizer: Any, schedule: Any, parts: Any) -> list[float]:
         rates = []
         for batch in batches:
             mine = parts(batch)
             for of_rank in mine:
-                (language_loss(model, of_rank) / len(mine)).backward()
+                (parity.language_loss(model, of_rank) / len(mine)).backward()
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
@@ -267,13 +277,17 @@ def test_tied_parameters_and_schedules() -> None:
         optimizer = OPTIMIZERS["momentum"](model.parameters())
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         if sharded:
-            shard(OURS, model)
+            parity.shard(parity.OURS, model)
             repoint_optimizer(optimizer)
         assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
-        parts = (lambda b: [my_part(b)]) if sharded else (lambda b: [my_part(b, 0), my_part(b, 1)])
+        parts = (
+            (lambda b: [parity.my_part(b)])
+            if sharded
+            else (lambda b: [parity.my_part(b, 0), parity.my_part(b, 1)])
+        )
         rates = train(model, optimizer, schedule, parts)
-        results.append([rates, full_all(list(model.parameters()))])
-    assert_close(results[0], results[1], REORDERED_FP32, "unsharded")
+        results.append([rates, parity.full_all(list(model.parameters()))])
+    parity.assert_close(results[0], results[1], parity.REORDERED_FP32, "unsharded")
 
 
 @ranks(2)

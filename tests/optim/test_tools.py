@@ -13,30 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.common import gradients, models, parity
 from tests.common.combinations import each_once
-from tests.common.gradients import mlp, mlp_batches, part
-from tests.common.models import DIM, OddMLP, Transformer, seeded, units
-from tests.common.parity import (
-    FP32,
-    OURS,
-    REORDERED_FP32,
-    adamw,
-    assert_close,
-    assert_equal,
-    full,
-    full_all,
-    full_grads,
-    full_params,
-    language_batches,
-    language_loss,
-    my_part,
-    regression_batches,
-    regression_loss,
-    same_as_torch,
-    shard,
-    train_sharded,
-    train_unsharded,
-)
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -51,7 +29,7 @@ def _scaled_steps(model: nn.Module, parts: list[list[Any]], overflow_at: int, wh
     results = []
     for step, of_ranks in enumerate(parts):
         for rank, batch in of_ranks:
-            loss = regression_loss(model, batch)
+            loss = parity.regression_loss(model, batch)
             if step == overflow_at and rank == who:
                 loss = loss * torch.inf
             scaler.scale(loss / len(of_ranks)).backward()
@@ -59,7 +37,7 @@ def _scaled_steps(model: nn.Module, parts: list[list[Any]], overflow_at: int, wh
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        results.append([scaler.get_scale(), full_params(model)])
+        results.append([scaler.get_scale(), parity.full_params(model)])
     return results
 
 
@@ -67,43 +45,43 @@ def _scaled_steps(model: nn.Module, parts: list[list[Any]], overflow_at: int, wh
 @pytest.mark.parametrize("who", [0, 1])
 def test_grad_scaler(who: int) -> None:
     """A gradient that overflows on one rank skips the step, and halves the scale, on all."""
-    batches = regression_batches(DIM, 4, steps=5)
+    batches = parity.regression_batches(models.DIM, 4, steps=5)
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def run(api: Any) -> Any:
-        model = shard(api, mlp(), reshard_after_forward=True)
-        return _scaled_steps(model, [[(rank, my_part(b))] for b in batches], 2, who)
+        model = parity.shard(api, gradients.mlp(), reshard_after_forward=True)
+        return _scaled_steps(model, [[(rank, parity.my_part(b))] for b in batches], 2, who)
 
-    ours = same_as_torch(run)
+    ours = parity.same_as_torch(run)
     assert [scale for scale, _ in ours] == [16.0, 32.0, 16.0, 16.0, 32.0]
-    assert_equal(ours[2][1], ours[1][1], "the step that is skipped")
-    parts = [[(r, my_part(b, r)) for r in range(size)] for b in batches]
-    plain = _scaled_steps(mlp(), parts, 2, who)
-    assert_close(ours, plain, FP32, "unsharded")
+    parity.assert_equal(ours[2][1], ours[1][1], "the step that is skipped")
+    parts = [[(r, parity.my_part(b, r)) for r in range(size)] for b in batches]
+    plain = _scaled_steps(gradients.mlp(), parts, 2, who)
+    parity.assert_close(ours, plain, parity.FP32, "unsharded")
 
 
 @ranks(2)
 def test_clipping_while_scaling() -> None:
     """unscale_, clip_grad_norm_, step: the norm is that of the whole gradient."""
-    model = shard(OURS, mlp(), reshard_after_forward=True)
+    model = parity.shard(parity.OURS, gradients.mlp(), reshard_after_forward=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler.scale(regression_loss(model, part(0))).backward()
+    scaler.scale(parity.regression_loss(model, gradients.part(0))).backward()
     scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     assert isinstance(norm, DTensor)
-    plain = mlp()
+    plain = gradients.mlp()
     for rank in range(2):
-        (regression_loss(plain, part(0, rank)) / 2).backward()
+        (parity.regression_loss(plain, gradients.part(0, rank)) / 2).backward()
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
-    assert_close(norm.full_tensor(), expected, FP32, "norm")
-    assert_close(full_grads(model), full_grads(plain), FP32, "clipped")
+    parity.assert_close(norm.full_tensor(), expected, parity.FP32, "norm")
+    parity.assert_close(parity.full_grads(model), parity.full_grads(plain), parity.FP32, "clipped")
 
 
 # -- autocast -------------------------------------------------------------------------------------
 
 
-def _autocast_loss(model: nn.Module, part: Any, loss: Any = regression_loss) -> Tensor:
+def _autocast_loss(model: nn.Module, part: Any, loss: Any = parity.regression_loss) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return loss(model, part)
 
@@ -115,17 +93,19 @@ def test_autocast(reshard_after_forward: bool | None) -> None:
     context are not used in the next one."""
 
     def run(api: Any) -> Any:
-        model = shard(api, mlp(), reshard_after_forward=reshard_after_forward)
+        model = parity.shard(api, gradients.mlp(), reshard_after_forward=reshard_after_forward)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            dtype = model(part(0)[0]).dtype
+            dtype = model(gradients.part(0)[0]).dtype
         assert dtype == torch.bfloat16
-        for unit in (*units(model), model):
+        for unit in (*models.units(model), model):
             unit.reshard()  # the optimizer is to hold shards
-        return train_sharded(model, adamw, _autocast_loss, mlp_batches())
+        return parity.train_sharded(model, parity.adamw, _autocast_loss, gradients.mlp_batches())
 
-    ours = same_as_torch(run)
-    plain = train_unsharded(mlp(), adamw, _autocast_loss, mlp_batches(), slices=True)
-    assert_equal(ours, plain, "unsharded")
+    ours = parity.same_as_torch(run)
+    plain = parity.train_unsharded(
+        gradients.mlp(), parity.adamw, _autocast_loss, gradients.mlp_batches(), slices=True
+    )
+    parity.assert_equal(ours, plain, "unsharded")
     assert {grad.dtype for step in ours for grad in step.grads.values()} == {torch.float32}
 
 
@@ -139,22 +119,22 @@ def test_autocast_around_microbatches() -> None:
     def compute(model: nn.Module, parts: list[Any]) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
             for of_rank in parts:
-                regression_loss(model, of_rank).backward()
-        return full_grads(model)
+                parity.regression_loss(model, of_rank).backward()
+        return parity.full_grads(model)
 
-    model = shard(OURS, mlp(), reshard_after_forward=True)
+    model = parity.shard(parity.OURS, gradients.mlp(), reshard_after_forward=True)
     model.set_requires_gradient_sync(False)
     with torch.autocast("cpu", torch.bfloat16):
-        regression_loss(model, part(0)).backward()
+        parity.regression_loss(model, gradients.part(0)).backward()
         model.set_requires_gradient_sync(True)
-        regression_loss(model, part(1)).backward()
-    ours = full_grads(model)
+        parity.regression_loss(model, gradients.part(1)).backward()
+    ours = parity.full_grads(model)
     total = None
     for rank in range(2):
-        grads = compute(mlp(), [part(0, rank), part(1, rank)])
+        grads = compute(gradients.mlp(), [gradients.part(0, rank), gradients.part(1, rank)])
         total = grads if total is None else {n: total[n] + g for n, g in grads.items()}
     assert total is not None
-    assert_equal(ours, {name: grad / 2 for name, grad in total.items()}, "unsharded")
+    parity.assert_equal(ours, {name: grad / 2 for name, grad in total.items()}, "unsharded")
 
 
 # -- random numbers -------------------------------------------------------------------------------
@@ -167,11 +147,13 @@ class _Dropping(nn.Module):
         super().__init__()
         self.recompute, self.preserve = recompute, preserve
         make = partial(nn.Sequential, nn.Dropout(0.5))
-        self.layers = nn.ModuleList(make(nn.Linear(DIM, DIM), nn.Dropout(0.2)) for _ in range(3))
+        self.layers = nn.ModuleList(
+            make(nn.Linear(models.DIM, models.DIM), nn.Dropout(0.2)) for _ in range(3)
+        )
         for layer in self.layers:
             layer.is_unit = True
-        self.first = nn.Linear(DIM, DIM)
-        self.head = nn.Linear(DIM, 4)
+        self.first = nn.Linear(models.DIM, models.DIM)
+        self.head = nn.Linear(models.DIM, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.nn.functional.dropout(self.first(x), 0.1, self.training)
@@ -189,11 +171,18 @@ def test_dropout(recompute: bool) -> None:
     """The same masks as without sharding, from each rank's own generator, recomputed or not."""
 
     def run(api: Any) -> Any:
-        model = shard(api, seeded(partial(_Dropping, recompute)), reshard_after_forward=True)
+        model = parity.shard(
+            api, models.seeded(partial(_Dropping, recompute)), reshard_after_forward=True
+        )
         torch.manual_seed(100 + dist.get_rank())
-        return [train_sharded(model, adamw, regression_loss, mlp_batches()), torch.rand(1)]
+        return [
+            parity.train_sharded(
+                model, parity.adamw, parity.regression_loss, gradients.mlp_batches()
+            ),
+            torch.rand(1),
+        ]
 
-    ours, after = same_as_torch(run)
+    ours, after = parity.same_as_torch(run)
     states: dict[int, Tensor] = {}
     for rank in range(2):
         torch.manual_seed(100 + rank)
@@ -203,15 +192,15 @@ def test_dropout(recompute: bool) -> None:
     def loss(model: nn.Module, part: Any) -> Tensor:
         rank = next(turn) % 2  # train_unsharded runs the ranks' slices in turn
         torch.set_rng_state(states[rank])
-        value = regression_loss(model, part)
+        value = parity.regression_loss(model, part)
         states[rank] = torch.get_rng_state()
         return value
 
-    model = seeded(partial(_Dropping, False))
-    plain = train_unsharded(model, adamw, loss, mlp_batches(), slices=True)
-    assert_equal(ours, plain, "unsharded")
+    model = models.seeded(partial(_Dropping, False))
+    plain = parity.train_unsharded(model, parity.adamw, loss, gradients.mlp_batches(), slices=True)
+    parity.assert_equal(ours, plain, "unsharded")
     torch.set_rng_state(states[dist.get_rank()])
-    assert_equal(after, torch.rand(1), "the generator's state afterwards")
+    parity.assert_equal(after, torch.rand(1), "the generator's state afterwards")
 
 
 @ranks(2, extended=(4,))
@@ -219,15 +208,15 @@ def test_random_initialisation_of_dtensors() -> None:
     """From one seed the same values as torch's FSDP2; no collective that could go wrong."""
 
     def run(api: Any) -> Any:
-        model = shard(api, seeded(OddMLP))
+        model = parity.shard(api, models.seeded(models.OddMLP))
         torch.manual_seed(3)
         with torch.no_grad():
             for param in model.parameters():
                 nn.init.normal_(param) if param.ndim > 1 else nn.init.uniform_(param)
-        return full_params(model)
+        return parity.full_params(model)
 
-    first, second = same_as_torch(run), run(OURS)
-    assert_equal(first, second, "the same seed again")
+    first, second = parity.same_as_torch(run), run(parity.OURS)
+    parity.assert_equal(first, second, "the same seed again")
 
 
 # -- optimizers -----------------------------------------------------------------------------------
@@ -247,9 +236,11 @@ _OPTIMIZERS: dict[str, partial[torch.optim.Optimizer]] = {
 
 
 def _one_step(api: Any, make: Any) -> None:
-    model = shard(api, seeded(OddMLP))
+    model = parity.shard(api, models.seeded(models.OddMLP))
     optimizer = make(model.parameters())
-    regression_loss(model, my_part(regression_batches(DIM, 1, steps=1)[0])).backward()
+    parity.regression_loss(
+        model, parity.my_part(parity.regression_batches(models.DIM, 1, steps=1)[0])
+    ).backward()
     optimizer.step()
 
 
@@ -260,20 +251,22 @@ def test_optimizers(optimizer: str, implementation: str) -> None:
     if implementation == "fused" and issubclass(_OPTIMIZERS[optimizer].func, torch.optim.SGD):
         # DTensor has no rule for it yet (2.13); torch's FSDP2 cannot do it either.
         with pytest.raises(NotImplementedError, match="_fused_sgd_"):
-            _one_step(OURS, partial(_OPTIMIZERS[optimizer], fused=True))
+            _one_step(parity.OURS, partial(_OPTIMIZERS[optimizer], fused=True))
         return
 
     def make(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return _OPTIMIZERS[optimizer](params, **_IMPLEMENTATIONS[implementation])
 
     def run(api: Any) -> Any:
-        model = shard(api, seeded(OddMLP), reshard_after_forward=True)
-        return train_sharded(model, make, regression_loss, batches)
+        model = parity.shard(api, models.seeded(models.OddMLP), reshard_after_forward=True)
+        return parity.train_sharded(model, make, parity.regression_loss, batches)
 
-    batches = regression_batches(DIM, 1, steps=4)
-    ours = same_as_torch(run)
-    plain = train_unsharded(seeded(OddMLP), make, regression_loss, batches, slices=True)
-    assert_close(ours, plain, REORDERED_FP32, "unsharded")
+    batches = parity.regression_batches(models.DIM, 1, steps=4)
+    ours = parity.same_as_torch(run)
+    plain = parity.train_unsharded(
+        models.seeded(models.OddMLP), make, parity.regression_loss, batches, slices=True
+    )
+    parity.assert_close(ours, plain, parity.REORDERED_FP32, "unsharded")
 
 
 @ranks(2)
@@ -286,18 +279,20 @@ def test_learning_rate_schedule_and_parameter_groups() -> None:
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=1e-2, foreach=True)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)
-        for batch in mlp_batches():
+        for batch in gradients.mlp_batches():
             mine = parts(batch)
             for of_rank in mine:
-                (regression_loss(model, of_rank) / len(mine)).backward()
+                (parity.regression_loss(model, of_rank) / len(mine)).backward()
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-        return full_params(model)
+        return parity.full_params(model)
 
-    ours = train(shard(OURS, mlp()), lambda batch: [my_part(batch)])
-    plain = train(mlp(), lambda batch: [my_part(batch, 0), my_part(batch, 1)])
-    assert_close(ours, plain, REORDERED_FP32, "unsharded")
+    ours = train(parity.shard(parity.OURS, gradients.mlp()), lambda batch: [parity.my_part(batch)])
+    plain = train(
+        gradients.mlp(), lambda batch: [parity.my_part(batch, 0), parity.my_part(batch, 1)]
+    )
+    parity.assert_close(ours, plain, parity.REORDERED_FP32, "unsharded")
 
 
 def _orthogonal(matrix: Tensor) -> Tensor:
@@ -327,7 +322,7 @@ class Muon(torch.optim.Optimizer):
                 state = self.state[param]
                 momentum = state.setdefault("momentum", torch.zeros_like(param))
                 momentum.mul_(group["beta"]).add_(param.grad)
-                update = full(momentum)  # a collective for a DTensor, one at a time
+                update = parity.full(momentum)  # a collective for a DTensor, one at a time
                 update = _orthogonal(update) if update.ndim == 2 else update.sign()
                 if isinstance(param, DTensor):
                     update = distribute_tensor(
@@ -342,21 +337,21 @@ def test_optimizer_that_gathers_whole_matrices(reshard_after_forward: bool | Non
     """Its update depends on whole matrices: a rank's rows alone would give another one."""
 
     def run(api: Any) -> Any:
-        model = shard(api, build(), reshard_after_forward=reshard_after_forward)
-        return train_sharded(model, Muon, language_loss, batches)
+        model = parity.shard(api, build(), reshard_after_forward=reshard_after_forward)
+        return parity.train_sharded(model, Muon, parity.language_loss, batches)
 
-    build = partial(seeded, partial(Transformer, blocks=1, vocab=13))
-    batches = language_batches(13, steps=3)
+    build = partial(models.seeded, partial(models.Transformer, blocks=1, vocab=13))
+    batches = parity.language_batches(13, steps=3)
     if dist.get_world_size() == 2:
-        ours = same_as_torch(run)
-        plain = train_unsharded(build(), Muon, language_loss, batches, slices=True)
-        assert_equal(ours, plain, "unsharded")
+        ours = parity.same_as_torch(run)
+        plain = parity.train_unsharded(build(), Muon, parity.language_loss, batches, slices=True)
+        parity.assert_equal(ours, plain, "unsharded")
     else:
         # Biases step by their gradient's sign, which noise around zero decides: only the first
         # step's matrices have an expectation to compare with.
-        ours = run(OURS)
-        plain = train_unsharded(build(), Muon, language_loss, batches, slices=True)
-        assert_close(ours[0].grads, plain[0].grads, REORDERED_FP32, "gradients")
+        ours = run(parity.OURS)
+        plain = parity.train_unsharded(build(), Muon, parity.language_loss, batches, slices=True)
+        parity.assert_close(ours[0].grads, plain[0].grads, parity.REORDERED_FP32, "gradients")
         name = "blocks.0.up.weight"
         # Newton-Schulz blows the smallest singular values' noise up by at most 3.4445**5 = 485,
         # times the learning rate.
@@ -367,15 +362,15 @@ def test_optimizer_that_gathers_whole_matrices(reshard_after_forward: bool | Non
 @ranks(2)
 def test_moving_averages_of_shards() -> None:
     """An average kept on shards, swapped in for an evaluation and out again."""
-    model, plain = shard(OURS, mlp()), mlp()
+    model, plain = parity.shard(parity.OURS, gradients.mlp()), gradients.mlp()
     sgd = partial(torch.optim.SGD, lr=0.1)
     averages = {}
     for name, trained in (("ours", model), ("plain", plain)):
         optimizer = sgd(trained.parameters())
         average = [p.detach().clone() for p in trained.parameters()]
         params = list(trained.parameters())
-        for batch in mlp_batches():
-            regression_loss(trained, batch).backward()  # the whole batch on every rank
+        for batch in gradients.mlp_batches():
+            parity.regression_loss(trained, batch).backward()  # the whole batch on every rank
             optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():
@@ -393,5 +388,5 @@ def test_moving_averages_of_shards() -> None:
             for param, value in zip(params, backup, strict=True):
                 param.copy_(value)
             averages[name].append(trained(batch[0]).clone())
-        averages[name] += full_all(average)
-    assert_close(averages["ours"], averages["plain"], FP32, "averages and outputs")
+        averages[name] += parity.full_all(average)
+    parity.assert_close(averages["ours"], averages["plain"], parity.FP32, "averages and outputs")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.common import programs
 from tests.common.combinations import seldom
-from tests.common.programs import Program, run_program
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -37,24 +37,24 @@ WRONG_THEMSELVES = (74, 105, 346, 356, 376, 1179, 1222, 1256)
 @ranks(2)
 @pytest.mark.parametrize("seed", [*range(4), *FAILED_ONCE])
 def test_programs_on_two_ranks(seed: int) -> None:
-    run_program(seed)
+    programs.run_program(seed)
 
 
 @ranks(4)
 @pytest.mark.parametrize("seed", [0, *FAILED_ONCE_ON_FOUR])
 def test_programs_on_four_ranks(seed: int) -> None:
-    run_program(seed)
+    programs.run_program(seed)
 
 
 @ranks(2)
 def test_a_program_notices() -> None:
     """Gradients that are divided by another number, and a parameter that one rank has changed."""
-    program = Program(0, 2)
+    program = programs.Program(0, 2)
     for unit in (*program.units, program.model):
         unit.set_gradient_divide_factor(3.0)
     with pytest.raises(AssertionError, match="elements differ"):
         program.run()
-    program = Program(0, 2)
+    program = programs.Program(0, 2)
     with torch.no_grad():
         next(program.plain.parameters()).add_(1e-6)
     with pytest.raises(AssertionError, match="elements differ"):
@@ -65,13 +65,13 @@ def test_a_program_notices() -> None:
 @ranks(2)
 @pytest.mark.parametrize("seed", WRONG_THEMSELVES)
 def test_programs_that_were_wrong_themselves(seed: int) -> None:
-    run_program(seed)
+    programs.run_program(seed)
 
 
 @ranks(2, 3, 4)
 @pytest.mark.parametrize("seed", seldom(range(100, 115), extended=4))
 def test_more_programs(seed: int) -> None:
-    run_program(seed)
+    programs.run_program(seed)
 
 
 @pytest.mark.extended

@@ -11,27 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.common import models
-from tests.common.combinations import each_once, often
-from tests.common.parity import (
-    FP32,
-    OURS,
-    REORDERED_FP32,
-    REORDERED_MIXED,
-    TORCH,
-    Loss,
-    Step,
-    assert_close,
-    assert_equal,
-    assert_like_torch,
-    language_batches,
-    language_loss,
-    regression_batches,
-    regression_loss,
-    shard,
-    train_sharded,
-    train_unsharded,
-)
+from tests.common import combinations, models, parity
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -45,52 +25,60 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 }
 
 # name -> (model, loss, batches)
-PROBLEMS: dict[str, tuple[Callable[[], nn.Module], Loss, Callable[[], list[Any]]]] = {
+PROBLEMS: dict[str, tuple[Callable[[], nn.Module], parity.Loss, Callable[[], list[Any]]]] = {
     "transformer": (
         partial(models.Transformer, vocab=VOCAB),
-        language_loss,
-        partial(language_batches, VOCAB),
+        parity.language_loss,
+        partial(parity.language_batches, VOCAB),
     ),
     "tied": (
         partial(models.Transformer, vocab=VOCAB, blocks=1, tied=True),
-        language_loss,
-        partial(language_batches, VOCAB),
+        parity.language_loss,
+        partial(parity.language_batches, VOCAB),
     ),
-    "nested": (models.Nested, regression_loss, partial(regression_batches, models.DIM, 3)),
+    "nested": (
+        models.Nested,
+        parity.regression_loss,
+        partial(parity.regression_batches, models.DIM, 3),
+    ),
     "even": (
         partial(models.MLP, out=8),
-        regression_loss,
-        partial(regression_batches, models.DIM, 8),
+        parity.regression_loss,
+        partial(parity.regression_batches, models.DIM, 8),
     ),
-    "odd": (models.OddMLP, regression_loss, partial(regression_batches, models.DIM, 1)),
+    "odd": (
+        models.OddMLP,
+        parity.regression_loss,
+        partial(parity.regression_batches, models.DIM, 1),
+    ),
 }
 
 
-def _train(api: Any, problem: str, optimizer: str, **arguments: Any) -> list[Step]:
+def _train(api: Any, problem: str, optimizer: str, **arguments: Any) -> list[parity.Step]:
     build, loss, batches = PROBLEMS[problem]
-    model = shard(api, models.seeded(build), **arguments)
-    return train_sharded(model, OPTIMIZERS[optimizer], loss, batches())
+    model = parity.shard(api, models.seeded(build), **arguments)
+    return parity.train_sharded(model, OPTIMIZERS[optimizer], loss, batches())
 
 
-def _train_unsharded(problem: str, optimizer: str, **arguments: Any) -> list[Step]:
+def _train_unsharded(problem: str, optimizer: str, **arguments: Any) -> list[parity.Step]:
     build, loss, batches = PROBLEMS[problem]
-    return train_unsharded(
+    return parity.train_unsharded(
         models.seeded(build), OPTIMIZERS[optimizer], loss, batches(), **arguments
     )
 
 
 def _check_against_unsharded(
-    ours: list[Step], problem: str, optimizer: str, *, mixed: bool
+    ours: list[parity.Step], problem: str, optimizer: str, *, mixed: bool
 ) -> None:
     """Both comparisons that tests/common/parity.py explains: by slices, and with whole batches."""
     slices = _train_unsharded(problem, optimizer, slices=True, mixed=mixed)
     if dist.get_world_size() == 2 and optimizer != "adamw_fused":
-        assert_equal(ours, slices, "unsharded, by slices")
+        parity.assert_equal(ours, slices, "unsharded, by slices")
     else:
-        tolerance = REORDERED_MIXED if mixed else REORDERED_FP32
-        assert_close(ours, slices, tolerance, "unsharded, by slices")
+        tolerance = parity.REORDERED_MIXED if mixed else parity.REORDERED_FP32
+        parity.assert_close(ours, slices, tolerance, "unsharded, by slices")
     if not mixed:
-        assert_close(ours, _train_unsharded(problem, optimizer), FP32, "unsharded")
+        parity.assert_close(ours, _train_unsharded(problem, optimizer), parity.FP32, "unsharded")
 
 
 def _transformer_cases() -> list[Any]:
@@ -130,17 +118,21 @@ def test_transformer(optimizer: str, mixed: bool, reshard_after_forward: bool | 
 
 def _check_transformer(optimizer: str, mixed: bool, reshard_after_forward: bool | None) -> None:
     arguments = {"mixed": mixed, "reshard_after_forward": reshard_after_forward}
-    ours = _train(OURS, "transformer", optimizer, **arguments)
+    ours = _train(parity.OURS, "transformer", optimizer, **arguments)
     assert len(ours) == 10
-    assert_like_torch(ours, _train(TORCH, "transformer", optimizer, **arguments), mixed=mixed)
+    parity.assert_like_torch(
+        ours, _train(parity.TORCH, "transformer", optimizer, **arguments), mixed=mixed
+    )
     _check_against_unsharded(ours, "transformer", optimizer, mixed=mixed)
 
 
 @ranks(2, extended=(4,))
-@each_once(problem=["nested", "odd", "tied"], mixed={"fp32": False, "mixed": True})
+@combinations.each_once(problem=["nested", "odd", "tied"], mixed={"fp32": False, "mixed": True})
 def test_other_models(problem: str, mixed: bool) -> None:
-    ours = _train(OURS, problem, "adamw_foreach", mixed=mixed)
-    assert_like_torch(ours, _train(TORCH, problem, "adamw_foreach", mixed=mixed), mixed=mixed)
+    ours = _train(parity.OURS, problem, "adamw_foreach", mixed=mixed)
+    parity.assert_like_torch(
+        ours, _train(parity.TORCH, problem, "adamw_foreach", mixed=mixed), mixed=mixed
+    )
     _check_against_unsharded(ours, problem, "adamw_foreach", mixed=mixed)
 
 
@@ -148,8 +140,8 @@ def test_other_models(problem: str, mixed: bool) -> None:
 @pytest.mark.parametrize(
     "mixed", [False, pytest.param(True, marks=pytest.mark.extended)], ids=["fp32", "mixed"]
 )
-@pytest.mark.parametrize("optimizer", often(list(OPTIMIZERS)))
+@pytest.mark.parametrize("optimizer", combinations.often(list(OPTIMIZERS)))
 def test_same_bits_as_torch_on_four_ranks(optimizer: str, mixed: bool) -> None:
     """Where every rank's share of a message is whole gloo blocks, sums have one order in both."""
-    ours = _train(OURS, "even", optimizer, mixed=mixed)
-    assert_equal(ours, _train(TORCH, "even", optimizer, mixed=mixed), "torch")
+    ours = _train(parity.OURS, "even", optimizer, mixed=mixed)
+    parity.assert_equal(ours, _train(parity.TORCH, "even", optimizer, mixed=mixed), "torch")

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.common.written import Statement, check_many, failure_of, shrunk, written
+from tests.common import written as common_written
 
 pytestmark = pytest.mark.ranks
 
-EVALUATE = Statement("evaluate", "with torch.no_grad():\n    out(model(x(1)))")
-TRAIN = Statement(
+EVALUATE = common_written.Statement("evaluate", "with torch.no_grad():\n    out(model(x(1)))")
+TRAIN = common_written.Statement(
     "train",
     "loss(model(x(2))).backward()\nfinish(model)\noptimizer.step()\noptimizer.zero_grad()",
 )
@@ -23,49 +23,49 @@ TRAIN = Statement(
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_programs(world: int) -> None:
-    assert check_many(range(4), world).failed == {}
+    assert common_written.check_many(range(4), world).failed == {}
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_sixty_programs(world: int) -> None:
-    assert check_many(range(1000, 1020), world).failed == {}
+    assert common_written.check_many(range(1000, 1020), world).failed == {}
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("world", [2, 4])
 def test_writes_between_forward_and_backward(world: int) -> None:
-    assert check_many(range(2000, 2015), world, between=True).failed == {}
+    assert common_written.check_many(range(2000, 2015), world, between=True).failed == {}
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("world", "count"), [(2, 600), (3, 200), (4, 200)])
 def test_a_thousand_programs(world: int, count: int) -> None:
-    assert check_many(range(count), world).failed == {}
+    assert common_written.check_many(range(count), world).failed == {}
 
 
 def test_programs_that_reshard_by_hand() -> None:
     """After each statement: so nothing depends on what stays unsharded."""
-    assert check_many(range(4), 2, reshards=True).failed == {}
+    assert common_written.check_many(range(4), 2, reshards=True).failed == {}
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_more_programs_that_reshard_by_hand(world: int) -> None:
-    assert check_many(range(100, 120), world, reshards=True).failed == {}
+    assert common_written.check_many(range(100, 120), world, reshards=True).failed == {}
 
 
 def test_a_failure_is_shown_as_the_smallest_program() -> None:
     """A write that only the sharded model has stands for one that is lost."""
-    wrong = Statement("write", "with torch.no_grad():\n    model.scale.mul_(2)", "")
-    script = written(0, 2)
+    wrong = common_written.Statement("write", "with torch.no_grad():\n    model.scale.mul_(2)", "")
+    script = common_written.written(0, 2)
     units = ((f"model.blocks[{len(script.blocks) - 1}]", False), ("model", True))
     script = replace(
         script, units=units, reshards=True, statements=(EVALUATE, TRAIN, wrong, TRAIN, EVALUATE)
     )
-    found = failure_of(script)
+    found = common_written.failure_of(script)
     assert "3: train[0]: 15 of 15 elements differ" in found
-    small = shrunk(script)
+    small = common_written.shrunk(script)
     assert small.statements == (wrong,)
     assert small.units == (("model", None),)
     assert small.text().splitlines()[-2:] == [
@@ -77,18 +77,20 @@ def test_a_failure_is_shown_as_the_smallest_program() -> None:
 
 def test_what_is_no_failure() -> None:
     """A program that names what was left out, and one that is refused."""
-    script = replace(written(1, 2), statements=(EVALUATE,), reshards=True)
-    assert failure_of(script) == ""
-    nothing = replace(script, statements=(Statement("swap", "ema[0]"),))
-    assert failure_of(nothing) == "0: not a program: name 'ema' is not defined"
-    clip = Statement(
+    script = replace(common_written.written(1, 2), statements=(EVALUATE,), reshards=True)
+    assert common_written.failure_of(script) == ""
+    nothing = replace(script, statements=(common_written.Statement("swap", "ema[0]"),))
+    assert common_written.failure_of(nothing) == "0: not a program: name 'ema' is not defined"
+    clip = common_written.Statement(
         "write",
         "model.unshard()\nfsdp2.clip_grad_norm_(model.parameters(), 1.0)",
         "",
     )
-    imported = Statement("import", "import fsdp2")
+    imported = common_written.Statement("import", "import fsdp2")
     refused = replace(script, statements=(imported, clip))
-    assert failure_of(refused).startswith("1: refused: 'scale' is a gathered parameter")
+    assert common_written.failure_of(refused).startswith(
+        "1: refused: 'scale' is a gathered parameter"
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,27 +12,10 @@ from torch import Tensor, nn
 
 import fsdp2
 from fsdp2.core.layout.layout import SLOT_ALIGN_BYTES
-from tests.common.backends import known, pretended
+from tests.common import backends, models, parity
 from tests.common.combinations import each_once
 from tests.common.gradients import assert_like_unsharded
 from tests.common.meshes import TORCH_VERSION
-from tests.common.models import DIM, seeded
-from tests.common.parity import (
-    OURS,
-    CountCollectives,
-    Step,
-    adamw,
-    assert_equal,
-    full_grads,
-    my_part,
-    regression_batches,
-    regression_loss,
-    same_as_torch,
-    shard,
-    train_sharded,
-    train_unsharded,
-    world_mesh,
-)
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -75,7 +58,7 @@ class Adapted(nn.Module):
     def __init__(self, base: torch.dtype, first: torch.dtype, second: torch.dtype) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            AdaptedLinear(inputs, base, first, second) for inputs in (DIM, OUT)
+            AdaptedLinear(inputs, base, first, second) for inputs in (models.DIM, OUT)
         )
         self.head = nn.Linear(OUT, 2)
 
@@ -88,10 +71,10 @@ class Adapted(nn.Module):
 def build(
     base: torch.dtype, first: torch.dtype = torch.float32, second: torch.dtype | None = None
 ) -> nn.Module:
-    return seeded(partial(Adapted, base, first, second or first))
+    return models.seeded(partial(Adapted, base, first, second or first))
 
 
-batches = partial(regression_batches, DIM, 2, steps=3)
+batches = partial(parity.regression_batches, models.DIM, 2, steps=3)
 
 
 def _torch_takes(base: torch.dtype) -> bool:
@@ -99,19 +82,21 @@ def _torch_takes(base: torch.dtype) -> bool:
     return base.is_floating_point or TORCH_VERSION >= (2, 13)
 
 
-def _train(make: Any, torch_too: bool) -> list[Step]:
+def _train(make: Any, torch_too: bool) -> list[parity.Step]:
     """Ours, the same bits as torch's and as one process that takes the ranks' slices in turn.
 
     On two ranks only: a sum of four bf16 values depends on its order.
     """
 
-    def run(api: Any) -> list[Step]:
-        model = shard(api, make(), reshard_after_forward=True)
-        return train_sharded(model, adamw, regression_loss, batches())
+    def run(api: Any) -> list[parity.Step]:
+        model = parity.shard(api, make(), reshard_after_forward=True)
+        return parity.train_sharded(model, parity.adamw, parity.regression_loss, batches())
 
-    steps = same_as_torch(run) if torch_too else run(OURS)
-    plain = train_unsharded(make(), adamw, regression_loss, batches(), slices=True)
-    assert_equal(steps, plain, "unsharded, by slices")
+    steps = parity.same_as_torch(run) if torch_too else run(parity.OURS)
+    plain = parity.train_unsharded(
+        make(), parity.adamw, parity.regression_loss, batches(), slices=True
+    )
+    parity.assert_equal(steps, plain, "unsharded, by slices")
     return steps
 
 
@@ -149,7 +134,7 @@ def test_trainable_parameters_of_two_dtypes_in_one_group(base: torch.dtype) -> N
 @pytest.mark.parametrize("base", [torch.float32, torch.bfloat16, *QUANTISED], ids=str)
 def test_base_is_gathered_as_it_is(base: torch.dtype) -> None:
     """Bytes of the shard and of the all-gather are those of the parameters' own dtypes."""
-    model = shard(OURS, build(base), reshard_after_forward=True)
+    model = parity.shard(parity.OURS, build(base), reshard_after_forward=True)
     layer: Any = model.layers[0]
     (report,) = (r for r in fsdp2.group_reports(layer) if r.name)
     numel = {
@@ -158,11 +143,11 @@ def test_base_is_gathered_as_it_is(base: torch.dtype) -> None:
     }
     payload = sum(n * (base.itemsize if name == "base" else 4) for name, n in numel.items())
     assert 0 <= report.shard_bytes - payload < 2 * SLOT_ALIGN_BYTES, "alignment of two segments"
-    model(my_part(batches()[0])[0])
+    model(parity.my_part(batches()[0])[0])
     assert layer.seen["base"] == base
     assert layer.base.to_local().dtype == base
-    model = shard(OURS, build(base), mixed=True)
-    model(my_part(batches()[0])[0])
+    model = parity.shard(parity.OURS, build(base), mixed=True)
+    model(parity.my_part(batches()[0])[0])
     expected = torch.bfloat16 if base.is_floating_point else base
     assert model.layers[0].seen == {
         "base": expected,
@@ -179,18 +164,19 @@ def test_quantised_base_with_mixed_precision(base: torch.dtype) -> None:
     """Adapters compute in bf16 and are reduced in fp32, as torch's FSDP2 does it."""
 
     def run(api: Any) -> Any:
-        model = shard(api, build(base), mixed=True, reshard_after_forward=True)
-        regression_loss(model, my_part(batches()[0])).backward()
-        return full_grads(model)
+        model = parity.shard(api, build(base), mixed=True, reshard_after_forward=True)
+        parity.regression_loss(model, parity.my_part(batches()[0])).backward()
+        return parity.full_grads(model)
 
-    grads = same_as_torch(run, mixed=True) if _torch_takes(base) else run(OURS)
+    grads = parity.same_as_torch(run, mixed=True) if _torch_takes(base) else run(parity.OURS)
     assert {grad.dtype for grad in grads.values() if grad is not None} == {torch.float32}
 
 
 FLOAT8 = pytest.param(
     torch.float8_e4m3fn,
     marks=pytest.mark.skipif(
-        known(pretended()).coalesces, reason="gloo, which stands in for NCCL, coalesces no float8"
+        backends.known(backends.pretended()).coalesces,
+        reason="gloo, which stands in for NCCL, coalesces no float8",
     ),
 )
 
@@ -199,13 +185,13 @@ FLOAT8 = pytest.param(
 @pytest.mark.parametrize("dtype", [FLOAT8, torch.int32, torch.int64, torch.float64])
 def test_frozen_parameters_of_other_dtypes(dtype: torch.dtype) -> None:
     """Every rank sees the whole parameter, bit by bit."""
-    model = nn.Linear(DIM, 5)
+    model = nn.Linear(models.DIM, 5)
     whole = torch.arange(21).reshape(7, 3).to(dtype)
     model.extra = nn.Parameter(whole.clone(), requires_grad=False)
-    fsdp2.fully_shard(model, mesh=world_mesh())
+    fsdp2.fully_shard(model, mesh=parity.world_mesh())
     seen = []
     model.register_forward_pre_hook(lambda m, _: seen.append(m.extra.clone()))
-    model(torch.randn(2, DIM)).sum().backward()
+    model(torch.randn(2, models.DIM)).sum().backward()
     assert seen[0].dtype == dtype
     assert torch.equal(seen[0].view(torch.uint8), whole.view(torch.uint8))
     model.reshard()
@@ -221,8 +207,12 @@ class _Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         dtypes = (torch.float32, torch.bfloat16, torch.float64)
-        self.frozen = nn.Parameter(torch.randn(5, DIM).to(torch.bfloat16), requires_grad=False)
-        self.weights = nn.ParameterList(torch.randn(5, DIM).to(dtype) / 3 for dtype in dtypes)
+        self.frozen = nn.Parameter(
+            torch.randn(5, models.DIM).to(torch.bfloat16), requires_grad=False
+        )
+        self.weights = nn.ParameterList(
+            torch.randn(5, models.DIM).to(dtype) / 3 for dtype in dtypes
+        )
         self.active: tuple[int, ...] = ()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -235,19 +225,19 @@ class _Branches(nn.Module):
 @ranks(2)
 def test_ranks_that_use_parameters_of_different_dtypes() -> None:
     """They run the same collectives; each gets its rows of what any has used (I10)."""
-    batch = regression_batches(DIM, 5, steps=1)[0]
+    batch = parity.regression_batches(models.DIM, 5, steps=1)[0]
     rank = dist.get_rank()
     expected = []
     for other in range(2):
-        plain = seeded(_Branches)
+        plain = models.seeded(_Branches)
         plain.active = (other,)
-        regression_loss(plain, my_part(batch, other)).backward()
+        parity.regression_loss(plain, parity.my_part(batch, other)).backward()
         expected.append(plain.weights[other].grad / 2)
-    model = seeded(_Branches)
-    fsdp2.fully_shard(model, mesh=world_mesh())
+    model = models.seeded(_Branches)
+    fsdp2.fully_shard(model, mesh=parity.world_mesh())
     model.active = (rank,)
-    with CountCollectives() as counted:
-        regression_loss(model, my_part(batch)).backward()
+    with parity.CountCollectives() as counted:
+        parity.regression_loss(model, parity.my_part(batch)).backward()
     assert counted.reduce_scatters == 3
     for other in range(2):
         gradient: Any = model.weights[other].grad
@@ -261,23 +251,23 @@ def test_ranks_that_use_parameters_of_different_dtypes() -> None:
 def test_unused_parameters_with_accumulation(reduce_dtype: torch.dtype | None) -> None:
     """Each microbatch uses other dtypes; the group is reduced once a dtype, at the sync: all."""
     used = [(0,), (1,), (0, 1)]
-    data = regression_batches(DIM, 5, steps=len(used))
-    model = seeded(_Branches)
+    data = parity.regression_batches(models.DIM, 5, steps=len(used))
+    model = models.seeded(_Branches)
     policy = fsdp2.MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
-    fsdp2.fully_shard(model, mesh=world_mesh(), mp_policy=policy, reshard_after_forward=True)
+    fsdp2.fully_shard(model, mesh=parity.world_mesh(), mp_policy=policy, reshard_after_forward=True)
     for i, batch in enumerate(data):
         model.active = used[i]
         model.set_requires_gradient_sync(i == len(used) - 1)
-        with CountCollectives() as counted:
-            regression_loss(model, my_part(batch)).backward()
+        with parity.CountCollectives() as counted:
+            parity.regression_loss(model, parity.my_part(batch)).backward()
         assert counted.reduce_scatters == (3 if i == len(used) - 1 else 0)
 
     def compute(plain: Any, rank: int) -> None:
         for i, batch in enumerate(data):
             plain.active = used[i]
-            regression_loss(plain, my_part(batch, rank)).backward()
+            parity.regression_loss(plain, parity.my_part(batch, rank)).backward()
 
-    grads = full_grads(model)
+    grads = parity.full_grads(model)
     assert grads["weights.2"] is None
     assert grads["frozen"] is None
     assert {n: g.dtype for n, g in grads.items() if g is not None} == {
@@ -285,9 +275,9 @@ def test_unused_parameters_with_accumulation(reduce_dtype: torch.dtype | None) -
         "weights.1": torch.bfloat16,
     }
     if reduce_dtype is None:
-        assert_like_unsharded(grads, seeded(_Branches), compute)
+        assert_like_unsharded(grads, models.seeded(_Branches), compute)
     else:  # bf16 gradients are summed in fp32: closer to the truth than the unsharded bf16 sum
-        wide = seeded(_Branches).float()
+        wide = models.seeded(_Branches).float()
         total = []
         for rank in range(2):
             wide.zero_grad()

@@ -12,23 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.common.models import (
-    DIM,
-    seeded,
-    units,
-)
-from tests.common.parity import (
-    full_grads,
-    my_part,
-    regression_loss,
-    same_as_torch,
-    shard,
-    world_mesh,
-)
-from tests.common.running import (
-    mlp,
-    one_batch,
-)
+from tests.common import models, parity, running
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -47,7 +31,7 @@ class _Recorder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
+        self.linear = nn.Linear(models.DIM, models.DIM)
         self.seen: dict[str, torch.dtype] = {}
 
     def forward(self, batch: _Batch, *, mask: Tensor, double: Tensor) -> dict[str, Any]:
@@ -71,15 +55,15 @@ def test_mixed_precision_casts(cast_forward_inputs: bool, output_dtype: torch.dt
     """Floating-point inputs are cast wherever they are, fp64 included; ints and bools never are."""
 
     def run(api: Any) -> Any:
-        model = seeded(_Recorder)
+        model = models.seeded(_Recorder)
         policy = api.MixedPrecisionPolicy(
             param_dtype=torch.bfloat16,
             reduce_dtype=torch.float32,
             output_dtype=output_dtype,
             cast_forward_inputs=cast_forward_inputs,
         )
-        api.fully_shard(model, mesh=world_mesh(), mp_policy=policy)
-        x = torch.ones(2, DIM, requires_grad=True)
+        api.fully_shard(model, mesh=parity.world_mesh(), mp_policy=policy)
+        x = torch.ones(2, models.DIM, requires_grad=True)
         extras = [{"float": torch.ones(2), "int": torch.ones(2, dtype=torch.int64)}]
         output = model(
             _Batch(x, extras),
@@ -88,11 +72,11 @@ def test_mixed_precision_casts(cast_forward_inputs: bool, output_dtype: torch.dt
         )
         output["x"].float().sum().backward()
         dtypes = [output["x"].dtype, output["more"][0].dtype, output["more"][1].dtype]
-        grads = full_grads(model)
+        grads = parity.full_grads(model)
         assert all(grad.dtype == torch.float32 for grad in grads.values())
         return [model.seen, dtypes, x.grad, grads]
 
-    seen, dtypes, _, _ = same_as_torch(run)
+    seen, dtypes, _, _ = parity.same_as_torch(run)
     floats = torch.bfloat16 if cast_forward_inputs else torch.float32
     doubles = torch.bfloat16 if cast_forward_inputs else torch.float64
     assert seen == {
@@ -126,13 +110,13 @@ def test_other_dtypes_to_compute_and_reduce_in(
 
     def run(api: Any) -> Any:
         policy = api.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-        model = shard(api, mlp(), mp_policy=policy)
-        loss = regression_loss(model, my_part(one_batch()))
+        model = parity.shard(api, running.mlp(), mp_policy=policy)
+        loss = parity.regression_loss(model, parity.my_part(running.one_batch()))
         loss.backward()
-        return [loss.detach(), full_grads(model)]
+        return [loss.detach(), parity.full_grads(model)]
 
     # A sum of two has one order; a sum of four in 16 bits takes three roundings of up to 2**-9.
-    loss, grads = same_as_torch(run, mixed=True)
+    loss, grads = parity.same_as_torch(run, mixed=True)
     assert loss.dtype == torch.float32
     assert {grad.dtype for grad in grads.values()} == {torch.float32}
 
@@ -142,13 +126,13 @@ def test_dtype_is_resolved_at_the_first_forward() -> None:
     """A model that is recast after sharding computes and reduces in its new dtype."""
 
     def run(api: Any) -> Any:
-        model = shard(api, mlp()).to(torch.float64)
-        x, _ = my_part(one_batch())
+        model = parity.shard(api, running.mlp()).to(torch.float64)
+        x, _ = parity.my_part(running.one_batch())
         output = model(x.double())
         output.sum().backward()
-        return [output.detach(), full_grads(model)]
+        return [output.detach(), parity.full_grads(model)]
 
-    output, grads = same_as_torch(run)
+    output, grads = parity.same_as_torch(run)
     assert output.dtype == torch.float64
     assert {grad.dtype for grad in grads.values()} == {torch.float64}
-    assert len(units(mlp())) == 3
+    assert len(models.units(running.mlp())) == 3

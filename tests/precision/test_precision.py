@@ -12,55 +12,40 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from tests.common import meshes, models, parity
 from tests.common.backends import packs
 from tests.common.combinations import each_once
-from tests.common.meshes import TORCH_VERSION, like_torch, micro_batches, train_micro
-from tests.common.models import DIM, MLP, Forked, Nested, Transformer, seeded
-from tests.common.parity import (
-    FP32,
-    OURS,
-    REORDERED_MIXED,
-    TORCH,
-    Tolerance,
-    assert_close,
-    assert_equal,
-    full_all,
-    full_grads,
-    full_params,
-    language_batches,
-    language_loss,
-    my_part,
-    regression_batches,
-    regression_loss,
-    shard,
-    world_mesh,
-)
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
 
 BF16, FP16, FP32_, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-OWN_DTYPE = TORCH_VERSION >= (2, 15)  # torch's reduce_dtype=None then means the parameter's dtype
+OWN_DTYPE = meshes.TORCH_VERSION >= (
+    2,
+    15,
+)  # torch's reduce_dtype=None then means the parameter's dtype
 
 # Two roundings to the dtype for a sum over ranks, relative to gradients of up to 1.
-ROUNDED = {BF16: Tolerance(2**-7, 2**-8), FP16: Tolerance(2**-10, 2**-11)}
+ROUNDED = {BF16: parity.Tolerance(2**-7, 2**-8), FP16: parity.Tolerance(2**-10, 2**-11)}
 
 
 def _policy(api: Any, param: Any, reduce: Any, *, own: torch.dtype = FP32_, **more: Any) -> Any:
     """A policy; older torch is told the dtype that `reduce_dtype=None` means to us."""
-    if reduce is None and api is TORCH and not OWN_DTYPE:
+    if reduce is None and api is parity.TORCH and not OWN_DTYPE:
         reduce = own
     return api.MixedPrecisionPolicy(param, reduce, **more)
 
 
 def _same(scenario: Callable[[Any], Any]) -> Any:
     """As torch: to the bit on one and two ranks; on four, a sum's order may differ."""
-    return like_torch(scenario, REORDERED_MIXED if dist.get_world_size() > 2 else None)
+    return meshes.like_torch(
+        scenario, parity.REORDERED_MIXED if dist.get_world_size() > 2 else None
+    )
 
 
 def _same_since_2_13(scenario: Callable[[Any], Any]) -> Any:
     """For what torch's FSDP2 could not do before."""
-    return _same(scenario) if TORCH_VERSION >= (2, 13) else scenario(OURS)
+    return _same(scenario) if meshes.TORCH_VERSION >= (2, 13) else scenario(parity.OURS)
 
 
 # -- policies -------------------------------------------------------------------------------------
@@ -82,24 +67,26 @@ POLICIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", POLICIES)
 def test_policies(name: str) -> None:
     param, reduce, more = POLICIES[name]
-    steps = micro_batches(DIM, 3, micro=2)
+    steps = meshes.micro_batches(models.DIM, 3, micro=2)
 
     def before(model: Any, number: int, last: bool) -> None:
         model.set_requires_gradient_sync(last)
 
     def scenario(api: Any) -> Any:
         policy, root = _policy(api, param, reduce), _policy(api, param, reduce, **more)
-        model = seeded(partial(MLP, out=3))
-        shard(api, model, mp_policy=policy, root={"mp_policy": root})
-        return train_micro(model, steps, before=before)
+        model = models.seeded(partial(models.MLP, out=3))
+        parity.shard(api, model, mp_policy=policy, root={"mp_policy": root})
+        return meshes.train_micro(model, steps, before=before)
 
     # torch rounds to the reduce dtype where nothing is communicated, ours does not. And since 2.15
     # it rounds what a backward adds to sums kept without sync, ours (as 2.13) only the new sum.
     alone = dist.get_world_size() == 1 and reduce in ROUNDED
     adds = OWN_DTYPE and reduce is not None and reduce not in (FP64, param) and param != BF16
     if alone or adds:
-        ours, torchs = scenario(OURS), scenario(TORCH)
-        assert_close(ours[0].grads, torchs[0].grads, ROUNDED.get(reduce, FP32), "torch")
+        ours, torchs = scenario(parity.OURS), scenario(parity.TORCH)
+        parity.assert_close(
+            ours[0].grads, torchs[0].grads, ROUNDED.get(reduce, parity.FP32), "torch"
+        )
     else:
         ours = _same(scenario)
     assert all(grad.dtype == FP32_ for step in ours for grad in step.grads.values())
@@ -113,13 +100,15 @@ def test_policies_on_four_ranks(name: str) -> None:
 
     def scenario(api: Any) -> Any:
         policy, root = _policy(api, param, reduce), _policy(api, param, reduce, **more)
-        model = seeded(partial(MLP, out=3))
-        shard(api, model, mp_policy=policy, root={"mp_policy": root})
-        regression_loss(model, my_part(regression_batches(DIM, 3, steps=1)[0])).backward()
-        return full_grads(model)
+        model = models.seeded(partial(models.MLP, out=3))
+        parity.shard(api, model, mp_policy=policy, root={"mp_policy": root})
+        parity.regression_loss(
+            model, parity.my_part(parity.regression_batches(models.DIM, 3, steps=1)[0])
+        ).backward()
+        return parity.full_grads(model)
 
     low = {BF16, FP16} & {param, reduce}
-    like_torch(scenario, ROUNDED[low.pop()] if low else FP32)
+    meshes.like_torch(scenario, ROUNDED[low.pop()] if low else parity.FP32)
 
 
 @packs
@@ -131,12 +120,14 @@ def test_reduction_is_in_the_parameters_own_dtype_by_default(param: Any, own: An
     seen: list[torch.dtype] = []
 
     def scenario(api: Any) -> Any:
-        model: Any = seeded(partial(nn.Linear, DIM, 4)).to(own)
-        api.fully_shard(model, mesh=world_mesh(), mp_policy=_policy(api, param, None, own=own))
+        model: Any = models.seeded(partial(nn.Linear, models.DIM, 4)).to(own)
+        api.fully_shard(
+            model, mesh=parity.world_mesh(), mp_policy=_policy(api, param, None, own=own)
+        )
         model.set_all_reduce_hook(lambda flat: seen.append(flat.dtype))
-        inputs, targets = my_part(regression_batches(DIM, 4, steps=1)[0])
-        regression_loss(model, (inputs.to(own), targets)).backward()
-        return full_grads(model)
+        inputs, targets = parity.my_part(parity.regression_batches(models.DIM, 4, steps=1)[0])
+        parity.regression_loss(model, (inputs.to(own), targets)).backward()
+        return parity.full_grads(model)
 
     grads = _same(scenario)
     assert seen == [own, own]
@@ -147,13 +138,17 @@ def test_reduction_is_in_the_parameters_own_dtype_by_default(param: Any, own: An
 @pytest.mark.parametrize("name", ["bf16, fp32", "fp16 all through"])
 def test_gradients_are_those_of_a_plain_model_in_that_dtype(name: str) -> None:
     param, reduce, _ = POLICIES[name]
-    batch = regression_batches(DIM, 3, steps=1)[0]
-    model = shard(OURS, seeded(Nested), mp_policy=OURS.MixedPrecisionPolicy(param, reduce))
-    regression_loss(model, my_part(batch)).backward()
-    plain = seeded(Nested)
+    batch = parity.regression_batches(models.DIM, 3, steps=1)[0]
+    model = parity.shard(
+        parity.OURS,
+        models.seeded(models.Nested),
+        mp_policy=parity.OURS.MixedPrecisionPolicy(param, reduce),
+    )
+    parity.regression_loss(model, parity.my_part(batch)).backward()
+    plain = models.seeded(models.Nested)
     for rank in range(2):
-        (_in_dtype(plain, param, my_part(batch, rank, 2)) / 2).backward()
-    assert_close(full_grads(model), full_grads(plain), ROUNDED[param], "plain")
+        (_in_dtype(plain, param, parity.my_part(batch, rank, 2)) / 2).backward()
+    parity.assert_close(parity.full_grads(model), parity.full_grads(plain), ROUNDED[param], "plain")
 
 
 def _in_dtype(
@@ -175,17 +170,17 @@ def _in_dtype(
 @ranks(1, 2)
 def test_other_policies_for_nested_units() -> None:
     """An fp32 unit inside a bf16 one, and inside an fp32 one: each casts what it gets."""
-    batches = micro_batches(DIM, 3)
+    batches = meshes.micro_batches(models.DIM, 3)
 
     def scenario(api: Any) -> Any:
-        model = seeded(Nested)
+        model = models.seeded(models.Nested)
         for pair, dtype in zip(model.pairs, (BF16, FP32_), strict=True):
             inner = _policy(api, FP32_, FP32_, output_dtype=dtype)
-            api.fully_shard(pair.inner, mesh=world_mesh(), mp_policy=inner)
+            api.fully_shard(pair.inner, mesh=parity.world_mesh(), mp_policy=inner)
             policy = _policy(api, dtype, FP32_, output_dtype=BF16)
-            api.fully_shard(pair, mesh=world_mesh(), mp_policy=policy)
-        api.fully_shard(model, mesh=world_mesh(), mp_policy=_policy(api, BF16, None))
-        return train_micro(model, batches)
+            api.fully_shard(pair, mesh=parity.world_mesh(), mp_policy=policy)
+        api.fully_shard(model, mesh=parity.world_mesh(), mp_policy=_policy(api, BF16, None))
+        return meshes.train_micro(model, batches)
 
     _same(scenario)
 
@@ -193,16 +188,16 @@ def test_other_policies_for_nested_units() -> None:
 @ranks(1, 2)
 def test_norms_kept_in_fp32_as_units_of_their_own() -> None:
     """The way that works in every torch: a policy for the norms, which return bf16."""
-    batches = [[batch] for batch in language_batches(13, steps=3)]
+    batches = [[batch] for batch in parity.language_batches(13, steps=3)]
 
     def scenario(api: Any) -> Any:
-        model = seeded(partial(Transformer, blocks=1))
+        model = models.seeded(partial(models.Transformer, blocks=1))
         norms = [m for m in model.modules() if isinstance(m, nn.LayerNorm)]
         for norm in norms:
             policy = _policy(api, FP32_, FP32_, output_dtype=BF16)
-            api.fully_shard(norm, mesh=world_mesh(), mp_policy=policy)
-        shard(api, model, mp_policy=_policy(api, BF16, None))
-        return train_micro(model, batches, loss=language_loss)
+            api.fully_shard(norm, mesh=parity.world_mesh(), mp_policy=policy)
+        parity.shard(api, model, mp_policy=_policy(api, BF16, None))
+        return meshes.train_micro(model, batches, loss=parity.language_loss)
 
     _same(scenario)
 
@@ -210,30 +205,30 @@ def test_norms_kept_in_fp32_as_units_of_their_own() -> None:
 @ranks(1, 2)
 @each_once(mode=["tuple", "dict", "dataclass"], cast=[True, False])
 def test_casts_between_units_that_pass_containers(mode: str, cast: bool) -> None:
-    batches = micro_batches(DIM, 2)
+    batches = meshes.micro_batches(models.DIM, 2)
 
     def scenario(api: Any, mode: str = mode) -> Any:
         policy = _policy(api, BF16, None, cast_forward_inputs=cast, output_dtype=BF16)
-        model = shard(api, seeded(partial(Forked, mode)), mp_policy=policy)
+        model = parity.shard(api, models.seeded(partial(models.Forked, mode)), mp_policy=policy)
 
         def loss(model: nn.Module, part: Any) -> Tensor:
-            return regression_loss(model, (part[0].bfloat16(), part[1]))
+            return parity.regression_loss(model, (part[0].bfloat16(), part[1]))
 
-        return train_micro(model, batches, loss=loss)
+        return meshes.train_micro(model, batches, loss=loss)
 
     ours = _same_since_2_13(scenario) if mode == "dataclass" else _same(scenario)
-    assert_equal(ours, scenario(OURS, "tuple"), "whatever the container")
+    parity.assert_equal(ours, scenario(parity.OURS, "tuple"), "whatever the container")
 
 
 @ranks(2)
 def test_uncast_inputs_meet_cast_parameters() -> None:
     """Without input casts the user is to cast: an fp32 input to a bf16 layer is an error."""
-    policy = OURS.MixedPrecisionPolicy(BF16, cast_forward_inputs=False)
-    model: Any = shard(OURS, seeded(MLP), mp_policy=policy)
+    policy = parity.OURS.MixedPrecisionPolicy(BF16, cast_forward_inputs=False)
+    model: Any = parity.shard(parity.OURS, models.seeded(models.MLP), mp_policy=policy)
     with pytest.raises(RuntimeError, match="dtype"):
-        model(torch.ones(1, DIM))
+        model(torch.ones(1, models.DIM))
     model.reset_iter_state()
-    assert model(torch.ones(1, DIM, dtype=BF16)).dtype == BF16
+    assert model(torch.ones(1, models.DIM, dtype=BF16)).dtype == BF16
 
 
 # -- exceptions for single parameters -------------------------------------------------------------
@@ -246,20 +241,20 @@ class _Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
-        self.norm = nn.LayerNorm(DIM)
+        self.linear = nn.Linear(models.DIM, models.DIM)
+        self.norm = nn.LayerNorm(models.DIM)
         self.seen: tuple[torch.dtype, ...] = ()
 
     def forward(self, x: Tensor) -> Tensor:
         norm = self.norm
         self.seen = (self.linear.weight.dtype, norm.weight.dtype)
         x = self.linear(x.to(self.linear.weight.dtype))
-        y = nn.functional.layer_norm(x.to(norm.weight.dtype), (DIM,), norm.weight, norm.bias)
+        y = nn.functional.layer_norm(x.to(norm.weight.dtype), (models.DIM,), norm.weight, norm.bias)
         return torch.tanh(y).to(x.dtype)
 
 
 def _two_normed() -> nn.Module:
-    return nn.Sequential(_Normed(), _Normed(), nn.Linear(DIM, 3))
+    return nn.Sequential(_Normed(), _Normed(), nn.Linear(models.DIM, 3))
 
 
 def _overridden(api: Any, model: nn.Module, reduce: Any) -> Any:
@@ -269,47 +264,47 @@ def _overridden(api: Any, model: nn.Module, reduce: Any) -> Any:
         return param.dtype if param in kept else None
 
     policy = _policy(api, BF16, reduce, param_dtype_override_fn=override)
-    return shard(api, model, mp_policy=policy)
+    return parity.shard(api, model, mp_policy=policy)
 
 
 @ranks(1, 2)
 @pytest.mark.parametrize("reduce", [None, FP32_, BF16], ids=str)
 def test_param_dtype_override(reduce: Any) -> None:
-    batches = micro_batches(DIM, 3, micro=2)
+    batches = meshes.micro_batches(models.DIM, 3, micro=2)
 
     def before(model: Any, number: int, last: bool) -> None:
         model.set_requires_gradient_sync(last)
 
     def scenario(api: Any) -> Any:
-        model = _overridden(api, seeded(_two_normed), reduce)
-        steps = train_micro(model, batches, before=before)
+        model = _overridden(api, models.seeded(_two_normed), reduce)
+        steps = meshes.train_micro(model, batches, before=before)
         assert model[0].seen == (BF16, FP32_)
         return steps
 
-    ours = scenario(OURS)
+    ours = scenario(parity.OURS)
     if OWN_DTYPE and reduce != BF16:
-        assert_equal(ours, scenario(TORCH), "torch")
+        parity.assert_equal(ours, scenario(parity.TORCH), "torch")
     elif OWN_DTYPE:  # it rounds the norms' fp32 gradients before it adds them, ours only the sum
-        assert_close(ours[0].grads, scenario(TORCH)[0].grads, ROUNDED[BF16], "torch")
-    plain = seeded(_two_normed)
+        parity.assert_close(ours[0].grads, scenario(parity.TORCH)[0].grads, ROUNDED[BF16], "torch")
+    plain = models.seeded(_two_normed)
     size = dist.get_world_size()
     for batch in batches[0]:
         for rank in range(size):
-            part = my_part(batch, rank, size)
+            part = parity.my_part(batch, rank, size)
             (_in_dtype(plain, BF16, part, lambda n: "norm" in n) / size).backward()
-    assert_close(ours[0].grads, full_grads(plain), ROUNDED[BF16], "plain")
+    parity.assert_close(ours[0].grads, parity.full_grads(plain), ROUNDED[BF16], "plain")
 
 
 @ranks(2)
 def test_override_is_asked_once_for_each_parameter() -> None:
-    model = seeded(partial(Transformer, blocks=1, tied=True))
+    model = models.seeded(partial(models.Transformer, blocks=1, tied=True))
     asked: list[nn.Parameter] = []
-    policy = OURS.MixedPrecisionPolicy(
+    policy = parity.OURS.MixedPrecisionPolicy(
         BF16, param_dtype_override_fn=lambda param: asked.append(param)
     )
     params = list(model.parameters())
-    shard(OURS, model, mp_policy=policy)
-    model(language_batches(13, steps=1)[0]).float().sum().backward()
+    parity.shard(parity.OURS, model, mp_policy=policy)
+    model(parity.language_batches(13, steps=1)[0]).float().sum().backward()
     assert len(asked) == len(params)
     assert set(asked) == set(params)
 
@@ -317,10 +312,10 @@ def test_override_is_asked_once_for_each_parameter() -> None:
 @ranks(2)
 @pytest.mark.parametrize("chosen", [FP64, "bfloat16"], ids=str)
 def test_other_answers_are_refused(chosen: Any) -> None:
-    layer = nn.Linear(DIM, DIM)
-    policy = OURS.MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda param: chosen)
+    layer = nn.Linear(models.DIM, models.DIM)
+    policy = parity.OURS.MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda param: chosen)
     with pytest.raises(ValueError, match=r"param_dtype_override_fn returned .* 'weight'"):
-        OURS.fully_shard(layer, mp_policy=policy)
+        parity.OURS.fully_shard(layer, mp_policy=policy)
     assert type(layer) is nn.Linear
 
 
@@ -329,22 +324,22 @@ def test_a_group_of_parameters_of_two_dtypes() -> None:
     """Each is reduced in its own by default; torch before 2.15 refuses, since then it promotes."""
 
     def build() -> nn.Module:
-        model = seeded(_two_normed)
+        model = models.seeded(_two_normed)
         for name, param in model.named_parameters():
             if "norm" not in name:
                 param.data = param.data.to(BF16)
         return model
 
-    batch = regression_batches(DIM, 3, steps=1)[0]
+    batch = parity.regression_batches(models.DIM, 3, steps=1)[0]
 
     def loss(model: nn.Module, part: Any) -> Tensor:
         return (model(part[0].bfloat16()).float() - part[1]).square().mean()
 
-    model, plain = shard(OURS, build()), build()
-    loss(model, my_part(batch)).backward()
+    model, plain = parity.shard(parity.OURS, build()), build()
+    loss(model, parity.my_part(batch)).backward()
     for rank in range(2):
-        (loss(plain, my_part(batch, rank, 2)) / 2).backward()
-    assert_close(full_grads(model), full_grads(plain), ROUNDED[BF16], "plain")
+        (loss(plain, parity.my_part(batch, rank, 2)) / 2).backward()
+    parity.assert_close(parity.full_grads(model), parity.full_grads(plain), ROUNDED[BF16], "plain")
     assert model[0].seen == (BF16, FP32_)
 
 
@@ -358,28 +353,30 @@ def test_a_group_of_parameters_of_two_dtypes() -> None:
 @pytest.mark.parametrize("param", [None, BF16], ids=str)
 def test_grad_dtype_that_was_set_before_sharding(param: Any, own: Any, grad: Any) -> None:
     """`.grad` is of that dtype, and the reduction too; backwards add up in it."""
-    batch = my_part(regression_batches(DIM, 4, steps=1)[0])
+    batch = parity.my_part(parity.regression_batches(models.DIM, 4, steps=1)[0])
 
     def run(api: Any, set_dtype: bool) -> dict[str, Tensor | None]:
-        layer: Any = seeded(partial(nn.Linear, DIM, 4)).to(own)
+        layer: Any = models.seeded(partial(nn.Linear, models.DIM, 4)).to(own)
         if set_dtype:
             for p in layer.parameters():
                 p.grad_dtype = grad
-        policy = api.MixedPrecisionPolicy(param, None if api is TORCH or set_dtype else grad)
-        api.fully_shard(layer, mesh=world_mesh(), mp_policy=policy)
+        policy = api.MixedPrecisionPolicy(param, None if api is parity.TORCH or set_dtype else grad)
+        api.fully_shard(layer, mesh=parity.world_mesh(), mp_policy=policy)
         for _ in range(2):
-            regression_loss(layer, (batch[0].to(own), batch[1])).backward()
+            parity.regression_loss(layer, (batch[0].to(own), batch[1])).backward()
         if set_dtype:
             assert all(p.grad_dtype == grad for p in layer.parameters())
-        return full_grads(layer)
+        return parity.full_grads(layer)
 
-    ours = run(OURS, True)
+    ours = run(parity.OURS, True)
     assert {g.dtype for g in ours.values()} == {grad}
     if OWN_DTYPE:
-        assert_equal(ours, run(TORCH, True), "torch")
+        parity.assert_equal(ours, run(parity.TORCH, True), "torch")
     low = BF16 if BF16 in (own, grad, param) else None
-    expected = {name: g.to(grad) for name, g in run(OURS, False).items()}
-    assert_close(ours, expected, ROUNDED[low] if low else FP32, "reduced in that dtype")
+    expected = {name: g.to(grad) for name, g in run(parity.OURS, False).items()}
+    parity.assert_close(
+        ours, expected, ROUNDED[low] if low else parity.FP32, "reduced in that dtype"
+    )
 
 
 # -- recasting ------------------------------------------------------------------------------------
@@ -390,36 +387,38 @@ def test_grad_dtype_that_was_set_before_sharding(param: Any, own: Any, grad: Any
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_recast_after_sharding(when: str, dtype: torch.dtype) -> None:
     """Before the first forward, or after an iteration, where torch's FSDP2 breaks."""
-    first, second = (my_part(batch) for batch in regression_batches(DIM, 3, steps=2))
+    first, second = (
+        parity.my_part(batch) for batch in parity.regression_batches(models.DIM, 3, steps=2)
+    )
 
     def loss(model: nn.Module, part: Any) -> Tensor:
-        return regression_loss(model, (part[0].to(dtype), part[1]))
+        return parity.regression_loss(model, (part[0].to(dtype), part[1]))
 
-    model = shard(OURS, seeded(Nested))
-    fresh = shard(OURS, seeded(Nested).to(dtype))
+    model = parity.shard(parity.OURS, models.seeded(models.Nested))
+    fresh = parity.shard(parity.OURS, models.seeded(models.Nested).to(dtype))
     if when == "after":
-        regression_loss(model, first).backward()
+        parity.regression_loss(model, first).backward()
         model.zero_grad()
     model.to(dtype)
     for _ in range(2):
         loss(model, second).backward()
         loss(fresh, second).backward()
-    assert_equal(full_params(model), full_params(fresh), "parameters")
-    assert_equal(full_grads(model), full_grads(fresh), "gradients")
-    assert {grad.dtype for grad in full_grads(model).values()} == {dtype}
+    parity.assert_equal(parity.full_params(model), parity.full_params(fresh), "parameters")
+    parity.assert_equal(parity.full_grads(model), parity.full_grads(fresh), "gradients")
+    assert {grad.dtype for grad in parity.full_grads(model).values()} == {dtype}
 
 
 @ranks(2)
 def test_recast_with_a_policy() -> None:
     """The policy's dtypes stay; only those it leaves open follow the parameters."""
-    batch = my_part(regression_batches(DIM, 3, steps=1)[0])
-    model: Any = shard(OURS, seeded(Nested), mixed=True)
-    regression_loss(model, batch).backward()
+    batch = parity.my_part(parity.regression_batches(models.DIM, 3, steps=1)[0])
+    model: Any = parity.shard(parity.OURS, models.seeded(models.Nested), mixed=True)
+    parity.regression_loss(model, batch).backward()
     model.zero_grad()
     model.double()
     assert model(batch[0]).dtype == BF16
-    regression_loss(model, batch).backward()
-    assert {grad.dtype for grad in full_grads(model).values()} == {FP64}
+    parity.regression_loss(model, batch).backward()
+    assert {grad.dtype for grad in parity.full_grads(model).values()} == {FP64}
 
 
 # -- other kinds of parameters --------------------------------------------------------------------
@@ -430,9 +429,11 @@ class _Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
-        self.table = nn.Parameter(torch.arange(3 * DIM).view(3, DIM), requires_grad=False)
-        self.mask = nn.Parameter(torch.arange(DIM) % 2 == 0, requires_grad=False)
+        self.linear = nn.Linear(models.DIM, models.DIM)
+        self.table = nn.Parameter(
+            torch.arange(3 * models.DIM).view(3, models.DIM), requires_grad=False
+        )
+        self.mask = nn.Parameter(torch.arange(models.DIM) % 2 == 0, requires_grad=False)
         self.seen: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -443,16 +444,16 @@ class _Mixed(nn.Module):
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
 def test_integer_and_bool_parameters_are_gathered_as_they_are(mixed: bool) -> None:
-    batch = my_part(regression_batches(DIM, DIM, steps=1)[0])
+    batch = parity.my_part(parity.regression_batches(models.DIM, models.DIM, steps=1)[0])
 
     def scenario(api: Any) -> Any:
-        model: Any = shard(api, seeded(_Mixed), mixed=mixed)
+        model: Any = parity.shard(api, models.seeded(_Mixed), mixed=mixed)
         for _ in range(2):
-            regression_loss(model, batch).backward()
-        return model.seen, full_grads(model)
+            parity.regression_loss(model, batch).backward()
+        return model.seen, parity.full_grads(model)
 
     seen, grads = _same_since_2_13(scenario)
-    plain = seeded(_Mixed)
-    assert_equal(seen, [plain.table.detach(), plain.mask.detach()], "gathered")
+    plain = models.seeded(_Mixed)
+    parity.assert_equal(seen, [plain.table.detach(), plain.mask.detach()], "gathered")
     assert grads["table"] is None
-    assert len(full_all([seen[0]])) == 1
+    assert len(parity.full_all([seen[0]])) == 1

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fsdp2.core.device.backends import _KNOWN, Traits, know, traits_of
 from fsdp2.core.device.collectives import GroupCollectives, ReduceKind
 from fsdp2.core.device.process_groups import _options_like, _unsplit
-from tests.common.backends import KINDS, Config, LazyOptions, Options, Served, known, stand_in
+from tests.common import backends
 
 pytestmark = pytest.mark.alone
 
@@ -26,9 +26,9 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", backends.KINDS)
 def test_kinds(kind: str) -> None:
-    traits = known(kind)
+    traits = backends.known(kind)
     assert (traits.coalesces, traits.premultiplies, traits.connects_late) == EXPECTED[kind]
     assert kind == "unknown" or traits.source
 
@@ -37,7 +37,7 @@ def test_a_name_is_no_knowledge() -> None:
     """As `TORCH_DISTRIBUTED_USE_TORCHCOMMS` and other projects call theirs "nccl", too."""
     for name in ("nccl", "ncclx", "nccl2"):
         backend = type("_BackendWrapper", (), {"name": lambda self, name=name: name})()
-        found = traits_of(Served(backend), CPU)
+        found = traits_of(backends.Served(backend), CPU)
         assert not found.coalesces
         assert not found.premultiplies
         assert found.name == "unknown (_BackendWrapper)"
@@ -46,8 +46,8 @@ def test_a_name_is_no_knowledge() -> None:
 def test_a_wrapped_backend_does_not_coalesce() -> None:
     wrapper = type("_ProcessGroupWrapper", (), {})
     backend: Any = wrapper()
-    backend.wrapped_pg = stand_in("nccl-legacy")
-    found = traits_of(Served(backend), CPU)
+    backend.wrapped_pg = backends.stand_in("nccl-legacy")
+    found = traits_of(backends.Served(backend), CPU)
     assert found.name == "nccl-legacy, wrapped"
     assert (found.coalesces, found.premultiplies) == (False, True)
 
@@ -131,32 +131,32 @@ def test_without_streams_a_work_is_returned() -> None:
 # ---- process groups like another
 
 
-class _Like(Served):
+class _Like(backends.Served):
     _device_types = (CPU,)
 
 
 def test_options_are_carried_over() -> None:
-    given = Options()
+    given = backends.Options()
     given.is_high_priority_stream = True
     given.config.max_ctas = 8
     given.split_from = "the default group"  # type: ignore[attr-defined]
-    found = _options_like(_Like(stand_in("nccl-legacy", given)))  # type: ignore[arg-type]
+    found = _options_like(_Like(backends.stand_in("nccl-legacy", given)))  # type: ignore[arg-type]
     assert found is not given
     assert found.is_high_priority_stream
-    assert (found.config.max_ctas, found.config.min_ctas) == (8, Config().min_ctas)
+    assert (found.config.max_ctas, found.config.min_ctas) == (8, backends.Config().min_ctas)
     assert found._timeout == given._timeout
     assert not hasattr(found, "split_from")
     assert not hasattr(found, "lazy_init")
 
 
 def test_options_that_can_leave_out_the_split_do() -> None:
-    found = _options_like(_Like(stand_in("nccl2", LazyOptions())))  # type: ignore[arg-type]
+    found = _options_like(_Like(backends.stand_in("nccl2", backends.LazyOptions())))  # type: ignore[arg-type]
     assert found.lazy_init
 
 
 def test_other_backends_have_no_options() -> None:
     for kind in ("gloo", "unknown"):
-        assert _options_like(_Like(stand_in(kind, object()))) is None  # type: ignore[arg-type]
+        assert _options_like(_Like(backends.stand_in(kind, object()))) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without NCCL")
@@ -164,13 +164,13 @@ def test_torchs_own_options() -> None:
     given = dist.ProcessGroupNCCL.Options()
     given.is_high_priority_stream = True
     given.config.min_ctas = 4
-    found = _options_like(_Like(stand_in("nccl-legacy", given)))  # type: ignore[arg-type]
+    found = _options_like(_Like(backends.stand_in("nccl-legacy", given)))  # type: ignore[arg-type]
     assert type(found) is dist.ProcessGroupNCCL.Options
     assert (found.is_high_priority_stream, found.config.min_ctas) == (True, 4)
     assert getattr(found, "lazy_init", True)
 
 
-@pytest.mark.parametrize("options", [None, Options(), LazyOptions()])
+@pytest.mark.parametrize("options", [None, backends.Options(), backends.LazyOptions()])
 def test_the_default_group_is_unbound_where_options_do_not_do(
     options: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,5 +188,5 @@ def test_the_default_group_is_unbound_where_options_do_not_do(
 
     with pytest.raises(KeyError):
         fail()
-    assert seen[0] == ("cuda:3" if isinstance(options, LazyOptions) else None)
+    assert seen[0] == ("cuda:3" if isinstance(options, backends.LazyOptions) else None)
     assert world.bound_device_id == "cuda:3"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn

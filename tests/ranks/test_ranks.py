@@ -14,10 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import CommunicationError, MixedPrecisionPolicy, RankMismatchError, fully_shard
-from tests.common import meshes, models
-from tests.common.backends import known, pretended
-from tests.common.errors import assert_said, raises
-from tests.common.parity import assert_equal, full_grads, world_mesh
+from tests.common import backends, errors, meshes, models, parity
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -57,7 +54,7 @@ class Two(nn.Module):
 
 def _shard(mesh: DeviceMesh | None = None, seed: int = 0) -> nn.Module:
     model = models.seeded(Chain, seed)
-    mesh = mesh or world_mesh()
+    mesh = mesh or parity.world_mesh()
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -101,7 +98,7 @@ def test_a_unit_skipped_on_one_rank() -> None:
         model, other = _shard(), _shard()
         third = (0, 2, 3) if dist.get_rank() == 2 else ALL
         said = _said(lambda: _train(model, [ALL, ALL, third]))
-        assert_said("ranks-elsewhere", said)
+        errors.assert_said("ranks-elsewhere", said)
         assert said == (
             "ranks disagree on their next step: ranks 0, 1 and 3 are at the all-gather of "
             "'blocks.2' during the forward of 'blocks.1', iteration 2, rank 2 is at the all-gather "
@@ -111,7 +108,7 @@ def test_a_unit_skipped_on_one_rank() -> None:
         model.reset_iter_state()
         _train(model, [ALL])  # the model is as usable as after any exception
         _train(other, [ALL] * 3)
-        assert_equal(full_grads(model), full_grads(other))
+        parity.assert_equal(parity.full_grads(model), parity.full_grads(other))
 
 
 @ranks(2)
@@ -192,21 +189,21 @@ def test_a_rank_that_does_not_come_in_time() -> None:
 
 
 def _other_hidden() -> None:
-    fully_shard(Chain(9 if dist.get_rank() == 1 else DIM), mesh=world_mesh())
+    fully_shard(Chain(9 if dist.get_rank() == 1 else DIM), mesh=parity.world_mesh())
 
 
 def _other_dtype() -> None:
     dtype = torch.bfloat16 if dist.get_rank() == 1 else torch.float32
-    fully_shard(models.seeded(Chain).to(dtype), mesh=world_mesh())
+    fully_shard(models.seeded(Chain).to(dtype), mesh=parity.world_mesh())
 
 
 def _other_weights() -> None:
-    fully_shard(models.seeded(Chain, seed=dist.get_rank()), mesh=world_mesh())
+    fully_shard(models.seeded(Chain, seed=dist.get_rank()), mesh=parity.world_mesh())
 
 
 def _other_policy() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16 if dist.get_rank() == 1 else None)
-    fully_shard(models.seeded(Chain), mesh=world_mesh(), mp_policy=policy)
+    fully_shard(models.seeded(Chain), mesh=parity.world_mesh(), mp_policy=policy)
 
 
 @ranks(2)
@@ -226,7 +223,7 @@ def _other_policy() -> None:
 def test_parameters_that_differ(function: Callable[[], None], sentence: str) -> None:
     with fsdp2.debug(check_ranks=True):
         said = _said(function)
-        assert_said("ranks-differ", said)
+        errors.assert_said("ranks-differ", said)
         assert sentence in said
 
 
@@ -235,7 +232,7 @@ def test_a_unit_that_is_refused_is_as_it_was() -> None:
     model = models.seeded(Chain, seed=dist.get_rank())
     before = list(model.parameters())
     with fsdp2.debug(check_ranks=True):
-        _said(lambda: fully_shard(model, mesh=world_mesh()))
+        _said(lambda: fully_shard(model, mesh=parity.world_mesh()))
     assert type(model) is Chain
     assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
 
@@ -380,7 +377,7 @@ def _every_feature(model: nn.Module) -> None:
 
 
 def _mesh_of(kind: str) -> DeviceMesh:
-    return _hsdp() if kind == "hsdp" else world_mesh()
+    return _hsdp() if kind == "hsdp" else parity.world_mesh()
 
 
 @ranks(4)
@@ -398,8 +395,8 @@ def test_ranks_that_agree_train_as_without_the_check(kind: str) -> None:
             fully_shard(model, mesh=mesh)
             model(torch.ones(2, DIM))  # the root is the root of all before a block runs alone
             _every_feature(model)
-            found.append(full_grads(model))
-    assert_equal(found[1], found[0])
+            found.append(parity.full_grads(model))
+    parity.assert_equal(found[1], found[0])
 
 
 @ranks(2)
@@ -434,7 +431,7 @@ def _impatient() -> DeviceMesh:
 
 
 # What a rank waits for first: where it makes communicators, one does before the first gather.
-FIRST = "first collective" if known(pretended()).connects_late else "all-gather"
+FIRST = "first collective" if backends.known(backends.pretended()).connects_late else "all-gather"
 
 
 @ranks(4)
@@ -460,7 +457,7 @@ def test_a_time_out_names_what_this_rank_waited_for(where: str, sentence: str) -
     loss = model(torch.ones(2, DIM)).sum() if where == "backward" else None
     dist.barrier()
     if dist.get_rank() == 0:
-        with raises("collective-failed") as caught:
+        with errors.raises("collective-failed") as caught:
             _step(model) if loss is None else loss.backward()
         assert sentence in str(caught.value)
         assert TIMED_OUT in str(caught.value.__cause__)
@@ -521,8 +518,10 @@ def test_nan_on_one_rank_raises_on_all(world_size: int) -> None:
 def test_a_sum_that_overflows_is_on_no_rank_before() -> None:
     policy = MixedPrecisionPolicy(torch.float32, torch.float16)
     with fsdp2.debug(check_nan=True):
-        model = fully_shard(nn.Linear(DIM, 1, bias=False), mesh=world_mesh(), mp_policy=policy)
+        model = fully_shard(
+            nn.Linear(DIM, 1, bias=False), mesh=parity.world_mesh(), mp_policy=policy
+        )
         model.set_gradient_divide_factor(1.0)
-        with raises("not-finite") as caught:
+        with errors.raises("not-finite") as caught:
             model(torch.full((1, DIM), 6e4)).sum().backward()
         assert "'weight' (on 0 of 2 ranks before" in str(caught.value)

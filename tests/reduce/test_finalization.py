@@ -16,40 +16,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import GradientReductionHandle, ShardingStateError
-from tests.common import meshes
-from tests.common.models import DIM, MLP, seeded
-from tests.common.parity import (
-    OURS,
-    REORDERED_FP32,
-    TORCH,
-    adamw,
-    assert_close,
-    assert_equal,
-    full_grads,
-    full_params,
-    my_part,
-    regression_batches,
-    regression_loss,
-    same_as_torch,
-    shard,
-)
+from tests.common import meshes, models, parity
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
 
-TORCH_HAS_IT = hasattr(TORCH.FSDPModule, "finalize_backward")
+TORCH_HAS_IT = hasattr(parity.TORCH.FSDPModule, "finalize_backward")
 MICRO = 3
 
-mlp = partial(seeded, MLP)
+mlp = partial(models.seeded, models.MLP)
 
 
 def _batches(steps: int = 2) -> list[list[tuple[Tensor, Tensor]]]:
-    flat = regression_batches(DIM, 4, steps=steps * MICRO)
+    flat = parity.regression_batches(models.DIM, 4, steps=steps * MICRO)
     return [flat[i : i + MICRO] for i in range(0, len(flat), MICRO)]
 
 
 def _one() -> tuple[Tensor, Tensor]:
-    part: tuple[Tensor, Tensor] = my_part(_batches()[0][0])
+    part: tuple[Tensor, Tensor] = parity.my_part(_batches()[0][0])
     return part
 
 
@@ -59,7 +43,7 @@ def _copies() -> DeviceMesh:
 
 def _manual(**arguments: Any) -> Any:
     """A model whose backwards the caller ends."""
-    model: Any = shard(OURS, mlp(), **arguments)
+    model: Any = parity.shard(parity.OURS, mlp(), **arguments)
     model.set_manual_backward_finalization(True)
     return model
 
@@ -75,15 +59,15 @@ def _train(
 ) -> list[Any]:
     """Three micro-batches a step, with or without gradient sync, ended by hand."""
     mesh = {"mesh": meshes.hsdp_mesh(2, 1)} if copies else {}
-    model: Any = shard(api, mlp(), mixed=mixed, **mesh)
-    optimizer = adamw(model.parameters())
+    model: Any = parity.shard(api, mlp(), mixed=mixed, **mesh)
+    optimizer = parity.adamw(model.parameters())
     steps: list[Any] = []
     for step in _batches():
         model.set_manual_backward_finalization(True)
         for batch in step:
             model.set_requires_gradient_sync(synced)
             model.set_reshard_after_backward(not keep)
-            regression_loss(model, my_part(batch)).backward()
+            parity.regression_loss(model, parity.my_part(batch)).backward()
         model.set_requires_gradient_sync(True)
         model.set_reshard_after_backward(True)
         handle = model.finalize_backward(async_op=async_op)
@@ -93,23 +77,23 @@ def _train(
             handle.wait()
         model.set_manual_backward_finalization(False)
         assert all(isinstance(param, DTensor) for param in model.parameters())
-        steps.append(full_grads(model))
+        steps.append(parity.full_grads(model))
         optimizer.step()
         optimizer.zero_grad()
-        steps.append(full_params(model))
+        steps.append(parity.full_params(model))
     return steps
 
 
 def _unsharded(synced: bool) -> list[Any]:
     """The ranks' micro-batches one by one; with sync, ranks are averaged before micro-batches."""
     model = mlp()
-    optimizer = adamw(model.parameters())
+    optimizer = parity.adamw(model.parameters())
     steps: list[Any] = []
     for step in _batches():
         sums: list[dict[str, Tensor]] = []  # an entry for each rank, or for each micro-batch
         order = [(m, r) for m in range(MICRO) for r in range(2)]
         for micro, rank in order if synced else sorted(order, key=lambda pair: pair[1]):
-            regression_loss(model, my_part(step[micro], rank, 2)).backward()
+            parity.regression_loss(model, parity.my_part(step[micro], rank, 2)).backward()
             if (synced and rank == 1) or (not synced and micro == MICRO - 1):
                 sums.append({n: p.grad for n, p in model.named_parameters()})  # type: ignore[misc]
                 model.zero_grad()
@@ -118,10 +102,10 @@ def _unsharded(synced: bool) -> list[Any]:
             param.grad = parts[0]
             for part in parts[1:]:
                 param.grad = param.grad + part
-        steps.append(full_grads(model))
+        steps.append(parity.full_grads(model))
         optimizer.step()
         optimizer.zero_grad()
-        steps.append(full_params(model))
+        steps.append(parity.full_params(model))
     return steps
 
 
@@ -131,34 +115,34 @@ def _unsharded(synced: bool) -> list[Any]:
 def test_micro_batches(synced: bool, async_op: bool) -> None:
     run = partial(_train, synced=synced, async_op=async_op)
     if TORCH_HAS_IT and not synced:
-        ours = same_as_torch(run)
+        ours = parity.same_as_torch(run)
     else:
-        ours = run(OURS)
+        ours = run(parity.OURS)
         if TORCH_HAS_IT:  # which keeps what no hook saw until the end, and then reduces the sum
-            assert_close(ours, run(TORCH), REORDERED_FP32, "torch")
-    assert_close(ours, _unsharded(synced), REORDERED_FP32, "unsharded")
+            parity.assert_close(ours, run(parity.TORCH), parity.REORDERED_FP32, "torch")
+    parity.assert_close(ours, _unsharded(synced), parity.REORDERED_FP32, "unsharded")
 
 
 @pytest.mark.parametrize("setting", ["keep", "copies", "mixed"])
 @ranks(2)
 def test_micro_batches_in_other_settings(setting: str) -> None:
     run = partial(_train, synced=False, async_op=True, **{setting: True})
-    ours = same_as_torch(run) if TORCH_HAS_IT else run(OURS)
+    ours = parity.same_as_torch(run) if TORCH_HAS_IT else run(parity.OURS)
     if setting != "mixed":
-        assert_close(ours, _unsharded(False), REORDERED_FP32, "unsharded")
+        parity.assert_close(ours, _unsharded(False), parity.REORDERED_FP32, "unsharded")
 
 
 @ranks(2)
 def test_automatic_and_manual_take_turns() -> None:
     """The same steps, whoever ends them, and whatever the mode was before."""
-    model, plain = shard(OURS, mlp()), shard(OURS, mlp())
+    model, plain = parity.shard(parity.OURS, mlp()), parity.shard(parity.OURS, mlp())
     for manual in (True, False, True):
         for wanted, one in ((manual, model), (False, plain)):
             one.set_manual_backward_finalization(wanted)
-            regression_loss(one, _one()).backward()
+            parity.regression_loss(one, _one()).backward()
             if wanted:
                 one.finalize_backward()
-        assert_equal(full_grads(model), full_grads(plain))
+        parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
         model.zero_grad()
         plain.zero_grad()
 
@@ -171,7 +155,7 @@ def test_gradients_that_autograd_did_not_deliver() -> None:
     model.set_reshard_after_backward(False)
     inputs, targets = _one()
     inputs.requires_grad_()
-    loss = regression_loss(model, (inputs, targets))
+    loss = parity.regression_loss(model, (inputs, targets))
     (to_input,) = torch.autograd.grad(loss, [inputs], retain_graph=True)
     params = list(model.parameters())
     for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
@@ -180,17 +164,17 @@ def test_gradients_that_autograd_did_not_deliver() -> None:
     model.set_reshard_after_backward(True)
     model.finalize_backward()
 
-    plain = shard(OURS, mlp())
+    plain = parity.shard(parity.OURS, mlp())
     inputs.grad = None
-    regression_loss(plain, (inputs, targets)).backward()
-    assert_equal(full_grads(model), full_grads(plain))
-    assert_equal(to_input, inputs.grad)
+    parity.regression_loss(plain, (inputs, targets)).backward()
+    parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
+    parity.assert_equal(to_input, inputs.grad)
 
 
 @ranks(2)
 def test_finalize_without_a_backward() -> None:
     """Before the first forward, after a forward, after a backward that reaches no parameter."""
-    model: Any = shard(OURS, mlp())
+    model: Any = parity.shard(parity.OURS, mlp())
     assert model.finalize_backward() is None
     handle = model.finalize_backward(async_op=True)
     assert isinstance(handle, GradientReductionHandle)
@@ -198,7 +182,7 @@ def test_finalize_without_a_backward() -> None:
     model.set_manual_backward_finalization(True)
     assert model.finalize_backward() is None
     with torch.no_grad():
-        regression_loss(model, _one())
+        parity.regression_loss(model, _one())
     model.finalize_backward()
     torch.ones(3, requires_grad=True).sum().backward()
     model.finalize_backward()
@@ -210,36 +194,36 @@ def test_finalize_without_a_backward() -> None:
 def test_finalize_between_forward_and_backward() -> None:
     """Frees what the forward kept; the backward gathers it again."""
     model = _manual()
-    loss = regression_loss(model, _one())
+    loss = parity.regression_loss(model, _one())
     model.finalize_backward()
     loss.backward()
     model.finalize_backward()
-    plain = shard(OURS, mlp())
-    regression_loss(plain, _one()).backward()
-    assert_equal(full_grads(model), full_grads(plain))
+    plain = parity.shard(parity.OURS, mlp())
+    parity.regression_loss(plain, _one()).backward()
+    parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
 
 
 @ranks(2)
 def test_a_handle_dropped_by_a_reset() -> None:
     model = _manual()
-    regression_loss(model, _one()).backward()
+    parity.regression_loss(model, _one()).backward()
     handle = model.finalize_backward(async_op=True)
     model.reset_iter_state()
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"dropped by reset_iter_state\(\)"):
             handle.wait()
     model.zero_grad()
-    regression_loss(model, _one()).backward()
+    parity.regression_loss(model, _one()).backward()
     model.finalize_backward()
-    plain = shard(OURS, mlp())
-    regression_loss(plain, _one()).backward()
-    assert_equal(full_grads(model), full_grads(plain))
+    plain = parity.shard(parity.OURS, mlp())
+    parity.regression_loss(plain, _one()).backward()
+    parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
 
 
 @ranks(2)
 def test_more_work_before_the_wait_is_refused() -> None:
     model = _manual()
-    regression_loss(model, _one()).backward()
+    parity.regression_loss(model, _one()).backward()
     handle = model.finalize_backward(async_op=True)
     with pytest.raises(ShardingStateError, match=r"forward of '\(root\)' was called before"):
         model(_one()[0])
@@ -247,7 +231,7 @@ def test_more_work_before_the_wait_is_refused() -> None:
         model.finalize_backward()
     handle.wait()
     model.zero_grad()
-    regression_loss(model, _one()).backward()
+    parity.regression_loss(model, _one()).backward()
     model.finalize_backward()
 
 
@@ -274,7 +258,7 @@ def test_calls_in_the_middle_of_an_iteration(during: str) -> None:
             output.register_hook(call)
 
     model.layers[1].register_forward_hook(after_forward)
-    regression_loss(model, _one()).backward()
+    parity.regression_loss(model, _one()).backward()
     assert len(errors) == 2
     assert all(f"was called during {during}; call it after its end" in text for text in errors)
     model.finalize_backward()
@@ -283,15 +267,15 @@ def test_calls_in_the_middle_of_an_iteration(during: str) -> None:
 
 @ranks(2)
 def test_finalize_needs_the_manual_mode() -> None:
-    model: Any = shard(OURS, mlp())
-    regression_loss(model, _one()).backward()
+    model: Any = parity.shard(parity.OURS, mlp())
+    parity.regression_loss(model, _one()).backward()
     with pytest.raises(RuntimeError, match=r"call set_manual_backward_finalization\(True\)"):
         model.finalize_backward()
 
 
 @ranks(2)
 def test_only_the_root() -> None:
-    model: Any = shard(OURS, mlp())
+    model: Any = parity.shard(parity.OURS, mlp())
     model(_one()[0])
     for call in (
         model.layers[0].finalize_backward,
@@ -303,12 +287,12 @@ def test_only_the_root() -> None:
 
 @ranks(2)
 def test_manual_mode_of_what_turns_out_not_to_be_the_root() -> None:
-    model: Any = shard(OURS, mlp())
+    model: Any = parity.shard(parity.OURS, mlp())
     model.layers[0].set_manual_backward_finalization(True)
     with pytest.raises(ShardingStateError, match="below the root; call it on the module whose"):
         model(_one()[0])
     model.layers[0].set_manual_backward_finalization(False)
-    regression_loss(model, _one()).backward()
+    parity.regression_loss(model, _one()).backward()
 
 
 @ranks(2)
@@ -316,14 +300,14 @@ def test_no_reduction_if_sync_is_off() -> None:
     """finalize follows the flags; a later one reduces what this one left."""
     model = _manual()
     model.set_requires_gradient_sync(False)
-    regression_loss(model, _one()).backward()
+    parity.regression_loss(model, _one()).backward()
     model.finalize_backward()
     assert all(param.grad is None for param in model.parameters())
     model.set_requires_gradient_sync(True)
     model.finalize_backward()
-    plain: nn.Module = shard(OURS, mlp())
-    regression_loss(plain, _one()).backward()
-    assert_equal(full_grads(model), full_grads(plain))
+    plain: nn.Module = parity.shard(parity.OURS, mlp())
+    parity.regression_loss(plain, _one()).backward()
+    parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
 
 
 @ranks(2)
@@ -333,11 +317,11 @@ def test_partial_sums_are_finished_by_finalize() -> None:
     model = _manual(mesh=mesh)
     model.set_requires_all_reduce(False)
     for batch in _batches()[0]:
-        regression_loss(model, my_part(batch)).backward()
+        parity.regression_loss(model, parity.my_part(batch)).backward()
     assert all(param.grad is None for param in model.parameters())
     model.set_requires_all_reduce(True)
     model.finalize_backward()
-    plain = shard(OURS, mlp(), mesh=mesh)
+    plain = parity.shard(parity.OURS, mlp(), mesh=mesh)
     for batch in _batches()[0]:
-        regression_loss(plain, my_part(batch)).backward()
-    assert_close(full_grads(model), full_grads(plain), REORDERED_FP32)
+        parity.regression_loss(plain, parity.my_part(batch)).backward()
+    parity.assert_close(parity.full_grads(model), parity.full_grads(plain), parity.REORDERED_FP32)

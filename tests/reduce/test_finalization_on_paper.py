@@ -17,7 +17,7 @@ from fsdp2.core.schedule.unit import Phase
 from fsdp2.record.notes import HOST, Await, operations
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualDevice
-from tests.common.schedules import chain, emitted, groups, leaf, unit_of, warm
+from tests.common import schedules
 
 pytestmark = pytest.mark.alone
 
@@ -33,7 +33,7 @@ def _sync(sim: Simulation, wanted: bool) -> None:
 
 
 def test_accumulated_gradients_are_reduced_by_finalize() -> None:
-    sim = warm(chain("a", "b"))
+    sim = schedules.warm(schedules.chain("a", "b"))
     sim.scheduler.manual = True
     _sync(sim, False)
     for _ in range(2):
@@ -41,7 +41,7 @@ def test_accumulated_gradients_are_reduced_by_finalize() -> None:
     assert not [op for op in operations(sim.device.trace) if op.kind == "reduce_scatter"][2:]
     _sync(sim, True)
     assert_expected_inline(
-        emitted(sim, lambda: sim.scheduler.finalize(wait=False)),
+        schedules.emitted(sim, lambda: sim.scheduler.finalize(wait=False)),
         """\
 reduce:
   reduce_scatter a            after compute backward root
@@ -53,7 +53,7 @@ reduce:
         sim.optimizer_step()
 
     assert_expected_inline(
-        emitted(sim, wait),
+        schedules.emitted(sim, wait),
         """\
 compute:
   step a                      after reduce_scatter b
@@ -62,11 +62,11 @@ compute:
 
 
 def test_reductions_in_backward_are_left_in_flight() -> None:
-    sim = warm(chain("a", "b"))
+    sim = schedules.warm(schedules.chain("a", "b"))
     sim.scheduler.manual = True
     sim.forward()
     assert_expected_inline(
-        emitted(sim, sim.backward),
+        schedules.emitted(sim, sim.backward),
         """\
 compute:
   backward root
@@ -93,7 +93,7 @@ reduce:
         sim.optimizer_step()
 
     assert_expected_inline(
-        emitted(sim, finalize),
+        schedules.emitted(sim, finalize),
         """\
 compute:
   step a                      after reduce_scatter a
@@ -102,14 +102,14 @@ compute:
 
 
 def test_parameters_that_backward_kept_are_freed_if_flags_say_so() -> None:
-    sim = warm(chain("a", "b"))
+    sim = schedules.warm(schedules.chain("a", "b"))
     sim.scheduler.manual = True
     for unit in sim.scheduler.units:
         unit.reshard_after_backward = False
     sim.iteration(step=False)
-    assert all(group.is_unsharded for group in groups(sim))
+    assert all(group.is_unsharded for group in schedules.groups(sim))
     sim.scheduler.finalize(wait=True)
-    assert all(group.is_unsharded for group in groups(sim))
+    assert all(group.is_unsharded for group in schedules.groups(sim))
     for unit in sim.scheduler.units:
         unit.reshard_after_backward = True
     sim.scheduler.finalize(wait=True)
@@ -117,7 +117,7 @@ def test_parameters_that_backward_kept_are_freed_if_flags_say_so() -> None:
 
 
 def test_finalize_between_forward_and_backward() -> None:
-    sim = warm(chain("a", "b", reshard_after_forward=False))
+    sim = schedules.warm(schedules.chain("a", "b", reshard_after_forward=False))
     sim.scheduler.manual = True
     sim.forward()
     sim.scheduler.finalize(wait=True)
@@ -129,7 +129,7 @@ def test_finalize_between_forward_and_backward() -> None:
 
 
 def test_forward_before_the_wait_raises() -> None:
-    sim = warm(chain("a"))
+    sim = schedules.warm(schedules.chain("a"))
     sim.scheduler.manual = True
     sim.iteration(step=False)
     sim.scheduler.finalize(wait=False)
@@ -140,7 +140,7 @@ def test_forward_before_the_wait_raises() -> None:
 
 
 def test_reset_ends_what_was_finalized() -> None:
-    sim = warm(chain("a", "b"))
+    sim = schedules.warm(schedules.chain("a", "b"))
     sim.scheduler.manual = True
     sim.iteration(step=False)
     sim.scheduler.finalize(wait=False)
@@ -156,10 +156,10 @@ def test_reset_ends_what_was_finalized() -> None:
 
 
 def test_all_reduce_runs_one_unit_longer() -> None:
-    sim = warm(chain("a", "b", "c"), copies=2)
+    sim = schedules.warm(schedules.chain("a", "b", "c"), copies=2)
     sim.forward()
     assert_expected_inline(
-        emitted(sim, sim.backward),
+        schedules.emitted(sim, sim.backward),
         """\
 compute:
   backward root
@@ -195,11 +195,11 @@ all_reduce:
 
 
 def test_partial_sums_wait_for_an_all_reduce() -> None:
-    sim = warm(chain("a"), copies=2)
+    sim = schedules.warm(schedules.chain("a"), copies=2)
     for unit in sim.scheduler.units:
         unit.all_reduce = False
     sim.iteration(step=False)
-    assert all(group.accumulates for group in groups(sim))
+    assert all(group.accumulates for group in schedules.groups(sim))
     sim.scheduler.is_last_backward = False
     sim.iteration(step=False)
     for unit in sim.scheduler.units:
@@ -207,7 +207,7 @@ def test_partial_sums_wait_for_an_all_reduce() -> None:
     sim.scheduler.is_last_backward = True
     sim.forward()
     assert_expected_inline(
-        emitted(sim, sim.backward),
+        schedules.emitted(sim, sim.backward),
         """\
 compute:
   backward root
@@ -225,7 +225,7 @@ all_reduce:
   add a                       after reduce_scatter a
   all_reduce a""",
     )
-    assert not any(group.accumulates for group in groups(sim))
+    assert not any(group.accumulates for group in schedules.groups(sim))
 
 
 @pytest.mark.parametrize("copies", [1, 2])
@@ -233,7 +233,7 @@ def test_gathers_wait_for_hooks_behind_reductions_in_flight(
     copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run() -> VirtualDevice:
-        sim = warm(chain("a", "b"), copies=copies)
+        sim = schedules.warm(schedules.chain("a", "b"), copies=copies)
         sim.step_in_backward()
         sim.scheduler.is_last_backward = False
         for _ in range(3):
@@ -250,13 +250,13 @@ def test_gathers_wait_for_hooks_behind_reductions_in_flight(
 @pytest.mark.parametrize("copies", [1, 2])
 def test_exception_in_a_hook(copies: int) -> None:
     """Whatever the interrupted reduction uses may be reused after the reset."""
-    sim = warm(chain("a", "b", "c"), copies=copies)
+    sim = schedules.warm(schedules.chain("a", "b", "c"), copies=copies)
 
     def fail(param: Any) -> None:
         raise KeyError(param.name)
 
     for name in ("c", "b", "a"):
-        (group,) = unit_of(sim, name).own_groups
+        (group,) = schedules.unit_of(sim, name).own_groups
         group.params[0].hook = fail  # type: ignore[attr-defined]
         with pytest.raises(KeyError):
             sim.iteration()
@@ -270,7 +270,7 @@ def test_exception_in_a_hook(copies: int) -> None:
 
 @pytest.mark.parametrize("copies", [1, 2])
 def test_results_that_the_host_delivers_leave_the_device_at_once(copies: int) -> None:
-    sim = warm(chain("a", "b", "c", "d"), copies=copies, offload=OFFLOAD)
+    sim = schedules.warm(schedules.chain("a", "b", "c", "d"), copies=copies, offload=OFFLOAD)
     results: list[int] = []
 
     def look(sim: Simulation, what: str) -> None:
@@ -292,9 +292,9 @@ def test_results_that_the_host_delivers_leave_the_device_at_once(copies: int) ->
 
 def test_a_guess_that_a_user_asks_for_is_his() -> None:
     """He asked after the scheduler had gathered it ahead; at the loss it would be freed."""
-    root = chain("a", "b")
-    sim = warm(root)
-    b = unit_of(sim, "b")
+    root = schedules.chain("a", "b")
+    sim = schedules.warm(root)
+    b = schedules.unit_of(sim, "b")
     root.calls = [0]
     claimed = []
 
@@ -314,9 +314,9 @@ def test_a_guess_that_a_user_asks_for_is_his() -> None:
 
 
 def test_claim_of_what_a_prefetch_list_named() -> None:
-    root = chain("a", "b")
-    sim = warm(root)
-    a, b = unit_of(sim, "a"), unit_of(sim, "b")
+    root = schedules.chain("a", "b")
+    sim = schedules.warm(root)
+    a, b = schedules.unit_of(sim, "a"), schedules.unit_of(sim, "b")
     a.forward_prefetch = [b]
     root.calls = [0]
     sim._check = lambda sim, what: sim.scheduler.claim(b) if what == "forward a" else None
@@ -325,16 +325,16 @@ def test_claim_of_what_a_prefetch_list_named() -> None:
 
 
 def test_without_a_claim_the_guess_is_freed() -> None:
-    root = chain("a", "b")
-    sim = warm(root)
+    root = schedules.chain("a", "b")
+    sim = schedules.warm(root)
     root.calls = [0]
     sim.forward(expects_backward=False)
-    assert not unit_of(sim, "b").is_gathered
+    assert not schedules.unit_of(sim, "b").is_gathered
 
 
 def test_what_was_requested_and_used_is_freed_by_a_backward_that_is_not_the_last() -> None:
-    sim = warm(chain("a", "b", grad_to_input=False))
-    a, b = unit_of(sim, "a"), unit_of(sim, "b")
+    sim = schedules.warm(schedules.chain("a", "b", grad_to_input=False))
+    a, b = schedules.unit_of(sim, "a"), schedules.unit_of(sim, "b")
     b.backward_prefetch = [a]
     sim.scheduler.is_last_backward = False
     sim.forward()
@@ -343,8 +343,8 @@ def test_what_was_requested_and_used_is_freed_by_a_backward_that_is_not_the_last
 
 
 def test_no_gather_in_backward() -> None:
-    sim = warm(chain("a", "b", "c"))
-    unit_of(sim, "b").unshard_in_backward = False
+    sim = schedules.warm(schedules.chain("a", "b", "c"))
+    schedules.unit_of(sim, "b").unshard_in_backward = False
     sim.forward()
     start = len(sim.device.trace)
     sim.backward()
@@ -355,7 +355,7 @@ def test_no_gather_in_backward() -> None:
 
 def test_backwards_that_are_not_the_last_gather_nothing_in_vain() -> None:
     """Each has a forward of its own, and nothing to expect of those before it."""
-    sim = warm(chain("a", "b"))
+    sim = schedules.warm(schedules.chain("a", "b"))
     sim.scheduler.is_last_backward = False
     sim.iteration(step=False)
     sim.forward()
@@ -368,12 +368,12 @@ def test_backwards_that_are_not_the_last_gather_nothing_in_vain() -> None:
 
 def test_a_guess_for_the_next_backward_stays() -> None:
     """Two forwards, of which the first backward leaves b gathered ahead for the second."""
-    sim = warm(chain("a", "b"))
+    sim = schedules.warm(schedules.chain("a", "b"))
     sim.scheduler.is_last_backward = False
     sim.forward()
     sim.forward()
     sim.backward()
-    assert unit_of(sim, "b").is_gathered
+    assert schedules.unit_of(sim, "b").is_gathered
     assert all(unit.phase is Phase.IDLE for unit in sim.scheduler.units)
     sim.scheduler.is_last_backward = True
     sim.backward()
@@ -385,13 +385,13 @@ def test_a_guess_for_the_next_backward_stays() -> None:
 
 
 def test_two_reductions_in_flight() -> None:
-    sim = warm(chain("a", "b", "c"))
+    sim = schedules.warm(schedules.chain("a", "b", "c"))
     for unit in sim.scheduler.units:
         unit.input_buffers = 2
     sim.scheduler.refresh()
     sim.forward()
     assert_expected_inline(
-        emitted(sim, sim.backward),
+        schedules.emitted(sim, sim.backward),
         """\
 compute:
   backward root
@@ -426,7 +426,7 @@ reduce:
 
 
 def test_event_of_the_optimizer_is_waited_for_once() -> None:
-    sim = warm(chain("a"))
+    sim = schedules.warm(schedules.chain("a"))
     event = sim.device.record(Lane.COMPUTE, "step")
     sim.scheduler.post_optim_event = event
     assert sim.scheduler.post_optim_event is event
@@ -439,7 +439,7 @@ def test_event_of_the_optimizer_is_waited_for_once() -> None:
 
 
 def test_gradients_may_go_after_a_forward_that_gathers_nothing() -> None:
-    root = Node("root", [leaf("a"), Node("bare", shapes=())], calls=[0], shapes=())
+    root = Node("root", [schedules.leaf("a"), Node("bare", shapes=())], calls=[0], shapes=())
     sim = Simulation(root, VirtualDevice())
     sim.iteration(step=False)
     sim.step_elsewhere()

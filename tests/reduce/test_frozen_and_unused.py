@@ -11,35 +11,8 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
+from tests.common import models, parity, running
 from tests.common.combinations import each_once
-from tests.common.models import (
-    DIM,
-    Choosy,
-    seeded,
-)
-from tests.common.parity import (
-    FP32,
-    OURS,
-    CountCollectives,
-    adamw,
-    assert_close,
-    assert_equal,
-    check_training,
-    full_grads,
-    full_params,
-    my_part,
-    regression_batches,
-    regression_loss,
-    same_as_torch,
-    shard,
-    train_sharded,
-    train_unsharded,
-)
-from tests.common.running import (
-    mlp,
-    mlp_batches,
-    one_batch,
-)
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -64,17 +37,17 @@ pytestmark = pytest.mark.ranks
 )
 def test_frozen_parameters(frozen: tuple[str, ...], reshard_after_forward: bool) -> None:
     def build() -> nn.Module:
-        model = mlp()
+        model = running.mlp()
         for name, param in model.named_parameters():
             param.requires_grad_(name not in frozen)
         return model
 
-    batches = mlp_batches()[:2]
-    steps = check_training(build, batches, reshard_after_forward=reshard_after_forward)
+    batches = running.mlp_batches()[:2]
+    steps = parity.check_training(build, batches, reshard_after_forward=reshard_after_forward)
     assert {name for name, grad in steps[-1].grads.items() if grad is None} == set(frozen)
-    before = full_params(build())
+    before = parity.full_params(build())
     for name in frozen:
-        assert_equal(steps[-1].params[name], before[name], name)
+        parity.assert_equal(steps[-1].params[name], before[name], name)
 
 
 @ranks(2)
@@ -82,15 +55,17 @@ def test_frozen_parameters_are_not_reduced() -> None:
     """What is frozen adds nothing to the bytes of a reduction."""
 
     def reduced(*frozen: str) -> int:
-        model = mlp()
+        model = running.mlp()
         for name in frozen:
             model.get_parameter(name).requires_grad_(False)
-        shard(OURS, model)
-        with CountCollectives() as counted:
-            regression_loss(model, my_part(one_batch())).backward()
+        parity.shard(parity.OURS, model)
+        with parity.CountCollectives() as counted:
+            parity.regression_loss(model, parity.my_part(running.one_batch())).backward()
         return counted.elements["reduce_scatter"]
 
-    weight = DIM * DIM + DIM * DIM // 2  # the input of the collective and a rank's half of it
+    weight = (
+        models.DIM * models.DIM + models.DIM * models.DIM // 2
+    )  # the input of the collective and a rank's half of it
     assert reduced() - reduced("layers.0.weight") == weight
     assert reduced() - reduced("layers.0.weight", "layers.2.weight") == 2 * weight
 
@@ -98,23 +73,23 @@ def test_frozen_parameters_are_not_reduced() -> None:
 @ranks(2)
 def test_freezing_and_thawing_between_steps() -> None:
     def run(api: Any) -> Any:
-        model = shard(api, mlp(), reshard_after_forward=True)
+        model = parity.shard(api, running.mlp(), reshard_after_forward=True)
         results = []
         for frozen in (False, True, False):
             model.layers[1].weight.requires_grad_(not frozen)
-            regression_loss(model, my_part(one_batch())).backward()
+            parity.regression_loss(model, parity.my_part(running.one_batch())).backward()
             assert (model.layers[1].weight.grad is None) == frozen
-            results.append(full_grads(model))
+            results.append(parity.full_grads(model))
             model.zero_grad()
         return results
 
-    plain = mlp()
-    regression_loss(plain, one_batch()).backward()
-    ours = run(OURS)
-    expected = full_grads(plain)
+    plain = running.mlp()
+    parity.regression_loss(plain, running.one_batch()).backward()
+    ours = run(parity.OURS)
+    expected = parity.full_grads(plain)
     for grads, frozen in zip(ours, (False, True, False), strict=True):
         want = {n: None if frozen and n == "layers.1.weight" else g for n, g in expected.items()}
-        assert_close(grads, want, FP32, f"frozen={frozen}")
+        parity.assert_close(grads, want, parity.FP32, f"frozen={frozen}")
 
 
 @ranks(2, extended=(4,))
@@ -125,16 +100,20 @@ def test_unused_units_and_parameters(reshard_after_forward: bool) -> None:
 
     def loss(choosing: Any, model: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:
         model.active = next(choosing)
-        return regression_loss(model, part)
+        return parity.regression_loss(model, part)
 
     def train(api: Any) -> Any:
-        model = shard(api, seeded(Choosy), reshard_after_forward=reshard_after_forward)
-        return train_sharded(model, adamw, partial(loss, iter(choices)), batches)
+        model = parity.shard(
+            api, models.seeded(models.Choosy), reshard_after_forward=reshard_after_forward
+        )
+        return parity.train_sharded(model, parity.adamw, partial(loss, iter(choices)), batches)
 
-    batches = regression_batches(DIM, 2, steps=len(choices))
-    ours = same_as_torch(train)
-    plain = train_unsharded(seeded(Choosy), adamw, partial(loss, iter(choices)), batches)
-    assert_close(ours, plain, FP32, "unsharded")
+    batches = parity.regression_batches(models.DIM, 2, steps=len(choices))
+    ours = parity.same_as_torch(train)
+    plain = parity.train_unsharded(
+        models.seeded(models.Choosy), parity.adamw, partial(loss, iter(choices)), batches
+    )
+    parity.assert_close(ours, plain, parity.FP32, "unsharded")
     for active, step in zip(choices, ours, strict=True):
         without = {name for name, grad in step.grads.items() if grad is None}
         expected = {

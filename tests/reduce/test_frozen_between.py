@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from tests.common.gradients import part, unsharded_grads
-from tests.common.models import DIM, seeded
-from tests.common.parity import FP32, assert_close, full_grads, world_mesh
+from tests.common import gradients, models, parity
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -28,9 +26,9 @@ class Adapted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.base = nn.Linear(DIM, DIM).requires_grad_(False)
-        self.a = nn.Parameter(torch.randn(3, DIM) / 4)
-        self.b = nn.Parameter(torch.randn(DIM, 3) / 4)
+        self.base = nn.Linear(models.DIM, models.DIM).requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(3, models.DIM) / 4)
+        self.b = nn.Parameter(torch.randn(models.DIM, 3) / 4)
         self.on = True
         self.freezes_itself = False
 
@@ -45,7 +43,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Adapted() for _ in range(3))
-        self.head = nn.Linear(DIM, 4)
+        self.head = nn.Linear(models.DIM, 4)
         self.checkpointed = False
         self.between: Callable[[int], None] = lambda _: None
 
@@ -80,7 +78,7 @@ def _reference(model: Any, x: Tensor) -> Tensor:
 
 
 def _x(rank: int | None, step: int = 0) -> Tensor:
-    x: Tensor = part(step, rank)[0]
+    x: Tensor = gradients.part(step, rank)[0]
     return x
 
 
@@ -283,19 +281,19 @@ PROGRAMS: list[Program] = [
 
 
 def _build() -> nn.Module:
-    return seeded(Model)
+    return models.seeded(Model)
 
 
 def _tied() -> nn.Module:
-    model: Any = seeded(Model)
+    model: Any = models.seeded(Model)
     model.layers[2].a = model.layers[0].a
     return model  # type: ignore[no-any-return]  # a Model
 
 
 def _shard(model: Any, **arguments: Any) -> Any:
     for layer in model.layers:
-        fsdp2.fully_shard(layer, mesh=world_mesh(), **arguments)
-    return fsdp2.fully_shard(model, mesh=world_mesh(), **arguments)
+        fsdp2.fully_shard(layer, mesh=parity.world_mesh(), **arguments)
+    return fsdp2.fully_shard(model, mesh=parity.world_mesh(), **arguments)
 
 
 def _check(model: Any, build: Callable[[], nn.Module], program: Program) -> None:
@@ -303,9 +301,9 @@ def _check(model: Any, build: Callable[[], nn.Module], program: Program) -> None
     for _ in range(2):
         model.zero_grad()
         program(model, None)
-        expected = unsharded_grads(build(), program)
+        expected = gradients.unsharded_grads(build(), program)
         # Averages of several backwards are added, instead of averaging sums.
-        assert_close(full_grads(model), expected, FP32, program.__name__)
+        parity.assert_close(parity.full_grads(model), expected, parity.FP32, program.__name__)
 
 
 @ranks(2)

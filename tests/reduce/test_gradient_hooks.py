@@ -15,27 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
+from tests.common import gradients, parity, running
 from tests.common.errors import raises
-from tests.common.gradients import assert_like_unsharded, part, unsharded_grads
-from tests.common.parity import (
-    FP32,
-    OURS,
-    Bf16,
-    assert_close,
-    assert_equal,
-    full_grads,
-    full_params,
-    my_part,
-    regression_loss,
-    same_as_torch,
-    shard,
-    train_unsharded,
-)
-from tests.common.running import (
-    mlp,
-    mlp_batches,
-    one_batch,
-)
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -46,7 +27,7 @@ def test_post_accumulate_grad_hooks() -> None:
     """Once per parameter and backward, when its reduced gradient is there; never without sync."""
 
     def run(api: Any) -> Any:
-        model = shard(api, mlp(), reshard_after_forward=True)
+        model = parity.shard(api, running.mlp(), reshard_after_forward=True)
         fired: list[tuple[str, Tensor]] = []
         for name, param in model.named_parameters():
             param.register_post_accumulate_grad_hook(
@@ -56,24 +37,24 @@ def test_post_accumulate_grad_hooks() -> None:
         # A new gradient, one that is added to it, one that stays back and one that it goes with.
         for sync, zero in ((True, False), (True, True), (False, False), (True, True)):
             model.set_requires_gradient_sync(sync)
-            regression_loss(model, my_part(one_batch())).backward()
+            parity.regression_loss(model, parity.my_part(running.one_batch())).backward()
             for name, local in fired:
-                assert_equal(model.get_parameter(name).grad.to_local(), local, name)
+                parity.assert_equal(model.get_parameter(name).grad.to_local(), local, name)
             results.append(sorted(fired, key=lambda pair: pair[0]))
             fired.clear()
             if zero:
                 model.zero_grad()
         return results
 
-    results = same_as_torch(run)
-    names = sorted(name for name, _ in mlp().named_parameters())
+    results = parity.same_as_torch(run)
+    names = sorted(name for name, _ in running.mlp().named_parameters())
     assert [[name for name, _ in fired] for fired in results] == [names, names, [], names]
 
 
 @ranks(2)
 def test_optimizer_in_backward() -> None:
     """A post-accumulate-grad hook that steps and frees the gradient at once."""
-    model, plain = shard(OURS, mlp()), mlp()
+    model, plain = parity.shard(parity.OURS, running.mlp()), running.mlp()
     optimizers = {}
     for param in model.parameters():
         optimizers[param] = torch.optim.SGD([param], lr=0.1)
@@ -83,12 +64,14 @@ def test_optimizer_in_backward() -> None:
             optimizers[param].zero_grad()
 
         param.register_post_accumulate_grad_hook(step)
-    for batch in mlp_batches():
-        regression_loss(model, my_part(batch)).backward()
+    for batch in running.mlp_batches():
+        parity.regression_loss(model, parity.my_part(batch)).backward()
         assert all(param.grad is None for param in model.parameters())
     sgd = partial(torch.optim.SGD, lr=0.1)
-    expected = train_unsharded(plain, sgd, regression_loss, mlp_batches(), slices=True)
-    assert_equal(full_params(model), expected[-1].params, "unsharded")
+    expected = parity.train_unsharded(
+        plain, sgd, parity.regression_loss, running.mlp_batches(), slices=True
+    )
+    parity.assert_equal(parity.full_params(model), expected[-1].params, "unsharded")
 
 
 @ranks(2)
@@ -101,19 +84,19 @@ def test_hooks_from_before_sharding(mixed: bool) -> None:
             layer.weight.register_hook(lambda grad: grad * 2)
 
     def compute(model: nn.Module, rank: int | None = None) -> None:
-        regression_loss(
-            Bf16(model) if mixed and rank is not None else model, part(0, rank)
+        parity.regression_loss(
+            parity.Bf16(model) if mixed and rank is not None else model, gradients.part(0, rank)
         ).backward()
 
-    plain, model = mlp(), mlp()
+    plain, model = running.mlp(), running.mlp()
     doubled(plain)
     doubled(model)
     seen: list[tuple[nn.Parameter, Any]] = []
     first: Any = model.layers[0].weight
     handle = first.register_post_accumulate_grad_hook(lambda p: seen.append((p, p.grad)))
-    shard(OURS, model, mixed=mixed)
+    parity.shard(parity.OURS, model, mixed=mixed)
     compute(model)
-    assert_like_unsharded(full_grads(model), plain, compute)
+    gradients.assert_like_unsharded(parity.full_grads(model), plain, compute)
     ((param, grad),) = seen
     assert param is model.layers[0].weight
     assert grad is param.grad
@@ -136,7 +119,7 @@ def _twice(grad: Tensor) -> Tensor:
 
 def _sum_over(model: Any, rank: int | None, times: int = 1) -> None:
     for step in range(times):
-        regression_loss(model, part(step, rank)).backward()
+        parity.regression_loss(model, gradients.part(step, rank)).backward()
 
 
 Arrange = Callable[[Any], Callable[[Any, "int | None"], None]]
@@ -155,7 +138,7 @@ def _behind_a_step(model: Any) -> Any:
 
 def _between_forward_and_backward(model: Any) -> Any:
     def compute(model: Any, rank: int | None) -> None:
-        loss = regression_loss(model, part(0, rank))
+        loss = parity.regression_loss(model, gradients.part(0, rank))
         handles = _hooked(model, _twice)
         loss.backward()
         for handle in handles:
@@ -227,29 +210,32 @@ ARRANGEMENTS: list[Arrange] = [
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_hook_on_a_sharded_gradient(arrange: Arrange, kept: bool) -> None:
     """It sees the reduced gradient and may replace it; in torch's FSDP2 it never runs."""
-    model, plain = shard(OURS, mlp()), mlp()
+    model, plain = parity.shard(parity.OURS, running.mlp()), running.mlp()
     model.set_keep_gradient_storage(kept)
     compute = arrange(model)
-    expected = unsharded_grads(plain, _sum_over_ranks(arrange, plain))
+    expected = gradients.unsharded_grads(plain, _sum_over_ranks(arrange, plain))
     for _ in range(2):
         model.zero_grad()
         compute(model, None)
-        assert_close(full_grads(model), expected, FP32, arrange.__name__)
+        parity.assert_close(parity.full_grads(model), expected, parity.FP32, arrange.__name__)
 
 
 def _sum_over_ranks(arrange: Arrange, plain: nn.Module) -> Callable[[Any, int], None]:
     """The hooks of the unsharded model see the average, as a reduction would have made it."""
 
     def compute(model: nn.Module, rank: int) -> None:
-        other = mlp()
+        other = running.mlp()
         run = arrange(other) if arrange is not _between_forward_and_backward else None
         if run is None:
             _hooked(other, _twice)
         averaged: dict[str, Tensor] = {}
         times = 3 if arrange is _added_up else 1
         for step in range(times):
-            average = unsharded_grads(
-                mlp(), lambda m, r, step=step: regression_loss(m, part(step, r)).backward()
+            average = gradients.unsharded_grads(
+                running.mlp(),
+                lambda m, r, step=step: parity.regression_loss(
+                    m, gradients.part(step, r)
+                ).backward(),
             )
             for name, param in other.named_parameters():
                 found: Any = average[name]
@@ -273,7 +259,10 @@ def test_a_hook_on_a_sharded_gradient_of_other_units(which: str) -> None:
         arguments["offload_policy"] = fsdp2.CPUOffloadPolicy(pin_memory=False)
     elif which == "int":
         arguments["reshard_after_forward"] = 1
-    model, other = (shard(OURS, mlp(), mixed=which == "mixed", **arguments) for _ in range(2))
+    model, other = (
+        parity.shard(parity.OURS, running.mlp(), mixed=which == "mixed", **arguments)
+        for _ in range(2)
+    )
     if which == "moved":
         model.to(torch.float64).to(torch.float32)
     elif which == "assigned":
@@ -283,31 +272,31 @@ def test_a_hook_on_a_sharded_gradient_of_other_units(which: str) -> None:
         for each in (model, other):
             each.zero_grad()
             _sum_over(each, None)
-        doubled = {n: g * 2 for n, g in full_grads(other).items() if g is not None}
-        assert_equal(full_grads(model), doubled, which)
+        doubled = {n: g * 2 for n, g in parity.full_grads(other).items() if g is not None}
+        parity.assert_equal(parity.full_grads(model), doubled, which)
 
 
 @ranks(2)
 def test_a_hook_on_what_is_summed_without_sync() -> None:
     """It runs once, on the sum."""
-    model, seen = shard(OURS, mlp()), []
+    model, seen = parity.shard(parity.OURS, running.mlp()), []
     _hooked(model, lambda grad: seen.append(grad))
     for step in range(3):
         model.set_requires_gradient_sync(step == 2)
-        regression_loss(model, part(step)).backward()
+        parity.regression_loss(model, gradients.part(step)).backward()
     assert len(seen) == len(list(model.parameters()))
 
 
 @ranks(4)
 def test_a_hook_on_a_parameter_of_a_smaller_group() -> None:
     """Registered between forward and backward, where a third object stands for the parameter."""
-    model = shard(OURS, mlp(), reshard_after_forward=2)
-    other = shard(OURS, mlp(), reshard_after_forward=2)
-    loss = regression_loss(model, part(0))
+    model = parity.shard(parity.OURS, running.mlp(), reshard_after_forward=2)
+    other = parity.shard(parity.OURS, running.mlp(), reshard_after_forward=2)
+    loss = parity.regression_loss(model, gradients.part(0))
     _hooked(model.layers[0], _twice)
     loss.backward()
     _sum_over(other, None)
-    ours, expected = full_grads(model), full_grads(other)
+    ours, expected = parity.full_grads(model), parity.full_grads(other)
     for name, grad in expected.items():
         factor = 2 if name.startswith("layers.0") else 1
         assert torch.equal(ours[name], grad * factor), name  # type: ignore[operator,arg-type]  # no None
@@ -316,7 +305,7 @@ def test_a_hook_on_a_parameter_of_a_smaller_group() -> None:
 @ranks(2)
 @pytest.mark.parametrize("result", [1.0, torch.zeros(2), "half"])
 def test_a_hook_that_returns_no_gradient(result: Any) -> None:
-    model = shard(OURS, mlp())
+    model = parity.shard(parity.OURS, running.mlp())
     _hooked(model, lambda grad: grad.half() if result == "half" else result)
     with raises("gradient-hook-result"):
         _sum_over(model, None)

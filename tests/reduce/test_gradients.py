@@ -15,31 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.common import gradients, models, parity
 from tests.common.backends import packs
-from tests.common.gradients import (
-    assert_like_unsharded,
-    mlp,
-    mlp_batches,
-    part,
-)
-from tests.common.models import DIM, MLP, Choosy, Nested, Repeated, seeded
-from tests.common.parity import (
-    OURS,
-    REORDERED_FP32,
-    CountCollectives,
-    adamw,
-    assert_close,
-    assert_equal,
-    full_grads,
-    full_params,
-    my_part,
-    regression_batches,
-    regression_loss,
-    same_as_torch,
-    shard,
-    train_sharded,
-    train_unsharded,
-)
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -54,8 +31,8 @@ def test_accumulation_with_every_flag(last_only: bool, keep: bool) -> None:
     """The three flags of an accumulation loop together, over two steps of an optimizer."""
 
     def run(api: Any) -> Any:
-        model = shard(api, seeded(Nested), reshard_after_forward=True)
-        optimizer = adamw(model.parameters())
+        model = parity.shard(api, models.seeded(models.Nested), reshard_after_forward=True)
+        optimizer = parity.adamw(model.parameters())
         results = []
         for _ in range(2):
             for i, batch in enumerate(batches):
@@ -63,21 +40,21 @@ def test_accumulation_with_every_flag(last_only: bool, keep: bool) -> None:
                 model.set_requires_gradient_sync(last)
                 model.set_is_last_backward(last or not last_only)
                 model.set_reshard_after_backward(last or not keep)
-                regression_loss(model, my_part(batch)).backward()
-            grads = full_grads(model)
+                parity.regression_loss(model, parity.my_part(batch)).backward()
+            grads = parity.full_grads(model)
             optimizer.step()
             optimizer.zero_grad()
-            results.append([grads, full_params(model)])
+            results.append([grads, parity.full_params(model)])
         return results
 
-    batches = regression_batches(DIM, 3, steps=3)
-    ours = same_as_torch(run)
+    batches = parity.regression_batches(models.DIM, 3, steps=3)
+    ours = parity.same_as_torch(run)
 
     def compute(plain: nn.Module, rank: int) -> None:
         for batch in batches:
-            regression_loss(plain, my_part(batch, rank)).backward()
+            parity.regression_loss(plain, parity.my_part(batch, rank)).backward()
 
-    assert_like_unsharded(ours[0][0], seeded(Nested), compute)
+    gradients.assert_like_unsharded(ours[0][0], models.seeded(models.Nested), compute)
 
 
 @ranks(2)
@@ -86,27 +63,29 @@ def test_parameters_unused_in_some_microbatches() -> None:
     choices = [("a",), ("b",), ("a", "b"), ("b",)]
 
     def run(api: Any) -> Any:
-        model = shard(api, seeded(Choosy), reshard_after_forward=True)
+        model = parity.shard(api, models.seeded(models.Choosy), reshard_after_forward=True)
         results = []
         for first in (0, 2):
             for i in (first, first + 1):
                 model.set_requires_gradient_sync(i == first + 1)
                 model.active = choices[i]
-                regression_loss(model, my_part(batches[i])).backward()
-            results.append(full_grads(model))
+                parity.regression_loss(model, parity.my_part(batches[i])).backward()
+            results.append(parity.full_grads(model))
             model.zero_grad()
         return results
 
-    batches = regression_batches(DIM, 2, steps=len(choices))
-    ours = same_as_torch(run)
+    batches = parity.regression_batches(models.DIM, 2, steps=len(choices))
+    ours = parity.same_as_torch(run)
     for grads, first in zip(ours, (0, 2), strict=True):
 
         def compute(plain: Any, rank: int, first: int = first) -> None:
             for i in (first, first + 1):
                 plain.active = choices[i]
-                regression_loss(plain, my_part(batches[i], rank)).backward()
+                parity.regression_loss(plain, parity.my_part(batches[i], rank)).backward()
 
-        assert_like_unsharded(grads, seeded(Choosy), compute, f"microbatches from {first}")
+        gradients.assert_like_unsharded(
+            grads, models.seeded(models.Choosy), compute, f"microbatches from {first}"
+        )
         assert grads["choices.c.weight"] is None
         assert grads["choices.a.weight"] is not None
 
@@ -116,21 +95,21 @@ def test_freezing_between_microbatches() -> None:
     """A parameter frozen after a microbatch keeps the gradient that it had: it is reduced."""
 
     def run(api: Any) -> Any:
-        model = shard(api, mlp(), reshard_after_forward=True)
+        model = parity.shard(api, gradients.mlp(), reshard_after_forward=True)
         model.set_requires_gradient_sync(False)
-        regression_loss(model, part(0)).backward()
+        parity.regression_loss(model, gradients.part(0)).backward()
         model.layers[1].weight.requires_grad_(False)
         model.set_requires_gradient_sync(True)
-        regression_loss(model, part(1)).backward()
-        return full_grads(model)
+        parity.regression_loss(model, gradients.part(1)).backward()
+        return parity.full_grads(model)
 
     def compute(plain: Any, rank: int) -> None:
         plain.requires_grad_(True)
-        regression_loss(plain, part(0, rank)).backward()
+        parity.regression_loss(plain, gradients.part(0, rank)).backward()
         plain.layers[1].weight.requires_grad_(False)
-        regression_loss(plain, part(1, rank)).backward()
+        parity.regression_loss(plain, gradients.part(1, rank)).backward()
 
-    assert_like_unsharded(run(OURS), mlp(), compute)
+    gradients.assert_like_unsharded(run(parity.OURS), gradients.mlp(), compute)
 
 
 @ranks(2)
@@ -140,27 +119,32 @@ def test_zero_grad_while_parameters_are_gathered(after: str) -> None:
 
     With torch's FSDP2 it sees the gathered parameters only, and old gradients stay.
     """
-    model, fresh = shard(OURS, mlp()), shard(OURS, mlp())
+    model, fresh = (
+        parity.shard(parity.OURS, gradients.mlp()),
+        parity.shard(parity.OURS, gradients.mlp()),
+    )
     model.set_reshard_after_backward(after != "kept")
-    regression_loss(model, part(0)).backward()
+    parity.regression_loss(model, gradients.part(0)).backward()
     if after == "evaluation":
         with torch.no_grad():
-            model(part(0)[0])
+            model(gradients.part(0)[0])
     model.zero_grad()
     model.set_reshard_after_backward(True)
     for trained in (model, fresh):
-        regression_loss(trained, part(1)).backward()
-    assert_equal(full_grads(model), full_grads(fresh), "the second batch alone")
+        parity.regression_loss(trained, gradients.part(1)).backward()
+    parity.assert_equal(
+        parity.full_grads(model), parity.full_grads(fresh), "the second batch alone"
+    )
 
 
 @ranks(2)
 def test_zero_grad_to_zeros() -> None:
     """`set_to_none=False` keeps the gradients' tensors, as zeros, registered or not."""
-    model = shard(OURS, mlp())
-    regression_loss(model, part(0)).backward()
+    model = parity.shard(parity.OURS, gradients.mlp())
+    parity.regression_loss(model, gradients.part(0)).backward()
     grads = {name: param.grad for name, param in model.named_parameters()}
     with torch.no_grad():
-        model(part(0)[0])  # the root stays gathered
+        model(gradients.part(0)[0])  # the root stays gathered
     model.zero_grad(set_to_none=False)
     model.reshard()
     for name, param in model.named_parameters():
@@ -174,7 +158,7 @@ def test_zero_grad_to_zeros() -> None:
 @ranks(2, extended=(4,))
 def test_freezing_within_and_across_groups() -> None:
     """Other parameters are frozen in every step: one of a group, a group, all but one."""
-    names = [name for name, _ in mlp().named_parameters()]
+    names = [name for name, _ in gradients.mlp().named_parameters()]
     plans = [
         set(),
         {"layers.0.weight", "layers.2.bias"},
@@ -183,23 +167,25 @@ def test_freezing_within_and_across_groups() -> None:
         set(names) - {"head.weight"},
         set(),
     ]
-    batches = regression_batches(DIM, 4, steps=len(plans))
+    batches = parity.regression_batches(models.DIM, 4, steps=len(plans))
 
     def freeze(plan: Any, model: nn.Module, part: Any) -> Tensor:
         frozen = next(plan)
         for name, param in model.named_parameters():
             param.requires_grad_(name not in frozen)
-        return regression_loss(model, part)
+        return parity.regression_loss(model, part)
 
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    model = shard(OURS, mlp(), reshard_after_forward=True)
-    ours = train_sharded(model, sgd, partial(freeze, iter(plans)), batches)
+    model = parity.shard(parity.OURS, gradients.mlp(), reshard_after_forward=True)
+    ours = parity.train_sharded(model, sgd, partial(freeze, iter(plans)), batches)
     plan_of_ranks = iter([plan for plan in plans for _ in range(dist.get_world_size())])
-    plain = train_unsharded(mlp(), sgd, partial(freeze, plan_of_ranks), batches, slices=True)
+    plain = parity.train_unsharded(
+        gradients.mlp(), sgd, partial(freeze, plan_of_ranks), batches, slices=True
+    )
     if dist.get_world_size() == 2:
-        assert_equal(ours, plain, "unsharded")
+        parity.assert_equal(ours, plain, "unsharded")
     else:
-        assert_close(ours, plain, REORDERED_FP32, "unsharded")
+        parity.assert_close(ours, plain, parity.REORDERED_FP32, "unsharded")
     for plan, step in zip(plans, ours, strict=True):
         assert {name for name, grad in step.grads.items() if grad is None} == plan
 
@@ -208,16 +194,16 @@ def test_freezing_within_and_across_groups() -> None:
 @pytest.mark.parametrize("freeze", [True, False])
 def test_freezing_while_parameters_are_gathered(freeze: bool) -> None:
     """After an evaluation the root registers its gathered parameters: their flag counts too."""
-    model = mlp()
+    model = gradients.mlp()
     model.head.weight.requires_grad_(freeze)  # the opposite of what is to come
-    shard(OURS, model)
-    regression_loss(model, part(0)).backward()
+    parity.shard(parity.OURS, model)
+    parity.regression_loss(model, gradients.part(0)).backward()
     model.zero_grad()
     with torch.no_grad():
-        model(part(0)[0])
+        model(gradients.part(0)[0])
     model.head.weight.requires_grad_(not freeze)
     for _ in range(2):
-        regression_loss(model, part(1)).backward()
+        parity.regression_loss(model, gradients.part(1)).backward()
         model.reshard()
         assert model.head.weight.requires_grad is not freeze
         assert (model.head.weight.grad is None) is freeze
@@ -229,24 +215,24 @@ def test_inputs_require_grad_and_all_parameters_are_frozen() -> None:
     """Backward runs through frozen units for the inputs' sake, and reduces nothing."""
 
     def run(api: Any) -> Any:
-        model = shard(api, mlp().requires_grad_(False), reshard_after_forward=True)
+        model = parity.shard(api, gradients.mlp().requires_grad_(False), reshard_after_forward=True)
         grads = []
-        for batch in mlp_batches():
-            x = my_part(batch)[0].requires_grad_()
+        for batch in gradients.mlp_batches():
+            x = parity.my_part(batch)[0].requires_grad_()
             output = model(x)
-            with CountCollectives() as backward:
+            with parity.CountCollectives() as backward:
                 output.square().sum().backward()
             assert backward.reduce_scatters == 0
             grads.append(x.grad)
         assert all(param.grad is None for param in model.parameters())
         return grads
 
-    ours = same_as_torch(run)
-    plain = mlp().requires_grad_(False)
-    for batch, grad in zip(mlp_batches(), ours, strict=True):
-        x = my_part(batch)[0].requires_grad_()
+    ours = parity.same_as_torch(run)
+    plain = gradients.mlp().requires_grad_(False)
+    for batch, grad in zip(gradients.mlp_batches(), ours, strict=True):
+        x = parity.my_part(batch)[0].requires_grad_()
         plain(x).square().sum().backward()
-        assert_equal(grad, x.grad, "unsharded")
+        parity.assert_equal(grad, x.grad, "unsharded")
 
 
 # -- ranks that use different parts ---------------------------------------------------------------
@@ -259,7 +245,7 @@ class _Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+        self.experts = nn.ModuleList(nn.Linear(models.DIM, models.DIM) for _ in range(2))
 
     def forward(self, x: Tensor, used: tuple[int, ...]) -> Tensor:
         y = x
@@ -276,9 +262,9 @@ class _Mixture(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(DIM, DIM)
+        self.first = nn.Linear(models.DIM, models.DIM)
         self.blocks = nn.ModuleList(_Experts() for _ in range(4))
-        self.head = nn.Linear(DIM, 4)
+        self.head = nn.Linear(models.DIM, 4)
         self.use((0, 1))
 
     def use(self, experts: tuple[int, ...], drop: tuple[int, ...] = ()) -> None:
@@ -308,13 +294,15 @@ _USES: list[list[tuple[tuple[int, ...], tuple[int, ...]]]] = [
 def test_ranks_that_use_different_parameters(use: int, reshard_after_forward: bool) -> None:
     """With `set_reduce_scatter_unused_params`, ranks agree on every collective: zeros travel for
     what a rank has not used, and each rank gets a gradient for all of its rows."""
-    model = shard(OURS, seeded(_Mixture), reshard_after_forward=reshard_after_forward)
+    model = parity.shard(
+        parity.OURS, models.seeded(_Mixture), reshard_after_forward=reshard_after_forward
+    )
     model.set_reduce_scatter_unused_params(True)
     for _ in range(2):  # in the second step, with the order of the first one
         model.zero_grad()
         model.use(*_USES[use][dist.get_rank()])
-        with CountCollectives() as backward:
-            regression_loss(model, part(0)).backward()
+        with parity.CountCollectives() as backward:
+            parity.regression_loss(model, gradients.part(0)).backward()
         assert backward.reduce_scatters == 5
         gathers = [None] * dist.get_world_size()
         dist.all_gather_object(gathers, backward.counts)
@@ -324,29 +312,29 @@ def test_ranks_that_use_different_parameters(use: int, reshard_after_forward: bo
         plain.use(*_USES[use][rank])
         for param in plain.parameters():
             param.grad = torch.zeros_like(param)
-        regression_loss(plain, part(0, rank)).backward()
+        parity.regression_loss(plain, gradients.part(0, rank)).backward()
 
-    assert_like_unsharded(full_grads(model), seeded(_Mixture), compute)
+    gradients.assert_like_unsharded(parity.full_grads(model), models.seeded(_Mixture), compute)
 
 
 @ranks(2)
 def test_accumulation_on_ranks_that_use_different_parameters() -> None:
     """Each microbatch uses other parts; one reduction takes all of it."""
-    model = shard(OURS, seeded(_Mixture), reshard_after_forward=True)
+    model = parity.shard(parity.OURS, models.seeded(_Mixture), reshard_after_forward=True)
     model.set_reduce_scatter_unused_params(True)
     for i in range(2):
         model.set_requires_gradient_sync(i == 1)
         model.use(*_USES[i][dist.get_rank()])
-        regression_loss(model, part(i)).backward()
+        parity.regression_loss(model, gradients.part(i)).backward()
 
     def compute(plain: Any, rank: int) -> None:
         for param in plain.parameters():
             param.grad = torch.zeros_like(param)
         for i in range(2):
             plain.use(*_USES[i][rank])
-            regression_loss(plain, part(i, rank)).backward()
+            parity.regression_loss(plain, gradients.part(i, rank)).backward()
 
-    assert_like_unsharded(full_grads(model), seeded(_Mixture), compute)
+    gradients.assert_like_unsharded(parity.full_grads(model), models.seeded(_Mixture), compute)
 
 
 @packs
@@ -354,27 +342,27 @@ def test_accumulation_on_ranks_that_use_different_parameters() -> None:
 def test_part_of_a_group_unused_on_one_rank_does_not_hang() -> None:
     """By default ranks run the same collectives as long as each uses something of a group; a rank
     that used nothing of a parameter takes its rows of what others had."""
-    model = shard(OURS, seeded(_Mixture))
+    model = parity.shard(parity.OURS, models.seeded(_Mixture))
     model.use((0, 1) if dist.get_rank() == 0 else (0,))
-    with CountCollectives() as backward:
-        regression_loss(model, part(0)).backward()
+    with parity.CountCollectives() as backward:
+        parity.regression_loss(model, gradients.part(0)).backward()
     assert backward.reduce_scatters == 5
     assert model.blocks[0].experts[1].weight.grad is not None
 
 
 @ranks(2)
 def test_reducing_unused_parameters_is_recursive_and_can_be_turned_off() -> None:
-    model = shard(OURS, seeded(Choosy), reshard_after_forward=True)
+    model = parity.shard(parity.OURS, models.seeded(models.Choosy), reshard_after_forward=True)
     without = {name for name, _ in model.named_parameters() if "choices.b" in name}
     spare = {"spare.weight", "spare.bias"}
-    batch = regression_batches(DIM, 2, steps=1)[0]
+    batch = parity.regression_batches(models.DIM, 2, steps=1)[0]
     for flag, recurse, expected in (
         (True, True, set()),
         (False, False, spare),
         (False, True, spare | without),
     ):
         model.set_reduce_scatter_unused_params(flag, recurse=recurse)
-        regression_loss(model, my_part(batch)).backward()
+        parity.regression_loss(model, parity.my_part(batch)).backward()
         missing = {name for name, param in model.named_parameters() if param.grad is None}
         assert missing == expected, (flag, recurse)
         model.zero_grad()
@@ -384,12 +372,14 @@ def test_reducing_unused_parameters_is_recursive_and_can_be_turned_off() -> None
 
 
 @ranks(2, extended=(4,))
-@pytest.mark.parametrize("build", [mlp, partial(seeded, Repeated)], ids=["mlp", "repeated"])
+@pytest.mark.parametrize(
+    "build", [gradients.mlp, partial(models.seeded, models.Repeated)], ids=["mlp", "repeated"]
+)
 def test_optimizer_in_backward(build: Callable[[], nn.Module]) -> None:
     """A hook that steps as soon as a gradient is there, while other units' backward still runs."""
-    model = shard(OURS, build(), reshard_after_forward=True)
-    outputs = 4 if isinstance(model, MLP) else 2
-    batches = regression_batches(DIM, outputs, steps=4)
+    model = parity.shard(parity.OURS, build(), reshard_after_forward=True)
+    outputs = 4 if isinstance(model, models.MLP) else 2
+    batches = parity.regression_batches(models.DIM, outputs, steps=4)
     optimizers = {p: torch.optim.AdamW([p], lr=1e-2, foreach=True) for p in model.parameters()}
 
     def step(param: nn.Parameter) -> None:
@@ -400,11 +390,13 @@ def test_optimizer_in_backward(build: Callable[[], nn.Module]) -> None:
         param.register_post_accumulate_grad_hook(step)
     for batch in batches:
         with torch.no_grad():
-            model(my_part(batch)[0])  # leaves the root gathered
-        regression_loss(model, my_part(batch)).backward()
+            model(parity.my_part(batch)[0])  # leaves the root gathered
+        parity.regression_loss(model, parity.my_part(batch)).backward()
         assert all(param.grad is None for param in model.parameters())
-    expected = train_unsharded(build(), adamw, regression_loss, batches, slices=True)[-1].params
+    expected = parity.train_unsharded(
+        build(), parity.adamw, parity.regression_loss, batches, slices=True
+    )[-1].params
     if dist.get_world_size() == 2:
-        assert_equal(full_params(model), expected, "unsharded")
+        parity.assert_equal(parity.full_params(model), expected, "unsharded")
     else:
-        assert_close(full_params(model), expected, REORDERED_FP32, "unsharded")
+        parity.assert_close(parity.full_params(model), expected, parity.REORDERED_FP32, "unsharded")

@@ -12,30 +12,37 @@ import torch
 
 from fsdp2.core.reduce.reduction import Reduction
 from fsdp2.testing.virtual import VirtualDevice
-from tests.common.thread_ranks import ThreadCollectives, ThreadReplicas, run_mesh, run_ranks
-from tests.common.reductions import BF16, F16, F64, LARGE_AND_SMALL, ODD, Setup, run, step_names
+from tests.common import reductions, thread_ranks
 from tests.common.scenarios import SCENARIOS
 
 pytestmark = pytest.mark.alone
 
-KEPT = Setup(keep=True)
+KEPT = reductions.Setup(keep=True)
 
 SETUPS = [
     KEPT,
-    Setup(keep=True, direct=True),
-    Setup(keep=True, direct=True, grad=BF16, factor=8.0),
-    Setup(keep=True, direct=True, shapes=LARGE_AND_SMALL, pack_below=64, grad=BF16),
-    Setup(keep=True, shapes=ODD, grad=F16, reduce=F16),
-    Setup(keep=True, shapes=ODD, result=F64),
-    Setup(keep=True, shapes=ODD, to_host=True),
-    Setup(keep=True, shapes=ODD, to_host=True, grad=BF16, reduce=BF16),
+    reductions.Setup(keep=True, direct=True),
+    reductions.Setup(keep=True, direct=True, grad=reductions.BF16, factor=8.0),
+    reductions.Setup(
+        keep=True,
+        direct=True,
+        shapes=reductions.LARGE_AND_SMALL,
+        pack_below=64,
+        grad=reductions.BF16,
+    ),
+    reductions.Setup(keep=True, shapes=reductions.ODD, grad=reductions.F16, reduce=reductions.F16),
+    reductions.Setup(keep=True, shapes=reductions.ODD, result=reductions.F64),
+    reductions.Setup(keep=True, shapes=reductions.ODD, to_host=True),
+    reductions.Setup(
+        keep=True, shapes=reductions.ODD, to_host=True, grad=reductions.BF16, reduce=reductions.BF16
+    ),
 ]
 
 
 def _reduce(reduction: Reduction, value: float, present: Sequence[bool] | None = None) -> None:
     """One backward that leaves gradients of ``value`` on the members that are ``present``."""
     _leave(reduction, value, present)
-    run(reduction)
+    reductions.run(reduction)
 
 
 def _leave(reduction: Reduction, value: float, present: Sequence[bool] | None = None) -> None:
@@ -57,7 +64,7 @@ def _all_are(gradients: Sequence[Any], value: float) -> bool:
     return all(gradient.eq(value).all() for gradient in gradients)
 
 
-def _scale(setup: Setup, ranks: int) -> float:
+def _scale(setup: reductions.Setup, ranks: int) -> float:
     return 1.0 if setup.factor is None else ranks / setup.factor
 
 
@@ -70,11 +77,11 @@ def _scale(setup: Setup, ranks: int) -> float:
             ("hold_flat stage_direct", "reduce_direct deliver", "", ""),
         ),
         (
-            replace(KEPT, result=BF16),
+            replace(KEPT, result=reductions.BF16),
             ("allocate stage_packed hold_result", "reduce_packed cast deliver", "", ""),
         ),
         (
-            replace(KEPT, result=BF16, to_host=True),
+            replace(KEPT, result=reductions.BF16, to_host=True),
             (
                 "allocate stage_packed allocate_result",
                 "reduce_packed cast hold_on_host",
@@ -84,22 +91,26 @@ def _scale(setup: Setup, ranks: int) -> float:
         ),
     ],
 )
-def test_steps(setup: Setup, steps: tuple[str, ...]) -> None:
-    assert run_ranks(2, lambda c: step_names(setup.bind(c))) == [steps] * 2
+def test_steps(setup: reductions.Setup, steps: tuple[str, ...]) -> None:
+    assert thread_ranks.run_ranks(2, lambda c: reductions.step_names(setup.bind(c))) == [steps] * 2
 
 
 def test_partial_sums_are_not_in_memory_that_is_kept() -> None:
-    def names(collectives: ThreadCollectives, replicas: ThreadReplicas) -> tuple[str, ...]:
-        return step_names(KEPT.bind(collectives, replicas), all_reduce=False)
+    def names(
+        collectives: thread_ranks.ThreadCollectives, replicas: thread_ranks.ThreadReplicas
+    ) -> tuple[str, ...]:
+        return reductions.step_names(KEPT.bind(collectives, replicas), all_reduce=False)
 
     wanted = ("allocate stage_packed", "reduce_packed keep", "", "")
-    assert run_mesh(2, 2, names) == [wanted] * 4
+    assert thread_ranks.run_mesh(2, 2, names) == [wanted] * 4
 
 
 @pytest.mark.parametrize("setup", SETUPS)
 @pytest.mark.parametrize("copies", [1, 2])
-def test_the_same_objects_in_every_step(setup: Setup, copies: int) -> None:
-    def body(collectives: ThreadCollectives, replicas: ThreadReplicas) -> None:
+def test_the_same_objects_in_every_step(setup: reductions.Setup, copies: int) -> None:
+    def body(
+        collectives: thread_ranks.ThreadCollectives, replicas: thread_ranks.ThreadReplicas
+    ) -> None:
         reduction = setup.bind(collectives, replicas)
         scale = _scale(setup, 2 * copies)
         first: list[torch.Tensor] = []
@@ -111,12 +122,12 @@ def test_the_same_objects_in_every_step(setup: Setup, copies: int) -> None:
             assert _all_are(gradients, value * scale)
             _drop(reduction)
 
-    run_mesh(copies, 2, body, premultiplies=setup.premultiplies)
+    thread_ranks.run_mesh(copies, 2, body, premultiplies=setup.premultiplies)
 
 
 @pytest.mark.parametrize("setup", SETUPS)
-def test_gradients_that_are_there_are_added_to(setup: Setup) -> None:
-    def body(collectives: ThreadCollectives) -> None:
+def test_gradients_that_are_there_are_added_to(setup: reductions.Setup) -> None:
+    def body(collectives: thread_ranks.ThreadCollectives) -> None:
         reduction = setup.bind(collectives)
         scale = _scale(setup, 2)
         for value, total in ((1.0, 1.0), (2.0, 3.0), (4.0, 7.0)):
@@ -126,14 +137,14 @@ def test_gradients_that_are_there_are_added_to(setup: Setup) -> None:
         _reduce(reduction, 2.0)
         assert _all_are(_gradients(reduction), 2.0 * scale)
 
-    run_ranks(2, body)
+    thread_ranks.run_ranks(2, body)
 
 
 @pytest.mark.parametrize("setup", SETUPS)
-def test_one_gradient_that_stays_is_not_overwritten(setup: Setup) -> None:
+def test_one_gradient_that_stays_is_not_overwritten(setup: reductions.Setup) -> None:
     """The others are new; once all are dropped, the kept memory is used again."""
 
-    def body(collectives: ThreadCollectives) -> None:
+    def body(collectives: thread_ranks.ThreadCollectives) -> None:
         reduction = setup.bind(collectives)
         scale = _scale(setup, 2)
         _reduce(reduction, 1.0)
@@ -151,14 +162,14 @@ def test_one_gradient_that_stays_is_not_overwritten(setup: Setup) -> None:
         assert all(now is then for now, then in zip(_gradients(reduction), kept, strict=True))
         assert _all_are(kept, 4.0 * scale)
 
-    run_ranks(2, body)
+    thread_ranks.run_ranks(2, body)
 
 
 @pytest.mark.parametrize("to_host", [True, False])
 def test_members_without_a_gradient_get_none(to_host: bool) -> None:
     setup = replace(KEPT, to_host=to_host)
 
-    def body(collectives: ThreadCollectives) -> None:
+    def body(collectives: thread_ranks.ThreadCollectives) -> None:
         reduction = setup.bind(collectives)
         for present in ((True, False), (False, True), (True, True)):
             _reduce(reduction, 2.0, present)
@@ -168,13 +179,13 @@ def test_members_without_a_gradient_get_none(to_host: bool) -> None:
             _drop(reduction)
         assert [member.hooks_run for member in reduction.members] == [2, 2]
 
-    run_ranks(2, body)
+    thread_ranks.run_ranks(2, body)
 
 
 def test_two_reductions_on_their_way_to_the_host_are_summed() -> None:
     """The first has the kept memory; what the second brings is added when both have arrived."""
 
-    def body(collectives: ThreadCollectives) -> None:
+    def body(collectives: thread_ranks.ThreadCollectives) -> None:
         reduction = replace(KEPT, to_host=True).bind(collectives)
         jobs = []
         for value in (1.0, 2.0):
@@ -190,11 +201,11 @@ def test_two_reductions_on_their_way_to_the_host_are_summed() -> None:
                 step(job)
         assert _all_are(_gradients(reduction), 3.0)
 
-    run_ranks(2, body)
+    thread_ranks.run_ranks(2, body)
 
 
 def test_memory_of_an_abandoned_reduction_is_used_again() -> None:
-    def body(collectives: ThreadCollectives) -> None:
+    def body(collectives: thread_ranks.ThreadCollectives) -> None:
         reduction = KEPT.bind(collectives)
         _reduce(reduction, 1.0)
         kept = _gradients(reduction)
@@ -208,7 +219,7 @@ def test_memory_of_an_abandoned_reduction_is_used_again() -> None:
         assert all(now is then for now, then in zip(_gradients(reduction), kept, strict=True))
         assert _all_are(kept, 4.0)
 
-    run_ranks(2, body)
+    thread_ranks.run_ranks(2, body)
 
 
 @pytest.mark.parametrize(

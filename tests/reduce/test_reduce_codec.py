@@ -21,8 +21,7 @@ from fsdp2.core.reduce.transport import PackingReduce
 from fsdp2.testing.null_group import CallLog, init_null_group
 from fsdp2.testing.virtual import VirtualDevice
 from tests.common import random_models as _random_models
-from tests.common.thread_ranks import ThreadCollectives, ThreadReplicas, run_mesh, run_ranks
-from tests.common.reductions import BF16, F16, F32, ODD, Setup, run, step_names
+from tests.common import reductions, thread_ranks
 from tests.common.scenarios import SCENARIOS
 
 pytestmark = pytest.mark.alone
@@ -38,10 +37,10 @@ class RoundedReduce(PackingReduce):
         super()._bind(context)
         shape = (self.collectives.size, self.width)
         self.staging = staging = self.kernels.transient(2 * math.prod(shape), "rounded gradients")
-        self._rows = staging.view(BF16, 0, shape)
-        self._input = staging.view(BF16, 0, (math.prod(shape),))
+        self._rows = staging.view(reductions.BF16, 0, shape)
+        self._input = staging.view(reductions.BF16, 0, (math.prod(shape),))
         staging.release()
-        self._new_sums = self.kernels.bind_empty((self.width,), BF16, "rounded sums")
+        self._new_sums = self.kernels.bind_empty((self.width,), reductions.BF16, "rounded sums")
         self.scatter = self.collectives.bind_reduce_scatter(context.division.kind)
 
     def stage(self, job: Job) -> None:
@@ -70,21 +69,23 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TRANSPORTS, "rounded", RoundedReduce)
 
 
-ROUNDED = Setup(codec="rounded", shapes=ODD)
+ROUNDED = reductions.Setup(codec="rounded", shapes=reductions.ODD)
 FINE = 1 + 1 / 256  # no bf16 number; it becomes 1
 
 
 def test_its_steps_stand_where_those_of_others_do() -> None:
-    found = run_ranks(2, lambda c: step_names(ROUNDED.bind(c)))[0]
+    found = thread_ranks.run_ranks(2, lambda c: reductions.step_names(ROUNDED.bind(c)))[0]
     assert found == (
         "allocate stage_rounded",
         "reduce_rounded unstage reduce deliver",  # and the marks' own
         "",
         "",
     )
-    halves = replace(ROUNDED, grad=F16, reduce=F16)
+    halves = replace(ROUNDED, grad=reductions.F16, reduce=reductions.F16)
     reduce = "divide reduce_rounded unstage reduce divide cast deliver"
-    assert run_ranks(4, lambda c: step_names(halves.bind(c)))[0][1] == reduce
+    assert (
+        thread_ranks.run_ranks(4, lambda c: reductions.step_names(halves.bind(c)))[0][1] == reduce
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,57 +94,61 @@ def test_its_steps_stand_where_those_of_others_do() -> None:
         ROUNDED,
         replace(ROUNDED, direct=True),
         replace(ROUNDED, factor=8.0),
-        replace(ROUNDED, grad=BF16),
-        replace(ROUNDED, grad=F16, reduce=F16),
+        replace(ROUNDED, grad=reductions.BF16),
+        replace(ROUNDED, grad=reductions.F16, reduce=reductions.F16),
         replace(ROUNDED, to_host=True),
         replace(ROUNDED, keep=True),
         replace(ROUNDED, hook=lambda flat: flat.mul_(1)),
     ],
 )
 @pytest.mark.parametrize("copies", [1, 2])
-def test_what_it_reduces_is_rounded_and_all_else_as_ever(setup: Setup, copies: int) -> None:
-    def body(collectives: ThreadCollectives, replicas: ThreadReplicas) -> None:
+def test_what_it_reduces_is_rounded_and_all_else_as_ever(
+    setup: reductions.Setup, copies: int
+) -> None:
+    def body(
+        collectives: thread_ranks.ThreadCollectives, replicas: thread_ranks.ThreadReplicas
+    ) -> None:
         reduction = setup.bind(collectives, replicas)
         factor = 1.0 if setup.factor is None else 2 * copies / setup.factor
         for repetition in (1, 2):  # the second adds to what is there
             for member in reduction.members:
                 member.full_grad = torch.full(member.shape, FINE, dtype=setup.grad)
-            run(reduction)
+            reductions.run(reduction)
             for member in reduction.members:
-                assert member.gradient.dtype is F32
+                assert member.gradient.dtype is reductions.F32
                 assert member.gradient.eq(factor * repetition).all()
         assert collectives.calls == ["reduce_scatter"] * 4  # gradients and marks
         staging = reduction.transport.staging
         assert staging is not None
         assert not staging.allocated
 
-    run_mesh(copies, 2, body)
+    thread_ranks.run_mesh(copies, 2, body)
 
 
 def test_who_had_a_gradient_is_known_all_the_same() -> None:
-    def body(collectives: ThreadCollectives) -> None:
+    def body(collectives: thread_ranks.ThreadCollectives) -> None:
         reduction = ROUNDED.bind(collectives)
         first, second, *others = reduction.members
         (first, second)[collectives.rank].full_grad = torch.ones(
             (first, second)[collectives.rank].shape
         )
-        run(reduction)
+        reductions.run(reduction)
         assert first.gradient.eq(0.5).all()
         assert second.gradient.eq(0.5).all()
         assert all(other.gradient is None for other in others)
 
-    run_ranks(2, body)
+    thread_ranks.run_ranks(2, body)
 
 
 def test_one_rank_does_not_round() -> None:
-    def body(collectives: ThreadCollectives) -> None:
+    def body(collectives: thread_ranks.ThreadCollectives) -> None:
         reduction = ROUNDED.bind(collectives)
         for member in reduction.members:
             member.full_grad = torch.full(member.shape, FINE)
-        run(reduction)
+        reductions.run(reduction)
         assert all(member.gradient.eq(FINE).all() for member in reduction.members)
 
-    run_ranks(1, body)
+    thread_ranks.run_ranks(1, body)
 
 
 @pytest.mark.parametrize("scenario", ["steady", "accumulation", "replicated", "changing"])

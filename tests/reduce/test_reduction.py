@@ -16,22 +16,7 @@ from fsdp2.core.device.kernels import FusedKernels
 from fsdp2.core.layout.layout import Slot
 from fsdp2.core.reduce.division import plan_division
 from fsdp2.testing.counting import operators
-from tests.common.thread_ranks import ThreadCollectives, run_ranks
-from tests.common.reductions import (
-    ALIGNED,
-    BANDS,
-    BF16,
-    EMPTY,
-    F16,
-    F32,
-    F64,
-    LARGE_AND_SMALL,
-    ODD,
-    ODD_BANDS,
-    Setup,
-    step_names,
-)
-from tests.common.reductions import run as _run
+from tests.common import reductions, thread_ranks
 
 pytestmark = pytest.mark.alone
 
@@ -49,7 +34,7 @@ def _summary(
 
 
 @pytest.mark.parametrize("premultiplies", [True, False])
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("dtype", [reductions.F32, reductions.BF16])
 @pytest.mark.parametrize("factor", [None, 4, 4.0])
 def test_average_inside_the_collective(
     dtype: torch.dtype, factor: float | None, premultiplies: bool
@@ -57,7 +42,7 @@ def test_average_inside_the_collective(
     assert _summary(dtype, 4, factor, premultiplies) == (None, "avg", None)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("dtype", [reductions.F32, reductions.BF16])
 def test_other_factor_of_wide_dtypes(dtype: torch.dtype) -> None:
     assert _summary(dtype, 4, 3.0, premultiplies=True) == (None, "premul 3", None)
     assert _summary(dtype, 4, 3.0, premultiplies=False) == (None, "sum", 3.0)
@@ -65,7 +50,7 @@ def test_other_factor_of_wide_dtypes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("premultiplies", [True, False])
-@pytest.mark.parametrize("dtype", [F16, F64])
+@pytest.mark.parametrize("dtype", [reductions.F16, reductions.F64])
 @pytest.mark.parametrize(
     ("size", "factor", "before", "after"),
     [
@@ -94,7 +79,7 @@ def test_other_dtypes_divide_before_and_after_the_sum(
 
 def test_split_factor_is_the_whole_factor() -> None:
     for size in range(1, 300):
-        division = plan_division(F16, size, None, premultiplies=False)
+        division = plan_division(reductions.F16, size, None, premultiplies=False)
         before, after = division.before or 1.0, division.after or 1.0
         assert before * after == size
         assert math.log2(before).is_integer()  # exact in any floating-point dtype
@@ -112,121 +97,155 @@ def test_operations_of_the_collective() -> None:
 # ---- which steps
 
 
-def _steps(setup: Setup, size: int) -> tuple[str, str]:
-    def names(collectives: ThreadCollectives) -> tuple[str, str]:
-        compute, reduce, all_reduce, host = step_names(setup.bind(collectives))
+def _steps(setup: reductions.Setup, size: int) -> tuple[str, str]:
+    def names(collectives: thread_ranks.ThreadCollectives) -> tuple[str, str]:
+        compute, reduce, all_reduce, host = reductions.step_names(setup.bind(collectives))
         assert all_reduce == host == ""
         return compute, reduce
 
-    return run_ranks(size, names, premultiplies=setup.premultiplies)[0]
+    return thread_ranks.run_ranks(size, names, premultiplies=setup.premultiplies)[0]
 
 
 FOUR_RANKS = [
-    (Setup(direct=True), "allocate stage_direct", "reduce_direct deliver"),
+    (reductions.Setup(direct=True), "allocate stage_direct", "reduce_direct deliver"),
     (
-        Setup(direct=True, factor=3.0, premultiplies=True),
+        reductions.Setup(direct=True, factor=3.0, premultiplies=True),
         "allocate stage_direct",
         "reduce_direct deliver",
     ),
-    (Setup(direct=True, factor=3.0), "allocate stage_direct", "reduce_direct divide deliver"),
-    (Setup(direct=True, shapes=ALIGNED, grad=BF16), "allocate stage_cast", "reduce_cast deliver"),
     (
-        Setup(direct=True, shapes=ALIGNED, grad=BF16, reduce=BF16),
+        reductions.Setup(direct=True, factor=3.0),
+        "allocate stage_direct",
+        "reduce_direct divide deliver",
+    ),
+    (
+        reductions.Setup(direct=True, shapes=reductions.ALIGNED, grad=reductions.BF16),
+        "allocate stage_cast",
+        "reduce_cast deliver",
+    ),
+    (
+        reductions.Setup(
+            direct=True, shapes=reductions.ALIGNED, grad=reductions.BF16, reduce=reductions.BF16
+        ),
         "allocate stage_direct allocate_result",
         "reduce_direct cast deliver",
     ),
     (
-        Setup(direct=True, shapes=ALIGNED, grad=F16, reduce=F16, shard=F16),
+        reductions.Setup(
+            direct=True,
+            shapes=reductions.ALIGNED,
+            grad=reductions.F16,
+            reduce=reductions.F16,
+            shard=reductions.F16,
+        ),
         "allocate stage_direct",
         "divide reduce_direct divide deliver",
     ),
     (
-        Setup(direct=True, shapes=LARGE_AND_SMALL, pack_below=64),
+        reductions.Setup(direct=True, shapes=reductions.LARGE_AND_SMALL, pack_below=64),
         "allocate stage_joined",
         "reduce_joined deliver",
     ),
     (
-        Setup(direct=True, shapes=LARGE_AND_SMALL, pack_below=64, grad=BF16),
+        reductions.Setup(
+            direct=True, shapes=reductions.LARGE_AND_SMALL, pack_below=64, grad=reductions.BF16
+        ),
         "allocate stage_joined",
         "reduce_joined deliver",
     ),
     (
-        Setup(direct=True, shapes=LARGE_AND_SMALL, pack_below=64, grad=F16, reduce=F16, shard=F16),
+        reductions.Setup(
+            direct=True,
+            shapes=reductions.LARGE_AND_SMALL,
+            pack_below=64,
+            grad=reductions.F16,
+            reduce=reductions.F16,
+            shard=reductions.F16,
+        ),
         "allocate stage_joined",
         "divide reduce_joined divide deliver",
     ),
-    (Setup(), "allocate stage_packed", "reduce_packed deliver"),
-    (Setup(grad=BF16), "allocate stage_packed", "reduce_packed deliver"),
+    (reductions.Setup(), "allocate stage_packed", "reduce_packed deliver"),
+    (reductions.Setup(grad=reductions.BF16), "allocate stage_packed", "reduce_packed deliver"),
     (
-        Setup(grad=F16, reduce=F16, factor=6.0),
+        reductions.Setup(grad=reductions.F16, reduce=reductions.F16, factor=6.0),
         "allocate stage_packed allocate_result",
         "divide reduce_packed divide cast deliver",
     ),
-    (Setup(shapes=EMPTY), "allocate", "deliver"),
-    (Setup(shapes=EMPTY, factor=6.0), "allocate", "deliver"),
-    (Setup(shapes=EMPTY, reduce=BF16), "allocate allocate_result", "cast deliver"),
+    (reductions.Setup(shapes=reductions.EMPTY), "allocate", "deliver"),
+    (reductions.Setup(shapes=reductions.EMPTY, factor=6.0), "allocate", "deliver"),
+    (
+        reductions.Setup(shapes=reductions.EMPTY, reduce=reductions.BF16),
+        "allocate allocate_result",
+        "cast deliver",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("setup", "compute", "reduce"), FOUR_RANKS)
-def test_steps_of_four_ranks(setup: Setup, compute: str, reduce: str) -> None:
+def test_steps_of_four_ranks(setup: reductions.Setup, compute: str, reduce: str) -> None:
     assert _steps(setup, 4) == (compute, reduce)
 
 
 @pytest.mark.parametrize(
     ("setup", "compute"),
     [
-        (Setup(), "allocate deliver"),
-        (Setup(reduce=BF16), "allocate deliver"),
-        (Setup(factor=1.0), "allocate deliver"),
-        (Setup(factor=2.0), "allocate divide_rows deliver"),
-        (Setup(grad=BF16), "allocate stage_local deliver"),
-        (Setup(grad=BF16, factor=2.0), "allocate stage_local divide_rows deliver"),
-        (Setup(shapes=EMPTY), "allocate deliver"),
+        (reductions.Setup(), "allocate deliver"),
+        (reductions.Setup(reduce=reductions.BF16), "allocate deliver"),
+        (reductions.Setup(factor=1.0), "allocate deliver"),
+        (reductions.Setup(factor=2.0), "allocate divide_rows deliver"),
+        (reductions.Setup(grad=reductions.BF16), "allocate stage_local deliver"),
+        (
+            reductions.Setup(grad=reductions.BF16, factor=2.0),
+            "allocate stage_local divide_rows deliver",
+        ),
+        (reductions.Setup(shapes=reductions.EMPTY), "allocate deliver"),
     ],
 )
-def test_steps_of_one_rank(setup: Setup, compute: str) -> None:
+def test_steps_of_one_rank(setup: reductions.Setup, compute: str) -> None:
     assert _steps(setup, 1) == (compute, "")  # nothing to communicate: nothing on another lane
 
 
-@pytest.mark.parametrize("grad", [F32, BF16])
-@pytest.mark.parametrize("reduce", [F32, BF16])
+@pytest.mark.parametrize("grad", [reductions.F32, reductions.BF16])
+@pytest.mark.parametrize("reduce", [reductions.F32, reductions.BF16])
 def test_one_rank_reduces_in_the_dtype_of_the_shard(reduce: torch.dtype, grad: torch.dtype) -> None:
-    def body(collectives: ThreadCollectives) -> None:
-        reduction = Setup(grad=grad, reduce=reduce).bind(collectives)
-        assert reduction.reduce_dtype is F32  # what gradients without sync accumulate in
+    def body(collectives: thread_ranks.ThreadCollectives) -> None:
+        reduction = reductions.Setup(grad=grad, reduce=reduce).bind(collectives)
+        assert reduction.reduce_dtype is reductions.F32  # what gradients without sync accumulate in
         (member, _) = reduction.members
         member.full_grad = torch.full(member.shape, 1 + 1 / 256)  # not a bf16 number
-        _run(reduction)
-        assert member.gradient.dtype is F32
+        reductions.run(reduction)
+        assert member.gradient.dtype is reductions.F32
         assert member.gradient.eq(1 + 1 / 256).all()
 
-    run_ranks(1, body)
+    thread_ranks.run_ranks(1, body)
 
 
 def test_a_reduction_that_is_replaced_is_freed_at_once() -> None:
     """No part of it refers to another that refers back: no memory waits for the collector."""
 
-    def body(collectives: ThreadCollectives) -> None:
+    def body(collectives: thread_ranks.ThreadCollectives) -> None:
         for setup, _, _ in FOUR_RANKS:
             for kept in (setup, replace(setup, keep=True), replace(setup, to_host=True, keep=True)):
                 reduction = kept.bind(collectives)
                 for member in reduction.members:
                     member.full_grad = torch.zeros(member.shape, dtype=setup.grad)
-                _run(reduction)
+                reductions.run(reduction)
                 memory = [member.gradient for member in reduction.members]
                 left = [*map(weakref.ref, (reduction, reduction.transport, *memory))]
                 del reduction, member, memory
                 assert [each() for each in left] == [None] * len(left)
 
     for size in (1, 4):
-        run_ranks(size, body)
+        thread_ranks.run_ranks(size, body)
 
 
 # ---- what comes out
 
 
-def _gradients(setup: Setup, slots: Sequence[Slot], rank: int, seed: int = 0) -> list[torch.Tensor]:
+def _gradients(
+    setup: reductions.Setup, slots: Sequence[Slot], rank: int, seed: int = 0
+) -> list[torch.Tensor]:
     """Whole numbers, small enough that every sum below is exact in bf16 and fp16."""
     generator = torch.Generator().manual_seed(seed * 100 + rank)
     return [
@@ -234,7 +253,9 @@ def _gradients(setup: Setup, slots: Sequence[Slot], rank: int, seed: int = 0) ->
     ]
 
 
-def _wanted(setup: Setup, slot: Slot, position: int, size: int, rank: int) -> torch.Tensor:
+def _wanted(
+    setup: reductions.Setup, slot: Slot, position: int, size: int, rank: int
+) -> torch.Tensor:
     """One rank's rows of the reduced gradient, in fp64."""
     slots = setup.slots(size)
     total = sum(_gradients(setup, slots, other)[position].double() for other in range(size))
@@ -248,47 +269,77 @@ def _wanted(setup: Setup, slot: Slot, position: int, size: int, rank: int) -> to
 @pytest.mark.parametrize(
     "setup",
     [
-        Setup(direct=True),
-        Setup(direct=True, factor=8.0),
-        Setup(direct=True, factor=8.0, premultiplies=True),
-        Setup(direct=True, grad=BF16),
-        Setup(direct=True, grad=BF16, reduce=BF16),
-        Setup(direct=True, reduce=BF16),
-        Setup(direct=True, grad=F16, reduce=F16),
-        Setup(direct=True, grad=F64, reduce=F64, shard=F64),
-        Setup(direct=True, shapes=LARGE_AND_SMALL, pack_below=64),
-        Setup(direct=True, shapes=LARGE_AND_SMALL, pack_below=64, factor=8.0, premultiplies=True),
-        Setup(direct=True, shapes=LARGE_AND_SMALL, pack_below=64, grad=BF16),
-        Setup(direct=True, shapes=LARGE_AND_SMALL, pack_below=64, grad=BF16, reduce=BF16),
-        Setup(direct=True, shapes=LARGE_AND_SMALL, pack_below=64, grad=F16, reduce=F16, shard=F16),
-        Setup(direct=True, shapes=LARGE_AND_SMALL, pack_below=64, keep=True),
-        Setup(direct=True, shapes=ODD, pack_below=64),
-        Setup(),
-        Setup(shapes=ODD),
-        Setup(shapes=ODD, factor=8.0),
-        Setup(shapes=ODD, factor=8.0, premultiplies=True),
-        Setup(shapes=ODD, grad=BF16),
-        Setup(shapes=ODD, grad=BF16, reduce=BF16),
-        Setup(shapes=ODD, reduce=BF16),
-        Setup(shapes=ODD, grad=F16, reduce=F16),
-        Setup(shapes=ODD, grad=F16, reduce=F16, factor=2.0),
-        Setup(shapes=ODD, grad=BF16, reduce=BF16, shard=BF16),
-        Setup(shapes=EMPTY),
-        Setup(shapes=EMPTY, grad=BF16, factor=2.0),
+        reductions.Setup(direct=True),
+        reductions.Setup(direct=True, factor=8.0),
+        reductions.Setup(direct=True, factor=8.0, premultiplies=True),
+        reductions.Setup(direct=True, grad=reductions.BF16),
+        reductions.Setup(direct=True, grad=reductions.BF16, reduce=reductions.BF16),
+        reductions.Setup(direct=True, reduce=reductions.BF16),
+        reductions.Setup(direct=True, grad=reductions.F16, reduce=reductions.F16),
+        reductions.Setup(
+            direct=True, grad=reductions.F64, reduce=reductions.F64, shard=reductions.F64
+        ),
+        reductions.Setup(direct=True, shapes=reductions.LARGE_AND_SMALL, pack_below=64),
+        reductions.Setup(
+            direct=True,
+            shapes=reductions.LARGE_AND_SMALL,
+            pack_below=64,
+            factor=8.0,
+            premultiplies=True,
+        ),
+        reductions.Setup(
+            direct=True, shapes=reductions.LARGE_AND_SMALL, pack_below=64, grad=reductions.BF16
+        ),
+        reductions.Setup(
+            direct=True,
+            shapes=reductions.LARGE_AND_SMALL,
+            pack_below=64,
+            grad=reductions.BF16,
+            reduce=reductions.BF16,
+        ),
+        reductions.Setup(
+            direct=True,
+            shapes=reductions.LARGE_AND_SMALL,
+            pack_below=64,
+            grad=reductions.F16,
+            reduce=reductions.F16,
+            shard=reductions.F16,
+        ),
+        reductions.Setup(direct=True, shapes=reductions.LARGE_AND_SMALL, pack_below=64, keep=True),
+        reductions.Setup(direct=True, shapes=reductions.ODD, pack_below=64),
+        reductions.Setup(),
+        reductions.Setup(shapes=reductions.ODD),
+        reductions.Setup(shapes=reductions.ODD, factor=8.0),
+        reductions.Setup(shapes=reductions.ODD, factor=8.0, premultiplies=True),
+        reductions.Setup(shapes=reductions.ODD, grad=reductions.BF16),
+        reductions.Setup(shapes=reductions.ODD, grad=reductions.BF16, reduce=reductions.BF16),
+        reductions.Setup(shapes=reductions.ODD, reduce=reductions.BF16),
+        reductions.Setup(shapes=reductions.ODD, grad=reductions.F16, reduce=reductions.F16),
+        reductions.Setup(
+            shapes=reductions.ODD, grad=reductions.F16, reduce=reductions.F16, factor=2.0
+        ),
+        reductions.Setup(
+            shapes=reductions.ODD,
+            grad=reductions.BF16,
+            reduce=reductions.BF16,
+            shard=reductions.BF16,
+        ),
+        reductions.Setup(shapes=reductions.EMPTY),
+        reductions.Setup(shapes=reductions.EMPTY, grad=reductions.BF16, factor=2.0),
     ],
 )
-def test_every_rank_gets_its_rows(setup: Setup, size: int) -> None:
+def test_every_rank_gets_its_rows(setup: reductions.Setup, size: int) -> None:
     _check_rows(setup, size)
 
 
-def _check_rows(setup: Setup, size: int) -> None:
-    def body(collectives: ThreadCollectives) -> None:
+def _check_rows(setup: reductions.Setup, size: int) -> None:
+    def body(collectives: thread_ranks.ThreadCollectives) -> None:
         reduction = setup.bind(collectives)
         grads = _gradients(setup, reduction.transport.slots, collectives.rank)
         for repetition in (1, 2):  # the second adds to what is there
             for member, grad in zip(reduction.members, grads, strict=True):
                 member.full_grad = grad.clone()
-            _run(reduction)
+            reductions.run(reduction)
             for i, (member, slot) in enumerate(
                 zip(reduction.members, reduction.transport.slots, strict=True)
             ):
@@ -299,43 +350,46 @@ def _check_rows(setup: Setup, size: int) -> None:
                 assert torch.equal(rows.double(), wanted)
                 assert member.hooks_run == repetition
 
-    run_ranks(size, body, premultiplies=setup.premultiplies)
+    thread_ranks.run_ranks(size, body, premultiplies=setup.premultiplies)
 
 
 @pytest.mark.parametrize(
     "setup",
     [
-        Setup(direct=True, shapes=BANDS),
-        Setup(direct=True, shapes=BANDS, grad=BF16),
-        Setup(shapes=BANDS),
-        Setup(shapes=ODD_BANDS),
-        Setup(shapes=ODD_BANDS, grad=BF16),
-        Setup(shapes=ODD_BANDS, factor=8.0),
+        reductions.Setup(direct=True, shapes=reductions.BANDS),
+        reductions.Setup(direct=True, shapes=reductions.BANDS, grad=reductions.BF16),
+        reductions.Setup(shapes=reductions.BANDS),
+        reductions.Setup(shapes=reductions.ODD_BANDS),
+        reductions.Setup(shapes=reductions.ODD_BANDS, grad=reductions.BF16),
+        reductions.Setup(shapes=reductions.ODD_BANDS, factor=8.0),
     ],
 )
-def test_every_rank_gets_its_part_of_a_band(setup: Setup) -> None:
+def test_every_rank_gets_its_part_of_a_band(setup: reductions.Setup) -> None:
     _check_rows(setup, 4)
 
 
 @pytest.mark.parametrize(
     ("setup", "name"),
     [
-        (Setup(direct=True), "reduce_scatter_many"),
-        (Setup(direct=True, shapes=LARGE_AND_SMALL, pack_below=64), "reduce_scatter_many"),
-        (Setup(), "reduce_scatter"),
+        (reductions.Setup(direct=True), "reduce_scatter_many"),
+        (
+            reductions.Setup(direct=True, shapes=reductions.LARGE_AND_SMALL, pack_below=64),
+            "reduce_scatter_many",
+        ),
+        (reductions.Setup(), "reduce_scatter"),
     ],
 )
-def test_collectives_of_a_reduction(setup: Setup, name: str) -> None:
-    def body(collectives: ThreadCollectives) -> list[str]:
+def test_collectives_of_a_reduction(setup: reductions.Setup, name: str) -> None:
+    def body(collectives: thread_ranks.ThreadCollectives) -> list[str]:
         reduction = setup.bind(collectives)
         grads = _gradients(setup, reduction.transport.slots, collectives.rank)
         for member, grad in zip(reduction.members, grads, strict=True):
             member.full_grad = grad
-        _run(reduction)
+        reductions.run(reduction)
         return collectives.calls
 
-    assert run_ranks(2, body) == [[name], [name]]
-    assert run_ranks(1, body) == [[]]
+    assert thread_ranks.run_ranks(2, body) == [[name], [name]]
+    assert thread_ranks.run_ranks(1, body) == [[]]
 
 
 def test_a_transposed_gradient_is_copied_apart_from_the_others() -> None:
@@ -343,7 +397,7 @@ def test_a_transposed_gradient_is_copied_apart_from_the_others() -> None:
     kernels = FusedKernels(torch.device("cpu"))
     sources = [torch.randn(4, 6), torch.randn(6, 4).t(), torch.randn(3)]
     for given in (sources, sources[1:2], sources[::2], []):
-        targets = [torch.zeros(source.shape, dtype=F64) for source in given]
+        targets = [torch.zeros(source.shape, dtype=reductions.F64) for source in given]
         counts = operators(lambda to=targets, given=given: kernels.copy_strided(to, given))
         strided = sum(not source.is_contiguous() for source in given)
         assert counts["aten.copy_.default"] == strided
@@ -353,41 +407,43 @@ def test_a_transposed_gradient_is_copied_apart_from_the_others() -> None:
 
 
 def test_empty_parameters_have_nothing_to_reduce() -> None:
-    def body(collectives: ThreadCollectives) -> list[str]:
-        reduction = Setup(shapes=EMPTY).bind(collectives)
+    def body(collectives: thread_ranks.ThreadCollectives) -> list[str]:
+        reduction = reductions.Setup(shapes=reductions.EMPTY).bind(collectives)
         for member in reduction.members:
             member.full_grad = torch.zeros(member.shape)
-        _run(reduction)
+        reductions.run(reduction)
         assert [member.hooks_run for member in reduction.members] == [1, 1, 1]
         return collectives.calls
 
-    assert run_ranks(2, body) == [[], []]
+    assert thread_ranks.run_ranks(2, body) == [[], []]
 
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_sum_of_large_halves_does_not_overflow(direct: bool) -> None:
-    setup = Setup(direct=direct, grad=F16, reduce=F16, shard=F16)
+    setup = reductions.Setup(
+        direct=direct, grad=reductions.F16, reduce=reductions.F16, shard=reductions.F16
+    )
 
-    def body(collectives: ThreadCollectives) -> None:
+    def body(collectives: thread_ranks.ThreadCollectives) -> None:
         reduction = setup.bind(collectives)
         for member in reduction.members:
-            member.full_grad = torch.full(member.shape, 30000.0, dtype=F16)
-        _run(reduction)
+            member.full_grad = torch.full(member.shape, 30000.0, dtype=reductions.F16)
+        reductions.run(reduction)
         for member in reduction.members:
             assert member.gradient.eq(30000.0).all()
 
-    run_ranks(4, body)
+    thread_ranks.run_ranks(4, body)
 
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("take_missing", [True, False])
 def test_absent_gradients(take_missing: bool, size: int, direct: bool) -> None:
-    def body(collectives: ThreadCollectives) -> None:
-        reduction = Setup(direct=direct).bind(collectives)
+    def body(collectives: thread_ranks.ThreadCollectives) -> None:
+        reduction = reductions.Setup(direct=direct).bind(collectives)
         present, absent = reduction.members
         present.full_grad = torch.ones(present.shape)
-        _run(reduction, take_missing)
+        reductions.run(reduction, take_missing)
         assert present.gradient.eq(1).all()
         assert (present.hooks_run, absent.hooks_run) == (1, int(take_missing))
         if take_missing:
@@ -395,59 +451,59 @@ def test_absent_gradients(take_missing: bool, size: int, direct: bool) -> None:
         else:
             assert absent.gradient is None
 
-    run_ranks(size, body)
+    thread_ranks.run_ranks(size, body)
 
 
 def test_no_gradient_at_all() -> None:
-    def body(collectives: ThreadCollectives) -> None:
-        reduction = Setup().bind(collectives)
+    def body(collectives: thread_ranks.ThreadCollectives) -> None:
+        reduction = reductions.Setup().bind(collectives)
         assert reduction.collect(take_missing=False) is None
         job = reduction.collect(take_missing=True)
         assert job is not None
         assert job.present == [True, True]
         assert all(grad.eq(0).all() for grad in job.grads)
 
-    run_ranks(2, body)
+    thread_ranks.run_ranks(2, body)
 
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("missing", [True, False])
 def test_accumulated_gradients_have_another_dtype(missing: bool, direct: bool) -> None:
-    setup = Setup(direct=direct, grad=BF16, reduce=F32)
+    setup = reductions.Setup(direct=direct, grad=reductions.BF16, reduce=reductions.F32)
 
-    def body(collectives: ThreadCollectives) -> None:
+    def body(collectives: thread_ranks.ThreadCollectives) -> None:
         reduction = setup.bind(collectives)
         first, second = reduction.members
         first.full_grad = torch.full(first.shape, 1 / 3)  # in fp32, where it was summed up
         if not missing:
-            second.full_grad = torch.ones(second.shape, dtype=BF16)
-        _run(reduction)
+            second.full_grad = torch.ones(second.shape, dtype=reductions.BF16)
+        reductions.run(reduction)
         assert first.gradient.eq(torch.tensor(1 / 3)).all()  # not rounded to bf16 on the way
         assert (second.gradient is None) == missing
 
-    run_ranks(2, body)
+    thread_ranks.run_ranks(2, body)
 
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("size", [1, 2])
 def test_gradients_that_are_not_contiguous(size: int, direct: bool) -> None:
-    setup = Setup(direct=direct, shapes=(((8, 4), 0),))
+    setup = reductions.Setup(direct=direct, shapes=(((8, 4), 0),))
 
-    def body(collectives: ThreadCollectives) -> None:
+    def body(collectives: thread_ranks.ThreadCollectives) -> None:
         reduction = setup.bind(collectives)
         (member,), (slot,) = reduction.members, reduction.transport.slots
         whole = torch.arange(32.0).view(4, 8).t()
         member.full_grad = whole
-        _run(reduction)
+        reductions.run(reduction)
         start = collectives.rank * slot.chunk
         assert torch.equal(member.gradient, whole[start : start + slot.rows(collectives.rank)])
 
-    run_ranks(size, body)
+    thread_ranks.run_ranks(size, body)
 
 
 def test_memory_of_the_collective_is_there_only_while_it_is_needed() -> None:
-    def body(collectives: ThreadCollectives) -> None:
-        reduction = Setup(shapes=ODD).bind(collectives)
+    def body(collectives: thread_ranks.ThreadCollectives) -> None:
+        reduction = reductions.Setup(shapes=reductions.ODD).bind(collectives)
         assert not reduction.transport.staging.allocated
         job = reduction.collect(take_missing=True)
         assert job is not None
@@ -462,12 +518,12 @@ def test_memory_of_the_collective_is_there_only_while_it_is_needed() -> None:
         assert not reduction.transport.staging.allocated
         reduction.transport.release()  # once is enough, twice does no harm
 
-    run_ranks(2, body)
+    thread_ranks.run_ranks(2, body)
 
 
 def test_gradient_that_was_added_to_is_kept_though_a_hook_drops_it() -> None:
-    def body(collectives: ThreadCollectives) -> None:
-        reduction = Setup().bind(collectives)
+    def body(collectives: thread_ranks.ThreadCollectives) -> None:
+        reduction = reductions.Setup().bind(collectives)
         first, second = reduction.members
         shape = reduction.transport.slots[0].local_shape(collectives.rank)
         first.gradient = there = torch.ones(shape)
@@ -487,4 +543,4 @@ def test_gradient_that_was_added_to_is_kept_though_a_hook_drops_it() -> None:
         assert there.eq(2).all()
         assert second.gradient.eq(1).all()
 
-    run_ranks(2, body)
+    thread_ranks.run_ranks(2, body)

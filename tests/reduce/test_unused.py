@@ -12,9 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import fully_shard
-from tests.common import meshes, models
+from tests.common import meshes, models, parity
 from tests.common.gradients import unsharded_grads
-from tests.common.parity import FP32, assert_close, assert_equal, full_grads, world_mesh
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -52,8 +51,8 @@ def _expected(used: list[int], inputs: list[Tensor]) -> dict[str, Tensor | None]
 def test_ranks_that_use_different_outputs_reduce_alike(used: list[int]) -> None:
     model = models.seeded(Tower)
     for block in model.blocks:
-        fully_shard(block, mesh=world_mesh())
-    fully_shard(model, mesh=world_mesh())
+        fully_shard(block, mesh=parity.world_mesh())
+    fully_shard(model, mesh=parity.world_mesh())
     model.set_reduce_scatter_unused_params(True)
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(4, DIM, generator=generator, requires_grad=True) for _ in used]
@@ -61,7 +60,7 @@ def test_ranks_that_use_different_outputs_reduce_alike(used: list[int]) -> None:
     for _ in range(2):  # the second time the order is known, and guesses are right
         model.zero_grad()
         model(inputs[rank], used[rank]).sum().backward()
-        assert_equal(full_grads(model), _expected(used, inputs))
+        parity.assert_equal(parity.full_grads(model), _expected(used, inputs))
 
 
 class Nest(nn.Module):
@@ -85,9 +84,9 @@ def test_units_inside_units_that_are_skipped(used: list[int], forwards: int) -> 
     model, plain = models.seeded(Nest), models.seeded(Nest)
     for tower in model.towers:
         for block in tower.blocks:
-            fully_shard(block, mesh=world_mesh())
-        fully_shard(tower, mesh=world_mesh())
-    fully_shard(model, mesh=world_mesh())
+            fully_shard(block, mesh=parity.world_mesh())
+        fully_shard(tower, mesh=parity.world_mesh())
+    fully_shard(model, mesh=parity.world_mesh())
     model.set_reduce_scatter_unused_params(True)
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(4, DIM, generator=generator, requires_grad=True) for _ in used]
@@ -104,7 +103,7 @@ def test_units_inside_units_that_are_skipped(used: list[int], forwards: int) -> 
             name: torch.zeros_like(p) if p.grad is None else p.grad / 2
             for name, p in plain.named_parameters()
         }
-        assert_close(full_grads(model), expected, FP32)
+        parity.assert_close(parity.full_grads(model), expected, parity.FP32)
 
 
 def _assert_like_unsharded(model: Any, plain: nn.Module, *how: Any) -> None:
@@ -127,7 +126,7 @@ def _assert_like_unsharded(model: Any, plain: nn.Module, *how: Any) -> None:
     for _ in range(2):
         model.zero_grad()
         compute(model, dist.get_rank())
-        assert_close(full_grads(model), expected, FP32)
+        parity.assert_close(parity.full_grads(model), expected, parity.FP32)
 
 
 class Ahead(nn.Module):
@@ -151,8 +150,8 @@ def test_units_whose_inputs_require_grad_on_one_rank(calls: list[int]) -> None:
     """Only there is the end of their backward seen; they are reduced in the same order."""
     model, plain = models.seeded(Ahead), models.seeded(Ahead)
     for block in model.blocks:
-        fully_shard(block, mesh=world_mesh())
-    fully_shard(model, mesh=world_mesh())
+        fully_shard(block, mesh=parity.world_mesh())
+    fully_shard(model, mesh=parity.world_mesh())
     _assert_like_unsharded(model, plain, calls)
 
 
@@ -194,8 +193,8 @@ def test_several_units_in_one_checkpoint(reentrant: bool, behind: bool) -> None:
     """Recomputed in the order of forward, they are reduced in that of backward."""
     model, plain = models.seeded(Recomputed), models.seeded(Recomputed)
     for module in (*model.units, model.last):
-        fully_shard(module, mesh=world_mesh())
-    fully_shard(model, mesh=world_mesh())
+        fully_shard(module, mesh=parity.world_mesh())
+    fully_shard(model, mesh=parity.world_mesh())
     _assert_like_unsharded(model, plain, reentrant, behind)
 
 
@@ -220,9 +219,9 @@ class Listed(nn.Module):
 def test_a_list_in_a_checkpoint(reentrant: bool) -> None:
     """Its second module's input is not its end, nor is the first's output the call before."""
     model, plain = models.seeded(Listed), models.seeded(Listed)
-    fully_shard([*model.parts], mesh=world_mesh())
-    fully_shard(model.between, mesh=world_mesh())
-    fully_shard(model, mesh=world_mesh())
+    fully_shard([*model.parts], mesh=parity.world_mesh())
+    fully_shard(model.between, mesh=parity.world_mesh())
+    fully_shard(model, mesh=parity.world_mesh())
     _assert_like_unsharded(model, plain, reentrant)
 
 
@@ -250,9 +249,9 @@ def test_a_unit_inside_a_list_in_a_checkpoint(reentrant: bool, newest: bool) -> 
     Where its input is not autograd's newest, the list's backward ends at a view of it.
     """
     model, plain = models.seeded(Around), models.seeded(Around)
-    fully_shard(model.parts[0].linear, mesh=world_mesh())
-    fully_shard([*model.parts], mesh=world_mesh())
-    fully_shard(model, mesh=world_mesh())
+    fully_shard(model.parts[0].linear, mesh=parity.world_mesh())
+    fully_shard([*model.parts], mesh=parity.world_mesh())
+    fully_shard(model, mesh=parity.world_mesh())
     _assert_like_unsharded(model, plain, reentrant, newest)
 
 
@@ -284,7 +283,7 @@ class MaybeUsed(nn.Module):
 def test_a_root_without_parameters_none_of_whose_units_a_rank_uses(forwards: int) -> None:
     model, plain = models.seeded(MaybeUsed), models.seeded(MaybeUsed)
     for module in (model.inner.linear, model.inner, model):
-        fully_shard(module, mesh=world_mesh())
+        fully_shard(module, mesh=parity.world_mesh())
     model.set_reduce_scatter_unused_params(True)
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(4, DIM, generator=generator, requires_grad=True) for _ in range(forwards)]
@@ -294,7 +293,7 @@ def test_a_root_without_parameters_none_of_whose_units_a_rank_uses(forwards: int
     torch.stack([plain(x, True).sum() for x in inputs]).sum().backward()
     expected = {name: p.grad / 2 for name, p in plain.named_parameters() if p.grad is not None}
     assert len(expected) == 2
-    assert_close(full_grads(model), expected, FP32)
+    parity.assert_close(parity.full_grads(model), expected, parity.FP32)
 
 
 class Twice(nn.Module):
@@ -322,8 +321,8 @@ class Scaled(nn.Module):
 def test_a_unit_that_is_called_twice_and_returns_its_input_on_one_rank() -> None:
     """What it returns is a view of what is outside of it: no gradient enters the unit by that."""
     model, plain = models.seeded(Twice), models.seeded(Twice)
-    fully_shard(model.unit, mesh=world_mesh())
-    fully_shard(model, mesh=world_mesh())
+    fully_shard(model.unit, mesh=parity.world_mesh())
+    fully_shard(model, mesh=parity.world_mesh())
     model.set_reduce_scatter_unused_params(True)
     x = torch.ones(2, DIM)
     for _ in range(2):
@@ -333,7 +332,7 @@ def test_a_unit_that_is_called_twice_and_returns_its_input_on_one_rank() -> None
         plain(x, rank).sum().backward()
     expected = {name: p.grad / 2 for name, p in plain.named_parameters() if p.grad is not None}
     assert len(expected) == 2
-    assert_close(full_grads(model), expected, FP32)
+    parity.assert_close(parity.full_grads(model), expected, parity.FP32)
 
 
 class Dropping(nn.Module):
@@ -359,8 +358,8 @@ def test_one_backward_of_two_forwards_whose_inputs_require_no_grad(used: list[bo
     """The root's end is not seen, and where a rank skips all units nothing else leaves it."""
     model, plain = models.seeded(Dropping), models.seeded(Dropping)
     for block in model.blocks:
-        fully_shard(block, mesh=world_mesh())
-    fully_shard(model, mesh=world_mesh())
+        fully_shard(block, mesh=parity.world_mesh())
+    fully_shard(model, mesh=parity.world_mesh())
     model.set_reduce_scatter_unused_params(True)
     x, uses = torch.ones(2, DIM), [[True, True], used]
     with fsdp2.debug(check_ranks=True):
@@ -371,7 +370,7 @@ def test_one_backward_of_two_forwards_whose_inputs_require_no_grad(used: list[bo
     for rank in range(2):
         (plain(x, uses[rank]) + plain(x * 2, uses[rank])).sum().backward()
     expected = {name: p.grad / 2 for name, p in plain.named_parameters() if p.grad is not None}
-    assert_close(full_grads(model), expected, FP32)
+    parity.assert_close(parity.full_grads(model), expected, parity.FP32)
 
 
 @ranks(2)
@@ -379,14 +378,14 @@ def test_units_that_no_forward_has_called_count_as_zeros() -> None:
     """All of them: also those that nobody gathered by a wrong guess of what is next."""
     model: Any = models.seeded(models.Choosy)
     for choice in model.choices.values():
-        fully_shard(choice, mesh=world_mesh())
-    fully_shard(model, mesh=world_mesh())
+        fully_shard(choice, mesh=parity.world_mesh())
+    fully_shard(model, mesh=parity.world_mesh())
     model.set_reduce_scatter_unused_params(True)
     model.active = ("a",)
     model(torch.ones(2, DIM)).sum().backward()
     for name in ("b", "c"):
         weight = model.choices[name].weight
-        assert_equal(weight.grad.full_tensor(), torch.zeros(DIM, DIM), name)
+        parity.assert_equal(weight.grad.full_tensor(), torch.zeros(DIM, DIM), name)
 
 
 @ranks(2)
@@ -399,7 +398,9 @@ def test_options_changed_while_partial_sums_wait_count_from_the_next_reduction()
     model.set_gradient_divide_factor(1.0)  # the sums that wait are an average's
     model.set_requires_all_reduce(True)
     model(x).sum().backward()
-    assert_equal(full_grads(model)["bias"], torch.full((DIM,), 4.0))
+    parity.assert_equal(parity.full_grads(model)["bias"], torch.full((DIM,), 4.0))
     model.zero_grad()
     model(x).sum().backward()
-    assert_equal(full_grads(model)["bias"], torch.full((DIM,), 4.0))  # a sum of two ranks' 2
+    parity.assert_equal(
+        parity.full_grads(model)["bias"], torch.full((DIM,), 4.0)
+    )  # a sum of two ranks' 2

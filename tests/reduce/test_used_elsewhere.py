@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from tests.common import meshes
+from tests.common import meshes, parity
 from tests.common.models import seeded
-from tests.common.parity import FP32, Tolerance, assert_close, full_grads, world_mesh
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -64,7 +63,7 @@ HSDP = "hsdp"
 
 def _shard(how: dict[str, Any]) -> Any:
     options = dict(how)
-    mesh = meshes.hsdp_mesh(*options.pop(HSDP)) if HSDP in options else world_mesh()
+    mesh = meshes.hsdp_mesh(*options.pop(HSDP)) if HSDP in options else parity.world_mesh()
     return fully_shard(seeded(Experts), mesh=mesh, **options)
 
 
@@ -73,7 +72,7 @@ def test_one_step_moves_the_whole_weight() -> None:
     model, plain = _shard({}), seeded(Experts)
     expected = _expected(plain, [list(BY_RANK)])
     _backward(model, [list(BY_RANK)])
-    assert_close(full_grads(model), expected, FP32)
+    parity.assert_close(parity.full_grads(model), expected, parity.FP32)
     unused = model.experts[3].weight
     assert unused.grad is None  # nobody used it: no decay, no state
     for module in (model, plain):
@@ -81,7 +80,7 @@ def test_one_step_moves_the_whole_weight() -> None:
     for (name, ours), (_, theirs) in zip(
         model.named_parameters(), plain.named_parameters(), strict=True
     ):
-        assert_close(ours.full_tensor(), theirs, FP32, name)
+        parity.assert_close(ours.full_tensor(), theirs, parity.FP32, name)
 
 
 class Sums(fsdp2.ReduceScatter):
@@ -133,40 +132,40 @@ def _sums(model: Any) -> None:
 
 MIXED = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
 HALF = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}
-COARSE = Tolerance(rtol=2e-2, atol=2e-2)
+COARSE = parity.Tolerance(rtol=2e-2, atol=2e-2)
 HOW = [
-    pytest.param({}, _nothing, FP32, id="plain"),
-    pytest.param({}, _hook, FP32, id="hook"),
-    pytest.param({}, _custom, Tolerance(rtol=1e-5, atol=2e-3), id="custom"),
-    pytest.param({}, _kept, FP32, id="kept"),
-    pytest.param({}, _from_the_group, FP32, id="group-memory"),
-    pytest.param({}, _sums, FP32, id="sums"),
+    pytest.param({}, _nothing, parity.FP32, id="plain"),
+    pytest.param({}, _hook, parity.FP32, id="hook"),
+    pytest.param({}, _custom, parity.Tolerance(rtol=1e-5, atol=2e-3), id="custom"),
+    pytest.param({}, _kept, parity.FP32, id="kept"),
+    pytest.param({}, _from_the_group, parity.FP32, id="group-memory"),
+    pytest.param({}, _sums, parity.FP32, id="sums"),
     pytest.param(MIXED, _nothing, COARSE, id="mixed"),
     pytest.param(HALF, _hook, COARSE, id="half"),
-    pytest.param({HSDP: (2, 1)}, _nothing, FP32, id="replicated"),
-    pytest.param({HSDP: (2, 1)}, _hook, FP32, id="replicated-hook"),
+    pytest.param({HSDP: (2, 1)}, _nothing, parity.FP32, id="replicated"),
+    pytest.param({HSDP: (2, 1)}, _hook, parity.FP32, id="replicated-hook"),
 ]
 
 
 @ranks(2)
 @pytest.mark.parametrize(("how", "change", "tolerance"), HOW)
 def test_every_way_to_reduce(
-    how: dict[str, Any], change: Callable[[Any], None], tolerance: Tolerance
+    how: dict[str, Any], change: Callable[[Any], None], tolerance: parity.Tolerance
 ) -> None:
     """The second step adds to gradients that are there; the third begins anew."""
     model = _shard(how)
     change(model)
     micros = [list(BY_RANK), [(2,), (0, 1)]]
     _backward(model, micros, 0)
-    assert_close(full_grads(model), _expected(seeded(Experts), micros[:1]), tolerance)
+    parity.assert_close(parity.full_grads(model), _expected(seeded(Experts), micros[:1]), tolerance)
     _backward(model, micros, 1)
     expected = _expected(seeded(Experts), micros)
     assert expected["experts.3.weight"] is None
-    assert_close(full_grads(model), expected, tolerance)
+    parity.assert_close(parity.full_grads(model), expected, tolerance)
     model.zero_grad()
     assert all(param.grad is None for param in model.parameters())
     _backward(model, micros, 0)
-    assert_close(full_grads(model), _expected(seeded(Experts), micros[:1]), tolerance)
+    parity.assert_close(parity.full_grads(model), _expected(seeded(Experts), micros[:1]), tolerance)
 
 
 @ranks(2, extended=(4,))
@@ -184,7 +183,9 @@ def test_used_in_different_micro_batches(flag: str, copies: int) -> None:
         for micro in range(2):
             set_flag(micro == 1)
             _backward(model, micros, micro)
-        assert_close(full_grads(model), _expected(seeded(Experts), micros), FP32)
+        parity.assert_close(
+            parity.full_grads(model), _expected(seeded(Experts), micros), parity.FP32
+        )
 
 
 @ranks(2)
@@ -220,10 +221,10 @@ def test_a_rank_that_uses_parameters_of_another_dtype() -> None:
                 x = x + expert(x.to(expert.weight.dtype)).to(x.dtype)
             return x
 
-    model = fully_shard(seeded(Cast), mesh=world_mesh())
+    model = fully_shard(seeded(Cast), mesh=parity.world_mesh())
     micros: list[list[Used]] = [[(0,), (1,)]]
     _backward(model, micros)
-    assert_close(full_grads(model), _expected(seeded(Cast), micros), FP32)
+    parity.assert_close(parity.full_grads(model), _expected(seeded(Cast), micros), parity.FP32)
 
 
 @ranks(2)
@@ -231,4 +232,6 @@ def test_the_check_of_ranks_lets_it_pass() -> None:
     with fsdp2.debug(check_ranks=True):
         model = _shard({})
         _backward(model, [list(BY_RANK)])
-    assert_close(full_grads(model), _expected(seeded(Experts), [list(BY_RANK)]), FP32)
+    parity.assert_close(
+        parity.full_grads(model), _expected(seeded(Experts), [list(BY_RANK)]), parity.FP32
+    )

@@ -23,28 +23,9 @@ import fsdp2
 from fsdp2 import FSDPMeshInfo, MixedPrecisionPolicy, ShardPlacementResult, share_comm_ctx
 from fsdp2.core.device.collectives import GroupCollectives
 from fsdp2.core.modules.registry import require_record
-from tests.common import meshes
+from tests.common import meshes, parity
+from tests.common import models as common_models
 from tests.common.backends import packs
-from tests.common.models import DIM, MLP, Transformer, seeded
-from tests.common.parity import (
-    OURS,
-    REORDERED_FP32,
-    TORCH,
-    CountCollectives,
-    adamw,
-    assert_close,
-    assert_equal,
-    assert_like_torch,
-    full_grads,
-    full_params,
-    language_batches,
-    language_loss,
-    my_part,
-    regression_batches,
-    regression_loss,
-    shard,
-    train_sharded,
-)
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -52,32 +33,32 @@ pytestmark = pytest.mark.ranks
 VOCAB = 13
 STEPS = 3
 
-mlp = partial(seeded, MLP)
-mlp_batches = partial(regression_batches, DIM, 4, steps=STEPS)
+mlp = partial(common_models.seeded, common_models.MLP)
+mlp_batches = partial(parity.regression_batches, common_models.DIM, 4, steps=STEPS)
 Change = Callable[[Any], object]
 
 
 def _train(api: Any, change: Change = lambda model: None, **arguments: Any) -> Any:
-    model = shard(api, mlp(), **arguments)
+    model = parity.shard(api, mlp(), **arguments)
     change(model)
-    return train_sharded(model, adamw, regression_loss, mlp_batches())
+    return parity.train_sharded(model, parity.adamw, parity.regression_loss, mlp_batches())
 
 
 def _check(change: Change, *methods: str, **arguments: Any) -> None:
     """A change that alters no result; the same with torch's, where it has the methods."""
-    ours = _train(OURS, change, **arguments)
-    assert_equal(ours, _train(OURS, **arguments), "unchanged")
-    if all(hasattr(TORCH.FSDPModule, method) for method in methods):
-        assert_like_torch(ours, _train(TORCH, change, **arguments))
+    ours = _train(parity.OURS, change, **arguments)
+    parity.assert_equal(ours, _train(parity.OURS, **arguments), "unchanged")
+    if all(hasattr(parity.TORCH.FSDPModule, method) for method in methods):
+        parity.assert_like_torch(ours, _train(parity.TORCH, change, **arguments))
 
 
 def _one() -> tuple[Tensor, Tensor]:
-    part: tuple[Tensor, Tensor] = my_part(mlp_batches()[0])
+    part: tuple[Tensor, Tensor] = parity.my_part(mlp_batches()[0])
     return part
 
 
 def _gathers(run: Callable[[], Any]) -> int:
-    with CountCollectives() as counted:
+    with parity.CountCollectives() as counted:
         run()
     return counted.all_gathers
 
@@ -86,9 +67,9 @@ def _gathers(run: Callable[[], Any]) -> int:
 
 
 def _language_model(api: Any, **settings: Any) -> Any:
-    model: Any = seeded(partial(Transformer, vocab=VOCAB))
+    model: Any = common_models.seeded(partial(common_models.Transformer, vocab=VOCAB))
     model.embed.is_unit = True
-    return shard(api, model, **settings)
+    return parity.shard(api, model, **settings)
 
 
 @packs
@@ -100,19 +81,21 @@ def test_embedding_is_not_gathered_in_backward() -> None:
         counts: list[int] = []
 
         def loss(model: nn.Module, ids: Tensor) -> Tensor:
-            value = language_loss(model, ids)
+            value = parity.language_loss(model, ids)
             counts.append(_gathers(partial(value.backward, retain_graph=True)))
             model.zero_grad()
             return value
 
-        return train_sharded(model, adamw, loss, language_batches(VOCAB, steps=STEPS)), counts
+        return parity.train_sharded(
+            model, parity.adamw, loss, parity.language_batches(VOCAB, steps=STEPS)
+        ), counts
 
-    ours, fewer = train(OURS, False)
-    usual, more = train(OURS, True)
-    assert_equal(ours, usual)
+    ours, fewer = train(parity.OURS, False)
+    usual, more = train(parity.OURS, True)
+    parity.assert_equal(ours, usual)
     assert [a - b for a, b in zip(more, fewer, strict=True)] == [1] * STEPS
-    theirs, counts = train(TORCH, False)
-    assert_equal(ours, theirs, "torch")
+    theirs, counts = train(parity.TORCH, False)
+    parity.assert_equal(ours, theirs, "torch")
     assert counts == fewer
 
 
@@ -124,8 +107,8 @@ def test_embedding_that_is_recomputed(reentrant: bool) -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embed = nn.Embedding(VOCAB, DIM)
-            self.head = nn.Linear(DIM, VOCAB)
+            self.embed = nn.Embedding(VOCAB, common_models.DIM)
+            self.head = nn.Linear(common_models.DIM, VOCAB)
 
         def forward(self, ids: Tensor, start: Tensor) -> Tensor:
             def embed(ids: Tensor, start: Tensor) -> Tensor:
@@ -134,36 +117,36 @@ def test_embedding_that_is_recomputed(reentrant: bool) -> None:
             return self.head(checkpoint(embed, ids, start, use_reentrant=reentrant))
 
     def train(gathers: bool) -> Any:
-        model: Any = seeded(Checkpointed)
+        model: Any = common_models.seeded(Checkpointed)
         fsdp2.fully_shard(model.embed)
         fsdp2.fully_shard(model)
         model.embed.set_unshard_in_backward(gathers)
         results = []
-        for ids in language_batches(VOCAB, steps=STEPS):
-            start = torch.zeros(DIM, requires_grad=True)
+        for ids in parity.language_batches(VOCAB, steps=STEPS):
+            start = torch.zeros(common_models.DIM, requires_grad=True)
             model.zero_grad()
-            model(my_part(ids), start).square().mean().backward()
-            results.append([full_grads(model), start.grad])
+            model(parity.my_part(ids), start).square().mean().backward()
+            results.append([parity.full_grads(model), start.grad])
         return results
 
-    assert_equal(train(False), train(True))
+    parity.assert_equal(train(False), train(True))
 
 
 @ranks(2)
 def test_linear_that_is_not_gathered_in_backward() -> None:
     """Wrong, and said so before freed memory is read; nothing is left behind after a reset."""
-    model: Any = shard(OURS, mlp())
+    model: Any = parity.shard(parity.OURS, mlp())
     model.layers[1].set_unshard_in_backward(False)
-    loss = regression_loss(model, _one())
+    loss = parity.regression_loss(model, _one())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     model.reset_iter_state()
     model.zero_grad()
     model.layers[1].set_unshard_in_backward(True)
-    regression_loss(model, _one()).backward()
-    plain = shard(OURS, mlp())
-    regression_loss(plain, _one()).backward()
-    assert_equal(full_grads(model), full_grads(plain))
+    parity.regression_loss(model, _one()).backward()
+    plain = parity.shard(parity.OURS, mlp())
+    parity.regression_loss(plain, _one()).backward()
+    parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
 
 
 @ranks(2)
@@ -182,7 +165,9 @@ class TwoMeshes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+        self.layers = nn.ModuleList(
+            nn.Linear(common_models.DIM, common_models.DIM) for _ in range(4)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -196,7 +181,7 @@ def test_prefetch_of_units_with_several_groups() -> None:
     wide = init_device_mesh("cpu", (4,))
 
     def train(ahead: int) -> Any:
-        model: Any = seeded(TwoMeshes)
+        model: Any = common_models.seeded(TwoMeshes)
 
         def place(param: nn.Parameter) -> ShardPlacementResult | None:
             if param.ndim > 1:
@@ -216,24 +201,24 @@ def test_prefetch_of_units_with_several_groups() -> None:
 
         def loss(model: nn.Module, part: Any) -> Tensor:
             value: list[Tensor] = []
-            counts.append(_gathers(lambda: value.append(regression_loss(model, part))))
+            counts.append(_gathers(lambda: value.append(parity.regression_loss(model, part))))
             return value[0]
 
-        batches = regression_batches(DIM, DIM, steps=STEPS)
-        steps = train_sharded(model, adamw, loss, batches)
+        batches = parity.regression_batches(common_models.DIM, common_models.DIM, steps=STEPS)
+        steps = parity.train_sharded(model, parity.adamw, loss, batches)
         assert all(isinstance(param, DTensor) for param in model.parameters())
         return steps, counts
 
     expected = train(0)
     assert expected[1] == [8] * STEPS
     for ahead in (1, 2):
-        assert_equal(train(ahead), expected)
+        parity.assert_equal(train(ahead), expected)
 
 
 @ranks(2)
 def test_a_guess_of_the_scheduler_that_a_user_asks_for() -> None:
     """`unshard()` of what is gathered ahead already: it may not be freed as unused."""
-    model: Any = shard(OURS, mlp())
+    model: Any = parity.shard(parity.OURS, mlp())
     model(_one()[0])  # teaches the order
     block = model.layers[1]
 
@@ -245,7 +230,10 @@ def test_a_guess_of_the_scheduler_that_a_user_asks_for() -> None:
         block.unshard()
 
     hook = model.layers[0].register_forward_hook(ask)
-    with torch.no_grad(), mock.patch.object(MLP, "forward", lambda self, x: self.layers[0](x)):
+    with (
+        torch.no_grad(),
+        mock.patch.object(common_models.MLP, "forward", lambda self, x: self.layers[0](x)),
+    ):
         model(_one()[0])
     hook.remove()
     assert not isinstance(block.weight, DTensor)
@@ -261,10 +249,10 @@ def test_is_last_backward_and_what_is_gathered_for_the_next() -> None:
     def count(last: bool) -> list[int]:
         model: Any = mlp()
         model.head.is_unit = True
-        shard(OURS, model)
+        parity.shard(parity.OURS, model)
         counts = []
         for _ in range(2):
-            losses = [regression_loss(model, _one()) for _ in range(2)]
+            losses = [parity.regression_loss(model, _one()) for _ in range(2)]
             model.set_is_last_backward(last)
             counts.append(_gathers(losses[1].backward))
             model.set_is_last_backward(True)
@@ -292,7 +280,7 @@ def test_reduce_scatter_max_input_buffers(buffers: int) -> None:
 
 @ranks(2)
 def test_input_buffers_are_one_number_below_a_root() -> None:
-    model: Any = shard(OURS, mlp())
+    model: Any = parity.shard(parity.OURS, mlp())
     model.layers[0].set_reduce_scatter_max_input_buffers(3)
     model(_one()[0])
     scheduler = require_record(model).scheduler
@@ -315,7 +303,7 @@ def test_separate_reduce_scatter_group() -> None:
 
 @ranks(2)
 def test_separate_group_is_one_for_all_units_and_can_be_left() -> None:
-    model: Any = shard(OURS, mlp())
+    model: Any = parity.shard(parity.OURS, mlp())
     groups = [group for m in (*model.layers, model) for group in require_record(m).unit.own_groups]
 
     def reducers() -> set[int]:
@@ -326,15 +314,15 @@ def test_separate_group_is_one_for_all_units_and_can_be_left() -> None:
         return found
 
     (shared,) = reducers()
-    regression_loss(model, _one()).backward()
-    before = full_grads(model)
+    parity.regression_loss(model, _one()).backward()
+    before = parity.full_grads(model)
     for enable in (True, False):
         model.set_separate_reduce_scatter_group(enable)
         (used,) = reducers()
         assert (used != shared) is enable
         model.zero_grad()
-        regression_loss(model, _one()).backward()
-        assert_equal(full_grads(model), before)
+        parity.regression_loss(model, _one()).backward()
+        parity.assert_equal(parity.full_grads(model), before)
     model.layers[0].set_separate_reduce_scatter_group(True, recurse=False)
     assert len(reducers()) == 2
 
@@ -349,17 +337,17 @@ def _copies() -> DeviceMesh:
 @ranks(4)
 def test_zero_grad_drops_partial_sums() -> None:
     mesh = _copies()
-    model: Any = shard(OURS, mlp(), mesh=mesh)
+    model: Any = parity.shard(parity.OURS, mlp(), mesh=mesh)
     inputs, targets = _one()
     for _ in range(2):
         model.set_requires_all_reduce(False)
-        regression_loss(model, (10 * inputs, targets)).backward()
+        parity.regression_loss(model, (10 * inputs, targets)).backward()
         model.zero_grad()
         model.set_requires_all_reduce(True)
-        regression_loss(model, (inputs, targets)).backward()
-        plain = shard(OURS, mlp(), mesh=mesh)
-        regression_loss(plain, (inputs, targets)).backward()
-        assert_equal(full_grads(model), full_grads(plain))
+        parity.regression_loss(model, (inputs, targets)).backward()
+        plain = parity.shard(parity.OURS, mlp(), mesh=mesh)
+        parity.regression_loss(plain, (inputs, targets)).backward()
+        parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
         model.zero_grad()
 
 
@@ -369,7 +357,7 @@ def test_optimizer_in_backward_with_copies(last: bool) -> None:
     """A hook steps each parameter as soon as its gradient is there, in every micro-batch."""
 
     def train(api: Any, in_backward: bool) -> Any:
-        model: Any = shard(api, mlp(), mesh=_copies())
+        model: Any = parity.shard(api, mlp(), mesh=_copies())
         optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
 
         def step(param: Tensor) -> None:
@@ -382,17 +370,17 @@ def test_optimizer_in_backward_with_copies(last: bool) -> None:
         seen = []
         for i, batch in enumerate(mlp_batches()):
             model.set_is_last_backward(last or i == STEPS - 1)
-            value = regression_loss(model, my_part(batch))
+            value = parity.regression_loss(model, parity.my_part(batch))
             value.backward()
             if not in_backward:
                 for param in model.parameters():
                     step(param)
-            seen.append([value.detach(), full_params(model)])
+            seen.append([value.detach(), parity.full_params(model)])
         return seen
 
-    ours = train(OURS, True)
-    assert_equal(ours, train(OURS, False))
-    assert_close(ours, train(TORCH, True), REORDERED_FP32, "torch")
+    ours = train(parity.OURS, True)
+    parity.assert_equal(ours, train(parity.OURS, False))
+    parity.assert_close(ours, train(parity.TORCH, True), parity.REORDERED_FP32, "torch")
 
 
 @ranks(4)
@@ -400,43 +388,43 @@ def test_accumulation_flags_with_copies() -> None:
     """No sync, then no all-reduce, then both, in one step; the last backward is told or not."""
 
     def train(api: Any, last: bool) -> Any:
-        model: Any = shard(api, mlp(), mesh=_copies())
-        optimizer = adamw(model.parameters())
+        model: Any = parity.shard(api, mlp(), mesh=_copies())
+        optimizer = parity.adamw(model.parameters())
         seen = []
         for _ in range(2):
             for i, batch in enumerate(mlp_batches()):
                 model.set_requires_gradient_sync(i != 0)
                 model.set_requires_all_reduce(i == STEPS - 1)
                 model.set_is_last_backward(last or i == STEPS - 1)
-                regression_loss(model, my_part(batch)).backward()
-            seen.append(full_grads(model))
+                parity.regression_loss(model, parity.my_part(batch)).backward()
+            seen.append(parity.full_grads(model))
             optimizer.step()
             optimizer.zero_grad()
-            seen.append(full_params(model))
+            seen.append(parity.full_params(model))
         return seen
 
-    ours = train(OURS, True)
-    assert_equal(ours, train(OURS, False))
-    assert_close(ours, train(TORCH, False), REORDERED_FP32, "torch")
+    ours = train(parity.OURS, True)
+    parity.assert_equal(ours, train(parity.OURS, False))
+    parity.assert_close(ours, train(parity.TORCH, False), parity.REORDERED_FP32, "torch")
 
 
 @ranks(4)
 def test_exception_in_a_hook_with_copies() -> None:
-    model: Any = shard(OURS, mlp(), mesh=_copies())
+    model: Any = parity.shard(parity.OURS, mlp(), mesh=_copies())
 
     def fail(param: Tensor) -> None:
         raise KeyError("hook")
 
     handle = model.layers[1].weight.register_post_accumulate_grad_hook(fail)
     with pytest.raises(KeyError):
-        regression_loss(model, _one()).backward()
+        parity.regression_loss(model, _one()).backward()
     handle.remove()
     model.reset_iter_state()
     model.zero_grad()
-    regression_loss(model, _one()).backward()
-    plain = shard(OURS, mlp(), mesh=_copies())
-    regression_loss(plain, _one()).backward()
-    assert_equal(full_grads(model), full_grads(plain))
+    parity.regression_loss(model, _one()).backward()
+    plain = parity.shard(parity.OURS, mlp(), mesh=_copies())
+    parity.regression_loss(plain, _one()).backward()
+    parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -449,7 +437,7 @@ def test_kept_storage_has_the_same_address() -> None:
         "set_keep_unsharded_storage",
         reshard_after_forward=True,
     )
-    model: Any = shard(OURS, mlp(), reshard_after_forward=True)
+    model: Any = parity.shard(parity.OURS, mlp(), reshard_after_forward=True)
     addresses: dict[str, set[int]] = {}
 
     def note(name: str, module: nn.Module, args: Any) -> None:
@@ -471,16 +459,16 @@ def test_kept_storage_has_the_same_address() -> None:
         ]
 
     model.set_keep_unsharded_storage(True)
-    optimizer = adamw(model.parameters())
+    optimizer = parity.adamw(model.parameters())
     for _ in range(STEPS):
-        regression_loss(model, _one()).backward()
+        parity.regression_loss(model, _one()).backward()
         optimizer.step()
         model.zero_grad()
         assert all(isinstance(param, DTensor) for param in model.parameters())
         assert all(sizes())
     assert {name: len(found) for name, found in addresses.items()} == {"0": 1, "1": 1, "2": 1}
     model.set_keep_unsharded_storage(False)
-    regression_loss(model, _one()).backward()
+    parity.regression_loss(model, _one()).backward()
     assert not any(sizes())
 
 
@@ -490,11 +478,11 @@ def test_kept_storage_has_the_same_address() -> None:
 @ranks(2)
 def test_post_optim_event() -> None:
     """On the CPU there is nothing to wait for; the event is let go after one forward."""
-    model: Any = shard(OURS, mlp())
-    optimizer = adamw(model.parameters())
+    model: Any = parity.shard(parity.OURS, mlp())
+    optimizer = parity.adamw(model.parameters())
     event = object()
     for _ in range(2):
-        regression_loss(model, _one()).backward()
+        parity.regression_loss(model, _one()).backward()
         optimizer.step()
         optimizer.zero_grad()
         model.set_post_optim_event(event)
@@ -509,7 +497,7 @@ def test_post_optim_event() -> None:
 
 @ranks(2)
 def test_post_optim_event_is_kept_where_units_are_added() -> None:
-    model: Any = shard(OURS, mlp())
+    model: Any = parity.shard(parity.OURS, mlp())
     model(_one()[0])
     event = object()
     model.set_post_optim_event(event)
@@ -528,21 +516,25 @@ def test_share_comm_ctx() -> None:
     """Two roots that are trained in turn, as the stages of a pipeline on one rank."""
 
     def train(api: Any, share: bool) -> Any:
-        models: Any = [shard(api, seeded(MLP, seed)) for seed in range(2)]
+        models: Any = [
+            parity.shard(api, common_models.seeded(common_models.MLP, seed)) for seed in range(2)
+        ]
         if share:
             api.share_comm_ctx(models)
-        optimizers = [adamw(model.parameters()) for model in models]
+        optimizers = [parity.adamw(model.parameters()) for model in models]
         for batch in mlp_batches():
-            losses = [regression_loss(model, my_part(batch)) for model in models]
+            losses = [parity.regression_loss(model, parity.my_part(batch)) for model in models]
             for loss, optimizer in zip(losses, optimizers, strict=True):
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        return [full_params(model) for model in models]
+        return [parity.full_params(model) for model in models]
 
-    ours = train(OURS, True)
-    assert_equal(ours, train(OURS, False))
-    assert_like_torch(ours, train(TORCH, False))  # whose roots must not take turns like this
+    ours = train(parity.OURS, True)
+    parity.assert_equal(ours, train(parity.OURS, False))
+    parity.assert_like_torch(
+        ours, train(parity.TORCH, False)
+    )  # whose roots must not take turns like this
     share_comm_ctx([])
     with pytest.raises(ValueError, match=r"share_comm_ctx takes sharded modules.*Linear"):
         share_comm_ctx([nn.Linear(2, 2)])  # type: ignore[list-item]
@@ -554,7 +546,7 @@ def test_share_comm_ctx() -> None:
 @ranks(2)
 def test_getters() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    model: Any = seeded(MLP)
+    model: Any = common_models.seeded(common_models.MLP)
     for layer in model.layers:
         fsdp2.fully_shard(layer, mp_policy=policy)
     fsdp2.fully_shard(model)
@@ -573,12 +565,12 @@ def test_getters() -> None:
 
 @ranks(4)
 def test_getter_of_a_smaller_group() -> None:
-    model: Any = seeded(MLP)
+    model: Any = common_models.seeded(common_models.MLP)
     for layer in model.layers:
         fsdp2.fully_shard(layer, reshard_after_forward=2)
     fsdp2.fully_shard(model)
     assert [layer.get_reshard_after_forward() for layer in model.layers] == [2, 2, 2]
-    x = F.one_hot(torch.arange(DIM), DIM).float()
+    x = F.one_hot(torch.arange(common_models.DIM), common_models.DIM).float()
     model(x).sum().backward()
     model.layers[0].set_reshard_after_forward(True)
     assert [layer.get_reshard_after_forward() for layer in model.layers] == [True, 2, 2]

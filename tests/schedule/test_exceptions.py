@@ -28,21 +28,10 @@ from fsdp2.core.device import kernels
 from fsdp2.core.device.buffers import TransientBuffer
 from fsdp2.core.device.collectives import GroupCollectives
 from fsdp2.core.modules.registry import records_below
+from tests.common import models, parity, tensors
 from tests.common.looped import coalescing
 from tests.common.meshes import hsdp_mesh
-from tests.common.models import DIM, seeded
 from tests.common.offloading import forced_offload
-from tests.common.parity import (
-    OURS,
-    adamw,
-    assert_equal,
-    full_params,
-    mixed_policy,
-    my_part,
-    regression_batches,
-    world_mesh,
-)
-from tests.common.tensors import Bf16Weight, extend
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -88,8 +77,8 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(DIM, 11)
-        self.down = nn.Linear(11, DIM)
+        self.up = nn.Linear(models.DIM, 11)
+        self.down = nn.Linear(11, models.DIM)
 
     def forward(self, x: Tensor) -> Tensor:
         recomputes = torch._C._current_graph_task_id() != -1
@@ -102,8 +91,8 @@ class Model(nn.Module):
     def __init__(self, checkpoints: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.norm = nn.LayerNorm(DIM)
-        self.head = nn.Linear(DIM, 4)
+        self.norm = nn.LayerNorm(models.DIM)
+        self.head = nn.Linear(models.DIM, 4)
         self.checkpoints = checkpoints
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,12 +106,12 @@ class Model(nn.Module):
 
 
 def _shard(model: Model, lists: bool = False, **arguments: Any) -> Any:
-    arguments.setdefault("mesh", world_mesh())
+    arguments.setdefault("mesh", parity.world_mesh())
     for block in model.blocks:
-        OURS.fully_shard(block, **arguments)
+        parity.OURS.fully_shard(block, **arguments)
     if lists:
-        OURS.fully_shard([model.norm, model.head], **arguments)
-    return OURS.fully_shard(model, **arguments)
+        parity.OURS.fully_shard([model.norm, model.head], **arguments)
+    return parity.OURS.fully_shard(model, **arguments)
 
 
 def _prefetching(model: Any) -> Any:
@@ -142,7 +131,7 @@ def _offloaded(model: Model, **arguments: Any) -> Any:
 
 def _coalesced() -> Any:
     with coalescing():
-        return _shard(Model(), mp_policy=mixed_policy(OURS))
+        return _shard(Model(), mp_policy=parity.mixed_policy(parity.OURS))
 
 
 def _unreduced() -> Any:
@@ -153,15 +142,15 @@ def _unreduced() -> Any:
 
 SETTINGS: dict[str, Callable[[], Any]] = {
     "plain": lambda: _shard(Model()),
-    "mixed": lambda: _shard(Model(), mp_policy=mixed_policy(OURS)),
+    "mixed": lambda: _shard(Model(), mp_policy=parity.mixed_policy(parity.OURS)),
     "kept after forward": lambda: _shard(Model(), reshard_after_forward=False),
-    "prefetch": lambda: _prefetching(_shard(Model(), mp_policy=mixed_policy(OURS))),
+    "prefetch": lambda: _prefetching(_shard(Model(), mp_policy=parity.mixed_policy(parity.OURS))),
     "offload": lambda: _offloaded(Model()),
     "checkpoints": lambda: _shard(Model(checkpoints=True)),
     "coalesced": _coalesced,
     "unused parameters": _unreduced,
     "a list": lambda: _shard(Model(), lists=True),
-    "extended": lambda: _shard(extend(Model(), Bf16Weight)),  # type: ignore[arg-type]  # itself
+    "extended": lambda: _shard(tensors.extend(Model(), tensors.Bf16Weight)),  # type: ignore[arg-type]  # itself
 }
 
 DEFAULT = ("plain", "checkpoints", "coalesced")
@@ -169,7 +158,7 @@ DEFAULT = ("plain", "checkpoints", "coalesced")
 ON_FOUR: dict[str, Callable[[], Any]] = {
     "HSDP": lambda: _shard(Model(), mesh=hsdp_mesh(2, 2)),
     "HSDP, mixed, offload": lambda: _offloaded(
-        Model(), mesh=hsdp_mesh(2, 2), mp_policy=mixed_policy(OURS)
+        Model(), mesh=hsdp_mesh(2, 2), mp_policy=parity.mixed_policy(parity.OURS)
     ),
     "a smaller group": lambda: _shard(Model(), reshard_after_forward=2),
 }
@@ -264,10 +253,10 @@ def _iteration(model: Any, optimizer: Any, batch: Any, accumulates: bool) -> lis
     """Losses and local gradients; with accumulation over two micro-batches."""
     model.zero_grad()  # not the optimizer's, which does not know of gradients that are not reduced
     losses = []
-    halves = [my_part(batch, half, 2) for half in range(2)] if accumulates else [batch]
+    halves = [parity.my_part(batch, half, 2) for half in range(2)] if accumulates else [batch]
     for number, part in enumerate(halves):
         model.set_requires_gradient_sync(number == len(halves) - 1)
-        inputs, targets = my_part(part)
+        inputs, targets = parity.my_part(part)
         value = (model(inputs).float() - targets).square().mean()
         BOMB("loss")
         value.backward()
@@ -355,14 +344,14 @@ def _positions(passed: dict[str, int]) -> list[tuple[str, int]]:
 def _try_all(build: Callable[[], Any], accumulates: bool) -> None:
     memory = Memory()
     with _armed_calls(), memory.watched():
-        model = seeded(build)
+        model = models.seeded(build)
         _arm_hooks(model)
-        optimizer = adamw(model.parameters())
-        twin = seeded(build)
-        twins = adamw(twin.parameters())
+        optimizer = parity.adamw(model.parameters())
+        twin = models.seeded(build)
+        twins = parity.adamw(twin.parameters())
         _arm_hooks(twin)
-        batches = regression_batches(DIM, 4, rows=16, steps=4)
-        assert_equal(
+        batches = parity.regression_batches(models.DIM, 4, rows=16, steps=4)
+        parity.assert_equal(
             _iteration(model, optimizer, batches[0], accumulates),
             _iteration(twin, twins, batches[0], accumulates),
         )
@@ -382,12 +371,12 @@ def _try_all(build: Callable[[], Any], accumulates: bool) -> None:
             del run
             if number % 2:
                 _nothing_left(model, twin, memory, where)
-            assert_equal(
+            parity.assert_equal(
                 _iteration(model, optimizer, batch, accumulates),
                 _iteration(twin, twins, batch, accumulates),
                 where,
             )
-        assert_equal(full_params(model), full_params(twin), "at the end")
+        parity.assert_equal(parity.full_params(model), parity.full_params(twin), "at the end")
 
 
 def _nothing_left(model: Any, twin: Any, memory: Memory, where: str) -> None:

@@ -12,24 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import fully_shard, register_fsdp_forward_method
-from tests.common.models import (
-    DIM,
-    seeded,
-)
-from tests.common.parity import (
-    adamw,
-    assert_equal,
-    regression_loss,
-    same_as_torch,
-    shard,
-    train_sharded,
-    train_unsharded,
-    world_mesh,
-)
-from tests.common.running import (
-    is_sharded,
-    mlp_batches,
-)
+from tests.common import models, parity, running
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -40,7 +23,7 @@ class _Coder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
+        self.linear = nn.Linear(models.DIM, models.DIM)
 
     def encode(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
         """Tanh of a linear map."""
@@ -57,7 +40,7 @@ class _CodersModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.coders = nn.ModuleList(_Coder() for _ in range(2))
-        self.head = nn.Linear(DIM, 4)
+        self.head = nn.Linear(models.DIM, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         for coder in self.coders:
@@ -69,20 +52,29 @@ class _CodersModel(nn.Module):
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
 def test_register_fsdp_forward_method(mixed: bool) -> None:
     def run(api: Any) -> Any:
-        model = shard(api, seeded(_CodersModel), mixed=mixed, reshard_after_forward=True)
+        model = parity.shard(
+            api, models.seeded(_CodersModel), mixed=mixed, reshard_after_forward=True
+        )
         for coder in model.coders:
             api.register_fsdp_forward_method(coder, "encode")
             api.register_fsdp_forward_method(coder, "decode")
         assert model.coders[0].encode.__doc__ == "Tanh of a linear map."
-        steps = train_sharded(model, adamw, regression_loss, mlp_batches())
-        assert all(is_sharded(coder.linear) for coder in model.coders)
+        steps = parity.train_sharded(
+            model, parity.adamw, parity.regression_loss, running.mlp_batches()
+        )
+        assert all(running.is_sharded(coder.linear) for coder in model.coders)
         return steps
 
-    ours = same_as_torch(run)
-    plain = train_unsharded(
-        seeded(_CodersModel), adamw, regression_loss, mlp_batches(), slices=True, mixed=mixed
+    ours = parity.same_as_torch(run)
+    plain = parity.train_unsharded(
+        models.seeded(_CodersModel),
+        parity.adamw,
+        parity.regression_loss,
+        running.mlp_batches(),
+        slices=True,
+        mixed=mixed,
     )
-    assert_equal(ours, plain, "unsharded")
+    parity.assert_equal(ours, plain, "unsharded")
 
 
 @ranks(2)
@@ -92,6 +84,6 @@ def test_register_fsdp_forward_method_elsewhere() -> None:
     register_fsdp_forward_method(plain, "encode")
     assert "encode" not in vars(plain)
     sharded = _Coder()
-    fully_shard(sharded, mesh=world_mesh())
+    fully_shard(sharded, mesh=parity.world_mesh())
     with pytest.raises(ValueError, match="recode"):
         register_fsdp_forward_method(sharded, "recode")

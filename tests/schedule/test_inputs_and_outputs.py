@@ -13,32 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tests.common import models, parity, running
 from tests.common.combinations import each_once
-from tests.common.models import (
-    DIM,
-    Fork,
-    Forked,
-    Halves,
-    halves,
-    seeded,
-)
-from tests.common.parity import (
-    OURS,
-    assert_equal,
-    check_training,
-    full_grads,
-    my_part,
-    regression_batches,
-    same_as_torch,
-    shard,
-)
-from tests.common.running import (
-    STEPS,
-    TORCHS_TAKES_DATACLASSES,
-    mlp,
-    mlp_batches,
-    one_batch,
-)
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -47,10 +23,10 @@ pytestmark = pytest.mark.ranks
 @ranks(2)
 @each_once(mode=["tuple", "dict", "dataclass"], used=["both", "left", "right"])
 def test_outputs_in_containers_some_of_them_unused(mode: str, used: str) -> None:
-    build = partial(seeded, partial(Forked, mode, used))
-    batches = regression_batches(DIM, 2, steps=2)
-    torch_too = mode != "dataclass" or TORCHS_TAKES_DATACLASSES
-    steps = check_training(build, batches, torch_too=torch_too, reshard_after_forward=True)
+    build = partial(models.seeded, partial(models.Forked, mode, used))
+    batches = parity.regression_batches(models.DIM, 2, steps=2)
+    torch_too = mode != "dataclass" or running.TORCHS_TAKES_DATACLASSES
+    steps = parity.check_training(build, batches, torch_too=torch_too, reshard_after_forward=True)
     unused = {"both": "none", "left": "right", "right": "left"}[used]
     for name, grad in steps[0].grads.items():
         assert (grad is None) == (f".{unused}." in name), name
@@ -62,13 +38,15 @@ def test_root_returns_a_container(mode: str) -> None:
     """The hook that starts backward hangs on whichever tensors are inside."""
 
     def loss(model: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:
-        left, right = halves(model(part[0]))
+        left, right = models.halves(model(part[0]))
         return (left - part[1]).square().mean() + right.mean()
 
-    batches = regression_batches(DIM, DIM, steps=STEPS)
-    build = partial(seeded, partial(Fork, mode))
-    torch_too = mode != "dataclass" or TORCHS_TAKES_DATACLASSES
-    check_training(build, batches, loss=loss, torch_too=torch_too, reshard_after_forward=True)
+    batches = parity.regression_batches(models.DIM, models.DIM, steps=running.STEPS)
+    build = partial(models.seeded, partial(models.Fork, mode))
+    torch_too = mode != "dataclass" or running.TORCHS_TAKES_DATACLASSES
+    parity.check_training(
+        build, batches, loss=loss, torch_too=torch_too, reshard_after_forward=True
+    )
 
 
 class _Carrier(nn.Module):
@@ -78,22 +56,22 @@ class _Carrier(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
+        self.linear = nn.Linear(models.DIM, models.DIM)
 
-    def forward(self, halves: Halves, *, options: dict[str, Any]) -> Halves:
+    def forward(self, halves: models.Halves, *, options: dict[str, Any]) -> models.Halves:
         left = torch.tanh(self.linear(halves.left)) * options["factor"]
-        return Halves(left, {"right": halves.rest["right"] + left, "nothing": None})
+        return models.Halves(left, {"right": halves.rest["right"] + left, "nothing": None})
 
 
 class _Carriers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(DIM, DIM)
+        self.first = nn.Linear(models.DIM, models.DIM)
         self.carriers = nn.ModuleList(_Carrier() for _ in range(3))
-        self.head = nn.Linear(DIM, 4)
+        self.head = nn.Linear(models.DIM, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        carried = Halves(self.first(x), {"right": x, "nothing": None})
+        carried = models.Halves(self.first(x), {"right": x, "nothing": None})
         options = {"factor": torch.full((1,), 0.5), "name": "half"}
         for carrier in self.carriers:
             carried = carrier(carried, options=options)
@@ -103,10 +81,10 @@ class _Carriers(nn.Module):
 
 @ranks(2)
 def test_units_that_pass_dataclasses_to_each_other() -> None:
-    check_training(
-        partial(seeded, _Carriers),
-        mlp_batches(),
-        torch_too=TORCHS_TAKES_DATACLASSES,
+    parity.check_training(
+        partial(models.seeded, _Carriers),
+        running.mlp_batches(),
+        torch_too=running.TORCHS_TAKES_DATACLASSES,
         reshard_after_forward=True,
     )
 
@@ -115,16 +93,16 @@ def test_units_that_pass_dataclasses_to_each_other() -> None:
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_gradient_of_the_input(requires_grad: bool) -> None:
     def run(api: Any) -> Any:
-        model = shard(api, mlp(), reshard_after_forward=True)
-        x = my_part(one_batch())[0].requires_grad_(requires_grad)
+        model = parity.shard(api, running.mlp(), reshard_after_forward=True)
+        x = parity.my_part(running.one_batch())[0].requires_grad_(requires_grad)
         model(x).square().sum().backward()
-        return [x.grad, full_grads(model)]
+        return [x.grad, parity.full_grads(model)]
 
-    ours = same_as_torch(run)
-    plain = mlp()
-    x = my_part(one_batch())[0].requires_grad_(requires_grad)
+    ours = parity.same_as_torch(run)
+    plain = running.mlp()
+    x = parity.my_part(running.one_batch())[0].requires_grad_(requires_grad)
     plain(x).square().sum().backward()
-    assert_equal(ours[0], x.grad, "unsharded")
+    parity.assert_equal(ours[0], x.grad, "unsharded")
     assert (ours[0] is not None) == requires_grad
 
 
@@ -135,30 +113,32 @@ class _SavesViews(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(2 * DIM, DIM) / 3)
+        self.weight = nn.Parameter(torch.randn(2 * models.DIM, models.DIM) / 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        left, right = self.weight.view(2, DIM, DIM).unbind(0)
+        left, right = self.weight.view(2, models.DIM, models.DIM).unbind(0)
         return torch.tanh(x @ left.t()) * (x @ right) + x * self.weight[0].detach()
 
 
 @ranks(2, extended=(4,))
 def test_views_of_parameters_saved_for_backward() -> None:
     def build() -> nn.Module:
-        return nn.Sequential(_SavesViews(), _SavesViews(), nn.Linear(DIM, 4))
+        return nn.Sequential(_SavesViews(), _SavesViews(), nn.Linear(models.DIM, 4))
 
-    check_training(partial(seeded, build), mlp_batches(), reshard_after_forward=True)
+    parity.check_training(
+        partial(models.seeded, build), running.mlp_batches(), reshard_after_forward=True
+    )
 
 
 @ranks(2)
 def test_user_hooks_around_ours() -> None:
     """A user's pre-hook sees whole parameters whenever it was registered; a post-hook registered
     after sharding sees shards."""
-    model = mlp()
+    model = running.mlp()
     seen = []
     model.layers[0].register_forward_pre_hook(lambda m, _: seen.append(type(m.weight.data)))
-    shard(OURS, model)
+    parity.shard(parity.OURS, model)
     model.layers[0].register_forward_pre_hook(lambda m, _: seen.append(type(m.weight.data)))
     model.layers[0].register_forward_hook(lambda m, *_: seen.append(type(m.weight.data)))
-    model(torch.randn(2, DIM))
+    model(torch.randn(2, models.DIM))
     assert seen == [Tensor, Tensor, DTensor]

@@ -21,7 +21,7 @@ from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.schedule.unit import Phase
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import Life, VirtualDevice
-from tests.common.schedules import chain, groups, leaf, unit_of
+from tests.common import schedules
 
 pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("rare_collections")]
 
@@ -68,7 +68,10 @@ class Failing(VirtualDevice):
 
 
 def _nested() -> Node:
-    inner = [leaf("a"), Node("b", [leaf("c"), leaf("d")], [0, 1, 0], shapes=((8, 8), (3,)))]
+    inner = [
+        schedules.leaf("a"),
+        Node("b", [schedules.leaf("c"), schedules.leaf("d")], [0, 1, 0], shapes=((8, 8), (3,))),
+    ]
     return Node("root", inner, [0, 1, 1], shapes=((8, 8),))
 
 
@@ -82,16 +85,16 @@ def _meshes() -> Node:
 
 
 SETTINGS: dict[str, tuple[Callable[[], Node], dict[str, Any]]] = {
-    "plain": (lambda: chain("a", "b"), {}),
-    "mixed": (lambda: chain("a", "b"), {"precision": BF16}),
-    "packed": (lambda: chain("a", "b"), {"precision": BF16, "coalesces": False}),
-    "replicas": (lambda: chain("a", "b"), {"copies": 2}),
+    "plain": (lambda: schedules.chain("a", "b"), {}),
+    "mixed": (lambda: schedules.chain("a", "b"), {"precision": BF16}),
+    "packed": (lambda: schedules.chain("a", "b"), {"precision": BF16, "coalesces": False}),
+    "replicas": (lambda: schedules.chain("a", "b"), {"copies": 2}),
     "offload": (
-        lambda: chain("a", "b"),
+        lambda: schedules.chain("a", "b"),
         {"offload": CPUOffloadPolicy(pin_memory=True), "precision": BF16},
     ),
     "smaller": (
-        lambda: chain("a", "b", reshard_after_forward=True),
+        lambda: schedules.chain("a", "b", reshard_after_forward=True),
         {"smaller": 2, "world_size": 4},
     ),
     "nested": (_nested, {}),
@@ -184,7 +187,7 @@ def test_an_exception_at_any_operation(setting: str, iteration: str) -> None:
         scheduler.reset()
         sim.drop_gradients()
         _set_sync(sim, True)
-        assert {group.state for group in groups(sim)} == {GroupState.SHARDED}, where
+        assert {group.state for group in schedules.groups(sim)} == {GroupState.SHARDED}, where
         assert {unit.phase for unit in scheduler.units} == {Phase.IDLE}, where
         assert _names(device) == at_rest, where
         run(sim)
@@ -198,7 +201,7 @@ def test_a_gather_on_request_that_fails_can_be_repeated() -> None:
     """Outside an iteration no reset follows: the group must know that it is not gathered."""
     sim, device = _simulation("packed")
     sim.iteration()
-    unit = unit_of(sim, "a")
+    unit = schedules.unit_of(sim, "a")
     at_rest = _names(device)
 
     def gather() -> int:

@@ -1,4 +1,4 @@
-"""What each kind of backend is asked to launch: compared with tests/schedule/launches, line by line.
+"""What each kind of backend is asked to launch: compared with files, line by line.
 
     pytest tests/schedule/test_launches.py --rewrite-golden     # then read the difference
 
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp2
 from fsdp2.core.schedule.group import ParamGroup
-from tests.common.backends import KINDS, RECORDER, init_recorded
+from tests.common import backends
 
 pytestmark = pytest.mark.alone
 
@@ -62,11 +62,11 @@ def _units_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def noted(method: Any) -> Any:
         def run(group: ParamGroup, *args: Any, **kwargs: Any) -> Any:
-            RECORDER.unit = group.name
+            backends.RECORDER.unit = group.name
             try:
                 return method(group, *args, **kwargs)
             finally:
-                RECORDER.unit = "-"
+                backends.RECORDER.unit = "-"
 
         return run
 
@@ -74,7 +74,7 @@ def _units_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ParamGroup, name, noted(getattr(ParamGroup, name)))
 
 
-@pytest.fixture(params=list(KINDS))
+@pytest.fixture(params=list(backends.KINDS))
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.param
     if dist.is_initialized():
@@ -92,7 +92,7 @@ def _mesh(case: str) -> DeviceMesh:
 
 def launches(kind: str, case: str) -> list[str]:
     """Of two steps, a heading before each."""
-    init_recorded(kind, WORLD)
+    backends.init_recorded(kind, WORLD)
     model, arguments = Model(), {"mesh": _mesh(case)}
     if "mixed" in case:
         arguments["mp_policy"] = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -104,20 +104,20 @@ def launches(kind: str, case: str) -> list[str]:
     model.set_packing_threshold(SMALL)
     lines = []
     for step in range(STEPS):
-        RECORDER.launches.clear()
-        RECORDER.phase = "forward"
+        backends.RECORDER.launches.clear()
+        backends.RECORDER.phase = "forward"
         loss = model(torch.ones(2, 8)).sum()
-        RECORDER.phase = "backward"
+        backends.RECORDER.phase = "backward"
         loss.backward()
         model.zero_grad()
-        lines += ["", f"== {case}: step {step + 1}", *map(str, RECORDER.launches)]
+        lines += ["", f"== {case}: step {step + 1}", *map(str, backends.RECORDER.launches)]
     dist.destroy_process_group()
     return lines
 
 
 @pytest.mark.usefixtures("_units_are_noted")
 def test_launches(kind: str, request: pytest.FixtureRequest) -> None:
-    name = KINDS[kind][0]
+    name = backends.KINDS[kind][0]
     lines = [f"What {kind} ({name}) is asked to launch; {Path(__file__).name} says how it is made."]
     for case in CASES:
         lines += launches(kind, case)
@@ -137,7 +137,7 @@ def test_only_a_backend_that_coalesces_is_asked_to() -> None:
 def test_what_does_not_coalesce_gets_one_launch_a_unit() -> None:
     """The first collectives of nccl2 left out, all of those are asked for the same."""
     found = set()
-    for kind in KINDS.keys() - {"nccl-legacy"}:
+    for kind in backends.KINDS.keys() - {"nccl-legacy"}:
         lines = (GOLDEN / f"{kind}.txt").read_text(encoding="utf-8").splitlines()[1:]
         found.add("\n".join(line for line in lines if not line.startswith("forward  -")))
     assert len(found) == 1

@@ -14,7 +14,7 @@ from fsdp2.core.schedule.ties import GroupAlias, TiedGroup, inherit, lend
 from fsdp2.core.schedule.unit import put_around
 from fsdp2.testing.simulation import Simulation
 from fsdp2.testing.virtual import VirtualDevice
-from tests.common.schedules import chain, unit_of
+from tests.common import schedules
 
 pytestmark = pytest.mark.alone
 
@@ -64,8 +64,8 @@ def kinds(group: GroupOperations) -> list[type]:
 
 
 def test_a_tie_that_is_made_and_inherited_while_layers_are_there() -> None:
-    sim = Simulation(chain("a", "b"), VirtualDevice())
-    owner, user = unit_of(sim, "a"), unit_of(sim, "b")
+    sim = Simulation(schedules.chain("a", "b"), VirtualDevice())
+    owner, user = schedules.unit_of(sim, "a"), schedules.unit_of(sim, "b")
     put_around([owner, user], Higher, True)
     (group,) = owner.own_groups
     lend(group, owner, user)

@@ -18,9 +18,9 @@ import fsdp2
 from fsdp2.core.device.buffers import FlatBuffer, TransientBuffer
 from fsdp2.core.modules.registry import record_of, records_below
 from fsdp2.testing.null_group import null_world
+from tests.common import tensors
 from tests.common.errors import raises
 from tests.common.observing import observe
-from tests.common.tensors import Bf16Weight, extend
 
 pytestmark = pytest.mark.alone
 
@@ -161,7 +161,10 @@ def test_a_deleted_model_is_gone(build: Callable[[], Any], monkeypatch: pytest.M
 def test_a_deleted_model_with_extended_parameters_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     with null_world(1):
         mesh = init_device_mesh("cpu", (1,))
-        _check_gone(lambda: _trained(model=extend(_blocks(), Bf16Weight), mesh=mesh), monkeypatch)
+        _check_gone(
+            lambda: _trained(model=tensors.extend(_blocks(), tensors.Bf16Weight), mesh=mesh),
+            monkeypatch,
+        )
 
 
 def _check_gone(build: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from fsdp2.core.device.backends import UNKNOWN
 from fsdp2.core.device.buffers import TransientBuffer
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.testing.null_group import NullGroup, NullWork, init_null_group, null_mesh
-from tests.common.models import Transformer, seeded
+from tests.common import models
 
 pytestmark = pytest.mark.alone
 
@@ -138,7 +138,7 @@ def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def build(**arguments: Any) -> Any:
-    model: Any = seeded(Transformer)
+    model: Any = models.seeded(models.Transformer)
     for block in model.blocks:
         fully_shard(block, mesh=null_mesh(4), **arguments)
     return fully_shard(model, mesh=null_mesh(4), **arguments)

@@ -9,19 +9,21 @@ import pytest
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.unit import MOVES, Phase, Unit
 from fsdp2.testing.phases import CheckedUnit, check_phases
-from tests.common.schedules import chain, unit_of, warm
+from tests.common import schedules
 
 pytestmark = pytest.mark.alone
 
 
 def test_a_simulation_checks_its_units() -> None:
-    assert {type(unit) for unit in warm(chain("a", "b")).scheduler.units} == {CheckedUnit}
+    assert {type(unit) for unit in schedules.warm(schedules.chain("a", "b")).scheduler.units} == {
+        CheckedUnit
+    }
 
 
 def test_finishing_a_unit_that_was_not_entered_is_refused() -> None:
-    sim = warm(chain("a", "b"))
+    sim = schedules.warm(schedules.chain("a", "b"))
     with pytest.raises(AssertionError, match="unit 'a' cannot go from idle to reduced"):
-        sim.scheduler._finish(unit_of(sim, "a"), True)
+        sim.scheduler._finish(schedules.unit_of(sim, "a"), True)
 
 
 def test_a_schedule_that_enters_a_unit_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +33,7 @@ def test_a_schedule_that_enters_a_unit_twice_is_found(monkeypatch: pytest.Monkey
         enter(self, unit)
         enter(self, unit)
 
-    sim = warm(chain("a", "b"))
+    sim = schedules.warm(schedules.chain("a", "b"))
     monkeypatch.setattr(Scheduler, "enter_forward", twice)
     with pytest.raises(AssertionError, match="unit 'root' cannot go from forward to forward"):
         sim.iteration()

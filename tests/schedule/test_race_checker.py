@@ -16,9 +16,9 @@ import fsdp2.core
 from fsdp2.record.notes import Note
 from fsdp2.testing.simulation import Simulation
 from fsdp2.testing.virtual import VirtualDevice
+from tests.common import random_models
+from tests.common import replay as common_replay
 from tests.common.oracle import unordered_conflicts
-from tests.common.random_models import Watch, random_settings, random_tree
-from tests.common.replay import replay, with_early_frees, with_stale_events
 from tests.common.scenarios import SCENARIOS
 
 SEEDS = 120  # schedules of each scenario
@@ -51,7 +51,7 @@ def test_random_models_with_larger_windows(
     scenario: str, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many units are gathered ahead as the window says at most: the watch sees to it."""
-    monkeypatch.setattr(Watch, "window", window)
+    monkeypatch.setattr(random_models.Watch, "window", window)
     _check_seeds(scenario, range(SEEDS // 4))
 
 
@@ -77,7 +77,11 @@ def test_roots_that_share_a_device() -> None:
         rng = random.Random(f"roots {seed}")
         device = VirtualDevice()
         sims = [
-            Simulation(random_tree(rng), device, **random_settings(rng, device, (1, 2, 4)))
+            Simulation(
+                random_models.random_tree(rng),
+                device,
+                **random_models.random_settings(rng, device, (1, 2, 4)),
+            )
             for _ in range(2)
         ]
         for _ in range(2):
@@ -167,14 +171,16 @@ def test_every_needed_wait_is_missed_and_no_other() -> None:
     assert set(dropped.found) == labels
 
 
-@pytest.mark.parametrize("mutate", [with_early_frees, with_stale_events])
+@pytest.mark.parametrize(
+    "mutate", [common_replay.with_early_frees, common_replay.with_stale_events]
+)
 def test_replays_agree_with_the_oracle(mutate: Callable[[list[Note]], list[list[Note]]]) -> None:
     result = Mutations()
     for scenario in SCENARIOS:
         for seed, whole in _small_schedules(scenario)[:3]:
-            assert replay(whole.trace).races == []
+            assert common_replay.replay(whole.trace).races == []
             for number, variant in enumerate(mutate(whole.trace)):
-                result.add(f"{scenario} {seed} variant {number}", "", replay(variant))
+                result.add(f"{scenario} {seed} variant {number}", "", common_replay.replay(variant))
     assert result.disagreements == []
     assert result.found.total() >= 100
     assert result.redundant.total() > 0

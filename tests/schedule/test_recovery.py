@@ -11,24 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.common import parity, running
 from tests.common.combinations import each_once
 from tests.common.models import (
     DIM,
-)
-from tests.common.parity import (
-    OURS,
-    CountCollectives,
-    assert_equal,
-    full_grads,
-    my_part,
-    regression_loss,
-    shard,
-)
-from tests.common.running import (
-    fsdp_modules,
-    is_sharded,
-    mlp,
-    mlp_batches,
 )
 from tests.common.workers import ranks
 
@@ -53,60 +39,65 @@ def test_recovery_from_an_exception(
         if armed:
             raise _BoomError
 
-    model = shard(OURS, mlp(), reshard_after_forward=reshard_after_forward)
+    model = parity.shard(parity.OURS, running.mlp(), reshard_after_forward=reshard_after_forward)
     if phase == "forward":
         model.layers[unit].register_forward_pre_hook(boom)
     else:
         model.layers[unit].register_forward_hook(
             lambda _, __, output: output.register_hook(boom) and None
         )
-    fresh = shard(OURS, mlp(), reshard_after_forward=reshard_after_forward)
-    for batch in mlp_batches()[:2]:
+    fresh = parity.shard(parity.OURS, running.mlp(), reshard_after_forward=reshard_after_forward)
+    for batch in running.mlp_batches()[:2]:
         armed = True
         with pytest.raises(_BoomError):
-            regression_loss(model, my_part(batch)).backward()
+            parity.regression_loss(model, parity.my_part(batch)).backward()
         armed = False
         model.reset_iter_state()
-        assert [is_sharded(module) for module in fsdp_modules(model)] == [True] * 4
+        assert [running.is_sharded(module) for module in running.fsdp_modules(model)] == [True] * 4
         model.zero_grad()
         results = []
         for recovered in (model, fresh):
-            with CountCollectives() as counted:
-                loss = regression_loss(recovered, my_part(batch))
+            with parity.CountCollectives() as counted:
+                loss = parity.regression_loss(recovered, parity.my_part(batch))
                 loss.backward()
-            results.append([loss.detach(), full_grads(recovered), counted.counts])
+            results.append([loss.detach(), parity.full_grads(recovered), counted.counts])
             recovered.zero_grad()
-        assert_equal(results[0], results[1], "a fresh model's iteration")
+        parity.assert_equal(results[0], results[1], "a fresh model's iteration")
 
 
 @ranks(2)
 def test_recovery_drops_gradients_that_were_not_reduced() -> None:
-    model, fresh = shard(OURS, mlp()), shard(OURS, mlp())
-    first, second = mlp_batches()[:2]
+    model, fresh = (
+        parity.shard(parity.OURS, running.mlp()),
+        parity.shard(parity.OURS, running.mlp()),
+    )
+    first, second = running.mlp_batches()[:2]
     model.set_requires_gradient_sync(False)
-    regression_loss(model, my_part(first)).backward()
+    parity.regression_loss(model, parity.my_part(first)).backward()
     model.set_requires_gradient_sync(True)
 
     def boom(_: Tensor) -> None:
         raise _BoomError
 
-    output = model(my_part(first)[0])
+    output = model(parity.my_part(first)[0])
     output.register_hook(boom)
     with pytest.raises(_BoomError):
         output.sum().backward()
     model.reset_iter_state()
     model.zero_grad()
     for recovered in (model, fresh):
-        regression_loss(recovered, my_part(second)).backward()
-    assert_equal(full_grads(model), full_grads(fresh), "a fresh model's iteration")
+        parity.regression_loss(recovered, parity.my_part(second)).backward()
+    parity.assert_equal(
+        parity.full_grads(model), parity.full_grads(fresh), "a fresh model's iteration"
+    )
 
 
 @ranks(2)
 def test_reset_iter_state_is_for_the_root() -> None:
-    model = shard(OURS, mlp())
+    model = parity.shard(parity.OURS, running.mlp())
     model(torch.randn(2, DIM)).sum().backward()
     with pytest.raises((RuntimeError, ValueError), match="root"):
         model.layers[0].reset_iter_state()
-    grads = full_grads(model)
+    grads = parity.full_grads(model)
     model.reset_iter_state()
-    assert_equal(full_grads(model), grads, "gradients that were complete")
+    parity.assert_equal(parity.full_grads(model), grads, "gradients that were complete")

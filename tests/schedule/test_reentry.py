@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 import fsdp2
 from fsdp2 import fully_shard
+from tests.common import models, parity
 from tests.common.errors import raises
-from tests.common.models import DIM, seeded
-from tests.common.parity import assert_equal, full, full_grads, world_mesh
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -27,8 +26,8 @@ class _Head(nn.Module):
 
     def __init__(self, out: int) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(DIM))
-        self.linear = nn.Linear(DIM, out)
+        self.scale = nn.Parameter(torch.ones(models.DIM))
+        self.linear = nn.Linear(models.DIM, out)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x * self.scale)
@@ -37,8 +36,8 @@ class _Head(nn.Module):
 class _TwoHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.trunk = nn.Linear(DIM, DIM)
-        self.first, self.second = _Head(2 * DIM), _Head(3 * DIM)
+        self.trunk = nn.Linear(models.DIM, models.DIM)
+        self.first, self.second = _Head(2 * models.DIM), _Head(3 * models.DIM)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = self.trunk(x)
@@ -49,13 +48,13 @@ class _TwoHeads(nn.Module):
 @pytest.mark.parametrize("differ", [False, True])
 def test_units_that_return_what_a_child_returns(differ: bool) -> None:
     """With zeros for unused parameters, whichever outputs the ranks use."""
-    model, plain = seeded(_TwoHeads), seeded(_TwoHeads)
+    model, plain = models.seeded(_TwoHeads), models.seeded(_TwoHeads)
     for unit in (model.trunk, model.first.linear, model.first, model.second.linear, model.second):
-        fully_shard(unit, mesh=world_mesh())
-    fully_shard(model, mesh=world_mesh())
+        fully_shard(unit, mesh=parity.world_mesh())
+    fully_shard(model, mesh=parity.world_mesh())
     model.set_reduce_scatter_unused_params(True)
     used = [0, 1 if differ else 0]
-    x = torch.ones(2, DIM)
+    x = torch.ones(2, models.DIM)
     model(x)[used[dist.get_rank()]].sum().backward()
     for output in used:
         (plain(x)[output].sum() / 2).backward()
@@ -63,7 +62,7 @@ def test_units_that_return_what_a_child_returns(differ: bool) -> None:
         name: torch.zeros_like(param) if param.grad is None else param.grad
         for name, param in plain.named_parameters()
     }
-    assert_equal(full_grads(model), grads)
+    parity.assert_equal(parity.full_grads(model), grads)
 
 
 class _Nested(nn.Module):
@@ -71,8 +70,11 @@ class _Nested(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-        self.bias = nn.Parameter(torch.ones(DIM))
+        self.first, self.second = (
+            nn.Linear(models.DIM, models.DIM),
+            nn.Linear(models.DIM, models.DIM),
+        )
+        self.bias = nn.Parameter(torch.ones(models.DIM))
 
     def forward(self, x: Tensor, how: str = "") -> Tensor:
         if how == "no_grad":
@@ -89,9 +91,9 @@ class _Nested(nn.Module):
 
 
 def _nested(**arguments: Any) -> Any:
-    model: Any = seeded(_Nested)
-    fully_shard(model.first, mesh=world_mesh(), **arguments)
-    fully_shard(model, mesh=world_mesh(), **arguments)
+    model: Any = models.seeded(_Nested)
+    fully_shard(model.first, mesh=parity.world_mesh(), **arguments)
+    fully_shard(model, mesh=parity.world_mesh(), **arguments)
     return model
 
 
@@ -100,17 +102,17 @@ def _nested(**arguments: Any) -> Any:
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_a_model_that_calls_itself(how: str, reshard_after_forward: bool) -> None:
     """What backwards without sync left is still there; gradients are those without sharding."""
-    model, plain = _nested(reshard_after_forward=reshard_after_forward), seeded(_Nested)
+    model, plain = _nested(reshard_after_forward=reshard_after_forward), models.seeded(_Nested)
     for sync, batch in ((False, 1.0), (True, 2.0), (True, 3.0)):
         model.set_requires_gradient_sync(sync)
-        x = torch.full((2, DIM), batch, requires_grad=True)
+        x = torch.full((2, models.DIM), batch, requires_grad=True)
         mine, theirs = model(x, how), plain(x, how)
-        assert_equal(mine.detach(), theirs.detach())
+        parity.assert_equal(mine.detach(), theirs.detach())
         mine.sum().backward()
         theirs.sum().backward()
     model.reshard()
     grads = {name: param.grad for name, param in plain.named_parameters()}
-    assert_equal(full_grads(model), grads)
+    parity.assert_equal(parity.full_grads(model), grads)
 
 
 @ranks(2)
@@ -122,20 +124,22 @@ def test_a_method_that_calls_the_model() -> None:
         fsdp2.register_fsdp_forward_method(model, "generate")
         for sync in (False, True):
             model.set_requires_gradient_sync(sync)
-            model(torch.ones(2, DIM)).sum().backward()
+            model(torch.ones(2, models.DIM)).sum().backward()
             if generates:
                 with torch.no_grad():
-                    found = model.generate(torch.ones(2, DIM))
-                assert_equal(found, seeded(_Nested).generate(torch.ones(2, DIM)).detach())
+                    found = model.generate(torch.ones(2, models.DIM))
+                parity.assert_equal(
+                    found, models.seeded(_Nested).generate(torch.ones(2, models.DIM)).detach()
+                )
         model.reshard()
-        grads.append(full_grads(model))
-    assert_equal(grads[1], grads[0])
+        grads.append(parity.full_grads(model))
+    parity.assert_equal(grads[1], grads[0])
 
 
 class _Fails(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
+        self.linear = nn.Linear(models.DIM, models.DIM)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[0] == 3:
@@ -146,19 +150,19 @@ class _Fails(nn.Module):
 @ranks(2)
 def test_an_exception_in_a_child_that_is_called_on_its_own() -> None:
     """The next call of another child begins a forward: parameters that were kept are not stale."""
-    model = seeded(lambda: nn.Sequential(_Fails(), nn.Linear(DIM, DIM)))
-    plain = seeded(lambda: nn.Sequential(_Fails(), nn.Linear(DIM, DIM)))
+    model = models.seeded(lambda: nn.Sequential(_Fails(), nn.Linear(models.DIM, models.DIM)))
+    plain = models.seeded(lambda: nn.Sequential(_Fails(), nn.Linear(models.DIM, models.DIM)))
     for unit in (*model, model):
-        fully_shard(unit, mesh=world_mesh())
+        fully_shard(unit, mesh=parity.world_mesh())
     model.set_reshard_after_backward(False)
-    x = torch.ones(2, DIM)
+    x = torch.ones(2, models.DIM)
     steps = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
     for each, optimizer in zip((model, plain), steps, strict=True):
         each(x).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     with pytest.raises(MemoryError):
-        model[0](torch.ones(3, DIM))
+        model[0](torch.ones(3, models.DIM))
     for _ in range(3):
         outputs = []
         for each, optimizer in zip((model, plain), steps, strict=True):
@@ -166,7 +170,7 @@ def test_an_exception_in_a_child_that_is_called_on_its_own() -> None:
             outputs[-1].sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert_equal(outputs[0].detach(), outputs[1].detach())
+        parity.assert_equal(outputs[0].detach(), outputs[1].detach())
 
 
 class _Readout(nn.Module):
@@ -174,7 +178,7 @@ class _Readout(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.energy, self.out = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.energy, self.out = nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM)
 
     def forward(self, x: Tensor, weights: Tensor | None, source: Any) -> Tensor:
         energy = torch.tanh(self.energy(x if weights is None else x * weights))
@@ -185,7 +189,7 @@ class _Readout(nn.Module):
 class _Forces(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.readout = nn.Linear(DIM, DIM), _Readout()
+        self.embed, self.readout = nn.Linear(models.DIM, models.DIM), _Readout()
 
     def forward(self, source: Any, two: bool) -> Tensor:
         x = self.embed(source.positions)
@@ -196,39 +200,39 @@ class _Source:
     """Not a container that inputs are looked for in."""
 
     def __init__(self) -> None:
-        self.positions = torch.ones(4, DIM, requires_grad=True)
+        self.positions = torch.ones(4, models.DIM, requires_grad=True)
 
 
 @ranks(2)
 @pytest.mark.parametrize("two", [False, True], ids=["one input", "two inputs"])
 @pytest.mark.parametrize("unused", [False, True])
 def test_a_derivative_inside_of_a_forward(unused: bool, two: bool) -> None:
-    model, plain = seeded(_Forces), seeded(_Forces)
+    model, plain = models.seeded(_Forces), models.seeded(_Forces)
     for unit in (model.embed, model.readout, model):
-        fully_shard(unit, mesh=world_mesh())
+        fully_shard(unit, mesh=parity.world_mesh())
     if unused:
         model.set_reduce_scatter_unused_params(True)
     for _ in range(2):
         model(_Source(), two).sum().backward()
         plain(_Source(), two).sum().backward()
     grads = {name: param.grad for name, param in plain.named_parameters()}
-    assert_equal(full_grads(model), grads)
+    parity.assert_equal(parity.full_grads(model), grads)
 
 
 @ranks(2)
 def test_an_optimizer_made_before_parameters_were_taken_over() -> None:
     """It has stepped already: what it knows of its parameters is asked again."""
-    model: Any = seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM)))
-    fully_shard(model, mesh=world_mesh())
+    model: Any = models.seeded(lambda: nn.Sequential(nn.Linear(models.DIM, models.DIM)))
+    fully_shard(model, mesh=parity.world_mesh())
     fsdp2.install()
     try:
-        model.append(nn.Linear(DIM, DIM))
+        model.append(nn.Linear(models.DIM, models.DIM))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(torch.ones(2, DIM)).sum().backward()
+        model(torch.ones(2, models.DIM)).sum().backward()
         model.reshard()
         optimizer.step()
         model.shard_new_parameters()
-        model(torch.ones(2, DIM)).sum().backward()
+        model(torch.ones(2, models.DIM)).sum().backward()
         model.reshard()
         with raises("stale-optimizer"):
             optimizer.step()
@@ -239,10 +243,12 @@ def test_an_optimizer_made_before_parameters_were_taken_over() -> None:
 @ranks(2)
 def test_a_parameter_frozen_between_micro_batches_that_had_no_gradient() -> None:
     """Zeros for unused parameters are for those that are trained."""
-    model: Any = seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)))
-    fully_shard(model, mesh=world_mesh(), reshard_after_forward=True)
+    model: Any = models.seeded(
+        lambda: nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM))
+    )
+    fully_shard(model, mesh=parity.world_mesh(), reshard_after_forward=True)
     model.set_reduce_scatter_unused_params(True)
-    x = torch.ones(2, DIM)
+    x = torch.ones(2, models.DIM)
     model(x).sum().backward()
     model.zero_grad()
     model.set_requires_gradient_sync(False)
@@ -252,4 +258,4 @@ def test_a_parameter_frozen_between_micro_batches_that_had_no_gradient() -> None
     model(x).sum().backward()
     model.reshard()
     assert model[0].weight.grad is None
-    assert full(model[0].bias.grad).abs().sum() > 0
+    assert parity.full(model[0].bias.grad).abs().sum() > 0

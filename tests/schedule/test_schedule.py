@@ -7,26 +7,20 @@ accept a change on purpose: ``EXPECTTEST_ACCEPT=1 pytest tests/schedule/test_sch
 from __future__ import annotations
 
 import pytest
-
 import torch
 from expecttest import assert_expected_inline
 
 from fsdp2.core.config import MixedPrecisionPolicy
 from fsdp2.testing.simulation import Node
-from tests.common.schedules import SHAPES
-from tests.common.schedules import bound as _bound
-from tests.common.schedules import chain as _chain
-from tests.common.schedules import emitted as _emitted
-from tests.common.schedules import leaf as _leaf
-from tests.common.schedules import warm as _warm
+from tests.common import schedules
 
 pytestmark = pytest.mark.alone
 
 
 def test_one_block() -> None:
-    sim = _warm(_leaf("root"))
+    sim = schedules.warm(schedules.leaf("root"))
     assert_expected_inline(
-        _emitted(sim, sim.iteration),
+        schedules.emitted(sim, sim.iteration),
         """\
 compute:
   alloc root
@@ -43,10 +37,14 @@ reduce:
 
 
 def test_nested_blocks() -> None:
-    mid = Node("mid", [_leaf("leaf"), _leaf("twin")], [0, 1], shapes=SHAPES)
-    sim = _warm(Node("root", [mid, _leaf("head")], [0, 1], shapes=SHAPES))
+    mid = Node(
+        "mid", [schedules.leaf("leaf"), schedules.leaf("twin")], [0, 1], shapes=schedules.SHAPES
+    )
+    sim = schedules.warm(
+        Node("root", [mid, schedules.leaf("head")], [0, 1], shapes=schedules.SHAPES)
+    )
     assert_expected_inline(
-        _emitted(sim, sim.forward),
+        schedules.emitted(sim, sim.forward),
         """\
 compute:
   alloc root
@@ -75,7 +73,7 @@ all_gather:
   all_gather head             after compute forward mid""",
     )
     assert_expected_inline(
-        _emitted(sim, sim.backward),
+        schedules.emitted(sim, sim.backward),
         """\
 compute:
   alloc head
@@ -117,10 +115,10 @@ reduce:
 
 
 def test_no_prefetch_where_no_order_is_known() -> None:
-    mid = Node("mid", [_leaf("a"), _leaf("b")], [0, 1], shapes=SHAPES)
-    sim = _bound(Node("root", [mid], [0], shapes=SHAPES))
+    mid = Node("mid", [schedules.leaf("a"), schedules.leaf("b")], [0, 1], shapes=schedules.SHAPES)
+    sim = schedules.bound(Node("root", [mid], [0], shapes=schedules.SHAPES))
     assert_expected_inline(
-        _emitted(sim, lambda: sim.forward(start=mid)),
+        schedules.emitted(sim, lambda: sim.forward(start=mid)),
         """\
 compute:
   alloc mid
@@ -142,11 +140,11 @@ all_gather:
 
 
 def test_prefetch_in_the_order_of_the_last_forward() -> None:
-    mid = Node("mid", [_leaf("a"), _leaf("b")], [0, 1], shapes=SHAPES)
-    sim = _bound(Node("root", [mid], [0], shapes=SHAPES))
+    mid = Node("mid", [schedules.leaf("a"), schedules.leaf("b")], [0, 1], shapes=schedules.SHAPES)
+    sim = schedules.bound(Node("root", [mid], [0], shapes=schedules.SHAPES))
     sim.forward(start=mid)
     assert_expected_inline(
-        _emitted(sim, lambda: sim.forward(start=mid)),
+        schedules.emitted(sim, lambda: sim.forward(start=mid)),
         """\
 compute:
   alloc mid
@@ -168,11 +166,11 @@ all_gather:
 
 
 def test_wrong_guess_makes_room_for_the_next() -> None:
-    root = _chain("a", "b", "c", "d")
-    sim = _warm(root)
+    root = schedules.chain("a", "b", "c", "d")
+    sim = schedules.warm(root)
     root.calls = [0, 2, 3]
     assert_expected_inline(
-        _emitted(sim, sim.forward),
+        schedules.emitted(sim, sim.forward),
         """\
 compute:
   forward root
@@ -199,12 +197,12 @@ all_gather:
 
 
 def test_guess_that_was_only_early_is_used() -> None:
-    root = _chain("a", "b", "x")
+    root = schedules.chain("a", "b", "x")
     root.calls = [0, 1]
-    sim = _warm(root)
+    sim = schedules.warm(root)
     root.calls = [0, 2, 1]  # what follows x is not known, so that b need not make room
     assert_expected_inline(
-        _emitted(sim, sim.forward),
+        schedules.emitted(sim, sim.forward),
         """\
 compute:
   forward root
@@ -228,11 +226,11 @@ all_gather:
 
 
 def test_last_wrong_guess_is_freed_at_the_loss() -> None:
-    root = _chain("a", "b", "c")
-    sim = _warm(root)
+    root = schedules.chain("a", "b", "c")
+    sim = schedules.warm(root)
     root.calls = [0, 2]
     assert_expected_inline(
-        _emitted(sim, sim.forward),
+        schedules.emitted(sim, sim.forward),
         """\
 compute:
   forward root
@@ -254,11 +252,11 @@ all_gather:
 
 
 def test_explicit_forward_prefetch() -> None:
-    sim = _warm(_chain("a", "b", "c"))
+    sim = schedules.warm(schedules.chain("a", "b", "c"))
     _, a, b, c = sim.scheduler.units
     a.forward_prefetch = [b, c]
     assert_expected_inline(
-        _emitted(sim, sim.forward),
+        schedules.emitted(sim, sim.forward),
         """\
 compute:
   forward root
@@ -283,11 +281,11 @@ all_gather:
 
 def test_explicit_prefetch_of_a_unit_without_parameters() -> None:
     """As with torch's FSDP2: the root's list counts, whatever it owns."""
-    sim = _warm(_chain("a", "b"))
+    sim = schedules.warm(schedules.chain("a", "b"))
     root, a, b = sim.scheduler.units
     root.forward_prefetch, root.backward_prefetch = [a, b], [b, a]
     assert_expected_inline(
-        _emitted(sim, sim.iteration),
+        schedules.emitted(sim, sim.iteration),
         """\
 compute:
   alloc a
@@ -324,13 +322,13 @@ reduce:
 
 
 def test_explicit_prefetch_takes_the_place_of_a_wrong_guess() -> None:
-    root = _chain("a", "b", "c", "d")
-    sim = _warm(root)
+    root = schedules.chain("a", "b", "c", "d")
+    sim = schedules.warm(root)
     _, _, _, c, d = sim.scheduler.units
     c.forward_prefetch = [d]
     root.calls = [0, 2, 3]
     assert_expected_inline(
-        _emitted(sim, sim.forward),
+        schedules.emitted(sim, sim.forward),
         """\
 compute:
   forward root
@@ -357,12 +355,12 @@ all_gather:
 
 
 def test_explicit_backward_prefetch() -> None:
-    sim = _warm(_chain("a", "b", "c"))
+    sim = schedules.warm(schedules.chain("a", "b", "c"))
     _, a, b, c = sim.scheduler.units
     c.backward_prefetch = [b, a]
     sim.forward()
     assert_expected_inline(
-        _emitted(sim, sim.backward),
+        schedules.emitted(sim, sim.backward),
         """\
 compute:
   backward root
@@ -394,10 +392,12 @@ reduce:
 
 
 def test_reshard_after_forward() -> None:
-    root = Node("root", [_leaf("a")], [0], shapes=SHAPES, reshard_after_forward=True)
-    sim = _warm(root)
+    root = Node(
+        "root", [schedules.leaf("a")], [0], shapes=schedules.SHAPES, reshard_after_forward=True
+    )
+    sim = schedules.warm(root)
     assert_expected_inline(
-        _emitted(sim, sim.iteration),
+        schedules.emitted(sim, sim.iteration),
         """\
 compute:
   alloc root
@@ -430,9 +430,9 @@ reduce:
 
 
 def test_no_reshard_after_forward() -> None:
-    sim = _warm(_chain("a", "b", reshard_after_forward=False))
+    sim = schedules.warm(schedules.chain("a", "b", reshard_after_forward=False))
     assert_expected_inline(
-        _emitted(sim, sim.iteration),
+        schedules.emitted(sim, sim.iteration),
         """\
 compute:
   forward root
@@ -464,12 +464,12 @@ reduce:
 
 def test_accumulation() -> None:
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    sim = _warm(_chain("a", "b"), precision=precision)
+    sim = schedules.warm(schedules.chain("a", "b"), precision=precision)
     sim.forward()
     for unit in sim.scheduler.units:
         unit.sync = False
     assert_expected_inline(
-        _emitted(sim, sim.backward),
+        schedules.emitted(sim, sim.backward),
         """\
 compute:
   backward root
@@ -496,7 +496,7 @@ all_gather:
     for unit in sim.scheduler.units:
         unit.sync = True
     assert_expected_inline(
-        _emitted(sim, sim.backward),
+        schedules.emitted(sim, sim.backward),
         """\
 compute:
   backward root
@@ -526,12 +526,12 @@ reduce:
 
 
 def test_no_reshard_after_backward() -> None:
-    sim = _warm(_chain("a", "b"))
+    sim = schedules.warm(schedules.chain("a", "b"))
     for unit in sim.scheduler.units:
         unit.reshard_after_backward = False
     sim.forward()
     assert_expected_inline(
-        _emitted(sim, sim.backward),
+        schedules.emitted(sim, sim.backward),
         """\
 compute:
   backward root
@@ -552,7 +552,7 @@ reduce:
   reduce_scatter a            after compute gradient a""",
     )
     assert_expected_inline(
-        _emitted(sim, sim.forward),
+        schedules.emitted(sim, sim.forward),
         """\
 compute:
   forward root
@@ -566,12 +566,12 @@ compute:
 
 
 def test_kept_parameters_are_gathered_again_after_a_step() -> None:
-    sim = _warm(_chain("a", "b"))
+    sim = schedules.warm(schedules.chain("a", "b"))
     for unit in sim.scheduler.units:
         unit.reshard_after_backward = False
     sim.iteration()
     assert_expected_inline(
-        _emitted(sim, sim.forward),
+        schedules.emitted(sim, sim.forward),
         """\
 compute:
   free a
@@ -592,9 +592,9 @@ all_gather:
 
 
 def test_world_size_one() -> None:
-    sim = _warm(_chain("a", "b"), world_size=1)
+    sim = schedules.warm(schedules.chain("a", "b"), world_size=1)
     assert_expected_inline(
-        _emitted(sim, sim.iteration),
+        schedules.emitted(sim, sim.iteration),
         """\
 compute:
   forward root
@@ -624,9 +624,9 @@ compute:
 
 def test_world_size_one_with_casts() -> None:
     precision = MixedPrecisionPolicy(torch.bfloat16)
-    sim = _warm(_chain("a", "b"), world_size=1, precision=precision)
+    sim = schedules.warm(schedules.chain("a", "b"), world_size=1, precision=precision)
     assert_expected_inline(
-        _emitted(sim, sim.iteration),
+        schedules.emitted(sim, sim.iteration),
         """\
 compute:
   forward root
@@ -661,9 +661,9 @@ compute:
 
 
 def test_coalesced_without_casts() -> None:
-    sim = _warm(_chain("a", "b"), coalesces=True)
+    sim = schedules.warm(schedules.chain("a", "b"), coalesces=True)
     assert_expected_inline(
-        _emitted(sim, sim.iteration),
+        schedules.emitted(sim, sim.iteration),
         """\
 compute:
   forward root
@@ -701,9 +701,9 @@ reduce:
 
 def test_packed_with_casts() -> None:
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
-    sim = _warm(_chain("a", "b"), coalesces=False, precision=precision)
+    sim = schedules.warm(schedules.chain("a", "b"), coalesces=False, precision=precision)
     assert_expected_inline(
-        _emitted(sim, sim.iteration),
+        schedules.emitted(sim, sim.iteration),
         """\
 compute:
   forward root
@@ -753,11 +753,11 @@ reduce:
 
 
 def test_two_forwards_and_one_backward() -> None:
-    sim = _warm(_chain("a", "b"))
+    sim = schedules.warm(schedules.chain("a", "b"))
     sim.forward()
     sim.forward()
     assert_expected_inline(
-        _emitted(sim, lambda: sim.backward(2)),
+        schedules.emitted(sim, lambda: sim.backward(2)),
         """\
 compute:
   backward root
@@ -792,12 +792,12 @@ reduce:
 
 
 def test_not_the_last_backward_keeps_what_was_gathered_ahead() -> None:
-    sim = _warm(_chain("a", "b"))
+    sim = schedules.warm(schedules.chain("a", "b"))
     sim.forward()
     sim.forward()
     sim.scheduler.is_last_backward = False
     assert_expected_inline(
-        _emitted(sim, sim.backward),
+        schedules.emitted(sim, sim.backward),
         """\
 compute:
   backward root
@@ -822,7 +822,7 @@ reduce:
     )
     sim.scheduler.is_last_backward = True
     assert_expected_inline(
-        _emitted(sim, sim.backward),
+        schedules.emitted(sim, sim.backward),
         """\
 compute:
   backward root
@@ -847,15 +847,15 @@ reduce:
 
 
 def test_not_the_last_backward_leaves_units_alone_whose_backward_is_to_come() -> None:
-    root = _chain("a", "b", reshard_after_forward=False)
+    root = schedules.chain("a", "b", reshard_after_forward=False)
     root.calls = [0]
-    sim = _warm(root)
+    sim = schedules.warm(root)
     sim.forward()
     root.calls = [1]
     sim.forward()
     sim.scheduler.is_last_backward = False
     assert_expected_inline(
-        _emitted(sim, sim.backward),
+        schedules.emitted(sim, sim.backward),
         """\
 compute:
   backward root
@@ -868,7 +868,7 @@ reduce:
     )  # a stays
     sim.scheduler.is_last_backward = True
     assert_expected_inline(
-        _emitted(sim, sim.backward),
+        schedules.emitted(sim, sim.backward),
         """\
 compute:
   backward root
@@ -883,11 +883,11 @@ reduce:
 
 
 def test_unit_called_twice_in_a_row() -> None:
-    root = _chain("a", "b")
+    root = schedules.chain("a", "b")
     root.calls = [0, 0, 1, 1]
-    sim = _warm(root)
+    sim = schedules.warm(root)
     assert_expected_inline(
-        _emitted(sim, sim.iteration),
+        schedules.emitted(sim, sim.iteration),
         """\
 compute:
   forward root
@@ -933,9 +933,9 @@ reduce:
 
 def test_unit_of_empty_parameters() -> None:
     empty = Node("empty", shapes=((0, 8),))
-    sim = _warm(Node("root", [_leaf("a"), empty], [0, 1], shapes=()))
+    sim = schedules.warm(Node("root", [schedules.leaf("a"), empty], [0, 1], shapes=()))
     assert_expected_inline(
-        _emitted(sim, sim.iteration),
+        schedules.emitted(sim, sim.iteration),
         """\
 compute:
   forward root
@@ -969,12 +969,12 @@ reduce:
 
 
 def test_step_in_backward_after_gradients_that_were_left() -> None:
-    sim = _warm(_chain("a", "b"))
+    sim = schedules.warm(schedules.chain("a", "b"))
     sim.iteration(step=False)
     sim.step_in_backward()
     sim.forward()
     assert_expected_inline(
-        _emitted(sim, sim.backward),
+        schedules.emitted(sim, sim.backward),
         """\
 compute:
   backward root
@@ -1003,11 +1003,11 @@ reduce:
 
 
 def test_second_backward_adds_to_the_gradient() -> None:
-    sim = _warm(_chain("a"))
+    sim = schedules.warm(schedules.chain("a"))
     sim.iteration(step=False)
     sim.forward()
     assert_expected_inline(
-        _emitted(sim, sim.backward),
+        schedules.emitted(sim, sim.backward),
         """\
 compute:
   backward root

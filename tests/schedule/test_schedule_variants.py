@@ -11,16 +11,16 @@ from expecttest import assert_expected_inline
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPolicy
 from fsdp2.testing.simulation import Node
-from tests.common.schedules import SHAPES, chain, emitted, leaf, warm
+from tests.common import schedules
 
 pytestmark = pytest.mark.alone
 
 
 def test_replicas() -> None:
-    sim = warm(chain("a", "b"), copies=2)
+    sim = schedules.warm(schedules.chain("a", "b"), copies=2)
     sim.forward()
     assert_expected_inline(
-        emitted(sim, sim.backward),
+        schedules.emitted(sim, sim.backward),
         """\
 compute:
   backward root
@@ -48,7 +48,9 @@ all_reduce:
 
 
 def test_partial_sums() -> None:
-    sim = warm(leaf("root"), copies=2, precision=MixedPrecisionPolicy(torch.bfloat16))
+    sim = schedules.warm(
+        schedules.leaf("root"), copies=2, precision=MixedPrecisionPolicy(torch.bfloat16)
+    )
     (unit,) = sim.scheduler.units
 
     def accumulate() -> None:
@@ -57,7 +59,7 @@ def test_partial_sums() -> None:
             sim.iteration(step=all_reduce)
 
     assert_expected_inline(
-        emitted(sim, accumulate),
+        schedules.emitted(sim, accumulate),
         """\
 compute:
   alloc root
@@ -99,9 +101,9 @@ all_reduce:
 
 
 def test_replicas_alone() -> None:
-    sim = warm(leaf("root"), world_size=1, copies=2)
+    sim = schedules.warm(schedules.leaf("root"), world_size=1, copies=2)
     assert_expected_inline(
-        emitted(sim, sim.iteration),
+        schedules.emitted(sim, sim.iteration),
         """\
 compute:
   alloc root
@@ -117,9 +119,9 @@ all_reduce:
 
 
 def test_offload() -> None:
-    sim = warm(chain("a", "b"), offload=CPUOffloadPolicy())
+    sim = schedules.warm(schedules.chain("a", "b"), offload=CPUOffloadPolicy())
     assert_expected_inline(
-        emitted(sim, sim.iteration),
+        schedules.emitted(sim, sim.iteration),
         """\
 compute:
   forward root
@@ -165,14 +167,14 @@ host:
 
 
 def test_offload_after_an_evaluation() -> None:
-    sim = warm(leaf("root"), offload=CPUOffloadPolicy())
+    sim = schedules.warm(schedules.leaf("root"), offload=CPUOffloadPolicy())
 
     def evaluate() -> None:
         sim.forward(expects_backward=False)
         sim.load_state_dict()
 
     assert_expected_inline(
-        emitted(sim, evaluate),
+        schedules.emitted(sim, evaluate),
         """\
 compute:
   alloc root
@@ -189,9 +191,11 @@ host:
 
 def test_offload_and_replicas() -> None:
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
-    sim = warm(leaf("root"), offload=CPUOffloadPolicy(), copies=2, precision=precision)
+    sim = schedules.warm(
+        schedules.leaf("root"), offload=CPUOffloadPolicy(), copies=2, precision=precision
+    )
     assert_expected_inline(
-        emitted(sim, sim.iteration),
+        schedules.emitted(sim, sim.iteration),
         """\
 compute:
   alloc root
@@ -217,10 +221,12 @@ host:
 
 
 def test_smaller_group_after_forward() -> None:
-    root = chain("a", "b")
-    sim = warm(root, world_size=4, smaller=2, precision=MixedPrecisionPolicy(torch.bfloat16))
+    root = schedules.chain("a", "b")
+    sim = schedules.warm(
+        root, world_size=4, smaller=2, precision=MixedPrecisionPolicy(torch.bfloat16)
+    )
     assert_expected_inline(
-        emitted(sim, sim.iteration),
+        schedules.emitted(sim, sim.iteration),
         """\
 compute:
   forward root
@@ -264,9 +270,11 @@ reduce:
 
 
 def test_two_groups_in_a_unit() -> None:
-    sim = warm(Node("root", shapes=SHAPES, more=[SHAPES]), world_size=4)
+    sim = schedules.warm(
+        Node("root", shapes=schedules.SHAPES, more=[schedules.SHAPES]), world_size=4
+    )
     assert_expected_inline(
-        emitted(sim, sim.iteration),
+        schedules.emitted(sim, sim.iteration),
         """\
 compute:
   alloc root
@@ -289,11 +297,11 @@ reduce:
 
 
 def test_backward_that_does_not_read_parameters() -> None:
-    sim = warm(chain("a", "b"))
+    sim = schedules.warm(schedules.chain("a", "b"))
     sim.scheduler.units[1].unshard_in_backward = False
     sim.forward()
     assert_expected_inline(
-        emitted(sim, sim.backward),
+        schedules.emitted(sim, sim.backward),
         """\
 compute:
   backward root
@@ -315,12 +323,12 @@ reduce:
 
 
 def test_two_input_buffers() -> None:
-    sim = warm(chain("a", "b", "c"))
+    sim = schedules.warm(schedules.chain("a", "b", "c"))
     sim.scheduler.units[1].input_buffers = 2
     sim.scheduler.refresh()
     sim.forward()
     assert_expected_inline(
-        emitted(sim, sim.backward),
+        schedules.emitted(sim, sim.backward),
         """\
 compute:
   backward root
@@ -352,9 +360,11 @@ reduce:
 
 
 def test_memory_that_is_kept() -> None:
-    sim = warm(leaf("root"), options=GroupOptions(pack_below=0, keep_storage=True))
+    sim = schedules.warm(
+        schedules.leaf("root"), options=GroupOptions(pack_below=0, keep_storage=True)
+    )
     assert_expected_inline(
-        emitted(sim, sim.iteration),
+        schedules.emitted(sim, sim.iteration),
         """\
 compute:
   forward root                after all_gather root
@@ -369,7 +379,7 @@ reduce:
 
 
 def test_hook_on_reduced_gradients() -> None:
-    sim = warm(leaf("root"))
+    sim = schedules.warm(schedules.leaf("root"))
     (group,) = sim.scheduler.units[0].own_groups
 
     def hook(flat: object) -> None:
@@ -378,7 +388,7 @@ def test_hook_on_reduced_gradients() -> None:
     group.set_options(GroupOptions(all_reduce_hook=hook))
     sim.forward()
     assert_expected_inline(
-        emitted(sim, sim.backward),
+        schedules.emitted(sim, sim.backward),
         """\
 compute:
   backward root
@@ -393,7 +403,7 @@ all_reduce:
 
 
 def test_caller_ends_the_backward() -> None:
-    sim = warm(leaf("root"))
+    sim = schedules.warm(schedules.leaf("root"))
     sim.scheduler.manual = True
     (unit,) = sim.scheduler.units
 
@@ -405,7 +415,7 @@ def test_caller_ends_the_backward() -> None:
         sim.optimizer_step()
 
     assert_expected_inline(
-        emitted(sim, iterate),
+        schedules.emitted(sim, iterate),
         """\
 compute:
   alloc root
@@ -424,7 +434,7 @@ reduce:
 @pytest.mark.parametrize("copies", [1, 2])
 def test_a_step_in_hooks_between_two_backwards(copies: int) -> None:
     """Two forwards, a backward each: the second gathers what a hook of the first has written."""
-    sim = warm(chain("a", "b"), copies=copies)
+    sim = schedules.warm(schedules.chain("a", "b"), copies=copies)
     sim.step_in_backward()
     sim.forward()
     sim.forward()
@@ -436,7 +446,7 @@ def test_a_step_in_hooks_between_two_backwards(copies: int) -> None:
 
 
 def test_optimizer_on_another_stream() -> None:
-    sim = warm(leaf("root"))
+    sim = schedules.warm(schedules.leaf("root"))
 
     def iterate() -> None:
         sim.iteration(step=False)
@@ -445,7 +455,7 @@ def test_optimizer_on_another_stream() -> None:
         sim.drop_gradients()
 
     assert_expected_inline(
-        emitted(sim, iterate),
+        schedules.emitted(sim, iterate),
         """\
 compute:
   alloc root

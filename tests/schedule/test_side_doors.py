@@ -18,9 +18,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import fully_shard
+from tests.common import models, parity
 from tests.common.errors import raises
-from tests.common.models import DIM, seeded
-from tests.common.parity import assert_equal, full_grads, world_mesh
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -31,7 +30,7 @@ class Router(nn.Module):
 
     def __init__(self, late: bool = False) -> None:
         super().__init__()
-        self.gate, self.expert = nn.Linear(DIM, 3), nn.Linear(DIM, DIM)
+        self.gate, self.expert = nn.Linear(models.DIM, 3), nn.Linear(models.DIM, models.DIM)
         self.late = late
         self.aux: Any = None
 
@@ -49,9 +48,9 @@ class Routed(nn.Module):
 
     def __init__(self, late: bool = False, checkpoints: bool = False) -> None:
         super().__init__()
-        self.stem = nn.Linear(DIM, DIM)
+        self.stem = nn.Linear(models.DIM, models.DIM)
         self.blocks = nn.ModuleList(Router(late) for _ in range(3))
-        self.head = nn.Linear(DIM, 2)
+        self.head = nn.Linear(models.DIM, 2)
         self.checkpoints = checkpoints
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,8 +63,8 @@ class Routed(nn.Module):
 def sharded(model: nn.Module, **arguments: Any) -> Any:
     root = arguments.pop("root", {})
     for block in getattr(model, "blocks", ()):
-        fully_shard(block, mesh=world_mesh(), **arguments)
-    return fully_shard(model, mesh=world_mesh(), **{**arguments, **root})
+        fully_shard(block, mesh=parity.world_mesh(), **arguments)
+    return fully_shard(model, mesh=parity.world_mesh(), **{**arguments, **root})
 
 
 def compare(
@@ -76,16 +75,16 @@ def compare(
     **arguments: Any,
 ) -> Any:
     """Gradients of ``steps`` iterations, against the unsharded model; nothing stays gathered."""
-    model, plain = seeded(build), seeded(build)
+    model, plain = models.seeded(build), models.seeded(build)
     prepare(model), prepare(plain)
     model = sharded(model, **arguments)
     world = dist.get_world_size()
     for step in range(steps):
-        batches = [torch.full((2, DIM), 0.1 + rank + step) for rank in range(world)]
+        batches = [torch.full((2, models.DIM), 0.1 + rank + step) for rank in range(world)]
         loss(model, batches[dist.get_rank()].clone()).backward()
         for batch in batches:
             (loss(plain, batch) / world).backward()
-        assert_equal(full_grads(model), full_grads(plain))
+        parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
         model.zero_grad(), plain.zero_grad()
     assert not any(unit_is_gathered(block) for block in getattr(model, "blocks", ()))
     return model
@@ -144,7 +143,10 @@ class Features(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM)) for _ in range(3)
+            nn.Sequential(
+                nn.Linear(models.DIM, models.DIM), nn.Tanh(), nn.Linear(models.DIM, models.DIM)
+            )
+            for _ in range(3)
         )
         self.taken: list[Tensor] = []
         self.requires_grad_(False)
@@ -160,7 +162,7 @@ class Perceptual(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model, self.judge = nn.Linear(DIM, DIM), Features()
+        self.model, self.judge = nn.Linear(models.DIM, models.DIM), Features()
         self.blocks = self.judge.blocks
 
     def forward(self, x: Tensor) -> Tensor:
@@ -193,7 +195,7 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.key, self.value = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.key, self.value = nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM)
         self.kept: list[Tensor] = []
 
     def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
@@ -206,7 +208,7 @@ class Attention(nn.Module):
 class Cached(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Linear(DIM, DIM)
+        self.embed = nn.Linear(models.DIM, models.DIM)
         self.blocks = nn.ModuleList(Attention() for _ in range(2))
 
     def forward(self, x: Tensor, caches: list[list[Tensor]] | None = None) -> Tensor:
@@ -237,7 +239,7 @@ def test_a_cache_with_gradient(given: bool, keeps: bool) -> None:
 class Appends(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
+        self.linear = nn.Linear(models.DIM, models.DIM)
 
     def forward(self, x: Tensor, cache: Any) -> Tensor:
         values = cache if isinstance(cache, list) else cache.value
@@ -262,7 +264,7 @@ class Appending(nn.Module):
 @pytest.mark.parametrize("boxed", [False, True])
 def test_a_cache_in_the_only_input_with_gradients(boxed: bool) -> None:
     def loss(model: Any, x: Tensor) -> Tensor:
-        cache: Any = [torch.ones(2, DIM, requires_grad=True) * 2]
+        cache: Any = [torch.ones(2, models.DIM, requires_grad=True) * 2]
         return model(x, SimpleNamespace(value=cache) if boxed else cache).square().mean()
 
     compare(Appending, loss)
@@ -302,7 +304,7 @@ def unboxed(box: Any) -> Tensor:
 class Boxing(nn.Module):
     def __init__(self, box: Callable[[Any], Any]) -> None:
         super().__init__()
-        self.linear, self.box = nn.Linear(DIM, DIM), box
+        self.linear, self.box = nn.Linear(models.DIM, models.DIM), box
 
     def forward(self, x: Any) -> Any:
         return self.box(torch.tanh(self.linear(x if isinstance(x, Tensor) else unboxed(x))))
@@ -330,14 +332,14 @@ def test_a_door_that_opens_later_is_named() -> None:
     """The first iterations came in by outputs alone; what is run again works."""
     model = compare(Routed, aux_too)
     with raises("entered-by-a-side-door") as error:
-        aux_only(model, torch.ones(2, DIM)).backward()
+        aux_only(model, torch.ones(2, models.DIM)).backward()
     assert "unit 'blocks.1' by a tensor" in str(error.value)
     assert "parameter 'blocks.1.gate.weight'" in str(error.value)
     model.zero_grad()
-    aux_only(model, torch.ones(2, DIM)).backward()
-    plain = seeded(Routed)
-    aux_only(plain, torch.ones(2, DIM)).backward()
-    assert_equal(full_grads(model), full_grads(plain))
+    aux_only(model, torch.ones(2, models.DIM)).backward()
+    plain = models.seeded(Routed)
+    aux_only(plain, torch.ones(2, models.DIM)).backward()
+    parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
 
 
 @ranks(2)
@@ -352,52 +354,56 @@ def test_a_door_to_a_gathered_root_that_opens_later() -> None:
         return model.aux
 
     model = compare(Router, loss)
-    model(torch.ones(2, DIM))
+    model(torch.ones(2, models.DIM))
     torch.ones(1, requires_grad=True).sum().backward()  # another backward in between
-    plain = seeded(Router)
-    x = torch.ones(2, DIM)
+    plain = models.seeded(Router)
+    x = torch.ones(2, models.DIM)
     aux(model, x).backward()
     aux(plain, x).backward()
-    assert_equal(full_grads(model), full_grads(plain))
+    parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
 
 
 @ranks(2)
 def test_derivatives_and_graphs_that_are_kept() -> None:
-    model, plain = sharded(seeded(Routed)), seeded(Routed)
+    model, plain = sharded(models.seeded(Routed)), models.seeded(Routed)
     grads: Any = []
     for each in (model, plain):
-        x = torch.ones(2, DIM, requires_grad=True)
+        x = torch.ones(2, models.DIM, requires_grad=True)
         total = all_aux(each, x)
         (by_input,) = torch.autograd.grad(total, x, retain_graph=True)
         total.backward(retain_graph=True)
         total.backward()
-        grads.append({"input": by_input, **full_grads(each)})
-    assert_equal(grads[0], grads[1])
+        grads.append({"input": by_input, **parity.full_grads(each)})
+    parity.assert_equal(grads[0], grads[1])
 
 
 @ranks(2)
 @pytest.mark.parametrize("sync", [False, True])
 def test_micro_batches_and_zeros_for_what_is_unused(sync: bool) -> None:
-    model, plain = sharded(seeded(Routed)), seeded(Routed)
+    model, plain = sharded(models.seeded(Routed)), models.seeded(Routed)
     model.set_reduce_scatter_unused_params(True)
     for number, loss in enumerate((all_aux, aux_only, aux_too)):
         model.set_requires_gradient_sync(sync or number == 2)
         for each in (model, plain):
-            loss(each, torch.full((2, DIM), 1.0 + number)).backward()
+            loss(each, torch.full((2, models.DIM), 1.0 + number)).backward()
     zeros = {name: torch.zeros_like(param) for name, param in plain.named_parameters()}
-    expected = {name: zeros[name] if g is None else g for name, g in full_grads(plain).items()}
-    assert_equal(full_grads(model), expected)
+    expected = {
+        name: zeros[name] if g is None else g for name, g in parity.full_grads(plain).items()
+    }
+    parity.assert_equal(parity.full_grads(model), expected)
 
 
 @ranks(2)
 def test_several_forwards_and_a_backward_for_each() -> None:
-    model, plain = sharded(seeded(Routed)), seeded(Routed)
+    model, plain = sharded(models.seeded(Routed)), models.seeded(Routed)
     for _ in range(2):
         for each in (model, plain):
-            totals = [all_aux(each, torch.full((2, DIM), value)) for value in (1.0, 2.0, 3.0)]
+            totals = [
+                all_aux(each, torch.full((2, models.DIM), value)) for value in (1.0, 2.0, 3.0)
+            ]
             for total in totals:
                 total.backward()
-    assert_equal(full_grads(model), full_grads(plain))
+    parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
 
 
 @ranks(2)
@@ -422,7 +428,7 @@ class Reads(torch.autograd.Function):
 class Reading(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Linear(models.DIM, models.DIM) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = Reads.apply(self.blocks[1](self.blocks[0](x)), self.blocks[0])
@@ -431,17 +437,20 @@ class Reading(nn.Module):
 
 @ranks(2)
 def test_a_sharded_parameter_in_backward_is_named() -> None:
-    model = sharded(seeded(Reading))
+    model = sharded(models.seeded(Reading))
     model.blocks[2].set_modules_to_backward_prefetch([model.blocks[1]])
     with raises("used-outside") as error:
-        model(torch.ones(2, DIM)).sum().backward()
+        model(torch.ones(2, models.DIM)).sum().backward()
     assert str(error.value).startswith("parameter 'blocks.0.weight' was used outside")
 
 
 class Recursive(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.first, self.second = (
+            nn.Linear(models.DIM, models.DIM),
+            nn.Linear(models.DIM, models.DIM),
+        )
 
     def forward(self, x: Tensor, depth: int = 2) -> Tensor:
         if depth == 3:
@@ -474,8 +483,8 @@ def test_a_unit_below_the_root_that_calls_itself() -> None:
 @ranks(2)
 def test_a_cache_of_the_iteration_before() -> None:
     """torch's FSDP2 fails in the same place, with its storage's words."""
-    model = sharded(seeded(Cached))
-    x = torch.ones(2, DIM)
+    model = sharded(models.seeded(Cached))
+    x = torch.ones(2, models.DIM)
     model(x).square().mean().backward(retain_graph=True)
     with raises("entered-by-a-side-door") as error:
         model(x).square().mean().backward()

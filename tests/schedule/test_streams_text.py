@@ -5,10 +5,9 @@ The schedule itself, who waits for whom, is in benchmarks/tests/test_streams.py.
 
 from __future__ import annotations
 
-import pytest
-
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

@@ -17,15 +17,14 @@ from fsdp2.core.schedule.states import GroupState
 from fsdp2.record.notes import HOST, Await, operations
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualCollectives, VirtualDevice
+from tests.common import random_models, schedules
 from tests.common.observing import observe
-from tests.common.random_models import Watch, random_tree
-from tests.common.schedules import chain, groups, leaf, warm
 
 pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("rare_collections")]
 
 
 def _params(sim: Simulation) -> list[Any]:
-    return [param for group in groups(sim) for param in group.params]
+    return [param for group in schedules.groups(sim) for param in group.params]
 
 
 def _reductions(sim: Simulation) -> Counter[str]:
@@ -46,9 +45,9 @@ def _reductions(sim: Simulation) -> Counter[str]:
 @pytest.mark.parametrize("unused", [True, False])
 @pytest.mark.parametrize("inputs", [True, False])
 def test_unused_units_are_reduced_once_if_asked_for(inputs: bool, unused: bool) -> None:
-    root = chain("a", "b", "c", grad_to_input=inputs)
+    root = schedules.chain("a", "b", "c", grad_to_input=inputs)
     root.children[1].used = False
-    sim = warm(root, options=GroupOptions(pack_below=0, reduce_unused=unused))
+    sim = schedules.warm(root, options=GroupOptions(pack_below=0, reduce_unused=unused))
     counts = _reductions(sim)
     sim.iteration()
     assert counts == {"a": 1, "c": 1} | ({"b": 1} if unused else {})
@@ -57,9 +56,9 @@ def test_unused_units_are_reduced_once_if_asked_for(inputs: bool, unused: bool) 
 
 
 def test_unused_units_are_reduced_once_by_a_caller_who_ends_backwards() -> None:
-    root = chain("a", "b")
+    root = schedules.chain("a", "b")
     root.children[1].used = False
-    sim = warm(root, options=GroupOptions(pack_below=0, reduce_unused=True))
+    sim = schedules.warm(root, options=GroupOptions(pack_below=0, reduce_unused=True))
     sim.scheduler.manual = True
     counts = _reductions(sim)
     for _ in range(2):
@@ -73,8 +72,8 @@ def test_unused_units_are_reduced_once_by_a_caller_who_ends_backwards() -> None:
 
 def test_gradients_that_are_to_come_are_not_taken_as_zeros() -> None:
     """A unit that is called twice has its gradients when backward leaves its first call."""
-    root = Node("root", [leaf("a")], [0, 0], shapes=())
-    sim = warm(root, options=GroupOptions(pack_below=0, reduce_unused=True))
+    root = Node("root", [schedules.leaf("a")], [0, 0], shapes=())
+    sim = schedules.warm(root, options=GroupOptions(pack_below=0, reduce_unused=True))
     counts = _reductions(sim)
     sim.iteration()
     assert counts == {"a": 1}
@@ -82,9 +81,9 @@ def test_gradients_that_are_to_come_are_not_taken_as_zeros() -> None:
 
 def test_a_unit_without_parameters_that_was_called_on_its_own_before() -> None:
     """That forward was thrown away: what is known of it is not taken for the next one's call."""
-    box = Node("box", [leaf("b")], [0], shapes=())
-    root = Node("root", [Node("a", [box], [0]), leaf("c")], [0, 1], shapes=())
-    sim = warm(root, options=GroupOptions(pack_below=0, reduce_unused=True))
+    box = Node("box", [schedules.leaf("b")], [0], shapes=())
+    root = Node("root", [Node("a", [box], [0]), schedules.leaf("c")], [0, 1], shapes=())
+    sim = schedules.warm(root, options=GroupOptions(pack_below=0, reduce_unused=True))
     for thrown_away in range(3):
         for _ in range(thrown_away):
             sim.forward(start=box)
@@ -97,7 +96,7 @@ def test_a_unit_without_parameters_that_was_called_on_its_own_before() -> None:
 
 @pytest.mark.parametrize("offload", [None, CPUOffloadPolicy()])
 def test_partial_sums_cost_one_reduction_a_backward(offload: CPUOffloadPolicy | None) -> None:
-    sim = warm(chain("a", "b"), copies=2, offload=offload)
+    sim = schedules.warm(schedules.chain("a", "b"), copies=2, offload=offload)
     counts = _reductions(sim)
     units = sim.scheduler.units
     for all_reduce in (False, False, True):
@@ -110,8 +109,8 @@ def test_partial_sums_cost_one_reduction_a_backward(offload: CPUOffloadPolicy | 
 
 
 def test_waiting_partial_sums_are_reduced_without_new_gradients() -> None:
-    root = chain("a", "b")
-    sim = warm(root, copies=2)
+    root = schedules.chain("a", "b")
+    sim = schedules.warm(root, copies=2)
     counts = _reductions(sim)
     unit = sim.scheduler.units[1]
     unit.all_reduce = False
@@ -132,7 +131,7 @@ def test_waiting_partial_sums_are_reduced_without_new_gradients() -> None:
 def test_parameters_unfrozen_while_partial_sums_wait_are_reduced_with_them() -> None:
     root = Node("root", shapes=((8, 8), (8, 8)), frozen=1)
     sim = Simulation(root, VirtualDevice(), copies=2)
-    (unit,), (group,) = sim.scheduler.units, groups(sim)
+    (unit,), (group,) = sim.scheduler.units, schedules.groups(sim)
     first, second = _params(sim)
     unit.all_reduce = False
     sim.iteration(step=False)
@@ -149,7 +148,7 @@ def test_parameters_unfrozen_while_partial_sums_wait_are_reduced_with_them() -> 
 
 
 def test_options_set_while_partial_sums_wait_take_effect_after_them() -> None:
-    sim = Simulation(leaf("root"), VirtualDevice(), copies=2)
+    sim = Simulation(schedules.leaf("root"), VirtualDevice(), copies=2)
     (unit,) = sim.scheduler.units
     (group,) = unit.own_groups
     unit.all_reduce = False
@@ -165,15 +164,15 @@ def test_options_set_while_partial_sums_wait_take_effect_after_them() -> None:
 
 @pytest.mark.parametrize("last", [True, False])
 def test_partial_sums_can_be_dropped_at_any_time(last: bool) -> None:
-    sim = Simulation(chain("a", "b"), VirtualDevice(), copies=2)
+    sim = Simulation(schedules.chain("a", "b"), VirtualDevice(), copies=2)
     sim.scheduler.is_last_backward = last
     for _ in range(3):
         for unit in sim.scheduler.units:
             unit.all_reduce = False
         sim.iteration(step=False)
         sim.iteration(step=False)
-        assert all(group.accumulates for group in groups(sim))
-        for group in groups(sim):
+        assert all(group.accumulates for group in schedules.groups(sim))
+        for group in schedules.groups(sim):
             group.discard_gradients()
             assert not group.accumulates
     assert sim.device.races == []
@@ -207,7 +206,9 @@ def test_full_gradients_go_with_their_reduce_scatters(
     coalesces: bool, window: int, offload: CPUOffloadPolicy | None, copies: int
 ) -> None:
     names = [f"block{i}" for i in range(8)]
-    sim = warm(chain(*names), copies=copies, offload=offload, coalesces=coalesces)
+    sim = schedules.warm(
+        schedules.chain(*names), copies=copies, offload=offload, coalesces=coalesces
+    )
     sim.scheduler.units[0].input_buffers = window
     sim.scheduler.refresh()
     most: Counter[str] = Counter()
@@ -225,7 +226,7 @@ def test_full_gradients_go_with_their_reduce_scatters(
 
 
 def test_partial_sums_are_one_shard_a_group() -> None:
-    sim = warm(chain("a", "b", "c"), copies=2)
+    sim = schedules.warm(schedules.chain("a", "b", "c"), copies=2)
     for unit in sim.scheduler.units:
         unit.all_reduce = False
     for _ in range(3):
@@ -240,7 +241,7 @@ def test_partial_sums_are_one_shard_a_group() -> None:
 def _offloaded(shapes: Any, world_size: int = 1, **settings: Any) -> tuple[ParamGroup, Simulation]:
     settings |= {"world_size": world_size, "offload": CPUOffloadPolicy()}
     sim = Simulation(Node("root", shapes=shapes), VirtualDevice(), **settings)
-    (group,) = groups(sim)
+    (group,) = schedules.groups(sim)
     return group, sim
 
 
@@ -308,7 +309,7 @@ def test_settling_twice_waits_once() -> None:
 
 
 def test_shards_on_the_device_never_hold_up_the_host() -> None:
-    sim = warm(chain("a", "b"), copies=2)
+    sim = schedules.warm(schedules.chain("a", "b"), copies=2)
     sim.iteration()
     sim.forward(expects_backward=False)
     assert not [n for n in sim.device.trace if isinstance(n, Await) and n.lane is HOST]
@@ -322,20 +323,22 @@ def test_shards_on_the_device_never_hold_up_the_host() -> None:
 def test_smaller_rows_are_there_between_forward_and_backward(
     coalesces: bool, precision: MixedPrecisionPolicy | None
 ) -> None:
-    sim = warm(chain("a", "b"), world_size=4, smaller=2, precision=precision, coalesces=coalesces)
+    sim = schedules.warm(
+        schedules.chain("a", "b"), world_size=4, smaller=2, precision=precision, coalesces=coalesces
+    )
     sim.forward()
-    assert [group.state for group in groups(sim)] == [GroupState.RESHARDED] * 2
-    assert all(group.bound.smaller._rows.allocated for group in groups(sim))
+    assert [group.state for group in schedules.groups(sim)] == [GroupState.RESHARDED] * 2
+    assert all(group.bound.smaller._rows.allocated for group in schedules.groups(sim))
     sim.backward()
-    assert [group.state for group in groups(sim)] == [GroupState.SHARDED] * 2
-    assert not any(group.bound.smaller._rows.allocated for group in groups(sim))
+    assert [group.state for group in schedules.groups(sim)] == [GroupState.SHARDED] * 2
+    assert not any(group.bound.smaller._rows.allocated for group in schedules.groups(sim))
     sim.forward(expects_backward=False)
-    assert [group.state for group in groups(sim)] == [GroupState.SHARDED] * 2
+    assert [group.state for group in schedules.groups(sim)] == [GroupState.SHARDED] * 2
     assert sim.device.races == []
 
 
 def test_rows_of_before_a_step_are_not_used_after_it() -> None:
-    sim = warm(chain("a", "b"), world_size=4, smaller=2)
+    sim = schedules.warm(schedules.chain("a", "b"), world_size=4, smaller=2)
     sim.forward()
     sim.calls.clear()  # thrown away: the rows stay
     sim.optimizer_step()
@@ -352,8 +355,8 @@ def test_rows_of_before_a_step_are_not_used_after_it() -> None:
 
 
 def test_choosing_no_smaller_group_takes_effect_at_the_next_gather() -> None:
-    sim = warm(chain("a"), world_size=4, smaller=2)
-    (group,) = groups(sim)
+    sim = schedules.warm(schedules.chain("a"), world_size=4, smaller=2)
+    (group,) = schedules.groups(sim)
     sim.forward()
     group.set_smaller_group(None)
     sim.backward()  # from the rows that are there
@@ -375,10 +378,10 @@ def test_choosing_no_smaller_group_takes_effect_at_the_next_gather() -> None:
 def test_groups_of_a_unit_count_as_one_in_the_window() -> None:
     for seed in range(30):
         rng = random.Random(seed)
-        root = random_tree(rng)
+        root = random_models.random_tree(rng)
         for node in root.walk():
             node.more = [((8, 8),)]
-        watch = Watch(rng, root, bounded=False)
+        watch = random_models.Watch(rng, root, bounded=False)
         scheduler = watch.sim.scheduler
         most = 0
 
@@ -399,7 +402,7 @@ def test_groups_of_a_unit_count_as_one_in_the_window() -> None:
 
 def test_retracing_follows_the_flag() -> None:
     """The mode may be switched between iterations."""
-    sim = warm(chain("a", "b"))
+    sim = schedules.warm(schedules.chain("a", "b"))
     scheduler = sim.scheduler
     for unused in (False, True, False):
         for unit in scheduler.units:

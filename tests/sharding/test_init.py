@@ -15,28 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2 import FSDPModule, ShardingStateError, fully_shard
 from fsdp2.core.modules.registry import require_record
+from tests.common import gradients, models, parity
 from tests.common.combinations import each_once
-from tests.common.gradients import assert_like_unsharded, mlp, mlp_batches, part
-from tests.common.models import DIM, MLP, Block, Nested, Transformer, seeded, units
-from tests.common.parity import (
-    OURS,
-    CountCollectives,
-    Tolerance,
-    adamw,
-    assert_close,
-    assert_equal,
-    check_training,
-    full_all,
-    full_grads,
-    full_params,
-    my_part,
-    regression_loss,
-    same_as_torch,
-    shard,
-    train_sharded,
-    train_unsharded,
-    world_mesh,
-)
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -54,24 +34,29 @@ def reset_parameters(model: nn.Module) -> None:
 
 
 @ranks(4, extended=(2,))
-@pytest.mark.parametrize("build", [MLP, partial(Transformer, vocab=13)], ids=["mlp", "transformer"])
+@pytest.mark.parametrize(
+    "build", [models.MLP, partial(models.Transformer, vocab=13)], ids=["mlp", "transformer"]
+)
 def test_meta_construction(build: Callable[[], nn.Module]) -> None:
     """Each rank fills its own rows only; from the same seed, with the same values as torch's."""
 
     def run(api: Any) -> Any:
         with torch.device("meta"):
             model = build()
-        shard(api, model)
+        parity.shard(api, model)
         assert all(param.is_meta for param in model.parameters())
         model.to_empty(device="cpu")
         torch.manual_seed(7)
         reset_parameters(model)
         for module in model.modules():
-            if isinstance(module, Block):
+            if isinstance(module, models.Block):
                 module.scale.fill_(0.5)
-        return [list(full_params(model).values()), {n: b.clone() for n, b in model.named_buffers()}]
+        return [
+            list(parity.full_params(model).values()),
+            {n: b.clone() for n, b in model.named_buffers()},
+        ]
 
-    params, _ = same_as_torch(run)
+    params, _ = parity.same_as_torch(run)
     assert [param.shape for param in params] == [param.shape for param in build().parameters()]
     assert all(param.isfinite().all() for param in params)
 
@@ -80,29 +65,37 @@ def test_meta_construction(build: Callable[[], nn.Module]) -> None:
 def test_meta_construction_then_training() -> None:
     """After `to_empty` and a load, a model that began on meta trains as any other."""
     with torch.device("meta"):
-        model = MLP()
-    shard(OURS, model)
+        model = models.MLP()
+    parity.shard(parity.OURS, model)
     model.to_empty(device="cpu")
-    mesh = world_mesh()
-    values = {n: p.detach() for n, p in mlp().named_parameters()}
+    mesh = parity.world_mesh()
+    values = {n: p.detach() for n, p in gradients.mlp().named_parameters()}
     with torch.no_grad():
         for name, param in model.named_parameters():
             param.copy_(distribute_tensor(values[name], mesh, param.placements))
-    steps = train_sharded(model, adamw, regression_loss, mlp_batches())
-    plain = train_unsharded(mlp(), adamw, regression_loss, mlp_batches(), slices=True)
-    assert_equal(steps, plain, "unsharded")
+    steps = parity.train_sharded(
+        model, parity.adamw, parity.regression_loss, gradients.mlp_batches()
+    )
+    plain = parity.train_unsharded(
+        gradients.mlp(), parity.adamw, parity.regression_loss, gradients.mlp_batches(), slices=True
+    )
+    parity.assert_equal(steps, plain, "unsharded")
 
 
 @ranks(2)
 def test_meta_construction_and_load_by_assignment() -> None:
     with torch.device("meta"):
-        model = MLP()
-    shard(OURS, model)
-    source = shard(OURS, mlp())
+        model = models.MLP()
+    parity.shard(parity.OURS, model)
+    source = parity.shard(parity.OURS, gradients.mlp())
     model.load_state_dict({k: v.clone() for k, v in source.state_dict().items()}, assign=True)
-    steps = train_sharded(model, adamw, regression_loss, mlp_batches())
-    plain = train_unsharded(mlp(), adamw, regression_loss, mlp_batches(), slices=True)
-    assert_equal(steps, plain, "unsharded")
+    steps = parity.train_sharded(
+        model, parity.adamw, parity.regression_loss, gradients.mlp_batches()
+    )
+    plain = parity.train_unsharded(
+        gradients.mlp(), parity.adamw, parity.regression_loss, gradients.mlp_batches(), slices=True
+    )
+    parity.assert_equal(steps, plain, "unsharded")
 
 
 @ranks(2)
@@ -110,33 +103,37 @@ def test_meta_construction_and_load_by_assignment() -> None:
 def test_dtensors_put_in_place_of_parameters(after: str) -> None:
     """As loaders do that fill a model from a checkpoint, a parameter at a time."""
     with torch.device("meta" if after == "meta" else "cpu"):
-        model = MLP()
-    shard(OURS, model)
+        model = models.MLP()
+    parity.shard(parity.OURS, model)
     if after == "a step":
-        regression_loss(model, part(0)).backward()
+        parity.regression_loss(model, gradients.part(0)).backward()
         model.zero_grad()
-    values = {n: p.detach() for n, p in mlp().named_parameters()}
+    values = {n: p.detach() for n, p in gradients.mlp().named_parameters()}
     put = {}
     for name, param in list(model.named_parameters()):
         owner, _, key = name.rpartition(".")
-        new = nn.Parameter(distribute_tensor(values[name], world_mesh(), param.placements))
+        new = nn.Parameter(distribute_tensor(values[name], parity.world_mesh(), param.placements))
         setattr(model.get_submodule(owner), key, new)
         put[name] = new
-    model(part(0)[0]).sum().backward()
+    model(gradients.part(0)[0]).sum().backward()
     model.zero_grad()
     assert all(param is put[name] for name, param in model.named_parameters())
-    steps = train_sharded(model, adamw, regression_loss, mlp_batches())
-    plain = train_unsharded(mlp(), adamw, regression_loss, mlp_batches(), slices=True)
-    assert_equal(steps, plain, "unsharded")
+    steps = parity.train_sharded(
+        model, parity.adamw, parity.regression_loss, gradients.mlp_batches()
+    )
+    plain = parity.train_unsharded(
+        gradients.mlp(), parity.adamw, parity.regression_loss, gradients.mlp_batches(), slices=True
+    )
+    parity.assert_equal(steps, plain, "unsharded")
 
 
 @ranks(2)
 def test_parameters_that_stay_on_meta_are_named() -> None:
     with torch.device("meta"):
-        model = MLP()
-    shard(OURS, model)
+        model = models.MLP()
+    parity.shard(parity.OURS, model)
     with pytest.raises(ShardingStateError, match=r"'head.weight' is still on the meta device"):
-        model(part(0)[0])
+        model(gradients.part(0)[0])
 
 
 # -- casts and moves ------------------------------------------------------------------------------
@@ -182,8 +179,8 @@ PLAIN = {"by_submodule", "swap_tensors", "set_data"}  # change nothing without s
 # an update once instead of twice: a unit in the last place, fed back through one more step. fp16
 # also divides before the sum, which costs 2**-25 where values are subnormal.
 ROUNDED = {
-    torch.bfloat16: Tolerance(rtol=2**-7, atol=2**-8),
-    torch.float16: Tolerance(rtol=2**-10, atol=2**-11),
+    torch.bfloat16: parity.Tolerance(rtol=2**-7, atol=2**-8),
+    torch.float16: parity.Tolerance(rtol=2**-10, atol=2**-11),
 }
 
 
@@ -197,16 +194,16 @@ def _train(model: Any, dtype: torch.dtype, change: Change, when: str, slices: bo
     def sgd(params: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=0.1, foreach=True)
 
-    train = partial(train_unsharded, slices=True) if slices else train_sharded
+    train = partial(parity.train_unsharded, slices=True) if slices else parity.train_sharded
     steps = []
     if when == "late":
-        steps += train(model, sgd, loss, mlp_batches()[:1])
+        steps += train(model, sgd, loss, gradients.mlp_batches()[:1])
         with torch.no_grad():
-            model(part(0)[0])  # leaves the root gathered
+            model(gradients.part(0)[0])  # leaves the root gathered
         if hasattr(model, "reshard") and change in (_by_submodule, _swap, _set_data):
             model.reshard()
     change(model)
-    steps += train(model, sgd, loss, mlp_batches()[1:])
+    steps += train(model, sgd, loss, gradients.mlp_batches()[1:])
     return [[list(s.grads.values()), list(s.params.values())] for s in steps]
 
 
@@ -217,24 +214,26 @@ def test_casts_and_moves(cast: str, when: str, swap: bool) -> None:
     change, dtype = CASTS[cast]
     torch.__future__.set_swap_module_params_on_conversion(swap)
     try:
-        ours = _train(shard(OURS, seeded(Nested4)), dtype, change, when, slices=False)
+        ours = _train(
+            parity.shard(parity.OURS, models.seeded(Nested4)), dtype, change, when, slices=False
+        )
         plain_change = (lambda _: None) if cast in PLAIN else change
-        plain = _train(seeded(Nested4), dtype, plain_change, when, slices=True)
+        plain = _train(models.seeded(Nested4), dtype, plain_change, when, slices=True)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     assert {p.dtype for p in ours[-1][1]} == {dtype}
     if dtype in ROUNDED:
-        assert_close(ours, plain, ROUNDED[dtype], "unsharded")
+        parity.assert_close(ours, plain, ROUNDED[dtype], "unsharded")
     else:
-        assert_equal(ours, plain, "unsharded")
+        parity.assert_equal(ours, plain, "unsharded")
 
 
-class Nested4(Nested):
+class Nested4(models.Nested):
     """`Nested` for the batches of `mlp_batches`."""
 
     def __init__(self) -> None:
         super().__init__(pairs=1)
-        self.last = nn.Linear(DIM, 4)
+        self.last = nn.Linear(models.DIM, 4)
 
 
 @ranks(2)
@@ -243,28 +242,28 @@ def test_optimizer_steps_count_after_a_cast(swap: bool) -> None:
     """An optimizer of converted parameters still makes kept gathered parameters out of date."""
     torch.__future__.set_swap_module_params_on_conversion(swap)
     try:
-        model = shard(OURS, mlp()).double().float()
+        model = parity.shard(parity.OURS, gradients.mlp()).double().float()
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plain = mlp()
-    x = part(0)[0]
+    plain = gradients.mlp()
+    x = gradients.part(0)[0]
     for trained, opt in ((model, optimizer), (plain, torch.optim.SGD(plain.parameters(), lr=0.1))):
-        trained(mlp_batches()[0][0]).square().sum().backward()
+        trained(gradients.mlp_batches()[0][0]).square().sum().backward()
         with torch.no_grad():
             trained(x)  # the root stays gathered
         opt.step()
-    assert_equal(model(x).detach(), plain(x).detach(), "after the step")
+    parity.assert_equal(model(x).detach(), plain(x).detach(), "after the step")
 
 
 @ranks(2)
 def test_python_attributes_of_parameters_survive() -> None:
-    model = mlp()
+    model = gradients.mlp()
     model.head.weight.tag = "head"
-    shard(OURS, model)
+    parity.shard(parity.OURS, model)
     assert model.head.weight.tag == "head"
     model.double()
-    model(part(0)[0].double())
+    model(gradients.part(0)[0].double())
     assert model.head.weight.tag == "head"
     model.reshard()
     assert model.head.weight.tag == "head"
@@ -273,17 +272,21 @@ def test_python_attributes_of_parameters_survive() -> None:
 @ranks(2)
 def test_initialisation_after_training_began() -> None:
     """`reset_parameters` on shards, by hand: the next forward sees the new values."""
-    model = shard(OURS, mlp(), reshard_after_forward=True)
-    regression_loss(model, part(0)).backward()
+    model = parity.shard(parity.OURS, gradients.mlp(), reshard_after_forward=True)
+    parity.regression_loss(model, gradients.part(0)).backward()
     model.zero_grad()
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(0.25)
-    plain = mlp()
+    plain = gradients.mlp()
     with torch.no_grad():
         for param in plain.parameters():
             param.fill_(0.25)
-    assert_equal(model(part(0)[0]).detach(), plain(part(0)[0]).detach(), "constant weights")
+    parity.assert_equal(
+        model(gradients.part(0)[0]).detach(),
+        plain(gradients.part(0)[0]).detach(),
+        "constant weights",
+    )
 
 
 # -- loading --------------------------------------------------------------------------------------
@@ -297,24 +300,30 @@ def test_initialisation_after_training_began() -> None:
 )
 def test_loading_a_state_dict(when: str, assign: bool, swap: bool) -> None:
     """Before the first iteration, after one, and while the root is gathered; then training."""
-    source = shard(OURS, mlp())
+    source = parity.shard(parity.OURS, gradients.mlp())
     state = {name: value.clone() for name, value in source.state_dict().items()}
-    model = shard(OURS, seeded(MLP, seed=7))
+    model = parity.shard(parity.OURS, models.seeded(models.MLP, seed=7))
     if when != "early":
-        regression_loss(model, part(0)).backward()
+        parity.regression_loss(model, gradients.part(0)).backward()
         model.zero_grad()
     if when == "gathered":
         with torch.no_grad():
-            model(part(0)[0])
+            model(gradients.part(0)[0])
     torch.__future__.set_swap_module_params_on_conversion(swap)
     try:
         model.load_state_dict(state, assign=assign)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
-    steps = train_sharded(model, adamw, regression_loss, mlp_batches())
-    plain = train_unsharded(mlp(), adamw, regression_loss, mlp_batches(), slices=True)
-    assert_equal(steps, plain, "unsharded")
-    assert_equal(full_params(source), full_params(mlp()), "the source")
+    steps = parity.train_sharded(
+        model, parity.adamw, parity.regression_loss, gradients.mlp_batches()
+    )
+    plain = parity.train_unsharded(
+        gradients.mlp(), parity.adamw, parity.regression_loss, gradients.mlp_batches(), slices=True
+    )
+    parity.assert_equal(steps, plain, "unsharded")
+    parity.assert_equal(
+        parity.full_params(source), parity.full_params(gradients.mlp()), "the source"
+    )
 
 
 # -- ignored parameters ---------------------------------------------------------------------------
@@ -323,11 +332,11 @@ def test_loading_a_state_dict(when: str, assign: bool, swap: bool) -> None:
 @ranks(2)
 def test_ignored_parameters_through_every_conversion() -> None:
     """They are cast, loaded and left unsharded as in any module, and are never taken for late."""
-    model = mlp()
+    model = gradients.mlp()
     ignored = {model.layers[0].weight, model.head.bias}
-    for unit in units(model):
-        fully_shard(unit, mesh=world_mesh(), ignored_params=ignored)
-    fully_shard(model, mesh=world_mesh(), ignored_params=ignored)
+    for unit in models.units(model):
+        fully_shard(unit, mesh=parity.world_mesh(), ignored_params=ignored)
+    fully_shard(model, mesh=parity.world_mesh(), ignored_params=ignored)
     for change in (
         lambda: None,
         lambda: model.double(),
@@ -337,8 +346,8 @@ def test_ignored_parameters_through_every_conversion() -> None:
         ),
     ):
         change()
-        x = part(0)[0].to(model.head.bias.dtype)
-        with CountCollectives() as counted:
+        x = gradients.part(0)[0].to(model.head.bias.dtype)
+        with parity.CountCollectives() as counted:
             model(x).sum().backward()
         assert counted.reduce_scatters == 4
         for name, param in model.named_parameters():
@@ -352,23 +361,23 @@ def test_ignored_parameters_through_every_conversion() -> None:
 
 @ranks(2)
 def test_refusals_say_what_to_do() -> None:
-    model = shard(OURS, mlp())
+    model = parity.shard(parity.OURS, gradients.mlp())
     with pytest.raises(ValueError, match=r"already called on this FSDPMLP; call it once"):
-        fully_shard(model, mesh=world_mesh())
+        fully_shard(model, mesh=parity.world_mesh())
     with pytest.raises(TypeError, match=r"FSDPMLP cannot be deep-copied.*before fully_shard"):
         copy.deepcopy(model)
     with pytest.raises(TypeError, match=r"FSDPMLP cannot be deep-copied.*before fully_shard"):
         copy.deepcopy(nn.Sequential(model))
     for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})):
         with pytest.raises(ValueError, match=r"has no forward, so nothing would gather"):
-            fully_shard(container, mesh=world_mesh())
+            fully_shard(container, mesh=parity.world_mesh())
 
 
 class _Lists(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.rows = nn.ParameterList(torch.randn(DIM, DIM) / 3 for _ in range(2))
-        self.named = nn.ParameterDict({"out": torch.randn(DIM, 4) / 3})
+        self.rows = nn.ParameterList(torch.randn(models.DIM, models.DIM) / 3 for _ in range(2))
+        self.named = nn.ParameterDict({"out": torch.randn(models.DIM, 4) / 3})
 
     def forward(self, x: Tensor) -> Tensor:
         for row in self.rows:
@@ -378,7 +387,9 @@ class _Lists(nn.Module):
 
 @ranks(2)
 def test_parameter_lists_and_dicts() -> None:
-    check_training(partial(seeded, _Lists), mlp_batches(), reshard_after_forward=True)
+    parity.check_training(
+        partial(models.seeded, _Lists), gradients.mlp_batches(), reshard_after_forward=True
+    )
 
 
 # -- parameters and modules that come later -------------------------------------------------------
@@ -387,8 +398,8 @@ def test_parameter_lists_and_dicts() -> None:
 class _Adapter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.down = nn.Linear(DIM, 3)
-        self.up = nn.Linear(3, DIM)
+        self.down = nn.Linear(models.DIM, 3)
+        self.up = nn.Linear(3, models.DIM)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.up(torch.tanh(self.down(x)))
@@ -401,7 +412,7 @@ class _Adaptable(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
+        self.linear = nn.Linear(models.DIM, models.DIM)
         self.adapter: nn.Module | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -410,12 +421,14 @@ class _Adaptable(nn.Module):
 
 
 def _adaptable() -> nn.Module:
-    return seeded(lambda: nn.Sequential(_Adaptable(), nn.Tanh(), _Adaptable(), nn.Linear(DIM, 4)))
+    return models.seeded(
+        lambda: nn.Sequential(_Adaptable(), nn.Tanh(), _Adaptable(), nn.Linear(models.DIM, 4))
+    )
 
 
 def _add_adapters(model: Any) -> None:
     for i in (0, 2):
-        model[i].adapter = seeded(_Adapter, seed=i)
+        model[i].adapter = models.seeded(_Adapter, seed=i)
 
 
 @ranks(2, extended=(4,))
@@ -425,72 +438,74 @@ def _add_adapters(model: Any) -> None:
 )
 def test_adapters_added_after_sharding(when: str, how: str) -> None:
     """Refused by name until a documented call takes them over; then trained as if always there."""
-    model: Any = shard(OURS, _adaptable())
+    model: Any = parity.shard(parity.OURS, _adaptable())
     plain: Any = _adaptable()
     sgd = partial(torch.optim.SGD, lr=0.1)
-    batches = mlp_batches()
+    batches = gradients.mlp_batches()
     if when == "after a step":
-        train_sharded(model, sgd, regression_loss, batches[:1])
-        train_unsharded(plain, sgd, regression_loss, batches[:1], slices=True)
+        parity.train_sharded(model, sgd, parity.regression_loss, batches[:1])
+        parity.train_unsharded(plain, sgd, parity.regression_loss, batches[:1], slices=True)
     _add_adapters(model)
     _add_adapters(plain)
     match = r"'0.adapter.down.weight' was added after fully_shard.*shard_new_parameters\(\)"
     for _ in range(2):
-        with CountCollectives() as counted, pytest.raises(ShardingStateError, match=match):
-            model(my_part(batches[1])[0])
+        with parity.CountCollectives() as counted, pytest.raises(ShardingStateError, match=match):
+            model(parity.my_part(batches[1])[0])
         assert counted.total == 0
     for i in (0, 2):
         if how == "fully_shard":
-            fully_shard(model[i].adapter, mesh=world_mesh())
+            fully_shard(model[i].adapter, mesh=parity.world_mesh())
         elif how == "shard_new_parameters":
             model[i].shard_new_parameters()
     if how == "root":  # of the units below, each takes its own
         model.shard_new_parameters()
         with pytest.raises(ShardingStateError, match=match):
-            model(my_part(batches[1])[0])
+            model(parity.my_part(batches[1])[0])
         return
     assert all(isinstance(param, DTensor) for param in model.parameters())
-    ours = train_sharded(model, sgd, regression_loss, batches[1:])
-    expected = train_unsharded(plain, sgd, regression_loss, batches[1:], slices=True)
+    ours = parity.train_sharded(model, sgd, parity.regression_loss, batches[1:])
+    expected = parity.train_unsharded(plain, sgd, parity.regression_loss, batches[1:], slices=True)
     if dist.get_world_size() == 2:
-        assert_equal(ours, expected, "unsharded")
+        parity.assert_equal(ours, expected, "unsharded")
     else:
-        assert_close(ours, expected, Tolerance(1e-5, 1e-6), "unsharded")
+        parity.assert_close(ours, expected, parity.Tolerance(1e-5, 1e-6), "unsharded")
 
 
 @ranks(2)
 def test_a_parameter_added_to_the_root_while_it_is_gathered() -> None:
-    model: Any = shard(OURS, mlp())
+    model: Any = parity.shard(parity.OURS, gradients.mlp())
     with torch.no_grad():
-        model(part(0)[0])
+        model(gradients.part(0)[0])
     model.extra = nn.Parameter(torch.ones(5))
     model.shard_new_parameters()
     model.register_forward_hook(lambda m, _, output: output * m.extra.sum())
     assert "extra" in dict(model.named_parameters())
-    regression_loss(model, part(0)).backward()
+    parity.regression_loss(model, gradients.part(0)).backward()
 
     def compute(plain: Any, rank: int) -> None:
         handle = plain.register_forward_hook(lambda m, _, output: output * m.extra.sum())
-        regression_loss(plain, part(0, rank)).backward()
+        parity.regression_loss(plain, gradients.part(0, rank)).backward()
         handle.remove()
 
-    plain: Any = mlp()
+    plain: Any = gradients.mlp()
     plain.extra = nn.Parameter(torch.ones(5))
-    assert_like_unsharded(full_grads(model), plain, compute)
+    gradients.assert_like_unsharded(parity.full_grads(model), plain, compute)
     state = model.state_dict()
     assert isinstance(state["extra"], DTensor)
-    assert_equal(full_all([state["extra"]])[0], torch.ones(5), "extra")
+    parity.assert_equal(parity.full_all([state["extra"]])[0], torch.ones(5), "extra")
 
 
 @ranks(2)
 @pytest.mark.parametrize("empty", [False, True], ids=["with parameters", "without"])
 def test_new_parameters_follow_what_methods_have_changed(empty: bool) -> None:
     """Also where the unit had no parameters to change it for."""
-    model: Any = seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)))
-    fully_shard(model[0], mesh=world_mesh())
+    model: Any = models.seeded(
+        lambda: nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM))
+    )
+    fully_shard(model[0], mesh=parity.world_mesh())
     if empty:
-        fully_shard(model[1], mesh=world_mesh())
-    fully_shard(model, mesh=world_mesh(), reshard_after_forward=1)
+        fully_shard(model[1], mesh=parity.world_mesh())
+    fully_shard(model, mesh=parity.world_mesh(), reshard_after_forward=1)
     model.set_gradient_divide_factor(1.0)
     model.set_reshard_after_forward(True)
     model.set_separate_reduce_scatter_group()
@@ -505,49 +520,57 @@ def test_new_parameters_follow_what_methods_have_changed(empty: bool) -> None:
     assert reducers is not groups[-1].collectives
     assert groups[-1].smaller_group is None
     model.register_forward_pre_hook(lambda m, args: (args[0] * m.extra.mean(),))
-    model(torch.ones(1, DIM)).sum().backward()
+    model(torch.ones(1, models.DIM)).sum().backward()
     assert len(seen) == len(groups)
-    plain = seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)))
+    plain = models.seeded(
+        lambda: nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM))
+    )
     extra = torch.ones(6, requires_grad=True)
-    plain(torch.ones(1, DIM) * extra.mean()).sum().backward()
+    plain(torch.ones(1, models.DIM) * extra.mean()).sum().backward()
     assert extra.grad is not None
-    assert_close(full_all([model.extra.grad])[0], 2 * extra.grad, Tolerance(1e-6, 0), "summed")
+    parity.assert_close(
+        parity.full_all([model.extra.grad])[0], 2 * extra.grad, parity.Tolerance(1e-6, 0), "summed"
+    )
 
 
 @ranks(2)
 def test_new_parameters_that_cannot_be_sharded_are_named() -> None:
-    model: Any = shard(OURS, mlp())
+    model: Any = parity.shard(parity.OURS, gradients.mlp())
     model.extra = nn.Parameter(torch.ones(()))
     with pytest.raises(ValueError, match=r"'extra' is a scalar"):
         model.shard_new_parameters()
     del model.extra
     model.shard_new_parameters()  # nothing is new: nothing happens
-    regression_loss(model, part(0)).backward()
+    parity.regression_loss(model, gradients.part(0)).backward()
 
 
 @ranks(2)
 def test_a_part_called_before_the_root_is_part_of_its_backward() -> None:
     """Its calls were counted by a scheduler that the root's first forward replaced."""
-    model: Any = seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)))
+    model: Any = models.seeded(
+        lambda: nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM))
+    )
     plain = copy.deepcopy(model)
     for module in (*model, model):
-        fully_shard(module, mesh=world_mesh())
+        fully_shard(module, mesh=parity.world_mesh())
 
     def compute(model: Any, rank: int) -> None:
-        x = part(0, rank)[0].clone().requires_grad_()  # each call has an end in backward
+        x = gradients.part(0, rank)[0].clone().requires_grad_()  # each call has an end in backward
         early = [model[0](i * x) for i in range(1, 4)]
         (model(x).square().sum() + sum(h.square().sum() for h in early)).backward()
 
     compute(model, dist.get_rank())
-    assert_like_unsharded(full_grads(model), plain, compute)
+    gradients.assert_like_unsharded(parity.full_grads(model), plain, compute)
 
 
 @ranks(2)
 def test_a_unit_that_is_removed_is_forgotten() -> None:
-    model: Any = shard(OURS, seeded(lambda: nn.Sequential(*[_Adaptable() for _ in range(3)])))
-    x = torch.randn(2, DIM)
+    model: Any = parity.shard(
+        parity.OURS, models.seeded(lambda: nn.Sequential(*[_Adaptable() for _ in range(3)]))
+    )
+    x = torch.randn(2, models.DIM)
     model(x).sum().backward()
     model[1] = nn.Identity()
-    with CountCollectives() as counted:
+    with parity.CountCollectives() as counted:
         model(x)
     assert counted.all_gathers == 2

@@ -24,7 +24,7 @@ from fsdp2.core.layout.layout import (
     pick_transport,
 )
 from fsdp2.sharding.cuts import default_cut
-from tests.common.cuts import as_cut, random_cut
+from tests.common import cuts
 
 pytestmark = pytest.mark.alone
 
@@ -36,11 +36,13 @@ def _param(
     shape: tuple[int, ...], cut: int | Cut = 0, shard: str = "f32", full: str = ""
 ) -> ParamShape:
     full = full or shard
-    return ParamShape(f"p{shape}", shape, as_cut(cut), shard, ITEMSIZE[shard], full, ITEMSIZE[full])
+    return ParamShape(
+        f"p{shape}", shape, cuts.as_cut(cut), shard, ITEMSIZE[shard], full, ITEMSIZE[full]
+    )
 
 
 def _slot(shape: tuple[int, ...], cut: int | Cut, world_size: int) -> Slot:
-    return Slot(0, shape, as_cut(cut), world_size, 0, 0)
+    return Slot(0, shape, cuts.as_cut(cut), world_size, 0, 0)
 
 
 def _only_segment(layout: GroupLayout) -> Segment:
@@ -364,7 +366,7 @@ def _random_group(rng: random.Random) -> tuple[list[ParamShape], int, bool]:
     for _ in range(rng.randint(1, 6)):
         lengths = (0, 1, 2, 3, 4, 5, 7, 8, 16)
         shape = tuple(rng.choice(lengths[rng.random() < 0.9 :]) for _ in range(rng.randint(1, 3)))
-        cut = random_cut(rng, shape, world_size)
+        cut = cuts.random_cut(rng, shape, world_size)
         shard, full = rng.choice((("f32", "f32"), ("f32", "f32"), ("f32", "bf16"), ("u8", "u8")))
         params.append(_param(shape, cut, shard, full))
     return params, world_size, rng.random() < 0.5

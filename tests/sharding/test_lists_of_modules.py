@@ -12,30 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.common import models, parity, running
 from tests.common.meshes import TORCH_VERSION
-from tests.common.models import (
-    DIM,
-    seeded,
-)
-from tests.common.parity import (
-    FP32,
-    OURS,
-    CountCollectives,
-    adamw,
-    assert_close,
-    full_grads,
-    my_part,
-    regression_loss,
-    same_as_torch,
-    train_sharded,
-    train_unsharded,
-    world_mesh,
-)
-from tests.common.running import (
-    is_sharded,
-    mlp_batches,
-    one_batch,
-)
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -47,10 +25,10 @@ class _Grouped(nn.Module):
     def __init__(self, skip: bool = False) -> None:
         super().__init__()
         self.skip = skip
-        self.first = nn.Linear(DIM, DIM)
-        self.norm = nn.LayerNorm(DIM)
-        self.middle = nn.Linear(DIM, DIM)
-        self.head = nn.Linear(DIM, 4)
+        self.first = nn.Linear(models.DIM, models.DIM)
+        self.norm = nn.LayerNorm(models.DIM)
+        self.middle = nn.Linear(models.DIM, models.DIM)
+        self.head = nn.Linear(models.DIM, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.middle(self.norm(torch.tanh(self.first(x)))))
@@ -58,7 +36,7 @@ class _Grouped(nn.Module):
 
 
 def _shard_grouped(api: Any, model: Any, **arguments: Any) -> Any:
-    mesh = world_mesh()
+    mesh = parity.world_mesh()
     returned = api.fully_shard([model.norm, model.head], mesh=mesh, **arguments)
     assert returned == [model.norm, model.head]
     api.fully_shard(model.middle, mesh=mesh, **arguments)
@@ -69,29 +47,38 @@ def _shard_grouped(api: Any, model: Any, **arguments: Any) -> Any:
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_list_of_modules_is_one_group(reshard_after_forward: bool) -> None:
     def run(api: Any) -> Any:
-        model = _shard_grouped(api, seeded(_Grouped), reshard_after_forward=reshard_after_forward)
-        with CountCollectives() as counted:
-            regression_loss(model, my_part(one_batch())).backward()
+        model = _shard_grouped(
+            api, models.seeded(_Grouped), reshard_after_forward=reshard_after_forward
+        )
+        with parity.CountCollectives() as counted:
+            parity.regression_loss(model, parity.my_part(running.one_batch())).backward()
         model.zero_grad()
-        return [train_sharded(model, adamw, regression_loss, mlp_batches()), counted.counts]
+        return [
+            parity.train_sharded(
+                model, parity.adamw, parity.regression_loss, running.mlp_batches()
+            ),
+            counted.counts,
+        ]
 
-    steps, counts = same_as_torch(run)
+    steps, counts = parity.same_as_torch(run)
     # Three groups: the root, [norm, head], middle. In backward, resharded ones are gathered again.
     assert counts["reduce_scatter"] == 3
     assert counts["all_gather"] == (5 if reshard_after_forward else 3)
-    unsharded = train_unsharded(seeded(_Grouped), adamw, regression_loss, mlp_batches())
-    assert_close(steps, unsharded, FP32, "unsharded")
+    unsharded = parity.train_unsharded(
+        models.seeded(_Grouped), parity.adamw, parity.regression_loss, running.mlp_batches()
+    )
+    parity.assert_close(steps, unsharded, parity.FP32, "unsharded")
 
 
 @ranks(2)
 def test_list_of_modules_stays_gathered_from_first_to_last() -> None:
-    model = _shard_grouped(OURS, seeded(_Grouped))
+    model = _shard_grouped(parity.OURS, models.seeded(_Grouped))
     seen = []
     for name in ("norm", "middle", "head"):
         getattr(model, name).register_forward_hook(
-            lambda *_: seen.append((is_sharded(model.norm), is_sharded(model.head)))
+            lambda *_: seen.append((running.is_sharded(model.norm), running.is_sharded(model.head)))
         )
-    model(torch.randn(2, DIM))
+    model(torch.randn(2, models.DIM))
     assert seen == [(False, False), (False, False), (True, True)]
 
 
@@ -103,22 +90,22 @@ def test_list_member_that_never_runs() -> None:
     """
 
     def run(api: Any) -> Any:
-        model = _shard_grouped(api, seeded(partial(_Grouped, skip=True)))
+        model = _shard_grouped(api, models.seeded(partial(_Grouped, skip=True)))
         results = []
-        for x, _ in mlp_batches():
-            output = model(my_part(x))
-            assert is_sharded(model.norm)
-            assert is_sharded(model.head)
+        for x, _ in running.mlp_batches():
+            output = model(parity.my_part(x))
+            assert running.is_sharded(model.norm)
+            assert running.is_sharded(model.head)
             output.square().mean().backward()
-            results.append(full_grads(model))
+            results.append(parity.full_grads(model))
             model.zero_grad()
         return results
 
-    ours = same_as_torch(run) if TORCH_VERSION >= (2, 13) else run(OURS)
-    for (x, _), grads in zip(mlp_batches(), ours, strict=True):
-        plain = seeded(partial(_Grouped, skip=True))
+    ours = parity.same_as_torch(run) if TORCH_VERSION >= (2, 13) else run(parity.OURS)
+    for (x, _), grads in zip(running.mlp_batches(), ours, strict=True):
+        plain = models.seeded(partial(_Grouped, skip=True))
         plain(x).square().mean().backward()
-        assert_close(grads, full_grads(plain), FP32, "unsharded")
+        parity.assert_close(grads, parity.full_grads(plain), parity.FP32, "unsharded")
         assert grads["head.weight"] is None
 
 
@@ -132,9 +119,11 @@ def test_list_member_that_runs_after_the_root() -> None:
         return torch.stack([(model.head(h) - y).square().mean() for h, y in chunks]).mean()
 
     def run(api: Any) -> Any:
-        model = _shard_grouped(api, seeded(partial(_Grouped, skip=True)))
-        return train_sharded(model, adamw, loss, mlp_batches())
+        model = _shard_grouped(api, models.seeded(partial(_Grouped, skip=True)))
+        return parity.train_sharded(model, parity.adamw, loss, running.mlp_batches())
 
-    ours = same_as_torch(run)
-    plain = train_unsharded(seeded(partial(_Grouped, skip=True)), adamw, loss, mlp_batches())
-    assert_close(ours, plain, FP32, "unsharded")
+    ours = parity.same_as_torch(run)
+    plain = parity.train_unsharded(
+        models.seeded(partial(_Grouped, skip=True)), parity.adamw, loss, running.mlp_batches()
+    )
+    parity.assert_close(ours, plain, parity.FP32, "unsharded")

@@ -12,18 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
-from tests.common.combinations import often, seldom
-from tests.common.meshes import TORCH_VERSION, like_torch, mesh, specs, train_micro, train_plain
-from tests.common.meshes import micro_batches as _batches
-from tests.common.models import DIM, seeded
-from tests.common.parity import (
-    FP32,
-    OURS,
-    CountCollectives,
-    assert_close,
-    assert_equal,
-    full_params,
-)
+from tests.common import combinations, meshes, models, parity
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -54,9 +43,9 @@ class Layers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(DIM)
-        self.up = nn.Linear(DIM, 2 * DIM)
-        self.down = nn.Linear(2 * DIM, DIM)
+        self.norm = nn.LayerNorm(models.DIM)
+        self.up = nn.Linear(models.DIM, 2 * models.DIM)
+        self.down = nn.Linear(2 * models.DIM, models.DIM)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.tanh(self.up(self.norm(x))))
@@ -69,7 +58,7 @@ class Net(nn.Module):
         self.second = Layers()
         for layers in (self.first, self.second):
             layers.is_unit = True
-        self.head = nn.Linear(DIM, DIM)
+        self.head = nn.Linear(models.DIM, models.DIM)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.second(torch.tanh(self.first(x))))
@@ -92,13 +81,13 @@ def _case(case: str) -> Any:
 
 def _full_mesh(case: str) -> DeviceMesh:
     sizes = _case(case)[0]
-    return mesh(*sizes, shape=tuple(sizes.values()))
+    return meshes.mesh(*sizes, shape=tuple(sizes.values()))
 
 
 def _model(api: Any, case: str, **arguments: Any) -> Any:
     _, shard, replicate = _case(case)
     where = _full_mesh(case)
-    model = distribute_module(seeded(Net), where, _cut)
+    model = distribute_module(models.seeded(Net), where, _cut)
     dims = api.DataParallelMeshDims(shard=shard, replicate=replicate)
     for unit in (model.first, model.second, model):
         api.fully_shard(unit, mesh=where, dp_mesh_dims=dims, **arguments)
@@ -131,8 +120,11 @@ def _loss(case: str, model: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _train(api: Any, case: str) -> Any:
-    return train_micro(
-        _model(api, case), _batches(DIM, DIM), loss=partial(_loss, case), part=_part(case)
+    return meshes.train_micro(
+        _model(api, case),
+        meshes.micro_batches(models.DIM, models.DIM),
+        loss=partial(_loss, case),
+        part=_part(case),
     )
 
 
@@ -144,52 +136,62 @@ DEFAULT = ("two shard dims", "replicate, tp")
     "case", [pytest.param(c, marks=[] if c in DEFAULT else [pytest.mark.extended]) for c in CASES]
 )
 def test_training(case: str) -> None:
-    ours = _train(OURS, case)
-    expected = train_plain(seeded(Net), _batches(DIM, DIM), parts=_part(case)[1])
-    assert_close(ours, expected, FP32, "unsharded")
+    ours = _train(parity.OURS, case)
+    expected = meshes.train_plain(
+        models.seeded(Net), meshes.micro_batches(models.DIM, models.DIM), parts=_part(case)[1]
+    )
+    parity.assert_close(ours, expected, parity.FP32, "unsharded")
 
 
 @ranks(8, timeout=400)  # DTensor tries all placements of each tensor on four mesh dims: slow
-@pytest.mark.parametrize("case", seldom(WIDE, extended=1))
+@pytest.mark.parametrize("case", combinations.seldom(WIDE, extended=1))
 def test_training_on_eight_ranks(case: str) -> None:
-    ours = _train(OURS, case)
-    expected = train_plain(seeded(Net), _batches(DIM, DIM), parts=_part(case)[1])
-    assert_close(ours, expected, FP32, "unsharded")
+    ours = _train(parity.OURS, case)
+    expected = meshes.train_plain(
+        models.seeded(Net), meshes.micro_batches(models.DIM, models.DIM), parts=_part(case)[1]
+    )
+    parity.assert_close(ours, expected, parity.FP32, "unsharded")
 
 
 @ranks(4)
-@pytest.mark.skipif(TORCH_VERSION < (2, 13), reason="torch has DataParallelMeshDims since 2.13")
+@pytest.mark.skipif(
+    meshes.TORCH_VERSION < (2, 13), reason="torch has DataParallelMeshDims since 2.13"
+)
 @pytest.mark.parametrize("case", CASES)
 def test_placements_are_torchs(case: str) -> None:
-    found = like_torch(lambda api: specs(_model(api, case)))
+    found = meshes.like_torch(lambda api: meshes.specs(_model(api, case)))
     assert found
 
 
 @ranks(4)
-@pytest.mark.skipif(TORCH_VERSION < (2, 13), reason="torch has DataParallelMeshDims since 2.13")
-@pytest.mark.parametrize("case", often(["shard, tp", "replicate, shard"]))
+@pytest.mark.skipif(
+    meshes.TORCH_VERSION < (2, 13), reason="torch has DataParallelMeshDims since 2.13"
+)
+@pytest.mark.parametrize("case", combinations.often(["shard, tp", "replicate, shard"]))
 def test_training_is_torchs(case: str) -> None:
     """Where every axis has two ranks, to the bit."""
-    like_torch(partial(_train, case=case))
+    meshes.like_torch(partial(_train, case=case))
 
 
 @ranks(4)
 @pytest.mark.parametrize("case", ["replicate only", "replicate, tp"])
 def test_only_replicated(case: str) -> None:
     """Nothing is gathered or scattered; gradients are averaged by one all-reduce a unit."""
-    model = _model(OURS, case)
+    model = _model(parity.OURS, case)
     whole = {name: param.to_local().shape for name, param in model.named_parameters()}
-    assert whole["head.weight"] == (DIM, DIM)
-    batch = _batches(DIM, DIM)[0][0]
+    assert whole["head.weight"] == (models.DIM, models.DIM)
+    batch = meshes.micro_batches(models.DIM, models.DIM)[0][0]
     rank, size = _part(case)
     mine = tuple(part.chunk(size)[rank] for part in batch)
     loss = _loss(case, model, mine)
-    with CountCollectives() as count:
+    with parity.CountCollectives() as count:
         loss.backward()
     assert (count.all_gathers, count.reduce_scatters) == (0, 0)
     if case == "replicate only":
         assert count.counts["all_reduce"] == 3
-    assert_equal(full_params(model), full_params(seeded(Net)), "parameters")
+    parity.assert_equal(
+        parity.full_params(model), parity.full_params(models.seeded(Net)), "parameters"
+    )
 
 
 # -- refusals -------------------------------------------------------------------------------------
@@ -197,27 +199,27 @@ def test_only_replicated(case: str) -> None:
 
 @ranks(4)
 def test_what_is_refused() -> None:
-    where = mesh("replicate", "shard", shape=(2, 2))
-    dims = OURS.DataParallelMeshDims
+    where = meshes.mesh("replicate", "shard", shape=(2, 2))
+    dims = parity.OURS.DataParallelMeshDims
 
     def refused(layer: nn.Linear, match: str, named: Any, on: DeviceMesh = where) -> None:
         weight = layer.weight
         with pytest.raises(ValueError, match=match):
-            OURS.fully_shard(layer, mesh=on, dp_mesh_dims=named)
+            parity.OURS.fully_shard(layer, mesh=on, dp_mesh_dims=named)
         assert type(layer) is nn.Linear
         assert layer.weight is weight
 
     def layer(*placements: Any, on: DeviceMesh = where) -> nn.Linear:
-        made = nn.Linear(DIM, DIM, bias=False)
+        made = nn.Linear(models.DIM, models.DIM, bias=False)
         made.weight = nn.Parameter(distribute_tensor(made.weight.detach(), on, placements))
         return made
 
     copies = (Replicate(), Replicate())
     refused(layer(*copies), "names the mesh dim 'data'", dims("data"))
-    refused(nn.Linear(DIM, DIM), "is a plain tensor", dims("shard"))
+    refused(nn.Linear(models.DIM, models.DIM), "is a plain tensor", dims("shard"))
     refused(layer(Replicate(), Shard(0)), "must be Replicate", dims("shard"))
     refused(layer(Shard(0), Replicate()), "dim 'replicate'", dims("shard", "replicate"))
-    other = mesh("a", "b", shape=(2, 2))
+    other = meshes.mesh("a", "b", shape=(2, 2))
     refused(layer(*copies, on=other), "not on the mesh", dims("shard"))
     with pytest.raises(ValueError, match="names no mesh dim"):
         dims()

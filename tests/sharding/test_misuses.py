@@ -38,9 +38,8 @@ from fsdp2.core.device.collectives import GroupCollectives
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.testing.null_group import init_null_group, null_mesh
-from tests.common.errors import catalogue, raises
+from tests.common import errors, tensors
 from tests.common.models import ReadsKept
-from tests.common.tensors import Aliased, Wrapped, extend
 
 pytestmark = pytest.mark.alone
 
@@ -89,7 +88,7 @@ def test_at_fully_shard(entry: str, sent: list[str]) -> None:
     target, arguments = AT_FULLY_SHARD[entry]()
     modules = [m for m in (target if isinstance(target, list) else [target]) if _is_module(m)]
     before = [_state(module) for module in modules]
-    with raises(entry):
+    with errors.raises(entry):
         fully_shard(target, **arguments)
     assert [_state(module) for module in modules] == before
     assert sent == []
@@ -100,24 +99,28 @@ def test_misuse(entry: str, sent: list[str]) -> None:
     run = MISUSES[entry]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with raises(entry):
+        with errors.raises(entry):
             run()
     assert sent == [] or entry not in BEFORE_ANY_COLLECTIVE
 
 
 def test_subclasses_that_wrap_others_need_hooks(sent: list[str]) -> None:
     """Without, of all that they wrap one plain tensor would be left."""
-    layer = extend(linear(), Wrapped)
-    with raises("hooks-missing"):
+    layer = tensors.extend(linear(), tensors.Wrapped)
+    with errors.raises("hooks-missing"):
         fully_shard(layer)
     assert type(layer) is nn.Linear
-    assert isinstance(layer.weight, Wrapped)
+    assert isinstance(layer.weight, tensors.Wrapped)
     assert sent == []
 
 
 def test_what_is_shown_here_is_said_to_be() -> None:
     for name, shown in (("test_at_fully_shard", AT_FULLY_SHARD), ("test_misuse", MISUSES)):
-        said = {e.id for e in catalogue().values() if e.test == f"sharding/test_misuses.py::{name}"}
+        said = {
+            e.id
+            for e in errors.catalogue().values()
+            if e.test == f"sharding/test_misuses.py::{name}"
+        }
         assert said == set(shown)
 
 
@@ -271,7 +274,7 @@ def _() -> Any:
 
 @at_fully_shard("reshard-smaller-group")
 def _() -> Any:
-    return extend(linear(), Aliased), {"reshard_after_forward": 2}
+    return tensors.extend(linear(), tensors.Aliased), {"reshard_after_forward": 2}
 
 
 @at_fully_shard("policy-type")
@@ -445,34 +448,34 @@ def _() -> Any:
 # ---- at fully_shard: all-gather hooks
 
 
-class NoPost(Aliased):
+class NoPost(tensors.Aliased):
     fsdp_post_all_gather = property()  # type: ignore[assignment]  # as if it were not there
 
 
-class TwoArguments(Aliased):
+class TwoArguments(tensors.Aliased):
     def fsdp_pre_all_gather(self, mesh: Any, other: Any) -> Any:  # type: ignore[override]  # wrong
         return (self._data,), None
 
 
 @at_fully_shard("hooks-missing")
 def _() -> Any:
-    return extend(linear(), NoPost), {}
+    return tensors.extend(linear(), NoPost), {}
 
 
 @at_fully_shard("hooks-arguments")
 def _() -> Any:
-    return extend(linear(), TwoArguments), {}
+    return tensors.extend(linear(), TwoArguments), {}
 
 
 @at_fully_shard("hooks-uneven")
 def _() -> Any:
-    layer = extend(nn.Linear(7, 8), Aliased)
+    layer = tensors.extend(nn.Linear(7, 8), tensors.Aliased)
     return layer, {"shard_placement_fn": lambda param: Shard(param.ndim - 1)}
 
 
 @at_fully_shard("hooks-unnamed-mesh")
 def _() -> Any:
-    return extend(linear(), Aliased), {"mesh": init_device_mesh("cpu", (2, 2))}
+    return tensors.extend(linear(), tensors.Aliased), {"mesh": init_device_mesh("cpu", (2, 2))}
 
 
 # ---- at the first forward
@@ -540,7 +543,9 @@ def _() -> None:
     fully_shard(model[0], reshard_after_forward=2)
     fully_shard(model)
     weight = model[0].weight
-    weight._local_tensor = Aliased(weight._local_tensor)  # as quantisation after sharding does
+    weight._local_tensor = tensors.Aliased(
+        weight._local_tensor
+    )  # as quantisation after sharding does
     model(x())
 
 
@@ -624,11 +629,11 @@ def _() -> None:
 
 @misuse("hooks-result")
 def _() -> None:
-    class NoTuple(Aliased):
+    class NoTuple(tensors.Aliased):
         def fsdp_pre_all_gather(self, mesh: Any) -> Any:
             return self._data
 
-    model = fully_shard(extend(linear(), NoTuple))
+    model = fully_shard(tensors.extend(linear(), NoTuple))
     model(x())
 
 
@@ -1054,7 +1059,7 @@ def _() -> None:
 
 
 def _not_the_model(first: Callable[[nn.Module], Any]) -> None:
-    with raises("flat-optimizer-model"):
+    with errors.raises("flat-optimizer-model"):
         fsdp2.optim.FlatOptimizer(first(sharded()), torch.optim.AdamW, lr=0.1)
 
 
@@ -1070,9 +1075,9 @@ def _() -> None:
 @misuse("flat-optimizer-class")
 def _() -> None:
     model = sharded()
-    with raises("flat-optimizer-class"):
+    with errors.raises("flat-optimizer-class"):
         fsdp2.optim.FlatOptimizer(model, model.parameters(), torch.optim.AdamW)  # type: ignore[arg-type]
-    with raises("flat-optimizer-class"):
+    with errors.raises("flat-optimizer-class"):
         fsdp2.optim.FlatOptimizer(model, "AdamW")  # type: ignore[arg-type]
     fsdp2.optim.FlatOptimizer(model, torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
 

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import fsdp2
+from tests.common import gradients, parity
 from tests.common.errors import raises
-from tests.common.gradients import part, unsharded_grads
 from tests.common.models import DIM, seeded
-from tests.common.parity import FP32, assert_close, full_grads, full_params, world_mesh
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -171,12 +170,12 @@ def _model(arrange: Arrange) -> Any:
 
 def _shard(model: Any, inner: bool) -> Any:
     if inner:
-        fsdp2.fully_shard(model[0], mesh=world_mesh())
-    return fsdp2.fully_shard(model, mesh=world_mesh())
+        fsdp2.fully_shard(model[0], mesh=parity.world_mesh())
+    return fsdp2.fully_shard(model, mesh=parity.world_mesh())
 
 
 def _compute(model: nn.Module, rank: int | None = None) -> None:
-    model(part(0, rank)[0]).square().mean().backward()
+    model(gradients.part(0, rank)[0]).square().mean().backward()
 
 
 @ranks(2)
@@ -191,17 +190,19 @@ def test_what_is_followed(inner: bool) -> None:
             for each in models:
                 each.zero_grad()
             _compute(model)
-            unsharded_grads(plain, _compute)
-            expected = unsharded_grads(_copy_of(plain, arrange), _compute)
-            assert_close(full_grads(model), expected, FP32, arrange.__name__)
+            gradients.unsharded_grads(plain, _compute)
+            expected = gradients.unsharded_grads(_copy_of(plain, arrange), _compute)
+            parity.assert_close(parity.full_grads(model), expected, parity.FP32, arrange.__name__)
             for name, param in plain.named_parameters():
                 param.grad = expected[name]
             for optimizer in optimizers:
                 optimizer.step()
-            x = part(0, 0)[0]
+            x = gradients.part(0, 0)[0]
             with torch.no_grad():
                 torch.testing.assert_close(model(x), plain(x))
-        assert_close(full_params(model), dict(plain.named_parameters()), FP32, arrange.__name__)
+        parity.assert_close(
+            parity.full_params(model), dict(plain.named_parameters()), parity.FP32, arrange.__name__
+        )
 
 
 def _copy_of(plain: nn.Module, arrange: Arrange) -> Any:
@@ -227,7 +228,7 @@ def test_a_loss_of_what_a_parameter_was() -> None:
     model = _model(lambda layer: lambda self, x: F.linear(x, self.w, self.b))
     held = list(model.parameters())
     _shard(model, True)
-    loss = model(part(0)[0]).square().mean()
+    loss = model(gradients.part(0)[0]).square().mean()
     with raises("gradient-of-former"):
         (loss + sum(param.square().sum() for param in held)).backward()
     model.reset_iter_state()
@@ -282,8 +283,8 @@ def test_an_alias_in_a_module_around() -> None:
             return y
 
     model: Any = Around()
-    fsdp2.fully_shard(model.block, mesh=world_mesh())
-    fsdp2.fully_shard(model, mesh=world_mesh())
+    fsdp2.fully_shard(model.block, mesh=parity.world_mesh())
+    fsdp2.fully_shard(model, mesh=parity.world_mesh())
     _compute(model)
     assert model.weights[0] is model.block.weight
     assert model.weights[0].grad is not None
@@ -294,10 +295,12 @@ def test_lstms_keep_their_own_in_step() -> None:
     model, plain = (seeded(lambda: nn.LSTM(DIM, DIM, 2, batch_first=True)) for _ in range(2))
 
     def compute(model: nn.Module, rank: int | None = None) -> None:
-        model(part(0, rank)[0][None])[0].square().mean().backward()
+        model(gradients.part(0, rank)[0][None])[0].square().mean().backward()
 
-    fsdp2.fully_shard(model, mesh=world_mesh())
+    fsdp2.fully_shard(model, mesh=parity.world_mesh())
     for _ in range(2):
         model.zero_grad()
         compute(model)
-        assert_close(full_grads(model), unsharded_grads(plain, compute), FP32)
+        parity.assert_close(
+            parity.full_grads(model), gradients.unsharded_grads(plain, compute), parity.FP32
+        )

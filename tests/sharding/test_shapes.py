@@ -14,24 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import CPUOffloadPolicy, FSDPModule, fully_shard, group_reports
-from tests.common.combinations import each_once, often
+from tests.common import combinations, models, parity, workers
 from tests.common.meshes import mesh
-from tests.common.models import DIM, MLP, Block, Buffered, OddMLP, Transformer, seeded, units
 from tests.common.parallelisms import APIS
-from tests.common.parity import (
-    OURS,
-    adamw,
-    assert_equal,
-    check_training,
-    full,
-    regression_batches,
-    regression_loss,
-    same_as_torch,
-    shard,
-    train_sharded,
-    world_mesh,
-)
-from tests.common.workers import ranks, run_on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -48,10 +33,10 @@ def _rows(rows: int) -> list[int]:
 # -- dim 0 ----------------------------------------------------------------------------------------
 
 
-@ranks(2, 4)
+@workers.ranks(2, 4)
 def test_odd_rows_are_chunked_and_come_back_whole() -> None:
-    plain = seeded(OddMLP)
-    model = shard(OURS, seeded(OddMLP))
+    plain = models.seeded(models.OddMLP)
+    model = parity.shard(parity.OURS, models.seeded(models.OddMLP))
     rank = dist.get_rank()
     for (name, whole), param in zip(plain.named_parameters(), model.parameters(), strict=True):
         assert isinstance(param, nn.Parameter), name
@@ -59,41 +44,41 @@ def test_odd_rows_are_chunked_and_come_back_whole() -> None:
         assert param.placements == (Shard(0),), name
         assert param.shape == whole.shape, name
         assert param.stride() == whole.stride(), name
-        assert param.device_mesh == world_mesh(), name
+        assert param.device_mesh == parity.world_mesh(), name
         local = param.to_local()
         rows = _rows(whole.shape[0])
         assert local.shape == (rows[rank], *whole.shape[1:]), name
         start = sum(rows[:rank])
-        assert_equal(local.detach(), whole.detach()[start : start + rows[rank]], name)
-        assert_equal(full(param), whole.detach(), name)
+        parity.assert_equal(local.detach(), whole.detach()[start : start + rows[rank]], name)
+        parity.assert_equal(parity.full(param), whole.detach(), name)
 
 
-@ranks(2, 4)
+@workers.ranks(2, 4)
 def test_local_shards_are_laid_out_as_torchs() -> None:
     """So that local state dicts, and optimizer states, mean the same rows to both."""
 
     def locals_of(api: Any) -> dict[str, Tensor]:
-        model = shard(api, seeded(OddMLP))
+        model = parity.shard(api, models.seeded(models.OddMLP))
         return {name: param.to_local().detach() for name, param in model.named_parameters()}
 
-    same_as_torch(locals_of)
+    parity.same_as_torch(locals_of)
 
 
-@ranks(2, extended=(4,))
-@each_once(rows=[1, 3, 5, 7], reshard_after_forward=[True, False])
+@workers.ranks(2, extended=(4,))
+@combinations.each_once(rows=[1, 3, 5, 7], reshard_after_forward=[True, False])
 def test_training_with_odd_rows(rows: int, reshard_after_forward: bool) -> None:
     """Groups whose every dim 0 is `rows`: with 4 ranks, some ranks hold nothing of them."""
-    model = partial(seeded, partial(OddMLP, dims=(rows, rows)))
-    batches = regression_batches(DIM, rows, steps=STEPS)
-    check_training(model, batches, reshard_after_forward=reshard_after_forward)
+    model = partial(models.seeded, partial(models.OddMLP, dims=(rows, rows)))
+    batches = parity.regression_batches(models.DIM, rows, steps=STEPS)
+    parity.check_training(model, batches, reshard_after_forward=reshard_after_forward)
 
 
-@ranks(4)
+@workers.ranks(4)
 def test_every_parameter_smaller_than_the_world() -> None:
     """The whole model holds four numbers, none of them on rank 3."""
-    model = partial(seeded, partial(nn.Linear, 3, 1))
-    check_training(model, regression_batches(3, 1, steps=STEPS))
-    local = [param.to_local().numel() for param in shard(OURS, model()).parameters()]
+    model = partial(models.seeded, partial(nn.Linear, 3, 1))
+    parity.check_training(model, parity.regression_batches(3, 1, steps=STEPS))
+    local = [param.to_local().numel() for param in parity.shard(parity.OURS, model()).parameters()]
     assert local == ([3, 1] if dist.get_rank() == 0 else [0, 0])
 
 
@@ -102,11 +87,11 @@ class _WithNothing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(DIM, DIM)
+        self.layer = nn.Linear(models.DIM, models.DIM)
         self.layer.is_unit = True
-        self.no_rows = nn.Parameter(torch.empty(0, DIM))
-        self.no_columns = nn.Parameter(torch.empty(DIM, 0))
-        self.head = nn.Linear(DIM, 2)
+        self.no_rows = nn.Parameter(torch.empty(0, models.DIM))
+        self.no_columns = nn.Parameter(torch.empty(models.DIM, 0))
+        self.head = nn.Linear(models.DIM, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.layer(x))
@@ -115,34 +100,38 @@ class _WithNothing(nn.Module):
         return self.head(x)
 
 
-@ranks(4, extended=(2,))
+@workers.ranks(4, extended=(2,))
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_zero_element_parameters_train(reshard_after_forward: bool) -> None:
     """torch's FSDP2 breaks in backward here, so the unsharded model is the only judge."""
-    batches = regression_batches(DIM, 2, steps=STEPS)
-    check_training(
-        partial(seeded, _WithNothing),
+    batches = parity.regression_batches(models.DIM, 2, steps=STEPS)
+    parity.check_training(
+        partial(models.seeded, _WithNothing),
         batches,
         torch_too=False,
         reshard_after_forward=reshard_after_forward,
     )
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_a_group_of_nothing_but_zero_element_parameters() -> None:
     class Empty(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.nothing = nn.Parameter(torch.empty(0, DIM))
+            self.nothing = nn.Parameter(torch.empty(0, models.DIM))
             self.is_unit = True
 
         def forward(self, x: Tensor) -> Tensor:
             return x + (x @ self.nothing.T) @ self.nothing
 
     def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(DIM, DIM), Empty(), nn.Linear(DIM, 2))
+        return nn.Sequential(nn.Linear(models.DIM, models.DIM), Empty(), nn.Linear(models.DIM, 2))
 
-    check_training(partial(seeded, build), regression_batches(DIM, 2, steps=STEPS), torch_too=False)
+    parity.check_training(
+        partial(models.seeded, build),
+        parity.regression_batches(models.DIM, 2, steps=STEPS),
+        torch_too=False,
+    )
 
 
 # -- other dims -----------------------------------------------------------------------------------
@@ -156,27 +145,31 @@ def _matrices_on_last_dim(param: nn.Parameter) -> Shard | None:
     return Shard(-1) if param.ndim > 1 else None
 
 
-@ranks(4, extended=(2,))
-@each_once(
+@workers.ranks(4, extended=(2,))
+@combinations.each_once(
     placement=[_matrices_on_dim_1, _matrices_on_last_dim], mixed={"fp32": False, "mixed": True}
 )
 def test_shard_dim_1_even(placement: Any, mixed: bool) -> None:
     arguments = {"mixed": mixed, "shard_placement_fn": placement}
-    model = shard(OURS, seeded(MLP), **arguments)
+    model = parity.shard(parity.OURS, models.seeded(models.MLP), **arguments)
     weight = model.layers[0].weight
     assert weight.placements == (Shard(1),)
-    assert weight.to_local().shape == (DIM, DIM // dist.get_world_size())
+    assert weight.to_local().shape == (models.DIM, models.DIM // dist.get_world_size())
     assert model.layers[0].bias.placements == (Shard(0),)
-    check_training(partial(seeded, MLP), regression_batches(DIM, 4, steps=STEPS), **arguments)
+    parity.check_training(
+        partial(models.seeded, models.MLP),
+        parity.regression_batches(models.DIM, 4, steps=STEPS),
+        **arguments,
+    )
 
 
-@ranks(4, extended=(2,))
-@each_once(columns=[1, 3, 5, 7], reshard_after_forward=[True, False])
+@workers.ranks(4, extended=(2,))
+@combinations.each_once(columns=[1, 3, 5, 7], reshard_after_forward=[True, False])
 def test_shard_dim_1_uneven(columns: int, reshard_after_forward: bool) -> None:
     """torch's FSDP2 refuses this, so the unsharded model is the only judge."""
 
     def build() -> nn.Module:
-        model = nn.Sequential(nn.Linear(columns, DIM), nn.Tanh(), nn.Linear(DIM, 3))
+        model = nn.Sequential(nn.Linear(columns, models.DIM), nn.Tanh(), nn.Linear(models.DIM, 3))
         model[0].is_unit = True
         return model
 
@@ -184,42 +177,44 @@ def test_shard_dim_1_uneven(columns: int, reshard_after_forward: bool) -> None:
         "shard_placement_fn": _matrices_on_dim_1,
         "reshard_after_forward": reshard_after_forward,
     }
-    model = shard(OURS, seeded(build), **arguments)
+    model = parity.shard(parity.OURS, models.seeded(build), **arguments)
     weight = model[0].weight
     assert weight.placements == (Shard(1),)
-    assert weight.shape == (DIM, columns)
-    assert weight.to_local().shape == (DIM, _rows(columns)[dist.get_rank()])
-    assert_equal(full(weight), seeded(build)[0].weight.detach(), "uneven columns")
-    check_training(
-        partial(seeded, build),
-        regression_batches(columns, 3, steps=STEPS),
+    assert weight.shape == (models.DIM, columns)
+    assert weight.to_local().shape == (models.DIM, _rows(columns)[dist.get_rank()])
+    parity.assert_equal(
+        parity.full(weight), models.seeded(build)[0].weight.detach(), "uneven columns"
+    )
+    parity.check_training(
+        partial(models.seeded, build),
+        parity.regression_batches(columns, 3, steps=STEPS),
         torch_too=False,
         **arguments,
     )
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_convolution_sharded_on_a_middle_dim() -> None:
     """Three dims, the middle one uneven; the parameters of one group lie on different dims."""
 
     def build() -> nn.Module:
         return nn.Sequential(
-            nn.Unflatten(1, (3, DIM)), nn.Conv1d(3, 5, 3), nn.Flatten(), nn.LazyLinear(2)
+            nn.Unflatten(1, (3, models.DIM)), nn.Conv1d(3, 5, 3), nn.Flatten(), nn.LazyLinear(2)
         )
 
     def built() -> nn.Module:
         model = build()
-        model(torch.zeros(1, 3 * DIM))  # gives the lazy layer its shape
+        model(torch.zeros(1, 3 * models.DIM))  # gives the lazy layer its shape
         return model
 
     def placement(param: nn.Parameter) -> Shard | None:
         return Shard(1) if param.ndim == 3 else None
 
-    model = shard(OURS, seeded(built), shard_placement_fn=placement)
+    model = parity.shard(parity.OURS, models.seeded(built), shard_placement_fn=placement)
     assert model[1].weight.to_local().shape == (5, _rows(3)[dist.get_rank()], 3)
-    check_training(
-        partial(seeded, built),
-        regression_batches(3 * DIM, 2, steps=STEPS),
+    parity.check_training(
+        partial(models.seeded, built),
+        parity.regression_batches(3 * models.DIM, 2, steps=STEPS),
         torch_too=False,
         shard_placement_fn=placement,
     )
@@ -233,24 +228,24 @@ class _Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Parameter(torch.randn(1, DIM, 35_000) / DIM)
-        self.down = nn.Parameter(torch.randn(1, 35_000, DIM) / DIM)
+        self.up = nn.Parameter(torch.randn(1, models.DIM, 35_000) / models.DIM)
+        self.down = nn.Parameter(torch.randn(1, 35_000, models.DIM) / models.DIM)
         self.shift = nn.Parameter(torch.randn(1, 300_001))  # uneven on dim 1, too
-        self.scale = nn.Parameter(torch.ones(1, DIM))
+        self.scale = nn.Parameter(torch.ones(1, models.DIM))
         self.is_unit = True
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(x @ self.up[0, :, ::5000]) @ self.down[0, ::5000]
-        return x * self.scale + self.shift[0, 3 :: 300_000 // DIM][:DIM]
+        return x * self.scale + self.shift[0, 3 :: 300_000 // models.DIM][: models.DIM]
 
 
 def _with_experts() -> nn.Module:
-    return nn.Sequential(nn.Linear(DIM, DIM), _Experts(), nn.Linear(DIM, 2))
+    return nn.Sequential(nn.Linear(models.DIM, models.DIM), _Experts(), nn.Linear(models.DIM, 2))
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_a_dim_that_would_pad_too_much_is_not_sharded() -> None:
-    model = shard(OURS, seeded(_with_experts))
+    model = parity.shard(parity.OURS, models.seeded(_with_experts))
     placements = {name: param.placements for name, param in model.named_parameters()}
     assert placements["1.up"] == placements["1.down"] == placements["1.shift"] == (Shard(1),)
     assert placements["1.scale"] == placements["0.weight"] == (Shard(0),)
@@ -258,17 +253,17 @@ def test_a_dim_that_would_pad_too_much_is_not_sharded() -> None:
     assert report.dims == {"1.up": (1,), "1.down": (1,), "1.shift": (1,)}
     assert report.padding_bytes < 1024
     for name in ("down", "shift"):
-        whole = getattr(seeded(_with_experts)[1], name).detach()
-        assert_equal(full(getattr(model[1], name)), whole, name)
+        whole = getattr(models.seeded(_with_experts)[1], name).detach()
+        parity.assert_equal(parity.full(getattr(model[1], name)), whole, name)
 
 
 def _check_with_experts(**arguments: Any) -> None:
-    batches = regression_batches(DIM, 2, steps=STEPS)
-    check_training(partial(seeded, _with_experts), batches, **arguments)
+    batches = parity.regression_batches(models.DIM, 2, steps=STEPS)
+    parity.check_training(partial(models.seeded, _with_experts), batches, **arguments)
 
 
-@ranks(2)
-@pytest.mark.parametrize("how", often(["mixed", "fp32", "offloaded"]))
+@workers.ranks(2)
+@pytest.mark.parametrize("how", combinations.often(["mixed", "fp32", "offloaded"]))
 def test_training_on_the_dim_that_pads_least(how: str) -> None:
     offload = CPUOffloadPolicy(pin_memory=False)
     _check_with_experts(
@@ -277,36 +272,36 @@ def test_training_on_the_dim_that_pads_least(how: str) -> None:
 
 
 @pytest.mark.extended
-@ranks(4)
+@workers.ranks(4)
 def test_training_on_the_dim_that_pads_least_with_copies() -> None:
     _check_with_experts(mesh=mesh("replicate", "shard", shape=(2, 2)))
 
 
 @pytest.mark.extended
-@ranks(4)
+@workers.ranks(4)
 def test_training_on_the_dim_that_pads_least_from_a_smaller_group() -> None:
     _check_with_experts(reshard_after_forward=2)
 
 
 def _save_with_experts(api: str, path: Path) -> None:
-    dcp.save(shard(APIS[api], seeded(_with_experts)).state_dict(), checkpoint_id=path)
+    dcp.save(parity.shard(APIS[api], models.seeded(_with_experts)).state_dict(), checkpoint_id=path)
 
 
 def _load_with_experts(api: str, path: Path) -> None:
-    model = shard(APIS[api], seeded(_with_experts, seed=1))
+    model = parity.shard(APIS[api], models.seeded(_with_experts, seed=1))
     state = model.state_dict()
     dcp.load(state, checkpoint_id=path)
     model.load_state_dict(state)
     assert model[1].up.placements == (Shard(1 if api == "ours" else 0),)
-    for name, whole in seeded(_with_experts).state_dict().items():
-        assert_equal(full(model.state_dict()[name]), whole, name)
+    for name, whole in models.seeded(_with_experts).state_dict().items():
+        parity.assert_equal(parity.full(model.state_dict()[name]), whole, name)
 
 
 @pytest.mark.parametrize(("writer", "reader"), [("torch", "ours"), ("ours", "torch")])
 def test_checkpoints_move_between_dims(writer: str, reader: str, tmp_path: Path) -> None:
     """torch's FSDP2 shards on dim 0 what we shard on dim 1."""
-    run_on_ranks(2, _save_with_experts, writer, tmp_path)
-    run_on_ranks(2, _load_with_experts, reader, tmp_path)
+    workers.run_on_ranks(2, _save_with_experts, writer, tmp_path)
+    workers.run_on_ranks(2, _load_with_experts, reader, tmp_path)
 
 
 # -- what is refused, by name ---------------------------------------------------------------------
@@ -317,7 +312,7 @@ class _Holder(nn.Module):
 
     def __init__(self, odd: nn.Parameter) -> None:
         super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
+        self.linear = nn.Linear(models.DIM, models.DIM)
         self.inner = nn.Module()
         self.inner.odd = odd
 
@@ -325,61 +320,63 @@ class _Holder(nn.Module):
         return self.linear(x) * self.inner.odd.sum()
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_scalar_parameter_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"inner\.odd"):
-        fully_shard(_Holder(nn.Parameter(torch.tensor(1.0))), mesh=world_mesh())
+        fully_shard(_Holder(nn.Parameter(torch.tensor(1.0))), mesh=parity.world_mesh())
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_noncontiguous_parameter_is_refused_by_name() -> None:
     transposed = nn.Parameter(torch.randn(4, 3).t())
     with pytest.raises(ValueError, match=r"inner\.odd"):
-        fully_shard(_Holder(transposed), mesh=world_mesh())
+        fully_shard(_Holder(transposed), mesh=parity.world_mesh())
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_shard_dim_out_of_range_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"inner\.odd"):
         fully_shard(
             _Holder(nn.Parameter(torch.randn(4))),
-            mesh=world_mesh(),
+            mesh=parity.world_mesh(),
             shard_placement_fn=lambda param: (
                 Shard(1) if param.ndim == 1 and param.numel() == 4 else None
             ),
         )
 
 
-@ranks(2)
+@workers.ranks(2)
 @pytest.mark.parametrize("container", ["list", "dict"])
 def test_container_without_forward_is_refused(container: str) -> None:
-    linear = nn.Linear(DIM, DIM)
+    linear = nn.Linear(models.DIM, models.DIM)
     module = nn.ModuleList([linear]) if container == "list" else nn.ModuleDict({"a": linear})
     with pytest.raises(ValueError, match="forward"):
-        fully_shard(module, mesh=world_mesh())
+        fully_shard(module, mesh=parity.world_mesh())
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_equal_parameters_that_are_not_tied_are_fine() -> None:
     """Models made and dropped one after another reuse ids: none of them may be taken for a tie."""
     for _ in range(3):
-        model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+        model = nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM))
         with torch.no_grad():
             model[1].weight.copy_(model[0].weight)
         for layer in model:
-            fully_shard(layer, mesh=world_mesh())
-        fully_shard(model, mesh=world_mesh())
-        model(torch.randn(2, DIM)).sum().backward()
-        grads = [full(layer.weight.grad) for layer in model]
+            fully_shard(layer, mesh=parity.world_mesh())
+        fully_shard(model, mesh=parity.world_mesh())
+        model(torch.randn(2, models.DIM)).sum().backward()
+        grads = [parity.full(layer.weight.grad) for layer in model]
         assert not torch.equal(*grads)
 
 
 # -- ties within a group, modules without parameters, buffers, ignored parameters -----------------
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_parameter_tied_within_a_group_stays_one_object() -> None:
-    model = shard(OURS, seeded(partial(Transformer, blocks=1, tied=True)))
+    model = parity.shard(
+        parity.OURS, models.seeded(partial(models.Transformer, blocks=1, tied=True))
+    )
     assert model.embed.weight is model.head.weight
     assert "head.weight" not in dict(model.named_parameters())
     ids = torch.zeros(1, 3, dtype=torch.int64)
@@ -392,60 +389,70 @@ def test_parameter_tied_within_a_group_stays_one_object() -> None:
     model.reshard()
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_module_called_by_two_names_is_sharded_once() -> None:
     """A shared module, unlike a tied parameter, may be a unit of its own."""
 
     def build() -> nn.Module:
-        layer = nn.Linear(DIM, DIM)
+        layer = nn.Linear(models.DIM, models.DIM)
         layer.is_unit = True
-        return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(DIM, 2))
+        return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(models.DIM, 2))
 
-    check_training(partial(seeded, build), regression_batches(DIM, 2, steps=STEPS))
+    parity.check_training(
+        partial(models.seeded, build), parity.regression_batches(models.DIM, 2, steps=STEPS)
+    )
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_modules_without_parameters_can_be_units() -> None:
     def build() -> nn.Module:
-        model = nn.Sequential(nn.Linear(DIM, DIM), nn.GELU(), nn.Identity(), nn.Linear(DIM, 2))
+        model = nn.Sequential(
+            nn.Linear(models.DIM, models.DIM), nn.GELU(), nn.Identity(), nn.Linear(models.DIM, 2)
+        )
         model[1].is_unit = model[2].is_unit = True
         return model
 
-    model = shard(OURS, seeded(build))
+    model = parity.shard(parity.OURS, models.seeded(build))
     assert isinstance(model[1], FSDPModule)
     assert isinstance(model[1], nn.GELU)
     model[1].unshard()
     model[1].reshard()
-    check_training(partial(seeded, build), regression_batches(DIM, 2, steps=STEPS))
+    parity.check_training(
+        partial(models.seeded, build), parity.regression_batches(models.DIM, 2, steps=STEPS)
+    )
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_root_without_parameters_of_its_own() -> None:
     def build() -> nn.Module:
-        model = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 2))
+        model = nn.Sequential(
+            nn.Linear(models.DIM, models.DIM), nn.Tanh(), nn.Linear(models.DIM, 2)
+        )
         model[0].is_unit = model[2].is_unit = True
         return model
 
-    check_training(partial(seeded, build), regression_batches(DIM, 2, steps=STEPS))
+    parity.check_training(
+        partial(models.seeded, build), parity.regression_batches(models.DIM, 2, steps=STEPS)
+    )
 
 
 def _buffered() -> nn.Module:
-    return nn.Sequential(Buffered(), Buffered(), nn.Linear(DIM, 2))
+    return nn.Sequential(models.Buffered(), models.Buffered(), nn.Linear(models.DIM, 2))
 
 
-@ranks(2)
+@workers.ranks(2)
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
 def test_buffers_stay_as_they_are(mixed: bool) -> None:
     """Neither sharded nor cast; written in forward as without sharding, by each rank for itself."""
 
     def run(api: Any) -> Any:
-        model = shard(api, seeded(_buffered), mixed=mixed)
-        batches = regression_batches(DIM, 2, steps=STEPS)
-        steps = train_sharded(model, adamw, regression_loss, batches)
+        model = parity.shard(api, models.seeded(_buffered), mixed=mixed)
+        batches = parity.regression_batches(models.DIM, 2, steps=STEPS)
+        steps = parity.train_sharded(model, parity.adamw, parity.regression_loss, batches)
         return {"steps": steps, "buffers": dict(model.named_buffers())}
 
-    ours = same_as_torch(run)
-    before = dict(seeded(_buffered).named_buffers())
+    ours = parity.same_as_torch(run)
+    before = dict(models.seeded(_buffered).named_buffers())
     buffers = ours["buffers"]
     assert buffers.keys() == before.keys()
     for name, buffer in buffers.items():
@@ -453,13 +460,13 @@ def test_buffers_stay_as_they_are(mixed: bool) -> None:
         assert buffer.dtype == before[name].dtype, name
     assert buffers["0.calls"].item() == STEPS
     assert buffers["0.mean"].abs().sum().item() > 0
-    assert_equal(buffers["0.shift"], before["0.shift"], "untouched buffer")
+    parity.assert_equal(buffers["0.shift"], before["0.shift"], "untouched buffer")
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_state_dict_keys_are_the_models_own() -> None:
-    plain = seeded(_buffered).state_dict()
-    sharded = shard(OURS, seeded(_buffered)).state_dict()
+    plain = models.seeded(_buffered).state_dict()
+    sharded = parity.shard(parity.OURS, models.seeded(_buffered)).state_dict()
     assert list(sharded) == list(plain)
     assert "0.shift" not in sharded, "a non-persistent buffer"
     for name, value in sharded.items():
@@ -467,35 +474,35 @@ def test_state_dict_keys_are_the_models_own() -> None:
         assert isinstance(value, DTensor) is not is_buffer, name
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_ignored_parameters_are_left_alone() -> None:
     def build() -> nn.Module:
-        return seeded(partial(MLP, depth=2))
+        return models.seeded(partial(models.MLP, depth=2))
 
     model = build()
     ignored = model.layers[0].weight
-    for unit in units(model):
-        fully_shard(unit, mesh=world_mesh(), ignored_params={ignored})
-    fully_shard(model, mesh=world_mesh(), ignored_params={ignored})
+    for unit in models.units(model):
+        fully_shard(unit, mesh=parity.world_mesh(), ignored_params={ignored})
+    fully_shard(model, mesh=parity.world_mesh(), ignored_params={ignored})
     assert model.layers[0].weight is ignored
     assert isinstance(model.layers[0].bias, DTensor)
-    inputs = torch.randn(2, DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
+    inputs = torch.randn(2, models.DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
     model(inputs).square().sum().backward()
     plain = build()
     plain(inputs).square().sum().backward()
-    assert_equal(ignored.grad, plain.layers[0].weight.grad, "this rank's own gradient")
+    parity.assert_equal(ignored.grad, plain.layers[0].weight.grad, "this rank's own gradient")
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_block_alone_as_root() -> None:
     """The smallest case: one module, one group, no children."""
 
     def run(api: Any) -> Any:
-        model = seeded(Block)
-        api.fully_shard(model, mesh=world_mesh())
-        x = torch.randn(2, 3, DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
+        model = models.seeded(models.Block)
+        api.fully_shard(model, mesh=parity.world_mesh())
+        x = torch.randn(2, 3, models.DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
         loss = model(x).square().mean()
         loss.backward()
-        return [loss.detach(), [full(param.grad) for param in model.parameters()]]
+        return [loss.detach(), [parity.full(param.grad) for param in model.parameters()]]
 
-    same_as_torch(run)
+    parity.same_as_torch(run)

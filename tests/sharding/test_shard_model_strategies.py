@@ -11,16 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import shard_model
+from tests.common import parity
 from tests.common.errors import raises
-from tests.common.parity import (
-    REORDERED_FP32,
-    CountCollectives,
-    assert_close,
-    assert_equal,
-    full_grads,
-    full_params,
-    my_part,
-)
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -53,15 +45,15 @@ def _train(model: Any, count: bool = False) -> tuple[list[Any], list[tuple[int, 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     steps, counts = [], []
     for micro in _batches():
-        with CountCollectives() as counted:
+        with parity.CountCollectives() as counted:
             for i, batch in enumerate(micro):
                 model.set_requires_gradient_sync(i == len(micro) - 1)
-                model(my_part(batch)).square().mean().backward()
+                model(parity.my_part(batch)).square().mean().backward()
         counts.append(tuple(counted.counts.values()))
-        grads = full_grads(model)
+        grads = parity.full_grads(model)
         optimizer.step()
         optimizer.zero_grad()
-        steps.append((grads, full_params(model)))
+        steps.append((grads, parity.full_params(model)))
     return steps, counts
 
 
@@ -74,17 +66,17 @@ def _train_unsharded(model: nn.Module) -> list[Any]:
         total = {name: torch.zeros_like(param) for name, param in params.items()}
         for rank in range(size):
             for batch in micro:
-                model(my_part(batch, rank, size)).square().mean().backward()
+                model(parity.my_part(batch, rank, size)).square().mean().backward()
             for name, param in params.items():
                 assert param.grad is not None
                 total[name] += param.grad
                 param.grad = None
         for name, param in params.items():
             param.grad = total[name] / size
-        grads = full_grads(model)
+        grads = parity.full_grads(model)
         optimizer.step()
         optimizer.zero_grad()
-        steps.append((grads, full_params(model)))
+        steps.append((grads, parity.full_params(model)))
     return steps
 
 
@@ -100,9 +92,9 @@ def _check(strategy: Any, exact: bool) -> tuple[int, ...]:
     steps, counts = _train(model)
     expected = _train_unsharded(_model())
     if exact:
-        assert_equal(steps, expected, strategy)
+        parity.assert_equal(steps, expected, strategy)
     else:
-        assert_close(steps, expected, REORDERED_FP32, strategy)
+        parity.assert_close(steps, expected, parity.REORDERED_FP32, strategy)
     assert counts[-1] == counts[-2]
     return counts[-1]
 
@@ -144,14 +136,14 @@ def test_zero1_gathers_anew_after_a_step_and_not_before() -> None:
     model: Any = _model()
     shard_model(model, {nn.Sequential}, strategy="zero1")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    batch = my_part(_batches()[0][0])
+    batch = parity.my_part(_batches()[0][0])
     before = model(batch)
     before.sum().backward()
-    with CountCollectives() as counted, torch.no_grad():
-        assert_equal(model(batch), before.detach(), "the same parameters")
+    with parity.CountCollectives() as counted, torch.no_grad():
+        parity.assert_equal(model(batch), before.detach(), "the same parameters")
     assert counted.total == 0
     optimizer.step()
-    with CountCollectives() as counted, torch.no_grad():
+    with parity.CountCollectives() as counted, torch.no_grad():
         assert not torch.equal(model(batch), before)
     assert counted.counts == {"all_gather": UNITS, "reduce_scatter": 0, "all_reduce": 0}
 

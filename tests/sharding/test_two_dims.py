@@ -27,33 +27,13 @@ import fsdp2
 from fsdp2 import CPUOffloadPolicy, group_reports
 from fsdp2.core.layout.layout import Transport
 from fsdp2.core.modules.registry import record_of
+from tests.common import meshes, models, parity, workers
 from tests.common.combinations import each_once
 from tests.common.errors import raises
 from tests.common.looped import coalescing
-from tests.common.meshes import mesh, more_groups_on_some, unshared_mesh
-from tests.common.models import DIM, seeded
 from tests.common.offloading import forced_offload
 from tests.common.parallelisms import APIS
-from tests.common.parity import (
-    OURS,
-    REORDERED_FP32,
-    CountCollectives,
-    adamw,
-    assert_close,
-    assert_equal,
-    check_training,
-    full,
-    full_grads,
-    my_part,
-    regression_batches,
-    regression_loss,
-    shard,
-    train_sharded,
-    train_unsharded,
-    world_mesh,
-)
 from tests.common.tensors import Bf16Weight
-from tests.common.workers import ranks, run_on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -64,21 +44,21 @@ WIDE = 28_000  # large enough that padding counts; few columns are used, so sums
 class _Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Parameter(torch.randn(2, DIM, WIDE) / DIM)
-        self.down = nn.Parameter(torch.randn(2, WIDE, DIM) / DIM)
+        self.up = nn.Parameter(torch.randn(2, models.DIM, WIDE) / models.DIM)
+        self.down = nn.Parameter(torch.randn(2, WIDE, models.DIM) / models.DIM)
         self.odd = nn.Parameter(torch.randn(6, 5, WIDE))
-        self.scale = nn.Parameter(torch.ones(DIM))
+        self.scale = nn.Parameter(torch.ones(models.DIM))
         self.is_unit = True
 
     def forward(self, x: Tensor) -> Tensor:
         for up, down in zip(self.up, self.down, strict=True):
             x = torch.tanh(x @ up[:, ::5000]) @ down[::5000]
-        shift = self.odd[:, :, :: WIDE // 2].flatten()[: 7 * DIM].view(-1, DIM)
+        shift = self.odd[:, :, :: WIDE // 2].flatten()[: 7 * models.DIM].view(-1, models.DIM)
         return x * self.scale + shift.sum(0)
 
 
 def _with_experts() -> nn.Module:
-    return nn.Sequential(nn.Linear(DIM, DIM), _Experts(), nn.Linear(DIM, 2))
+    return nn.Sequential(nn.Linear(models.DIM, models.DIM), _Experts(), nn.Linear(models.DIM, 2))
 
 
 def _two_dims(param: nn.Parameter) -> tuple[Shard, ...]:
@@ -86,34 +66,34 @@ def _two_dims(param: nn.Parameter) -> tuple[Shard, ...]:
 
 
 def _shard(seed: int = 0, **arguments: Any) -> Any:
-    model = seeded(_with_experts, seed=seed)
-    return shard(OURS, model, shard_placement_fn=_two_dims, **arguments)
+    model = models.seeded(_with_experts, seed=seed)
+    return parity.shard(parity.OURS, model, shard_placement_fn=_two_dims, **arguments)
 
 
-@ranks(4)
+@workers.ranks(4)
 def test_where_the_parts_are() -> None:
     model = _shard()
     for name in ("up", "down", "odd"):
         param = getattr(model[1], name)
-        whole = getattr(seeded(_with_experts)[1], name).detach()
+        whole = getattr(models.seeded(_with_experts)[1], name).detach()
         assert param.placements == (Shard(0), Shard(1)), name
         assert tuple(param.device_mesh.mesh.shape) == (2, 2), name
         assert param.shape == whole.shape
         assert param.stride() == whole.stride()
         band, position = divmod(dist.get_rank(), 2)
         part = whole.chunk(2, 0)[band].chunk(2, 1)[position]
-        assert_equal(param.to_local().detach(), part, name)
-        assert_equal(full(param), whole, name)
-        assert_equal(param.detach().full_tensor(), whole, name)
+        parity.assert_equal(param.to_local().detach(), part, name)
+        parity.assert_equal(parity.full(param), whole, name)
+        parity.assert_equal(param.detach().full_tensor(), whole, name)
     assert model[1].up.device_mesh is model[1].odd.device_mesh  # its process groups are made once
     for param in (model[1].scale, model[0].weight, model[2].weight):
         assert param.placements == (Shard(0),)
-        assert param.device_mesh == world_mesh()
+        assert param.device_mesh == parity.world_mesh()
     (report,) = (report for report in group_reports(model) if report.name == "1")
     assert report.dims == {"1.up": (0, 1), "1.down": (0, 1), "1.odd": (0, 1)}
 
 
-@ranks(4)
+@workers.ranks(4)
 @each_once(
     coalesced=[False, True],
     arguments={
@@ -127,16 +107,16 @@ def test_where_the_parts_are() -> None:
 )
 def test_training(coalesced: bool, arguments: dict[str, Any]) -> None:
     with coalescing() if coalesced else nullcontext(), forced_offload():
-        check_training(
-            partial(seeded, _with_experts),
-            regression_batches(DIM, 2, steps=STEPS),
+        parity.check_training(
+            partial(models.seeded, _with_experts),
+            parity.regression_batches(models.DIM, 2, steps=STEPS),
             torch_too=False,
             shard_placement_fn=_two_dims,
             **arguments,
         )
 
 
-@ranks(4)
+@workers.ranks(4)
 def test_bands_of_one_row_travel_without_copies() -> None:
     with coalescing():
         model = _shard()
@@ -146,81 +126,87 @@ def test_bands_of_one_row_travel_without_copies() -> None:
     assert layout is not None
     direct = [segment for segment in layout.segments if segment.transport is Transport.COALESCED]
     shapes = [slot.shape for segment in direct for slot in segment.slots]
-    assert shapes == [(2, DIM, WIDE), (2, WIDE, DIM)]
+    assert shapes == [(2, models.DIM, WIDE), (2, WIDE, models.DIM)]
 
 
 @pytest.mark.extended
-@ranks(8)
+@workers.ranks(8)
 def test_training_with_copies() -> None:
-    model = partial(seeded, _with_experts)
-    data = mesh("replicate", "shard", shape=(2, 4))
-    batches = regression_batches(DIM, 2, steps=STEPS)
+    model = partial(models.seeded, _with_experts)
+    data = meshes.mesh("replicate", "shard", shape=(2, 4))
+    batches = parity.regression_batches(models.DIM, 2, steps=STEPS)
     sharded = _shard(mesh=data)
     assert sharded[1].up.placements == (Replicate(), Shard(0), Shard(1))
     assert tuple(sharded[1].up.device_mesh.mesh.shape) == (2, 2, 2)
     assert sharded[1].up.device_mesh.mesh_dim_names == ("replicate", "bands", "shard")
-    assert_equal(sharded[1].odd.full_tensor(), model()[1].odd.detach())
-    steps = train_sharded(sharded, adamw, regression_loss, batches)
-    plain = train_unsharded(model(), adamw, regression_loss, batches, slices=True)
-    assert_close(steps, plain, REORDERED_FP32, "unsharded, by slices")
+    parity.assert_equal(sharded[1].odd.full_tensor(), model()[1].odd.detach())
+    steps = parity.train_sharded(sharded, parity.adamw, parity.regression_loss, batches)
+    plain = parity.train_unsharded(
+        model(), parity.adamw, parity.regression_loss, batches, slices=True
+    )
+    parity.assert_close(steps, plain, parity.REORDERED_FP32, "unsharded, by slices")
 
 
-@ranks(4)
+@workers.ranks(4)
 def test_clipping_and_flat_optimizer() -> None:
     """The norm of gradients on two meshes: one all-reduce, since both join the same ranks."""
-    plain, ours = seeded(_with_experts), _shard()
+    plain, ours = models.seeded(_with_experts), _shard()
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     flat = fsdp2.optim.FlatOptimizer(ours, torch.optim.AdamW, lr=1e-2)
-    for batch in regression_batches(DIM, 2, steps=STEPS):
+    for batch in parity.regression_batches(models.DIM, 2, steps=STEPS):
         for rank in range(4):
-            (regression_loss(plain, my_part(batch, rank, 4)) / 4).backward()
-        regression_loss(ours, my_part(batch)).backward()
+            (parity.regression_loss(plain, parity.my_part(batch, rank, 4)) / 4).backward()
+        parity.regression_loss(ours, parity.my_part(batch)).backward()
         expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        with CountCollectives() as counter:
+        with parity.CountCollectives() as counter:
             norm = fsdp2.clip_grad_norm_(ours.parameters(), 0.1)
         assert counter.counts == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 1}
-        assert_close(norm, expected, REORDERED_FP32, "norm")
+        parity.assert_close(norm, expected, parity.REORDERED_FP32, "norm")
         grads = {name: param.grad for name, param in plain.named_parameters()}
-        assert_close(full_grads(ours), grads, REORDERED_FP32, "clipped")
+        parity.assert_close(parity.full_grads(ours), grads, parity.REORDERED_FP32, "clipped")
         for optimizer in (reference, flat):
             optimizer.step()
             optimizer.zero_grad()
         for name, param in plain.named_parameters():
-            found = full(ours.get_parameter(name))
-            assert_close(found, param.detach(), REORDERED_FP32, name)
+            found = parity.full(ours.get_parameter(name))
+            parity.assert_close(found, param.detach(), parity.REORDERED_FP32, name)
     state = flat.state_dict()["state"]
     moments = [entry["exp_avg"] for entry in state.values()]
     assert all(isinstance(moment, DTensor) for moment in moments)
     assert {moment.placements for moment in moments} == {(Shard(0),), (Shard(0), Shard(1))}
 
 
-@ranks(4)
+@workers.ranks(4)
 def test_clipping_by_a_norm_that_is_known() -> None:
     """As with pipeline stages; torch's function refuses gradients on two meshes."""
     model = _shard()
-    (batch,) = regression_batches(DIM, 2, steps=1)
-    regression_loss(model, my_part(batch)).backward()
-    before = full_grads(model)
+    (batch,) = parity.regression_batches(models.DIM, 2, steps=1)
+    parity.regression_loss(model, parity.my_part(batch)).backward()
+    before = parity.full_grads(model)
     norm = fsdp2.get_total_norm([param.grad for param in model.parameters()])
     assert norm > 0.1
     with pytest.raises(RuntimeError, match="mesh"):
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)
-    with CountCollectives() as counter:
+    with parity.CountCollectives() as counter:
         fsdp2.clip_grads_with_norm_(model.parameters(), 0.1, norm)
     assert counter.total == 0
     factor = 0.1 / (norm + 1e-6)
-    assert_equal(full_grads(model), {name: grad * factor for name, grad in before.items()})
+    parity.assert_equal(
+        parity.full_grads(model), {name: grad * factor for name, grad in before.items()}
+    )
 
 
-@ranks(4)
+@workers.ranks(4)
 def test_with_a_collective_of_the_users() -> None:
     """All segments in one buffer, in which a piece of a band is where any piece is."""
     model = _shard()
     for module in (model, model[1]):
         module.set_custom_all_gather(_Gather())
-    batches = regression_batches(DIM, 2, steps=STEPS)
-    steps = train_sharded(model, adamw, regression_loss, batches)
-    assert_equal(steps, train_sharded(_shard(), adamw, regression_loss, batches))
+    batches = parity.regression_batches(models.DIM, 2, steps=STEPS)
+    steps = parity.train_sharded(model, parity.adamw, parity.regression_loss, batches)
+    parity.assert_equal(
+        steps, parity.train_sharded(_shard(), parity.adamw, parity.regression_loss, batches)
+    )
 
 
 class _Gather:
@@ -235,7 +221,7 @@ class _Gather:
         dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
 
 
-@ranks(4)
+@workers.ranks(4)
 def test_subclasses_that_come_later_are_refused() -> None:
     """All-gather hooks know one shard dim; the parameter had none when it was cut."""
     model = _shard()
@@ -246,59 +232,63 @@ def test_subclasses_that_come_later_are_refused() -> None:
     )
     model[1].up = nn.Parameter(other)
     with raises("hooks-two-dims"):
-        model(torch.ones(2, DIM))
+        model(torch.ones(2, models.DIM))
 
 
-@ranks(4)
+@workers.ranks(4)
 def test_ranks_in_different_numbers_of_groups() -> None:
     """torch would name one group twice: all ranks are told, and nothing has changed."""
-    data = unshared_mesh("banded")
-    model = seeded(_with_experts)
-    with more_groups_on_some(), raises("group-counts"):
+    data = meshes.unshared_mesh("banded")
+    model = models.seeded(_with_experts)
+    with meshes.more_groups_on_some(), raises("group-counts"):
         fsdp2.fully_shard(model[1], mesh=data, shard_placement_fn=_two_dims)
     assert type(model[1].up) is nn.Parameter
     fsdp2.fully_shard(model[1], mesh=data, shard_placement_fn=_two_dims)
     assert model[1].up.placements == (Shard(0), Shard(1))
 
 
-@ranks(4)
+@workers.ranks(4)
 def test_full_state_dicts() -> None:
     options = StateDictOptions(full_state_dict=True)
-    plain = seeded(_with_experts).state_dict()
-    assert_equal(dict(get_model_state_dict(_shard(), options=options)), dict(plain))
+    plain = models.seeded(_with_experts).state_dict()
+    parity.assert_equal(dict(get_model_state_dict(_shard(), options=options)), dict(plain))
     other = _shard(seed=1)
     set_model_state_dict(other, dict(plain), options=options)
     for name, param in other.named_parameters():
-        assert_equal(full(param), plain[name], name)
+        parity.assert_equal(parity.full(param), plain[name], name)
 
 
 def _save(api: str, path: Path) -> None:
-    model = _shard() if api == "ours" else shard(APIS[api], seeded(_with_experts))
+    model = _shard() if api == "ours" else parity.shard(APIS[api], models.seeded(_with_experts))
     dcp.save(model.state_dict(), checkpoint_id=path)
 
 
 def _load(api: str, path: Path) -> None:
-    model = _shard(seed=1) if api == "ours" else shard(APIS[api], seeded(_with_experts, seed=1))
+    model = (
+        _shard(seed=1)
+        if api == "ours"
+        else parity.shard(APIS[api], models.seeded(_with_experts, seed=1))
+    )
     state = model.state_dict()
     dcp.load(state, checkpoint_id=path)
     model.load_state_dict(state)
-    for name, whole in seeded(_with_experts).state_dict().items():
-        assert_equal(full(model.state_dict()[name]), whole, name)
+    for name, whole in models.seeded(_with_experts).state_dict().items():
+        parity.assert_equal(parity.full(model.state_dict()[name]), whole, name)
 
 
 @pytest.mark.parametrize(("writer", "reader"), [("torch", "ours"), ("ours", "torch")])
 def test_checkpoints_move_between_one_dim_and_two(writer: str, reader: str, tmp_path: Path) -> None:
     """torch's FSDP2 shards on dim 0 what we shard on two."""
-    run_on_ranks(4, _save, writer, tmp_path)
-    run_on_ranks(4, _load, reader, tmp_path)
+    workers.run_on_ranks(4, _save, writer, tmp_path)
+    workers.run_on_ranks(4, _load, reader, tmp_path)
 
 
-@ranks(4)
+@workers.ranks(4)
 def test_ranks_that_cut_otherwise_say_so() -> None:
     """Rank 3 alone allows one dim only: all ranks are told, before a process group is made."""
     dims = _two_dims if dist.get_rank() < 3 else (lambda param: Shard(0))
-    model = seeded(_with_experts)
+    model = models.seeded(_with_experts)
     told = r"'odd' is .* dims 0 \(in 2\) and 1 on ranks 0, 1 and 2, .* dim 0 on rank 3"
     with fsdp2.debug(check_ranks=True), pytest.raises(RuntimeError, match=told):
-        fsdp2.fully_shard(model[1], mesh=world_mesh(), shard_placement_fn=dims)
+        fsdp2.fully_shard(model[1], mesh=parity.world_mesh(), shard_placement_fn=dims)
     assert type(model[1].odd) is nn.Parameter

@@ -20,21 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp2
 from fsdp2 import deferred, full_parameters, gathered, load_from_rank0, sync_module_states
+from tests.common import meshes, models, parity
 from tests.common.errors import raises
-from tests.common.meshes import hsdp_mesh, mesh
-from tests.common.models import DIM, Block, OddMLP, Transformer, seeded
-from tests.common.parity import (
-    OURS,
-    assert_equal,
-    full_params,
-    language_batches,
-    language_loss,
-    my_part,
-    regression_batches,
-    regression_loss,
-    shard,
-    world_mesh,
-)
 from tests.common.tensors import Quantized
 from tests.common.workers import ranks
 
@@ -46,7 +33,7 @@ class Buffered(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = Transformer(blocks=2, tied=True)
+        self.inner = models.Transformer(blocks=2, tied=True)
         self.norm = nn.BatchNorm1d(3)
         self.norm.running_mean.normal_()
         self.register_buffer("table", torch.randn(5), persistent=False)
@@ -58,7 +45,7 @@ class Buffered(nn.Module):
 
 
 def build(seed: int = 0) -> Any:
-    return seeded(Buffered, seed)
+    return models.seeded(Buffered, seed)
 
 
 def on_meta() -> Any:
@@ -78,9 +65,9 @@ def whole_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check(model: nn.Module, expected: dict[str, Tensor], where: str) -> None:
-    found = full_params(model)
+    found = parity.full_params(model)
     found |= dict(model.named_buffers())  # type: ignore[arg-type]
-    assert_equal(found, {name: expected[name] for name in found}, where)
+    parity.assert_equal(found, {name: expected[name] for name in found}, where)
 
 
 def _is_first() -> bool:
@@ -89,17 +76,17 @@ def _is_first() -> bool:
 
 def _parallel(model: Any) -> Any:
     plan = {"inner.blocks.0.up": ColwiseParallel(), "inner.blocks.0.down": RowwiseParallel()}
-    return parallelize_module(model, mesh("shard", "tp", shape=(2, 2))["tp"], plan)
+    return parallelize_module(model, meshes.mesh("shard", "tp", shape=(2, 2))["tp"], plan)
 
 
 def _ways() -> dict[str, Callable[[Any], Any]]:
     """How to shard a model on this many ranks."""
     if dist.get_world_size() < 4:
-        return {"flat": partial(shard, OURS)}
-    tp = mesh("shard", "tp", shape=(2, 2))
+        return {"flat": partial(parity.shard, parity.OURS)}
+    tp = meshes.mesh("shard", "tp", shape=(2, 2))
     return {
-        "hsdp": partial(shard, OURS, mesh=hsdp_mesh(2, 2)),
-        "tp": lambda model: shard(OURS, _parallel(model), mesh=tp["shard"]),
+        "hsdp": partial(parity.shard, parity.OURS, mesh=meshes.hsdp_mesh(2, 2)),
+        "tp": lambda model: parity.shard(parity.OURS, _parallel(model), mesh=tp["shard"]),
     }
 
 
@@ -121,16 +108,16 @@ def test_streamed() -> None:
     for way, sharded in _ways().items():
         model, plain = sharded(build()), build()
         named = {name: param.detach() for name, param in plain.named_parameters()}
-        assert_equal(_in_order(full_parameters(model), named), named, way)
+        parity.assert_equal(_in_order(full_parameters(model), named), named, way)
         buffers = dict(plain.named_buffers())
         del buffers["table"]
         found = full_parameters(model, with_buffers=True, dtype=torch.bfloat16)
         cast = {n: t.bfloat16() if t.is_floating_point() else t for n, t in named.items()}
         cast |= {n: t.bfloat16() if t.is_floating_point() else t for n, t in buffers.items()}
-        assert_equal(_in_order(found, cast), cast, "cast")
+        parity.assert_equal(_in_order(found, cast), cast, "cast")
         given = dict(full_parameters(model, rank0_only=True, offload_to_cpu=True))
         if _is_first():
-            assert_equal(_in_order(given.items(), named), named, "on the first rank")
+            parity.assert_equal(_in_order(given.items(), named), named, "on the first rank")
         elif way != "tp":  # there each of two ranks is the first that has what is not parallel
             assert given == {}
         next(iter(full_parameters(model)))[1].zero_()
@@ -139,7 +126,7 @@ def test_streamed() -> None:
 
 @ranks(2)
 def test_streams_that_stop() -> None:
-    model, plain = shard(OURS, build()), whole_of(build())
+    model, plain = parity.shard(parity.OURS, build()), whole_of(build())
     for stop in ({0}, {1}, {0, 1}):
         mine = dist.get_rank() in stop
         with contextlib.nullcontext() if mine else raises("stream-left"):
@@ -177,12 +164,12 @@ def test_loaded_from_rank_0() -> None:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
             if dist.get_world_size() < 4:
                 plain = build(1)
-                ids = language_batches(13)[0]
-                for trained, part in ((plain, ids), (model, my_part(ids))):
-                    language_loss(trained, part).backward()
+                ids = parity.language_batches(13)[0]
+                for trained, part in ((plain, ids), (model, parity.my_part(ids))):
+                    parity.language_loss(trained, part).backward()
                 optimizer.step()
                 torch.optim.SGD(plain.parameters(), lr=0.5).step()
-                found_params, wanted = full_params(model), dict(plain.named_parameters())
+                found_params, wanted = parity.full_params(model), dict(plain.named_parameters())
                 for name in wanted:
                     torch.testing.assert_close(found_params[name], wanted[name].detach())
     _loaded_in_part()
@@ -204,7 +191,7 @@ def _loaded_in_part() -> None:
 @ranks(2)
 def test_loading_that_is_refused() -> None:
     """By all ranks alike, and nothing is written."""
-    model, plain = shard(OURS, build()), whole_of(build())
+    model, plain = parity.shard(parity.OURS, build()), whole_of(build())
     other = whole_of(build(1))
     wrong: list[Any] = [
         None,
@@ -214,14 +201,14 @@ def test_loading_that_is_refused() -> None:
         {**other, "norm.weight": torch.ones(3, dtype=torch.int64)},
         {**other, "norm.weight": torch.ones(3, device="meta")},
         {**other, "norm.weight": model.norm.weight},
-        {**other, "inner.head.weight": torch.ones(13, DIM)},
+        {**other, "inner.head.weight": torch.ones(13, models.DIM)},
     ]
     for weights in wrong:
         with raises("load-refused"):
             load_from_rank0(model, weights if _is_first() else None)
         check(model, plain, "unchanged")
     with raises("load-refused"):  # a buffer that nobody knows
-        model_on_meta = shard(OURS, on_meta())
+        model_on_meta = parity.shard(parity.OURS, on_meta())
         found = {n: v for n, v in other.items() if "table" not in n}
         load_from_rank0(model_on_meta, found if _is_first() else None)
     with raises("load-unsharded"):
@@ -240,10 +227,10 @@ def test_synced() -> None:
         sync_module_states(other)
         found = {n: t.detach() for n, t in other.named_parameters()} | dict(other.named_buffers())
         expected = whole_of(build())
-        assert_equal(found, {n: expected[n] for n in found}, "before")
+        parity.assert_equal(found, {n: expected[n] for n in found}, "before")
         assert other.inner.head.weight is other.inner.embed.weight
     if dist.get_world_size() == 4:
-        model = shard(OURS, build(dist.get_rank() // 2), mesh=hsdp_mesh(2, 2))
+        model = parity.shard(parity.OURS, build(dist.get_rank() // 2), mesh=meshes.hsdp_mesh(2, 2))
         sync_module_states(model)
         check(model, whole_of(build()), "replicas")
 
@@ -251,7 +238,7 @@ def test_synced() -> None:
 # -- deferred -------------------------------------------------------------------------------------
 
 
-class Initialised(Transformer):
+class Initialised(models.Transformer):
     """As many models: the root's constructor initialises all that is below."""
 
     def __init__(self, how: str = "apply", **arguments: Any) -> None:
@@ -287,37 +274,39 @@ class Initialised(Transformer):
 
 
 def _by_predicate(module: nn.Module) -> bool:
-    return isinstance(module, Block | nn.Embedding)
+    return isinstance(module, models.Block | nn.Embedding)
 
 
 @ranks(1, 2)
 def test_deferred() -> None:
     """The weights and the random state are those of a model that is made whole."""
     policies: list[Any] = [
-        {Block},
+        {models.Block},
         _by_predicate,
-        ModuleWrapPolicy({Block}),
+        ModuleWrapPolicy({models.Block}),
         partial(size_based_auto_wrap_policy, min_num_params=100),
-        Block,
+        models.Block,
     ]
     for policy in policies:
-        for model_class in (Transformer, Initialised, partial(Initialised, "methods")):
+        for model_class in (models.Transformer, Initialised, partial(Initialised, "methods")):
             torch.manual_seed(3)
             plain = model_class(blocks=3, tied=True)
             state = torch.get_rng_state()
             torch.manual_seed(3)
-            with deferred(world_mesh(), policy, reshard_after_forward=True):
+            with deferred(parity.world_mesh(), policy, reshard_after_forward=True):
                 model = model_class(blocks=3, tied=True)
             assert torch.equal(torch.get_rng_state(), state)
-            assert_equal(full_params(model), {n: p.detach() for n, p in plain.named_parameters()})
+            parity.assert_equal(
+                parity.full_params(model), {n: p.detach() for n, p in plain.named_parameters()}
+            )
             assert isinstance(model, fsdp2.FSDPModule)
             assert isinstance(model.blocks[1], fsdp2.FSDPModule)
-            ids = language_batches(13)[0]
-            language_loss(model, my_part(ids)).backward()
-            language_loss(plain, ids).backward()
+            ids = parity.language_batches(13)[0]
+            parity.language_loss(model, parity.my_part(ids)).backward()
+            parity.language_loss(plain, ids).backward()
     assert "__init_subclass__" not in vars(nn.Module)
-    assert not hasattr(Block.__init__, "__wrapped__")
-    assert not isinstance(Block(), fsdp2.FSDPModule)
+    assert not hasattr(models.Block.__init__, "__wrapped__")
+    assert not isinstance(models.Block(), fsdp2.FSDPModule)
 
 
 @ranks(2)
@@ -330,22 +319,26 @@ def test_deferred_on_meta() -> None:
         for buffer in module.buffers(recurse=False):
             buffer.fill_(0.5)
 
-    with deferred(world_mesh(), {Block}, init), torch.device("meta"):
-        model = Transformer()
-    for name, value in full_params(model).items():
-        assert_equal(value, torch.full_like(value, value.numel() / 7), name)
-    with raises("deferred-meta"), deferred(world_mesh(), {Block}), torch.device("meta"):
-        Transformer()
-    with raises("wrap-policy"), deferred(world_mesh(), 3):  # type: ignore[arg-type]
+    with deferred(parity.world_mesh(), {models.Block}, init), torch.device("meta"):
+        model = models.Transformer()
+    for name, value in parity.full_params(model).items():
+        parity.assert_equal(value, torch.full_like(value, value.numel() / 7), name)
+    with (
+        raises("deferred-meta"),
+        deferred(parity.world_mesh(), {models.Block}),
+        torch.device("meta"),
+    ):
+        models.Transformer()
+    with raises("wrap-policy"), deferred(parity.world_mesh(), 3):  # type: ignore[arg-type]
         pass
     for how in ("parameters", "ModuleList", "Initialised"):
-        with raises("deferred-written"), deferred(world_mesh(), {Block}):
+        with raises("deferred-written"), deferred(parity.world_mesh(), {models.Block}):
             Initialised(how)
-    with deferred(world_mesh(), {Block}):
+    with deferred(parity.world_mesh(), {models.Block}):
         Initialised("Block")
-    with pytest.raises(KeyError), deferred(world_mesh(), {Block}):
+    with pytest.raises(KeyError), deferred(parity.world_mesh(), {models.Block}):
         raise KeyError
-    assert not hasattr(Block.__init__, "__wrapped__")
+    assert not hasattr(models.Block.__init__, "__wrapped__")
 
 
 @ranks(2)
@@ -353,21 +346,24 @@ def test_subclasses_are_streamed_and_loaded() -> None:
     """What travels are the tensors that they wrap."""
 
     def made(seed: int) -> Any:
-        model = seeded(partial(OddMLP, (8, 5)), seed)
+        model = models.seeded(partial(models.OddMLP, (8, 5)), seed)
         for layer in model.layers:
             layer.weight = nn.Parameter(Quantized.of(layer.weight.detach()), False)
         return model
 
-    model = shard(OURS, made(0))
+    model = parity.shard(parity.OURS, made(0))
     load_from_rank0(model, dict(made(1).named_parameters()) if _is_first() else None)
     wanted = made(1)
     found = dict(full_parameters(model))
     for name, tensor in wanted.named_parameters():
         tensor = tensor.detach()
         if isinstance(tensor, Quantized):
-            assert_equal(found[name]._codes, tensor._codes, name)
-            assert_equal(found[name]._scales, tensor._scales, name)
+            parity.assert_equal(found[name]._codes, tensor._codes, name)
+            parity.assert_equal(found[name]._scales, tensor._scales, name)
         else:
-            assert_equal(found[name], tensor, name)
+            parity.assert_equal(found[name], tensor, name)
     assert all(isinstance(param, DTensor) for param in model.parameters())
-    regression_loss(shard(OURS, OddMLP()), my_part(regression_batches(DIM, 1)[0])).backward()
+    parity.regression_loss(
+        parity.shard(parity.OURS, models.OddMLP()),
+        parity.my_part(parity.regression_batches(models.DIM, 1)[0]),
+    ).backward()

@@ -18,23 +18,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import fsdp2
 from fsdp2 import gathered
+from tests.common import meshes, models, parity, tensors
 from tests.common.errors import raises
-from tests.common.meshes import hsdp_mesh, mesh
-from tests.common.models import DIM, OddMLP, Transformer, seeded
 from tests.common.offloading import forced_offload
-from tests.common.parity import (
-    OURS,
-    assert_equal,
-    full_grads,
-    full_params,
-    language_batches,
-    language_loss,
-    my_part,
-    regression_batches,
-    regression_loss,
-    shard,
-)
-from tests.common.tensors import Bf16Weight, Quantized, extend
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -51,11 +37,11 @@ class Convolutional(nn.Module):
 
 
 def odd() -> Any:
-    return seeded(OddMLP)
+    return models.seeded(models.OddMLP)
 
 
 def tied() -> Any:
-    return seeded(partial(Transformer, tied=True))
+    return models.seeded(partial(models.Transformer, tied=True))
 
 
 def _values(model: nn.Module) -> dict[str, Tensor]:
@@ -64,7 +50,7 @@ def _values(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _sharded(model: nn.Module, **arguments: Any) -> Any:
-    return shard(OURS, model, **arguments)
+    return parity.shard(parity.OURS, model, **arguments)
 
 
 def _flat() -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
@@ -73,7 +59,7 @@ def _flat() -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
         "uneven": (odd, {}),
         "tied": (tied, {}),
         "mixed": (tied, {"mixed": True}),
-        "orders": (lambda: seeded(Convolutional), {}),
+        "orders": (lambda: models.seeded(Convolutional), {}),
         "offloaded": (odd, {"offload_policy": fsdp2.CPUOffloadPolicy(pin_memory=False)}),
     }
     for name, (build, arguments) in builds.items():
@@ -89,7 +75,7 @@ def _check_whole(model: nn.Module, plain: dict[str, Tensor], held: bool) -> None
         if held:
             assert type(param.data) is Tensor
             assert param.stride() == plain[name].stride()
-            assert_equal(param.detach(), plain[name], name)
+            parity.assert_equal(param.detach(), plain[name], name)
 
 
 def _is_first() -> bool:
@@ -120,12 +106,16 @@ def test_values_and_what_is_written_back() -> None:
             assert all(after[n] is params[n] for n in params), "DTensors are the same objects"
             assert all(after[n].to_local().data_ptr() == locals_[n] for n in params), "in place"
             if name != "orders" or dist.get_world_size() == 1:  # torch's own pads no complex rows
-                assert_equal(full_params(model), {n: plain[n] for n in params}, f"{name} {flags}")
+                parity.assert_equal(
+                    parity.full_params(model), {n: plain[n] for n in params}, f"{name} {flags}"
+                )
 
 
 def _trained(model: Any) -> Any:
     """A gradient of this rank's part."""
-    regression_loss(model, my_part(regression_batches(DIM, 1)[0])).backward()
+    parity.regression_loss(
+        model, parity.my_part(parity.regression_batches(models.DIM, 1)[0])
+    ).backward()
     return model
 
 
@@ -133,7 +123,7 @@ def _trained(model: Any) -> Any:
 def test_gradients() -> None:
     """They are whole beside parameters, written back, dropped, removed and added."""
     model = _trained(_sharded(odd()))
-    grads = full_grads(model)
+    grads = parity.full_grads(model)
     first, *_ = model.layers
     for rank0_only, cpu, writeback in itertools.product((False, True), repeat=3):
         held = _is_first() or not rank0_only
@@ -142,7 +132,7 @@ def test_gradients() -> None:
         ):
             for name, param in model.named_parameters():
                 if held:
-                    assert_equal(param.grad, grads[name], name)
+                    parity.assert_equal(param.grad, grads[name], name)
                     param.grad *= 3
             if held:
                 first.bias.grad = None
@@ -150,15 +140,15 @@ def test_gradients() -> None:
         if writeback:
             grads = {n: None if g is None else g * 3 for n, g in grads.items()}
             grads["layers.0.bias"] = None
-        assert_equal(full_grads(model), grads, "after")
+        parity.assert_equal(parity.full_grads(model), grads, "after")
         with gathered(model, rank0_only=rank0_only, with_grads=True):
             if held:
                 first.bias.grad = torch.ones_like(first.bias)
         grads["layers.0.bias"] = torch.ones(7)
-        assert_equal(full_grads(model), grads, "added")
+        parity.assert_equal(parity.full_grads(model), grads, "added")
     with gathered(model):
         assert all(param.grad is None for param in model.parameters())
-    assert_equal(full_grads(model), grads, "left alone")
+    parity.assert_equal(parity.full_grads(model), grads, "left alone")
 
 
 @ranks(2)
@@ -166,20 +156,20 @@ def test_training_goes_on_as_unsharded() -> None:
     """Optimizers and what is gathered see the new values, also those gathered by an evaluation."""
     plain, model = odd(), _sharded(odd())
     found = []
-    for trained, cut in ((plain, lambda batch: batch), (model, my_part)):
+    for trained, cut in ((plain, lambda batch: batch), (model, parity.my_part)):
         optimizer = torch.optim.AdamW(trained.parameters())
-        for batch in regression_batches(DIM, 1):
+        for batch in parity.regression_batches(models.DIM, 1):
             with torch.no_grad():
                 trained(batch[0])
             change = gathered(trained) if trained is model else contextlib.nullcontext()
             with change, torch.no_grad():
                 for param in trained.parameters():
                     param.mul_(0.5)
-            regression_loss(trained, cut(batch)).backward()
+            parity.regression_loss(trained, cut(batch)).backward()
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():
-            found.append(trained(regression_batches(DIM, 1)[0][0]))
+            found.append(trained(parity.regression_batches(models.DIM, 1)[0][0]))
     torch.testing.assert_close(found[1], found[0])
 
 
@@ -187,19 +177,19 @@ def test_training_goes_on_as_unsharded() -> None:
 def test_dtype() -> None:
     """Elements that are left alone keep their bits; those that are changed are rounded."""
     model = _trained(_sharded(odd()))
-    plain, grads = _values(odd()), full_grads(model)
+    plain, grads = _values(odd()), parity.full_grads(model)
     for rank0_only in (False, True):
         held = _is_first() or not rank0_only
         with gathered(model, dtype=torch.bfloat16, with_grads=True, rank0_only=rank0_only):
             for name, param in model.named_parameters() if held else ():
-                assert_equal(param.detach(), plain[name].bfloat16(), name)
-                assert_equal(param.grad, grads[name].bfloat16(), name)
+                parity.assert_equal(param.detach(), plain[name].bfloat16(), name)
+                parity.assert_equal(param.grad, grads[name].bfloat16(), name)
             if held:
                 with torch.no_grad():
                     model.layers[1].weight[0, 0] = 1 / 3
         plain["layers.1.weight"][0, 0] = torch.tensor(1 / 3).bfloat16()
-        assert_equal(full_params(model), plain, "parameters")
-        assert_equal(full_grads(model), grads, "gradients")
+        parity.assert_equal(parity.full_params(model), plain, "parameters")
+        parity.assert_equal(parity.full_grads(model), grads, "gradients")
 
 
 @ranks(2)
@@ -212,7 +202,7 @@ def test_nested() -> None:
         outer = {"rank0_only": outer0, "writeback": outer_writes, "with_grads": True}
         inner = {"rank0_only": inner0, "writeback": inner_writes, "with_grads": True}
         _trained(model)
-        grads = full_grads(model)
+        grads = parity.full_grads(model)
         with torch.no_grad(), gathered(model, **outer):
             outside = model.layers[0].weight
             if _is_first() or not outer0:
@@ -221,26 +211,28 @@ def test_nested() -> None:
             with gathered(model.layers[0], **inner):
                 if _is_first() or not inner0:
                     assert model.layers[0].weight is not outside
-                    assert_equal(model.layers[0].weight.detach(), plain["layers.0.weight"] + 1)
+                    parity.assert_equal(
+                        model.layers[0].weight.detach(), plain["layers.0.weight"] + 1
+                    )
                     model.layers[0].weight += 2
                     model.layers[0].weight.grad += 2
             assert model.layers[0].weight is outside
             if _is_first() or not outer0:
                 more = 3 if inner_writes else 1
-                assert_equal(
+                parity.assert_equal(
                     outside.detach(),
                     plain["layers.0.weight"] + 1 + (more - 1),
                     f"in {outer} {inner}",
                 )
                 before = grads["layers.0.weight"]
-                assert_equal(outside.grad, before + 1 + (more - 1), "gradient")
+                parity.assert_equal(outside.grad, before + 1 + (more - 1), "gradient")
         assert model.layers[0].weight is weight
         if outer_writes:
             change = (lambda t: t + 1 + 2) if inner_writes else (lambda t: t + 1)
             plain["layers.0.weight"] = change(plain["layers.0.weight"])
             grads["layers.0.weight"] = change(grads["layers.0.weight"])
-        assert_equal(full_params(model), plain, f"{outer} {inner}")
-        assert_equal(full_grads(model), grads, f"{outer} {inner}")
+        parity.assert_equal(parity.full_params(model), plain, f"{outer} {inner}")
+        parity.assert_equal(parity.full_grads(model), grads, f"{outer} {inner}")
 
 
 @ranks(2)
@@ -268,12 +260,14 @@ def test_which_parameters() -> None:
 @ranks(2)
 def test_state_dicts_inside() -> None:
     model, plain = _sharded(tied()), _values(tied())
-    other = _values(seeded(partial(Transformer, tied=True), 1))
+    other = _values(models.seeded(partial(models.Transformer, tied=True), 1))
     with gathered(model):
         found = model.state_dict()
-        assert_equal({n: found[n] for n in plain}, plain, "saved")
+        parity.assert_equal({n: found[n] for n in plain}, plain, "saved")
         model.load_state_dict({**found, **other})
-    assert_equal(full_params(model), {n: other[n] for n in full_params(model)}, "loaded")
+    parity.assert_equal(
+        parity.full_params(model), {n: other[n] for n in parity.full_params(model)}, "loaded"
+    )
 
 
 @ranks(2)
@@ -293,12 +287,12 @@ def test_exceptions() -> None:
             if mine:
                 raise KeyError("mine")
         assert all(isinstance(param, DTensor) for param in model.parameters())
-        assert_equal(full_params(model), plain, "unchanged")
+        parity.assert_equal(parity.full_params(model), plain, "unchanged")
 
 
 @ranks(2)
 def test_misuse() -> None:
-    model, batch = _sharded(odd()), my_part(regression_batches(DIM, 1)[0])
+    model, batch = _sharded(odd()), parity.my_part(parity.regression_batches(models.DIM, 1)[0])
     first = model.layers[0]
 
     def inside(*_: Any) -> None:
@@ -306,7 +300,7 @@ def test_misuse() -> None:
             pass
 
     handle = first.register_forward_hook(inside)
-    loss = regression_loss(model, batch)
+    loss = parity.regression_loss(model, batch)
     handle.remove()
     handle = loss.register_hook(inside)
     loss.backward()
@@ -332,24 +326,24 @@ def test_misuse() -> None:
     with gathered(model), raises("forward-while-whole"):
         model(batch[0])
     with torch.device("meta"):
-        meta = OddMLP()
+        meta = models.OddMLP()
     with raises("still-on-meta"), gathered(_sharded(meta)):
         pass
-    regression_loss(model, batch).backward()
+    parity.regression_loss(model, batch).backward()
 
 
 @ranks(2)
 def test_tensor_subclasses() -> None:
     """They stay what they are: whole ones with the bits of the one that was sharded."""
-    build = partial(seeded, partial(OddMLP, (8, 16, 8)))
-    for kind, leaf in ((Bf16Weight, "_data"), (Quantized, "_codes")):
+    build = partial(models.seeded, partial(models.OddMLP, (8, 16, 8)))
+    for kind, leaf in ((tensors.Bf16Weight, "_data"), (tensors.Quantized, "_codes")):
         plain = _values(build())
 
         def made(model: Any, kind: Any = kind) -> Any:
-            if kind is Bf16Weight:
-                return extend(model, kind)
+            if kind is tensors.Bf16Weight:
+                return tensors.extend(model, kind)
             for layer in model.layers:
-                layer.weight = nn.Parameter(Quantized.of(layer.weight.detach()), False)
+                layer.weight = nn.Parameter(tensors.Quantized.of(layer.weight.detach()), False)
             return model
 
         whole = getattr(made(build()).layers[1].weight.detach(), leaf)
@@ -360,12 +354,12 @@ def test_tensor_subclasses() -> None:
                 weight = model.layers[1].weight
                 if held:
                     assert isinstance(weight.detach(), kind)
-                    assert_equal(getattr(weight.detach(), leaf), whole, leaf)
-                    assert_equal(model.layers[1].bias.detach(), plain["layers.1.bias"])
+                    parity.assert_equal(getattr(weight.detach(), leaf), whole, leaf)
+                    parity.assert_equal(model.layers[1].bias.detach(), plain["layers.1.bias"])
                     getattr(weight, leaf).mul_(-1)
             whole = -whole
         with gathered(model, writeback=False):
-            assert_equal(getattr(model.layers[1].weight.detach(), leaf), whole, "written")
+            parity.assert_equal(getattr(model.layers[1].weight.detach(), leaf), whole, "written")
     for layer in model.layers:
         local = layer.weight._local_tensor
         local._scales = local._scales.view(-1)[:1]
@@ -379,18 +373,18 @@ def test_copies_and_tensor_parallel() -> None:
     """HSDP of 2 x 2, and two shards of two tensor-parallel ranks; both uneven."""
 
     def parallel() -> Any:
-        model = seeded(partial(Transformer, blocks=1, vocab=14))
+        model = models.seeded(partial(models.Transformer, blocks=1, vocab=14))
         plan = {"blocks.0.up": ColwiseParallel(), "blocks.0.down": RowwiseParallel()}
         plan["head"] = ColwiseParallel(use_local_output=False)
-        return parallelize_module(model, mesh("shard", "tp", shape=(2, 2))["tp"], plan)
+        return parallelize_module(model, meshes.mesh("shard", "tp", shape=(2, 2))["tp"], plan)
 
-    plain = _values(seeded(partial(Transformer, blocks=1, vocab=14)))
+    plain = _values(models.seeded(partial(models.Transformer, blocks=1, vocab=14)))
     for name in ("hsdp", "tp"):
         if name == "hsdp":
-            model = seeded(partial(Transformer, blocks=1, vocab=14))
-            model = _sharded(model, mesh=hsdp_mesh(2, 2))
+            model = models.seeded(partial(models.Transformer, blocks=1, vocab=14))
+            model = _sharded(model, mesh=meshes.hsdp_mesh(2, 2))
         else:
-            model = _sharded(parallel(), mesh=mesh("shard", "tp", shape=(2, 2))["shard"])
+            model = _sharded(parallel(), mesh=meshes.mesh("shard", "tp", shape=(2, 2))["shard"])
             assert model.blocks[0].up.weight.device_mesh.ndim == 2
         for rank0_only, inner0 in itertools.product((False, True), repeat=2):
             held = _is_first() or not rank0_only
@@ -403,10 +397,12 @@ def test_copies_and_tensor_parallel() -> None:
                     for param in set(model.parameters()) - outside:
                         param += 1
             plain = {n: v + 1 for n, v in plain.items()}
-            assert_equal(full_params(model), {n: plain[n] for n in full_params(model)}, name)
-        plain = _values(seeded(partial(Transformer, blocks=1, vocab=14)))
+            parity.assert_equal(
+                parity.full_params(model), {n: plain[n] for n in parity.full_params(model)}, name
+            )
+        plain = _values(models.seeded(partial(models.Transformer, blocks=1, vocab=14)))
     strided = nn.Linear(8, 8, bias=False)
-    line = mesh("shard", "tp", shape=(2, 2))
+    line = meshes.mesh("shard", "tp", shape=(2, 2))
     rows = DTensor.from_local(torch.zeros(4, 8), line["tp"], [_StridedShard(0, split_factor=2)])
     strided.weight = nn.Parameter(rows)
     with raises("strided-parallel"), gathered(_sharded(strided, mesh=line["shard"])):
@@ -417,11 +413,11 @@ def test_copies_and_tensor_parallel() -> None:
 def test_between_forward_and_backward() -> None:
     """Reading then changes nothing; the backward gathers again."""
     model, plain = _sharded(tied()), tied()
-    ids = language_batches(13)[0]
-    loss = language_loss(model, my_part(ids))
+    ids = parity.language_batches(13)[0]
+    loss = parity.language_loss(model, parity.my_part(ids))
     with gathered(model, writeback=False):
         _check_whole(model, _values(plain), held=True)
     loss.backward()
-    language_loss(plain, ids).backward()
-    for name, grad in full_grads(model).items():
+    parity.language_loss(plain, ids).backward()
+    for name, grad in parity.full_grads(model).items():
         torch.testing.assert_close(grad, dict(plain.named_parameters())[name].grad)

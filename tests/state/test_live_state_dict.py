@@ -17,33 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from tests.common.models import (
-    DIM,
-    MLP,
-    seeded,
-)
-from tests.common.parity import (
-    FP32,
-    OURS,
-    adamw,
-    assert_close,
-    assert_equal,
-    full,
-    full_grads,
-    full_params,
-    my_part,
-    regression_loss,
-    same_as_torch,
-    shard,
-    train_sharded,
-    train_unsharded,
-)
-from tests.common.running import (
-    is_sharded,
-    mlp,
-    mlp_batches,
-    one_batch,
-)
+from tests.common import models, parity, running
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -55,46 +29,60 @@ def test_state_dict_while_parameters_are_whole(reshard_after_forward: bool | Non
     """state_dict() has the shards at any time; taking it in the middle of a step does no harm."""
 
     def run(api: Any) -> Any:
-        model = shard(api, mlp(), reshard_after_forward=reshard_after_forward)
-        loss = regression_loss(model, my_part(one_batch()))
-        assert not is_sharded(model)
+        model = parity.shard(api, running.mlp(), reshard_after_forward=reshard_after_forward)
+        loss = parity.regression_loss(model, parity.my_part(running.one_batch()))
+        assert not running.is_sharded(model)
         state = model.state_dict()
         assert all(isinstance(value, DTensor) for value in state.values())
         loss.backward()
-        return [{name: full(value) for name, value in state.items()}, full_grads(model)]
+        return [
+            {name: parity.full(value) for name, value in state.items()},
+            parity.full_grads(model),
+        ]
 
-    state, grads = same_as_torch(run)
-    plain = mlp()
-    regression_loss(plain, one_batch()).backward()
-    assert_equal(state, dict(plain.state_dict()), "state dict")
-    assert_close(grads, full_grads(plain), FP32, "unsharded")
+    state, grads = parity.same_as_torch(run)
+    plain = running.mlp()
+    parity.regression_loss(plain, running.one_batch()).backward()
+    parity.assert_equal(state, dict(plain.state_dict()), "state dict")
+    parity.assert_close(grads, parity.full_grads(plain), parity.FP32, "unsharded")
 
 
 @ranks(2)
 def test_state_dict_stays_live() -> None:
     """Its tensors share storage with the parameters, so they follow the training."""
-    model = shard(OURS, mlp())
+    model = parity.shard(parity.OURS, running.mlp())
     state = model.state_dict()
-    steps = train_sharded(model, adamw, regression_loss, mlp_batches())
-    assert_equal({name: full(value) for name, value in state.items()}, steps[-1].params, "live")
+    steps = parity.train_sharded(model, parity.adamw, parity.regression_loss, running.mlp_batches())
+    parity.assert_equal(
+        {name: parity.full(value) for name, value in state.items()}, steps[-1].params, "live"
+    )
 
 
 @ranks(2)
 def test_load_state_dict_between_steps() -> None:
     """Shards go in, by value and by assignment; the next forward computes with them."""
-    source, plain = shard(OURS, seeded(MLP, seed=7)), seeded(MLP, seed=7)
+    source, plain = (
+        parity.shard(parity.OURS, models.seeded(models.MLP, seed=7)),
+        models.seeded(models.MLP, seed=7),
+    )
     for assign in (False, True):
-        model = shard(OURS, mlp())
-        regression_loss(model, my_part(one_batch())).backward()
+        model = parity.shard(parity.OURS, running.mlp())
+        parity.regression_loss(model, parity.my_part(running.one_batch())).backward()
         model.zero_grad()
         state = {name: value.clone() for name, value in source.state_dict().items()}
         model.load_state_dict(state, assign=assign)
-        steps = train_sharded(model, adamw, regression_loss, mlp_batches())
-        expected = train_unsharded(
-            seeded(MLP, seed=7), adamw, regression_loss, mlp_batches(), slices=True
+        steps = parity.train_sharded(
+            model, parity.adamw, parity.regression_loss, running.mlp_batches()
         )
-        assert_equal(steps, expected, f"assign={assign}")
-    assert_equal(full_params(source), full_params(plain), "the source")
+        expected = parity.train_unsharded(
+            models.seeded(models.MLP, seed=7),
+            parity.adamw,
+            parity.regression_loss,
+            running.mlp_batches(),
+            slices=True,
+        )
+        parity.assert_equal(steps, expected, f"assign={assign}")
+    parity.assert_equal(parity.full_params(source), parity.full_params(plain), "the source")
 
 
 class Asks(nn.Module):
@@ -122,9 +110,11 @@ class Asking(nn.Module):
 
     def __init__(self, tied: bool = False, frozen: bool = False) -> None:
         super().__init__()
-        self.first = nn.Linear(DIM, DIM)
-        self.second = nn.Sequential(nn.Linear(DIM, DIM), Asks(), nn.Linear(DIM, DIM))
-        self.head = nn.Linear(DIM, 4)
+        self.first = nn.Linear(models.DIM, models.DIM)
+        self.second = nn.Sequential(
+            nn.Linear(models.DIM, models.DIM), Asks(), nn.Linear(models.DIM, models.DIM)
+        )
+        self.head = nn.Linear(models.DIM, 4)
         if tied:
             self.second[2].weight = self.first.weight
         if frozen:
@@ -166,7 +156,9 @@ def _check_taking(case: str, by_thread: bool, in_backward: bool, **more: Any) ->
     kinds, arguments = CASES[case]
     ends = []
     for takes in (False, True):
-        model: Any = shard(OURS, seeded(lambda: Asking(**kinds)), **arguments, **more)
+        model: Any = parity.shard(
+            parity.OURS, models.seeded(lambda: Asking(**kinds)), **arguments, **more
+        )
         expected = dict(model.named_parameters(remove_duplicate=False))
         taken: list[dict[str, Tensor]] = []
 
@@ -180,7 +172,9 @@ def _check_taking(case: str, by_thread: bool, in_backward: bool, **more: Any) ->
         asks.in_backward = in_backward
         if takes:
             asks.ask = (lambda: _in_a_thread(take)) if by_thread else take
-        ends.append(train_sharded(model, adamw, regression_loss, mlp_batches()))
+        ends.append(
+            parity.train_sharded(model, parity.adamw, parity.regression_loss, running.mlp_batches())
+        )
         assert len(taken) == (2 * len(ends[0]) if takes else 0)
         for state, kept in zip(taken[::2], taken[1::2], strict=True):
             assert list(state) == list(kept) == list(expected)
@@ -191,7 +185,7 @@ def _check_taking(case: str, by_thread: bool, in_backward: bool, **more: Any) ->
                 assert not value.requires_grad
                 assert value._spec == param._spec
                 assert value._local_tensor.data_ptr() == param._local_tensor.data_ptr()
-    assert_equal(ends[1], ends[0], "with state dicts taken")
+    parity.assert_equal(ends[1], ends[0], "with state dicts taken")
 
 
 @pytest.mark.parametrize(
@@ -229,16 +223,16 @@ class Renames(nn.Linear):
 def test_what_modules_write_themselves_stays() -> None:
     """In the middle of a forward, too; and hooks that rename see the shards."""
     model: Any = Asking()
-    model.second[2] = Renames(DIM, DIM)
+    model.second[2] = Renames(models.DIM, models.DIM)
 
     def rename(_: Any, state: Any, prefix: str, __: object) -> None:
         state[prefix + "renamed"] = state.pop(prefix + "weight")
 
     model.second[0].register_state_dict_post_hook(rename)
-    model = shard(OURS, model)
+    model = parity.shard(parity.OURS, model)
     taken: list[dict[str, Tensor]] = []
     model.second[1].ask = lambda: taken.append(model.state_dict())
-    regression_loss(model, my_part(one_batch())).backward()
+    parity.regression_loss(model, parity.my_part(running.one_batch())).backward()
     taken.append(model.state_dict())
     for state in taken:
         assert torch.equal(state["second.2.bias"], torch.zeros(3))
@@ -251,14 +245,14 @@ def test_what_modules_write_themselves_stays() -> None:
 @pytest.mark.parametrize("trained", [False, True])
 def test_state_dicts_in_inference_mode(trained: bool, tmp_path: Path) -> None:
     """They hold what they hold elsewhere, and are no inference tensors: training goes on."""
-    model = shard(OURS, mlp())
-    optimizer = adamw(model.parameters())
+    model = parity.shard(parity.OURS, running.mlp())
+    optimizer = parity.adamw(model.parameters())
     if trained:
-        regression_loss(model, my_part(one_batch())).backward()
+        parity.regression_loss(model, parity.my_part(running.one_batch())).backward()
         optimizer.step()
-    expected = {name: full(value) for name, value in model.state_dict().items()}
+    expected = {name: parity.full(value) for name, value in model.state_dict().items()}
     with torch.inference_mode():
-        regression_loss(model, my_part(one_batch()))
+        parity.regression_loss(model, parity.my_part(running.one_batch()))
         for take in (lambda: model.state_dict(), lambda: get_model_state_dict(model)):
             state = take()
             assert torch.is_inference_mode_enabled()
@@ -267,6 +261,6 @@ def test_state_dicts_in_inference_mode(trained: bool, tmp_path: Path) -> None:
         fsdp2.checkpoint.save(tmp_path, model, optimizer, step=1)
         assert not fsdp2.checkpoint.load(tmp_path, model, optimizer).left
         assert torch.is_inference_mode_enabled()
-    assert_equal({name: full(value) for name, value in state.items()}, expected)
-    regression_loss(model, my_part(one_batch())).backward()
+    parity.assert_equal({name: parity.full(value) for name, value in state.items()}, expected)
+    parity.regression_loss(model, parity.my_part(running.one_batch())).backward()
     optimizer.step()

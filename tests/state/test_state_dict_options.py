@@ -24,18 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tests.common.parallelisms import (
-    APIS,
-    PARALLELISMS,
-    Ladder,
-    Parallelism,
-    gather,
-    ladder,
-    ladder_batches,
-    losses,
-)
-from tests.common.parity import FP32, OURS, adamw, assert_close, assert_equal, assert_like_torch
-from tests.common.workers import ranks, run_on_ranks
+from tests.common import parallelisms, parity, workers
 
 pytestmark = pytest.mark.ranks
 
@@ -50,12 +39,12 @@ SHARDED = [
 
 
 def trained(
-    api: ModuleType, parallelism: Parallelism, **arguments: Any
+    api: ModuleType, parallelism: parallelisms.Parallelism, **arguments: Any
 ) -> tuple[nn.Module, Optimizer]:
     """A model after two steps, so that nothing in a state dict is zero or as it was built."""
-    model = parallelism.shard(api, ladder(**arguments))
-    optimizer = adamw(p for p in model.parameters() if p.requires_grad)
-    losses(model, optimizer, parallelism, ladder_batches(2))
+    model = parallelism.shard(api, parallelisms.ladder(**arguments))
+    optimizer = parity.adamw(p for p in model.parameters() if p.requires_grad)
+    parallelisms.losses(model, optimizer, parallelism, parallelisms.ladder_batches(2))
     return model, optimizer
 
 
@@ -64,7 +53,7 @@ def whole(state: Any) -> Any:
     leaves, spec = tree_flatten(state)
     found = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     kinds = {}
-    for i, tensor in zip(found, gather([leaves[i] for i in found]), strict=True):
+    for i, tensor in zip(found, parallelisms.gather([leaves[i] for i in found]), strict=True):
         kinds[str(i)] = isinstance(leaves[i], DTensor)
         leaves[i] = tensor
     return tree_unflatten(leaves, spec), kinds
@@ -72,8 +61,10 @@ def whole(state: Any) -> Any:
 
 def both(name: str, body: Any, *args: Any) -> Any:
     """Runs a body with ours and torch's FSDP2; compares; returns what ours returned."""
-    ours = body(APIS["ours"], PARALLELISMS[name], *args)
-    assert_like_torch(ours, body(APIS["torch"], PARALLELISMS[name], *args))
+    ours = body(parallelisms.APIS["ours"], parallelisms.PARALLELISMS[name], *args)
+    parity.assert_like_torch(
+        ours, body(parallelisms.APIS["torch"], parallelisms.PARALLELISMS[name], *args)
+    )
     return ours
 
 
@@ -94,7 +85,9 @@ GETTERS = [
 ]
 
 
-def _get(api: ModuleType, parallelism: Parallelism, options: list[dict[str, bool]]) -> Any:
+def _get(
+    api: ModuleType, parallelism: parallelisms.Parallelism, options: list[dict[str, bool]]
+) -> Any:
     model, optimizer = trained(api, parallelism, frozen=True)
     found = []
     for each in options:
@@ -116,16 +109,16 @@ def _check_get(name: str) -> None:
             continue
         assert ("head.bias" in model) is not options.get("ignore_frozen_params", False)
         assert any(kinds.values()) is not full
-    (plain, _), _ = _get(OURS, PARALLELISMS["plain"], [{}])[0]
-    assert_close(found[0][0][0], plain, FP32, "unsharded")
+    (plain, _), _ = _get(parity.OURS, parallelisms.PARALLELISMS["plain"], [{}])[0]
+    parity.assert_close(found[0][0][0], plain, parity.FP32, "unsharded")
 
 
 @pytest.mark.parametrize("name", SHARDED)
 def test_get(name: str) -> None:
-    run_on_ranks(PARALLELISMS[name].ranks, _check_get, name)
+    workers.run_on_ranks(parallelisms.PARALLELISMS[name].ranks, _check_get, name)
 
 
-def _get_submodules(api: ModuleType, parallelism: Parallelism) -> Any:
+def _get_submodules(api: ModuleType, parallelism: parallelisms.Parallelism) -> Any:
     model, _ = trained(api, parallelism)
     found = []
     with warnings.catch_warnings():
@@ -137,7 +130,7 @@ def _get_submodules(api: ModuleType, parallelism: Parallelism) -> Any:
     return found
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_submodules_and_their_prefixes() -> None:
     (kept, _), (cut, _) = both("flat2", _get_submodules)
     assert {name.removeprefix("rungs.1.") for name in kept} == set(cut)
@@ -154,7 +147,9 @@ SETTERS = [
 ]
 
 
-def _set(api: ModuleType, parallelism: Parallelism, options: dict[str, bool], flatten: bool) -> Any:
+def _set(
+    api: ModuleType, parallelism: parallelisms.Parallelism, options: dict[str, bool], flatten: bool
+) -> Any:
     """From one trained model into a new one; then both train on alike."""
     chosen = StateDictOptions(**options, flatten_optimizer_state_dict=flatten)
     source, source_optimizer = trained(api, parallelism, seed=1, tied=True)
@@ -167,10 +162,10 @@ def _set(api: ModuleType, parallelism: Parallelism, options: dict[str, bool], fl
         if dist.get_rank():
             model_state = {key: torch.zeros_like(value) for key, value in model_state.items()}
         optimizer_state = on_rank_zero(optimizer_state)
-    model = parallelism.shard(api, ladder(tied=True))
+    model = parallelism.shard(api, parallelisms.ladder(tied=True))
     for rung in model.rungs:
         rung.shift.fill_(dist.get_rank() + 3)  # not in a state dict: each rank's own
-    optimizer = adamw(model.parameters())
+    optimizer = parity.adamw(model.parameters())
     result = set_state_dict(
         model,
         optimizer,
@@ -185,10 +180,12 @@ def _set(api: ModuleType, parallelism: Parallelism, options: dict[str, bool], fl
         assert rung.shift.eq(dist.get_rank() + 3).all()
         rung.shift.copy_(source.rungs[0].shift)
     loaded = whole(dict(model.state_dict()))
-    assert_equal(loaded, whole(dict(source.state_dict())), "loaded")
-    batches = ladder_batches(4)[2:]
-    after = losses(model, optimizer, parallelism, batches)
-    assert_equal(after, losses(source, source_optimizer, parallelism, batches), "losses")
+    parity.assert_equal(loaded, whole(dict(source.state_dict())), "loaded")
+    batches = parallelisms.ladder_batches(4)[2:]
+    after = parallelisms.losses(model, optimizer, parallelism, batches)
+    parity.assert_equal(
+        after, parallelisms.losses(source, source_optimizer, parallelism, batches), "losses"
+    )
     return loaded, after
 
 
@@ -201,47 +198,53 @@ def _check_set(name: str) -> None:
 @pytest.mark.parametrize("name", SHARDED)
 def test_set(name: str) -> None:
     """Tied weights stay tied; a rank's non-persistent buffers stay its own."""
-    run_on_ranks(PARALLELISMS[name].ranks, _check_set, name)
+    workers.run_on_ranks(parallelisms.PARALLELISMS[name].ranks, _check_set, name)
 
 
 def _check_one_by_one(name: str) -> None:
     """Model and optimizer by their own functions."""
 
-    def run(api: ModuleType, parallelism: Parallelism) -> Any:
+    def run(api: ModuleType, parallelism: parallelisms.Parallelism) -> Any:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         source, source_optimizer = trained(api, parallelism, seed=1)
         full = StateDictOptions(full_state_dict=True)
         model_state = get_model_state_dict(source, options=full)
         optimizer_state = get_optimizer_state_dict(source, source_optimizer, options=full)
-        model = parallelism.shard(api, ladder())
-        optimizer = adamw(model.parameters())
+        model = parallelism.shard(api, parallelisms.ladder())
+        optimizer = parity.adamw(model.parameters())
         set_model_state_dict(model, on_rank_zero(dict(model_state)), options=options)
         set_optimizer_state_dict(model, optimizer, on_rank_zero(optimizer_state), options=options)
-        return losses(model, optimizer, parallelism, ladder_batches(4)[2:])
+        return parallelisms.losses(
+            model, optimizer, parallelism, parallelisms.ladder_batches(4)[2:]
+        )
 
     both(name, run)
 
 
 @pytest.mark.parametrize("name", SHARDED)
 def test_set_one_by_one(name: str) -> None:
-    run_on_ranks(PARALLELISMS[name].ranks, _check_one_by_one, name)
+    workers.run_on_ranks(parallelisms.PARALLELISMS[name].ranks, _check_one_by_one, name)
 
 
-@ranks(2)
+@workers.ranks(2)
 @pytest.mark.parametrize("full", [False, True])
 def test_strict(full: bool) -> None:
     """Missing and unexpected names raise, or are returned."""
 
-    def run(api: ModuleType, parallelism: Parallelism) -> Any:
+    def run(api: ModuleType, parallelism: parallelisms.Parallelism) -> Any:
         source, _ = trained(api, parallelism, seed=1)
         options = StateDictOptions(full_state_dict=full)
         state = dict(get_model_state_dict(source, options=options))
         state["nobodys.weight"] = state.pop("head.weight")
-        model = parallelism.shard(api, ladder())
+        model = parallelism.shard(api, parallelisms.ladder())
         with pytest.raises(RuntimeError, match="nobodys"):
             set_model_state_dict(model, dict(state), options=options)
         if not full:
-            assert_equal(gather([model.head.weight])[0], ladder().head.weight, "what was missing")
+            parity.assert_equal(
+                parallelisms.gather([model.head.weight])[0],
+                parallelisms.ladder().head.weight,
+                "what was missing",
+            )
         options = StateDictOptions(full_state_dict=full, strict=False)
         result = set_model_state_dict(model, dict(state), options=options)
         loaded = whole(dict(model.state_dict()))
@@ -255,32 +258,37 @@ def test_strict(full: bool) -> None:
 def _check_meta(name: str) -> None:
     """A model that only rank 0 has whole, into shards that have no memory yet."""
 
-    def run(api: ModuleType, parallelism: Parallelism) -> Any:
+    def run(api: ModuleType, parallelism: parallelisms.Parallelism) -> Any:
         with torch.device("meta"):
-            model = Ladder(tied=True)
+            model = parallelisms.Ladder(tied=True)
         parallelism.shard(api, model)
-        plain = ladder(seed=1, tied=True)
+        plain = parallelisms.ladder(seed=1, tied=True)
         state = on_rank_zero(dict(plain.state_dict()))
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, state, options=options)
         for rung, source in zip(model.rungs, plain.rungs, strict=True):
             assert rung.shift.is_meta, "a non-persistent buffer is nobody's to load"
             rung.shift = source.shift.clone()
-        if api is OURS:
+        if api is parity.OURS:
             assert model.again.weight is model.inlet.weight
-        assert_equal(whole(dict(model.state_dict()))[0], dict(plain.state_dict()), "loaded")
-        optimizer = adamw(model.parameters())
-        return losses(model, optimizer, parallelism, ladder_batches(2))
+        parity.assert_equal(whole(dict(model.state_dict()))[0], dict(plain.state_dict()), "loaded")
+        optimizer = parity.adamw(model.parameters())
+        return parallelisms.losses(model, optimizer, parallelism, parallelisms.ladder_batches(2))
 
     found = both(name, run)
-    plain = ladder(seed=1, tied=True)
-    expected = losses(plain, adamw(plain.parameters()), PARALLELISMS["plain"], ladder_batches(2))
-    assert_close(found, expected, FP32, "unsharded")
+    plain = parallelisms.ladder(seed=1, tied=True)
+    expected = parallelisms.losses(
+        plain,
+        parity.adamw(plain.parameters()),
+        parallelisms.PARALLELISMS["plain"],
+        parallelisms.ladder_batches(2),
+    )
+    parity.assert_close(found, expected, parity.FP32, "unsharded")
 
 
 @pytest.mark.parametrize("name", SHARDED)
 def test_broadcast_into_a_model_on_meta(name: str) -> None:
-    run_on_ranks(PARALLELISMS[name].ranks, _check_meta, name)
+    workers.run_on_ranks(parallelisms.PARALLELISMS[name].ranks, _check_meta, name)
 
 
 # -- names that a module changes ------------------------------------------------------------------
@@ -311,10 +319,10 @@ class Renamed(nn.Module):
         return self.table(x)
 
 
-@ranks(2)
+@workers.ranks(2)
 @pytest.mark.parametrize("broadcast", [False, True])
 def test_fqn_modifiers(broadcast: bool) -> None:
-    def build(api: ModuleType, parallelism: Parallelism, value: float) -> nn.Module:
+    def build(api: ModuleType, parallelism: parallelisms.Parallelism, value: float) -> nn.Module:
         model = nn.Sequential(Renamed(), nn.Linear(5, 3))
         with torch.no_grad():
             for param in model.parameters():
@@ -322,7 +330,7 @@ def test_fqn_modifiers(broadcast: bool) -> None:
         api.fully_shard(model[0], mesh=parallelism.mesh())
         return api.fully_shard(model, mesh=parallelism.mesh())
 
-    def run(api: ModuleType, parallelism: Parallelism) -> Any:
+    def run(api: ModuleType, parallelism: parallelisms.Parallelism) -> Any:
         source, model = build(api, parallelism, 1), build(api, parallelism, 2)
         state = dict(get_model_state_dict(source, options=StateDictOptions(full_state_dict=True)))
         assert set(state) == {"0.weight", "1.weight", "1.bias"}
@@ -334,7 +342,7 @@ def test_fqn_modifiers(broadcast: bool) -> None:
         given = on_rank_zero(dict(state)) if broadcast else dict(state)
         set_model_state_dict(model, given, options=options)
         loaded = whole(dict(model.state_dict()))
-        assert_equal(loaded[0], state, "loaded")
+        parity.assert_equal(loaded[0], state, "loaded")
         return loaded
 
     both("flat2", run)

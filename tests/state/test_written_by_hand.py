@@ -16,11 +16,8 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2.core.modules.registry import record_of
+from tests.common import gradients, models, parity, running
 from tests.common.errors import raises
-from tests.common.gradients import assert_like_unsharded, part
-from tests.common.models import DIM, MLP, seeded, units
-from tests.common.parity import OURS, assert_equal, full_grads, full_params, regression_loss, shard
-from tests.common.running import is_sharded, mlp
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -185,20 +182,20 @@ BY_MODEL = [_load, _load_by_torch, _in_place_in_a_state_dict, _apply]
 
 
 def _x() -> Tensor:
-    return part(0, 0)[0]
+    return gradients.part(0, 0)[0]
 
 
 def _pair(**arguments: Any) -> tuple[Any, nn.Module]:
     if not _GROUPS:
         _GROUPS.extend(dist.new_group([rank]) for rank in range(dist.get_world_size()))
-    return shard(OURS, mlp(), **arguments), mlp()
+    return parity.shard(parity.OURS, running.mlp(), **arguments), running.mlp()
 
 
 def _assert_same(model: nn.Module, plain: nn.Module, way: Callable[..., None] = _mul) -> None:
     """What they are, and what they compute."""
     with torch.no_grad():
         assert torch.equal(model(_x()), plain(_x())), way.__name__
-    assert_equal(full_params(model), dict(plain.named_parameters()), way.__name__)
+    parity.assert_equal(parity.full_params(model), dict(plain.named_parameters()), way.__name__)
 
 
 def _evaluate(model: nn.Module) -> None:
@@ -223,12 +220,12 @@ def _evaluate_recorded(model: nn.Module) -> None:
 
 
 def _train(model: nn.Module) -> None:
-    regression_loss(model, part(0)).backward()
+    parity.regression_loss(model, gradients.part(0)).backward()
     model.zero_grad()
 
 
 def _evaluate_before_backward(model: nn.Module) -> None:
-    loss = regression_loss(model, part(0))
+    loss = parity.regression_loss(model, gradients.part(0))
     _evaluate(model)
     loss.backward()
     model.zero_grad()
@@ -238,7 +235,7 @@ def _found(model: Any) -> list[nn.Parameter]:
     """In the model; after a recorded forward only once it is resharded."""
     if not model.training:
         model.reshard()
-        for module in units(model):
+        for module in models.units(model):
             module.reshard()
     return list(model.parameters())
 
@@ -293,7 +290,7 @@ def test_written_after_an_evaluation_of_other_units(which: str) -> None:
         with torch.no_grad():
             way(held)
             way(list(plain.parameters()))
-        assert_equal(full_params(model), dict(plain.named_parameters()), way.__name__)
+        parity.assert_equal(parity.full_params(model), dict(plain.named_parameters()), way.__name__)
         with torch.no_grad():
             expected = plain(_x())
             if which == "mixed":
@@ -303,7 +300,7 @@ def test_written_after_an_evaluation_of_other_units(which: str) -> None:
 
 def seeded_like(plain: nn.Module) -> nn.Module:
     """A copy."""
-    other = mlp()
+    other = running.mlp()
     other.load_state_dict(plain.state_dict())
     return other
 
@@ -322,11 +319,11 @@ def _of(which: str) -> tuple[Any, nn.Module]:
         return _pair(mesh=mesh)
 
     def build() -> nn.Module:
-        model = MLP(out=DIM)
+        model = models.MLP(out=models.DIM)
         model.head.weight = model.layers[0].weight
         return model
 
-    return shard(OURS, seeded(build)), seeded(build)
+    return parity.shard(parity.OURS, models.seeded(build)), models.seeded(build)
 
 
 @ranks(2)
@@ -341,7 +338,7 @@ def test_shards_are_registered_after_an_evaluation(reshard_after_forward: bool |
         for own, other in zip(teacher.parameters(), student.parameters(), strict=True):
             own.mul_(0.5).add_(other, alpha=0.5)
     optimizer = torch.optim.AdamW(teacher.parameters())
-    regression_loss(teacher, part(0)).backward()
+    parity.regression_loss(teacher, gradients.part(0)).backward()
     optimizer.step()
 
 
@@ -357,12 +354,12 @@ def test_an_evaluation_between_a_forward_and_its_backward(
     model, plain = _pair(reshard_after_forward=reshard_after_forward)
 
     def compute(model: nn.Module, rank: int | None = None) -> None:
-        loss = regression_loss(model, part(0, rank))
+        loss = parity.regression_loss(model, gradients.part(0, rank))
         _evaluate(model)
-        (loss + regression_loss(model, part(1, rank))).backward()
+        (loss + parity.regression_loss(model, gradients.part(1, rank))).backward()
 
     compute(model)
-    assert_like_unsharded(full_grads(model), plain, compute)
+    gradients.assert_like_unsharded(parity.full_grads(model), plain, compute)
 
 
 @ranks(2)
@@ -375,7 +372,7 @@ def test_written_between_a_forward_and_its_backward_by_data(
 
     def compute(model: nn.Module, rank: int | None = None) -> None:
         held = list(model.parameters())
-        loss = regression_loss(model, part(0, rank))
+        loss = parity.regression_loss(model, gradients.part(0, rank))
         _evaluate(model)  # after which shards are registered
         with torch.no_grad():
             _data(held)
@@ -384,7 +381,7 @@ def test_written_between_a_forward_and_its_backward_by_data(
             torch._foreach_mul_(held, 0.5)
 
     compute(model)
-    assert_like_unsharded(full_grads(model), plain, compute)
+    gradients.assert_like_unsharded(parity.full_grads(model), plain, compute)
 
 
 @ranks(2)
@@ -392,7 +389,7 @@ def test_unsharded_parameters_are_written() -> None:
     """Between a forward and its backward, where autograd alone tells, and what to do instead."""
     for write in (_mul, _copy, _foreach):
         model, _ = _pair()
-        loss = regression_loss(model, part(0))
+        loss = parity.regression_loss(model, gradients.part(0))
         with torch.no_grad():
             write(list(model.head.parameters()))
         with raises("written-unsharded"):
@@ -403,7 +400,7 @@ def test_unsharded_parameters_are_written() -> None:
             else:
                 loss.backward()
     model, plain = _pair()
-    regression_loss(model, part(0))
+    parity.regression_loss(model, gradients.part(0))
     model.reshard()
     with torch.no_grad():
         _mul(list(model.parameters()))
@@ -415,7 +412,7 @@ def test_unsharded_parameters_are_written() -> None:
 def test_numpy_of_an_unsharded_parameter() -> None:
     """Its memory stays, as torch can resize it no more; results are those of the plain model."""
     model, plain = _pair()
-    unit = units(model)[0]
+    unit = models.units(model)[0]
     unit.unshard()
     array = next(unit.parameters()).detach().numpy()
     with pytest.warns(UserWarning, match=r"memory of gathered .* is not freed any more, as numpy"):
@@ -424,7 +421,7 @@ def test_numpy_of_an_unsharded_parameter() -> None:
     with warnings.catch_warnings(action="error"):  # it is said once
         for _ in range(2):
             _compute(model, dist.get_rank())
-            assert_like_unsharded(full_grads(model), plain, _compute)
+            gradients.assert_like_unsharded(parity.full_grads(model), plain, _compute)
             with torch.no_grad():
                 _mul(list(model.parameters()))
                 _mul(list(plain.parameters()))
@@ -433,7 +430,7 @@ def test_numpy_of_an_unsharded_parameter() -> None:
 
 
 def _compute(model: nn.Module, rank: int) -> None:
-    regression_loss(model, part(0, rank)).backward()
+    parity.regression_loss(model, gradients.part(0, rank)).backward()
 
 
 @ranks(2)
@@ -444,7 +441,9 @@ def test_a_forward_that_writes_its_parameter() -> None:
                 self.weight.clamp_(-1, 1)
             return super().forward(x)
 
-    model: Any = nn.Sequential(seeded(lambda: Clamped(DIM, DIM)), nn.Linear(DIM, DIM))
+    model: Any = nn.Sequential(
+        models.seeded(lambda: Clamped(models.DIM, models.DIM)), nn.Linear(models.DIM, models.DIM)
+    )
     fsdp2.fully_shard(model[0])
     fsdp2.fully_shard(model)
     with raises("forward-writes"):
@@ -474,7 +473,7 @@ def test_checked_writes(way: Callable[..., None]) -> None:
     with fsdp2.debug(check_writes=True):
         model, plain = _pair(reshard_after_forward=False)
         held = list(model.parameters())
-        loss = regression_loss(model, part(0))
+        loss = parity.regression_loss(model, gradients.part(0))
         with torch.no_grad():
             (_mul if way is _numpy else way)(list(model.head.parameters()))
         with raises("written-unsharded"):
@@ -486,7 +485,7 @@ def test_checked_writes(way: Callable[..., None]) -> None:
             way(list(plain.parameters()))
         with raises("written-sharded"):
             model(_x())
-        for module in [model, *units(model)]:
+        for module in [model, *models.units(model)]:
             module.reshard()
         _assert_same(model, plain, way)
         _train(model)
@@ -513,18 +512,18 @@ def test_units_that_a_user_has_unsharded_stay(
     """For a generation of many tokens: no gather until they are resharded."""
     model, plain = _pair(reshard_after_forward=False)
     _train(model)
-    every = [model, *units(model)]
+    every = [model, *models.units(model)]
     with inference():
         for module in every:
             module.unshard()
         gathers = _counting(model)
         for _ in range(3):
             assert torch.equal(model(_x()), plain(_x()))
-            assert not any(map(is_sharded, every))
+            assert not any(map(running.is_sharded, every))
         assert gathers == []
         for module in every:
             module.reshard()
-        assert all(map(is_sharded, every))
+        assert all(map(running.is_sharded, every))
     with torch.no_grad():
         _mul(list(model.parameters()))
         _mul(list(plain.parameters()))
@@ -541,7 +540,7 @@ def test_one_gather_more_per_evaluation(trains: bool) -> None:
     with nullcontext() if trains else torch.no_grad():
         gathers = _counting(model)
         for _ in range(2):
-            loss = regression_loss(model, part(0))
+            loss = parity.regression_loss(model, gradients.part(0))
             if trains:
                 loss.backward()
     assert gathers.count("all_gather") == (2 * 7 if trains else 2 * 4)

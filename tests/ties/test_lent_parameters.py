@@ -15,15 +15,7 @@ from torch import Tensor, nn
 
 from fsdp2 import fully_shard
 from fsdp2.core.modules.registry import require_record
-from tests.common.models import (
-    DIM,
-    seeded,
-)
-from tests.common.parity import (
-    FP32,
-    assert_close,
-    full_grads,
-)
+from tests.common import models, parity
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -38,7 +30,7 @@ LENT: dict[str, Callable[[Tensor], Any]] = {
 class Lender(nn.Module):
     def __init__(self, what: str) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(DIM, DIM) / 4)
+        self.weight = nn.Parameter(torch.randn(models.DIM, models.DIM) / 4)
         self.what = what
 
     def forward(self, x: Tensor) -> Any:
@@ -50,7 +42,7 @@ class Borrower(nn.Module):
 
     def __init__(self, what: str) -> None:
         super().__init__()
-        self.lender, self.between = Lender(what), nn.Linear(DIM, DIM)
+        self.lender, self.between = Lender(what), nn.Linear(models.DIM, models.DIM)
 
     def forward(self, x: Tensor) -> Tensor:
         x, lent = self.lender(x)
@@ -63,19 +55,19 @@ class Borrower(nn.Module):
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 def test_a_unit_that_returns_its_parameters(frozen: bool, what: str) -> None:
     """It is freed by backward, not before; torch's FSDP2 frees what the caller still has."""
-    plain, model = seeded(partial(Borrower, what)), seeded(partial(Borrower, what))
+    plain, model = models.seeded(partial(Borrower, what)), models.seeded(partial(Borrower, what))
     for module in (plain, model):
         module.lender.requires_grad_(not frozen)
     fully_shard([model.lender, model.between] if what == "itself" else model.lender)
     fully_shard(model)
-    x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    x = torch.randn(4, models.DIM, generator=torch.Generator().manual_seed(1)).requires_grad_()
     for _ in range(2):
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
-                assert_close(model(x), plain(x), FP32)
+                parity.assert_close(model(x), plain(x), parity.FP32)
         for module in (plain, model):
             module.zero_grad()
             module(x).sum().backward()
         expected = {name: param.grad for name, param in plain.named_parameters()}
-        assert_close(full_grads(model), expected, FP32)
+        parity.assert_close(parity.full_grads(model), expected, parity.FP32)
         assert not any(unit.is_gathered for unit in require_record(model).scheduler.units)  # type: ignore[union-attr]  # it has run

@@ -12,23 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import ShardingStateError, fully_shard
+from tests.common import models, parity
 from tests.common.combinations import each_once
-from tests.common.models import DIM, Transformer, seeded, units
-from tests.common.parity import (
-    FP32,
-    OURS,
-    adamw,
-    assert_close,
-    assert_equal,
-    full,
-    language_batches,
-    language_loss,
-    same_as_torch,
-    shard,
-    train_sharded,
-    train_unsharded,
-    world_mesh,
-)
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -37,16 +22,16 @@ VOCABS = (13, 3, 16)  # uneven on 2 and 4 ranks; fewer rows than 4 ranks; even
 
 
 def tied(vocab: int = 13) -> Any:
-    return seeded(partial(Transformer, blocks=1, vocab=vocab, tied=True))
+    return models.seeded(partial(models.Transformer, blocks=1, vocab=vocab, tied=True))
 
 
 def untied(vocab: int = 13) -> Any:
-    return seeded(partial(Transformer, blocks=1, vocab=vocab))
+    return models.seeded(partial(models.Transformer, blocks=1, vocab=vocab))
 
 
 def _shard_pair(api: Any, model: Any, **arguments: Any) -> Any:
-    mesh = world_mesh()
-    for block in units(model):
+    mesh = parity.world_mesh()
+    for block in models.units(model):
         api.fully_shard(block, mesh=mesh, **arguments)
     api.fully_shard([model.embed, model.head], mesh=mesh, **arguments)
     return api.fully_shard(model, mesh=mesh)
@@ -62,12 +47,12 @@ def test_embedding_and_head_in_one_unit(vocab: int, reshard_after_forward: bool)
 
     def train(api: Any) -> Any:
         model = _shard_pair(api, tied(vocab), reshard_after_forward=reshard_after_forward)
-        return train_sharded(model, adamw, language_loss, batches)
+        return parity.train_sharded(model, parity.adamw, parity.language_loss, batches)
 
-    batches = language_batches(vocab, steps=3)
-    ours = same_as_torch(train)
-    plain = train_unsharded(tied(vocab), adamw, language_loss, batches)
-    assert_close(ours, plain, FP32, "unsharded")
+    batches = parity.language_batches(vocab, steps=3)
+    ours = parity.same_as_torch(train)
+    plain = parity.train_unsharded(tied(vocab), parity.adamw, parity.language_loss, batches)
+    parity.assert_close(ours, plain, parity.FP32, "unsharded")
 
 
 @ranks(2)
@@ -75,7 +60,7 @@ def test_embedding_and_head_in_one_unit(vocab: int, reshard_after_forward: bool)
 def test_one_parameter_everywhere(where: str) -> None:
     """Sharded, gathered, after `.to()`, after loading: both modules register one object."""
     model = tied()
-    _shard_pair(OURS, model) if where == "pair" else shard(OURS, model)
+    _shard_pair(parity.OURS, model) if where == "pair" else parity.shard(parity.OURS, model)
 
     def check(kind: type) -> None:
         assert model.embed.weight is model.head.weight
@@ -113,21 +98,25 @@ def test_tied_three_times_and_across_depths() -> None:
     class Three(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.randn(DIM, DIM) / 3)
-            self.inner = nn.Sequential(nn.Linear(DIM, DIM), nn.Sequential(nn.Linear(DIM, DIM)))
+            self.weight = nn.Parameter(torch.randn(models.DIM, models.DIM) / 3)
+            self.inner = nn.Sequential(
+                nn.Linear(models.DIM, models.DIM), nn.Sequential(nn.Linear(models.DIM, models.DIM))
+            )
             self.inner[0].weight = self.weight
             self.inner[1][0].weight = self.weight
 
         def forward(self, x: Tensor) -> Tensor:
             return self.inner(torch.tanh(x @ self.weight))
 
-    model = seeded(Three)
-    fully_shard(model, mesh=world_mesh(), reshard_after_forward=True)
-    plain = seeded(Three)
-    x = torch.randn(2, DIM)
+    model = models.seeded(Three)
+    fully_shard(model, mesh=parity.world_mesh(), reshard_after_forward=True)
+    plain = models.seeded(Three)
+    x = torch.randn(2, models.DIM)
     for trained in (model, plain):
         trained(x).square().sum().backward()
-    assert_equal(full(model.weight.grad), plain.weight.grad, "the sum over three uses")
+    parity.assert_equal(
+        parity.full(model.weight.grad), plain.weight.grad, "the sum over three uses"
+    )
     assert len(list(model.parameters())) == len(list(plain.parameters())) == 3
 
 
@@ -139,8 +128,8 @@ class Halves(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(DIM, DIM, bias=False)
-        self.second = nn.Linear(DIM, DIM, bias=False)
+        self.first = nn.Linear(models.DIM, models.DIM, bias=False)
+        self.second = nn.Linear(models.DIM, models.DIM, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(torch.tanh(self.first(x)))
@@ -148,15 +137,15 @@ class Halves(nn.Module):
 
 def _shard(*modules: nn.Module) -> None:
     for module in modules:
-        fully_shard(module, mesh=world_mesh())
+        fully_shard(module, mesh=parity.world_mesh())
 
 
 @ranks(2)
 def test_sharding_a_child_after_its_parent_is_not_called_a_tie() -> None:
     model = Halves()
-    fully_shard(model, mesh=world_mesh())
+    fully_shard(model, mesh=parity.world_mesh())
     with pytest.raises(ValueError, match=r"'weight'.*children before their parents"):
-        fully_shard(model.second, mesh=world_mesh())
+        fully_shard(model.second, mesh=parity.world_mesh())
 
 
 def _share_storage_in_one_unit(model: Any) -> None:
@@ -170,7 +159,7 @@ def _same_memory(model: Any) -> None:
 
 
 def _overlap(model: Any) -> None:
-    rows = torch.randn(DIM + 1, DIM)
+    rows = torch.randn(models.DIM + 1, models.DIM)
     model.first.weight = nn.Parameter(rows[:-1])
     model.second.weight = nn.Parameter(rows[1:])
     _shard(model)
@@ -192,11 +181,11 @@ def test_parameters_that_share_memory_are_refused(tie: Callable[[Any], None]) ->
 def test_parameters_side_by_side_in_one_storage_are_fine() -> None:
     """What flattened weights (of an RNN) look like: one storage, nothing in common."""
     model = Halves()
-    rows = torch.randn(2 * DIM, DIM)
-    model.first.weight = nn.Parameter(rows[:DIM])
-    model.second.weight = nn.Parameter(rows[DIM:])
+    rows = torch.randn(2 * models.DIM, models.DIM)
+    model.first.weight = nn.Parameter(rows[: models.DIM])
+    model.second.weight = nn.Parameter(rows[models.DIM :])
     _shard(model)
-    assert_equal(full(model.second.weight), rows[DIM:], "second")
+    parity.assert_equal(parity.full(model.second.weight), rows[models.DIM :], "second")
 
 
 # -- after sharding -------------------------------------------------------------------------------
@@ -205,19 +194,19 @@ def test_parameters_side_by_side_in_one_storage_are_fine() -> None:
 @ranks(2)
 def test_replacing_a_parameter_after_fully_shard_is_refused() -> None:
     """A new plain parameter in a managed parameter's place would be overwritten in silence."""
-    model = shard(OURS, untied())
+    model = parity.shard(parity.OURS, untied())
     ids = torch.zeros(2, 3, dtype=torch.int64)
     model(ids).sum().backward()
-    model.head.weight = nn.Parameter(torch.zeros(13, DIM))
+    model.head.weight = nn.Parameter(torch.zeros(13, models.DIM))
     with pytest.raises(ShardingStateError, match=r"'head.weight' was replaced"):
         model(ids)
 
 
 @ranks(2)
 def test_assigning_the_same_parameter_again_is_fine() -> None:
-    model = _shard_pair(OURS, tied())
+    model = _shard_pair(parity.OURS, tied())
     ids = torch.zeros(2, 3, dtype=torch.int64)
     before = model(ids).detach()
     model.head.weight = model.embed.weight
     model.norm.weight = model.norm.weight
-    assert_equal(model(ids).detach(), before, "unchanged")
+    parity.assert_equal(model(ids).detach(), before, "unchanged")

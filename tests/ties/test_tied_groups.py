@@ -6,8 +6,8 @@ import pytest
 
 from fsdp2.core.schedule.ties import give_back, tied_group
 from fsdp2.testing.simulation import Node, Simulation
+from tests.common import schedules
 from tests.common.observing import observe
-from tests.common.schedules import chain, leaf, unit_of, warm
 
 pytestmark = pytest.mark.alone
 
@@ -22,7 +22,7 @@ def moves(sim: Simulation) -> Moves:
 
 
 def tied(*names: str, user: str = "c", owner: str = "a") -> Node:
-    root = chain(*names)
+    root = schedules.chain(*names)
     nodes = {node.name: node for node in root.children}
     nodes[owner].tied = [nodes[user]]
     return root
@@ -33,7 +33,7 @@ ONCE = ["all_gather", "finish", "reshard"]
 
 def test_gathered_around_each_use_and_reduced_once() -> None:
     """The owner's backward is the last one, so that it ends there."""
-    sim = warm(tied("a", "b", "c"))
+    sim = schedules.warm(tied("a", "b", "c"))
     heard = moves(sim)
     sim.iteration()
     assert heard == [*ONCE * 4, "reduce"]
@@ -42,7 +42,7 @@ def test_gathered_around_each_use_and_reduced_once() -> None:
 
 def test_an_owner_that_is_called_last() -> None:
     """Its own end comes before the other unit's: the reduction waits for the end of backward."""
-    sim = warm(tied("c", "b", "a"))
+    sim = schedules.warm(tied("c", "b", "a"))
     heard = moves(sim)
     sim.forward()
     assert heard == ONCE * 2
@@ -53,10 +53,10 @@ def test_an_owner_that_is_called_last() -> None:
 @pytest.mark.parametrize("owner", [True, False])
 def test_a_unit_around_the_other(owner: bool) -> None:
     """It stays gathered as long as one of them runs."""
-    inner, outer = leaf("inner"), Node("outer", shapes=((8, 8),), calls=[0, 0])
+    inner, outer = schedules.leaf("inner"), Node("outer", shapes=((8, 8),), calls=[0, 0])
     outer.children = [inner]
     (outer if owner else inner).tied = [inner if owner else outer]
-    sim = warm(Node("root", [outer], [0], shapes=()))
+    sim = schedules.warm(Node("root", [outer], [0], shapes=()))
     heard: Moves = []
     name = "outer" if owner else "inner"
     observe(sim.scheduler.units, lambda what, of: heard.append(what) if of == name else None)
@@ -66,7 +66,7 @@ def test_a_unit_around_the_other(owner: bool) -> None:
 
 def test_a_backward_without_the_owner() -> None:
     root = tied("a", "b", "c")
-    sim = warm(root)
+    sim = schedules.warm(root)
     heard = moves(sim)
     root.children[0].used = False
     sim.iteration()
@@ -76,7 +76,7 @@ def test_a_backward_without_the_owner() -> None:
 def test_a_step_in_a_hook_waits_for_a_gather_that_nobody_used() -> None:
     """The owner was gathered ahead, and another unit's gradient is reduced in its stead."""
     root = tied("a", "b", "c")
-    sim = warm(root)
+    sim = schedules.warm(root)
     root.children[0].used = False
     sim.step_in_backward()
     sim.scheduler.is_last_backward = False
@@ -86,7 +86,7 @@ def test_a_step_in_a_hook_waits_for_a_gather_that_nobody_used() -> None:
 
 def test_earlier_gradients_are_not_reduced_before_the_others_came() -> None:
     root = tied("c", "b", "a")
-    sim = warm(root)
+    sim = schedules.warm(root)
     for unit in sim.scheduler.units:
         unit.sync = False
     sim.iteration(step=False)
@@ -98,8 +98,8 @@ def test_earlier_gradients_are_not_reduced_before_the_others_came() -> None:
 
 
 def test_a_group_is_a_plain_one_before_and_after() -> None:
-    sim = warm(tied("a", "b", "c"))
-    owner, user = unit_of(sim, "a"), unit_of(sim, "c")
+    sim = schedules.warm(tied("a", "b", "c"))
+    owner, user = schedules.unit_of(sim, "a"), schedules.unit_of(sim, "c")
     (group,) = owner.own_groups
     assert tied_group(owner.groups[0]) is not None
     alias = next(group for group in user.groups if group.is_alias)

@@ -16,35 +16,22 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import fsdp2
 from fsdp2 import fully_shard
 from fsdp2.core.modules.registry import require_record
+from tests.common import models, parity
 from tests.common.backends import packs
 from tests.common.combinations import each_once
 from tests.common.errors import raises
-from tests.common.models import DIM, Transformer, seeded, units
-from tests.common.parity import (
-    FP32,
-    CountCollectives,
-    adamw,
-    assert_close,
-    full_grads,
-    full_params,
-    language_batches,
-    language_loss,
-    train_sharded,
-    train_unsharded,
-    world_mesh,
-)
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
 
 
 def build(vocab: int = 13, tied: bool = False) -> Any:
-    return seeded(partial(Transformer, blocks=2, vocab=vocab, tied=tied))
+    return models.seeded(partial(models.Transformer, blocks=2, vocab=vocab, tied=tied))
 
 
 def _shard(*modules: Any, **arguments: Any) -> None:
     for module in modules:
-        fully_shard(module, **{"mesh": world_mesh(), **arguments})
+        fully_shard(module, **{"mesh": parity.world_mesh(), **arguments})
 
 
 def _assign(model: Any) -> None:
@@ -84,12 +71,12 @@ def _after(model: Any, *modules: Any, **arguments: Any) -> None:
 
 
 UNITS: dict[str, Callable[[Any], list[Any]]] = {
-    "root": lambda m: [*units(m), m],
-    "pair": lambda m: [*units(m), [m.embed, m.head], m],
-    "embedding": lambda m: [m.embed, *units(m), m],
-    "head": lambda m: [*units(m), m.head, m],
-    "both": lambda m: [m.embed, *units(m), m.head, m],
-    "both, head first": lambda m: [m.head, *units(m), m.embed, m],
+    "root": lambda m: [*models.units(m), m],
+    "pair": lambda m: [*models.units(m), [m.embed, m.head], m],
+    "embedding": lambda m: [m.embed, *models.units(m), m],
+    "head": lambda m: [*models.units(m), m.head, m],
+    "both": lambda m: [m.embed, *models.units(m), m.head, m],
+    "both, head first": lambda m: [m.head, *models.units(m), m.embed, m],
 }
 
 
@@ -119,11 +106,13 @@ def test_trained_as_without_sharding(
 ) -> None:
     model = build(vocab)
     tie(model, *UNITS[which](model), reshard_after_forward=reshard_after_forward)
-    batches = language_batches(vocab, steps=3)
-    sharded = train_sharded(model, adamw, language_loss, batches)
+    batches = parity.language_batches(vocab, steps=3)
+    sharded = parity.train_sharded(model, parity.adamw, parity.language_loss, batches)
     check_one(model)
-    plain = train_unsharded(build(vocab, tied=True), adamw, language_loss, batches)
-    assert_close(sharded, plain, FP32, "unsharded")
+    plain = parity.train_unsharded(
+        build(vocab, tied=True), parity.adamw, parity.language_loss, batches
+    )
+    parity.assert_close(sharded, plain, parity.FP32, "unsharded")
 
 
 @ranks(2)
@@ -150,7 +139,9 @@ def test_tied_after_sharding(tie: Any, which: str, when: str) -> None:
     check_one(model)
     assert model.embed.weight is kept
     assert not any(p.sharded is gone for p in _managed(model))
-    assert_close(full_grads(model), {n: p.grad for n, p in plain.named_parameters()}, FP32)
+    parity.assert_close(
+        parity.full_grads(model), {n: p.grad for n, p in plain.named_parameters()}, parity.FP32
+    )
 
 
 def _managed(model: Any) -> list[Any]:
@@ -173,7 +164,9 @@ def test_with_replicas_and_accumulation(tie: Any) -> None:
         for each in (model, plain):
             each(torch.arange(step, step + 6).view(2, 3)).square().mean().backward()
     assert len(reduced) == 1
-    assert_close(full_grads(model), {n: p.grad for n, p in plain.named_parameters()}, FP32)
+    parity.assert_close(
+        parity.full_grads(model), {n: p.grad for n, p in plain.named_parameters()}, parity.FP32
+    )
 
 
 @packs
@@ -188,7 +181,7 @@ def test_gathered_where_it_is_used_and_reduced_once(tie: Any) -> None:
     for block in model.blocks:
         block.register_forward_hook(lambda *_: seen.append(isinstance(model.head.weight, DTensor)))
     for _ in range(2):
-        with CountCollectives() as counted:
+        with parity.CountCollectives() as counted:
             model(ids).sum().backward()
     assert seen == [True] * 4
     # Gathers: blocks, the root's norm, the tied weight twice in forward and twice in backward.
@@ -202,8 +195,8 @@ def test_gathered_where_it_is_used_and_reduced_once(tie: Any) -> None:
 class Stack(nn.Module):
     def __init__(self, embed: nn.Embedding | None = None) -> None:
         super().__init__()
-        self.embed = nn.Embedding(7, DIM) if embed is None else embed
-        self.block = nn.Linear(DIM, DIM)
+        self.embed = nn.Embedding(7, models.DIM) if embed is None else embed
+        self.block = nn.Linear(models.DIM, models.DIM)
 
     def forward(self, ids: Tensor, memory: Tensor | None = None) -> Tensor:
         x = self.embed(ids)
@@ -215,10 +208,10 @@ class EncoderDecoder(nn.Module):
 
     def __init__(self, one_module: bool) -> None:
         super().__init__()
-        self.shared = nn.Embedding(7, DIM)
+        self.shared = nn.Embedding(7, models.DIM)
         self.encoder = Stack(self.shared if one_module else None)
         self.decoder = Stack(self.shared if one_module else None)
-        self.head = nn.Linear(DIM, 7, bias=False)
+        self.head = nn.Linear(models.DIM, 7, bias=False)
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -231,21 +224,23 @@ class EncoderDecoder(nn.Module):
 
 def _compare(model: Any, plain: Any, steps: int = 3, loss: Any = None) -> None:
     loss = loss or (lambda each, ids: each(ids).square().mean())
-    optimizers = [adamw(each.parameters()) for each in (model, plain)]
+    optimizers = [parity.adamw(each.parameters()) for each in (model, plain)]
     for step in range(steps):
         ids = torch.arange(step, step + 6).view(2, 3) % 7
         for each, optimizer in zip((model, plain), optimizers, strict=True):
             loss(each, ids).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert_close(full_params(model), dict(plain.named_parameters()), FP32, "parameters")
+    parity.assert_close(
+        parity.full_params(model), dict(plain.named_parameters()), parity.FP32, "parameters"
+    )
 
 
 @ranks(2)
 @each_once(one_module=[True, False], again=[True, False], blocks=[True, False])
 def test_encoder_and_decoder(one_module: bool, again: bool, blocks: bool) -> None:
     """The encoder is a unit, the decoder too, and the head is the root's."""
-    model, plain = (seeded(partial(EncoderDecoder, one_module)) for _ in range(2))
+    model, plain = (models.seeded(partial(EncoderDecoder, one_module)) for _ in range(2))
     if blocks:
         _shard(model.encoder.block, model.decoder.block)
     _shard(model.encoder, model.decoder, model)
@@ -255,19 +250,19 @@ def test_encoder_and_decoder(one_module: bool, again: bool, blocks: bool) -> Non
     assert model.shared.weight is model.encoder.embed.weight is model.head.weight
     with torch.no_grad():  # a part on its own, as in generation
         ids = torch.zeros(1, 2, dtype=torch.int64)
-        assert_close(model.encoder(ids), plain.encoder(ids), FP32)
+        parity.assert_close(model.encoder(ids), plain.encoder(ids), parity.FP32)
 
 
 @ranks(2)
 @pytest.mark.parametrize("first", ["encoder", "root"])
 def test_a_part_that_runs_first(first: str) -> None:
     """One scheduler serves all units that a tie joins, whichever runs first."""
-    model, plain = (seeded(partial(EncoderDecoder, False)) for _ in range(2))
+    model, plain = (models.seeded(partial(EncoderDecoder, False)) for _ in range(2))
     _shard(model.encoder, model.decoder, model)
     for each in (model, plain):
         (each.encoder if first == "encoder" else each)(torch.arange(4).view(2, 2)).sum().backward()
     expected = {name: param.grad for name, param in plain.named_parameters()}
-    assert_close(full_grads(model), expected, FP32)
+    parity.assert_close(parity.full_grads(model), expected, parity.FP32)
     for each in (model, plain):
         each.zero_grad()
     _compare(model, plain)
@@ -278,7 +273,9 @@ class Parts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.low, self.high = (nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(2))
+        self.low, self.high = (
+            nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Tanh()) for _ in range(2)
+        )
         self.high[0].weight = self.low[0].weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -289,19 +286,21 @@ class Parts(nn.Module):
 @each_once(order=[("low", "high"), ("high", "low")], inner=[True, False])
 def test_without_a_root(order: tuple[str, str], inner: bool) -> None:
     """Both are roots; a loss may use one of them, or both."""
-    model, plain = seeded(Parts), seeded(Parts)
+    model, plain = models.seeded(Parts), models.seeded(Parts)
     for name in order:
         part: Any = getattr(model, name)
         _shard(*((part[0], part) if inner else (part,)))
     optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, plain)]
-    x = torch.randn(2, DIM)
+    x = torch.randn(2, models.DIM)
     for use in ("high", None, "low", None):
         for each, optimizer in zip((model, plain), optimizers, strict=True):
             (each if use is None else getattr(each, use))(x).square().sum().backward()
             optimizer.step()
             for part in (each.low, each.high):
                 part.zero_grad()
-    assert_close(full_params(model), dict(plain.named_parameters()), FP32, "parameters")
+    parity.assert_close(
+        parity.full_params(model), dict(plain.named_parameters()), parity.FP32, "parameters"
+    )
 
 
 @ranks(2)
@@ -310,7 +309,7 @@ def test_the_owner_is_deleted(when: str) -> None:
     """A unit that used its group owns it then."""
     model, plain = build(), build(tied=True)
     _before(model, *UNITS["both"](model))
-    ids, x = torch.arange(6).view(2, 3), torch.randn(2, DIM)
+    ids, x = torch.arange(6).view(2, 3), torch.randn(2, models.DIM)
     if when == "after an iteration":
         for each in (model, plain):
             each(ids).square().mean().backward()
@@ -319,28 +318,34 @@ def test_the_owner_is_deleted(when: str) -> None:
         each.embed = nn.Identity()
     for each in (model, plain):
         each(x[None]).square().mean().backward()
-    assert_close(full_grads(model), {n: p.grad for n, p in plain.named_parameters()}, FP32)
+    parity.assert_close(
+        parity.full_grads(model), {n: p.grad for n, p in plain.named_parameters()}, parity.FP32
+    )
 
 
 @ranks(2)
 def test_an_added_alias_and_new_parameters() -> None:
     """`shard_new_parameters` takes a tied one, too; an alias of a managed one needs no call."""
-    model: Any = seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)))
+    model: Any = models.seeded(
+        lambda: nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM))
+    )
     _shard(*model, model)
     model.extra = model[0].weight
     model.shard_new_parameters()
     model.other = model[1].weight
-    x = torch.ones(2, DIM)
+    x = torch.ones(2, models.DIM)
     model.register_forward_hook(lambda m, _, y: y @ m.extra + y @ m.other)
     model(x).sum().backward()
-    plain: Any = seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)))
+    plain: Any = models.seeded(
+        lambda: nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM))
+    )
     plain.register_forward_hook(lambda m, _, y: y @ m[0].weight + y @ m[1].weight)
     plain(x).sum().backward()
     assert sorted(model.state_dict()) == sorted([*plain.state_dict(), "extra", "other"])
     expected = {n: p.grad for n, p in plain.named_parameters()}
-    found = full_grads(model)
+    found = parity.full_grads(model)
     found.update({"0.weight": found.pop("extra"), "1.weight": found.pop("other")})
-    assert_close(dict(sorted(found.items())), dict(sorted(expected.items())), FP32)
+    parity.assert_close(dict(sorted(found.items())), dict(sorted(expected.items())), parity.FP32)
 
 
 @ranks(2)
@@ -348,7 +353,7 @@ def test_an_added_alias_and_new_parameters() -> None:
 def test_from_the_meta_device(when: str) -> None:
     source = build(tied=True)
     with torch.device("meta"):
-        model: Any = Transformer(blocks=2, vocab=13)
+        model: Any = models.Transformer(blocks=2, vocab=13)
     _shard(*UNITS["both"](model))
     if when != "after":
         _assign(model)
@@ -356,17 +361,21 @@ def test_from_the_meta_device(when: str) -> None:
     if when == "after":
         _assign(model)
     for block in model.blocks:
-        block.scale.fill_((DIM // 2) ** -0.5)
+        block.scale.fill_((models.DIM // 2) ** -0.5)
     with torch.no_grad():
         for (_, param), (_, values) in zip(
             model.named_parameters(), source.named_parameters(), strict=True
         ):
             mesh, placements = param.device_mesh, param.placements
             param.copy_(distribute_tensor(values, mesh, placements))
-    batches = language_batches(13, steps=3)
-    sharded = train_sharded(model, adamw, language_loss, batches)
+    batches = parity.language_batches(13, steps=3)
+    sharded = parity.train_sharded(model, parity.adamw, parity.language_loss, batches)
     check_one(model)
-    assert_close(sharded, train_unsharded(source, adamw, language_loss, batches), FP32)
+    parity.assert_close(
+        sharded,
+        parity.train_unsharded(source, parity.adamw, parity.language_loss, batches),
+        parity.FP32,
+    )
 
 
 @ranks(2)
@@ -405,7 +414,7 @@ def test_a_loader_replaces_both_and_ties_them(which: str, when: str) -> None:
         _step(model, optimizer)
         _step(source, plain)
     check_one(model)
-    assert_close(full_params(model), dict(source.named_parameters()), FP32)
+    parity.assert_close(parity.full_params(model), dict(source.named_parameters()), parity.FP32)
     for stale, name in zip(before, ["embed.weight", "head.weight"], strict=True):
         with pytest.raises(fsdp2.ShardingStateError, match=rf"holds parameter '{name}'"):
             torch.optim.SGD([stale], lr=0.1).step()
@@ -425,11 +434,11 @@ def test_state_dicts(tie: Any, which: str, assign: bool) -> None:
     with torch.no_grad():
         model.embed.weight.zero_()
     model.load_state_dict(copy, assign=assign)
-    assert_close(model(ids).detach(), before, FP32)
+    parity.assert_close(model(ids).detach(), before, parity.FP32)
     model.reshard()
     check_one(model)
     model.head.load_state_dict({"weight": copy["embed.weight"]}, assign=assign)
-    assert_close(model(ids).detach(), before, FP32)
+    parity.assert_close(model(ids).detach(), before, parity.FP32)
     model.reshard()
     check_one(model)
 
@@ -449,7 +458,7 @@ def test_with_a_flat_optimizer_and_unused_parameters() -> None:
             for param in plain.parameters() if each is plain else ():
                 param.grad = torch.zeros_like(param) if param.grad is None else param.grad
             each_optimizer.step()
-    assert_close(full_params(model), dict(plain.named_parameters()), FP32)
+    parity.assert_close(parity.full_params(model), dict(plain.named_parameters()), parity.FP32)
 
 
 @ranks(2)
@@ -503,7 +512,7 @@ def test_an_optimizer_that_holds_the_other_one(which: str, made: str) -> None:
     for _ in range(2):
         _step(model, optimizer)
         _step(plain, other)
-    assert_close(full_params(model), dict(plain.named_parameters()), FP32)
+    parity.assert_close(parity.full_params(model), dict(plain.named_parameters()), parity.FP32)
 
 
 def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -520,11 +529,11 @@ def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:
 def test_units_that_compute_in_other_dtypes(tie: Any) -> None:
     model = build()
     policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16)
-    with CountCollectives() as counted, raises("tied-dtypes"):
+    with parity.CountCollectives() as counted, raises("tied-dtypes"):
         if tie is _before:
             _assign(model)
         _shard(model.head, mp_policy=policy)
-        tie(model, *units(model), model)
+        tie(model, *models.units(model), model)
         model(torch.zeros(1, 2, dtype=torch.int64))
     assert counted.total == 0
 

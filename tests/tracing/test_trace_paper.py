@@ -17,8 +17,7 @@ from fsdp2.testing.timeline import idle, replay, timeline_of
 from fsdp2.testing.virtual import VirtualDevice, VirtualEvent
 from fsdp2.tracing import Memory, Slice, Timeline, Wait, diff, summary
 from fsdp2.tracing.drawing import LANE_OF
-from tests.common.perfetto import problems_of, program, query, tables
-from tests.common.random_models import random_settings, random_tree
+from tests.common import perfetto, random_models
 
 pytestmark = pytest.mark.alone
 
@@ -79,7 +78,9 @@ def steady() -> list[Note]:
 def test_waits_are_the_edges_of_the_race_checker(seed: int) -> None:
     rng = random.Random(f"trace {seed}")
     device = Noting()
-    simulation = Simulation(random_tree(rng), device, **random_settings(rng, device, (2, 4)))
+    simulation = Simulation(
+        random_models.random_tree(rng), device, **random_models.random_settings(rng, device, (2, 4))
+    )
     for _ in range(2):
         simulation.iteration()
     timeline = timeline_of(device.trace, lambda op: 1.0)
@@ -268,12 +269,14 @@ def test_an_arrow_leads_from_what_was_waited_for_to_what_ran_next(
     """One for each wait behind which its lane ran anything; waits of that moment are passed by."""
     rng = random.Random(f"arrows {seed}")
     device = Noting()
-    simulation = Simulation(random_tree(rng), device, **random_settings(rng, device, (2, 4)))
+    simulation = Simulation(
+        random_models.random_tree(rng), device, **random_models.random_settings(rng, device, (2, 4))
+    )
     simulation.iteration()
     timeline = timeline_of(device.trace, lambda op: rng.choice([0.5, 1.0, 7.0]))
     timeline.write(tmp_path / "plan.json")
     document = json.loads((tmp_path / "plan.json").read_text())
-    seen = tables(document).execute(ARROWS).fetchall()
+    seen = perfetto.tables(document).execute(ARROWS).fetchall()
     known = []
     for wait in timeline.waits:
         ahead = [s.start for s in timeline.on(wait.lane) if s.start >= wait.end]
@@ -289,7 +292,7 @@ def test_counters_are_the_memory_by_category(tmp_path: Path) -> None:
     timeline.memory = [Memory(0.0, {"shards": 1}), Memory(2.0, {"shards": 1, "gathered": 7})]
     timeline.write(tmp_path / "plan.json")
     document = json.loads((tmp_path / "plan.json").read_text())
-    peaks = dict(tables(document).execute(PEAKS).fetchall())
+    peaks = dict(perfetto.tables(document).execute(PEAKS).fetchall())
     assert peaks == {"memory shards": 1, "memory gathered": 7}
 
 
@@ -297,15 +300,15 @@ def test_sql_over_the_files_tables_gives_the_summarys_sums(tmp_path: Path) -> No
     path = tmp_path / "plan.json"
     timeline_of(schedule().trace, took).write(path)
     document = json.loads(path.read_text())
-    assert problems_of(document) == []
-    _check_sums(path, lambda sql: tables(document).execute(sql).fetchall())
+    assert perfetto.problems_of(document) == []
+    _check_sums(path, lambda sql: perfetto.tables(document).execute(sql).fetchall())
 
 
 @pytest.mark.extended
 def test_perfettos_trace_processor_gives_the_summarys_sums(tmp_path: Path) -> None:
     pytest.importorskip("perfetto")
-    if program() is None:
+    if perfetto.program() is None:
         pytest.skip("Perfetto's trace_processor_shell is not here: see tests/common/perfetto.py")
     path = tmp_path / "plan.json"
     timeline_of(schedule().trace, took).write(path)
-    _check_sums(path, lambda sql: query(path, sql))
+    _check_sums(path, lambda sql: perfetto.query(path, sql))

@@ -32,22 +32,7 @@ from fsdp2.xla import (
     consolidate_sharded_state_dicts,
 )
 from fsdp2.xla.consolidate import main
-from tests.common.models import DIM, Nested, OddMLP, Transformer, seeded
-from tests.common.parity import (
-    CountCollectives,
-    Step,
-    adamw,
-    assert_equal,
-    full_all,
-    full_grads,
-    language_batches,
-    language_loss,
-    my_part,
-    regression_batches,
-    regression_loss,
-    train_sharded,
-    train_unsharded,
-)
+from tests.common import models, parity
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -68,12 +53,16 @@ def _wrap_below(module: nn.Module, **arguments: Any) -> nn.Module:
     return FSDP(module, **arguments) if getattr(module, "is_unit", False) else module
 
 
-def _language(wrap: Any, tied: bool = False, **unsharded: Any) -> tuple[list[Step], list[Step]]:
+def _language(
+    wrap: Any, tied: bool = False, **unsharded: Any
+) -> tuple[list[parity.Step], list[parity.Step]]:
     """Steps of a wrapped transformer, and of one that is not."""
-    build = partial(seeded, partial(Transformer, tied=tied))
-    batches = language_batches(13, steps=STEPS)
-    ours = train_sharded(wrap(build()), adamw, language_loss, batches)
-    return ours, train_unsharded(build(), adamw, language_loss, batches, slices=True, **unsharded)
+    build = partial(models.seeded, partial(models.Transformer, tied=tied))
+    batches = parity.language_batches(13, steps=STEPS)
+    ours = parity.train_sharded(wrap(build()), parity.adamw, parity.language_loss, batches)
+    return ours, parity.train_unsharded(
+        build(), parity.adamw, parity.language_loss, batches, slices=True, **unsharded
+    )
 
 
 WRAPS: dict[str, Any] = {
@@ -103,22 +92,29 @@ WRAPS: dict[str, Any] = {
 @ranks(2)
 def test_trains_as_the_unsharded_model(how: str) -> None:
     ours, expected = _language(WRAPS[how])
-    assert_equal(ours, expected)
+    parity.assert_equal(ours, expected)
 
 
 @ranks(2)
 def test_units_in_units_and_uneven_rows() -> None:
-    for build, outputs in ((partial(seeded, Nested), 3), (partial(seeded, OddMLP), 1)):
-        batches = regression_batches(DIM, outputs, steps=STEPS)
-        ours = train_sharded(wrap_units(build()), adamw, regression_loss, batches)
-        expected = train_unsharded(build(), adamw, regression_loss, batches, slices=True)
-        assert_equal(ours, expected)
+    for build, outputs in (
+        (partial(models.seeded, models.Nested), 3),
+        (partial(models.seeded, models.OddMLP), 1),
+    ):
+        batches = parity.regression_batches(models.DIM, outputs, steps=STEPS)
+        ours = parity.train_sharded(
+            wrap_units(build()), parity.adamw, parity.regression_loss, batches
+        )
+        expected = parity.train_unsharded(
+            build(), parity.adamw, parity.regression_loss, batches, slices=True
+        )
+        parity.assert_equal(ours, expected)
 
 
 @ranks(2)
 def test_tied_parameters() -> None:
     ours, expected = _language(wrap_units, tied=True)
-    assert_equal(ours, expected)
+    parity.assert_equal(ours, expected)
 
 
 @ranks(2)
@@ -126,16 +122,18 @@ def test_compute_dtype() -> None:
     """Computes in bf16; float32 reductions round as the unsharded sums do."""
     wrap = partial(wrap_units, compute_dtype=torch.bfloat16, fp32_reduce_scatter=True)
     ours, expected = _language(wrap, mixed=True)
-    assert_equal(ours, expected)
+    parity.assert_equal(ours, expected)
 
 
 @ranks(2)
 def test_gradients_are_reduced_in_the_compute_dtype() -> None:
     """Unless they are to be float32: then they have bits that bf16 has not."""
-    batch = my_part(regression_batches(DIM, 1, steps=1)[0])
+    batch = parity.my_part(parity.regression_batches(models.DIM, 1, steps=1)[0])
     for fp32, rounded in ((False, True), (True, False)):
-        model = FSDP(seeded(OddMLP), compute_dtype=torch.bfloat16, fp32_reduce_scatter=fp32)
-        regression_loss(model, batch).backward()
+        model = FSDP(
+            models.seeded(models.OddMLP), compute_dtype=torch.bfloat16, fp32_reduce_scatter=fp32
+        )
+        parity.regression_loss(model, batch).backward()
         grads = [p.grad.to_local() for p in model.parameters()]
         assert all(grad.dtype == torch.float32 for grad in grads)
         assert all(torch.equal(g, g.bfloat16().float()) for g in grads) is rounded
@@ -144,13 +142,13 @@ def test_gradients_are_reduced_in_the_compute_dtype() -> None:
 @ranks(2)
 def test_buffers() -> None:
     def norm() -> Any:
-        return nn.Sequential(nn.Linear(DIM, 4), nn.BatchNorm1d(4))
+        return nn.Sequential(nn.Linear(models.DIM, 4), nn.BatchNorm1d(4))
 
     model: Any = FSDP(norm(), compute_dtype=torch.bfloat16)
     buffers = dict(model[1].named_buffers())
     assert buffers["running_mean"].dtype == torch.bfloat16
     assert buffers["num_batches_tracked"].dtype == torch.int64
-    model(torch.randn(6, DIM)).sum().backward()
+    model(torch.randn(6, models.DIM)).sum().backward()
     assert model[1].running_mean.any()
     full = consolidate_sharded_state_dicts(_everyones(model), model.get_shard_metadata())
     assert full["1.running_mean"].dtype == torch.float32
@@ -166,56 +164,62 @@ def test_buffers() -> None:
 
 @ranks(2)
 def test_no_sync_and_clipping() -> None:
-    batches = regression_batches(DIM, 3, steps=4)
-    model: Any = wrap_units(seeded(Nested))
-    plain = seeded(Nested)
-    with CountCollectives() as counted, model.no_sync():
+    batches = parity.regression_batches(models.DIM, 3, steps=4)
+    model: Any = wrap_units(models.seeded(models.Nested))
+    plain = models.seeded(models.Nested)
+    with parity.CountCollectives() as counted, model.no_sync():
         for batch in batches[:3]:
-            regression_loss(model, my_part(batch)).backward()
+            parity.regression_loss(model, parity.my_part(batch)).backward()
         assert not model.params_with_grad
     assert counted.all_gathers
     assert not counted.reduce_scatters + counted.counts["all_reduce"]
-    regression_loss(model, my_part(batches[3])).backward()
+    parity.regression_loss(model, parity.my_part(batches[3])).backward()
     assert len(model.params_with_grad) == len(list(model.parameters()))
     for rank in range(2):
         for batch in batches:
-            regression_loss(plain, my_part(batch, rank)).backward()
+            parity.regression_loss(plain, parity.my_part(batch, rank)).backward()
     for param in plain.parameters():
         param.grad /= 2
-    torch.testing.assert_close(full_grads(model), full_grads(plain), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        parity.full_grads(model), parity.full_grads(plain), rtol=1e-5, atol=1e-6
+    )
     norm = model.clip_grad_norm_(0.01, groups=[[0, 1]])
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
     torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0.0)
-    torch.testing.assert_close(full_grads(model), full_grads(plain), rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(
+        parity.full_grads(model), parity.full_grads(plain), rtol=1e-5, atol=1e-8
+    )
 
 
 @ranks(2)
 def test_no_sync_leaves_flags_as_they_were() -> None:
-    model: Any = wrap_units(seeded(Nested))
+    model: Any = wrap_units(models.seeded(models.Nested))
     model.pairs[0].set_requires_gradient_sync(False)
     with pytest.raises(RuntimeError, match="mine"), model.no_sync():
         raise RuntimeError("mine")
-    regression_loss(model, my_part(regression_batches(DIM, 3, steps=1)[0])).backward()
+    parity.regression_loss(
+        model, parity.my_part(parity.regression_batches(models.DIM, 3, steps=1)[0])
+    ).backward()
     without = {name for name, param in model.named_parameters() if param.grad is None}
     assert without == {n for n, _ in model.named_parameters() if n.startswith("pairs.0.")}
 
 
 @ranks(2)
 def test_divide_factors() -> None:
-    batch = my_part(regression_batches(DIM, 3, steps=1)[0])
+    batch = parity.my_part(parity.regression_batches(models.DIM, 3, steps=1)[0])
     grads = []
     for pre, post in ((1.0, 2.0), (2.0, 4.0)):
-        model: Any = wrap_units(seeded(Nested))
+        model: Any = wrap_units(models.seeded(models.Nested))
         model.set_gradient_divide_factors(pre, post, recursive=True)
-        regression_loss(model, batch).backward()
-        grads.append(full_grads(model))
-    assert_equal(grads[0], {name: grad * 4 for name, grad in grads[1].items()})
+        parity.regression_loss(model, batch).backward()
+        grads.append(parity.full_grads(model))
+    parity.assert_equal(grads[0], {name: grad * 4 for name, grad in grads[1].items()})
     model.set_gradient_divide_factors(1.0, 2.0, recursive=False)
     model.zero_grad()
-    regression_loss(model, batch).backward()
-    for name, grad in full_grads(model).items():
+    parity.regression_loss(model, batch).backward()
+    for name, grad in parity.full_grads(model).items():
         factor = 4 if name.startswith("pairs.") else 1
-        assert_equal(grad * factor, grads[0][name], name)
+        parity.assert_equal(grad * factor, grads[0][name], name)
 
 
 # ---- what the documents show
@@ -224,7 +228,7 @@ def test_divide_factors() -> None:
 class TwoInputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.left, self.right = nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.left(x).tanh() * self.right(y)
@@ -233,9 +237,11 @@ class TwoInputs(nn.Module):
 @ranks(2)
 def test_the_first_example() -> None:
     """A module of two inputs, Adam, one step; between the passes it is whole, as with ZeRO-2."""
-    my_module = seeded(TwoInputs)
-    plain = seeded(TwoInputs)
-    x, y = (torch.randn(4, DIM, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    my_module = models.seeded(TwoInputs)
+    plain = models.seeded(TwoInputs)
+    x, y = (
+        torch.randn(4, models.DIM, generator=torch.Generator().manual_seed(i)) for i in range(2)
+    )
     model: Any = FSDP(my_module)
     optim = torch.optim.Adam(model.parameters(), lr=0.0001)
     output = model(x, y)
@@ -249,14 +255,18 @@ def test_the_first_example() -> None:
     assert torch.equal(out, output)
     out.sum().backward()
     expected.step()
-    assert_equal(full_all(model.parameters()), [p.detach() for p in plain.parameters()])
+    parity.assert_equal(
+        parity.full_all(model.parameters()), [p.detach() for p in plain.parameters()]
+    )
 
 
 @ranks(2)
 def test_inner_modules_are_freed_between_the_passes() -> None:
     """Nested wrapping is ZeRO-3: only the outermost wrapper stays gathered."""
-    model: Any = wrap_units(seeded(Nested))
-    loss = regression_loss(model, my_part(regression_batches(DIM, 3, steps=1)[0]))
+    model: Any = wrap_units(models.seeded(models.Nested))
+    loss = parity.regression_loss(
+        model, parity.my_part(parity.regression_batches(models.DIM, 3, steps=1)[0])
+    )
     whole = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
     assert whole == ["first.weight", "first.bias", "last.weight", "last.bias"]
     loss.backward()
@@ -269,8 +279,8 @@ class Grown(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList()
         for _ in range(3):
-            self.layers.append(wrap(nn.Linear(DIM, DIM)))
-        self.head = nn.Linear(DIM, 3)
+            self.layers.append(wrap(nn.Linear(models.DIM, models.DIM)))
+        self.head = nn.Linear(models.DIM, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -280,11 +290,14 @@ class Grown(nn.Module):
 
 @ranks(2)
 def test_construction_and_wrapping_in_turns() -> None:
-    batches = regression_batches(DIM, 3, steps=STEPS)
-    model = FSDP(seeded(partial(Grown, FSDP)))
-    ours = train_sharded(model, adamw, regression_loss, batches)
-    plain = seeded(partial(Grown, lambda layer: layer))
-    assert_equal(ours, train_unsharded(plain, adamw, regression_loss, batches, slices=True))
+    batches = parity.regression_batches(models.DIM, 3, steps=STEPS)
+    model = FSDP(models.seeded(partial(Grown, FSDP)))
+    ours = parity.train_sharded(model, parity.adamw, parity.regression_loss, batches)
+    plain = models.seeded(partial(Grown, lambda layer: layer))
+    parity.assert_equal(
+        ours,
+        parity.train_unsharded(plain, parity.adamw, parity.regression_loss, batches, slices=True),
+    )
 
 
 class TwoLayers(nn.Module):
@@ -292,8 +305,8 @@ class TwoLayers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.w0 = nn.Parameter(torch.randn(DIM, 6))
-        self.w1 = nn.Parameter(torch.randn(6, DIM))
+        self.w0 = nn.Parameter(torch.randn(models.DIM, 6))
+        self.w1 = nn.Parameter(torch.randn(6, models.DIM))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(x @ self.w0) @ self.w1
@@ -302,14 +315,16 @@ class TwoLayers(nn.Module):
 @ranks(2)
 def test_gather_compute_discard() -> None:
     """Both weights are cut on the model's dim; a rank ends with its part of averaged gradients."""
-    rank, local = dist.get_rank(), DIM // 2
+    rank, local = dist.get_rank(), models.DIM // 2
     mine = slice(rank * local, (rank + 1) * local)
-    plain, model = seeded(TwoLayers), seeded(TwoLayers)
-    fsdp2.fully_shard(model, shard_placement_fn=lambda p: Shard(0 if p.shape[0] == DIM else 1))
-    assert_equal(model.w0.to_local(), plain.w0.detach()[mine])
-    assert_equal(model.w1.to_local(), plain.w1.detach()[:, mine])
-    x = torch.randn(2, 5, DIM, generator=torch.Generator().manual_seed(4))
-    grads = torch.randn(2, 5, DIM, generator=torch.Generator().manual_seed(5))
+    plain, model = models.seeded(TwoLayers), models.seeded(TwoLayers)
+    fsdp2.fully_shard(
+        model, shard_placement_fn=lambda p: Shard(0 if p.shape[0] == models.DIM else 1)
+    )
+    parity.assert_equal(model.w0.to_local(), plain.w0.detach()[mine])
+    parity.assert_equal(model.w1.to_local(), plain.w1.detach()[:, mine])
+    x = torch.randn(2, 5, models.DIM, generator=torch.Generator().manual_seed(4))
+    grads = torch.randn(2, 5, models.DIM, generator=torch.Generator().manual_seed(5))
     model(x[rank]).backward(grads[rank])
     total = []
     for one, grad in zip(x, grads, strict=True):  # by hand
@@ -341,16 +356,16 @@ def test_checkpoint_module(where: str) -> None:
 
     calls: list[list[int]] = []
     ours, expected = _language(wrap)
-    assert_equal(ours, expected)
+    parity.assert_equal(ours, expected)
     assert [len(seen) for seen in calls] == [2 * STEPS] * 2
 
 
 @ranks(2)
 def test_a_checkpointed_module_goes_when_nobody_has_it() -> None:
-    module = checkpoint_module(nn.Linear(DIM, DIM))
-    assert module(torch.ones(2, DIM)).requires_grad
+    module = checkpoint_module(nn.Linear(models.DIM, models.DIM))
+    assert module(torch.ones(2, models.DIM)).requires_grad
     with torch.no_grad():
-        module(torch.ones(2, DIM))
+        module(torch.ones(2, models.DIM))
     gone = weakref.ref(module)
     gc.disable()
     try:
@@ -368,7 +383,7 @@ def test_auto_wrap_policy() -> None:
     def policy(module: nn.Module, recurse: bool, unwrapped_params: int) -> bool:
         return recurse or isinstance(module, fsdp2_block)
 
-    fsdp2_block = type(Transformer().blocks[0])
+    fsdp2_block = type(models.Transformer().blocks[0])
     seen: list[dict[str, Any]] = []
 
     def wrapper(module: nn.Module, **arguments: Any) -> nn.Module:
@@ -380,11 +395,11 @@ def test_auto_wrap_policy() -> None:
         wrap = partial(
             FSDP, auto_wrap_policy=chosen, auto_wrapper_callable=make, reshard_after_forward=False
         )
-        model = wrap(seeded(Transformer))
+        model = wrap(models.seeded(models.Transformer))
         kinds = [type(m.module).__name__ for m in model.modules() if isinstance(m, FSDP)]
         assert kinds == ["FSDPTransformer", "FSDPBlock", "FSDPBlock"]
         ours, expected = _language(wrap)
-        assert_equal(ours, expected)
+        parity.assert_equal(ours, expected)
     assert all(each["reshard_after_forward"] is False for each in seen)
     assert len(seen) == 4  # two blocks, twice
 
@@ -398,36 +413,36 @@ def test_modules_on_meta() -> None:
 
     with torch.device("meta"):
         mine: Any = wrap_units(
-            nn.Sequential(nn.Linear(DIM, 3), nn.Linear(3, 1)), param_init_fn=fill
+            nn.Sequential(nn.Linear(models.DIM, 3), nn.Linear(3, 1)), param_init_fn=fill
         )
-        given: Any = nn.Sequential(nn.Linear(DIM, 3), nn.BatchNorm1d(3))
+        given: Any = nn.Sequential(nn.Linear(models.DIM, 3), nn.BatchNorm1d(3))
     assert all(bool((param.to_local() == 0.5).all()) for param in mine.parameters())
     torch.manual_seed(3)
     model: Any = FSDP(given)
     torch.manual_seed(3)
-    expected = nn.Sequential(nn.Linear(DIM, 3), nn.BatchNorm1d(3)).state_dict()
+    expected = nn.Sequential(nn.Linear(models.DIM, 3), nn.BatchNorm1d(3)).state_dict()
     found = consolidate_sharded_state_dicts(_everyones(model), model.get_shard_metadata())
-    assert_equal(found, dict(expected))
+    parity.assert_equal(found, dict(expected))
 
 
 @ranks(4)
 def test_groups_know_nothing_of_each_other() -> None:
     """Each of two groups trains as two ranks do alone."""
-    model: Any = FSDP(seeded(OddMLP), sharding_groups=[[0, 2], [3, 1]])
+    model: Any = FSDP(models.seeded(models.OddMLP), sharding_groups=[[0, 2], [3, 1]])
     first = dist.get_rank() in (0, 2)
     assert (model.rank, model.world_size) == (dist.get_rank() // 2, 2)
-    batch = regression_batches(DIM, 1, steps=1)[0]
-    part = my_part(batch, 0 if first else 1, 2)
-    loss = regression_loss(model, my_part(part, model.rank, 2))
+    batch = parity.regression_batches(models.DIM, 1, steps=1)[0]
+    part = parity.my_part(batch, 0 if first else 1, 2)
+    loss = parity.regression_loss(model, parity.my_part(part, model.rank, 2))
     loss.backward()
-    plain = seeded(OddMLP)
+    plain = models.seeded(models.OddMLP)
     for rank in range(2):
-        regression_loss(plain, my_part(part, rank, 2)).backward()
+        parity.regression_loss(plain, parity.my_part(part, rank, 2)).backward()
     for (name, mine), param in zip(model.named_parameters(), plain.parameters(), strict=True):
         whole = param.grad / 2
         piece = -(-len(whole) // 2)
         rows = whole[model.rank * piece : (model.rank + 1) * piece]
-        assert_equal(mine.grad.to_local(), rows, name)
+        parity.assert_equal(mine.grad.to_local(), rows, name)
     norm = model.clip_grad_norm_(1.0)
     grads = [param.grad / 2 for param in plain.parameters()]
     torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(grads), rtol=1e-5, atol=0.0)
@@ -436,15 +451,15 @@ def test_groups_know_nothing_of_each_other() -> None:
 @ranks(2)
 def test_sharding_may_come_later() -> None:
     """What is loaded before is the unwrapped model's; whoever looks for parameters gets shards."""
-    full = seeded(OddMLP, seed=5).state_dict()
-    model: Any = wrap_units(seeded(OddMLP), execute_sharding_on_init=False)
+    full = models.seeded(models.OddMLP, seed=5).state_dict()
+    model: Any = wrap_units(models.seeded(models.OddMLP), execute_sharding_on_init=False)
     assert not isinstance(model.module, fsdp2.FSDPModule)
     model.load_state_dict(full)
     assert not isinstance(model.module, fsdp2.FSDPModule)
     assert all(isinstance(param, DTensor) for param in model.parameters())
     model.execute_sharding()
     found = consolidate_sharded_state_dicts(_everyones(model), model.get_shard_metadata())
-    assert_equal(found, dict(full))
+    parity.assert_equal(found, dict(full))
 
 
 @ranks(2)
@@ -459,7 +474,7 @@ def test_a_wrapper_put_inside_later() -> None:
         return wrapped
 
     found, expected = ([step.loss for step in steps] for steps in _language(wrap))
-    assert_equal(found, expected)
+    parity.assert_equal(found, expected)
 
 
 # ---- what the wrapper is
@@ -467,20 +482,20 @@ def test_a_wrapper_put_inside_later() -> None:
 
 @ranks(2)
 def test_names_and_attributes() -> None:
-    model: Any = wrap_units(seeded(Nested))
-    names = [name for name, _ in seeded(Nested).named_parameters()]
+    model: Any = wrap_units(models.seeded(models.Nested))
+    names = [name for name, _ in models.seeded(models.Nested).named_parameters()]
     assert [name for name, _ in model.named_parameters()] == names
     pairs = model.get_original_names_and_sharded_parameters()
     assert [name for name, _ in pairs] == names
     assert all(isinstance(param, DTensor) for _, param in pairs)
     assert model.first.weight is dict(pairs)["first.weight"]
-    assert isinstance(model.module, Nested)
+    assert isinstance(model.module, models.Nested)
     assert model.pairs[0].module.inner is model.pairs[0].inner
     assert list(model.state_dict()) == names
     assert all(type(rows) is Tensor for rows in model.state_dict().values())
     kept = model.state_dict(keep_vars=True)
     assert all(kept[name] is param for name, param in pairs)
-    listed: Any = FSDP(nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU()))
+    listed: Any = FSDP(nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.ReLU()))
     assert isinstance(listed[1], nn.ReLU)
     with pytest.raises(AttributeError, match="no_such_thing"):
         _ = model.no_such_thing
@@ -522,37 +537,37 @@ def _save(model: Any, optimizer: Any, folder: Path) -> Path:
 
 @ranks(2)
 def test_each_rank_saves_and_resumes() -> None:
-    batches = language_batches(13, steps=4)
+    batches = parity.language_batches(13, steps=4)
 
     def steps(model: Any, optimizer: Any, some: Any) -> list[Tensor]:
         losses = []
         for batch in some:
-            loss = language_loss(model, my_part(batch))
+            loss = parity.language_loss(model, parity.my_part(batch))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
         return losses
 
-    model = wrap_units(seeded(Transformer))
-    optimizer = adamw(model.parameters())
+    model = wrap_units(models.seeded(models.Transformer))
+    optimizer = parity.adamw(model.parameters())
     steps(model, optimizer, batches[:2])
     path = _save(model, optimizer, _shared_folder())
     expected = steps(model, optimizer, batches[2:])
-    again = wrap_units(seeded(Transformer, seed=7))
-    optimizer = adamw(again.parameters())
+    again = wrap_units(models.seeded(models.Transformer, seed=7))
+    optimizer = parity.adamw(again.parameters())
     ckpt = torch.load(path, weights_only=True)
     assert not again.load_state_dict(ckpt["model"]).missing_keys
     optimizer.load_state_dict(ckpt["optimizer"])
-    assert_equal(steps(again, optimizer, batches[2:]), expected)
-    assert_equal(full_all(again.parameters()), full_all(model.parameters()))
+    parity.assert_equal(steps(again, optimizer, batches[2:]), expected)
+    parity.assert_equal(parity.full_all(again.parameters()), parity.full_all(model.parameters()))
 
 
 @ranks(2)
 @pytest.mark.parametrize("strategy", ["zero2", "replicated", "hybrid"])
 def test_a_model_that_is_sharded_already_is_saved_and_loaded(strategy: Any) -> None:
-    expected = seeded(OddMLP).state_dict()
-    model = seeded(OddMLP)
+    expected = models.seeded(models.OddMLP).state_dict()
+    model = models.seeded(models.OddMLP)
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
         shape = fsdp2.shard_model(model, {nn.Linear}, strategy=strategy).mesh
     groups = torch.arange(2).view(-1, shape[-1]).tolist()
@@ -566,22 +581,22 @@ def test_a_model_that_is_sharded_already_is_saved_and_loaded(strategy: Any) -> N
     full = consolidate_sharded_state_dicts([both[rank] for rank in mine], metadata)
     assert full.keys() == expected.keys()
     for name, value in expected.items():
-        assert_equal(full[name], value)
+        parity.assert_equal(full[name], value)
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
     wrapper.load_state_dict(rows)
     for name, value in wrapper.state_dict().items():
-        assert_equal(value, rows[name])
+        parity.assert_equal(value, rows[name])
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @ranks(2)
 def test_consolidated_files_load_into_the_unwrapped_model(tied: bool) -> None:
-    model: Any = wrap_units(seeded(partial(Transformer, tied=tied)))
-    optimizer = adamw(model.parameters())
-    batch = language_batches(13, steps=1)[0]
-    language_loss(model, my_part(batch)).backward()
+    model: Any = wrap_units(models.seeded(partial(models.Transformer, tied=tied)))
+    optimizer = parity.adamw(model.parameters())
+    batch = parity.language_batches(13, steps=1)[0]
+    parity.language_loss(model, parity.my_part(batch)).backward()
     optimizer.step()
     folder = _shared_folder()
     _save(model, optimizer, folder)
@@ -590,22 +605,22 @@ def test_consolidated_files_load_into_the_unwrapped_model(tied: bool) -> None:
     if dist.get_rank() == 0:
         assert main(["--ckpt_prefix", prefix, "--ckpt_suffix", suffix]) == 0
         found = torch.load(f"{prefix}_consolidated.pth", weights_only=True)["model"]
-        assert_equal(dict(found), expected)
-        plain = partial(Transformer, tied=tied)()
+        parity.assert_equal(dict(found), expected)
+        plain = partial(models.Transformer, tied=tied)()
         plain.load_state_dict(found)
-        assert_equal(dict(plain.state_dict()), expected)
+        parity.assert_equal(dict(plain.state_dict()), expected)
         same = found["embed.weight"].data_ptr() == found["head.weight"].data_ptr()
         assert same is tied
         full, path = consolidate_sharded_model_checkpoints(prefix, suffix, save_model=False)
         assert path is None
-        assert_equal(full, expected)
+        parity.assert_equal(full, expected)
         assert len(list(folder.iterdir())) == 3  # nothing else was left there
     dist.barrier()
 
 
 def _full(model: Any) -> list[Any]:
     values = model.state_dict(keep_vars=True).values()
-    return full_all(v.detach() for v in values)
+    return parity.full_all(v.detach() for v in values)
 
 
 @ranks(2)
@@ -613,13 +628,16 @@ def test_a_wrapper_in_a_model_that_is_not_wrapped() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = FSDP(seeded(OddMLP))
+            self.inner = FSDP(models.seeded(models.OddMLP))
             self.scale = nn.Parameter(torch.ones(2))
 
     outer = Outer()
     state = outer.state_dict()
-    assert list(state) == ["scale", *(f"inner.{n}" for n, _ in seeded(OddMLP).named_parameters())]
+    assert list(state) == [
+        "scale",
+        *(f"inner.{n}" for n, _ in models.seeded(models.OddMLP).named_parameters()),
+    ]
     assert all(type(value.data) is Tensor for value in state.values())
     again = Outer()
     again.load_state_dict({name: value.clone() for name, value in state.items()})
-    assert_equal(dict(again.state_dict()), dict(state))
+    parity.assert_equal(dict(again.state_dict()), dict(state))

@@ -16,7 +16,7 @@ import fsdp2
 from fsdp2.testing.null_group import init_null_group
 from fsdp2.xla import XlaFullyShardedDataParallel as FSDP  # noqa: N814
 from fsdp2.xla import checkpoint_module, wrapper
-from tests.common.errors import catalogue, raises
+from tests.common import errors
 
 pytestmark = pytest.mark.alone
 
@@ -37,7 +37,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.parametrize("entry", MISUSES)
 def test_misuse(entry: str) -> None:
-    with raises(entry):
+    with errors.raises(entry):
         MISUSES[entry]()
 
 
@@ -119,13 +119,17 @@ def test_a_load_that_is_refused_changes_nothing() -> None:
     before = {name: rows.clone() for name, rows in model.state_dict().items()}
     state = {name: rows + 1 for name, rows in before.items()}
     state["1.bias"] = torch.zeros(8)
-    with raises("xla-foreign-rows"):
+    with errors.raises("xla-foreign-rows"):
         model.load_state_dict(state)
     assert all(torch.equal(rows, before[name]) for name, rows in model.state_dict().items())
 
 
 def test_errors_of_this_room_are_shown() -> None:
-    here = {e for e, entry in catalogue().items() if entry.test == "xla/test_xla_misuses.py::test_misuse"}
+    here = {
+        e
+        for e, entry in errors.catalogue().items()
+        if entry.test == "xla/test_xla_misuses.py::test_misuse"
+    }
     assert here | {"meta-no-reset", "meta-left"} == set(MISUSES)
 
 
