@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2 import checkpoint, fully_shard
 from tests.checkpoint.test_checkpoints import Net, assert_same, everything, train
+from tests.common import workers
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
@@ -27,6 +28,13 @@ def made(mesh: DeviceMesh, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]
     for unit in (model.first, model):
         fully_shard(unit, mesh=mesh)
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _its_ranks_end() -> Iterator[None]:
+    """They have made unequal numbers of groups, and with those no mesh can be made of some ranks."""
+    yield
+    workers.close_pools()
 
 
 def _trained(mesh: DeviceMesh, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

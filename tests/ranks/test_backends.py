@@ -16,7 +16,8 @@ SCRIPT = """
 import torch, torch.distributed as dist
 from unittest import mock
 from fsdp2.core.device import backends
-from fsdp2.core.device.collectives import GroupCollectives, backend_name
+from fsdp2.core.device.collectives import GroupCollectives
+from fsdp2.core.device.process_groups import backend_name
 from fsdp2.sharding.meshes import default_mesh
 
 cpu = torch.device("cpu")

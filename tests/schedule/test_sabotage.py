@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fsdp2.core.device.streams import Lane
-from fsdp2.core.gather.transport import PackedTransport
+from fsdp2.core.gather.transport import BoundPackedTransport
 from fsdp2.core.reduce.partial_sums import PartialSums
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import Delivery, PendingReduction, ReduceTransport
@@ -50,9 +50,9 @@ def _release_before_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _release_staging_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    bind = PackedTransport._bind
+    bind = BoundPackedTransport._bind
 
-    def bind_hasty(self: PackedTransport) -> None:
+    def bind_hasty(self: BoundPackedTransport) -> None:
         bind(self)
         gather, release = self.gather, self.release
 
@@ -62,7 +62,7 @@ def _release_staging_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
         self.gather = hasty
 
-    monkeypatch.setattr(PackedTransport, "_bind", bind_hasty)
+    monkeypatch.setattr(BoundPackedTransport, "_bind", bind_hasty)
 
 
 def _forget_sums(monkeypatch: pytest.MonkeyPatch) -> None:
