@@ -32,7 +32,7 @@ def made(mesh: DeviceMesh, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]
 
 @pytest.fixture(autouse=True, scope="module")
 def _its_ranks_end() -> Iterator[None]:
-    """They have made unequal numbers of groups, and with those no mesh can be made of some ranks."""
+    """They have made unequal numbers of groups, with which no mesh of some ranks can be made."""
     yield
     workers.close_pools()
 
