@@ -251,7 +251,7 @@ def _time_operations(device: torch.device, precision: str) -> dict[str, float]:
     hook = (_microseconds(_hooked(True)) - _microseconds(_hooked(False))) / 2
     found = {
         "hook entered": max(hook, 0.0),
-        "all-gather": _microseconds(collectives.bind_all_gather(outputs, inputs)),
+        "all-gather": _microseconds(collectives.bind_all_gather_many(outputs, inputs)),
         "storage allocated": _microseconds(resize, 2),
         "tensor allocated": _microseconds(lambda: torch.empty(PARAMS * numel, device=device)),
         "module slot stored": _microseconds(store_all, PARAMS),

@@ -42,11 +42,18 @@ from torch import nn
 
 from benchmarks import options as common
 from benchmarks import scaling, stats, variants, workers
-from fsdp2.testing.blocks import tall_blocks, tiny_blocks
+from fsdp2.testing.blocks import (
+    llama_blocks,
+    lora_blocks,
+    moe_blocks,
+    tall_blocks,
+    tiny_blocks,
+)
 from fsdp2.testing.stand_in import device as stand_in
 
 WARMUP_STEPS = 5
 BATCH = 4
+REAL = {"llama": llama_blocks, "moe": moe_blocks, "lora": lora_blocks}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -69,7 +76,9 @@ def make_step(spec: dict[str, Any]) -> tuple[Callable[[], None], torch.device]:
 
 def make_model(spec: dict[str, Any]) -> tuple[nn.Module, int]:
     """The model, and the width of its input."""
-    if spec["model"] == "tall":
+    if spec["model"] in REAL:
+        model = REAL[spec["model"]](spec["blocks"])
+    elif spec["model"] == "tall":
         model = tall_blocks(spec["blocks"], spec["params_per_block"], rows=spec["rows"])
     else:
         model = tiny_blocks(spec["blocks"], spec["params_per_block"], spec["dim"])
@@ -212,10 +221,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--params-per-block", type=int, help="default 9")
     parser.add_argument(
         "--model",
-        choices=("auto", "tiny", "tall"),
+        choices=("auto", "tiny", "tall", *REAL),
         default="auto",
         help="tiny: [dim, dim] parameters; tall: [rows, 8], which shard evenly at every world size "
-        "up to rows; auto (the default): tall where a world size does not divide dim",
+        "up to rows; auto (the default): tall where a world size does not divide dim; llama, moe, "
+        "lora: the parameters of real blocks, of width 64",
     )
     parser.add_argument("--dim", type=int, default=16, help="of tiny parameters (default 16)")
     parser.add_argument("--rows", type=int, default=1024, help="of tall parameters (default 1024)")
@@ -229,7 +239,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "parameters or world size are given)",
     )
     parser.add_argument("--precision", type=common.among(variants.PRECISIONS), default="fp32,mixed")
-    common.add_variants(parser, variants.VARIANTS, ("none", "torch", "fsdp2"))
+    common.add_variants(parser, variants.VARIANTS, ("none", "torch", "fsdp2", "packed"))
     common.add_timing(parser, 20, devices=variants.DEVICES)
     parser.add_argument(
         "--c10d",
@@ -264,9 +274,8 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"{options.profile}, {precision}, world size {spec['world_size']}")
             profile(spec, options.steps)
         return
-    shape = f"[{options.rows}, 8]" if options.model == "tall" else f"[{options.dim}, {options.dim}]"
     print(
-        f"{options.blocks} blocks of {options.params_per_block} parameters of {shape}, "
+        f"{options.blocks} blocks {_said(options)}, "
         f"{options.device}\n{stats.describe(stats.environment(options.device))}"
     )
     results = []
@@ -276,6 +285,14 @@ def main(arguments: list[str] | None = None) -> None:
     if options.scaling:
         results.append(scaling.measure_and_report(like(options)))
     stats.write_json(options.json, options.device, results)
+
+
+def _said(options: argparse.Namespace) -> str:
+    """What the blocks are, for people."""
+    if options.model in REAL:
+        return f"as of {options.model}, of width 64"
+    shape = f"[{options.rows}, 8]" if options.model == "tall" else f"[{options.dim}, {options.dim}]"
+    return f"of {options.params_per_block} parameters of {shape}"
 
 
 def like(options: argparse.Namespace) -> argparse.Namespace:

@@ -1,6 +1,6 @@
 """Instructions that a sharding runtime adds to a step: the same in a quiet hour and a busy one.
 
-    python benchmarks/instructions.py --shrink 4               # four models, four variants
+    python benchmarks/instructions.py --shrink 4               # seven models, five variants
     python benchmarks/instructions.py --cases 32x9 --variants none,torch,fsdp2,kept
 
 The models and steps of `benchmarks/scaling.py`, under valgrind's cachegrind, which counts the

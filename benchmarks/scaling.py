@@ -11,6 +11,9 @@ blocks x parameters a block:
     128x9    four times the blocks; takes turns with 32x9, to be compared with it
     32x100   many parameters in a unit
     300x1-3  many tiny units, of 1, 2, 3, 1, 2, 3 … parameters
+    llama    32 blocks with the parameters of a Llama block: two norms, q, k, v, o, gate, up, down
+    moe      32 blocks of two norms, q, k, v, o, a router, and experts in two tensors
+    lora     32 frozen Llama blocks with adapters at q and v
 
 The figures to watch: fsdp2 / torch of what is added to "none", for each case (so, too, of what is
 added a parameter); and, for each runtime, what it adds a block in 128x9 / in 32x9, which is 1 where
@@ -23,7 +26,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +37,16 @@ from benchmarks import options as common
 from benchmarks import stats, variants, workers
 
 DIM = 16
-VARIANTS = ("none", "torch", "fsdp2", "kept")
+VARIANTS = ("none", "torch", "fsdp2", "packed", "kept")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model: how many blocks, and the numbers of parameters that they have in turn."""
+    """A model: how many blocks, the numbers of parameters that they have in turn, and of what."""
 
     blocks: int
     params: tuple[int, ...]
+    model: str = "tiny"
 
     @property
     def parameters(self) -> int:
@@ -50,7 +54,7 @@ class Case:
         return sum(self.params[i % len(self.params)] for i in range(self.blocks))
 
     def shrunk(self, divisor: int) -> Case:
-        return Case(max(self.blocks // divisor, 1), self.params)
+        return replace(self, blocks=max(self.blocks // divisor, 1))
 
 
 CASES = {
@@ -58,8 +62,12 @@ CASES = {
     "128x9": Case(128, (9,)),
     "32x100": Case(32, (100,)),
     "300x1-3": Case(300, (1, 2, 3)),
+    "llama": Case(32, (9,), "llama"),
+    "moe": Case(32, (9,), "moe"),
+    "lora": Case(32, (13,), "lora"),
 }
-TOGETHER = (("32x9", "128x9"), ("32x100",), ("300x1-3",))  # take turns within a line
+# take turns within a line
+TOGETHER = (("32x9", "128x9"), ("32x100",), ("300x1-3",), ("llama",), ("moe",), ("lora",))
 FEW, MANY = "32x9", "128x9"
 
 
@@ -102,7 +110,7 @@ def make_spec(options: argparse.Namespace, case: Case, variant: str) -> dict[str
     return {
         "blocks": case.blocks,
         "params_per_block": case.params,
-        "model": "tiny",
+        "model": case.model,
         "dim": DIM,
         "device": options.device,
         "c10d": False,

@@ -23,10 +23,16 @@ from fsdp2.testing.stand_in import device as stand_in
 # fsdp2 with set_prefetch_window of so many units
 WINDOWS = {"window1": 1, "window2": 2, "window3": 3}
 
-# "none": no sharding, the floor that every runtime adds to. "torch": torch's FSDP2. "kept": fsdp2
-# with set_keep_gradient_storage(True). "fsdp1": torch's FSDP1. "wrapped": fsdp2 by FSDP1's wrapper.
-VARIANTS = ("none", "torch", "fsdp2", "kept", "fsdp1", "wrapped", "ddp", "megatron", *WINDOWS)
-OURS = ("fsdp2", "kept", *WINDOWS)
+# "none": no sharding, the floor that every runtime adds to. "torch": torch's FSDP2. "fsdp2": every
+# parameter that can travels coalesced, as over legacy NCCL. "packed": all travel packed, as over
+# gloo and nccl2. "kept": fsdp2 with set_keep_gradient_storage(True). "fsdp1": torch's FSDP1.
+# "wrapped": fsdp2 by FSDP1's wrapper.
+VARIANTS = (
+    *("none", "torch", "fsdp2", "packed", "kept"),
+    *("fsdp1", "wrapped", "ddp", "megatron", *WINDOWS),
+)
+OURS = ("fsdp2", "packed", "kept", *WINDOWS)
+ALL_PACKED = 1 << 62  # bytes: no parameter is too large to be packed
 IN_COMPUTE_DTYPE = ("none", "ddp", "megatron")  # the model itself, not only what it gathers
 
 # "mixed": parameters gathered and used in bf16, gradients reduced in fp32
@@ -145,7 +151,8 @@ def shard(
             fully_shard(block, **options)
         fully_shard(model, **options)
         if isinstance(model, FSDPModule) and isinstance(model, BlockStack):
-            model.set_packing_threshold(0)  # its small parameters stand for large ones
+            # Its small parameters stand for large ones.
+            model.set_packing_threshold(ALL_PACKED if variant == "packed" else 0)
         if variant == "kept":
             model.set_keep_gradient_storage(True)
         if variant in WINDOWS:

@@ -93,7 +93,8 @@ def test_presets_have_the_parameters_they_are_named_for():
 
 
 def test_cases_have_the_parameters_they_are_named_for():
-    assert [case.parameters for case in scaling.CASES.values()] == [288, 1152, 3200, 600]
+    found = [case.parameters for case in scaling.CASES.values()]
+    assert found == [288, 1152, 3200, 600, 288, 288, 416]
     case = scaling.CASES["300x1-3"].shrunk(60)
     assert case.parameters == 1 + 2 + 3 + 1 + 2
     model = tiny_blocks(case.blocks, case.params)

@@ -47,7 +47,7 @@ _FAILURE, _OUTCOME = "failure", "outcome"
 
 
 class Board(Protocol):
-    """Notes that ranks leave for each other; see `fsdp2.core.device.collectives.StoreBoard`."""
+    """Notes that ranks leave for each other; see `fsdp2.ranks.channels.StoreBoard`."""
 
     rank: int
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.collectives import GroupCollectives
+from fsdp2.core.device.one_off import largest_over
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.layout.mesh import device_of
 from fsdp2.core.modules.registrations import follow_replaced
@@ -238,11 +239,7 @@ class MeshRanks:
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
         """The largest of each number over all ranks; equally many on each."""
-        found = list(numbers)
-        if found:
-            for line in self._lines:
-                found = [max(column) for column in zip(*line.exchange(found), strict=True)]
-        return found
+        return largest_over(self._lines, numbers)
 
     def is_alike(self, facts: object) -> bool:
         """Whether all ranks have the same facts, by their ``repr``."""

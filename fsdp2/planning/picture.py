@@ -14,7 +14,7 @@ from fsdp2.tracing.drawing import Told, draw, ranks_told
 MICRO = 1e6
 
 
-def timeline_of(recording: Recording, timing: Timing, facts: Mapping[str, str | int]) -> Timeline:
+def drawn(recording: Recording, timing: Timing, facts: Mapping[str, str | int]) -> Timeline:
     """A planned step.
 
     Args:

@@ -18,7 +18,7 @@ from torch import nn
 from fsdp2.core.device.streams import Lane
 from fsdp2.planning.hardware import Hardware, load
 from fsdp2.planning.memory import Memory, follow
-from fsdp2.planning.picture import timeline_of
+from fsdp2.planning.picture import drawn
 from fsdp2.planning.printing import code, render
 from fsdp2.planning.rehearsal import (
     Loss,
@@ -309,7 +309,7 @@ class Plan:
             "world_size": self.settings.world,
             "device": self.hardware.name,
         }
-        return timeline_of(self.rehearsal.recording, self.timing, facts)
+        return drawn(self.rehearsal.recording, self.timing, facts)
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the step as a file that Perfetto opens, and `fsdp2.trace` reads.

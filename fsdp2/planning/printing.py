@@ -10,7 +10,7 @@ from fsdp2.planning.memory import Memory
 from fsdp2.planning.rehearsal import Rehearsal, Settings
 from fsdp2.planning.timing import Times, UnitTimes
 from fsdp2.record.categories import CATEGORIES
-from fsdp2.tracing.summaries import amount
+from fsdp2.tracing.summaries import amount, table
 
 GB = 10**9
 MOST_UNITS = 12
@@ -80,7 +80,7 @@ def render(plan: Planned) -> str:
     ]
     if plan.memory.host:
         rows.append(["in CPU memory", amount(plan.memory.host)])
-    lines += [*_table(["", "bytes"], rows), "", "Time of a step, in ms"]
+    lines += [*table(["", "bytes"], rows), "", "Time of a step, in ms"]
     rows = [
         ["step", _ms(time.step)],
         ["compute: forward", _ms(time.forward)],
@@ -92,7 +92,7 @@ def render(plan: Planned) -> str:
         ["waiting for the host", _ms(time.host)],
         ["waiting for slower ranks", _ms(time.stragglers)],
     ]
-    lines += [*_table(["", "ms"], rows), ""]
+    lines += [*table(["", "ms"], rows), ""]
     lines.append(
         f"{plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}; a rank sends "
         f"{amount(plan.bytes_in_node)} in its node and {amount(plan.bytes_between_nodes)} "
@@ -123,7 +123,7 @@ def _units(units: Sequence[UnitTimes]) -> list[str]:
         ]
         for unit in shown
     ]
-    return [f"Units, in ms {left}".rstrip(), *_table(header, rows)]
+    return [f"Units, in ms {left}".rstrip(), *table(header, rows)]
 
 
 def render_fit(fitting: Sequence[Planned], tried: Sequence[Planned], room: int) -> str:
@@ -148,7 +148,7 @@ def render_fit(fitting: Sequence[Planned], tried: Sequence[Planned], room: int) 
                 "yes" if plan in fitting else "no",
             ]
         )
-    lines = _table(header, rows)
+    lines = table(header, rows)
     if not fitting:
         return "\n".join([*lines, "", f"nothing that was tried fits {amount(room)}"])
     best = fitting[0]
@@ -267,13 +267,3 @@ def _step(settings: Settings) -> list[str]:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.2f}"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-
-    def line(row: Sequence[str]) -> str:
-        first = row[0].ljust(widths[0])
-        return "  ".join([first, *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-
-    return [line(header), "  ".join("-" * width for width in widths), *map(line, rows)]

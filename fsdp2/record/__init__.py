@@ -1,8 +1,8 @@
 """What a step does, in the order of the host's calls, and when: one record, whoever runs the step.
 
-notes   the record: operations on lanes, events between lanes, memory; and who notes them
+notes       the record: operations on lanes, events between lanes, memory
 categories  of which kind memory is, by its name
-replay  when each operation runs and what stands still meanwhile, given what operations take
+replay      when each operation runs and what stands still meanwhile, given what operations take
 
     `fsdp2.testing.virtual`    a device of names   ──┐
     `fsdp2.paper`              a device of shapes  ──┼──> notes ──> replay ──┐

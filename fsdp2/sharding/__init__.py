@@ -5,6 +5,7 @@
     cuts         the dim that a parameter is cut on where several will do
     selection    which parameters a call takes, and whether they can be sharded
     ties         those that other units have: joined, or refused
+    aliases      references to parameters from before, besides the entries of modules
     assembly     from those to groups: collectives, offload, aliases
     state_dicts  state dicts that hold shards
 

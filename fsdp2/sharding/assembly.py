@@ -29,7 +29,7 @@ from fsdp2.core.layout.mesh import MeshAxes, local_of, smaller_mesh
 from fsdp2.core.modules.registrations import mark_managed
 from fsdp2.core.modules.registry import Arguments, UnitRecord
 from fsdp2.core.modules.walks import managed_modules
-from fsdp2.core.params.aliases import REPLACED, aliases_in, refuse_gradients
+from fsdp2.core.params.aliases import REPLACED
 from fsdp2.core.params.param import (
     GATHERED,
     OWNER,
@@ -42,6 +42,7 @@ from fsdp2.core.schedule.bound import Runtime
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import Watchers, watched
 from fsdp2.core.schedule.unit import Unit, all_groups
+from fsdp2.sharding.aliases import aliases_in, refuse_gradients
 
 _streams: dict[torch.device, Streams] = {}
 

@@ -1,5 +1,8 @@
 """Models of many small blocks: all host time, no compute to speak of.
 
+    tiny_blocks, tall_blocks               equal parameters
+    llama_blocks, moe_blocks, lora_blocks  the parameters of real blocks, of width 64 by default
+
 Every model is a module with a `blocks` list (each block becomes one unit) and a
 `reset_parameters()` that fills parameters in place. So a model can be built on the meta device,
 sharded, given memory with `to_empty` and only then filled: no rank ever holds it whole.
@@ -76,6 +79,115 @@ class TallBlock(nn.Module):
         return x
 
 
+class Norm(nn.Module):
+    """A root-mean-square norm with a weight of [width], without a kernel of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Projections(nn.Module):
+    """q, k, v and o of [width, width] of an attention that only adds up what they compute."""
+
+    q: nn.Module
+    v: nn.Module
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.o(self.q(x) + self.k(x) + self.v(x))
+        return out
+
+
+class LlamaBlock(nn.Module):
+    """The nine parameters of a Llama block: two norms, attention, and an MLP of three matrices.
+
+    Args:
+        width: of the residual stream; 64 shards evenly over 8 ranks, and its norms do, too.
+        hidden: of the MLP.
+    """
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = Norm(width), Norm(width)
+        self.attention = Projections(width)
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        y = self.mlp_norm(x)
+        out: Tensor = x + self.down(self.gate(y) * self.up(y))
+        return out
+
+
+class MoeBlock(nn.Module):
+    """The nine parameters of a block with experts in two tensors of three dims, and a router.
+
+    Every token goes through every expert, so that no rank is without a gradient.
+
+    Args:
+        width: of the residual stream.
+        hidden: of each expert.
+        experts: how many there are; 8 shard evenly over 8 ranks.
+    """
+
+    def __init__(self, width: int, hidden: int, experts: int) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = Norm(width), Norm(width)
+        self.attention = Projections(width)
+        self.router = nn.Linear(width, experts, bias=False)
+        self.up = nn.Parameter(torch.empty(experts, width, hidden))
+        self.down = nn.Parameter(torch.empty(experts, hidden, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        y = self.mlp_norm(x)
+        shares = self.router(y)
+        each = y.expand(self.up.shape[0], *y.shape) @ self.up @ self.down
+        return x + (each * shares.t().unsqueeze(-1)).sum(0)
+
+
+class LoraLinear(nn.Module):
+    """A frozen [width, width] weight and its adapters, of [rank, width] and [width, rank]."""
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width, bias=False)
+        self.base.weight.requires_grad_(False)
+        self.a, self.b = nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + self.b(self.a(x))
+        return out
+
+
+class LoraBlock(nn.Module):
+    """A frozen Llama block with adapters at q and v: 13 parameters, of which four are trained.
+
+    Args:
+        width: of the residual stream.
+        hidden: of the MLP.
+        rank: of the adapters; 8 shards evenly over 8 ranks.
+    """
+
+    def __init__(self, width: int, hidden: int, rank: int) -> None:
+        super().__init__()
+        self.block = LlamaBlock(width, hidden).requires_grad_(False)
+        self.block.attention.q = LoraLinear(width, rank)
+        self.block.attention.v = LoraLinear(width, rank)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.block(x)
+        return out
+
+
 class BlockStack(nn.Module):
     """`blocks`, one after another, on inputs of `width` features. The root owns no parameters."""
 
@@ -92,8 +204,8 @@ class BlockStack(nn.Module):
     def reset_parameters(self) -> None:
         """Fill this rank's part of every parameter: outputs are about as large as inputs."""
         for layer in self.modules():
-            if isinstance(weight := getattr(layer, "weight", None), Tensor):
-                fan_in = weight.shape[0 if getattr(layer, "transposed", False) else 1]
+            for weight in layer.parameters(recurse=False):
+                fan_in = weight.shape[0 if getattr(layer, "transposed", False) else -1]
                 fill_normal(weight, fan_in**-0.5)
 
 
@@ -113,3 +225,18 @@ def tall_blocks(
 ) -> BlockStack:
     """Blocks of [rows, cols] parameters: one model for all world sizes up to `rows`."""
     return BlockStack([TallBlock(params_per_block, rows, cols) for _ in range(n_blocks)], cols)
+
+
+def llama_blocks(n_blocks: int = 32, width: int = 64) -> BlockStack:
+    """Blocks with the parameters of a Llama block."""
+    return BlockStack([LlamaBlock(width, 4 * width) for _ in range(n_blocks)], width)
+
+
+def moe_blocks(n_blocks: int = 32, width: int = 64, experts: int = 8) -> BlockStack:
+    """Blocks with a router and experts."""
+    return BlockStack([MoeBlock(width, 2 * width, experts) for _ in range(n_blocks)], width)
+
+
+def lora_blocks(n_blocks: int = 32, width: int = 64, rank: int = 8) -> BlockStack:
+    """Frozen Llama blocks with adapters."""
+    return BlockStack([LoraBlock(width, 4 * width, rank) for _ in range(n_blocks)], width)

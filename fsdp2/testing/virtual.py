@@ -440,7 +440,10 @@ class VirtualCollectives:
     def all_gather(self, output: VirtualTensor, input_: VirtualTensor) -> None:
         self._device.run("all_gather", [input_], [output])
 
-    def bind_all_gather(
+    def bind_all_gather(self, output: VirtualTensor, input_: VirtualTensor) -> Callable[[], None]:
+        return lambda: self.all_gather(output, input_)
+
+    def bind_all_gather_many(
         self, outputs: Sequence[VirtualTensor], inputs: Sequence[VirtualTensor]
     ) -> Callable[[], None]:
         return lambda: self._device.run("all_gather", inputs, outputs)

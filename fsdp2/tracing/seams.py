@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.optim.optimizer import (
@@ -48,6 +48,7 @@ from fsdp2.tracing.recording import Clock, Tracer
 from fsdp2.tracing.timeline import COLLECTIVES
 
 Tensor = torch.Tensor
+T = TypeVar("T")
 
 GATHER, SCATTER, SUM = COLLECTIVES
 
@@ -57,6 +58,14 @@ def tracer() -> Tracer:
     found = Tracer.current
     assert found is not None
     return found
+
+
+def _below(thing: T, telling: type[T]) -> T:
+    """What an object does that does not tell: by its own class, once the trace has taken that back.
+
+    What was bound while a trace was on, such as the copies of a gather under way, may outlive it.
+    """
+    return cast(T, super(telling, thing)) if isinstance(thing, telling) else thing
 
 
 # ---- streams
@@ -113,33 +122,35 @@ class TracedKernels(TorchKernels):
     def transient(self, nbytes: int, name: str) -> TransientBuffer:
         made = super().transient(nbytes, name)
         if Tracer.current is not None:
-            _bind(made, TracedBuffer)
+            _let_tell(made, TracedBuffer)
             _hold(made)
         return made
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        _copied("", [target], super().copy, target, source)
+        _copied("", [target], _below(self, TracedKernels).copy, target, source)
 
     def copy_many(self, targets: Tensors, sources: Tensors, /) -> object:
-        return _copied("", targets, super().copy_many, targets, sources)
+        return _copied("", targets, _below(self, TracedKernels).copy_many, targets, sources)
 
     def copy_strided(self, targets: Tensors, sources: Tensors, /) -> object:
-        return _copied("stage", targets, super().copy_strided, targets, sources)
+        return _copied("stage", targets, _below(self, TracedKernels).copy_strided, targets, sources)
 
     def split_copy(self, source: Tensor, sizes: Sequence[int], targets: Tensors) -> None:
-        _copied("", targets, super().split_copy, source, sizes, targets)
+        _copied("", targets, _below(self, TracedKernels).split_copy, source, sizes, targets)
 
     def chunk_cat(self, tensors: Tensors, dim: int, chunks: int, /, *, out: Tensor) -> object:
-        return _copied("stage", [out], super().chunk_cat, tensors, dim, chunks, out=out)
+        return _copied(
+            "stage", [out], _below(self, TracedKernels).chunk_cat, tensors, dim, chunks, out=out
+        )
 
     def divide(self, tensor: Tensor, factor: float, /) -> object:
-        return _copied("divide", [tensor], super().divide, tensor, factor)
+        return _copied("divide", [tensor], _below(self, TracedKernels).divide, tensor, factor)
 
     def to_host(self, target: Tensor, source: Tensor) -> None:
-        _copied("to-host", [target], super().to_host, target, source)
+        _copied("to-host", [target], _below(self, TracedKernels).to_host, target, source)
 
     def from_host(self, target: Tensor, source: Tensor) -> None:
-        _copied("load from host", [target], super().from_host, target, source)
+        _copied("load from host", [target], _below(self, TracedKernels).from_host, target, source)
 
 
 class TracedBuffer(TransientBuffer):
@@ -148,11 +159,11 @@ class TracedBuffer(TransientBuffer):
     __slots__ = ()
 
     def acquire(self) -> None:
-        super().acquire()
+        _below(self, TracedBuffer).acquire()
         _hold(self)
 
     def release(self) -> None:
-        super().release()
+        _below(self, TracedBuffer).release()
         _hold(self)
 
 
@@ -184,10 +195,16 @@ class TracedCollectives(GroupCollectives):
     __slots__ = ()
 
     def all_gather(self, output: Tensor, input_: Tensor) -> Work | None:
-        return _collective(GATHER, self.group, [output], super().all_gather, output, input_)
+        return _collective(
+            GATHER, self.group, [output], _below(self, TracedCollectives).all_gather, output, input_
+        )
 
-    def bind_all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Launch:
-        launch = super().bind_all_gather(outputs, inputs)
+    def bind_all_gather(self, output: Tensor, input_: Tensor) -> Launch:
+        launch = super().bind_all_gather(output, input_)
+        return functools.partial(_collective, GATHER, self.group, [output], launch)
+
+    def bind_all_gather_many(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Launch:
+        launch = super().bind_all_gather_many(outputs, inputs)
         return functools.partial(_collective, GATHER, self.group, outputs, launch)
 
     def bind_reduce_scatter(self, kind: ReduceKind) -> Callable[[Tensor, Tensor], Work | None]:
@@ -201,13 +218,13 @@ class TracedCollectives(GroupCollectives):
         return lambda out, given: _collective(SCATTER, group, given, launch, out, given)
 
     def custom_all_gather(self, comm: AllGather, output: Tensor, input_: Tensor) -> Work | None:
-        launch = super().custom_all_gather
+        launch = _below(self, TracedCollectives).custom_all_gather
         return _collective(GATHER, self.group, [output], launch, comm, output, input_)
 
     def custom_reduce_scatter(
         self, comm: ReduceScatter, output: Tensor, input_: Tensor, kind: ReduceKind
     ) -> Work | None:
-        launch = super().custom_reduce_scatter
+        launch = _below(self, TracedCollectives).custom_reduce_scatter
         return _collective(SCATTER, self.group, [input_], launch, comm, output, input_, kind)
 
 
@@ -215,7 +232,9 @@ class TracedReplicas(ReplicaCollectives):
     """All-reduces that tell when they run."""
 
     def all_reduce(self, tensor: Tensor, kind: ReduceKind) -> Work | None:
-        return _collective(SUM, self.group, [tensor], super().all_reduce, tensor, kind)
+        return _collective(
+            SUM, self.group, [tensor], _below(self, TracedReplicas).all_reduce, tensor, kind
+        )
 
 
 # ---- units and groups
@@ -281,8 +300,8 @@ _made: dict[tuple[type, type], type] = {}
 """Classes that tell, by who tells and what the object is; the same object for each."""
 
 
-def _bind(thing: Any, telling: type) -> None:
-    """Let an object of a class, or of one derived from it, tell."""
+def _let_tell(thing: Any, telling: type) -> None:
+    """Give an object the class that tells, if it is of the kind that this one is derived from."""
     if isinstance(thing, telling.__bases__[0]) and not isinstance(thing, telling):
         bases = (telling, type(thing))
         if bases not in _made:
@@ -290,7 +309,7 @@ def _bind(thing: Any, telling: type) -> None:
         thing.__class__ = _made[bases]
 
 
-def _unbind(thing: Any) -> None:
+def _hush(thing: Any) -> None:
     thing.__class__ = type(thing).__bases__[1]
 
 
@@ -304,10 +323,12 @@ def _groups() -> list[ParamGroup]:
 
 
 def _seams() -> list[tuple[object, type]]:
-    """What groups run on, and who tells of it."""
-    found: list[tuple[object, type]] = [(buffer, TracedBuffer) for buffer in all_buffers()]
-    for group in _groups():
-        found += [(group.streams, TracedStreams), (group.runtime.kernels, TracedKernels)]
+    """What groups run on, and who tells of it; of one device, whose lanes are the trace's."""
+    groups = _groups()
+    streams = [group.streams for group in groups if type(group.streams) is DeviceStreams]
+    found: list[tuple[object, type]] = [(each, TracedStreams) for each in streams[:1]]
+    for group in groups:
+        found.append((group.runtime.kernels, TracedKernels))
         found += [(group.collectives, TracedCollectives), (group.reducers, TracedCollectives)]
         found.append((group.replicas, TracedReplicas))
         if group.smaller_group is not None:
@@ -322,11 +343,12 @@ def tracing() -> Iterator[Tracer]:
         seams = _seams()
         exits.callback(_let_go, seams)
         for thing, telling in seams:
-            _bind(thing, telling)
+            _let_tell(thing, telling)
         streams = next((s for s, _ in seams if isinstance(s, TracedStreams)), None)
         device = next((group.device.type for group in _groups()), "cpu")
         here = Tracer.current = Tracer(Clock(streams), device)
         for buffer in all_buffers():
+            _let_tell(buffer, TracedBuffer)
             _hold(buffer)
         for group in _groups():
             group.relaunch()
@@ -348,9 +370,9 @@ def _let_go(seams: Sequence[tuple[object, type]]) -> None:
             cast(Unit, unit).__class__ = Unit
     for thing, telling in seams:
         if isinstance(thing, telling):
-            _unbind(thing)
-    for buffer in all_buffers():  # which were made meanwhile
+            _hush(thing)
+    for buffer in all_buffers():
         if isinstance(buffer, TracedBuffer):
-            _unbind(buffer)
+            _hush(buffer)
     for group in _groups():
         group.relaunch()

@@ -81,7 +81,7 @@ def check_gathers(group: Any, device: torch.device, dtype: torch.dtype, pause: P
         if inputs is not None:
             torch._foreach_copy_(own, shards)
         with _lane(lanes, ALL_GATHER, pause):
-            assert collectives.bind_all_gather(views, inputs or shards)() is None
+            assert collectives.bind_all_gather_many(views, inputs or shards)() is None
         for view, shard in zip(views, shards, strict=True):
             assert torch.equal(view, shard)
     whole, shard = torch.zeros(NUMELS[-1], dtype=dtype, device=device), shards[-1]

@@ -29,7 +29,7 @@ class LoopedCollectives(GroupCollectives):
         self.coalesces = True
         self.launches = 0
 
-    def bind_all_gather(
+    def bind_all_gather_many(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> Callable[[], None]:
         def gather_many() -> None:

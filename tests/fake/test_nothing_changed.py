@@ -119,6 +119,40 @@ OF_PARAMETERS = (*NEW, "wrapped", "scripted", "torchs-own", "hooks-arguments")
 """What wrappers refuse, too; they do not refuse ``meta-and-real``, as they give memory first."""
 
 ON_A_MESH = ("partial-parameter", "other-device-mesh", "meshes-not-joined")
+"""What FSDP1's refuses on a mesh that it is given; XLA's takes none."""
+
+NOT_OF_WRAPPERS: dict[str, str] = {
+    **dict.fromkeys(NO_MODULES, "a wrapper takes one module, and says so in words of its own"),
+    **dict.fromkeys(OF_ARGUMENTS_THAT_A_POLICY_HAS_NOT, "a wrapper has no such argument"),
+    **dict.fromkeys(
+        ("applied-twice", "child-after-parent"), "a wrapper around a unit has words of its own"
+    ),
+    "meta-and-real": "a wrapper gives parameters memory first",
+    **dict.fromkeys(
+        ("mesh-type", "mesh-dims", "mesh-without-this-rank"), "a wrapper says what it takes itself"
+    ),
+    **dict.fromkeys(
+        (
+            *("reshard-type", "reshard-size", "reshard-smaller-group", "policy-type"),
+            *("policy-override-value", "offload-type"),
+        ),
+        "a wrapper's arguments have other names, and are looked at before",
+    ),
+    **dict.fromkeys(
+        (
+            *("placement-function", "placement-type", "placement-empty", "placement-dim"),
+            *("placement-mesh", "hooks-uneven"),
+        ),
+        "a wrapper takes no shard_placement_fn",
+    ),
+    "hooks-unnamed-mesh": "a wrapper's meshes have names, but for one that it is given",
+}
+"""Errors of `fully_shard` that wrappers do not raise, and why."""
+
+
+def test_each_error_of_a_call_is_tried_through_wrappers() -> None:
+    tried = {*OF_PARAMETERS, *ON_A_MESH, "container"}
+    assert tried | NOT_OF_WRAPPERS.keys() == AT_FULLY_SHARD.keys()
 
 
 def _around(target: nn.Module) -> nn.Sequential:
@@ -172,6 +206,16 @@ def test_wrappers(entry: str, shard: Callable[..., None], is_chosen: bool, sent:
     assert sent == []
 
 
+@pytest.mark.parametrize("shard", [_fsdp1, _xla], ids=["fsdp1", "xla"])
+def test_a_policy_chooses_a_container(shard: Callable[..., None], sent: list[str]) -> None:
+    model = _around(AT_FULLY_SHARD["container"]()[0])
+    before = _state(model)
+    with raises("container"):
+        shard(model, _choosing(model, model[2]))
+    assert _state(model) == before
+    assert sent == []
+
+
 @pytest.mark.parametrize("entry", ON_A_MESH)
 def test_fsdp1_on_a_mesh(entry: str, sent: list[str]) -> None:
     target, arguments = AT_FULLY_SHARD[entry]()
@@ -179,6 +223,46 @@ def test_fsdp1_on_a_mesh(entry: str, sent: list[str]) -> None:
     before = _state(model)
     with raises(entry):
         _fsdp1(model, _choosing(model, target), arguments["mesh"])
+    assert _state(model) == before
+    assert sent == []
+
+
+@pytest.mark.parametrize(
+    ("shard", "entry", "options"),
+    [
+        (_fsdp1, "fsdp1-member", {"sharding_strategy": "FULL"}),
+        (_fsdp1, "fsdp1-precision", {"mixed_precision": torch.bfloat16}),
+        (_fsdp1, "fsdp1-init-type", {"param_init_fn": 1}),
+        (_xla, "xla-bucket", {"reduce_scatter_bucket_size_mb": -1}),
+        (_xla, "xla-groups", {"sharding_groups": [[0, 1], [2]]}),
+    ],
+)
+def test_arguments_of_a_later_wrapper(
+    shard: Callable[..., None], entry: str, options: dict[str, Any], sent: list[str]
+) -> None:
+    model = _around(nn.Linear(4, 4))
+    units, before = {model[0], model[1], model[4]}, _state(model)
+    with raises(entry):
+        shard(model, CustomPolicy(lambda m: options if m is model[2] else m in units))
+    assert _state(model) == before
+    assert sent == []
+
+
+@pytest.mark.parametrize(
+    ("shard", "options"),
+    [
+        (fsdp1.FullyShardedDataParallel, {"mixed_precision": fsdp1.MixedPrecision(torch.bfloat16)}),
+        (XlaFullyShardedDataParallel, {"compute_dtype": torch.bfloat16}),
+    ],
+)
+def test_a_tie_of_two_wrappers_to_be(
+    shard: Callable[..., Any], options: dict[str, Any], sent: list[str]
+) -> None:
+    model, units = _tied()
+    before = _state(model)
+    policy = CustomPolicy(lambda m: options if m is model[0] else m in units)
+    with raises("tied-dtypes"):
+        shard(model, auto_wrap_policy=policy)
     assert _state(model) == before
     assert sent == []
 

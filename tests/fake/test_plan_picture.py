@@ -24,11 +24,11 @@ def some(count: int = 1) -> Tensor:
     return torch.zeros(count, DIM)
 
 
-def planned(device: str) -> Plan:
+def planned(device: str, mesh: int | tuple[int, int] = 8) -> Plan:
     backend = "gloo" if device == "cpu" else "nccl"
     machine = replace(hardware.load("h100"), device=device, backend=backend)
     model = nn.Sequential(*[Layer() for _ in range(LAYERS)])
-    return plan(model, some, units={Layer}, mesh=8, hardware=machine, batch=4)
+    return plan(model, some, units={Layer}, mesh=mesh, hardware=machine, batch=4)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -52,3 +52,11 @@ def test_collectives_have_lanes_of_their_own_on_the_cpu() -> None:
     assert [s.unit for s in timeline.on("all-gather")] == [*"012", *"210"]
     order = [s.name for s in compute if s.operation in ("forward", "backward") and s.unit]
     assert order == [*(f"forward {n}" for n in "012"), *(f"backward {n}" for n in "210")]
+
+
+def test_groups_are_named_as_those_of_real_steps() -> None:
+    """Ranks of a replicate group do not follow each other."""
+    slices = planned("cuda", mesh=(2, 4)).timeline().slices
+    named = {s.operation: s.group for s in slices if s.group}
+    assert named["all-gather"] == named["reduce-scatter"] == "ranks 0-3"
+    assert named["all-reduce"] == "ranks 0, 4"

@@ -69,7 +69,7 @@ def test_what_is_not_asynchronous_is_ordered_on_the_current_stream() -> None:
         _pause()
         works = [
             collectives.all_gather(one, input_),
-            collectives.bind_all_gather([many], [input_])(),
+            collectives.bind_all_gather_many([many], [input_])(),
         ]
         for work in works:
             assert (work is None) is (legacy or asynchronous)

@@ -216,10 +216,10 @@ USERS_PLACES = (
 OUR_PLACES = {
     "allocation": (TransientBuffer, "acquire"),
     "allocation of a gradient": (kernels.TorchKernels, "bind_empty"),
-    "all-gather": (GroupCollectives, "all_gather"),
+    "all-gather": (GroupCollectives, "bind_all_gather"),
+    "all-gather in a loop": (GroupCollectives, "all_gather"),  # of what is coalesced
     "reduce-scatter": (GroupCollectives, "bind_reduce_scatter"),
     "copy-in": (kernels.TorchKernels, "copy"),
-    "copy-out": (kernels.TorchKernels, "split_copy"),
     "staging": (kernels.TorchKernels, "chunk_cat"),
     "copies": (kernels.TorchKernels, "copy_many"),
 }
@@ -366,6 +366,8 @@ def _try_all(build: Callable[[], Any], accumulates: bool) -> None:
         )
         passed = _count(functools.partial(_iteration, model, optimizer, batches[1], accumulates))
         _iteration(twin, twins, batches[1], accumulates)
+        assert {"allocation", "reduce-scatter"} <= passed.keys()
+        assert {"all-gather", "all-gather in a loop"} & passed.keys()
         positions = _positions(passed)
         assert len(positions) >= 20
         for number, (place, after) in enumerate(positions):

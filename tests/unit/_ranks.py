@@ -63,7 +63,10 @@ class ThreadCollectives:
         self.calls.append("all_gather")
         self._gather(output, input_)
 
-    def bind_all_gather(
+    def bind_all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> Callable[[], None]:
+        return lambda: self.all_gather(output, input_)
+
+    def bind_all_gather_many(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Callable[[], None]:
         def gather_many() -> None:

@@ -106,7 +106,7 @@ def _launch_all(work: object, asynchronous: bool) -> list[object]:
     x = torch.zeros(1)
     return [
         collectives.all_gather(x, x),
-        collectives.bind_all_gather([x], [x])(),
+        collectives.bind_all_gather_many([x], [x])(),
         collectives.bind_reduce_scatter(kind)(x, x),
         collectives.bind_reduce_scatter_many(kind)([x], [x]),
     ]

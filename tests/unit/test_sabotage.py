@@ -50,13 +50,19 @@ def _release_before_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _release_staging_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    gather = PackedTransport.gather
+    bind = PackedTransport._bind
 
-    def hasty(self: PackedTransport) -> None:
-        gather(self)
-        self.release()
+    def bind_hasty(self: PackedTransport) -> None:
+        bind(self)
+        gather, release = self.gather, self.release
 
-    monkeypatch.setattr(PackedTransport, "gather", hasty)
+        def hasty() -> None:
+            gather()
+            release()
+
+        self.gather = hasty
+
+    monkeypatch.setattr(PackedTransport, "_bind", bind_hasty)
 
 
 def _forget_sums(monkeypatch: pytest.MonkeyPatch) -> None:

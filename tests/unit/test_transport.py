@@ -132,8 +132,7 @@ def test_a_packed_segment_is_split_by_whole_rows_where_that_is_one_kernel(
 
     monkeypatch.setattr(type(KERNELS), "split_copy", look)
     _check(params, 2, coalesces=False)
-    assert set(dense) == {False}
-    dense.clear()
+    assert dense == []  # a split would make views, which are bound where no kernel fuses copies
     monkeypatch.setattr(KERNELS, "fuses", True)
     _check(params, 2, coalesces=False)
     assert set(dense) == {True}

@@ -10,7 +10,7 @@ the single ones, and the base class of torch has them all. So what is not in the
 do nothing but the collectives of one tensor, which every backend has.
 
 Ranks decide alike (invariant I1): each leaves a note with the `Traits.name` of its backend, and the
-first use of a process group compares them (`fsdp2.core.device.presence`).
+first use of a process group compares them (`fsdp2.checks.presence`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Traits:
         premultiplies: whether reductions may divide by a factor inside of the collective
             (``_make_nccl_premul_sum``).
         connects_late: whether a process group makes its communicator in its first collective, so
-            that fsdp2 runs one before the first gather (`fsdp2.core.device.presence.connect`).
+            that fsdp2 runs one before the first gather (`fsdp2.core.schedule.connections`).
         source: project, file and version that this was read in.
     """
 

@@ -1,6 +1,6 @@
 """Collectives of a step: bound once to what they move, and called by the backend's own methods.
 
-    Collectives ── all_gather(out, in), bind_all_gather(outs, ins)()         shard axis
+    Collectives ── bind_all_gather(out, in)(), …_many(outs, ins)()          shard axis
                 ── bind_reduce_scatter(kind)(out, in), …_many(kind)(outs, ins)
                 ── the user's own of both; exchange(numbers)
     Replicas    ── all_reduce(tensor, op)                                   replicate axis
@@ -97,7 +97,10 @@ class Collectives(Protocol):
     def all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> Work | None:
         """``output``: [size * n], ``input_``: [n]."""
 
-    def bind_all_gather(
+    def bind_all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> Launch:
+        """What runs ``all_gather`` of these tensors, whenever it is called."""
+
+    def bind_all_gather_many(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Launch:
         """What runs ``all_gather`` for each pair, in one launch, whenever it is called."""
@@ -231,7 +234,11 @@ class GroupCollectives:
         """Gather one flat tensor; ``output``: [size * n], ``input_``: [n]."""
         return self._ordered(self._gather(output, input_, self._gather_options))
 
-    def bind_all_gather(
+    def bind_all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> Launch:
+        """Gather one flat tensor: the backend's own call, where no stream waits."""
+        return self._bound(functools.partial(self._gather, output, input_, self._gather_options))
+
+    def bind_all_gather_many(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Launch:
         """Gather many flat tensors in one launch: the backend's own call, where no stream waits."""
@@ -305,7 +312,8 @@ class SoloCollectives:
     def _refuse(self, *_: object) -> NoReturn:
         raise AssertionError("one rank has nobody to communicate with")
 
-    all_gather = bind_all_gather = bind_reduce_scatter = bind_reduce_scatter_many = _refuse
+    all_gather = bind_all_gather = bind_all_gather_many = _refuse
+    bind_reduce_scatter = bind_reduce_scatter_many = _refuse
     custom_all_gather = custom_reduce_scatter = exchange = _refuse
 
 
@@ -328,11 +336,15 @@ class ComplexCollectives:
         """As `Collectives.all_gather`."""
         return self._real.all_gather(*_as_real((output, input_)))
 
-    def bind_all_gather(
+    def bind_all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> Launch:
+        """As `Collectives.bind_all_gather`."""
+        return self._real.bind_all_gather(*_as_real((output, input_)))
+
+    def bind_all_gather_many(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Launch:
-        """As `Collectives.bind_all_gather`."""
-        return self._real.bind_all_gather(_as_real(outputs), _as_real(inputs))
+        """As `Collectives.bind_all_gather_many`."""
+        return self._real.bind_all_gather_many(_as_real(outputs), _as_real(inputs))
 
     def bind_reduce_scatter(
         self, kind: ReduceKind

@@ -6,13 +6,18 @@ host or the current stream until they are done.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from fsdp2.core.device.collectives import GroupCollectives, ReduceKind, ReplicaCollectives
+from fsdp2.core.device.collectives import (
+    Collectives,
+    GroupCollectives,
+    ReduceKind,
+    ReplicaCollectives,
+)
 
 
 def gather_numbers(
@@ -20,6 +25,18 @@ def gather_numbers(
 ) -> list[list[int]]:
     """The numbers of each rank of ``group``, as many of each, in the order of its ranks."""
     return GroupCollectives(group, device, asynchronous=False).exchange(numbers)
+
+
+def largest_over(lines: Iterable[Collectives], numbers: Sequence[int]) -> list[int]:
+    """The largest of each number over all ranks that ``lines`` reach, an axis each.
+
+    So ranks agree outside of a step: all have the same numbers then, and raise alike. The smallest
+    of a number is the largest of its negative.
+    """
+    found = list(numbers)
+    for line in lines if found else ():
+        found = [max(column) for column in zip(*line.exchange(found), strict=True)]
+    return found
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import _hash_ranks_to_str
 
 from fsdp2.core.device.backends import backend_of
 from fsdp2.core.device.collectives import GroupCollectives
+from fsdp2.core.device.one_off import largest_over
 
 ProcessGroup = dist.ProcessGroup
 """For modules that name the type alone: they do not touch c10d."""
@@ -76,11 +77,10 @@ def new_groups(
     Raises:
         ValueError: ranks would give a group different names; on all of them.
     """
-    least = most = int(_hash_ranks_to_str([0])[:15], 16)  # of the number in the name, and no more
-    for group in around:
-        found = GroupCollectives(group, device, asynchronous=False).exchange([least, most])
-        least, most = min(each[0] for each in found), max(each[1] for each in found)
-    if least != most:
+    own = int(_hash_ranks_to_str([0])[:15], 16)  # of the number in the name, and no more
+    axes = (GroupCollectives(group, device, asynchronous=False) for group in around)
+    most, least = largest_over(axes, [own, -own])
+    if -least != most:
         raise ValueError(
             "process groups of some ranks are to be made, but some ranks have made more process "
             "groups than others, so that torch would give one of them two names; let all ranks "

@@ -22,7 +22,8 @@ the lanes that the group chooses:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Protocol
 
@@ -33,6 +34,10 @@ from fsdp2.core.device.buffers import Buffer, FlatBuffer, TransientBuffer
 from fsdp2.core.device.collectives import Collectives, Launch, Work, collectives_of
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.layout.layout import Segment, Slot
+
+
+def _nothing() -> None:
+    """For what a transport has not to do."""
 
 
 class GatherTransport:
@@ -46,6 +51,9 @@ class GatherTransport:
         stages: whether acquire, copy_out or release do anything.
         aliases: whether gathered parameters are views of the shard.
         gather: runs the collective; returns what must be waited for, or ``None``.
+        acquire: allocates what only the collective needs.
+        copy_out: puts the pieces in place.
+        release: frees what ``acquire`` allocated.
     """
 
     carried = False
@@ -55,22 +63,16 @@ class GatherTransport:
     stages = True
     aliases = False
     gather: Launch
+    acquire: Callable[[], object] = staticmethod(_nothing)
+    copy_out: Callable[[], object] = staticmethod(_nothing)
+    release: Callable[[], object] = staticmethod(_nothing)
 
     def parameters(self) -> list[tuple[Slot, torch.Tensor]]:
         """Every slot and the tensor of its gathered parameter, as far as they are there."""
         return []
 
-    def acquire(self) -> None:
-        """Allocate what only the collective needs."""
-
     def copy_in(self) -> None:
         """Cast the shards."""
-
-    def copy_out(self) -> None:
-        """Put the pieces in place."""
-
-    def release(self) -> None:
-        """Free what ``acquire`` allocated."""
 
 
 class SegmentTransport(GatherTransport):
@@ -153,12 +155,12 @@ class CoalescedTransport(SegmentTransport):
             self._shard.keep_valid(piece)
         self._outputs = [self._slot_view(slot, (slot.full_numel,)) for slot in slots]
         self._inputs = [self._own_piece(slot) for slot in slots] if self.casts else self._shards
-        self.gather = self.collectives.bind_all_gather(self._outputs, self._inputs)
+        self.gather = self.collectives.bind_all_gather_many(self._outputs, self._inputs)
 
     def carry(self, packed: PackedTransport) -> None:
         """Take the collective of ``packed``, of the same dtype, along in one launch."""
         outputs, inputs = [*self._outputs, packed.output], [*self._inputs, packed.input]
-        self.gather = self.collectives.bind_all_gather(outputs, inputs)
+        self.gather = self.collectives.bind_all_gather_many(outputs, inputs)
         packed.carried = True
 
     def copy_in(self) -> None:
@@ -214,28 +216,46 @@ class PackedTransport(SegmentTransport):
         self._columns = self._packed.view(self._wire, 0, shape, (width, 1))
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
+        if not kernels.fuses:
+            self._copy_rows_pairwise(rows)
         for slot in segment.slots:
             if not slot.in_order:
                 self._add_moves(slot)
+        self.acquire, self.release = self._packed.acquire, self._packed.release
+        self.gather = collectives.bind_all_gather(self.output, self.input)
+        self.copy_out = self._bound_copy()
         self._packed.release()
-
-    def acquire(self) -> None:
-        self._packed.acquire()
 
     def copy_in(self) -> None:
         self.kernels.copy(self.input, self._flat)
 
-    def gather(self) -> Work | None:
-        return self.collectives.all_gather(self.output, self.input)
+    def _bound_copy(self) -> Callable[[], object]:
+        """What puts the pieces in place: the kernels' own call, where it is one."""
+        kernels = self.kernels
+        split = partial(kernels.split_copy, self._columns, self._sizes, self._rows)
+        move = partial(kernels.copy_many, self._targets, self._sources)
+        if not self._targets:
+            return split if self._sizes else _nothing
+        if not self._sizes:
+            return move
 
-    def copy_out(self) -> None:
-        if self._sizes:
-            self.kernels.split_copy(self._columns, self._sizes, self._rows)
-        if self._targets:
-            self.kernels.copy_many(self._targets, self._sources)
+        def split_and_move() -> None:
+            split()
+            move()
 
-    def release(self) -> None:
-        self._packed.release()
+        return split_and_move
+
+    def _copy_rows_pairwise(self, rows: Sequence[Slot]) -> None:
+        """From views that last. A split makes them anew, and copies each by itself on a CPU."""
+        width = self.segment.shard_numel
+        for slot in rows:
+            start, shape = (
+                slot.shard_offset * self._itemsize,
+                (self.collectives.size, slot.shard_numel),
+            )
+            self._sources.append(self._packed.view(self._wire, start, shape, (width, 1)))
+        self._targets += self._rows
+        self._rows, self._sizes = [], []
 
     def _add_moves(self, slot: Slot) -> None:
         """Two strided copies at most: the ranks with a whole piece, and the one with a part."""
@@ -418,8 +438,9 @@ class Load:
 class Copying(Protocol):
     """What has memory to allocate and something to copy in front of the collectives."""
 
-    def acquire(self) -> None:
-        """Allocate it, on COMPUTE."""
+    @property
+    def acquire(self) -> Callable[[], object]:
+        """What allocates it, on COMPUTE."""
 
     def copy_in(self) -> None:
         """Copy, on COPY_IN."""

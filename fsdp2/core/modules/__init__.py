@@ -5,7 +5,7 @@
     roots          which module is a root, and which units it serves
     hooks          on modules and gradients: with engine, the only code that knows autograd's engine
     saved          hooks with others on what autograd saves, where storages cannot be emptied
-    engine         where Python starts a backward: side doors, and a sentence where it raises
+    engine         where Python starts a backward: side doors; who can explain what it raises
     registrations  what modules register after fully_shard
     ties           parameters that modules of several units register
     optimizers     what optimizers hold when they step

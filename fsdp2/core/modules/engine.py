@@ -1,4 +1,4 @@
-"""Where Python starts a backward: what is done before, after, and instead of torch's raw words.
+"""Where Python starts a backward: what is done before and after, and who is told of what it raises.
 
     loss.backward(), torch.autograd.grad
       Variable._execution_engine.run_backward      the one place that both come through
@@ -46,7 +46,7 @@ Ends = Iterable[torch.Tensor | GradientEdge]
 """Where a backward begins."""
 
 
-class _ExplainingEngine(_Engine):
+class _WatchedEngine(_Engine):
     """Autograd's engine, for backwards that reach sharded modules."""
 
     @uncompiled
@@ -79,7 +79,7 @@ class _ExplainingEngine(_Engine):
 @functools.cache
 def watch_backwards() -> None:
     """From the first call on, all backwards of this process come through here."""
-    Variable._execution_engine = _ExplainingEngine()
+    Variable._execution_engine = _WatchedEngine()
 
 
 def nodes_behind(ends: Ends) -> dict[Node, None]:

@@ -1,7 +1,7 @@
 """One parameter: its two forms, the entries of modules that they fill, and its gradients.
 
     param      ShardedParam, and the plan that it is made from
-    aliases    references from before sharding: followed, or refused
+    aliases    a reference from before sharding, which is followed
     hooks      hooks that users register on sharded parameters
     gradients  the gradients of several, taken and delivered; their DTensors used again
 

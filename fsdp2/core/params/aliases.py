@@ -1,28 +1,19 @@
-"""References to a parameter from before it was sharded, besides the entries of modules.
+"""A reference to a parameter from before it was sharded, which follows what the module registers.
 
-self.__dict__["alias"] = w     followed: it holds what the module registers, at any moment
-self.weights = [w, b]          so do lists and dicts that are attributes of modules
-a closure, a view, a loss      refused: a gradient that comes to what the parameter was raises
+`fsdp2.sharding.aliases` finds them.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp2.core.config import ShardingStateError
-
 REPLACED = "_fsdp2_replaced"
 """Attribute of a parameter object that is not the optimizer's: a weak reference to the
 `ShardedParam` of the one that is."""
-
-_TORCHS = frozenset(nn.Module().__dict__)
-"""Attributes of every module: its parameters and submodules among them, which are no aliases."""
 
 
 class Alias:
@@ -60,48 +51,3 @@ class Alias:
         if self._value is not None and present is self._value():
             place[key] = param
             self._value = weakref.ref(param)
-
-
-def aliases_in(module: nn.Module) -> Iterator[tuple[Alias, nn.Parameter]]:
-    """The aliases that attributes of ``module`` are or hold, and the parameters they refer to.
-
-    None of a module that defines ``__setattr__``: that keeps its own in step, as `nn.LSTM` does.
-    """
-    if type(module).__setattr__ is not nn.Module.__setattr__:
-        return
-    for attribute, value in tuple(module.__dict__.items()):
-        if attribute in _TORCHS:
-            continue
-        found: list[tuple[object, object]] = []
-        if isinstance(value, nn.Parameter):
-            found = [(None, value)]
-        elif type(value) is list:
-            found = list(enumerate(value))
-        elif type(value) is dict:
-            found = list(value.items())
-        for key, param in found:
-            if isinstance(param, nn.Parameter):
-                yield Alias(module, attribute, key, param), param
-
-
-def refuse_gradients(param: nn.Parameter, unit: str) -> None:
-    """Let a backward raise whose gradient comes to what a parameter was before it was sharded.
-
-    Args:
-        param: the object from before; its own hooks are elsewhere by now.
-        unit: name of the unit that manages it, for a message where that is gone.
-    """
-    reference = weakref.ref(param)
-
-    def refuse(_: torch.Tensor) -> NoReturn:
-        former: object = reference()
-        managed = former.__dict__[REPLACED]()
-        name = f"'{managed.name}'" if managed is not None else f"of the unit of {unit}"
-        raise ShardingStateError(
-            f"a gradient came to parameter {name} as it was before fully_shard, to which a list, a "
-            f"closure, a view or a loss still refers, so that it would train nothing; use the "
-            f"parameter in the forward of its unit, as an attribute of its module"
-        )
-
-    hooks: Any = OrderedDict({0: refuse})
-    param._backward_hooks = hooks

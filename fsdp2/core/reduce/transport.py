@@ -86,6 +86,7 @@ class PackingReduce(ReduceTransport):
         flat, size, first = context.flat, self.collectives.size, context.direct
         self._first = first
         self._packed = self.slots[first:]
+        self._in_rows = all(slot.dim == 0 and slot.shard_numel for slot in self._packed)
         self._start = [*flat.starts, flat.payload][first]  # of what is packed, in the flat result
         end = flat.width if self.carries_marks else flat.rows_width
         self.width = end - self._start
@@ -109,11 +110,13 @@ class PackingReduce(ReduceTransport):
         """
         dtype = self.unify(job)
         first = self._first
-        parts = [
-            grad if slot.dim == 0 else self._rank_major(slot, grad)
-            for slot, grad in zip(self._packed, job.grads[first:], strict=True)
-            if slot.shard_numel
-        ]
+        parts = job.grads[first:]
+        if not self._in_rows:
+            parts = [
+                grad if slot.dim == 0 else self._rank_major(slot, grad)
+                for slot, grad in zip(self._packed, parts, strict=True)
+                if slot.shard_numel
+            ]
         if self.carries_marks and job.marks is not None:
             parts.append(job.marks[0].to(dtype))
         elif dtype in self._pads:
