@@ -63,6 +63,15 @@ def _import(arguments: list[str]) -> tuple[float, int]:
     return ms, modules
 
 
+def report(found: Found) -> tuple[Sequence[str], list[Sequence[object]]]:
+    """Header and rows of a table."""
+    rows: list[Sequence[object]] = [
+        (name, f"{each['modules'][0]:g}", f"{min(each['ms']):.1f}", stats.summarize(each["ms"]))
+        for name, each in found.items()
+    ]
+    return ("import", "modules", "ms, least", "median"), rows
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="CPU time of imports.")
     parser.add_argument("--rooms", nargs="*", choices=ROOMS, default=ROOMS, help="default: all")
@@ -70,12 +79,8 @@ def main(arguments: list[str] | None = None) -> None:
     common.add_timing(parser, device=None, clock=False)
     options = parser.parse_args(arguments)
     found = measure(options.rooms, options.rounds, not options.without_bytecode)
-    rows = [
-        (name, f"{each['modules'][0]:g}", f"{min(each['ms']):.1f}", stats.summarize(each["ms"]))
-        for name, each in found.items()
-    ]
     print(f"CPU time of imports after torch, DTensor and DCP, {options.rounds} processes")
-    print(stats.table(("import", "modules", "ms, least", "median"), rows))
+    print(stats.table(*report(found)))
     stats.write_json(options.json, "cpu", {"options": vars(options), "imports": found})
 
 
