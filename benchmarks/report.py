@@ -32,6 +32,7 @@ from benchmarks import (
     block_collectives,
     budget,
     compile,
+    imports,
     instructions,
     memory,
     padding,
@@ -263,6 +264,12 @@ def _budget(results: dict[str, Any], device: str) -> list[Section]:
     return [Section("Budget of one unit's step", header, rows)]
 
 
+def _imports(results: dict[str, Any], device: str) -> list[Section]:
+    kept = "without" if results["options"]["without_bytecode"] else "with"
+    header, rows = imports.report(results["imports"])
+    return [Section(f"CPU time of imports, {kept} bytecode", header, rows)]
+
+
 def _planned_steps(results: dict[str, Any], device: str) -> list[Section]:
     header, rows = planned_steps.table(results)
     bars: Bars = {"planned": {}, "measured": {}}
@@ -289,6 +296,7 @@ READERS: dict[str, Callable[[Any, str], list[Section]]] = {
     "window": _window,
     "planned_steps": _planned_steps,
     "budget": _budget,
+    "imports": _imports,
 }
 
 

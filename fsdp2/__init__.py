@@ -129,8 +129,8 @@ __all__ = [
 ]
 
 _ROOMS = (
-    *("checkpoint", "fsdp1", "full", "optim", "paper", "planning", "reports", "tracing", "wrap"),
-    *("wrapper_module", "xla"),
+    *("checkpoint", "fsdp1", "full", "optim", "paper", "planning", "record", "reports", "tracing"),
+    *("wrap", "wrapper_module", "xla"),
 )
 """Modules that are attributes of this one without an import, and load when they are first used."""
 

@@ -255,6 +255,7 @@ def test_scripts_run(command, tmp_path):
 @pytest.mark.extended
 def test_start_up_runs(tmp_path):
     _run_and_check(["benchmarks/startup.py", "--blocks", "2", "--rounds", "1"], tmp_path)
+    _run_and_check(["benchmarks/imports.py", "--rooms", "wrap", "--rounds", "1"], tmp_path)
 
 
 @pytest.mark.exhaustive

@@ -138,6 +138,13 @@ FILES: dict[str, tuple[Any, str]] = {
         },
         "| 2x5 | fsdp2 | 1500 | 250.0 | 50.00 |",
     ),
+    "imports": (
+        {
+            "options": {"without_bytecode": False},
+            "imports": {"fsdp2": {"ms": [30.0, 29.0, 31.0], "modules": [100, 100, 100]}},
+        },
+        "| fsdp2 | 100 | 29.0 | 30.00  [29.00 .. 31.00] |",
+    ),
     "startup": (STARTUP, "### Start-up, 100 blocks of 10 parameters, fp32, ms"),
     "gloo": (GLOO, "| torch | 12.00 [10.00 .. 20.00] |"),
     "collective_cost": (

@@ -126,6 +126,13 @@ def test_the_import_loads_what_fully_shard_needs() -> None:
     assert {name for name in new if not name.startswith("fsdp2")} == set()
 
 
+def test_each_room_is_loaded_or_loads_later() -> None:
+    """But for those that are no part of a training program: they are imported by name."""
+    there = {path.stem for path in SOURCE.parent.glob("[a-z]*") if path.suffix in ("", ".py")}
+    assert there == LOADED | {*fsdp2._ROOMS} | {"examples", "run", "testing"}
+    assert LOADED.isdisjoint(fsdp2._ROOMS)
+
+
 def test_what_the_import_loads_of_torch() -> None:
     """FSDP2, for its classes are bases of ours, but not DCP or dynamo."""
     new = _new_after("import torch")
