@@ -31,7 +31,7 @@ from fsdp2.comm_memory import (
 )
 from fsdp2.core.config import MixedPrecisionPolicy, ShardingStateError
 from fsdp2.core.custom_collectives import AllGather, MemoryComms, ReduceScatter
-from fsdp2.core.device.collectives import GroupCollectives
+from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.process_groups import ProcessGroup, backend_name, with_own_group
 from fsdp2.core.modules.dynamo import uncompiled_methods
 from fsdp2.core.modules.frames import forward_method
@@ -666,16 +666,16 @@ class FSDPModule(TorchIdentity):
                 all-gathers use.
             recurse: whether units below follow. Default ``True``.
         """
-        made: dict[ProcessGroup, GroupCollectives] = {}
+        made: dict[ProcessGroup, Collectives] = {}
         for group in self._groups(recurse):
             shared = group.collectives
-            if not isinstance(shared, GroupCollectives):
+            if shared.group is None:
                 continue
             if not enable:
                 group.set_reducers(shared)
                 continue
             if shared.group not in made:
-                made[shared.group] = with_own_group(shared)
+                made[shared.group] = with_own_group(shared, group.device)
             group.set_reducers(made[shared.group])
         for record in self._records(recurse):
             if record.scheduler is not None:

@@ -162,8 +162,7 @@ def choose_reshard(record: UnitRecord, value: bool | int) -> None:
 
 def process_group(group: ParamGroup) -> ProcessGroup | None:
     """The process group of the shard axis; ``None`` where nothing is sharded."""
-    shared = group.collectives
-    return shared.group if isinstance(shared, GroupCollectives) else None
+    return group.collectives.group
 
 
 def join_unit(groups: list[ParamGroup], unit: Unit, present: list[ParamGroup]) -> None:

@@ -1,18 +1,25 @@
-"""Units whose phase changes only as `fsdp2.core.schedule.unit.MOVES` allows.
+"""Moves of units' phases that `fsdp2.core.schedule.unit.MOVES` does not allow are refused.
 
     unit.phase = BACKWARD ──> is it in MOVES[the phase before]? ──> stored, or an AssertionError
 
-A simulation makes its units of this kind; `check_phases` turns those of a sharded module into it.
+A simulation makes its units as `CheckedUnit`; `checking_phases` watches those of sharded modules.
 `Unit` itself stores whatever it is given: the check costs nothing where it is not wanted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
+from fsdp2.core.schedule.moves import watching
 from fsdp2.core.schedule.unit import MOVES, Phase, Unit
 
-_stored = Unit.__dict__["phase"]  # the slot that this property hides
+_stored = vars(Unit)["phase"]  # the slot that this property hides
+
+
+def _check(unit: Unit, before: Phase, after: Phase) -> None:
+    assert after in MOVES[before], (
+        f"unit '{unit.title}' cannot go from {before.value} to {after.value}"
+    )
 
 
 class CheckedUnit(Unit):
@@ -23,18 +30,15 @@ class CheckedUnit(Unit):
     @property
     def phase(self) -> Phase:
         """Where it is in the iteration."""
-        return _stored.__get__(self)
+        found: Phase = _stored.__get__(self)
+        return found
 
     @phase.setter
     def phase(self, phase: Phase) -> None:
-        before = getattr(self, "phase", Phase.IDLE)  # a unit that is being made has none
-        assert phase in MOVES[before], (
-            f"unit '{self.title}' cannot go from {before.value} to {phase.value}"
-        )
+        _check(self, getattr(self, "phase", Phase.IDLE), phase)  # one that is being made has none
         _stored.__set__(self, phase)
 
 
-def check_phases(units: Iterable[Unit]) -> None:
-    """Check the moves of these units from now on."""
-    for unit in units:
-        unit.__class__ = CheckedUnit
+def checking_phases() -> AbstractContextManager[None]:
+    """Check the moves of all units of this process, while it is on."""
+    return watching(_check)

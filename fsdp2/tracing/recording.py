@@ -3,7 +3,7 @@
     seams ── moved, hosting ─────>  which unit computes, and for how long the host is in fsdp2
           ── copy, collective ───>  what lanes run, each between two stamps
           ── signal, waited ─────>  events of lanes, and waits for them
-          ── hold ───────────────>  memory by category
+          ── hold, follow ───────>  memory by category
     Tracer.timeline ──> what all stamps tell ──> `fsdp2.tracing.drawing`
 
 A stamp is a moment. Where lanes are streams it is an event on the lane's stream, which tells its
@@ -14,17 +14,20 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar, Protocol
 
 import torch
 
+from fsdp2.core.device.buffers import TransientBuffer, all_buffers
 from fsdp2.core.device.collectives import Work
 from fsdp2.core.device.process_groups import ProcessGroup, ranks_of
 from fsdp2.core.device.streams import Event, Lane
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.unit import BACKWARD, FORWARD, Phase, Unit, all_groups
+from fsdp2.record.categories import category_of
 from fsdp2.record.notes import HOST, Await, Note, Notes, Operation, Place
 from fsdp2.record.replay import measured
 from fsdp2.tracing.drawing import Told, draw, ranks_told
@@ -115,6 +118,9 @@ class Tracer(Notes):
         self._device = device
         self._states = OptimizerStates(all_groups(), device)
         self.hold(self._states, "optimizer", self._states.nbytes)
+        self._buffers: list[tuple[weakref.ref[TransientBuffer], str]] = []  # and their categories
+        for buffer in all_buffers():
+            self.follow(buffer)
         self._mark: Stamp = 0.0
 
     def finish(self) -> None:
@@ -323,6 +329,10 @@ class Tracer(Notes):
             self._held[key] = nbytes
             self._totals[category] = self._totals.get(category, 0) + change
 
+    def follow(self, buffer: TransientBuffer) -> None:
+        """Look at ``buffer`` in each sample: its memory comes and goes."""
+        self._buffers.append((weakref.ref(buffer), category_of(buffer.name)))
+
     def count(self, group: ParamGroup, full_gradients: int = 0) -> None:
         """What a group has besides its buffers.
 
@@ -350,6 +360,10 @@ class Tracer(Notes):
     def sample(self, at: Stamp) -> None:
         """What is there at a moment."""
         found = dict(self._totals)
+        for reference, category in self._buffers:
+            buffer = reference()
+            if buffer is not None and buffer.allocated:
+                found[category] = found.get(category, 0) + buffer.nbytes
         if self.clock.streams is not None:
             with contextlib.suppress(RuntimeError, AttributeError):  # a device may not count
                 known = sum(found.values())

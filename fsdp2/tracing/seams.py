@@ -1,22 +1,27 @@
-"""What tells a tracer of a step: what devices give to fsdp2, and the units that use it.
+"""What tells a tracer of a step: what groups run on, and who watches the units that use it.
 
-    Streams       `TracedStreams`      events, waits of lanes for them, and which lane is current
-    Kernels       `TracedKernels`      copies; memory that comes and goes, by its name
-    Collectives   `TracedCollectives`  all-gathers and reduce-scatters; `TracedReplicas` all-reduces
-    a group       `TracedGroup`        for which unit fsdp2 works, and for how long the host does
-    a unit        `TracedUnit`         whose forward or backward computes
-    optimizers    torch's hooks        their steps
+    group.runtime  `TracedStreams`      events, waits of lanes for them, and which lane is current
+                   `TracedKernels`      copies, and buffers whose memory is looked at
+                   `TracedCollectives`  all-gathers and reduce-scatters
+                   `TracedReplicas`     all-reduces
+    unit.groups    `TracedGroup`        for which unit fsdp2 works, and for how long the host does
+    unit.phase     `core.schedule.moves`  whose forward or backward computes
+    optimizers     torch's hooks        their steps
 
-All of it is by classes that these objects have meanwhile; launches that are bound to collectives
-are bound again. A step without a trace asks nothing and calls nothing.
+Each of the first four holds the plain object, does what that does, and tells. Groups run on them
+while a trace is on, and on the plain ones again afterwards (`ParamGroup.run_on`). A step without a
+trace asks nothing and calls nothing. What was bound while a trace was on, such as the copies of a
+gather under way, may outlive it, and tells nobody then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 from torch.optim.optimizer import (
@@ -25,30 +30,32 @@ from torch.optim.optimizer import (
 )
 
 from fsdp2.core.custom_collectives import AllGather, ReduceScatter
-from fsdp2.core.device.buffers import TransientBuffer, all_buffers
+from fsdp2.core.device.buffers import FlatBuffer, TransientBuffer
 from fsdp2.core.device.collectives import (
+    Collectives,
     GroupCollectives,
     Launch,
     ReduceKind,
     ReplicaCollectives,
+    Replicas,
     Work,
 )
-from fsdp2.core.device.kernels import Tensors, TorchKernels
+from fsdp2.core.device.kernels import Kernels, Tensors
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.device.rehearsal import META
-from fsdp2.core.device.streams import DeviceStreams, Event, Lane
+from fsdp2.core.device.streams import DeviceStreams, Event, Lane, Streams
+from fsdp2.core.modules.registry import UnitRecord, record_of_unit
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import Layer
+from fsdp2.core.schedule.moves import watching
 from fsdp2.core.schedule.unit import Phase, Unit, all_units, put_around
-from fsdp2.record.categories import category_of
-from fsdp2.record.notes import HOST
+from fsdp2.record.notes import HOST, Place
 from fsdp2.tracing.recording import Clock, Tracer
 from fsdp2.tracing.timeline import COLLECTIVES
 
 Tensor = torch.Tensor
-T = TypeVar("T")
 
 GATHER, SCATTER, SUM = COLLECTIVES
 
@@ -60,47 +67,57 @@ def tracer() -> Tracer:
     return found
 
 
-def _below(thing: T, telling: type[T]) -> T:
-    """What an object does that does not tell: by its own class, once the trace has taken that back.
-
-    What was bound while a trace was on, such as the copies of a gather under way, may outlive it.
-    """
-    return cast(T, super(telling, thing)) if isinstance(thing, telling) else thing
-
-
 # ---- streams
 
 
-class TracedStreams(DeviceStreams):
-    """Streams that tell what was recorded, and who has waited for it."""
+class TracedStreams:
+    """Streams that tell what was recorded, and who has waited for it.
+
+    Args:
+        plain: those that do it.
+        device: theirs.
+    """
+
+    def __init__(self, plain: Streams, device: torch.device) -> None:
+        self.plain = plain
+        self.asynchronous, self.captures = plain.asynchronous, plain.captures
+        self.make_event = plain.make_event
+        self._device = device
 
     def stamp(self, lane: Lane) -> torch.Event:
         """An event on a lane's stream that knows its time."""
         event = torch.Event(self._device, enable_timing=True)
-        event.record(self._stream(lane))
+        self.plain.record(lane, "", event)
         return event
 
-    def record(self, lane: Lane, label: str, event: Event = None) -> torch.Event:
+    def record(self, lane: Lane, label: str, event: Event = None) -> Event:
         """As it is, and told."""
-        found = super().record(lane, label, event)
-        tracer().recorded(found, lane, label)
+        found = self.plain.record(lane, label, event)
+        if Tracer.current is not None:
+            Tracer.current.recorded(found, lane, label)
         return found
 
     def wait(self, lane: Lane, event: Event, label: str) -> None:
         """As it is, between two stamps."""
-        with tracer().waiting(lane, event, label):
-            super().wait(lane, event, label)
+        with _waiting(lane, event, label):
+            self.plain.wait(lane, event, label)
 
     def synchronize(self, event: Event, label: str) -> None:
         """As it is, between two stamps of the host."""
-        with tracer().waiting(HOST, event, label):
-            super().synchronize(event, label)
+        with _waiting(HOST, event, label):
+            self.plain.synchronize(event, label)
 
     @contextlib.contextmanager
     def on(self, lane: Lane) -> Iterator[None]:
         """As it is; what is called inside runs on that lane."""
-        with tracer().on(lane), super().on(lane):
+        here = Tracer.current
+        with contextlib.nullcontext() if here is None else here.on(lane), self.plain.on(lane):
             yield
+
+
+def _waiting(lane: Place, event: Event, label: str) -> AbstractContextManager[object]:
+    here = Tracer.current
+    return contextlib.nullcontext() if here is None else here.waiting(lane, event, label)
 
 
 # ---- kernels and their memory
@@ -116,62 +133,65 @@ def _copied(
     return here.copy(name, written, functools.partial(run, *args, **given))
 
 
-class TracedKernels(TorchKernels):
-    """Kernels that tell of copies and of memory."""
+class TracedKernels:
+    """Kernels that tell of copies and of memory that comes and goes.
+
+    Args:
+        plain: those that do it.
+    """
+
+    def __init__(self, plain: Kernels) -> None:
+        self.plain = plain
+        self.fuses = plain.fuses
+        self.flat: Callable[[int, bool], FlatBuffer] = plain.flat
+        self.host_flat, self.host_empty = plain.host_flat, plain.host_empty
+        self.bind_empty, self.zeros, self.constant = plain.bind_empty, plain.zeros, plain.constant
+        self.numbers, self.pieces, self.add_many = plain.numbers, plain.pieces, plain.add_many
 
     def transient(self, nbytes: int, name: str) -> TransientBuffer:
-        made = super().transient(nbytes, name)
+        """Made, and looked at from now on."""
+        made = self.plain.transient(nbytes, name)
         if Tracer.current is not None:
-            _let_tell(made, TracedBuffer)
-            _hold(made)
+            Tracer.current.follow(made)
         return made
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        _copied("", [target], _below(self, TracedKernels).copy, target, source)
-
-    def copy_many(self, targets: Tensors, sources: Tensors, /) -> object:
-        return _copied("", targets, _below(self, TracedKernels).copy_many, targets, sources)
-
-    def copy_strided(self, targets: Tensors, sources: Tensors, /) -> object:
-        return _copied("stage", targets, _below(self, TracedKernels).copy_strided, targets, sources)
-
-    def split_copy(self, source: Tensor, sizes: Sequence[int], targets: Tensors) -> None:
-        _copied("", targets, _below(self, TracedKernels).split_copy, source, sizes, targets)
-
-    def chunk_cat(self, tensors: Tensors, dim: int, chunks: int, /, *, out: Tensor) -> object:
-        return _copied(
-            "stage", [out], _below(self, TracedKernels).chunk_cat, tensors, dim, chunks, out=out
-        )
-
-    def divide(self, tensor: Tensor, factor: float, /) -> object:
-        return _copied("divide", [tensor], _below(self, TracedKernels).divide, tensor, factor)
-
     def to_host(self, target: Tensor, source: Tensor) -> None:
-        _copied("to-host", [target], _below(self, TracedKernels).to_host, target, source)
+        """As it is, and told."""
+        _copied("to-host", [target], self.plain.to_host, target, source)
 
     def from_host(self, target: Tensor, source: Tensor) -> None:
-        _copied("load from host", [target], _below(self, TracedKernels).from_host, target, source)
+        """As it is, and told."""
+        _copied("load from host", [target], self.plain.from_host, target, source)
 
+    def fetched(self, source: Tensor) -> Tensor:
+        """As it is, and told."""
+        found = _copied("to-host", [source], self.plain.fetched, source)
+        assert isinstance(found, Tensor)
+        return found
 
-class TracedBuffer(TransientBuffer):
-    """Memory that tells when it comes and goes."""
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """As it is, and told."""
+        _copied("", [target], self.plain.copy, target, source)
 
-    __slots__ = ()
+    def copy_many(self, targets: Tensors, sources: Tensors, /) -> object:
+        """As it is, and told."""
+        return _copied("", targets, self.plain.copy_many, targets, sources)
 
-    def acquire(self) -> None:
-        _below(self, TracedBuffer).acquire()
-        _hold(self)
+    def copy_strided(self, targets: Tensors, sources: Tensors, /) -> object:
+        """As it is, and told."""
+        return _copied("stage", targets, self.plain.copy_strided, targets, sources)
 
-    def release(self) -> None:
-        _below(self, TracedBuffer).release()
-        _hold(self)
+    def split_copy(self, source: Tensor, sizes: Sequence[int], targets: Tensors) -> None:
+        """As it is, and told."""
+        _copied("", targets, self.plain.split_copy, source, sizes, targets)
 
+    def chunk_cat(self, tensors: Tensors, dim: int, chunks: int, /, *, out: Tensor) -> object:
+        """As it is, and told."""
+        return _copied("stage", [out], self.plain.chunk_cat, tensors, dim, chunks, out=out)
 
-def _hold(buffer: TransientBuffer) -> None:
-    here = Tracer.current
-    if here is not None:
-        nbytes = buffer.nbytes if buffer.allocated else 0
-        here.hold(buffer, category_of(buffer.name), nbytes)
+    def divide(self, tensor: Tensor, factor: float, /) -> object:
+        """As it is, and told."""
+        return _copied("divide", [tensor], self.plain.divide, tensor, factor)
 
 
 # ---- collectives
@@ -179,86 +199,91 @@ def _hold(buffer: TransientBuffer) -> None:
 
 def _collective(
     name: str,
-    group: ProcessGroup,
+    group: ProcessGroup | None,
     moved: Sequence[Tensor],
     launch: Callable[..., Work | None],
     *args: object,
 ) -> Work | None:
     """Run a collective, and tell of it, if a trace is on: what is bound may outlive one."""
     here, bound = Tracer.current, functools.partial(launch, *args)
-    return bound() if here is None else here.collective(name, moved, group, bound)
+    if here is None or group is None:
+        return bound()
+    return here.collective(name, moved, group, bound)
 
 
-class TracedCollectives(GroupCollectives):
-    """Collectives of the shard axis that tell when they run."""
+class TracedCollectives:
+    """Collectives of the shard axis that tell when they run.
 
-    __slots__ = ()
+    Args:
+        plain: those that run.
+    """
+
+    def __init__(self, plain: Collectives) -> None:
+        self.plain = plain
+        self.size, self.rank, self.group = plain.size, plain.rank, plain.group
+        self.coalesces, self.premultiplies = plain.coalesces, plain.premultiplies
+        self.exchange = plain.exchange
+
+    def over(self, group: ProcessGroup) -> Collectives:
+        """The same over another process group: told, too."""
+        return TracedCollectives(self.plain.over(group))
 
     def all_gather(self, output: Tensor, input_: Tensor) -> Work | None:
-        return _collective(
-            GATHER, self.group, [output], _below(self, TracedCollectives).all_gather, output, input_
-        )
+        """As it is, and told."""
+        return _collective(GATHER, self.group, [output], self.plain.all_gather, output, input_)
 
     def bind_all_gather(self, output: Tensor, input_: Tensor) -> Launch:
-        launch = super().bind_all_gather(output, input_)
+        """What runs it, and tells."""
+        launch = self.plain.bind_all_gather(output, input_)
         return functools.partial(_collective, GATHER, self.group, [output], launch)
 
     def bind_all_gather_many(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Launch:
-        launch = super().bind_all_gather_many(outputs, inputs)
+        """What runs it, and tells."""
+        launch = self.plain.bind_all_gather_many(outputs, inputs)
         return functools.partial(_collective, GATHER, self.group, outputs, launch)
 
     def bind_reduce_scatter(self, kind: ReduceKind) -> Callable[[Tensor, Tensor], Work | None]:
-        launch, group = super().bind_reduce_scatter(kind), self.group
+        """What runs it, and tells."""
+        launch, group = self.plain.bind_reduce_scatter(kind), self.group
         return lambda out, given: _collective(SCATTER, group, [given], launch, out, given)
 
     def bind_reduce_scatter_many(
         self, kind: ReduceKind
     ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], Work | None]:
-        launch, group = super().bind_reduce_scatter_many(kind), self.group
+        """What runs it, and tells."""
+        launch, group = self.plain.bind_reduce_scatter_many(kind), self.group
         return lambda out, given: _collective(SCATTER, group, given, launch, out, given)
 
     def custom_all_gather(self, comm: AllGather, output: Tensor, input_: Tensor) -> Work | None:
-        launch = _below(self, TracedCollectives).custom_all_gather
+        """As it is, and told."""
+        launch = self.plain.custom_all_gather
         return _collective(GATHER, self.group, [output], launch, comm, output, input_)
 
     def custom_reduce_scatter(
         self, comm: ReduceScatter, output: Tensor, input_: Tensor, kind: ReduceKind
     ) -> Work | None:
-        launch = _below(self, TracedCollectives).custom_reduce_scatter
+        """As it is, and told."""
+        launch = self.plain.custom_reduce_scatter
         return _collective(SCATTER, self.group, [input_], launch, comm, output, input_, kind)
 
 
-class TracedReplicas(ReplicaCollectives):
-    """All-reduces that tell when they run."""
+class TracedReplicas:
+    """All-reduces that tell when they run.
+
+    Args:
+        plain: those that run.
+    """
+
+    def __init__(self, plain: Replicas) -> None:
+        self.plain = plain
+        self.size, self.group = plain.size, plain.group
 
     def all_reduce(self, tensor: Tensor, kind: ReduceKind) -> Work | None:
-        return _collective(
-            SUM, self.group, [tensor], _below(self, TracedReplicas).all_reduce, tensor, kind
-        )
+        """As it is, and told."""
+        return _collective(SUM, self.group, [tensor], self.plain.all_reduce, tensor, kind)
 
 
-# ---- units and groups
-
-
-_stored = Unit.__dict__["phase"]  # its slot
-
-
-class TracedUnit(Unit):
-    """A unit that tells when it is entered and left."""
-
-    __slots__ = ()
-
-    @property
-    def phase(self) -> Phase:
-        """Where it is in the iteration."""
-        found: Phase = _stored.__get__(self)
-        return found
-
-    @phase.setter
-    def phase(self, phase: Phase) -> None:
-        if phase is not self.phase:
-            tracer().moved(self, phase)
-        _stored.__set__(self, phase)
+# ---- groups
 
 
 class TracedGroup(Layer):
@@ -296,23 +321,6 @@ class TracedGroup(Layer):
 # ---- on and off
 
 
-_made: dict[tuple[type, type], type] = {}
-"""Classes that tell, by who tells and what the object is; the same object for each."""
-
-
-def _let_tell(thing: Any, telling: type) -> None:
-    """Give an object the class that tells, if it is of the kind that this one is derived from."""
-    if isinstance(thing, telling.__bases__[0]) and not isinstance(thing, telling):
-        bases = (telling, type(thing))
-        if bases not in _made:
-            _made[bases] = type(f"Traced{bases[1].__name__}", bases, {"__slots__": ()})
-        thing.__class__ = _made[bases]
-
-
-def _hush(thing: Any) -> None:
-    thing.__class__ = type(thing).__bases__[1]
-
-
 def _units() -> list[Unit]:
     """The units of real steps: others are those of plans."""
     return [u for u in all_units() if not any(g.device == META for g in u.own_groups)]
@@ -322,57 +330,114 @@ def _groups() -> list[ParamGroup]:
     return [group for unit in _units() for group in unit.own_groups]
 
 
-def _seams() -> list[tuple[object, type]]:
-    """What groups run on, and who tells of it; of one device, whose lanes are the trace's."""
-    groups = _groups()
-    streams = [group.streams for group in groups if type(group.streams) is DeviceStreams]
-    found: list[tuple[object, type]] = [(each, TracedStreams) for each in streams[:1]]
-    for group in groups:
-        found.append((group.runtime.kernels, TracedKernels))
-        found += [(group.collectives, TracedCollectives), (group.reducers, TracedCollectives)]
-        found.append((group.replicas, TracedReplicas))
-        if group.smaller_group is not None:
-            found.append((group.smaller_group.collectives, TracedCollectives))
-    return found
+def _records() -> Iterator[UnitRecord]:
+    for unit in _units():
+        record = record_of_unit(unit)
+        if record is not None:
+            yield record
+
+
+class _Seams:
+    """What groups run on while a trace is on: one that tells for each object that does not.
+
+    Attributes:
+        streams: of one device, whose lanes are the trace's; ``None`` where there are none.
+    """
+
+    def __init__(self) -> None:
+        found = [group for group in _groups() if isinstance(group.streams, DeviceStreams)]
+        self.streams = TracedStreams(found[0].streams, found[0].device) if found else None
+        self._made: dict[Collectives, TracedCollectives] = {}
+
+    def take(self) -> None:
+        """Let all groups, and their schedulers, run on what tells."""
+        for record in _records():
+            record.run_on(self._streams(record.streams))
+        for group in _groups():
+            replicas = group.replicas
+            if isinstance(replicas, ReplicaCollectives):
+                replicas = TracedReplicas(replicas)
+            kernels, streams = TracedKernels(group.runtime.kernels), self._streams(group.streams)
+            _run_on(group, self._collectives, kernels, streams, replicas)
+
+    def _streams(self, streams: Streams) -> Streams:
+        told = self.streams
+        return told if told is not None and streams is told.plain else streams
+
+    def _collectives(self, collectives: Collectives) -> Collectives:
+        if not isinstance(collectives, GroupCollectives):
+            return collectives
+        if collectives not in self._made:
+            self._made[collectives] = TracedCollectives(collectives)
+        return self._made[collectives]
+
+
+def _give_back() -> None:
+    """Let all that runs on what tells run on what that holds."""
+    for record in _records():
+        streams = record.streams
+        record.run_on(streams.plain if isinstance(streams, TracedStreams) else streams)
+    for group in _groups():
+        kernels, streams, replicas = group.runtime.kernels, group.streams, group.replicas
+        _run_on(
+            group,
+            lambda found: found.plain if isinstance(found, TracedCollectives) else found,
+            kernels.plain if isinstance(kernels, TracedKernels) else kernels,
+            streams.plain if isinstance(streams, TracedStreams) else streams,
+            replicas.plain if isinstance(replicas, TracedReplicas) else replicas,
+        )
+
+
+def _run_on(
+    group: ParamGroup,
+    of: Callable[[Collectives], Collectives],
+    kernels: Kernels,
+    streams: Streams,
+    replicas: Replicas | None,
+) -> None:
+    """Let a group run on these, and on what ``of`` gives for its collectives."""
+    smaller = group.smaller_group
+    if smaller is not None:
+        group.set_smaller_group(replace(smaller, collectives=of(smaller.collectives)))
+    runtime = replace(
+        group.runtime,
+        collectives=of(group.collectives),
+        kernels=kernels,
+        streams=streams,
+        replicas=replicas,
+    )
+    group.run_on(runtime, of(group.reducers))
+
+
+def _moves_of(units: Sequence[Unit], here: Tracer) -> Callable[[Unit, Phase, Phase], None]:
+    """What tells where these units are."""
+    known = weakref.WeakSet(units)
+
+    def moved(unit: Unit, before: Phase, after: Phase) -> None:
+        if after is not before and unit in known:
+            here.moved(unit, after)
+
+    return moved
 
 
 @contextlib.contextmanager
 def tracing() -> Iterator[Tracer]:
     """Tell a new tracer of every unit and group that there is, while it is on."""
     with contextlib.ExitStack() as exits:
-        seams = _seams()
-        exits.callback(_let_go, seams)
-        for thing, telling in seams:
-            _let_tell(thing, telling)
-        streams = next((s for s, _ in seams if isinstance(s, TracedStreams)), None)
+        exits.callback(_let_go)
+        seams = _Seams()
         device = next((group.device.type for group in _groups()), "cpu")
-        here = Tracer.current = Tracer(Clock(streams), device)
-        for buffer in all_buffers():
-            _let_tell(buffer, TracedBuffer)
-            _hold(buffer)
-        for group in _groups():
-            group.relaunch()
+        here = Tracer.current = Tracer(Clock(seams.streams), device)
+        seams.take()
         put_around(_units(), TracedGroup, True)
-        for unit in _units():
-            if type(unit) is Unit:
-                unit.__class__ = TracedUnit
+        exits.enter_context(watching(_moves_of(_units(), here)))
         exits.callback(register_optimizer_step_pre_hook(here.before_step).remove)
         exits.callback(register_optimizer_step_post_hook(here.after_step).remove)
         here.count_all()
         yield here
 
 
-def _let_go(seams: Sequence[tuple[object, type]]) -> None:
+def _let_go() -> None:
     Tracer.current = None
     put_around(_units(), TracedGroup, False)
-    for unit in all_units():
-        if type(unit) is TracedUnit:
-            cast(Unit, unit).__class__ = Unit
-    for thing, telling in seams:
-        if isinstance(thing, telling):
-            _hush(thing)
-    for buffer in all_buffers():
-        if isinstance(buffer, TracedBuffer):
-            _hush(buffer)
-    for group in _groups():
-        group.relaunch()
+    _give_back()

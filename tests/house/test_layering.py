@@ -534,6 +534,30 @@ def test_the_rooms_of_paper_and_plans_say_what_lives_there() -> None:
     assert all(name.partition(".")[0] in ("planning", "paper", "testing") for name in users)
 
 
+def test_only_modules_that_become_fsdp_modules_change_their_class() -> None:
+    """Debug, trace and a profiler stand around groups, or are what they run on."""
+    changing = [
+        _name(path)
+        for path in FILES
+        for node in ast.walk(_tree(path))
+        if (isinstance(node, ast.Attribute) and node.attr == "__class__" and _is_stored(node))
+        or (isinstance(node, ast.Call) and _sets_class(node))
+        or (isinstance(node, ast.Subscript) and "'__class__'" in ast.unparse(node.slice))
+    ]
+    assert set(changing) == {"sharded_class"}
+
+
+def _is_stored(node: ast.Attribute) -> bool:
+    return isinstance(node.ctx, ast.Store | ast.Del)
+
+
+def _sets_class(node: ast.Call) -> bool:
+    """``setattr(thing, "__class__", …)``, by whatever name."""
+    return any(
+        isinstance(given, ast.Constant) and given.value == "__class__" for given in node.args
+    )
+
+
 def test_every_exported_name_exists() -> None:
     exported = set(fsdp2.__all__)
     assert len(exported) == len(fsdp2.__all__)

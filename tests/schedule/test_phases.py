@@ -6,9 +6,10 @@ from types import MemberDescriptorType
 
 import pytest
 
+from fsdp2.core.schedule.moves import watching
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.unit import MOVES, Phase, Unit
-from fsdp2.testing.phases import CheckedUnit, check_phases
+from fsdp2.testing.phases import CheckedUnit, checking_phases
 from tests.common import schedules
 
 pytestmark = pytest.mark.alone
@@ -44,14 +45,14 @@ def test_a_schedule_that_enters_a_unit_twice_is_found(monkeypatch: pytest.Monkey
 def test_moves(before: Phase, after: Phase) -> None:
     unit = Unit("block", [])
     unit.phase = before
-    check_phases([unit])
-    if after in MOVES[before]:
-        unit.phase = after
-        assert unit.phase is after
-    else:
-        with pytest.raises(AssertionError, match="cannot go from"):
+    with checking_phases():
+        if after in MOVES[before]:
             unit.phase = after
-        assert unit.phase is before
+            assert unit.phase is after
+        else:
+            with pytest.raises(AssertionError, match="cannot go from"):
+                unit.phase = after
+            assert unit.phase is before
 
 
 def test_what_is_given_up_is_idle() -> None:
@@ -59,4 +60,20 @@ def test_what_is_given_up_is_idle() -> None:
 
 
 def test_a_unit_in_use_stores_its_phase_and_asks_nothing() -> None:
+    assert isinstance(vars(Unit)["phase"], MemberDescriptorType)
+
+
+def test_units_are_watched_by_all_who_want_it_until_they_leave() -> None:
+    unit, seen = Unit("block", []), list[tuple[str, Phase, Phase]]()
+    with watching(lambda unit, before, after: seen.append((unit.name, before, after))):
+        with checking_phases():
+            unit.phase = Phase.FORWARD
+        unit.phase = Phase.REDUCED  # nobody refuses it any more
+        assert Unit("other", []).phase is Phase.IDLE  # and is not told of
+        assert type(unit) is Unit
+    unit.phase = Phase.IDLE
+    assert seen == [
+        ("block", Phase.IDLE, Phase.FORWARD),
+        ("block", Phase.FORWARD, Phase.REDUCED),
+    ]
     assert isinstance(vars(Unit)["phase"], MemberDescriptorType)

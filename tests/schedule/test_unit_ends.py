@@ -12,18 +12,18 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import fully_shard
-from fsdp2.core.modules.registry import record_of, records_below
+from fsdp2.core.modules.registry import record_of
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.unit import Phase, Unit
 from fsdp2.testing.null_group import null_world
-from fsdp2.testing.phases import check_phases
+from fsdp2.testing.phases import checking_phases
 
 pytestmark = pytest.mark.alone
 
 
 @pytest.fixture(autouse=True)
 def _two_ranks() -> Iterator[None]:
-    with null_world(2):
+    with null_world(2), checking_phases():
         yield
 
 
@@ -65,7 +65,6 @@ def _sharded(model: nn.Sequential) -> Any:
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    check_phases(hooks.unit for hooks in records_below(model))
     return model
 
 

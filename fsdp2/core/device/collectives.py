@@ -94,6 +94,9 @@ class Collectives(Protocol):
     def group(self) -> dist.ProcessGroup | None:
         """The process group; ``None`` where there is one rank."""
 
+    def over(self, group: dist.ProcessGroup) -> Collectives:
+        """The same over another process group of the same ranks."""
+
     def all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> Work | None:
         """``output``: [size * n], ``input_``: [n]."""
 
@@ -312,7 +315,7 @@ class SoloCollectives:
     def _refuse(self, *_: object) -> NoReturn:
         raise AssertionError("one rank has nobody to communicate with")
 
-    all_gather = bind_all_gather = bind_all_gather_many = _refuse
+    over = all_gather = bind_all_gather = bind_all_gather_many = _refuse
     bind_reduce_scatter = bind_reduce_scatter_many = _refuse
     custom_all_gather = custom_reduce_scatter = exchange = _refuse
 
@@ -331,6 +334,7 @@ class ComplexCollectives:
         self.custom_all_gather = collectives.custom_all_gather
         self.custom_reduce_scatter = collectives.custom_reduce_scatter
         self.exchange = collectives.exchange
+        self.over = collectives.over
 
     def all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> Work | None:
         """As `Collectives.all_gather`."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _hash_ranks_to_str
 
 from fsdp2.core.device.backends import backend_of
-from fsdp2.core.device.collectives import GroupCollectives
+from fsdp2.core.device.collectives import Collectives, GroupCollectives
 from fsdp2.core.device.one_off import largest_over
 
 ProcessGroup = dist.ProcessGroup
@@ -102,10 +102,16 @@ def new_groups(
     return made
 
 
-def with_own_group(collectives: GroupCollectives) -> GroupCollectives:
-    """The same over a new process group of the same ranks, all of which must call this."""
+def with_own_group(collectives: Collectives, device: torch.device) -> Collectives:
+    """The same over a new process group of the same ranks, all of which must call this.
+
+    Args:
+        collectives: of several ranks.
+        device: of what they move.
+    """
+    assert collectives.group is not None
     ranks = ranks_of(collectives.group)
-    (group,) = new_groups([collectives.group], collectives.device, [ranks])
+    (group,) = new_groups([collectives.group], device, [ranks])
     return collectives.over(group)
 
 

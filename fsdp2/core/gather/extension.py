@@ -340,6 +340,10 @@ class ExtensionTransport(GatherTransport):
         self._packed: torch.Tensor | None = None
         self._own: torch.Tensor | None = None
 
+    def run_on(self, collectives: Collectives, kernels: Kernels) -> None:
+        """Use others from the next gather on, for the same ranks and device."""
+        self.collectives, self.kernels = collectives, kernels
+
     def acquire(self) -> None:
         if not self._learned:
             with torch.inference_mode(False), torch.no_grad():

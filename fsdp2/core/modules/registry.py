@@ -100,6 +100,12 @@ class UnitRecord(abc.ABC):
         found = (reference() for reference in self._modules)
         return tuple(module for module in found if module is not None)
 
+    def run_on(self, streams: Streams) -> None:
+        """Let the scheduler, and later ones, order lanes by another object for the same streams."""
+        self.streams = streams
+        if self.scheduler is not None:
+            self.scheduler.run_on(streams)
+
     @abc.abstractmethod
     def serve(self, scheduler: Scheduler) -> None:
         """Let ``scheduler`` serve the unit from now on."""

@@ -5,6 +5,7 @@
     kept       units that a forward has left unsharded, and what users write meanwhile
     in_flight  reductions on their way, and the memory that they hold
     unit       what one call of fully_shard made, and its flags
+    moves      notices of its phases, while somebody watches
     group      parameters that share collectives
     bound      all that binding makes of a group, for its gathers, frees and reductions
     connections  process groups that they use, connected before the first gather

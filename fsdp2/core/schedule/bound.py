@@ -205,6 +205,7 @@ class Bound:
             group.options.gather_codec,
         )
         if self.extension is not None:
+            self.extension.run_on(group.collectives, group.runtime.kernels)
             self.extension.comm = group.options.all_gather
             self.transports.append(self.extension)
         self.route = Route(self.transports, load)

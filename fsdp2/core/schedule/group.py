@@ -9,6 +9,7 @@ The group owns this state and nothing else does; the scheduler decides when to m
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -261,10 +262,21 @@ class ParamGroup:
     def set_replicas(self, replicas: Replicas) -> None:
         """Sum over the same copies in another way."""
         self.replicas = replicas
+        self.runtime = dataclasses.replace(self.runtime, replicas=replicas)
         self._reduce_anew()
 
-    def relaunch(self) -> None:
-        """Bind collectives anew: theirs are other functions now, such as those of a trace."""
+    def run_on(self, runtime: Runtime, reducers: Collectives) -> None:
+        """Run on other objects for the same device and ranks, such as those of a trace.
+
+        Reductions follow now, gathers when the next one binds; what is under way ends as it began.
+
+        Args:
+            runtime: those.
+            reducers: collectives of the gradients; ``runtime.collectives``, or over another process
+                group.
+        """
+        self._run_on(runtime)
+        self.reducers = reducers
         self.stale = True
         self._reduce_anew()
 

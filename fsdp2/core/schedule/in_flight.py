@@ -18,16 +18,17 @@ class InFlight:
         streams: lanes of the device.
 
     Attributes:
+        streams: lanes of the device.
         window: of how many units the reductions may hold their inputs at a time.
         holding: reductions whose inputs are alive, the oldest first.
         summing: those whose all-reduces may still run.
         arriving: those on their way to the host.
     """
 
-    __slots__ = ("_streams", "arriving", "holding", "summing", "window")
+    __slots__ = ("arriving", "holding", "streams", "summing", "window")
 
     def __init__(self, streams: Streams) -> None:
-        self._streams = streams
+        self.streams = streams
         self.window = 1
         self.holding: list[PendingReduction] = []
         self.summing: list[PendingReduction] = []
@@ -51,7 +52,7 @@ class InFlight:
         """Let COMPUTE wait for the oldest reduce-scatters until ``keep`` hold their inputs."""
         while len(self.holding) > keep:
             pending = self.holding.pop(0)
-            self._streams.wait(COMPUTE, pending.scattered, "compute after reduction")
+            self.streams.wait(COMPUTE, pending.scattered, "compute after reduction")
             pending.release_inputs()
             if pending.host:
                 self.arriving.append(pending)
@@ -65,7 +66,7 @@ class InFlight:
         """Let COMPUTE wait for the all-reduces under way; what they read may be freed then."""
         while self.summing:
             pending = self.summing.pop(0)
-            self._streams.wait(COMPUTE, pending.done, "compute after all-reduce")
+            self.streams.wait(COMPUTE, pending.done, "compute after all-reduce")
             pending.release_rest()
 
     def order_after_hooks(self) -> None:
@@ -75,11 +76,11 @@ class InFlight:
         """
         for pending in (*self.summing, *self.holding):
             if pending.group.has_grad_hooks:
-                self._streams.wait(COMPUTE, pending.done, "compute after hooks on gradients")
+                self.streams.wait(COMPUTE, pending.done, "compute after hooks on gradients")
 
     def deliver(self) -> None:
         """Let the host wait for what is copied to it, and hand that over."""
         arriving, self.arriving = self.arriving, []
         for pending in arriving:
-            self._streams.synchronize(pending.done, "host after gradients")
+            self.streams.synchronize(pending.done, "host after gradients")
             pending.deliver()

@@ -177,6 +177,10 @@ class Scheduler:
         self.iteration.succeed(former.iteration)
         Graph.hand_over(former, self)
 
+    def run_on(self, streams: Streams) -> None:
+        """Order lanes by another object for the same streams, such as that of a trace."""
+        self.streams = self._in_flight.streams = streams
+
     def follow_profiler(self) -> None:
         """A profiler was started or stopped: mark operations by unit name, or no longer."""
         self.ranges = profiler._is_profiler_enabled

@@ -54,8 +54,8 @@ MOVES: Mapping[Phase, frozenset[Phase]] = {
     BACKWARD: frozenset({IDLE, REDUCED}),
     REDUCED: frozenset({IDLE, BACKWARD}),
 }
-"""Which phases may follow each. `fsdp2.testing.phases` has units that refuse all others; `Unit`
-itself asks nothing, so that a phase costs a step one store."""
+"""Which phases may follow each. `fsdp2.testing.phases` refuses all others, by a watcher of
+`fsdp2.core.schedule.moves`; `Unit` itself asks nothing, so that a phase costs a step one store."""
 
 
 class Unit:
