@@ -19,7 +19,7 @@ types: ## mypy, strict
 	$(PYTHON) -m mypy
 
 quick: ## the loop of a change: tests without ranks
-	$(PYTHON) -m pytest tests/unit tests/fake
+	$(PYTHON) -m pytest -m 'alone and not extended and not exhaustive'
 
 test: ## the default tests
 	$(PYTHON) -m pytest
@@ -38,5 +38,5 @@ bench: ## measure host time and instructions; rewrite docs/benchmarks.md
 
 docs: ## rewrite docs/benchmarks.md from benchmarks/results; check what tests know of docs
 	$(PYTHON) -m benchmarks.report
-	$(PYTHON) -m pytest tests/unit/test_docs_testing.py tests/unit/test_error_catalogue.py \
-	  tests/unit/test_signatures.py benchmarks/tests/test_report.py
+	$(PYTHON) -m pytest tests/house/test_docs_testing.py tests/house/test_error_catalogue.py \
+	  tests/house/test_signatures.py benchmarks/tests/test_report.py

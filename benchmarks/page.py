@@ -264,7 +264,7 @@ TARGETS = (
         8,
         "bytes that our kernels copy: casts only",
         "",
-        figure="counted in every test run: `tests/fake/test_step_counts.py`",
+        figure="counted in every test run: `tests/schedule/test_step_counts.py`",
     ),
     Target(9, "GPU: peak memory", "torch FSDP2's", figure=_NO_GPU),
     Target(

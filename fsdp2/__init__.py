@@ -10,7 +10,7 @@ Example::
 
 The import loads what `fully_shard` needs. Each other public name loads its module when it is first
 used (PEP 562), by the table `_LATER`. Type checkers and editors do not run that: they read the
-imports under ``TYPE_CHECKING``, which tests/unit/test_imports.py compares with the table.
+imports under ``TYPE_CHECKING``, which tests/house/test_imports.py compares with the table.
 """
 
 import importlib

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
+
+from tests.common import upper_bounds
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -13,6 +16,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write the files that tests compare with, as the code makes them now",
     )
+    parser.addoption(
+        "--lower-bounds",
+        action="store_true",
+        help="lower the numbers of tests/common/upper_bounds.json to what is measured now",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    upper_bounds.lowers = config.getoption("--lower-bounds")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,6 +36,19 @@ def _imports_are_no_garbage() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def rare_collections() -> Iterator[None]:
+    """Look for garbage less often.
+
+    Simulations are many small objects that refer to each other: half of their time would go into
+    walks through them.
+    """
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 100)
+    yield
+    gc.set_threshold(*thresholds)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,6 +1,6 @@
 """What kernels of a CPU allocate inside of an operator, beside what they are given and return.
 
-Measured with torch 2.13's profiler, kernel by kernel (tests/unit/test_paper_scratch.py measures
+Measured with torch 2.13's profiler, kernel by kernel (tests/planning/test_paper_scratch.py measures
 them again). Kernels that are not here allocate nothing, or some kB. GPUs' kernels have others:
 cuDNN's and cuBLAS's workspaces, which a plan does not know.
 """

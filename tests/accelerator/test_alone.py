@@ -9,9 +9,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2.testing.stand_in import device, group
-from tests.common import alone
+from tests.common import alone, workers
 from tests.common.parity import assert_equal
-from tests.common.workers import close_pools, ranks
 
 pytestmark = [
     pytest.mark.skipif(device.missing_tool() is not None, reason="needs c++ and ninja"),
@@ -23,9 +22,9 @@ pytestmark = [
 def own_ranks() -> Iterator[None]:
     """Ranks that know the device serve no other tests."""
     device.build()
-    close_pools()
+    workers.close_pools()
     yield
-    close_pools()
+    workers.close_pools()
 
 
 def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
@@ -40,7 +39,7 @@ def _no_pause() -> None:
     """Nothing is late here: the device reports what is out of order."""
 
 
-@ranks(1)
+@workers.ranks(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_collectives_in_lanes(dtype: torch.dtype) -> None:
     own, on = _mesh((1,)).get_group(), torch.device(device.NAME, 0)
@@ -51,7 +50,7 @@ def test_collectives_in_lanes(dtype: torch.dtype) -> None:
     assert not device.races()
 
 
-@ranks(1)
+@workers.ranks(1)
 @pytest.mark.parametrize("case", alone.CASES)
 def test_a_model_trains_as_if_it_were_not_sharded(case: str) -> None:
     mesh, on = _mesh(alone.mesh_shape(case)), torch.device(device.NAME, 0)

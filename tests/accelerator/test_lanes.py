@@ -24,9 +24,8 @@ from fsdp2.checkpoint import staging
 from fsdp2.core.device.streams import DeviceStreams
 from fsdp2.core.modules.registry import require_record
 from fsdp2.testing.stand_in import device, group
+from tests.common import parity, workers
 from tests.common.looped import coalescing
-from tests.common.parity import OURS, shard
-from tests.common.workers import close_pools, ranks
 
 pytestmark = [
     pytest.mark.skipif(device.missing_tool() is not None, reason="needs c++ and ninja"),
@@ -43,9 +42,9 @@ Change = Callable[[nn.Module, Any], None]
 def own_ranks() -> Iterator[None]:
     """Ranks that know the device serve no other tests."""
     device.build()  # once, and not on two ranks at a time
-    close_pools()
+    workers.close_pools()
     yield
-    close_pools()
+    workers.close_pools()
 
 
 class Block(nn.Module):
@@ -141,7 +140,7 @@ def _build(mesh: DeviceMesh, case: str) -> nn.Module:
     arguments, change = CASES[case]
     torch.manual_seed(0)
     model = Model().to(mesh.device_type)
-    shard(OURS, model, mesh=mesh, **arguments)
+    parity.shard(parity.OURS, model, mesh=mesh, **arguments)
     # The small parameters stand for large ones; in other cases norms and biases for small ones.
     model.set_packing_threshold(0 if case == "usual" else SMALL)
     if change is not None:
@@ -226,37 +225,37 @@ def _compare(
     "backend",
     [group.COALESCING, pytest.param(group.PACKING, marks=pytest.mark.extended)],
 )
-@ranks(2)
+@workers.ranks(2)
 def test_same_bits_as_on_the_cpu(case: str, backend: str) -> None:
     _compare(case, backend, (2,))
 
 
 @pytest.mark.parametrize("case", ["usual", "mixed", "kept"])
-@ranks(4)
+@workers.ranks(4)
 def test_replicated(case: str) -> None:
     """Two sums of two ranks: one order only."""
     _compare(case, group.COALESCING, (2, 2))
 
 
 @pytest.mark.parametrize("case", ["usual", "mixed", "offloaded", "kept gradients"])
-@ranks(2)
+@workers.ranks(2)
 def test_accumulating(case: str) -> None:
     _compare(case, group.COALESCING, (2,), accumulate=3)
 
 
 @pytest.mark.parametrize("case", ["usual", "mixed", "offloaded", "kept gradients", "hooked"])
-@ranks(2)
+@workers.ranks(2)
 def test_gradients_that_another_rank_has(case: str) -> None:
     """The host reads who had one behind the reduction, and delivers at the end of backward."""
     _compare(case, group.COALESCING, (2,), accumulate=2, change=_use_some)
 
 
-@ranks(4)
+@workers.ranks(4)
 def test_gradients_that_another_replica_has() -> None:
     _compare("usual", group.COALESCING, (2, 2), change=_use_some)
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_collectives_on_a_stream_of_their_own() -> None:
     """As NCCL's before torch 2.8: what the call returns makes the current stream wait."""
     group.StandInGroup.own_stream = True
@@ -266,7 +265,7 @@ def test_collectives_on_a_stream_of_their_own() -> None:
         group.StandInGroup.own_stream = False
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_optimizer_on_a_stream_of_the_users() -> None:
     mesh = _mesh(device.NAME, group.COALESCING, (2,))
     model: Any = _build(mesh, "usual")
@@ -285,7 +284,7 @@ def test_optimizer_on_a_stream_of_the_users() -> None:
     _assert_ordered()
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_norms_and_flat_optimizer() -> None:
     mesh = _mesh(device.NAME, group.COALESCING, (2,))
     model = _build(mesh, "usual")
@@ -302,7 +301,7 @@ def test_norms_and_flat_optimizer() -> None:
 
 
 @pytest.mark.parametrize("case", ["usual", "offloaded"])
-@ranks(2)
+@workers.ranks(2)
 def test_a_save_beside_training(tmp_path: Path, case: str) -> None:
     """A stream of its own copies, into the same page-locked memory each time; the step waits."""
     mesh = _mesh(device.NAME, group.COALESCING, (2,))
@@ -336,7 +335,7 @@ def test_a_save_beside_training(tmp_path: Path, case: str) -> None:
     _assert_ordered()
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_compiled_blocks() -> None:
     mesh = _mesh(device.NAME, group.COALESCING, (2,))
     expected = _train(_build(mesh, "mixed"), mesh)
@@ -388,7 +387,7 @@ class NineWeights(nn.Module):
         return x
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_events_and_streams_of_a_units_step() -> None:
     """The numbers of the table in docs/performance.md; a switch goes there and back.
 
@@ -403,7 +402,7 @@ def test_events_and_streams_of_a_units_step() -> None:
 
 
 @pytest.mark.parametrize("window", [1, 2, 4])
-@ranks(2)
+@workers.ranks(2)
 def test_units_that_are_gathered(window: int) -> None:
     """In forward: one that computes and those ahead, besides shards and activations."""
     mesh = _mesh(device.NAME, group.COALESCING, (2,))
@@ -426,7 +425,7 @@ def test_units_that_are_gathered(window: int) -> None:
     assert window * unit < peak <= (1 + window) * unit + 4 * x.nbytes
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_each_gather_is_waited_for_alone() -> None:
     """However many are under way: compute in the second unit is not behind those that come later.
 
@@ -461,7 +460,7 @@ def test_each_gather_is_waited_for_alone() -> None:
     assert run(None) == []
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_an_input_on_another_device_does_not_end_a_unit() -> None:
     """Autograd runs its node in another thread, perhaps before the unit's own."""
 
@@ -499,7 +498,7 @@ def test_an_input_on_another_device_does_not_end_a_unit() -> None:
 # ---- the device itself
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_the_device_notices_what_is_not_waited_for() -> None:
     mesh = _mesh(device.NAME, group.COALESCING, (2,))
     model = _build(mesh, "usual")
@@ -516,7 +515,7 @@ def test_the_device_notices_what_is_not_waited_for() -> None:
     assert any("whose memory" in race for race in found)
 
 
-@ranks(2)
+@workers.ranks(2)
 @pytest.mark.parametrize("case", ["usual", "mixed", "pinned"])
 def test_whole_tensors(case: str) -> None:
     """Between steps they are read, changed and loaded, on the device or from host memory."""

@@ -23,7 +23,7 @@ from fsdp2.core.device.streams import DeviceStreams
 from fsdp2.core.modules.registry import require_record
 from fsdp2.testing.stand_in import device, group
 from fsdp2.tracing import Timeline
-from tests.common.workers import close_pools, ranks
+from tests.common import workers
 
 pytestmark = [
     pytest.mark.skipif(device.missing_tool() is not None, reason="needs c++ and ninja"),
@@ -37,9 +37,9 @@ BLOCKS = 3
 def own_ranks() -> Iterator[None]:
     """Ranks that know the device serve no other tests."""
     device.build()
-    close_pools()
+    workers.close_pools()
     yield
-    close_pools()
+    workers.close_pools()
 
 
 def _traced(shape: tuple[int, ...], **options: Any) -> tuple[Timeline, Counter[str]]:
@@ -74,7 +74,7 @@ def _traced(shape: tuple[int, ...], **options: Any) -> tuple[Timeline, Counter[s
     return trace.timeline, Counter({"all": waits})
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_lanes_are_streams() -> None:
     timeline, waits = _traced((2,))
     assert timeline.metadata["clock"] == "events"
@@ -89,7 +89,7 @@ def test_lanes_are_streams() -> None:
     assert sum(edges.values()) <= waits["all"]  # collectives' own, besides
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_times_are_those_of_events() -> None:
     """In the order of lanes, and within what the host saw."""
     timeline, _ = _traced((2,))
@@ -107,7 +107,7 @@ def test_times_are_those_of_events() -> None:
     assert gather.end <= forward[-1].end
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_inputs_of_reductions_are_counted_while_they_are_there() -> None:
     """One at a time, as COMPUTE waits for a reduction before it stages the next."""
     policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -118,7 +118,7 @@ def test_inputs_of_reductions_are_counted_while_they_are_there() -> None:
     assert counted[-1] == 0
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_casts_run_on_their_lane() -> None:
     policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     timeline, _ = _traced((2,), mp_policy=policy)
@@ -127,7 +127,7 @@ def test_casts_run_on_their_lane() -> None:
     assert {(w.lane, w.on) for w in timeline.waits} >= {("all-gather", "copy-in")}
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_what_is_offloaded_is_not_counted() -> None:
     """Shards, gradients and optimizer states are in the host's memory; memory is the device's."""
     timeline, _ = _traced((2,), offload_policy=fsdp2.CPUOffloadPolicy(pin_memory=False))

@@ -26,10 +26,9 @@ from fsdp2.core.modules.saved import SavingUnitHooks
 from fsdp2.sharding.assembly import choose_reshard
 from fsdp2.testing.stand_in import device, group
 from tests.accelerator.test_lanes import CASES, _as_it_is, _build, _mesh, _train, _use_some
+from tests.common import tensors, workers
 from tests.common.errors import raises
 from tests.common.looped import coalescing
-from tests.common.tensors import Bf16Weight, extend
-from tests.common.workers import close_pools, ranks
 
 pytestmark = [
     pytest.mark.skipif(device.missing_tool() is not None, reason="needs c++ and ninja"),
@@ -44,9 +43,9 @@ UNIT = DIM * DIM * 4  # bytes of one gathered layer
 def own_ranks() -> Iterator[None]:
     """Ranks whose device is robbed serve no other tests."""
     device.build()
-    close_pools()
+    workers.close_pools()
     yield
-    close_pools()
+    workers.close_pools()
 
 
 def _robbed(backend: str = group.COALESCING, shape: tuple[int, ...] = (2,)) -> DeviceMesh:
@@ -79,7 +78,7 @@ def _compare(
             assert torch.equal(a, b), f"step {step}, tensor {number}: {(a - b).abs().max()}"
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_what_the_device_can_do_is_tried() -> None:
     mesh = _robbed()
     where = torch.device(mesh.device_type, 0)
@@ -102,19 +101,19 @@ def test_what_the_device_can_do_is_tried() -> None:
     "backend",
     [group.COALESCING, pytest.param(group.PACKING, marks=pytest.mark.extended)],
 )
-@ranks(2)
+@workers.ranks(2)
 def test_same_bits_as_on_the_cpu(case: str, backend: str) -> None:
     _compare(case, backend)
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_accumulating_and_gradients_that_another_rank_has() -> None:
     for case in ("usual", "offloaded"):
         _compare(case, group.COALESCING, accumulate=3)
         _compare(case, group.COALESCING, accumulate=2, change=_use_some)
 
 
-@ranks(4)
+@workers.ranks(4)
 def test_replicas_and_smaller_groups() -> None:
     _compare("mixed", group.COALESCING, (2, 2))
 
@@ -168,7 +167,7 @@ def _held(mesh: DeviceMesh, make: Callable[[], nn.Module], plain: bool = False) 
     )
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_memory_between_forward_and_backward() -> None:
     """A parameter that autograd saved is the object that is given other data: its memory goes.
 
@@ -185,7 +184,7 @@ def test_memory_between_forward_and_backward() -> None:
     assert 0 <= _held(mesh, Scale, plain=True) < UNIT // 8
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_memory_under_no_grad_and_after_backward() -> None:
     mesh = _robbed()
     model = _layers(mesh, lambda: nn.Linear(DIM, DIM, bias=False))
@@ -207,7 +206,7 @@ def test_memory_under_no_grad_and_after_backward() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@ranks(2)
+@workers.ranks(2)
 def test_checkpoints_around_units_keep_nothing_but_inputs(reentrant: bool) -> None:
     """Hooks of a checkpoint around get what is not a parameter's."""
     mesh = _robbed()
@@ -260,7 +259,7 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize("outside", [False, True])
-@ranks(2)
+@workers.ranks(2)
 def test_derivatives_and_sparse_tensors(outside: bool) -> None:
     """Tensors without storages are saved as they are; on the CPU, whose storages stay here."""
     plain, model = Odd(), Odd()
@@ -293,10 +292,10 @@ def test_derivatives_and_sparse_tensors(outside: bool) -> None:
 # ---- what is refused
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_what_is_refused() -> None:
     mesh = _robbed()
-    extended = extend(nn.Linear(DIM, DIM, bias=False), Bf16Weight)
+    extended = tensors.extend(nn.Linear(DIM, DIM, bias=False), tensors.Bf16Weight)
     with raises("extended-not-emptied"):
         fsdp2.fully_shard(extended, mesh=mesh)
     layer: Any = nn.Linear(DIM, DIM).to(mesh.device_type)
@@ -325,7 +324,7 @@ class Modifies(nn.Module):
         return z
 
 
-@ranks(2)
+@workers.ranks(2)
 def test_what_is_modified_in_place() -> None:
     mesh = _robbed()
     model = Modifies().to(mesh.device_type)

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import checkpoint, deferred, fully_shard, gathered
+from tests.common import parity
 from tests.common.errors import raises
-from tests.common.parity import assert_equal, full_params
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.clients
@@ -107,8 +107,10 @@ MADE: dict[str, dict[str, Any]] = {
 def _same(model: Any, whole: Any, after: torch.Tensor | None = None) -> None:
     """Weights, buffers, and the random numbers that come next."""
     assert after is None or torch.equal(after, torch.rand(3))
-    assert_equal(full_params(model), {name: p.detach() for name, p in whole.named_parameters()})
-    assert_equal(dict(model.named_buffers()), dict(whole.named_buffers()))
+    parity.assert_equal(
+        parity.full_params(model), {name: p.detach() for name, p in whole.named_parameters()}
+    )
+    parity.assert_equal(dict(model.named_buffers()), dict(whole.named_buffers()))
 
 
 @ranks(2)

@@ -1,0 +1,46 @@
+"""What tests share. Import its modules, not lists of names: ``from tests.common import parity``.
+
+Ranks
+    workers         real gloo ranks, kept from test to test: ``@ranks(2)``
+    preloaded       what each of them imports, once
+    thread_ranks    ranks as threads, whose collectives only move tensors
+    alone           one rank that goes the ways of many
+    backends        kinds of backends, and what stands in for each
+    looped          coalesced collectives for a backend without any
+    meshes          meshes of more than one dim, and training on them
+    parallelisms    ways to spread one model over ranks
+
+Models, parameters and what they do
+    models          small models, each built from a seed
+    tensors         tensor subclasses with all-gather hooks
+    cuts            cuts of parameters, given for short, or random
+    running         a small model to run, and what to ask of it meanwhile
+    compiling       a model of blocks for ``torch.compile``, and what dynamo counted
+    offloading      offload on a CPU mesh
+    gradients       gradients of one model from all ranks, and from one process
+    reductions      parameters that stand alone, and how to reduce their gradients
+    observing       what groups do, told as it happens
+
+Comparing
+    parity          one model trained in several ways, compared step by step
+    combinations    values of arguments: each once by default, then all
+    errors          the catalogue of errors: ``with raises("its-id")``
+    upper_bounds    numbers that may only fall, in one table
+    perfetto        trace events as Perfetto reads them
+    browser         a headless Chromium for pages
+    object_store    a store as S3 is
+
+Schedules on paper
+    schedules       small models whose schedules are asserted
+    random_models   random module trees, and a watch over what a simulation must never do
+    scenarios       what random models go through
+    render          a trace, lane by lane
+    replay          a recorded trace again, with something changed in it
+    oracle          a second opinion on a trace
+
+Programs that run by themselves
+    programs        random programs on ranks, each against the same without sharding
+    written         the same, with weights that are written by hand
+    planned_memory  random models, planned and run
+    killed_train_lm the main job, in a process that kills itself
+"""

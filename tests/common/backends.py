@@ -3,7 +3,7 @@
     Recorded groups        one process claims to be rank 0 of some; launches are written down
     FSDP2_TEST_BACKEND     rank processes of the suite take their gloo groups for that kind
 
-    FSDP2_TEST_BACKEND=nccl-legacy pytest tests/multiproc/test_gradients.py
+    FSDP2_TEST_BACKEND=nccl-legacy pytest tests/reduce/test_gradients.py
 
 A backend is known by the class of what runs its collectives (`fsdp2.core.device.backends`). So an
 object of a class with the right name is all that a stand-in needs.

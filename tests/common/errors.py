@@ -1,12 +1,12 @@
 """The catalogue of errors, docs/errors.md, as tests use it.
 
-    - **scalar-parameter** · `ValueError` · `fake/test_errors.py::test_at_fully_shard`
+    - **scalar-parameter** · `ValueError` · `sharding/test_misuses.py::test_at_fully_shard`
       > parameter '{name}' is a scalar and has no dim to shard; make it …
 
     with raises("scalar-parameter"):      the exception, and the message with anything for {…}
         fully_shard(model)
 
-`tests/unit/test_error_catalogue.py` compares the entries with the sources, and looks for the id in
+`tests/house/test_error_catalogue.py` compares the entries with the sources, and looks for the id in
 the test that is named.
 """
 

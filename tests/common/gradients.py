@@ -9,17 +9,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.common.models import DIM, MLP, seeded
-from tests.common.parity import (
-    REORDERED_FP32,
-    assert_close,
-    assert_equal,
-    my_part,
-    regression_batches,
-)
+from tests.common import models, parity
 
-mlp = partial(seeded, MLP)
-mlp_batches = partial(regression_batches, DIM, 4, steps=3)
+mlp = partial(models.seeded, models.MLP)
+mlp_batches = partial(parity.regression_batches, models.DIM, 4, steps=3)
 
 Compute = Callable[[nn.Module, int], None]
 Grads = dict[str, "Tensor | None"]
@@ -27,7 +20,7 @@ Grads = dict[str, "Tensor | None"]
 
 def part(step: int, rank: int | None = None) -> Any:
     """A rank's part of the batch of a step; this rank's by default."""
-    return my_part(mlp_batches()[step], rank)
+    return parity.my_part(mlp_batches()[step], rank)
 
 
 def unsharded_grads(model: nn.Module, compute: Compute) -> Grads:
@@ -50,6 +43,6 @@ def assert_like_unsharded(ours: Grads, model: nn.Module, compute: Compute, where
     """The same bits on two ranks; on four, sums in another order."""
     expected = unsharded_grads(model, compute)
     if dist.get_world_size() == 2:
-        assert_equal(ours, expected, where or "unsharded")
+        parity.assert_equal(ours, expected, where or "unsharded")
     else:
-        assert_close(ours, expected, REORDERED_FP32, where or "unsharded")
+        parity.assert_close(ours, expected, parity.REORDERED_FP32, where or "unsharded")

@@ -28,25 +28,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from tests.common import parity
 from tests.common.models import DIM
-from tests.common.parity import (
-    OURS,
-    TORCH,
-    Bf16,
-    Loss,
-    MakeOptimizer,
-    Step,
-    Tolerance,
-    adamw,
-    assert_close,
-    assert_equal,
-    full_grads,
-    full_params,
-    my_part,
-    over_ranks,
-    regression_batches,
-    regression_loss,
-)
 
 Before = Callable[[Any, int, bool], None]  # (model, number of the micro-batch, is it the last)
 Part = tuple[int, int]  # this rank's position among those that see different data; their number
@@ -112,7 +95,7 @@ def micro_batches(
     inputs: int, outputs: int, *, micro: int = 1, steps: int = 3, rows: int = 8
 ) -> list[list[tuple[Tensor, Tensor]]]:
     """Steps of `micro` batches each."""
-    flat = regression_batches(inputs, outputs, rows=rows, steps=steps * micro)
+    flat = parity.regression_batches(inputs, outputs, rows=rows, steps=steps * micro)
     return [flat[i * micro : (i + 1) * micro] for i in range(steps)]
 
 
@@ -120,11 +103,11 @@ def train_micro(
     model: nn.Module,
     steps: Sequence[Sequence[Any]],
     *,
-    loss: Loss = regression_loss,
+    loss: parity.Loss = parity.regression_loss,
     before: Before | None = None,
     part: Part | None = None,
-    make_optimizer: MakeOptimizer = adamw,
-) -> list[Step]:
+    make_optimizer: parity.MakeOptimizer = parity.adamw,
+) -> list[parity.Step]:
     """Trains a sharded model on this rank's part of every micro-batch."""
     rank, size = part or (dist.get_rank(), dist.get_world_size())
     optimizer = make_optimizer(model.parameters())
@@ -134,14 +117,14 @@ def train_micro(
         for number, batch in enumerate(micros):
             if before is not None:
                 before(model, number, number == len(micros) - 1)
-            value = loss(model, my_part(batch, rank, size))
+            value = loss(model, parity.my_part(batch, rank, size))
             value.backward()
             value = value.detach()
             total += value.to_local() if isinstance(value, DTensor) else value  # replicated
-        grads = full_grads(model)
+        grads = parity.full_grads(model)
         optimizer.step()
         optimizer.zero_grad()
-        done.append(Step(over_ranks(total), grads, full_params(model)))
+        done.append(parity.Step(parity.over_ranks(total), grads, parity.full_params(model)))
     return done
 
 
@@ -149,13 +132,13 @@ def train_plain(
     model: nn.Module,
     steps: Sequence[Sequence[Any]],
     *,
-    loss: Loss = regression_loss,
+    loss: parity.Loss = parity.regression_loss,
     before: Before | None = None,
     parts: int | None = None,
     divide: float | None = None,
     mixed: bool = False,
-    make_optimizer: MakeOptimizer = adamw,
-) -> list[Step]:
+    make_optimizer: parity.MakeOptimizer = parity.adamw,
+) -> list[parity.Step]:
     """Trains a plain model, each part of every micro-batch in turn; gradients are averaged.
 
     `divide` is what sums over parts are divided by instead of their number.
@@ -169,16 +152,18 @@ def train_plain(
             if before is not None:
                 before(model, number, number == len(micros) - 1)
             for rank in range(parts):
-                value = loss(Bf16(model) if mixed else model, my_part(batch, rank, parts))
+                value = loss(
+                    parity.Bf16(model) if mixed else model, parity.my_part(batch, rank, parts)
+                )
                 value.backward()
                 total += value.detach()
         for param in model.parameters():
             if param.grad is not None:
                 param.grad /= parts if divide is None else divide
-        grads = full_grads(model)
+        grads = parity.full_grads(model)
         optimizer.step()
         optimizer.zero_grad()
-        done.append(Step(total / parts, grads, full_params(model)))
+        done.append(parity.Step(total / parts, grads, parity.full_params(model)))
     return done
 
 
@@ -200,16 +185,18 @@ def specs(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def like_torch(scenario: Callable[[ModuleType], Any], tolerance: Tolerance | None = None) -> Any:
+def like_torch(
+    scenario: Callable[[ModuleType], Any], tolerance: parity.Tolerance | None = None
+) -> Any:
     """Runs a scenario with ours and with torch's FSDP2; the same bits unless a tolerance is given.
 
     Returns what ours returned.
     """
-    ours, torchs = scenario(OURS), scenario(TORCH)
+    ours, torchs = scenario(parity.OURS), scenario(parity.TORCH)
     if tolerance is None:
-        assert_equal(ours, torchs, "torch")
+        parity.assert_equal(ours, torchs, "torch")
     else:
-        assert_close(ours, torchs, tolerance, "torch")
+        parity.assert_close(ours, torchs, tolerance, "torch")
     return ours
 
 

@@ -27,11 +27,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.optim import Optimizer
 
-from tests.common import meshes
-from tests.common.models import DIM, seeded, units
-from tests.common.parity import OURS, TORCH, full_all, regression_loss
+from tests.common import meshes, models, parity
 
-APIS = {"ours": OURS, "torch": TORCH}
+APIS = {"ours": parity.OURS, "torch": parity.TORCH}
 
 
 @dataclass(frozen=True)
@@ -64,11 +62,11 @@ class Parallelism:
         mesh = self.mesh()
         arguments: dict[str, Any] = {"mesh": mesh}
         if "tp" in dict(self.dims):
-            for block in units(model):
+            for block in models.units(model):
                 plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
                 parallelize_module(block, mesh["tp"], plan)
             arguments["mesh"] = mesh["shard"]
-        for unit in units(model):
+        for unit in models.units(model):
             api.fully_shard(unit, **arguments)
         api.fully_shard(model, **arguments)
         return model
@@ -101,11 +99,11 @@ class Rung(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(DIM)
-        self.up = nn.Linear(DIM, 2 * DIM)
-        self.down = nn.Linear(2 * DIM, DIM)
-        self.register_buffer("scale", torch.linspace(0.5, 1, DIM))
-        self.register_buffer("shift", torch.linspace(-1, 1, DIM), persistent=False)
+        self.norm = nn.LayerNorm(models.DIM)
+        self.up = nn.Linear(models.DIM, 2 * models.DIM)
+        self.down = nn.Linear(2 * models.DIM, models.DIM)
+        self.register_buffer("scale", torch.linspace(0.5, 1, models.DIM))
+        self.register_buffer("shift", torch.linspace(-1, 1, models.DIM), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x) * self.scale + self.shift)))
@@ -116,10 +114,10 @@ class Ladder(nn.Module):
 
     def __init__(self, rungs: int = 2, tied: bool = False, frozen: bool = False) -> None:
         super().__init__()
-        self.inlet = nn.Linear(DIM, DIM, bias=False)
+        self.inlet = nn.Linear(models.DIM, models.DIM, bias=False)
         self.rungs = nn.ModuleList(Rung() for _ in range(rungs))
-        self.again = nn.Linear(DIM, DIM, bias=False)
-        self.head = nn.Linear(DIM, 3)
+        self.again = nn.Linear(models.DIM, models.DIM, bias=False)
+        self.head = nn.Linear(models.DIM, 3)
         if tied:
             self.again.weight = self.inlet.weight
         if frozen:
@@ -134,13 +132,16 @@ class Ladder(nn.Module):
 
 
 def ladder(seed: int = 0, **arguments: bool) -> nn.Module:
-    return seeded(lambda: Ladder(**arguments), seed=seed)
+    return models.seeded(lambda: Ladder(**arguments), seed=seed)
 
 
 def ladder_batches(steps: int, rows: int = 8) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [
-        (torch.randn(rows, DIM, generator=generator), torch.randn(rows, 3, generator=generator))
+        (
+            torch.randn(rows, models.DIM, generator=generator),
+            torch.randn(rows, 3, generator=generator),
+        )
         for _ in range(steps)
     ]
 
@@ -154,7 +155,7 @@ def losses(
     """Trains; the loss over the whole batch before every step."""
     found = []
     for batch in batches:
-        value = regression_loss(model, parallelism.part(batch))
+        value = parity.regression_loss(model, parallelism.part(batch))
         value.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -170,5 +171,5 @@ def gather(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The whole tensors on every rank, whatever their placements; one collective for all."""
     tensors = list(tensors)
     if any(isinstance(tensor, DTensor) for tensor in tensors):
-        return full_all(tensors)  # type: ignore[return-value]  # none of them is None
+        return parity.full_all(tensors)  # type: ignore[return-value]  # none of them is None
     return [tensor.detach().clone() for tensor in tensors]

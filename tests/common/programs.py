@@ -39,13 +39,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from tests.common.parity import Tolerance, assert_close, full_grads, full_params
-from tests.common.workers import close_pools, run_on_ranks
+from tests.common import parity, workers
 
 WIDTH = 6
 ROWS = 3
 TIMEOUT = 60.0  # seconds for a program; most take a tenth of one
-TOLERANCE = Tolerance(rtol=1e-8, atol=1e-10)
+TOLERANCE = parity.Tolerance(rtol=1e-8, atol=1e-10)
 """Some 1e-14 was seen. Adam divides a gradient by its size, so noise in a small one grows."""
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "programs"
@@ -486,7 +485,7 @@ class Program:
             theirs = self._forwards(self.plain, copies, survives)
             if interleaved:
                 self.evaluate(grad=False, mode=True)
-            assert_close(
+            parity.assert_close(
                 [x.detach() for x in mine], [x.detach() for x in theirs], TOLERANCE, self.where
             )
             for losses in (mine, theirs):
@@ -498,7 +497,7 @@ class Program:
                         total.backward(retain_graph=True)
                     total.backward()
             if grad:
-                assert_close([x.grad for x in inputs], [x.grad for x in copies], TOLERANCE)
+                parity.assert_close([x.grad for x in inputs], [x.grad for x in copies], TOLERANCE)
             if between == "evaluate":
                 self.evaluate(grad=False, mode=False)
             elif between == "generate":
@@ -507,7 +506,7 @@ class Program:
         if clip:
             norm = fsdp2.clip_grad_norm_(self.model.parameters(), 0.1)
             other = nn.utils.clip_grad_norm_(self.plain.parameters(), 0.1)
-            assert_close(norm.double(), other.double(), TOLERANCE, self.where)
+            parity.assert_close(norm.double(), other.double(), TOLERANCE, self.where)
         for optimizer in self.optimizers:
             optimizer.step()
         self._compare_params()
@@ -522,7 +521,7 @@ class Program:
             for model in (self.model, self.plain):
                 model.train(mode)
             mine, theirs = (self._forwards(m, [x])[0].detach() for m in (self.model, self.plain))
-        assert_close(mine, theirs, TOLERANCE, self.where)
+        parity.assert_close(mine, theirs, TOLERANCE, self.where)
 
     def generate(self, length: int) -> None:
         """Forwards without gradient, each with what those before have left."""
@@ -534,7 +533,7 @@ class Program:
                 for _ in range(length):
                     y = BOXES[model.box][1](model(y, Run(caches)))
                 outputs.append(y)
-        assert_close(outputs[0], outputs[1], TOLERANCE, self.where)
+        parity.assert_close(outputs[0], outputs[1], TOLERANCE, self.where)
 
     def raise_in_forward(self, number: int, reset: bool) -> None:
         """A forward that raises, and is given up."""
@@ -611,19 +610,21 @@ class Program:
                 param.grad /= world
             elif self.zeros and self.reduced and param.requires_grad:
                 param.grad = torch.zeros_like(param)  # and Adam counts its step
-        expected = full_grads(self.plain)
+        expected = parity.full_grads(self.plain)
         self.model.reshard()
         for unit in self.units:
             unit.reshard()
-        found = full_grads(self.model)
+        found = parity.full_grads(self.model)
         if called is not None and self.zeros:  # those of the whole model, or of the unit: as it is
             found = {n: g if expected[n] is not None else None for n, g in found.items()}
-        assert_close(found, expected, TOLERANCE, self.where)
+        parity.assert_close(found, expected, TOLERANCE, self.where)
 
     def _compare_params(self) -> None:
         for unit in (*self.units, self.model):
             unit.reshard()
-        assert_close(full_params(self.model), full_params(self.plain), TOLERANCE, self.where)
+        parity.assert_close(
+            parity.full_params(self.model), parity.full_params(self.plain), TOLERANCE, self.where
+        )
 
 
 def run_program(seed: int) -> dict[str, int]:
@@ -652,7 +653,9 @@ def run_many(seeds: range, ranks: int, show: Callable[[str], object] = _say) -> 
     try:
         for count, seed in enumerate(seeds, 1):
             try:
-                statements.update(run_on_ranks(ranks, run_program, seed, timeout=TIMEOUT)[0])
+                statements.update(
+                    workers.run_on_ranks(ranks, run_program, seed, timeout=TIMEOUT)[0]
+                )
             except AssertionError as error:  # a RankError
                 failed[seed] = str(error)
                 said = str(error) if len(seeds) == 1 else _last_line(str(error))
@@ -660,7 +663,7 @@ def run_many(seeds: range, ranks: int, show: Callable[[str], object] = _say) -> 
             if count % 50 == 0:
                 show(f"{count} programs on {ranks} ranks, {len(failed)} failed: {[*failed]}")
     finally:
-        close_pools()
+        workers.close_pools()
     return {
         "ranks": ranks,
         "seeds": [seeds.start, seeds.stop - 1],

@@ -10,28 +10,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tests.common import models, parity
 from tests.common.meshes import TORCH_VERSION
-from tests.common.models import (
-    DIM,
-    MLP,
-    seeded,
-)
-from tests.common.parity import (
-    full_grads,
-    regression_batches,
-)
 
 TORCHS_TAKES_DATACLASSES = TORCH_VERSION >= (2, 13)
 """Before, its hooks do not look into them: it fails, or trains something else."""
 
 STEPS = 4
 
-mlp = partial(seeded, MLP)
-mlp_batches = partial(regression_batches, DIM, 4, steps=STEPS)
+mlp = partial(models.seeded, models.MLP)
+mlp_batches = partial(parity.regression_batches, models.DIM, 4, steps=STEPS)
 
 
 def one_batch(outputs: int = 4) -> Any:
-    return regression_batches(DIM, outputs, steps=1)[0]
+    return parity.regression_batches(models.DIM, outputs, steps=1)[0]
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
@@ -63,4 +55,4 @@ def unsharded_grads(
     for param in model.parameters():
         if param.grad is not None:
             param.grad /= dist.get_world_size()
-    return full_grads(model)
+    return parity.full_grads(model)

@@ -42,13 +42,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import fsdp2
 from fsdp2 import checkpoint as checkpoints
 from fsdp2.core.modules.registry import records_below
-from tests.common.parity import Tolerance, assert_close, full
-from tests.common.workers import close_pools, run_on_ranks
+from tests.common import parity, workers
 
 WIDTH = 6
 ROWS = 3
 TIMEOUT = 60.0
-TOLERANCE = Tolerance(rtol=1e-7, atol=1e-9)
+TOLERANCE = parity.Tolerance(rtol=1e-7, atol=1e-9)
 """Ten times that of `tests.common.programs`: what Adam has divided is written, and read again."""
 
 Built = list[tuple[int, int | None]]
@@ -457,7 +456,7 @@ class Side:
             optimizer.load_state_dict(states[1])
 
     def whole_states(self, model: nn.Module) -> dict[str, Tensor]:
-        return {key: full(value).clone() for key, value in model.state_dict().items()}
+        return {key: parity.full(value).clone() for key, value in model.state_dict().items()}
 
     def load_whole_states(self, model: nn.Module, states: dict[str, Tensor]) -> None:
         with self.whole(model):
@@ -466,7 +465,7 @@ class Side:
     def values(self) -> list[Tensor]:
         """Of the parameters that the optimizer holds."""
         held: Iterable[Tensor] = self.names["held"]
-        return [full(param.detach()).clone() for param in held]
+        return [parity.full(param.detach()).clone() for param in held]
 
 
 def x(number: int) -> Tensor:
@@ -544,9 +543,11 @@ def _compared(sharded: Side, plain: Side, statement: Statement) -> str:
             return f"{REFUSED}{_MIXED}"
         return f"{statement.kind} raised {type(error).__name__}: {str(error)[:300]}"
     try:
-        assert_close(sharded.shown, plain.shown, TOLERANCE, statement.kind)
+        parity.assert_close(sharded.shown, plain.shown, TOLERANCE, statement.kind)
         if statement.kind == "compare":
-            assert_close(sharded.values(), plain.values(), TOLERANCE, "parameters at the end")
+            parity.assert_close(
+                sharded.values(), plain.values(), TOLERANCE, "parameters at the end"
+            )
     except AssertionError as error:
         return str(error)
     return ""
@@ -555,7 +556,7 @@ def _compared(sharded: Side, plain: Side, statement: Statement) -> str:
 def failure_of(script: Script) -> str:
     """Run a program on its ranks: "" if nothing is wrong, or if it was refused."""
     try:
-        said: str = run_on_ranks(script.world, outcome, script, timeout=TIMEOUT)[0]
+        said: str = workers.run_on_ranks(script.world, outcome, script, timeout=TIMEOUT)[0]
     except AssertionError as error:  # a RankError: a hang, or ranks that part
         return str(error)
     return said
@@ -658,7 +659,7 @@ def main() -> int:
             between=arguments.between,
         )
     finally:
-        close_pools()
+        workers.close_pools()
     counts = {"programs": last + 1 - first, "ranks": arguments.ranks}
     counts |= {"failed": len(results.failed), "refused": len(results.refused)}
     print(json.dumps({**counts, "statements": dict(results.kinds.most_common())}))

@@ -11,21 +11,20 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2.core.modules.registry import record_of
-from tests.common.compiling import DIM, OUT, Stack, fresh_dynamo
+from tests.common import compiling, parity
 from tests.common.models import seeded
-from tests.common.parity import Tolerance, assert_close, full_grads
 from tests.common.workers import ranks
 
 STEPS = 6
 
 # Matmuls of width 8 in fp32, by cuBLAS in either case; norms and gelu fused by inductor: a few
 # roundings, fed back through six steps of SGD.
-TOLERANCE = Tolerance(rtol=1e-4, atol=1e-4)
+TOLERANCE = parity.Tolerance(rtol=1e-4, atol=1e-4)
 
 
 def _train(mode: str | None, keep: bool = False) -> tuple[list[Any], set[int]]:
     """Gradients of every step; where the first block's kept weight was in those after the first."""
-    model: Any = seeded(Stack).cuda()
+    model: Any = seeded(compiling.Stack).cuda()
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     for block in model.blocks:
         if mode is not None:
@@ -39,12 +38,15 @@ def _train(mode: str | None, keep: bool = False) -> tuple[list[Any], set[int]]:
     for step in range(STEPS):
         torch.compiler.cudagraph_mark_step_begin()
         torch.manual_seed(step)
-        x, target = torch.randn(4, DIM, device="cuda"), torch.randn(4, OUT, device="cuda")
+        x, target = (
+            torch.randn(4, compiling.DIM, device="cuda"),
+            torch.randn(4, compiling.OUT, device="cuda"),
+        )
         output = model(x)
         if keep and step:
             addresses.add(_gathered(model.blocks[0]).data_ptr())
         (output - target).square().mean().backward()
-        done.append(full_grads(model))
+        done.append(parity.full_grads(model))
         optimizer.step()
         optimizer.zero_grad()
     return done, addresses
@@ -62,16 +64,16 @@ def _gathered(block: Any) -> torch.Tensor:
 
 @ranks(2, timeout=300)
 def test_inductor_matches_eager() -> None:
-    with fresh_dynamo():
+    with compiling.fresh_dynamo():
         compiled, _ = _train("default")
-    assert_close(compiled, _train(None)[0], TOLERANCE, "eager")
+    parity.assert_close(compiled, _train(None)[0], TOLERANCE, "eager")
 
 
 @ranks(2, timeout=300)
 @pytest.mark.extended
 def test_cuda_graphs_replay_where_memory_is_kept() -> None:
     """With `set_keep_unsharded_storage(True)` a graph's parameters are where it was recorded."""
-    with fresh_dynamo():
+    with compiling.fresh_dynamo():
         compiled, addresses = _train("reduce-overhead", keep=True)
     assert len(addresses) == 1
-    assert_close(compiled, _train(None)[0], TOLERANCE, "eager")
+    parity.assert_close(compiled, _train(None)[0], TOLERANCE, "eager")

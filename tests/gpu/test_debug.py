@@ -10,8 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from tests.common import models
-from tests.common.parity import assert_equal, full_grads
+from tests.common import models, parity
 from tests.common.workers import ranks
 
 DIM = models.DIM
@@ -38,8 +37,8 @@ def test_ranks_that_agree_train_as_without_the_checks(offload: OffloadPolicy | N
             model = _model(offload)
             for _ in range(2):
                 model(x).sum().backward()
-            found.append(full_grads(model))
-    assert_equal(found[1], found[0])
+            found.append(parity.full_grads(model))
+    parity.assert_equal(found[1], found[0])
 
 
 @ranks(2)

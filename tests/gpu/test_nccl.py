@@ -17,14 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp2.core.device.backends import traits_of
 from fsdp2.core.device.collectives import GroupCollectives
 from fsdp2.core.device.streams import DeviceStreams
-from tests.common import alone
-from tests.common.parity import REORDERED_MIXED, Tolerance, assert_close
+from tests.common import alone, parity
 from tests.common.workers import ranks
 
 CYCLES = 1_000_000  # half a millisecond; a step of the model has some twenty of them
 
 # The same kernels on the same shapes, but cuBLAS may choose others when streams change.
-FP32 = Tolerance(rtol=1e-4, atol=1e-5)
+FP32 = parity.Tolerance(rtol=1e-4, atol=1e-5)
 
 
 def _pause() -> None:
@@ -96,7 +95,7 @@ def test_a_model_trains_as_if_it_were_not_sharded(case: str, late: str) -> None:
     expected = alone.train(case, device, None, _no_pause)
     with alone.late_lanes(_pause) if late == "lanes" else nullcontext():
         seen = alone.train(case, device, mesh, _pause if late == "compute" else _no_pause)
-    assert_close(seen, expected, REORDERED_MIXED if case == "mixed" else FP32)
+    parity.assert_close(seen, expected, parity.REORDERED_MIXED if case == "mixed" else FP32)
 
 
 @ranks(1)
@@ -107,4 +106,4 @@ def test_a_missing_wait_would_be_seen() -> None:
         seen = alone.train("fp32", device, mesh, _no_pause)
     torch.cuda.synchronize()
     with pytest.raises(AssertionError, match="elements differ"):
-        assert_close(seen, expected, FP32)
+        parity.assert_close(seen, expected, FP32)

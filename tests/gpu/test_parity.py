@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from tests.common import parity
 from tests.common.looped import coalescing
-from tests.common.parity import TORCH, full_all
 from tests.common.workers import ranks
 
 DIM = 256
@@ -79,10 +79,10 @@ def _train(model: nn.Module, whole_batch: bool, accumulate: int = 1) -> list[lis
             if accumulate > 1 and not whole_batch:
                 model.set_requires_gradient_sync(micro == accumulate - 1)
             (model(x).float().square().mean() / accumulate).backward()
-        record = full_all(p.grad for p in model.parameters())
+        record = parity.full_all(p.grad for p in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
-        seen.append(record + full_all(model.parameters()))
+        seen.append(record + parity.full_all(model.parameters()))
     torch.cuda.synchronize()
     return seen
 
@@ -101,7 +101,7 @@ def test_same_bits_as_torch(mixed: bool, reshard: bool | None, coalesced: bool) 
     """Two ranks sum two numbers, so that both paths and torch's give the same bits."""
     with coalescing() if coalesced else nullcontext():
         ours = _build(fsdp2, mixed, False, reshard_after_forward=reshard)
-    theirs = _build(TORCH, mixed, False, reshard_after_forward=reshard)
+    theirs = _build(parity.TORCH, mixed, False, reshard_after_forward=reshard)
     _assert_same(_train(ours, False), _train(theirs, False))
 
 
@@ -110,7 +110,7 @@ def test_same_bits_as_torch(mixed: bool, reshard: bool | None, coalesced: bool) 
 def test_checkpointing_and_accumulation(coalesced: bool) -> None:
     with coalescing() if coalesced else nullcontext():
         ours = _build(fsdp2, True, True)
-    theirs = _build(TORCH, True, True)
+    theirs = _build(parity.TORCH, True, True)
     _assert_same(_train(ours, False, accumulate=3), _train(theirs, False, accumulate=3))
 
 

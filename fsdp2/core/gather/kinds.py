@@ -15,6 +15,7 @@ from fsdp2.core.device.buffers import Buffer, TransientBuffer
 from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.gather.transport import (
+    BoundPackedTransport,
     CoalescedTransport,
     CustomTransport,
     GatherTransport,
@@ -26,7 +27,7 @@ from fsdp2.core.layout.layout import Segment, Transport
 
 TRANSPORTS: dict[Transport | str, type[SegmentTransport]] = {
     Transport.COALESCED: CoalescedTransport,
-    Transport.PACKED: PackedTransport,
+    Transport.PACKED: BoundPackedTransport,
     Transport.LOCAL: LocalTransport,
 }
 """Those of a segment; a codec has a name, which `GroupOptions.gather_codec` gives."""

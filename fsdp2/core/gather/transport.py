@@ -221,29 +221,25 @@ class PackedTransport(SegmentTransport):
         for slot in segment.slots:
             if not slot.in_order:
                 self._add_moves(slot)
-        self.acquire, self.release = self._packed.acquire, self._packed.release
-        self.gather = collectives.bind_all_gather(self.output, self.input)
-        self.copy_out = self._bound_copy()
         self._packed.release()
+
+    def acquire(self) -> None:
+        self._packed.acquire()
 
     def copy_in(self) -> None:
         self.kernels.copy(self.input, self._flat)
 
-    def _bound_copy(self) -> Callable[[], object]:
-        """What puts the pieces in place: the kernels' own call, where it is one."""
-        kernels = self.kernels
-        split = partial(kernels.split_copy, self._columns, self._sizes, self._rows)
-        move = partial(kernels.copy_many, self._targets, self._sources)
-        if not self._targets:
-            return split if self._sizes else _nothing
-        if not self._sizes:
-            return move
+    def gather(self) -> Work | None:
+        return self.collectives.all_gather(self.output, self.input)
 
-        def split_and_move() -> None:
-            split()
-            move()
+    def copy_out(self) -> None:
+        if self._sizes:
+            self.kernels.split_copy(self._columns, self._sizes, self._rows)
+        if self._targets:
+            self.kernels.copy_many(self._targets, self._sources)
 
-        return split_and_move
+    def release(self) -> None:
+        self._packed.release()
 
     def _copy_rows_pairwise(self, rows: Sequence[Slot]) -> None:
         """From views that last. A split makes them anew, and copies each by itself on a CPU."""
@@ -266,6 +262,27 @@ class PackedTransport(SegmentTransport):
             shape = (slot.cut.bands, ranks, slot.outer, length, slot.inner)
             strides = (slot.per_band * width, width, length * slot.inner, slot.inner, 1)
             self._sources.append(self._packed.view(self._wire, start, shape, strides))
+
+
+class BoundPackedTransport(PackedTransport):
+    """The same with no call between a gather and what it comes to.
+
+    A codec derives from `PackedTransport`, whose verbs are methods to override.
+    """
+
+    def _bind(self) -> None:
+        super()._bind()
+        packed, kernels = self._packed, self.kernels
+        bound: dict[str, Callable[[], object]] = {
+            "acquire": packed.acquire,
+            "gather": self.collectives.bind_all_gather(self.output, self.input),
+            "release": packed.release,
+        }
+        if self._targets and not self._sizes:
+            bound["copy_out"] = partial(kernels.copy_many, self._targets, self._sources)
+        elif self._sizes and not self._targets:
+            bound["copy_out"] = partial(kernels.split_copy, self._columns, self._sizes, self._rows)
+        vars(self).update(bound)
 
 
 class LocalTransport(SegmentTransport):

@@ -1,0 +1,222 @@
+"""Checkpoints over a process group: two jobs in one, a group that is a part, and who is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp2 import checkpoint, fully_shard
+from tests.checkpoint.test_checkpoints import Net, assert_same, everything, train
+from tests.common import workers
+from tests.common.errors import raises
+from tests.common.workers import ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def made(mesh: DeviceMesh, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Net()
+    for unit in (model.first, model):
+        fully_shard(unit, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _its_ranks_end() -> Iterator[None]:
+    """They have made unequal numbers of groups, with which no mesh of some ranks can be made."""
+    yield
+    workers.close_pools()
+
+
+def _trained(mesh: DeviceMesh, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, optimizer = made(mesh, seed)
+    train(model, optimizer, 2, seed=seed)
+    return model, optimizer
+
+
+def _load(folder: Path, mesh: DeviceMesh) -> dict[str, Tensor]:
+    """Into a model that was made of other numbers."""
+    model, optimizer = made(mesh, seed=50)
+    found = checkpoint.load(folder, model, optimizer, rng=True, process_group=mesh.get_group())
+    assert found.rank_extra == mesh.get_local_rank()
+    return everything(model, optimizer)
+
+
+@ranks(4)
+@pytest.mark.parametrize("beside", [False, True])
+def test_two_groups_save_and_load_at_the_same_time(tmp_path: Path, beside: bool) -> None:
+    """Ranks 0 and 1 one model, ranks 2 and 3 another; nobody waits for the other group."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "shard"))["shard"]
+    group, number = mesh.get_group(), dist.get_rank() // 2
+    model, optimizer = _trained(mesh, seed=number)
+    run = tmp_path / f"run-{number}"
+    for step in range(1, 4 + number):  # the second group saves once more
+        train(model, optimizer, 1, seed=step)
+        if beside:
+            saving = checkpoint.async_save(
+                *(run, model, optimizer),
+                step=step,
+                keep=2,
+                rng=True,
+                rank_extra=mesh.get_local_rank(),
+                process_group=group,
+            )
+        else:
+            checkpoint.save(
+                *(run, model, optimizer),
+                step=step,
+                keep=2,
+                rng=True,
+                rank_extra=mesh.get_local_rank(),
+                process_group=group,
+            )
+    if beside:
+        saving.result()
+    assert checkpoint.steps(run) == [2 + number, 3 + number]
+    assert sorted(path.name for path in (run / f"step-{3 + number:08}").glob("*.distcp")) == [
+        "__0_0.distcp",
+        "__1_0.distcp",
+    ]
+    assert checkpoint.verify(run) == []
+    assert_same(_load(run, mesh), everything(model, optimizer))
+
+
+@ranks(4)
+def test_ranks_that_have_made_other_numbers_of_groups(tmp_path: Path) -> None:
+    """A group of ranks 1 to 3, whose first rank is 1; then all four save, then the three again."""
+    pair = dist.new_group([1, 2])
+    group = dist.new_group([1, 2, 3])
+    if dist.get_rank():
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
+        model, optimizer = _trained(mesh, seed=1)
+        checkpoint.save(tmp_path / "three", model, optimizer, step=1, process_group=group)
+        expected = everything(model, optimizer)
+    whole, of_all = _trained(init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)), seed=2)
+    checkpoint.save(tmp_path / "four", whole, of_all, step=1)
+    if dist.get_rank():
+        checkpoint.save(tmp_path / "three", model, optimizer, step=2, process_group=group)
+        train(model, optimizer, 1, seed=3)
+        checkpoint.load(tmp_path / "three", model, optimizer, process_group=group)
+        assert_same(everything(model, optimizer), expected)
+        checkpoint.export(tmp_path / "out", model, process_group=group)
+        train(model, optimizer, 1, seed=4)
+        checkpoint.load_pretrained(model, tmp_path / "out", process_group=group)
+        for name, value in everything(model, optimizer).items():
+            assert ":" in name or torch.equal(value, expected[name]), name
+    checkpoint.load(tmp_path / "four", whole, of_all)
+    del pair
+
+
+@ranks(4)
+def test_one_replica_saves_for_all(tmp_path: Path) -> None:
+    """What the ranks of one replica write is all; ranks that have a part of it are refused."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, optimizer = _trained(mesh, seed=1)
+    expected = everything(model, optimizer)
+    replica, copies = mesh["shard"].get_group(), mesh["replicate"].get_group()
+    if dist.get_rank() < 2:
+        checkpoint.save(tmp_path, model, optimizer, step=1, process_group=replica)
+    with raises("ckpt-parts"):
+        checkpoint.save(
+            tmp_path / f"part-{dist.get_rank() % 2}", model, step=1, process_group=copies
+        )
+    assert not list(tmp_path.glob("part-*/step-*"))
+    dist.barrier()
+    other, its = made(mesh, seed=5)
+    checkpoint.load(tmp_path, other, its)
+    assert_same(everything(other, its), expected)
+    other, its = made(mesh, seed=6)
+    checkpoint.load(tmp_path, other, its, process_group=replica)  # each replica by itself
+    assert_same(everything(other, its), expected)
+
+
+@ranks(2)
+def test_one_rank_alone(tmp_path: Path) -> None:
+    """A group of one rank exchanges with nobody: the other one does something else meanwhile."""
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    if dist.get_rank() == 1:
+        model = nn.Linear(2, 2)
+        expected = model.weight.detach().clone()
+        checkpoint.async_save(tmp_path, model, step=1, process_group=groups[1]).result()
+        nn.init.zeros_(model.weight)
+        assert checkpoint.load(tmp_path, model, process_group=groups[1]).step == 1
+        assert torch.equal(model.weight, expected)
+
+
+@ranks(3)
+def test_ranks_outside_are_refused(tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("shard",))
+    model, _ = made(mesh, seed=1)
+    group = dist.new_group([0, 2])
+    out, run = tmp_path / "out", tmp_path / "run"
+    calls = (
+        lambda group: checkpoint.save(run, model, step=1, process_group=group),
+        lambda group: checkpoint.async_save(run, model, step=1, process_group=group),
+        lambda group: checkpoint.load(run, model, process_group=group),
+        lambda group: checkpoint.export(out, model, process_group=group),
+        lambda group: checkpoint.load_pretrained(model, out, process_group=group),
+    )
+    before = model.state_dict()["first.weight"].full_tensor()
+    for call in calls:
+        if dist.get_rank() == 1:
+            with raises("ckpt-not-in-group"):
+                call(group)
+        with raises("ckpt-group-kind"):
+            call(mesh)
+    if dist.get_rank() != 1:
+        with raises("ckpt-parts"):
+            calls[0](group)
+        dist.destroy_process_group(group)
+        with raises("ckpt-not-in-group"):
+            calls[2](group)
+    assert not list(tmp_path.glob("*/step-*"))
+    assert torch.equal(before, model.state_dict()["first.weight"].full_tensor())
+
+
+@contextmanager
+def _counted() -> Iterator[dict[str, int]]:
+    """Calls of torch's functions that communicate, by name."""
+    found: dict[str, int] = {}
+    names = ("all_gather_object", "new_group", "barrier", "broadcast", "all_gather", "all_reduce")
+
+    def counting(name: str) -> mock._patch[object]:
+        original = getattr(dist, name)
+
+        def call(*args: object, **options: object) -> object:
+            found[name] = found.get(name, 0) + 1
+            return original(*args, **options)
+
+        return mock.patch.object(dist, name, call)
+
+    patches = [counting(name) for name in names]
+    for patch in patches:
+        patch.start()
+    try:
+        yield found
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+@ranks(2)
+def test_how_often_ranks_exchange(tmp_path: Path) -> None:
+    """Over all ranks, and over a group of all, which has no side channel of its own."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    model, optimizer = _trained(mesh, seed=1)
+    checkpoint.save(tmp_path, model, optimizer, step=1)
+    for step, group in enumerate((None, dist.group.WORLD, mesh.get_group()), 2):
+        with _counted() as found:
+            checkpoint.save(tmp_path, model, optimizer, step=step, process_group=group)
+        assert found == {}
+        with _counted() as found:
+            checkpoint.load(tmp_path, model, optimizer, process_group=group)
+        assert found == {"all_gather_object": 3}

@@ -1,0 +1,99 @@
+"""Items of a step are read where they lie, as long as they are what `save` writes."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorProperties
+
+from fsdp2 import checkpoint
+from fsdp2.checkpoint import state
+from fsdp2.checkpoint.archives import write_archive
+from fsdp2.checkpoint.entries import Entry
+from fsdp2.checkpoint.items import framing_of
+from fsdp2.checkpoint.tensors import DTYPES
+
+pytestmark = pytest.mark.alone
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES.values(), torch.complex128], ids=str)
+def test_what_stands_around_values(dtype: torch.dtype) -> None:
+    """Of any shape: the bytes before them, and how many there are in all."""
+    for shape in ((), (0,), (1,), (3, 5), (64,), (7, 1, 9), (1000,)):
+        values = torch.zeros(shape, dtype=torch.uint8).to(dtype)
+        whole = io.BytesIO()
+        write_archive(whole, Entry.of(values))
+        before, without = framing_of(dtype, shape)
+        assert whole.getvalue().startswith(before)
+        assert len(whole.getvalue()) == without + values.nbytes
+        assert whole.getvalue()[len(before) :][: values.nbytes] == bytes(values.nbytes)
+
+
+class Net(nn.Module):
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.full((3, 5), fill))
+        self.b = nn.Parameter(torch.full((7,), fill, dtype=torch.bfloat16))
+        self.register_buffer("c", torch.full((), int(fill)))
+        self.register_buffer("d", torch.zeros(0, 4))
+        self.e = nn.Parameter(torch.full((2, 3, 4, 5), fill).to(memory_format=torch.channels_last))
+
+
+def _counted() -> tuple[Any, list[bool]]:
+    found: list[bool] = []
+    original = state.Reader._read_framed
+
+    def read(*args: Any) -> bool:
+        found.append(original(*args))
+        return found[-1]
+
+    return mock.patch.object(state.Reader, "_read_framed", read), found
+
+
+def test_who_reads_what(tmp_path: Path) -> None:
+    """All that `save` has written without DCP's reader; what DCP has written with it."""
+    model = Net(3.0)
+    checkpoint.save(tmp_path / "run", model, step=1)
+    patch, found = _counted()
+    other = Net(0.0)
+    with patch:
+        checkpoint.load(tmp_path / "run", other)
+    assert found.count(True) == 4  # nothing is read of d; bytes say how the step was saved
+    for name, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+    assert other.e.is_contiguous(memory_format=torch.channels_last)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp")
+    step = tmp_path / "run" / "step-00000001"
+    for path in (tmp_path / "dcp").iterdir():
+        (step / path.name).write_bytes(path.read_bytes())
+    manifest = mock.patch("fsdp2.checkpoint.loading.check_files")
+    patch, found = _counted()
+    other = Net(0.0)
+    with patch, manifest:
+        checkpoint.load(tmp_path / "run", other)
+    assert len(found) == 4
+    assert not any(found)
+    for name, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("strides", [None, (5, 1)])
+def test_an_index_of_torch_2_15_tells_strides(
+    tmp_path: Path, strides: tuple[int, ...] | None
+) -> None:
+    """Which a load does not need: it reads into the tensors that are there."""
+    plain = TensorProperties.__getstate__
+    with mock.patch.object(
+        TensorProperties, "__getstate__", lambda self: (*plain(self)[:5], strides)
+    ):
+        checkpoint.save(tmp_path, Net(3.0), step=1)
+    model = Net(0.0)
+    checkpoint.load(tmp_path, model)
+    assert torch.equal(model.a, Net(3.0).a)

@@ -1,0 +1,321 @@
+"""Checkpoints of ranks: bits between meshes, and between kinds; torch's own FSDP1 and FSDP2 too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as torchs
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from fsdp2 import checkpoint, fully_shard, shard_model
+from fsdp2.checkpoint.converting import kind_of
+from tests.common.workers import run_on_ranks
+
+pytestmark = pytest.mark.ranks
+
+DIM = 6
+
+
+class Net(nn.Module):
+    """Dims that two, three and four ranks divide unevenly; a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, DIM + 4)
+        self.down = nn.Linear(DIM + 4, DIM)
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).tanh()) * self.scale.mean()
+
+
+def built(how: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model sharded in one of the ways."""
+    torch.manual_seed(seed)
+    model: nn.Module = Net()
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if how == "hybrid":
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+        _units(model, fully_shard, mesh=mesh)
+    elif how == "tp":
+        mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, mesh["tp"], plan)
+        _units(model, fully_shard, mesh=mesh["dp"])
+    elif how == "dims":
+        place = {"shard_placement_fn": lambda param: Shard(param.dim() - 1)}
+        _units(model, fully_shard, mesh=init_device_mesh("cpu", (size,)), **place)
+    elif how == "zero1":
+        shard_model(model, {nn.Linear}, strategy="zero1", mesh=init_device_mesh("cpu", (size,)))
+    elif how == "torch":
+        _units(model, torchs.fully_shard, mesh=init_device_mesh("cpu", (size,)))
+    elif how == "sharded":
+        _units(model, fully_shard, mesh=init_device_mesh("cpu", (size,)))
+    else:
+        assert how == "whole"
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def _units(model: nn.Module, shard: Any, **options: Any) -> None:
+    for unit in (model.up, model.down, model):
+        shard(unit, **options)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        model(torch.randn(4, DIM, generator=generator)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Everything by name; a collective."""
+    if hasattr(model, "reshard"):
+        model.reshard()
+    found = dict(model.state_dict())
+    for name, param in model.named_parameters():
+        for key, value in optimizer.state.get(param, {}).items():
+            found[f"{name}:{key}"] = value
+    full = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in found.items()}
+    return {name: value.detach().clone() for name, value in full.items()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+# ---- between meshes
+
+
+def _saves(folder: Path, how: str) -> dict[str, Tensor]:
+    model, optimizer = built(how)
+    train(model, optimizer)
+    checkpoint.save(folder, model, optimizer, step=1)
+    return whole(model, optimizer)
+
+
+def _loads(folder: Path, how: str) -> dict[str, Tensor]:
+    model, optimizer = built(how, seed=3)
+    found = checkpoint.load(folder, model, optimizer, verify=True)
+    assert not found.left
+    return whole(model, optimizer)
+
+
+@pytest.fixture(scope="module")
+def of_four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    folder = tmp_path_factory.mktemp("of_four") / "run"
+    return folder, run_on_ranks(4, _saves, folder, "sharded")[0]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [
+        *((1, "sharded"), (2, "sharded"), (3, "sharded"), (4, "sharded")),
+        *((4, "hybrid"), (4, "tp"), (4, "dims"), (4, "zero1"), (3, "dims")),
+    ],
+)
+def test_what_four_ranks_saved(
+    of_four: tuple[Path, dict[str, Tensor]], ranks: int, how: str
+) -> None:
+    folder, expected = of_four
+    for found in run_on_ranks(ranks, _loads, folder, how):
+        assert_same(found, expected)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("how", ["hybrid", "tp", "dims", "zero1"])
+def test_saved_otherwise(how: str, tmp_path: Path) -> None:
+    """And loaded by one process, without a process group; and converted."""
+    expected = run_on_ranks(4, _saves, tmp_path / "run", how)[0]
+    assert_same(_loads(tmp_path / "run", "whole"), expected)
+    for kind in ("dcp", "torch", "fsdp1"):
+        checkpoint.convert(tmp_path / "run", tmp_path / kind, to_kind=kind)
+        checkpoint.convert(tmp_path / kind, tmp_path / f"{kind}-run", to_kind="steps", step=1)
+        assert_same(_loads(tmp_path / f"{kind}-run", "whole"), expected)
+
+
+def test_a_step_of_two_ranks_is_converted(tmp_path: Path) -> None:
+    """Cut on the last dim: pieces are put together; and two ranks load what comes of it."""
+    expected = run_on_ranks(2, _saves, tmp_path / "run", "dims")[0]
+    checkpoint.convert(tmp_path / "run", tmp_path / "one.pt")
+    model, optimizer = built("whole", seed=3)
+    content = torch.load(tmp_path / "one.pt", weights_only=True)
+    model.load_state_dict(content["model"])
+    optimizer.load_state_dict(content["optimizer"])
+    assert_same(whole(model, optimizer), expected)
+    checkpoint.convert(tmp_path / "one.pt", tmp_path / "back", to_kind="steps", step=1)
+    for found in run_on_ranks(2, _loads, tmp_path / "back", "sharded"):
+        assert_same(found, expected)
+
+
+# ---- torch's own
+
+
+def _torchs_fsdp2(folder: Path) -> dict[str, Tensor]:
+    """Saves by DCP, and a file of torch.save a rank; then loads what was converted."""
+    model, optimizer = built("torch")
+    train(model, optimizer)
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(state, checkpoint_id=folder / "dcp")
+    if dist.get_rank() == 0:
+        (folder / "ranks").mkdir()
+    dist.barrier()
+    torch.save(state, folder / "ranks" / f"rank{dist.get_rank()}.pt")
+    return whole(model, optimizer)
+
+
+def _torchs_fsdp2_loads(folder: Path) -> dict[str, Tensor]:
+    model, optimizer = built("torch", seed=3)
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    return whole(model, optimizer)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["dcp", "ranks"])
+def test_torchs_fsdp2(kind: str, tmp_path: Path) -> None:
+    expected = run_on_ranks(2, _torchs_fsdp2, tmp_path)[0]
+    assert kind_of(tmp_path / kind) == kind
+    checkpoint.convert(tmp_path / kind, tmp_path / "run", to_kind="steps", step=1)
+    for found in run_on_ranks(2, _loads, tmp_path / "run", "sharded"):
+        assert_same(found, expected)
+    checkpoint.convert(tmp_path / "run", tmp_path / "plain", to_kind="dcp")
+    for found in run_on_ranks(2, _torchs_fsdp2_loads, tmp_path / "plain"):
+        assert_same(found, expected)
+
+
+def _fsdp1(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    policy = torchs.wrap.ModuleWrapPolicy({nn.Linear})
+    model = torchs.FullyShardedDataParallel(
+        Net(), auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+    )
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+# Not offloaded: where memory is the CPU's already, torch's would use its own again.
+_TYPES: dict[str, Any] = {
+    "full": (
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(),
+        FullOptimStateDictConfig(offload_to_cpu=False),
+    ),
+    "sharded": (
+        StateDictType.SHARDED_STATE_DICT,
+        ShardedStateDictConfig(),
+        ShardedOptimStateDictConfig(offload_to_cpu=False),
+    ),
+}
+
+
+def _fsdp1_state(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str) -> dict[str, Any]:
+    with torchs.FullyShardedDataParallel.state_dict_type(model, *_TYPES[kind]):
+        return {
+            "model": model.state_dict(),
+            "optimizer": torchs.FullyShardedDataParallel.optim_state_dict(model, optimizer),
+        }
+
+
+def _fsdp1_whole(state: dict[str, Any]) -> dict[str, Tensor]:
+    found = {name: value.clone() for name, value in state["model"].items()}
+    for name, kept in state["optimizer"]["state"].items():
+        found |= {f"{name}:{key}": value.clone() for key, value in kept.items()}
+    return found
+
+
+def _fsdp1_saves(folder: Path) -> dict[str, Tensor]:
+    model, optimizer = _fsdp1(0)
+    train(model, optimizer)
+    full, sharded = (_fsdp1_state(model, optimizer, kind) for kind in ("full", "sharded"))
+    dcp.save(sharded, checkpoint_id=folder / "dcp")
+    if dist.get_rank() == 0:
+        (folder / "ranks").mkdir()
+        torch.save(full, folder / "full.pt")
+    dist.barrier()
+    torch.save(sharded, folder / "ranks" / f"rank{dist.get_rank()}.pt")
+    return _fsdp1_whole(full)
+
+
+def _fsdp1_loads(folder: Path, kind: str) -> dict[str, Tensor]:
+    """A full file, or a folder of DCP with sharded state dicts."""
+    model, optimizer = _fsdp1(3)
+    train(model, optimizer)
+    api = torchs.FullyShardedDataParallel
+    with api.state_dict_type(model, *_TYPES[kind]):
+        if kind == "full":
+            state = torch.load(folder, weights_only=True)
+        else:
+            state = _fsdp1_state(model, optimizer, kind)
+            dcp.load(state, checkpoint_id=folder)
+        model.load_state_dict(state["model"])
+        flat = api.optim_state_dict_to_load(model, optimizer, state["optimizer"])
+        optimizer.load_state_dict(flat)
+    return _fsdp1_whole(_fsdp1_state(model, optimizer, "full"))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["full.pt", "dcp", "ranks"])
+def test_torchs_fsdp1(kind: str, tmp_path: Path) -> None:
+    """Its state dicts become steps, and steps its state dicts; optimizer included."""
+    expected = run_on_ranks(2, _fsdp1_saves, tmp_path)[0]
+    assert kind_of(tmp_path / kind) == {"full.pt": "torch"}.get(kind, kind)
+    checkpoint.convert(tmp_path / kind, tmp_path / "run", to_kind="steps", step=1)
+    for found in run_on_ranks(2, _loads, tmp_path / "run", "sharded"):
+        assert_same(found, expected)
+    if kind == "ranks":
+        return
+    back, way = tmp_path / "back", "full" if kind == "full.pt" else "sharded"
+    checkpoint.convert(tmp_path / "run", back, to_kind="fsdp1" if way == "full" else "dcp")
+    for found in run_on_ranks(2, _fsdp1_loads, back, way):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("how", ["sharded"])
+def test_dtensors_of_two_meshes(how: str, tmp_path: Path) -> None:
+    """Files of ranks: cut twice on one dim, on two dims, and copied."""
+    run_on_ranks(4, _dtensors, tmp_path)
+    checkpoint.convert(tmp_path, tmp_path / "one.pt", from_kind="ranks")
+    found = torch.load(tmp_path / "one.pt", weights_only=True)["model"]
+    for name, value in found.items():
+        assert torch.equal(value, torch.arange(35).view(7, 5)), name
+
+
+def _dtensors(folder: Path) -> None:
+    from torch.distributed.tensor import Replicate
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    ways = {
+        "one": [Shard(0), Shard(1)],
+        "copied": [Replicate(), Shard(0)],
+        "other": [Shard(1), Replicate()],
+    }
+    values = torch.arange(35).view(7, 5)
+    state = {name: distribute_tensor(values, mesh, way) for name, way in ways.items()}
+    torch.save({"model": state}, folder / f"rank{dist.get_rank()}.pt")

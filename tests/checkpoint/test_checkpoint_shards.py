@@ -1,0 +1,141 @@
+"""Checkpoints of shards that are unlike: bands, empty ranks, ties, strides, subclasses, offload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp2 import CPUOffloadPolicy, checkpoint, fully_shard
+from fsdp2.examples.int8_all_gather import gather_in_int8
+from tests.common.workers import ranks
+
+pytestmark = pytest.mark.ranks
+
+KINDS = {
+    "bands": {"place": (Shard(0), Shard(1))},
+    "last": {"place": Shard(-1)},
+    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "int8": {},
+}
+
+
+class Odd(nn.Module):
+    """A parameter a kind of trouble."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(4, 6, 6))
+        self.one = nn.Parameter(torch.randn(1, 6))  # ranks without rows
+        self.frozen = nn.Parameter(torch.randn(5, 6), requires_grad=False)
+        self.conv = nn.Conv2d(3, 5, 2).to(memory_format=torch.channels_last)
+        self.first = nn.Linear(6, 7, bias=False)
+        self.again = nn.Linear(6, 7, bias=False)
+        self.again.weight = self.first.weight
+        self.brief = nn.Parameter(torch.randn(7).bfloat16())
+        self.wide = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("none", torch.zeros(0, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for expert in self.experts:
+            x = torch.tanh(x @ expert) + self.one + self.frozen.mean()
+        y = self.again(self.first(x)[:, :6]) * self.brief + self.wide.abs().sum()
+        image = self.conv(x[:, :3, None, None].expand(-1, -1, 3, 3))
+        return y.square().sum() + image.square().sum()
+
+
+def made(kind: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Odd()
+    if kind == "int8":
+        gather_in_int8(model)
+    if dist.is_initialized():
+        options: dict[str, Any] = dict(KINDS[kind])
+        place = options.pop("place", None)
+        if isinstance(place, tuple):
+            options["shard_placement_fn"] = lambda p: place if p.ndim == 3 else None
+        elif place is not None:
+            options["shard_placement_fn"] = lambda p: (
+                Shard(p.ndim - 1) if p.is_contiguous() else None
+            )
+        fully_shard(model, **options)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    groups = [{"params": trained[:2]}, {"params": trained[2:], "lr": 0.05}]
+    return model, torch.optim.AdamW(groups, lr=0.1)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    model(torch.randn(4, 6, generator=torch.Generator().manual_seed(step))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    found: dict[str, Any] = dict(model.state_dict())
+    for name, param in model.named_parameters():
+        for key, value in optimizer.state.get(param, {}).items():
+            found[f"{name}:{key}"] = value
+    return {name: _plain(value) for name, value in found.items()}
+
+
+def _plain(value: Any) -> Tensor:
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    value = getattr(value, "_data", value).detach()
+    return torch.empty(value.shape, dtype=value.dtype).copy_(value)
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@ranks(4)
+def test_there_and_back(tmp_path: Path, kind: str) -> None:
+    """Saved at once and beside training; loaded into other values; exported and loaded."""
+    model, optimizer = made(kind)
+    for step in (1, 2):
+        train(model, optimizer, step)
+        if step == 1:
+            checkpoint.save(tmp_path / "run", model, optimizer, step=1)
+        else:
+            saving = checkpoint.async_save(tmp_path / "run", model, optimizer, step=2)
+        model.reshard()
+        expected = whole(model, optimizer)
+        if step == 2:
+            train(model, optimizer, 3)
+            saving.result()
+            model.reshard()
+        other, others = made(kind, seed=step)
+        train(other, others, 9)
+        other.reshard()
+        found = checkpoint.load(tmp_path / "run", other, others, step=step, verify=True)
+        assert not found.left
+        assert_same(whole(other, others), expected)
+    dist.barrier()
+    if kind != "int8":
+        _as_safetensors(tmp_path, kind, {n: v for n, v in expected.items() if ":" not in n})
+    dist.barrier()
+
+
+def _as_safetensors(folder: Path, kind: str, expected: dict[str, Tensor]) -> None:
+    model, _ = made(kind, seed=5)
+    checkpoint.load(folder / "run", model, step=2)
+    checkpoint.export(folder / "out", model)
+    checkpoint.export(folder / "step", folder / "run", step=2, names=_once)
+    for out in ("out", "step"):
+        other, others = made(kind, seed=6)
+        checkpoint.load_pretrained(other, folder / out)
+        assert_same({n: v for n, v in whole(other, others).items() if ":" not in n}, expected)
+
+
+def _once(name: str) -> str | None:
+    return None if name == "again.weight" else name

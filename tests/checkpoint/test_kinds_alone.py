@@ -1,0 +1,591 @@
+"""fsdp2.checkpoint.convert on one process: kinds there and back, durable, in little memory."""
+
+from __future__ import annotations
+
+import collections
+import errno
+import json
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from fsdp2 import checkpoint
+from fsdp2.checkpoint import entries, files
+from fsdp2.checkpoint.__main__ import main
+from fsdp2.checkpoint.archives import read_file, write_archive
+from fsdp2.checkpoint.converting import KINDS, kind_of
+from fsdp2.checkpoint.entries import Entry, Piece
+from fsdp2.xla.shards import FORMAT
+from tests.checkpoint.test_checkpoint_crashes import Recorder, crashes
+from tests.common.errors import raises
+
+pytestmark = pytest.mark.alone
+
+EXTRA = {"schedule": [1, [2.5, None]], "table": torch.arange(4)}
+
+
+def made(seed: int = 0, groups: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    if groups:
+        decayed = [model[2].weight, model[0].weight]
+        others = [p for p in model.parameters() if all(p is not q for q in decayed)]
+        return model, torch.optim.AdamW([{"params": decayed, "lr": 0.2}, {"params": others}])
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(2):
+        model(torch.randn(4, 3, generator=generator)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    found = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, param in model.named_parameters():
+        for key, value in optimizer.state.get(param, {}).items():
+            found[f"{name}:{key}"] = value.clone()
+    return found
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value), name
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Tensor], Tensor]:
+    """A step; what it holds, what comes of it, and numbers drawn behind it."""
+    model, optimizer = made(groups=True)
+    train(model, optimizer, seed=1)
+    checkpoint.save(tmp_path / "run", model, optimizer, step=3, extra=EXTRA, rng=True)
+    drawn = torch.rand(3)
+    kept = everything(model, optimizer)
+    train(model, optimizer, seed=2)
+    return tmp_path / "run", kept, everything(model, optimizer), drawn
+
+
+# ---- there and back
+
+
+@pytest.mark.parametrize("kind", ["steps", "dcp", "torch", "fsdp1"])
+def test_there_and_back(saved: Any, kind: str, tmp_path: Path) -> None:
+    """Parameters, buffers, optimizer, groups, random numbers and extra: training goes on."""
+    run, kept, came, drawn = saved
+    there = tmp_path / "there"
+    found = checkpoint.convert(run, there, to_kind=kind)
+    assert (found.from_kind, found.to_kind, found.step, found.left) == ("steps", kind, 3, [])
+    assert kind_of(there) == ("torch" if kind == "fsdp1" else kind)
+    back = checkpoint.convert(there, tmp_path / "back", to_kind="steps", step=3)
+    assert back.step == 3
+    assert checkpoint.verify(tmp_path / "back") == []
+    model, optimizer = made(seed=5, groups=True)
+    loaded = checkpoint.load(tmp_path / "back", model, optimizer, rng=True, verify=True)
+    assert loaded.extra["schedule"] == EXTRA["schedule"]
+    assert torch.equal(loaded.extra["table"], torch.arange(4))
+    assert torch.equal(torch.rand(3), drawn)
+    assert_same(everything(model, optimizer), kept)
+    train(model, optimizer, seed=2)
+    assert_same(everything(model, optimizer), came)
+
+
+@pytest.mark.parametrize("kind", ["xla", "safetensors"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_models_alone(saved: Any, kind: str, ranks: int, tmp_path: Path) -> None:
+    """What these kinds do not have is named."""
+    run, kept, _, _ = saved
+    there = tmp_path / "there.safetensors" if kind == "safetensors" else tmp_path / "there"
+    found = checkpoint.convert(run, there, to_kind=kind, ranks=ranks)
+    assert found.left == ["optimizer", "rng", "extra"]
+    assert kind_of(there) == kind
+    assert checkpoint.convert(there, tmp_path / "back.pt").from_kind == kind
+    model, _ = made(seed=5)
+    content = torch.load(tmp_path / "back.pt", weights_only=True)
+    assert list(content) == ["model"]
+    model.load_state_dict(content["model"])
+    assert_same(dict(model.state_dict()), {k: v for k, v in kept.items() if ":" not in k})
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_an_unsharded_model_takes_the_file(saved: Any, mmap: bool, tmp_path: Path) -> None:
+    """torch alone: the optimizer's parameters are numbered in its order."""
+    run, _, came, _ = saved
+    checkpoint.convert(run, tmp_path / "one.pt")
+    content = torch.load(tmp_path / "one.pt", weights_only=True, mmap=mmap)
+    model, optimizer = made(seed=5, groups=True)
+    model.load_state_dict(content["model"])
+    optimizer.load_state_dict(content["optimizer"])
+    train(model, optimizer, seed=2)
+    assert_same(everything(model, optimizer), came)
+
+
+def test_dcp_reads_what_is_written(saved: Any, tmp_path: Path) -> None:
+    run, kept, _, _ = saved
+    checkpoint.convert(run, tmp_path / "plain", to_kind="dcp")
+    model, _ = made(seed=5)
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path / "plain")
+    assert_same(state["model"], {k: v for k, v in kept.items() if ":" not in k})
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("how", ["torch.save", "dcp.save"])
+def test_state_dicts_as_users_save_them(nested: bool, how: str, tmp_path: Path) -> None:
+    """A model alone at the top; or below "app", beside a count of epochs."""
+    model, _ = made()
+    state: dict[str, Any] = dict(model.state_dict())
+    if nested:
+        state = {"app": {"state_dict": state, "epoch": 4}}
+    if how == "torch.save":
+        torch.save(state, tmp_path / "source")
+    else:
+        dcp.save(state, checkpoint_id=tmp_path / "source")
+    checkpoint.convert(tmp_path / "source", tmp_path / "run", to_kind="steps", step=0)
+    other, _ = made(seed=1)
+    found = checkpoint.load(tmp_path / "run", other)
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    assert found.extra == ({"epoch": 4} if nested else None)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_numbered_optimizer(named: bool, tmp_path: Path) -> None:
+    """Told by its names; else by the order of a model without buffers, in one group."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    params = model.named_parameters() if named else model.parameters()
+    optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    train(model, optimizer, seed=0)
+    state = {"model_state_dict": model.state_dict(), "optim": optimizer.state_dict()}
+    torch.save(state, tmp_path / "one.pt")
+    checkpoint.convert(tmp_path / "one.pt", tmp_path / "run", to_kind="steps", step=0)
+    other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    found = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    train(other, found, seed=9)
+    checkpoint.load(tmp_path / "run", other, found)
+    assert_same(everything(other, found), everything(model, optimizer))
+
+
+def test_a_step_by_its_path_and_by_its_number(saved: Any, tmp_path: Path) -> None:
+    run = saved[0]
+    model, _ = made(seed=7)
+    checkpoint.save(run, model, step=8)
+    one, two = tmp_path / "one.pt", tmp_path / "two.pt"
+    assert checkpoint.convert(run / "step-00000003", one).step == 3
+    assert checkpoint.convert(run, two, step=3).step == 3
+    assert one.read_bytes() == two.read_bytes()
+    assert checkpoint.convert(run, tmp_path / "new.pt").step == 8
+    assert checkpoint.convert(one, run, step=9).to_kind == "steps"  # it has steps already
+    assert checkpoint.steps(run) == [3, 8, 9]
+
+
+def test_the_command(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, there = str(saved[0]), str(tmp_path / "there.safetensors")
+    assert main(["convert", run, there, "--step", "3"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f"steps -> safetensors: {there}", "not in safetensors: optimizer, rng, extra"]
+    assert main(["convert", run, there]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert main(["convert", there, str(tmp_path / "x"), "--to", "xla", "--ranks", "2"]) == 0
+    assert len(list((tmp_path / "x").iterdir())) == 2
+
+
+# ---- tensors in files
+
+
+def tensors() -> dict[str, Any]:
+    torch.manual_seed(0)
+    weight, large = torch.randn(5, 4), torch.randn(600, 700)
+    found = {
+        "weight": weight,
+        "tied": weight,
+        "turned": weight.t(),
+        "columns": large[:, 3:7],
+        "large": large,
+        "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "parameter": nn.Parameter(torch.ones(2)),
+        "scalar": torch.tensor(3.0),
+        "empty": torch.empty(0, 3),
+        "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+        "bool": torch.tensor([True, False]),
+        "bfloat16": torch.randn(3).bfloat16(),
+        "uint16": torch.arange(4).to(torch.uint16),
+        "float8": torch.randn(4).to(torch.float8_e4m3fn),
+        "values": [1, (2.5, None, "x"), b"\xff1", torch.float16, torch.Size([2])],
+    }
+    return collections.OrderedDict(found)
+
+
+def test_files_of_torch_save(tmp_path: Path) -> None:
+    """Every stride and dtype, read without copying and written as `torch.load` reads it."""
+    before = tensors()
+    torch.save(before, tmp_path / "a")
+    read = read_file(tmp_path / "a")
+    assert read["weight"] is read["tied"]
+    with mock.patch.object(entries, "BLOCK", 64), (tmp_path / "b").open("wb") as file:
+        write_archive(file, read)
+    assert zipfile.ZipFile(tmp_path / "b").testzip() is None
+    for mmap in (False, True):
+        after = torch.load(tmp_path / "b", weights_only=True, mmap=mmap)
+        assert after.keys() == before.keys()
+        for name, value in before.items():
+            if isinstance(value, Tensor):
+                assert after[name].dtype == value.dtype
+                bits = [each.detach().contiguous().resolve_conj() for each in (after[name], value)]
+                one, other = (b.view(torch.uint8) if b.dim() else b for b in bits)
+                assert torch.equal(one, other), name
+            else:
+                assert after[name] == value
+        assert after["weight"].data_ptr() == after["tied"].data_ptr()
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_pieces_become_whole(cut: int) -> None:
+    """Whichever dim they are cut on; and a part of that."""
+    whole = torch.arange(4 * 6 * 5).view(4, 6, 5)
+    cuts = [(0, 2), (2, 0), (2, 2)]  # one of them is empty
+    pieces = [
+        Piece(
+            whole.narrow(cut, start, length).contiguous(),
+            tuple(start * (dim == cut) for dim in range(3)),
+        )
+        for start, length in cuts
+    ]
+    expected = whole.narrow(cut, 0, 4)
+    entry = Entry(tuple(expected.shape), whole.dtype, tuple(pieces))
+    for found, wanted in (
+        (entry, expected),
+        (entry.narrow(1, 1, 2), expected.narrow(1, 1, 2)),
+        (entry.narrow(0, 0, 0), expected.narrow(0, 0, 0)),
+    ):
+        with mock.patch.object(entries, "BLOCK", 16):
+            data = b"".join(bytes(block) for block in found.blocks())
+        assert data == wanted.contiguous().numpy().tobytes()
+
+
+_PEAK = """
+import sys, torch
+from fsdp2.checkpoint import convert
+def status(key):
+    (line,) = [l for l in open("/proc/self/status") if l.startswith(key)]
+    return int(line.split()[1]) * 1024
+jobs = [line.split() for line in sys.stdin]
+small = [(source + "-small", target + "-small", kind) for source, target, kind in jobs]
+for number, (source, target, kind) in enumerate(small + jobs):
+    if number >= len(jobs):
+        open("/proc/self/clear_refs", "w").write("5")  # the peak is what is there now
+    before = status("VmRSS")
+    convert(source, target, to_kind=kind, step=1 if kind == "steps" else None)
+    if number >= len(jobs):
+        print(status("VmHWM") - before)
+"""
+
+
+def _rank_files(folder: Path, rows: int) -> None:
+    """Of two ranks, which have cut a tensor on its last dim."""
+    folder.mkdir()
+    for rank in range(2):
+        model = {f"w{n}": torch.full((rows, 512), n + rank / 2) for n in range(2)}
+        info = {name: {"shape": [rows, 1024], "dim": 1} for name in model}
+        about = {"format": FORMAT, "rank": rank, "world_size": 2, "shard_info": info}
+        about |= {"buffer_info": {}, "flatten_info": {}}
+        torch.save({"model": model, "shard_metadata": about}, folder / f"rank-{rank}.pth")
+
+
+def test_memory(tmp_path: Path) -> None:
+    """Within 1.2 of the largest tensor, all pages counted; of two tensors of 32 MiB."""
+    chain = [("xla", "a", "dcp"), ("a", "b", "torch"), ("b", "c", "safetensors")]
+    chain += [("c", "d", "steps")]
+    _rank_files(tmp_path / "xla", 8192)
+    _rank_files(tmp_path / "xla-small", 8)
+    jobs = "\n".join(f"{tmp_path / s} {tmp_path / t} {kind}" for s, t, kind in chain)
+    run = subprocess.run(
+        [sys.executable, "-c", _PEAK],
+        input=jobs,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode == 0, run.stderr
+    largest = 8192 * 1024 * 4
+    peaks = [int(line) for line in run.stdout.split()]
+    assert len(peaks) == len(chain)
+    assert all(peak <= 1.2 * largest for peak in peaks), [peak / largest for peak in peaks]
+    # Only what is cut on another dim than the first is put together before.
+    assert all(peak <= 0.5 * largest for peak in peaks[1:]), [peak / largest for peak in peaks]
+    assert peaks[0] > 0.9 * largest  # so that it is seen
+
+
+# ---- durable
+
+
+@pytest.mark.parametrize("kind", ["steps", "dcp", "torch", "safetensors", "xla"])
+def test_a_crash_leaves_it_whole_or_not_there(kind: str, tmp_path: Path) -> None:
+    """Whatever of it was not synced; and without one of the syncs it would not."""
+    torch.save({"model": {"w": torch.randn(3, 2)}}, tmp_path / "source.pt")
+    recorder = Recorder(tmp_path)
+    target = tmp_path / "target"
+    with mock.patch.object(files, "DISK", recorder):
+        checkpoint.convert(tmp_path / "source.pt", target, to_kind=kind, step=1)
+    (_, whole) = list(crashes(recorder.ops))[:2]
+    name = "step-00000001" if kind == "steps" else "target"
+
+    def place(tree: Any) -> Any:
+        return (tree.get("target", {}) if kind == "steps" else tree).get(name)
+
+    def broken(ops: list[Any]) -> list[int]:
+        found = []
+        for length in range(len(ops) + 1):
+            for tree in crashes(ops[:length]):
+                if place(tree) not in (None, place(whole)) or (
+                    length == len(ops) and place(tree) is None
+                ):
+                    found.append(length)
+        return found
+
+    assert place(whole)
+    assert broken(recorder.ops) == []
+    syncs = [at for at, op in enumerate(recorder.ops) if op[0] == "sync"]
+    assert syncs
+    for at in syncs:
+        assert broken(recorder.ops[:at] + recorder.ops[at + 1 :]), recorder.ops[at]
+
+
+# ---- what is refused
+
+
+class Full(files.Disk):
+    """Takes so many bytes, and no more."""
+
+    def __init__(self, code: int, room: int) -> None:
+        self._code, self._room = code, room
+
+    def write(self, file: Any, data: bytes) -> None:
+        self._room -= len(data)
+        if self._room < 0:
+            raise OSError(self._code, os.strerror(self._code))
+        super().write(file, data)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("kind", ["steps", "dcp", "torch", "safetensors", "xla"])
+def test_a_full_disk(kind: str, code: int, tmp_path: Path) -> None:
+    """Named; nothing is left, and the next try succeeds."""
+    torch.save({"model": {"w": torch.randn(300, 2)}}, tmp_path / "source.pt")
+    there = tmp_path / "there" / "target"
+    there.parent.mkdir()
+    for room in (0, 500, 2000):
+        with mock.patch.object(files, "DISK", Full(code, room)), raises("ckpt-convert-failed") as e:
+            checkpoint.convert(tmp_path / "source.pt", there, to_kind=kind, step=1)
+        assert os.strerror(code) in str(e.value)
+        assert [p for p in there.parent.rglob("*") if p.is_file()] == []
+    checkpoint.convert(tmp_path / "source.pt", there, to_kind=kind, step=1)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("evil",)
+
+
+def _sharded(folder: Path) -> None:
+    """A folder with the files of one rank of two."""
+    _rank_files(folder, 4)
+
+
+Make = Callable[[Path], Any]
+WRONG: list[tuple[str, Make]] = []
+
+
+def wrong_sources(entry: str) -> Callable[[Make], Make]:
+    def add(make: Make) -> Make:
+        WRONG.append((entry, make))
+        return make
+
+    return add
+
+
+@pytest.mark.parametrize("number", range(19))
+def test_wrong_sources(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written, and no code is run."""
+    monkeypatch.chdir(tmp_path)
+    entry, make = WRONG[number]
+    source = tmp_path / "source"
+    options = make(source) or {}
+    with raises(entry):
+        checkpoint.convert(**{"source": source, "target": "made", "to_kind": "torch", **options})
+    assert not {"made", "evil", ".saving-made"} & {*os.listdir()}
+
+
+def test_all_wrong_sources_are_tried() -> None:
+    assert len(WRONG) == 19
+
+
+@wrong_sources("ckpt-kind-none")
+def _nothing(source: Path) -> None:
+    """There is none."""
+
+
+@wrong_sources("ckpt-kind-none")
+def _foreign(source: Path) -> None:
+    source.write_text("weights")
+
+
+@wrong_sources("ckpt-kind-several")
+def _several(source: Path) -> None:
+    dcp.save({"w": torch.zeros(2)}, checkpoint_id=source)
+    (source / "model.safetensors").write_bytes(b"")
+
+
+@wrong_sources("ckpt-kind")
+def _unknown_kind(source: Path) -> Any:
+    return {"from_kind": "tensorflow"}
+
+
+@wrong_sources("ckpt-kind-ranks")
+def _ranks_as_target(source: Path) -> Any:
+    torch.save({"w": torch.zeros(2)}, source)
+    return {"to_kind": "ranks"}
+
+
+@wrong_sources("ckpt-one-file")
+def _many_files(source: Path) -> Any:
+    source.mkdir()
+    return {"from_kind": "torch"}
+
+
+@wrong_sources("ckpt-file-empty")
+def _empty(source: Path) -> Any:
+    source.write_bytes(b"")
+    return {"from_kind": "torch"}
+
+
+@wrong_sources("ckpt-file-cut")
+def _cut(source: Path) -> None:
+    torch.save({"w": torch.zeros(200)}, source)
+    source.write_bytes(source.read_bytes()[:-30])
+
+
+@wrong_sources("ckpt-file-code")
+def _code(source: Path) -> None:
+    torch.save({"w": torch.zeros(2), "evil": Evil()}, source)
+
+
+@wrong_sources("ckpt-file-older")
+def _older(source: Path) -> None:
+    torch.save({"w": torch.zeros(2)}, source, _use_new_zipfile_serialization=False)
+
+
+@wrong_sources("ckpt-no-model")
+def _no_model(source: Path) -> None:
+    torch.save({"generator": {"w": torch.zeros(2)}, "critic": {"w": torch.zeros(2)}}, source)
+
+
+@wrong_sources("ckpt-no-model")
+def _two_models(source: Path) -> None:
+    torch.save({"model": {"w": torch.zeros(2)}, "state_dict": {"w": torch.ones(2)}}, source)
+
+
+@wrong_sources("ckpt-names-clash")
+def _clash(source: Path) -> None:
+    torch.save({"_orig_mod.w": torch.zeros(2), "w": torch.zeros(2)}, source)
+
+
+@wrong_sources("ckpt-optimizer-numbers")
+def _numbers(source: Path) -> None:
+    """Of a model with buffers, and in groups."""
+    model, optimizer = made(groups=True)
+    train(model, optimizer, seed=0)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
+
+
+@wrong_sources("ckpt-parts-missing")
+def _part_of_a_dcp(source: Path) -> None:
+    dcp.save({"w": torch.zeros(4, 2)}, checkpoint_id=source)
+    metadata = pickle.loads((source / ".metadata").read_bytes())
+    metadata.state_dict_metadata["w"].size = torch.Size([5, 2])
+    (source / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@wrong_sources("ckpt-file-missing")
+def _missing(source: Path) -> None:
+    dcp.save({"w": torch.zeros(4, 2)}, checkpoint_id=source)
+    next(source.glob("*.distcp")).unlink()
+
+
+@wrong_sources("ckpt-compressed")
+def _compressed(source: Path) -> None:
+    dcp.save({"w": torch.zeros(4, 2)}, checkpoint_id=source)
+    metadata = pickle.loads((source / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.transform_descriptors = ["zstd"]
+    (source / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@wrong_sources("ckpt-ranks-unlike")
+def _unlike(source: Path) -> None:
+    source.mkdir()
+    torch.save({"model": {"w": torch.zeros(2)}}, source / "rank0.pt")
+    torch.save({"model": {"v": torch.zeros(2)}}, source / "rank1.pt")
+
+
+@wrong_sources("ckpt-not-local")
+def _store(source: Path) -> Any:
+    return {"source": "s3://bucket/run"}
+
+
+def test_wrong_targets(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(2)}, tmp_path / "a.pt")
+    with raises("ckpt-target-there"):
+        checkpoint.convert(tmp_path / "a.pt", tmp_path / "a.pt")
+    with raises("ckpt-kind-to-be"):
+        checkpoint.convert(tmp_path / "a.pt", tmp_path / "b")
+    with raises("ckpt-convert-step"):
+        checkpoint.convert(tmp_path / "a.pt", tmp_path / "b", to_kind="steps")
+    with raises("ckpt-xla-ranks"):
+        checkpoint.convert(tmp_path / "a.pt", tmp_path / "b", to_kind="xla", ranks=0)
+    with raises("ckpt-not-local"):
+        checkpoint.convert(tmp_path / "a.pt", "memory://b", to_kind="dcp")
+    with raises("ckpt-is-file"):
+        checkpoint.convert(tmp_path / "a.pt", tmp_path / "a.pt", to_kind="steps", step=1)
+    checkpoint.convert(tmp_path / "a.pt", tmp_path / "run", to_kind="steps", step=1)
+    with raises("ckpt-step-there"):
+        checkpoint.convert(tmp_path / "a.pt", tmp_path / "run", step=1)
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "run"]
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_a_flipped_bit_is_refused(saved: Any, name: str, tmp_path: Path) -> None:
+    """By `convert` and by `load(verify=True)`, before anything is changed."""
+    path = saved[0] / "step-00000003" / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with raises("ckpt-file-changed") as caught:
+        checkpoint.convert(saved[0], tmp_path / "one.pt")
+    assert str(path) in str(caught.value)
+    assert not (tmp_path / "one.pt").exists()
+    model, optimizer = made(seed=5, groups=True)
+    before = everything(model, optimizer)
+    with raises("ckpt-file-changed"):
+        checkpoint.load(saved[0], model, optimizer, verify=True)
+    assert_same(everything(model, optimizer), before)
+
+
+def test_kinds_are_documented() -> None:
+    assert checkpoint.convert.__doc__ is not None
+    assert all(f'"{kind}"' in checkpoint.convert.__doc__ for kind in KINDS)
+    assert json.dumps(KINDS)

@@ -1,0 +1,424 @@
+"""Checkpoints behind URLs: on a store that knows objects alone, and what a crash leaves there.
+
+A save is recorded as puts and deletes. A crash keeps the first of them: after each, a step that
+`steps` lists is whole, and the step before is there until the new one is.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+from urllib.parse import quote
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from fsdp2 import checkpoint
+from fsdp2.checkpoint import saving
+from fsdp2.checkpoint.__main__ import main
+from fsdp2.core.config import CheckpointError
+from tests.common import object_store
+from tests.common.errors import raises
+
+pytestmark = pytest.mark.alone
+
+EXTRA = {"epoch": 3, "table": torch.arange(4)}
+
+
+def made(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    state = optimizer.state_dict()["state"]
+    found = [*model.state_dict().values(), *(v for kept in state.values() for v in kept.values())]
+    return [value.clone() for value in found]
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def loaded(folder: Any, **options: Any) -> list[torch.Tensor]:
+    model, optimizer = made(seed=9)
+    checkpoint.load(folder, model, optimizer, **options)
+    return everything(model, optimizer)
+
+
+@pytest.fixture(params=["objects", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "objects":
+        yield f"{object_store.url_of(tmp_path)}/bucket/run"
+    else:
+        yield "memory://bucket/run"
+        memory = fsspec.filesystem("memory")
+        memory.store.clear()
+        memory.pseudo_dirs[:] = [""]
+
+
+def test_all_calls(url: str) -> None:
+    """Each of them, and what they leave is what a folder on a disk has."""
+    assert checkpoint.steps(url) == checkpoint.unfinished(url) == checkpoint.remove(url) == []
+    with raises("ckpt-none"):
+        checkpoint.load(url, made()[0])
+    kept = {}
+    for step in (1, 2, 3):
+        model, optimizer = made(seed=step)
+        kept[step] = everything(model, optimizer)
+        if step == 2:
+            path = checkpoint.async_save(url, model, optimizer, step=step, extra=EXTRA).result()
+        else:
+            path = checkpoint.save(url, model, optimizer, step=step, extra=EXTRA, keep=2)
+        assert str(path).startswith(f"{url}/step-{step:08d}/")
+    assert checkpoint.steps(url) == [2, 3]
+    assert checkpoint.unfinished(url) == []
+    assert same(loaded(url, verify=True), kept[3])
+    assert same(loaded(url, step=2), kept[2])
+    extra = checkpoint.read_extra(url, 2)
+    assert extra["epoch"] == 3
+    assert torch.equal(extra["table"], EXTRA["table"])
+    seen: list[tuple[int, int]] = []
+    assert checkpoint.verify(url, progress=lambda done, total: seen.append((done, total))) == []
+    assert seen[-1][0] == seen[-1][1] > 0
+    with raises("ckpt-step-there"):
+        checkpoint.save(url, model, optimizer, step=3)
+    with raises("ckpt-unknown-step"):
+        checkpoint.load(url, model, step=1)
+    with raises("ckpt-is-file"):
+        checkpoint.save(f"{url}/step-00000003/manifest.json", model, step=4)
+    with raises("ckpt-remove"):
+        checkpoint.remove(url, 1)
+    assert checkpoint.remove(url, 3) == ["step-00000003"]
+    assert checkpoint.steps(Path(url)) == [2]  # a `Path` has one slash of the two
+    assert checkpoint.unfinished(url) == []
+
+
+def test_the_same_files_as_on_a_disk(url: str, tmp_path: Path) -> None:
+    model, optimizer = made()
+    on_disk = checkpoint.save(tmp_path / "run", model, optimizer, step=1, extra=EXTRA)
+    on_store = checkpoint.save(url, model, optimizer, step=1, extra=EXTRA)
+    for name in ("__0_0.distcp", ".metadata"):
+        assert (on_store / name).read_bytes() == (on_disk / name).read_bytes()
+
+
+def test_dcp_alone_reads_it() -> None:
+    model, optimizer = made()
+    path = checkpoint.save("memory://alone", model, optimizer, step=1)
+    state = {"model": {name: torch.zeros_like(v) for name, v in model.state_dict().items()}}
+    dcp.load(state, checkpoint_id=str(path))
+    assert same([*state["model"].values()], [*model.state_dict().values()])
+    checkpoint.remove("memory://alone", 1)
+
+
+def test_steps_are_copied_there_and_back(tmp_path: Path) -> None:
+    """A step is loaded from wherever its folder is copied to; exported and converted, too."""
+    model, optimizer = made()
+    expected = everything(model, optimizer)
+    url = "memory://copies"
+    memory = fsspec.filesystem("memory")
+    checkpoint.save(url, model, optimizer, step=1)
+    memory.get(f"{url}/step-00000001", str(tmp_path / "run" / "step-00000001"), recursive=True)
+    assert checkpoint.steps(tmp_path / "run") == [1]
+    assert same(loaded(tmp_path / "run", verify=True), expected)
+    checkpoint.convert(tmp_path / "run", tmp_path / "one.pt")
+    whole = torch.load(tmp_path / "one.pt", weights_only=True)["model"]
+    assert same([whole[name] for name in model.state_dict()], [*model.state_dict().values()])
+    exported = {
+        source: (checkpoint.export(tmp_path / name, source).folder / "model.safetensors")
+        for name, source in (("a", url), ("b", str(tmp_path / "run")))
+    }
+    assert len({path.read_bytes() for path in exported.values()}) == 1
+    checkpoint.remove(url, 1)
+    local = checkpoint.save(tmp_path / "local", model, optimizer, step=2)
+    memory.put(str(local), f"{url}/step-00000002", recursive=True)
+    assert checkpoint.steps(url) == [2]
+    assert checkpoint.unfinished(url) == []
+    assert same(loaded(url, verify=True), expected)
+    checkpoint.remove(url, 2)
+
+
+def test_pretrained_weights(url: str, tmp_path: Path) -> None:
+    """A folder with an index, one without, a file, and the index itself; and what is missing."""
+    model, _ = made()
+    checkpoint.export(tmp_path / "out", model, shard_size=80)
+    fs, path = fsspec.core.url_to_fs(url)
+    for file in (tmp_path / "out").iterdir():
+        fs.pipe_file(f"{path}/hf/{file.name}", file.read_bytes())
+        if file.suffix != ".json":
+            fs.pipe_file(f"{path}/bare/{file.name}", file.read_bytes())
+    checkpoint.export(tmp_path / "one", model)
+    fs.pipe_file(f"{path}/one.safetensors", (tmp_path / "one/model.safetensors").read_bytes())
+    expected = list(model.state_dict().values())
+    for name in ("hf", "bare", "hf/model.safetensors.index.json", "one.safetensors"):
+        other, _ = made(seed=1)
+        assert not checkpoint.load_pretrained(other, f"{url}/{name}")
+        assert same(list(other.state_dict().values()), expected), name
+    other, _ = made(seed=1)
+    before = [value.clone() for value in other.state_dict().values()]
+    with raises("tensors-none"):
+        checkpoint.load_pretrained(other, f"{url}/nothing")
+    missing = sorted(file.name for file in (tmp_path / "out").glob("*.safetensors"))[1]
+    fs.rm_file(f"{path}/hf/{missing}")
+    with raises("tensors-missing"):
+        checkpoint.load_pretrained(other, f"{url}/hf")
+    assert same(list(other.state_dict().values()), before)
+
+
+def test_a_file_url_is_a_disk(tmp_path: Path) -> None:
+    model, optimizer = made()
+    path = checkpoint.save(f"file://{tmp_path}/run", model, optimizer, step=1)
+    assert path == tmp_path / "run" / "step-00000001"
+    for url in (
+        f"file://{tmp_path}/run",
+        Path(f"file://{tmp_path}/run"),
+        f"local://{tmp_path}/run",
+    ):
+        assert checkpoint.steps(url) == [1]
+    assert checkpoint.export(f"file://{tmp_path}/out", model).folder == tmp_path / "out"
+
+
+def test_the_command_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = made()
+    path = checkpoint.save(url, model, optimizer, step=1)
+    assert main(["ls", url]) == 0
+    assert "1 ranks  with optimizer" in capsys.readouterr().out
+    assert main(["show", url]) == 0
+    assert "model.0.weight  (5, 3)  float32" in capsys.readouterr().out
+    assert main(["verify", url]) == 0
+    fs, name = fsspec.core.url_to_fs(f"{path}/__0_0.distcp")
+    data = bytearray(fs.cat_file(name))
+    data[len(data) // 2] ^= 1
+    fs.pipe_file(name, bytes(data))
+    assert main(["verify", url]) == 1
+    assert f"{path}/__0_0.distcp: its bytes have changed" in capsys.readouterr().out
+    with raises("ckpt-file-changed"):
+        loaded(url, verify=True)
+    fs.pipe_file(name, bytes(data[:-1]))
+    with raises("ckpt-file-short"):
+        loaded(url)
+    with raises("ckpt-file-short"):
+        checkpoint.read_extra(url)
+    fs.rm_file(name)
+    with raises("ckpt-file-missing"):
+        loaded(url)
+    assert main(["verify", url]) == 1
+    assert "__0_0.distcp: it is missing" in capsys.readouterr().out
+
+
+# ---- what cannot be
+
+
+def test_urls_that_are_refused(tmp_path: Path) -> None:
+    model, _ = made()
+    with raises("ckpt-not-reached"):
+        checkpoint.save("nowhere://bucket/run", model, step=1)
+    with raises("ckpt-not-reached"):
+        checkpoint.load("nowhere://bucket/run", model)
+    with raises("ckpt-not-local"):
+        checkpoint.export("memory://out", model)
+    with raises("ckpt-not-reached"):
+        checkpoint.load_pretrained(model, "nowhere://bucket/out")
+    with raises("ckpt-not-local"):
+        checkpoint.convert("memory://run", tmp_path / "one.pt")
+    with mock.patch.dict(sys.modules, {"fsspec": None, "fsspec.core": None}):
+        checkpoint.save(tmp_path / "run", model, step=1)
+        for call in (
+            functools.partial(checkpoint.save, "memory://run", model, step=1),
+            functools.partial(checkpoint.load, "memory://run", model),
+            functools.partial(checkpoint.steps, "memory://run"),
+        ):
+            with raises("ckpt-no-fsspec"):
+                call()
+
+
+# ---- crashes
+
+
+Op = tuple[str, str, bytes]
+RUN = "bucket/run"
+
+
+def _recorded(root: Path) -> tuple[list[Op], list[int], dict[int, list[torch.Tensor]]]:
+    """Two saves, the second of which replaces the first, and a third beside; what each has saved.
+
+    The second is asynchronous. Where each has returned is told, too.
+    """
+    url, kept, returned = f"{object_store.url_of(root)}/{RUN}", {}, []
+    ops: list[Op] = []
+    with mock.patch.object(object_store.ObjectStore, "ops", ops):
+        for step, keep in ((1, None), (2, 1), (3, 2)):
+            model, optimizer = made(seed=step)
+            kept[step] = everything(model, optimizer)
+            save = checkpoint.async_save if step == 2 else checkpoint.save
+            found = save(url, model, optimizer, step=step, keep=keep)
+            if isinstance(found, checkpoint.Saving):
+                found.result()
+            returned.append(len(ops))
+    begin = f"{quote(str(root), safe='')}/"
+    return [(kind, name.removeprefix(begin), data) for kind, name, data in ops], returned, kept
+
+
+def _replayed(ops: list[Op], root: Path) -> str:
+    """The store after some of them."""
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir()
+    for kind, name, data in ops:
+        file = root / quote(name, safe="")
+        if kind == "put":
+            file.write_bytes(data)
+        else:
+            file.unlink()
+    return f"{object_store.url_of(root)}/{RUN}"
+
+
+def _broken(
+    ops: list[Op], returned: list[int], kept: dict[int, list[torch.Tensor]], root: Path
+) -> Iterator[str]:
+    """Promises that a crash breaks."""
+    for length in range(len(ops) + 1):
+        url = _replayed(ops[:length], root)
+        steps = checkpoint.steps(url)
+        done = sum(length >= at for at in returned)
+        if done and not {*steps} & {*range(done, 4)}:
+            yield f"{length}: step {done} is lost"
+        for step in steps:
+            try:
+                if checkpoint.verify(url, step) or not same(loaded(url, step=step), kept[step]):
+                    yield f"{length}: step {step} is torn"
+            except CheckpointError as error:
+                yield f"{length}: {error}"
+
+
+def test_no_crash_breaks_a_promise(tmp_path: Path) -> None:
+    """And each order of the last put and the first delete is needed."""
+    (tmp_path / "a").mkdir()
+    ops, returned, kept = _recorded(tmp_path / "a")
+    assert [kind for kind, _, _ in ops] == ["put"] * 6 + ["delete"] * 3 + ["put"] * 3
+    assert list(_broken(ops, returned, kept, tmp_path / "b")) == []
+    for place in (2, 5, 11):  # manifests, before the index, before the file
+        assert ops[place][1].endswith("/manifest.json")
+        for earlier in (1, 2):
+            moved = list(ops)
+            moved.insert(place - earlier, moved.pop(place))
+            assert any(_broken(moved, returned, kept, tmp_path / "b")), (place, earlier)
+    assert ops[6][1].endswith("/manifest.json")
+    moved = list(ops)
+    moved.insert(7, moved.pop(6))
+    assert any(_broken(moved, returned, kept, tmp_path / "b"))
+    moved = list(ops)
+    moved.insert(5, moved.pop(6))  # the old one goes before the new one is there
+    assert any(_broken(moved, returned, kept, tmp_path / "b"))
+
+
+def test_what_a_crash_leaves_is_named_and_removed(tmp_path: Path) -> None:
+    """And the same step is saved again, beside what an earlier try has left."""
+    (tmp_path / "a").mkdir()
+    ops, _, _ = _recorded(tmp_path / "a")
+    for length in range(len(ops)):
+        url = _replayed(ops[:length], tmp_path / "b")
+        before = checkpoint.steps(url)
+        left = checkpoint.unfinished(url)
+        step = next(step for step in (1, 2, 3, 4) if step not in before)
+        model, optimizer = made(seed=7)
+        saving._process._plans.clear()  # as in a new process
+        checkpoint.save(url, model, optimizer, step=step)
+        beside = checkpoint.unfinished(url)
+        assert len(beside) == len(left)  # the files of another try stay, and are not the step's
+        assert checkpoint.remove(url) == beside
+        assert checkpoint.unfinished(url) == []
+        assert checkpoint.steps(url) == sorted([*before, step])
+        assert same(loaded(url, step=step, verify=True), everything(model, optimizer))
+        assert checkpoint.verify(url) == []
+
+
+class Fails:
+    """Raises before, or behind, one put or delete."""
+
+    def __init__(self, at: int, deletes: bool = False) -> None:
+        self.at, self.deletes, self.count = at, deletes, 0
+
+    def __call__(self, kind: str, path: str) -> None:
+        self.count += 1
+        if self.count == self.at or (self.deletes and kind == "delete"):
+            raise PermissionError(13, "Access Denied")
+
+
+@pytest.mark.parametrize("deletes", [False, True])
+def test_a_put_that_fails(tmp_path: Path, deletes: bool) -> None:
+    """At any of them: one sentence, and the step before is whole; where deletes fail, too."""
+    url = f"{object_store.url_of(tmp_path)}/{RUN}"
+    model, optimizer = made(seed=1)
+    checkpoint.save(url, model, optimizer, step=1)
+    kept = everything(model, optimizer)
+    for at in (1, 2, 3):
+        with (
+            mock.patch.object(object_store.ObjectStore, "before", Fails(at, deletes)),
+            raises("ckpt-rank-failed"),
+        ):
+            checkpoint.save(url, *made(seed=2), step=1 + at)
+        assert checkpoint.steps(url) == [1]
+        assert checkpoint.verify(url) == []
+        assert same(loaded(url), kept)
+        assert len(checkpoint.remove(url)) == (at > 1 and (deletes or at == 3))
+
+
+class _AnswerLost:
+    """The manifest is put, and the store's answer is lost; deletes fail, or do not."""
+
+    def __init__(self, deletes: bool) -> None:
+        self.deletes, self.put = deletes, object_store.ObjectStore.pipe_file
+
+    def __call__(self, kind: str, path: str) -> None:
+        if self.deletes and kind == "delete":
+            raise ConnectionError("no answer")
+
+    def pipe_file(self, store: object_store.ObjectStore, path: str, value: bytes) -> None:
+        self.put(store, path, value)
+        if path.endswith("manifest.json"):
+            raise ConnectionError("no answer")
+
+
+@pytest.mark.parametrize("deletes", [False, True])
+def test_a_manifest_that_is_put_without_an_answer(tmp_path: Path, deletes: bool) -> None:
+    """The save fails; the step is not there, or it is there and whole."""
+    url = f"{object_store.url_of(tmp_path)}/{RUN}"
+    fault = _AnswerLost(deletes)
+    model, optimizer = made(seed=1)
+    with (
+        mock.patch.object(object_store.ObjectStore, "before", fault),
+        mock.patch.object(
+            object_store.ObjectStore, "pipe_file", lambda *args: fault.pipe_file(*args)
+        ),
+        raises("ckpt-rank-failed"),
+    ):
+        checkpoint.save(url, model, optimizer, step=1)
+    assert checkpoint.steps(url) == ([1] if deletes else [])
+    assert checkpoint.verify(url) == []
+    assert len(checkpoint.unfinished(url)) == (not deletes)
+    if deletes:
+        assert same(loaded(url), everything(model, optimizer))
+
+
+def test_old_steps_that_cannot_be_removed(tmp_path: Path) -> None:
+    """The save is durable, and both steps are whole."""
+    url = f"{object_store.url_of(tmp_path)}/{RUN}"
+    checkpoint.save(url, *made(seed=1), step=1)
+    model, optimizer = made(seed=2)
+    with mock.patch.object(object_store.ObjectStore, "before", Fails(0, deletes=True)):
+        checkpoint.save(url, model, optimizer, step=2, keep=1)
+    assert checkpoint.steps(url) == [1, 2]
+    assert checkpoint.verify(url) == checkpoint.unfinished(url) == []
+    assert same(loaded(url), everything(model, optimizer))

@@ -1,0 +1,185 @@
+"""`fsdp2.debug`: its switches, its environment variable, and that it costs nothing when off."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import fsdp2
+from fsdp2.checks.environment import ENVIRONMENT, asks_for_ranks
+from fsdp2.checks.groups import CheckedGroup, Checks, EnabledChecks
+from fsdp2.core.modules.registry import records_below
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.layers import layers_of
+from fsdp2.core.schedule.profiling import ProfiledGroup
+from fsdp2.core.schedule.unit import put_around
+from fsdp2.ranks.channels import StoreBoard
+from fsdp2.testing.null_group import init_null_group
+from tests.common.errors import raises
+
+pytestmark = pytest.mark.alone
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    init_null_group(2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Nobody has asked for the settings yet."""
+    before = Checks.current()
+    Checks.settings = None
+    asks_for_ranks.cache_clear()
+    yield monkeypatch
+    asks_for_ranks.cache_clear()
+    Checks.switch(before)
+
+
+def _model() -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    for layer in model:
+        fsdp2.fully_shard(layer)
+    return fsdp2.fully_shard(model)
+
+
+def _kinds(model: nn.Module) -> set[type]:
+    return {type(group) for record in records_below(model) for group in record.unit.groups}
+
+
+def _calls(model: nn.Module) -> Counter[tuple[str, str]]:
+    """The Python functions that a step calls: (file, name), and how often."""
+    found: Counter[tuple[str, str]] = Counter()
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            found[frame.f_code.co_filename, frame.f_code.co_name] += 1
+
+    x = torch.ones(2, 8)
+    sys.setprofile(count)
+    try:
+        model(x).sum().backward()
+    finally:
+        sys.setprofile(None)
+    model.zero_grad()
+    return found
+
+
+def test_off_it_costs_no_call() -> None:
+    model = _model()
+    for _ in range(3):  # the order is known, buffers are made
+        _calls(model)
+    never = _calls(model)
+    with fsdp2.debug(check_ranks=True, check_nan=True):
+        assert _kinds(model) == {CheckedGroup}
+    assert _kinds(model) == {ParamGroup}
+    assert _calls(model) == never
+    names = {file.rpartition("/")[2] for file, _ in never}
+    assert "group.py" in names
+    assert names.isdisjoint({"checks.py", "agreement.py", "debugging.py", "progress.py"})
+
+
+def test_settings_are_returned_and_put_back() -> None:
+    assert repr(fsdp2.debug()) == (
+        "DebugSettings(check_ranks=False, check_nan=False, check_writes=False, timeout=None)"
+    )
+    with fsdp2.debug(check_nan=True) as inside:
+        assert (inside.check_ranks, inside.check_nan, inside.timeout) == (False, True, None)
+        with fsdp2.debug(check_nan=False, timeout=5):
+            assert repr(fsdp2.debug()).endswith("check_writes=False, timeout=5)")
+        assert fsdp2.debug().check_nan
+        assert fsdp2.debug().timeout is None
+    assert not fsdp2.debug().check_nan
+
+
+def test_switched_while_a_profiler_runs() -> None:
+    """Groups mark ranges then; what they check follows all the same, on and off."""
+    model = _model()
+
+    def step(scale: float) -> None:
+        (model(torch.ones(2, 8)).sum() * scale).backward()
+        model.zero_grad()
+
+    with profile(activities=[ProfilerActivity.CPU]):
+        step(1.0)
+        with fsdp2.debug(check_nan=True), pytest.raises(fsdp2.NonFiniteGradientError):
+            step(float("nan"))
+        model.reset_iter_state()
+        step(float("nan"))
+    step(1.0)
+
+
+def test_layers_have_one_order_whichever_came_first() -> None:
+    model = _model()
+    layers = (ProfiledGroup, CheckedGroup)
+    units = [record.unit for record in records_below(model)]
+    bare = [unit.groups for unit in units]
+
+    def stand_around() -> set[tuple[type, ...]]:
+        called = [group for unit in units for group in unit.groups]
+        return {tuple(map(type, layers_of(group))) for group in called}
+
+    for first, second in (layers, layers[::-1]):
+        put_around(units, first, True)
+        assert stand_around() == {(first,)}
+        put_around(units, second, True)
+        put_around(units, second, True)
+        assert stand_around() == {layers}
+        put_around(units, first, False)
+        assert stand_around() == {(second,)}
+        put_around(units, first, True)
+        assert stand_around() == {layers}
+        for layer in layers:
+            put_around(units, layer, False)
+        assert [unit.groups for unit in units] == bare
+
+
+def test_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    layer = nn.Linear(8, 8)
+    weight = layer.weight
+    with fsdp2.debug(check_ranks=True):
+        monkeypatch.setattr(StoreBoard, "write", fail)
+        with raises("store-gone") as caught:
+            fsdp2.fully_shard(layer)
+    assert "before fully_shard of Linear, so" in str(caught.value)
+    assert str(caught.value).endswith("Connection reset by peer")
+    assert layer.weight is weight
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
+def test_a_time_out_must_be_positive(timeout: float) -> None:
+    with raises("debug-timeout"):
+        fsdp2.debug(timeout=timeout)
+
+
+@pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False), ("", False)])
+def test_the_environment_switches_it_on(unread: pytest.MonkeyPatch, value: str, on: bool) -> None:
+    unread.setenv(ENVIRONMENT, value)
+    assert Checks.current() == EnabledChecks(check_ranks=on)
+    unread.setenv(ENVIRONMENT, "0")  # read once
+    assert fsdp2.debug().check_ranks is on
+
+
+def test_another_value_of_the_environment_is_refused(unread: pytest.MonkeyPatch) -> None:
+    unread.setenv(ENVIRONMENT, "ranks")
+    layer = nn.Linear(8, 8)
+    for _ in range(2):
+        with raises("debug-environment"):
+            fsdp2.fully_shard(layer)
+    assert type(layer) is nn.Linear
+    unread.delenv(ENVIRONMENT)
+    assert not fsdp2.debug().check_ranks

@@ -1,0 +1,140 @@
+"""A transport of parameters that somebody adds: a class here and an entry in the table."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp2
+from fsdp2.core.device.collectives import Work
+from fsdp2.core.device.kernels import TorchKernels
+from fsdp2.core.gather.kinds import TRANSPORTS, make_transports
+from fsdp2.core.gather.transport import PackedTransport
+from fsdp2.core.layout.layout import ROWS, Cut, ParamShape, build_layout
+from fsdp2.core.modules.registry import record_of
+from fsdp2.record.notes import Operation
+from fsdp2.testing.null_group import CallLog, init_null_group
+from fsdp2.testing.virtual import VirtualDevice
+from tests.common import random_models as _random_models
+from tests.common import thread_ranks
+from tests.common.scenarios import SCENARIOS
+
+pytestmark = pytest.mark.alone
+
+CPU, BF16, F32 = torch.device("cpu"), torch.bfloat16, torch.float32
+KERNELS = TorchKernels(CPU)
+FINE = 1 + 1 / 256  # no bf16 number; it becomes 1
+
+
+class RoundedGather(PackedTransport):
+    """Shards travel in bf16, whatever the compute dtype."""
+
+    def _bind(self) -> None:
+        super()._bind()
+        self.casts = True
+        ranks, width = self.collectives.size, self.segment.shard_numel
+        self._coded = self.kernels.transient(2 * ranks * width, "rounded shards")
+        self._codes = self._coded.view(BF16, 0, (ranks * width,))
+        self._own = self._coded.view(BF16, 2 * self.collectives.rank * width, (width,))
+        self._coded.release()
+
+    def acquire(self) -> None:
+        super().acquire()
+        self._coded.acquire()
+
+    def copy_in(self) -> None:
+        self.kernels.copy(self._own, self._flat)
+
+    def gather(self) -> Work | None:
+        return self.collectives.all_gather(self._codes, self._own)
+
+    def copy_out(self) -> None:
+        self.kernels.copy(self.output, self._codes)
+        super().copy_out()
+
+    def release(self) -> None:
+        super().release()
+        self._coded.release()
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TRANSPORTS, "rounded", RoundedGather)
+
+
+@pytest.mark.parametrize("coalesces", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_it_gathers_is_rounded(size: int, coalesces: bool) -> None:
+    cuts = (((8, 4), ROWS), ((5, 3), ROWS), ((3, 4), Cut(1)))
+    params = [ParamShape("p", shape, cut, F32, 4, F32, 4) for shape, cut in cuts]
+    layout = build_layout(params, size, coalesces, 0)
+
+    def body(collectives: thread_ranks.ThreadCollectives) -> None:
+        shard = KERNELS.flat(layout.shard_bytes, on_meta=False)
+        shard.view(F32, 0, (layout.shard_bytes // 4,)).fill_(FINE)
+        full = KERNELS.transient(layout.full_bytes, "gathered")
+        transports = make_transports(
+            layout.segments, shard, full, collectives, KERNELS, None, CPU, "rounded"
+        )
+        for transport in transports:
+            assert isinstance(transport, RoundedGather) == (size > 1)
+            transport.acquire()
+            if transport.communicates:
+                transport.copy_in()
+                transport.gather()
+            transport.copy_out()
+            transport.release()
+            for _, parameter in transport.parameters():
+                assert parameter.eq(1 if size > 1 else FINE).all()
+
+    thread_ranks.run_ranks(size, body, coalesces=coalesces)
+
+
+@pytest.mark.parametrize("scenario", ["steady", "changing", "offloaded"])
+def test_its_memory_is_used_in_order(scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = _random_models.random_settings
+
+    def rounded(*args: Any) -> dict[str, Any]:
+        found = settings(*args)
+        return found | {"options": replace(found["options"], gather_codec="rounded")}
+
+    monkeypatch.setattr(_random_models, "random_settings", rounded)
+    staged = 0
+    for seed in range(10):
+        device = VirtualDevice()
+        watch = SCENARIOS[scenario](random.Random(f"{scenario} {seed}"), device)
+        assert watch.problems == []
+        staged += any(
+            b.name == "rounded shards"
+            for op in device.trace
+            if isinstance(op, Operation)
+            for b in op.writes
+        )
+    assert staged
+
+
+def test_a_sharded_model_uses_it_from_its_next_gather_on() -> None:
+    log = CallLog()
+    init_null_group(8, observer=log)
+    try:
+        model = nn.Linear(64, 64)
+        fsdp2.fully_shard(model)
+        record = record_of(model)
+        assert record is not None
+        (group,) = record.unit.groups
+        with torch.no_grad():
+            model(torch.ones(2, 64))
+        group.set_options(replace(group.options, gather_codec="rounded"))
+        with torch.no_grad():
+            model(torch.ones(2, 64))
+        assert group.bound is not None
+        assert any(isinstance(each, RoundedGather) for each in group.bound.transports)
+        assert log.counts() == {"all_gather_single": 2}
+    finally:
+        dist.destroy_process_group()

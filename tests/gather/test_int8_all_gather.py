@@ -1,0 +1,100 @@
+"""The int8 example: trains close to full precision, and sends a quarter of the bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import fsdp2
+from fsdp2.examples.int8_all_gather import Int8Gathered, gather_in_int8, train
+from tests.common.workers import ranks
+
+pytestmark = pytest.mark.ranks
+
+
+class SentBytes(TorchDispatchMode):
+    """Bytes that this rank puts into all-gathers: the smaller of a call's two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "c10d" and "gather" in func.name():
+            sizes = [t.nbytes for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
+            self.total += min(sizes)
+        return func(*args, **(kwargs or {}))
+
+
+def _blocks(quantised: bool, width: int = 64) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(3)))
+    if quantised:
+        assert gather_in_int8(model) == 3
+    for layer in model:
+        fsdp2.fully_shard(layer)
+    return fsdp2.fully_shard(model)
+
+
+def _sent(model: nn.Module) -> int:
+    for _ in range(2):  # the first gather also compares what ranks send
+        with SentBytes() as sent:
+            model(torch.ones(2, 64))
+        model.reshard()
+        for layer in model:
+            layer.reshard()
+    return sent.total
+
+
+@ranks(2, 4)
+def test_a_quarter_of_the_bytes() -> None:
+    full, int8 = _sent(_blocks(quantised=False)), _sent(_blocks(quantised=True))
+    rows = 3 * 64 // dist.get_world_size()
+    assert full == rows * 64 * 4
+    assert int8 == rows * (64 + 4)  # codes, and a scale a row
+
+
+@ranks(2)
+def test_trains_close_to_full_precision() -> None:
+    full, int8 = train(quantised=False, steps=40), train(quantised=True, steps=40)
+    assert full[-1] < 0.2 * full[0]
+    for a, b in zip(full, int8, strict=True):
+        assert abs(a - b) < 0.02 * full[0]
+    assert full != int8
+
+
+@ranks(2)
+def test_values_are_those_of_the_rows() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(7, 5)  # uneven
+    layer = nn.Linear(5, 7)
+    layer.weight = nn.Parameter(weight.clone())
+    gather_in_int8(layer)
+    fsdp2.fully_shard(layer, mp_policy=fsdp2.MixedPrecisionPolicy(torch.bfloat16))
+    for _ in range(2):  # made, then filled again
+        layer.unshard()
+        gathered = layer.weight.detach()
+        assert gathered.dtype is torch.bfloat16
+        step = weight.abs().amax(1, keepdim=True) / 127
+        assert ((gathered - weight).abs() <= step / 2 + weight.abs() / 128).all()
+        layer.reshard()
+    assert type(layer.weight.to_local()) is Int8Gathered
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_are_replaced_once(tied: bool) -> None:
+    model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    if tied:
+        model[3].weight = model[1].weight
+    assert gather_in_int8(model) == (1 if tied else 2)
+    assert (model[3].weight is model[1].weight) == tied
+    assert isinstance(model[1].weight, Int8Gathered)
+    assert type(model[0].weight) is nn.Parameter

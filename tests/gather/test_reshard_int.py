@@ -1,0 +1,530 @@
+"""`reshard_after_forward` an int: between forward and backward, a smaller group holds the rows."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+import fsdp2
+from tests.common import meshes, models, parity
+from tests.common.backends import packs
+from tests.common.combinations import often
+from tests.common.errors import raises
+from tests.common.workers import ranks
+
+pytestmark = pytest.mark.ranks
+
+EVEN = partial(
+    models.seeded, partial(models.MLP, out=8)
+)  # every rank's share is whole gloo blocks: one order
+
+
+def _train(api: Any, build: Any, steps: Any, **arguments: Any) -> Any:
+    return meshes.train_micro(parity.shard(api, build(), **arguments), steps)
+
+
+# -- training -------------------------------------------------------------------------------------
+
+
+@ranks(4, extended=(2,))
+@pytest.mark.parametrize("mixed", often([True, False]), ids=["mixed", "fp32"])
+def test_every_divisor(mixed: bool) -> None:
+    steps = meshes.micro_batches(models.DIM, 8)
+    size = dist.get_world_size()
+    for divisor in [d for d in range(1, size + 1) if size % d == 0]:
+        ours = meshes.like_torch(
+            partial(_train, build=EVEN, steps=steps, reshard_after_forward=divisor, mixed=mixed)
+        )
+        tolerance = parity.REORDERED_MIXED if mixed else parity.FP32
+        parity.assert_close(
+            ours, meshes.train_plain(EVEN(), steps, mixed=mixed), tolerance, f"by {divisor}"
+        )
+
+
+@pytest.mark.extended
+@ranks(8)
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("size", [2, 4])
+def test_eight_ranks(size: int, copies: int) -> None:
+    steps = meshes.micro_batches(models.DIM, 8)
+    mesh = meshes.hsdp_mesh(copies, 8 // copies)
+    ours = meshes.like_torch(
+        partial(_train, build=EVEN, steps=steps, reshard_after_forward=size, mesh=mesh),
+        parity.REORDERED_FP32,
+    )
+    parity.assert_close(ours, meshes.train_plain(EVEN(), steps), parity.FP32, "unsharded")
+
+
+@ranks(4)
+def test_with_copies() -> None:
+    steps = meshes.micro_batches(models.DIM, 8)
+    arguments = {"mesh": meshes.hsdp_mesh(1, 4), "reshard_after_forward": 2}
+    ours = meshes.like_torch(
+        partial(_train, build=EVEN, steps=steps, **arguments), parity.REORDERED_FP32
+    )
+    parity.assert_close(ours, meshes.train_plain(EVEN(), steps), parity.FP32, "unsharded")
+
+
+@ranks(4)
+def test_transformer_with_an_int_at_the_root_too() -> None:
+    build = partial(models.seeded, partial(models.Transformer, tied=True))
+    steps = [[batch] for batch in parity.language_batches(13, steps=3)]
+
+    def scenario(api: Any) -> Any:
+        model = parity.shard(api, build(), reshard_after_forward=2)
+        return meshes.train_micro(model, steps, loss=parity.language_loss)
+
+    ours = meshes.like_torch(scenario, parity.REORDERED_FP32)
+    parity.assert_close(
+        ours,
+        meshes.train_plain(build(), steps, loss=parity.language_loss),
+        parity.FP32,
+        "unsharded",
+    )
+
+
+@ranks(4)
+@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
+def test_uneven_rows(mixed: bool) -> None:
+    """Rows that divide neither by the world nor by the smaller group."""
+    build = partial(models.seeded, models.OddMLP)
+    steps = meshes.micro_batches(models.DIM, 1)
+    ours = _train(parity.OURS, build, steps, reshard_after_forward=2, mixed=mixed)
+    tolerance = parity.REORDERED_MIXED if mixed else parity.FP32
+    parity.assert_close(
+        ours, meshes.train_plain(build(), steps, mixed=mixed), tolerance, "unsharded"
+    )
+
+
+def _columns(param: nn.Parameter) -> Shard | None:
+    return Shard(1) if param.ndim > 1 else None
+
+
+@ranks(4)
+@pytest.mark.parametrize("width", [8, 7])
+def test_other_shard_dims(width: int) -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(width, 6), nn.Tanh(), nn.Linear(6, 3))
+        for layer in (model[0], model[2]):
+            layer.is_unit = True
+        return model
+
+    steps = meshes.micro_batches(width, 3)
+    arguments = {"reshard_after_forward": 2, "shard_placement_fn": _columns}
+    ours = _train(parity.OURS, partial(models.seeded, build), steps, **arguments)
+    parity.assert_close(
+        ours, meshes.train_plain(models.seeded(build), steps), parity.FP32, "unsharded"
+    )
+
+
+@ranks(4)
+def test_called_several_times_and_two_forwards_before_one_backward() -> None:
+    """A unit that is with the smaller group may be needed by a forward again."""
+    build = partial(models.seeded, models.Repeated)
+    model, plain = parity.shard(parity.OURS, build(), reshard_after_forward=2), build()
+    first, second = parity.regression_batches(models.DIM, 2, steps=2)
+    loss = parity.regression_loss(model, parity.my_part(first)) + parity.regression_loss(
+        model, parity.my_part(second)
+    )
+    loss.backward()
+    (parity.regression_loss(plain, first) + parity.regression_loss(plain, second)).backward()
+    parity.assert_close(
+        parity.full_grads(model), parity.full_grads(plain), parity.FP32, "unsharded"
+    )
+
+
+# -- what is registered in between ----------------------------------------------------------------
+
+
+def _between(model: nn.Module) -> dict[str, Any]:
+    return {
+        name: (
+            param.placements,
+            param.device_mesh.mesh.tolist(),
+            tuple(param.shape),
+            param.to_local().detach().clone(),
+        )
+        for name, param in model.layers.named_parameters()
+    }
+
+
+@ranks(4)
+@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
+def test_registered_parameters_between_forward_and_backward(mixed: bool) -> None:
+    """DTensors over the smaller groups, as torch's: in the dtype that was gathered."""
+    inputs, _ = parity.my_part(parity.regression_batches(models.DIM, 8, steps=1)[0])
+
+    def scenario(api: Any) -> Any:
+        model = parity.shard(
+            api, EVEN(), reshard_after_forward=2, root={"reshard_after_forward": None}
+        )
+        loss = model(inputs).float().square().mean()
+        between = _between(model)
+        loss.backward()
+        assert all(param.device_mesh == parity.world_mesh() for param in model.layers.parameters())
+        return between
+
+    def mixed_scenario(api: Any) -> Any:
+        model = parity.shard(api, EVEN(), reshard_after_forward=2, mixed=True)
+        loss = model(inputs).float().square().mean()
+        between = _between(model)
+        loss.backward()
+        return between
+
+    between = meshes.like_torch(mixed_scenario if mixed else scenario)
+    rank = dist.get_rank()
+    for (name, whole), found in zip(
+        EVEN().layers.named_parameters(), between.values(), strict=True
+    ):
+        placements, ranks_, shape, local = found
+        assert placements == (Replicate(), Shard(0)), name
+        assert ranks_ == [[0, 1], [2, 3]]
+        assert shape == whole.shape
+        half = whole.detach().chunk(2)[rank % 2]
+        parity.assert_equal(local, half.bfloat16() if mixed else half, name)
+
+
+@ranks(4)
+@pytest.mark.parametrize("rows", [1, 3, 5, 7])
+def test_uneven_contents_in_between(rows: int) -> None:
+    """Chunks of ceil(rows / 2), the last rank's shorter, or empty."""
+    layer = models.seeded(partial(nn.Linear, models.DIM, rows))
+    whole = layer.weight.detach().clone()
+    parity.OURS.fully_shard(layer, reshard_after_forward=2)
+    root = parity.OURS.fully_shard(nn.Sequential(layer))
+    loss = root(torch.ones(1, models.DIM)).sum()
+    chunk = -(-rows // 2)
+    mine = whole[dist.get_rank() % 2 * chunk :][:chunk]
+    assert isinstance(layer.weight, DTensor)
+    assert layer.weight.shape == whole.shape
+    parity.assert_equal(layer.weight.to_local().detach(), mine, "between")
+    loss.backward()
+    parity.assert_equal(parity.full_params(layer)["weight"], whole, "afterwards")
+
+
+@packs
+@ranks(4)
+def test_backward_gathers_over_the_smaller_group() -> None:
+    """Half a unit in, a whole one out; with all ranks a quarter comes in."""
+    layers = nn.Sequential(*(nn.Linear(models.DIM, models.DIM) for _ in range(3)))
+    for layer in layers:
+        parity.OURS.fully_shard(layer, reshard_after_forward=2)
+    parity.OURS.fully_shard(layers)
+    numel = sum(param.numel() for param in layers.parameters())
+    inputs = torch.ones(2, models.DIM)
+    for _ in range(2):
+        loss = layers(inputs).sum()
+        with parity.CountCollectives() as count:
+            loss.backward()
+        assert count.all_gathers == 3
+        assert count.elements["all_gather"] == numel * 3 // 2
+
+
+# -- what may happen in between -------------------------------------------------------------------
+
+
+@ranks(4)
+@pytest.mark.parametrize("what", ["reshard", "state_dict", "eval", "gather"])
+def test_something_in_between(what: str) -> None:
+    """Parameters resharded by hand, a state dict, an evaluation: backward is right after each."""
+    steps = meshes.micro_batches(models.DIM, 8)
+    model: Any = parity.shard(parity.OURS, EVEN(), reshard_after_forward=2)
+    plain = EVEN()
+    sharded = dict(model.named_parameters())
+    for ((inputs, targets),) in steps:
+        loss = (model(parity.my_part(inputs)) - parity.my_part(targets)).square().mean()
+        if what == "reshard":
+            for layer in model.layers:
+                layer.reshard()
+            model.reshard()
+            assert dict(model.named_parameters()) == sharded
+        elif what == "state_dict":
+            for name, value in model.state_dict().items():
+                assert value.device_mesh == parity.world_mesh()
+                assert value.to_local().data_ptr() == sharded[name].to_local().data_ptr()
+        elif what == "eval":
+            with torch.no_grad():
+                model(parity.my_part(inputs))
+        else:
+            model.layers[1].unshard()
+            assert model.layers[1].weight.shape == (models.DIM, models.DIM)
+            assert not isinstance(model.layers[1].weight, DTensor)
+        loss.backward()
+        parity.regression_loss(plain, (inputs, targets)).backward()
+    parity.assert_close(
+        parity.full_grads(model), parity.full_grads(plain), parity.FP32, "unsharded"
+    )
+
+
+@ranks(4)
+def test_evaluation_ends_sharded() -> None:
+    """Without a backward to come there is nothing to keep."""
+    model: Any = parity.shard(parity.OURS, EVEN(), reshard_after_forward=2)
+    sharded = list(model.parameters())
+    with torch.no_grad():
+        model(torch.ones(1, models.DIM))
+    assert all(a is b for a, b in zip(model.parameters(), sharded, strict=True))
+    with torch.inference_mode():
+        model(torch.ones(1, models.DIM))
+    assert all(a is b for a, b in zip(model.parameters(), sharded, strict=True))
+
+
+@ranks(4)
+def test_used_first_in_inference_mode() -> None:
+    """What is registered between forward and backward is no inference tensor."""
+    model: Any = parity.shard(parity.OURS, EVEN(), reshard_after_forward=2)
+    plain = EVEN()
+    inputs, targets = parity.regression_batches(models.DIM, 8, steps=1)[0]
+    with torch.inference_mode():
+        model(parity.my_part(inputs))
+    parity.regression_loss(model, (parity.my_part(inputs), parity.my_part(targets))).backward()
+    parity.regression_loss(plain, (inputs, targets)).backward()
+    parity.assert_close(
+        parity.full_grads(model), parity.full_grads(plain), parity.FP32, "unsharded"
+    )
+
+
+@ranks(4)
+@pytest.mark.parametrize("written", ["data", "local"])
+def test_writes_in_between_are_refused_where_they_are_checked(written: str) -> None:
+    """No version tells of them, and the rows of the smaller group go with the next reshard."""
+    with fsdp2.debug(check_writes=True):
+        model: Any = parity.shard(parity.OURS, EVEN(), reshard_after_forward=2)
+        loss = model(torch.ones(1, models.DIM)).sum()
+        weight = model.layers[1].weight
+        with torch.no_grad():
+            (weight.data if written == "data" else weight.to_local()).mul_(2)
+        with raises("written-unsharded"):
+            loss.backward()
+
+
+@ranks(4)
+def test_optimizer_step_after_a_forward_without_backward() -> None:
+    """The smaller group's rows are out of date then, and must not be used."""
+    model: Any = parity.shard(parity.OURS, EVEN(), reshard_after_forward=2)
+    optimized = list(model.parameters())
+    optimizer = torch.optim.SGD(optimized, lr=0.1)
+    inputs, targets = parity.my_part(parity.regression_batches(models.DIM, 8, steps=1)[0])
+    parity.regression_loss(model, (inputs, targets)).backward()
+    model(inputs)
+    optimizer.step()
+    plain = EVEN()
+    for param, sharded in zip(plain.parameters(), parity.full_all(optimized), strict=True):
+        param.data = sharded
+    parity.assert_close(
+        model(inputs).detach(), plain(inputs).detach(), parity.FP32, "after the step"
+    )
+
+
+@ranks(4)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_set_reshard_after_forward_afterwards(reshard: bool) -> None:
+    model: Any = parity.shard(parity.OURS, EVEN(), reshard_after_forward=2)
+    steps = meshes.micro_batches(models.DIM, 8)
+    meshes.train_micro(model, steps)
+    assert model.layers[0].get_reshard_after_forward() == 2
+    model.set_reshard_after_forward(reshard)
+    assert model.layers[0].get_reshard_after_forward() is reshard
+    loss = model(torch.ones(1, models.DIM)).sum()
+    assert isinstance(model.layers[0].weight, DTensor) == reshard
+    if reshard:
+        assert model.layers[0].weight.device_mesh == parity.world_mesh()
+    loss.backward()
+    model.zero_grad()
+    plain = EVEN()
+    plain.load_state_dict(parity.full_params(model))
+    parity.assert_close(
+        meshes.train_micro(model, steps), meshes.train_plain(plain, steps), parity.FP32, "unsharded"
+    )
+
+
+@ranks(4)
+def test_set_reshard_after_forward_in_between() -> None:
+    """The unit is with the smaller group; backward still gathers it from there."""
+    model: Any = parity.shard(parity.OURS, EVEN(), reshard_after_forward=2)
+    plain = EVEN()
+    for batch in parity.regression_batches(models.DIM, 8, steps=3):
+        loss = parity.regression_loss(model, parity.my_part(batch))
+        model.set_reshard_after_forward(True)
+        loss.backward()
+        parity.regression_loss(plain, batch).backward()
+    parity.assert_close(
+        parity.full_grads(model), parity.full_grads(plain), parity.FP32, "unsharded"
+    )
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(models.DIM, models.DIM) for _ in range(3))
+        for layer in self.layers:
+            layer.is_unit = True
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, torch.tanh(x), use_reentrant=self.reentrant)
+        return x
+
+
+@ranks(4)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    build = partial(models.seeded, partial(_Checkpointed, reentrant))
+    model, plain = parity.shard(parity.OURS, build(), reshard_after_forward=2), build()
+    for inputs, targets in parity.regression_batches(models.DIM, models.DIM, steps=2):
+        for each, part in ((model, parity.my_part), (plain, lambda whole: whole)):
+            x = part(inputs).clone().requires_grad_()
+            parity.regression_loss(each, (x, part(targets))).backward()
+    parity.assert_close(
+        parity.full_grads(model), parity.full_grads(plain), parity.FP32, "unsharded"
+    )
+
+
+@ranks(4)
+def test_recovery_from_an_exception() -> None:
+    model: Any = parity.shard(parity.OURS, EVEN(), reshard_after_forward=2)
+    steps = meshes.micro_batches(models.DIM, 8, steps=2)
+    model(torch.ones(1, models.DIM))
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, models.DIM + 1))
+    model.reset_iter_state()
+    parity.assert_close(
+        meshes.train_micro(model, steps),
+        meshes.train_plain(EVEN(), steps),
+        parity.FP32,
+        "unsharded",
+    )
+
+
+@ranks(4)
+def test_kept_storage() -> None:
+    """Gathered memory that stays allocated is filled from the smaller group's rows."""
+    model: Any = parity.shard(parity.OURS, EVEN(), reshard_after_forward=2)
+    model.set_keep_unsharded_storage(True)
+    steps = meshes.micro_batches(models.DIM, 8, steps=2)
+    parity.assert_close(
+        meshes.train_micro(model, steps),
+        meshes.train_plain(EVEN(), steps),
+        parity.FP32,
+        "unsharded",
+    )
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+@ranks(4)
+@pytest.mark.parametrize("size", [0, -1, 3, 5, 8])
+def test_other_numbers_are_refused(size: int) -> None:
+    layer = nn.Linear(models.DIM, models.DIM)
+    weight = layer.weight
+    with pytest.raises(ValueError, match=f"reshard_after_forward={size} does not divide the 4"):
+        parity.OURS.fully_shard(layer, reshard_after_forward=size)
+    assert type(layer) is nn.Linear
+    assert layer.weight is weight
+    parity.OURS.fully_shard(layer)  # and nothing is in the way of another try
+
+
+@ranks(2)
+@pytest.mark.parametrize("value", ["2", 2.0])
+def test_other_types_are_refused(value: Any) -> None:
+    layer = nn.Linear(models.DIM, models.DIM)
+    with pytest.raises(ValueError, match="neither a bool nor an int"):
+        parity.OURS.fully_shard(layer, reshard_after_forward=value)
+    assert type(layer) is nn.Linear
+
+
+# ---- between forward and backward
+
+
+def _two_linears() -> Any:
+    model: Any = models.seeded(
+        lambda: nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM))
+    )
+    for unit in (*model, model):
+        fsdp2.fully_shard(unit, mesh=parity.world_mesh(), reshard_after_forward=2)
+    return model
+
+
+@ranks(4)
+def test_gradients_are_dropped_between_forward_and_backward() -> None:
+    model = _two_linears()
+    sharded = dict(model.named_parameters())
+    model(torch.ones(2, models.DIM)).sum().backward()
+    wanted = parity.full_grads(model)
+    loss = model(torch.ones(2, models.DIM)).sum()
+    model.zero_grad()
+    assert all(param.grad is None for param in sharded.values())
+    loss.backward()
+    parity.assert_equal(parity.full_grads(model), wanted)
+
+
+@ranks(4)
+def test_a_parameter_frozen_between_forward_and_backward() -> None:
+    """The object that is registered then is neither the shard nor the gathered parameter."""
+    model = _two_linears()
+    sharded = dict(model.named_parameters())
+    loss = model(torch.ones(2, models.DIM)).sum()
+    model[0].requires_grad_(False)
+    loss.backward()
+    model.zero_grad()
+    model(torch.ones(2, models.DIM)).sum().backward()
+    trained = {
+        name: (param.requires_grad, param.grad is not None) for name, param in sharded.items()
+    }
+    assert trained == {
+        "0.weight": (False, False),
+        "0.bias": (False, False),
+        "1.weight": (True, True),
+        "1.bias": (True, True),
+    }
+
+
+@ranks(4)
+@pytest.mark.parametrize("freezes", [True, False])
+def test_parameters_frozen_or_thawed_between_iterations_stay_so(freezes: bool) -> None:
+    """What the last forward registered in between does not undo it."""
+    model = _two_linears()
+    weight = model[0].weight
+    weight.requires_grad_(freezes)
+    seen = []
+    for step in range(4):
+        model(torch.ones(2, models.DIM)).sum().backward()
+        weight = model[0].weight
+        seen.append((weight.requires_grad, weight.grad is not None))
+        model.zero_grad()
+        if step == 0:
+            weight.requires_grad_(not freezes)
+    assert seen == [(freezes, freezes)] + [(not freezes, not freezes)] * 3
+
+
+@ranks(4)
+def test_an_optimizer_made_between_forward_and_backward_is_repointed() -> None:
+    model = _two_linears()
+    loss = model(torch.ones(2, models.DIM)).sum()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss.backward()
+    before = [parity.full(param) for param in model.parameters()]
+    fsdp2.repoint_optimizer(optimizer)
+    optimizer.step()
+    after = [parity.full(param) for param in model.parameters()]
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@ranks(4)
+def test_nothing_has_changed_where_the_smaller_groups_cannot_be_made() -> None:
+    data = meshes.unshared_mesh("smaller groups")
+    linear = nn.Linear(models.DIM, models.DIM)
+    with meshes.more_groups_on_some(), raises("group-counts"):
+        fsdp2.fully_shard(linear, mesh=data, reshard_after_forward=2)
+    assert type(linear.weight) is nn.Parameter
+    fsdp2.fully_shard(linear, mesh=data, reshard_after_forward=2)
+    linear(torch.ones(2, models.DIM)).sum().backward()

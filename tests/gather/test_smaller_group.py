@@ -1,0 +1,270 @@
+"""Rows of a smaller group: where they lie, and that backward's gather brings the same bits."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2.core.device.kernels import TorchKernels
+from fsdp2.core.gather.kinds import make_transports
+from fsdp2.core.gather.smaller_group import SmallerGroup, SmallerRows, smaller_segment
+from fsdp2.core.gather.transport import Route
+from fsdp2.core.layout.layout import (
+    COLLECTIVE_ALIGN_BYTES,
+    Cut,
+    GroupLayout,
+    ParamShape,
+    Segment,
+    Slot,
+    Transport,
+    build_layout,
+)
+from tests.common import thread_ranks
+from tests.common.cuts import random_cut
+
+pytestmark = pytest.mark.alone
+
+CPU = torch.device("cpu")
+KERNELS = TorchKernels(CPU)
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+
+
+def _divisors(size: int) -> list[int]:
+    return [divisor for divisor in range(2, size) if size % divisor == 0]
+
+
+def _random_params(rng: random.Random, world_size: int) -> list[ParamShape]:
+    params = []
+    for i in range(rng.randint(1, 6)):
+        shape = tuple(rng.choice((0, 1, 2, 3, 5, 8, 16, 33, 64)) for _ in range(rng.randint(1, 3)))
+        shard = rng.choice((F32, F32, BF16))
+        full = rng.choice((shard, shard, BF16, F64))
+        cut = random_cut(rng, shape, world_size)
+        params.append(ParamShape(f"p{i}", shape, cut, shard, shard.itemsize, full, full.itemsize))
+    return params
+
+
+def _room(segment: Segment, slot: Slot) -> int:
+    """Elements from the start of a slot to the start of the next one."""
+    later = [s.full_offset for s in segment.slots if s.full_offset > slot.full_offset]
+    return min([*later, segment.full_numel]) - slot.full_offset
+
+
+def _check_segment(segment: Segment, smaller: Segment, size: int, coalesces: bool) -> None:
+    itemsize = smaller.full_dtype.itemsize  # type: ignore[attr-defined]  # a dtype
+    assert smaller.shard_dtype == smaller.full_dtype == segment.full_dtype
+    assert smaller.full_byte_offset == segment.full_byte_offset
+    assert smaller.full_numel == segment.full_numel
+    assert smaller.shard_numel * itemsize % COLLECTIVE_ALIGN_BYTES == 0
+    assert 0 <= smaller.tail < COLLECTIVE_ALIGN_BYTES
+    assert {slot.index for slot in smaller.slots} == {slot.index for slot in segment.slots}
+    in_order = [piece.in_order for piece in smaller.slots]
+    assert in_order == sorted(in_order, reverse=True)  # copied out in one call, from the start on
+    places = {slot.index: slot for slot in segment.slots}
+    end = 0
+    for piece in smaller.slots:
+        slot = places[piece.index]
+        assert (piece.shape, piece.dim) == (slot.shape, slot.dim)
+        assert piece.full_offset == slot.full_offset
+        assert piece.full_numel <= _room(segment, slot)
+        assert piece.shard_offset == end  # one behind the other: one collective, or none
+        end += piece.shard_numel
+        rows = [piece.rows(rank) for rank in range(size)]
+        assert sum(rows) == slot.shape[slot.dim]
+        assert rows == sorted(rows, reverse=True)
+        if smaller.transport is Transport.COALESCED:
+            assert coalesces
+            assert piece.in_order
+            assert piece.shard_numel * itemsize % COLLECTIVE_ALIGN_BYTES == 0 < piece.shard_numel
+
+
+def test_smaller_groups_gather_into_the_same_slots() -> None:
+    transports = set()
+    for seed in range(600):
+        rng = random.Random(seed)
+        world_size = rng.choice((4, 6, 8, 12, 16, 64))
+        size = rng.choice(_divisors(world_size))
+        coalesces = rng.random() < 0.7
+        layout = build_layout(_random_params(rng, world_size), world_size, coalesces)
+        below = rng.choice((0, 64))
+        for segment in layout.segments:
+            smaller = smaller_segment(segment, size, coalesces, 256, below)
+            assert smaller.shard_byte_offset == 256
+            itemsize = smaller.full_dtype.itemsize  # type: ignore[attr-defined]  # a dtype
+            small = any(slot.shard_numel * itemsize < below for slot in smaller.slots)
+            if small and segment.transport is Transport.PACKED:
+                assert smaller.transport is Transport.PACKED
+            transports.add((segment.transport, smaller.transport))
+            _check_segment(segment, smaller, size, coalesces)
+    both = (Transport.COALESCED, Transport.PACKED)
+    assert {(both[0], both[0]), (both[1], both[1]), (both[1], both[0])} <= transports
+
+
+@dataclass
+class Param:
+    """Stands where a `ShardedParam` does."""
+
+    name: str
+    registered: list[Any] = field(default_factory=list)
+
+    def make_smaller(self, rows: torch.Tensor, mesh: Any) -> torch.Tensor:
+        return rows
+
+    def swaps(self, param: Any) -> list[Any]:
+        return [(self.registered, 0, param)]
+
+
+def _gather(route: Route, full: Any) -> None:
+    """What a group does, without lanes."""
+    full.acquire()
+    for transport in route.gathering:
+        transport.acquire()
+    for transport in route.copying:
+        transport.copy_in()
+    for gather in route.gathers:
+        gather()
+    for transport in {*route.gathering, *route.finishing}:
+        transport.copy_out()
+        transport.release()
+
+
+def _values(params: list[ParamShape]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(p.shape, generator=generator, dtype=F64).to(p.shard_dtype)  # type: ignore[arg-type]  # a dtype
+        for p in params
+    ]
+
+
+def _fill(shard: Any, layout: GroupLayout, values: list[torch.Tensor], rank: int) -> None:
+    """This rank's rows, as `ShardedParam.adopt` puts them into the flat shard."""
+    for segment in layout.segments:
+        for slot in segment.slots:
+            whole = values[slot.index]
+            start = segment.shard_byte_offset + slot.shard_offset * whole.dtype.itemsize
+            shard.view(whole.dtype, start, slot.local_shape(rank)).copy_(slot.part(whole, rank))
+
+
+@dataclass
+class RankState:
+    """One rank's buffers of a group of parameters."""
+
+    params: list[ParamShape]
+    whole: thread_ranks.ThreadCollectives
+    neighbours: thread_ranks.ThreadCollectives
+    pack_below: int
+
+    def round_trip(self) -> None:
+        """Gather over all, keep rows, gather over few: the same bits as before."""
+        values = _values(self.params)
+        size, coalesces, below = self.whole.size, self.whole.coalesces, self.pack_below
+        layout = build_layout(self.params, size, coalesces, below)
+        shard = KERNELS.flat(layout.shard_bytes, on_meta=False)
+        _fill(shard, layout, values, self.whole.rank)
+        full = KERNELS.transient(layout.full_bytes, "gathered")
+        transports = make_transports(layout.segments, shard, full, self.whole, KERNELS, None, CPU)
+        members: Any = [Param(p.name) for p in self.params]
+        group = SmallerGroup(self.neighbours, None)  # type: ignore[arg-type]  # no mesh
+        smaller = SmallerRows(group, layout, full, members, KERNELS, None, CPU, below)
+        gathered = {slot.index: tensor for t in transports for slot, tensor in t.parameters()}
+        for _ in range(2):
+            _gather(Route(transports), full)
+            self._check(gathered, values)
+            smaller.keep()
+            full.view(torch.uint8, 0, (layout.full_bytes,)).fill_(0xA5)
+            full.release()
+            _gather(smaller.route, full)
+            self._check(gathered, values)
+            smaller.release()
+            smaller.release()  # once is enough
+            full.release()
+
+    def _check(self, gathered: dict[int, torch.Tensor], values: list[torch.Tensor]) -> None:
+        for index, param in enumerate(self.params):
+            wanted = values[index].to(param.full_dtype)  # type: ignore[arg-type]  # a dtype
+            assert torch.equal(gathered[index], wanted), param
+
+
+def _round_trip(
+    params: list[ParamShape], copies: int, size: int, coalesces: bool, pack_below: int = 0
+) -> None:
+    everyone = thread_ranks._Meeting(copies * size)
+
+    def body(
+        neighbours: thread_ranks.ThreadCollectives, replicas: thread_ranks.ThreadReplicas
+    ) -> None:
+        position = replicas.rank * size + neighbours.rank
+        whole = thread_ranks.ThreadCollectives(everyone, copies * size, position, coalesces, False)
+        try:
+            RankState(params, whole, neighbours, pack_below).round_trip()
+        except BaseException:
+            everyone.leave()
+            raise
+
+    thread_ranks.run_mesh(copies, size, body, coalesces=coalesces)
+
+
+def _param(
+    shape: tuple[int, ...],
+    dim: int = 0,
+    shard: torch.dtype = F32,
+    full: torch.dtype = F32,
+    bands: int = 1,
+) -> ParamShape:
+    return ParamShape(
+        f"{shape}", shape, Cut(dim, bands), shard, shard.itemsize, full, full.itemsize
+    )
+
+
+@pytest.mark.parametrize("coalesces", [True, False])
+@pytest.mark.parametrize(("copies", "size"), [(2, 2), (3, 2), (2, 4)])
+@pytest.mark.parametrize(
+    "params",
+    [
+        [_param((64, 4)), _param((64,))],
+        [_param((64, 4), full=BF16), _param((64,), full=BF16)],
+        [_param((7, 3)), _param((1,)), _param((3, 5), 1), _param((2, 3, 6), 2), _param((0, 4))],
+        [_param((9, 8)), _param((16,), full=BF16), _param((5, 2), 1, BF16, BF16)],
+        [_param((0, 4)), _param((3, 0), 1)],
+        [_param((8, 4)), _param((2, 16), 1, bands=2), _param((4, 7), 1, F32, BF16, bands=2)],
+    ],
+)
+def test_backward_gathers_the_same_bits(
+    params: list[ParamShape], copies: int, size: int, coalesces: bool
+) -> None:
+    _round_trip(params, copies, size, coalesces)
+
+
+def test_random_groups_make_the_round_trip() -> None:
+    for seed in range(25):
+        rng = random.Random(f"post forward {seed}")
+        copies, size = rng.choice(((2, 2), (2, 3), (4, 2), (2, 4)))
+        params = _random_params(rng, copies * size)
+        _round_trip(params, copies, size, rng.random() < 0.7, pack_below=rng.choice((0, 64)))
+
+
+def test_rows_that_are_kept_are_those_of_the_smaller_group() -> None:
+    """With 4 ranks and groups of 2, ranks 0 and 2 hold the first half (the module's example)."""
+
+    def body(
+        neighbours: thread_ranks.ThreadCollectives, replicas: thread_ranks.ThreadReplicas
+    ) -> list[float]:
+        layout = build_layout([_param((8, 4))], 4, coalesces=True)
+        (slot,) = layout.segments[0].slots
+        full = KERNELS.transient(layout.full_bytes, "gathered")
+        whole = torch.arange(8.0).repeat_interleave(4).view(8, 4)
+        full.view(F32, slot.full_offset * 4, slot.shape).copy_(whole)
+        param = Param("w")
+        group = SmallerGroup(neighbours, None)  # type: ignore[arg-type]  # no mesh
+        members: Any = [param]
+        smaller = SmallerRows(group, layout, full, members, KERNELS, None, CPU)
+        smaller.keep()
+        ((_, _, rows),) = smaller.swaps
+        return rows[:, 0].tolist()
+
+    first, second = [0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]
+    assert thread_ranks.run_mesh(2, 2, body) == [first, second, first, second]

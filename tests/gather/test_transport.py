@@ -1,0 +1,241 @@
+"""Transports on real tensors: every rank gathers every parameter, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2.core.device.kernels import TorchKernels
+from fsdp2.core.gather.kinds import make_transports
+from fsdp2.core.gather.transport import PackedTransport
+from fsdp2.core.layout.layout import Cut, GroupLayout, ParamShape, Transport, build_layout
+from tests.common import cuts, thread_ranks
+
+pytestmark = pytest.mark.alone
+
+KERNELS = TorchKernels(torch.device("cpu"))
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def _param(
+    shape: tuple[int, ...], cut: int | Cut = 0, shard: torch.dtype = F32, full: torch.dtype = F32
+) -> ParamShape:
+    return ParamShape("p", shape, cuts.as_cut(cut), shard, shard.itemsize, full, full.itemsize)
+
+
+def _wholes(params: list[ParamShape]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randint(-100, 100, p.shape, generator=generator).to(p.shard_dtype)  # type: ignore[call-overload]  # a dtype
+        for p in params
+    ]
+
+
+def _bind(
+    layout: GroupLayout, wholes: list[torch.Tensor], collectives: thread_ranks.ThreadCollectives
+) -> tuple[list[Any], Any]:
+    """One rank's transports over a flat shard that holds its pieces, and its gathered buffer."""
+    rank = collectives.rank
+    shard = KERNELS.flat(layout.shard_bytes, on_meta=False)
+    full = KERNELS.transient(layout.full_bytes, "gathered")
+    for segment in layout.segments:
+        for slot in segment.slots:
+            whole = wholes[slot.index]
+            start = segment.shard_byte_offset + slot.shard_offset * whole.dtype.itemsize
+            target = shard.view(whole.dtype, start, slot.local_shape(rank))
+            target.copy_(slot.part(whole, rank))
+    cpu = torch.device("cpu")
+    transports: list[Any]
+    transports = make_transports(layout.segments, shard, full, collectives, KERNELS, None, cpu)
+    return transports, full
+
+
+def _gather(transports: list[Any], full: Any) -> None:
+    """The calls of `ParamGroup`, in its order."""
+    for transport in transports:
+        transport.acquire()
+    if any(transport.early for transport in transports):
+        full.acquire()
+    for transport in transports:
+        if transport.casts and transport.communicates:
+            transport.copy_in()
+    for transport in transports:
+        if transport.communicates and not transport.carried:
+            assert transport.gather() is None
+    full.acquire()
+    for transport in transports:
+        transport.copy_out()
+        transport.release()
+
+
+def _check(
+    params: list[ParamShape], size: int, coalesces: bool, seed: int = 0, pack_below: int = 0
+) -> list[str]:
+    """Gather twice, the second time over zeros; returns rank 0's collectives."""
+    layout = build_layout(params, size, coalesces, pack_below)
+    wholes = _wholes(params)
+
+    def body(collectives: thread_ranks.ThreadCollectives) -> list[str]:
+        transports, full = _bind(layout, wholes, collectives)
+        parameters = {
+            slot.index: transport.gathered(slot)
+            for transport in transports
+            for slot in transport.segment.slots
+        }
+        full.release()
+        for _ in range(2):
+            _gather(transports, full)
+            for index, found in parameters.items():
+                wanted = wholes[index].to(params[index].full_dtype)  # type: ignore[call-overload]
+                assert tuple(found.shape) == params[index].shape
+                assert found.is_contiguous()
+                assert torch.equal(found, wanted), f"seed {seed}: parameter {index}"
+                if transports[0].communicates:
+                    found.zero_()  # what is left here must not look like the second gather
+            full.release()
+        return collectives.calls
+
+    calls = thread_ranks.run_ranks(size, body, coalesces=coalesces)
+    assert calls == [calls[0]] * size  # invariant I1
+    return calls[0]
+
+
+@pytest.mark.parametrize("full", [F32, BF16])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_coalesced(size: int, full: torch.dtype) -> None:
+    params = [_param((8, 8), full=full), _param((5, 16), full=full), _param((1, 8), full=full)]
+    assert _check(params, size, coalesces=True) == ["all_gather_many"] * 2
+
+
+@pytest.mark.parametrize("full", [F32, BF16])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_packed(size: int, full: torch.dtype) -> None:
+    shapes = [((7, 3), 0), ((3, 5), 1), ((2, 3, 7), 2), ((1,), 0), ((0, 4), 0), ((4, 1, 2), 1)]
+    params = [_param(shape, dim, full=full) for shape, dim in shapes]
+    assert _check(params, size, coalesces=False) == ["all_gather"] * 2
+
+
+def test_a_packed_segment_is_split_by_whole_rows_where_that_is_one_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On accelerators, ``split_with_sizes_copy`` is one kernel for a dense source alone."""
+    params = [_param((31, 3)), _param((5, 7)), _param((9,))]
+    split = type(KERNELS).split_copy
+    dense = []
+
+    def look(self: Any, source: torch.Tensor, sizes: Any, targets: Any) -> None:
+        dense.append(source.is_contiguous())
+        assert sum(sizes) == source.shape[1]
+        split(self, source, sizes, targets)
+
+    monkeypatch.setattr(type(KERNELS), "split_copy", look)
+    _check(params, 2, coalesces=False)
+    assert dense == []  # a split would make views, which are bound where no kernel fuses copies
+    monkeypatch.setattr(KERNELS, "fuses", True)
+    _check(params, 2, coalesces=False)
+    assert set(dense) == {True}
+    dense.clear()
+    _check([*params, _param((2, 400), 1)], 2, coalesces=False)  # more than would be wasted
+    assert set(dense) == {False}
+
+
+@pytest.mark.parametrize("full", [F32, BF16])
+def test_bands_of_one_row_are_gathered_into_their_places(full: torch.dtype) -> None:
+    params = [_param((2, 16, 8), Cut(1, 2), full=full), _param((8, 8), full=full)]
+    assert _check(params, 4, coalesces=True) == ["all_gather_many"] * 2
+
+
+@pytest.mark.parametrize("full", [F32, BF16])
+def test_bands_that_travel_packed(full: torch.dtype) -> None:
+    shapes = [((2, 5, 3), Cut(1, 2)), ((4, 3, 5), Cut(2, 2)), ((7, 3), 0), ((6, 8), Cut(1, 2))]
+    params = [_param(shape, cut, full=full) for shape, cut in shapes]
+    assert _check(params, 4, coalesces=True) == ["all_gather", "all_gather"]
+
+
+@pytest.mark.parametrize("coalesces", [True, False])
+@pytest.mark.parametrize("full", [F32, BF16])
+def test_empty_parameters_communicate_nothing(full: torch.dtype, coalesces: bool) -> None:
+    params = [_param((0, 4), full=full), _param((3, 0), 1, full=full), _param((0,), full=full)]
+    assert _check(params, 4, coalesces) == []
+
+
+@pytest.mark.parametrize("full", [F32, BF16])
+def test_local_communicates_nothing(full: torch.dtype) -> None:
+    params = [_param((7, 3), full=full), _param((3, 5), 1, full=full), _param((0,), full=full)]
+    assert _check(params, 1, coalesces=True) == []
+
+
+def test_local_parameter_is_the_shard_itself() -> None:
+    layout = build_layout([_param((4, 4))], 1, coalesces=True)
+    (transport,), _ = thread_ranks.run_ranks(
+        1, lambda c: _bind(layout, _wholes([_param((4, 4))]), c)
+    )[0]
+    gathered = transport.gathered(layout.segments[0].slots[0])
+    gathered.fill_(7)
+    again = transport.gathered(layout.segments[0].slots[0])
+    assert again.eq(7).all()
+    assert again.untyped_storage().data_ptr() == gathered.untyped_storage().data_ptr()
+
+
+def test_segments_of_several_dtypes_and_transports() -> None:
+    params = [
+        _param((8, 8)),
+        _param((3,)),
+        _param((8, 8), full=BF16),
+        _param((16, 4), shard=torch.int64, full=torch.int64),
+        _param((6, 6), 1, shard=torch.uint8, full=torch.uint8),
+    ]
+    calls = _check(params, 2, coalesces=True)
+    kinds = [segment.transport for segment in build_layout(params, 2, True).segments]
+    assert kinds.count(Transport.COALESCED) == 3
+    assert kinds.count(Transport.PACKED) == 2
+    assert sorted(calls) == ["all_gather"] * 2 + ["all_gather_many"] * 6  # one goes along
+
+
+@pytest.mark.parametrize("full", [F32, BF16])
+@pytest.mark.parametrize("size", [2, 4])
+def test_small_ones_go_along_with_large_ones(size: int, full: torch.dtype) -> None:
+    shapes = [((32, 8), 0), ((16,), 0), ((7, 3), 0), ((32, 8), 0), ((8, 4), 0), ((3, 5), 1)]
+    params = [_param(shape, dim, full=full) for shape, dim in shapes]
+    layout = build_layout(params, size, coalesces=True, pack_below=100)
+    assert [{slot.index for slot in s.slots} for s in layout.segments] == [{0, 3}, {1, 2, 4, 5}]
+    assert layout.copied_bytes == (16 + 21 + 32 + 15) * full.itemsize
+    assert _check(params, size, coalesces=True, pack_below=100) == ["all_gather_many"] * 2
+    assert _check(params, size, coalesces=True, pack_below=1 << 20) == ["all_gather"] * 2
+
+
+def test_a_small_one_alone_is_not_packed() -> None:
+    for alone in ([_param((64, 8)), _param((16,))], [_param((16,)), _param((16,), full=BF16)]):
+        layout = build_layout(alone, 2, coalesces=True, pack_below=100)
+        assert {segment.transport for segment in layout.segments} == {Transport.COALESCED}
+        assert layout.copied_bytes == 0
+
+
+@pytest.mark.parametrize(("coalesces", "wire"), [(True, "float8_e4m3fn"), (False, "uint8")])
+def test_what_goes_along_has_the_dtype_of_the_others(coalesces: bool, wire: str) -> None:
+    """Backends that coalesce want one dtype in a call; gloo knows no 8-bit floats."""
+    f8 = torch.float8_e4m3fn
+    params = [_param(shape, shard=f8, full=f8) for shape in ((64, 16), (5, 3), (7,))]
+    layout = build_layout(params, 2, coalesces)
+
+    def dtypes(collectives: thread_ranks.ThreadCollectives) -> set[torch.dtype]:
+        transports, _ = _bind(layout, [torch.zeros(p.shape).to(f8) for p in params], collectives)
+        packed = [t for t in transports if isinstance(t, PackedTransport)]
+        return {t.output.dtype for t in packed} | {t.input.dtype for t in packed}
+
+    assert thread_ranks.run_ranks(2, dtypes, coalesces=coalesces)[0] == {getattr(torch, wire)}
+
+
+@pytest.mark.parametrize("block", range(3))
+def test_random_groups(block: int) -> None:
+    for seed in range(block * 20, block * 20 + 20):
+        rng = random.Random(seed)
+        size, params = rng.choice((1, 2, 3, 4, 4)), []
+        for _ in range(rng.randint(1, 5)):
+            shape = tuple(rng.choice((0, 1, 2, 3, 5, 8)) for _ in range(rng.randint(1, 3)))
+            cut = cuts.random_cut(rng, shape, size)
+            params.append(_param(shape, cut, full=rng.choice((F32, F32, BF16))))
+        _check(params, size, rng.random() < 0.5, seed, rng.choice((0, 64)))

@@ -1,0 +1,229 @@
+"""What ``import fsdp2`` loads, and what loads when it is first used: in processes of their own."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fsdp2
+from tests.common.errors import raises
+
+pytestmark = pytest.mark.alone
+
+SOURCE = Path(fsdp2.__file__)
+HOMES = {**fsdp2._HOMES, **dict.fromkeys(fsdp2._ROOMS, "")}
+"""What loads when it is first used, by name: the module that has it."""
+
+LOADED = {"api", "checks", "comm_memory", "core", "handles", "interop", "module", "ranks"}
+LOADED |= {"sharded_class", "sharding"}
+"""The modules and rooms of fsdp2 that `fully_shard` needs."""
+
+LEFT_OUT = ("checks.agreement", "checks.groups", "checks.switch", "interop.installing")
+LEFT_OUT += ("interop.startup", "interop.wrapped")
+"""Modules of those rooms that it does not need."""
+
+WATCHED = """if True:
+    import json, sys
+    import fsdp2
+    from fsdp2.core.notices import Notice
+    found = {
+        f"{module.removeprefix('fsdp2.core.')}.{name}": [f.__module__ for f in value.functions]
+        for module in list(sys.modules) if module.startswith("fsdp2.core")
+        for name, value in vars(sys.modules[module]).items() if isinstance(value, Notice)
+    }
+    print(json.dumps(found))
+"""
+
+STEP = """if True:
+    import json, sys
+    import torch
+    import torch.distributed.fsdp, torch.distributed.tensor
+    import fsdp2
+    from fsdp2.testing.null_group import init_null_group
+    init_null_group(1)
+    before = set(sys.modules)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    fsdp2.fully_shard(model[0])
+    fsdp2.fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.randn(2, 8)).sum().backward()
+        optimizer.step()
+    new = [name for name in sys.modules if name not in before and name.startswith("fsdp2")]
+    print(json.dumps(new))
+"""
+
+
+EACH = """if True:
+    import importlib, json, os
+    import fsdp2
+    failed = []
+    for name, home in {homes}.items():
+        child = os.fork()
+        if not child:
+            found = getattr(fsdp2, name)
+            module = importlib.import_module(f"fsdp2.{{home or name}}")
+            assert found is (getattr(module, name) if home else module)
+            assert vars(fsdp2)[name] is found is getattr(fsdp2, name)
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            failed.append(name)
+    print(json.dumps(failed))
+"""
+
+INSTALLED = """if True:
+    import json
+    import torch.distributed.fsdp
+    before = torch.distributed.fsdp.FullyShardedDataParallel
+    import fsdp2
+    fsdp2.install()
+    from torch.distributed.checkpoint import state_dict
+    after = torch.distributed.fsdp.FullyShardedDataParallel
+    print(json.dumps([state_dict.FSDP is before, after is fsdp2.fsdp1.FullyShardedDataParallel]))
+"""
+
+
+def _alone(source: str, **environment: str) -> Any:
+    """What a process prints as JSON that runs ``source`` and has imported nothing before."""
+    variables = {name: value for name, value in os.environ.items() if name != "FSDP2_DEBUG"}
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        env=variables | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def _new_after(first: str) -> set[str]:
+    """Modules that ``import fsdp2`` loads in a process that has run ``first``."""
+    source = f"""if True:
+        import json, sys
+        {first}
+        before = set(sys.modules)
+        import fsdp2
+        print(json.dumps([name for name in sys.modules if name not in before]))
+    """
+    return set(_alone(source))
+
+
+def test_the_import_loads_what_fully_shard_needs() -> None:
+    """No room above, nothing of torch that its FSDP2 has not loaded, and nothing of Python."""
+    new = _new_after("import torch.distributed.fsdp, torch.distributed.tensor")
+    own = {name.removeprefix("fsdp2.") for name in new if name.startswith("fsdp2.")}
+    assert {name.partition(".")[0] for name in own} == LOADED
+    assert own.isdisjoint(LEFT_OUT)
+    assert {name for name in new if not name.startswith("fsdp2")} == set()
+
+
+def test_each_room_is_loaded_or_loads_later() -> None:
+    """But for those that are no part of a training program: they are imported by name."""
+    there = {path.stem for path in SOURCE.parent.glob("[a-z]*") if path.suffix in ("", ".py")}
+    assert there == LOADED | {*fsdp2._ROOMS} | {"examples", "run", "testing"}
+    assert LOADED.isdisjoint(fsdp2._ROOMS)
+
+
+def test_what_the_import_loads_of_torch() -> None:
+    """FSDP2, for its classes are bases of ours, but not DCP or dynamo."""
+    new = _new_after("import torch")
+    assert "torch.distributed.fsdp" in new
+    assert new.isdisjoint({"torch.distributed.checkpoint", "torch._dynamo", "torch._inductor"})
+
+
+def test_who_watches_core_is_there_after_the_import() -> None:
+    """Checks for everyone are told from the start, whatever else is loaded later."""
+    assert _alone(WATCHED) == {
+        "device.presence.first_use": ["fsdp2.checks.presence"],
+        "modules.failures.in_forward": ["fsdp2.checks.explain"],
+        "modules.failures.in_backward": ["fsdp2.checks.explain"],
+        "modules.roots.started": ["fsdp2.checks.layouts"],
+        "modules.ties.gained": ["fsdp2.sharding.state_dicts"],
+        "modules.optimizers.changed": ["fsdp2.checks.optimizers"],
+        "modules.optimizers.steps": [],
+        "modules.registrations.unexpected": ["fsdp2.checks.registered"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("environment", "loaded"),
+    [({}, []), ({"FSDP2_DEBUG": "1"}, ["agreement", "groups"])],
+)
+def test_sharding_and_steps_load_nothing(environment: dict[str, str], loaded: list[str]) -> None:
+    """But for checks that the environment asks for, in the first call of `fully_shard`."""
+    assert _alone(STEP, **environment) == [f"fsdp2.checks.{name}" for name in loaded]
+
+
+def test_each_name_loads_alone_and_is_what_its_module_has() -> None:
+    """Each in a process that has used no other: the order in which they load counts for nothing."""
+    assert _alone(EACH.format(homes=HOMES)) == []
+
+
+def test_names_are_listed_before_they_load() -> None:
+    source = """if True:
+        import json, sys
+        import fsdp2
+        before = set(sys.modules)
+        print(json.dumps([dir(fsdp2), len(set(sys.modules) - before)]))
+    """
+    listed, loaded = _alone(source)
+    assert {*fsdp2.__all__, *HOMES, "__version__"} <= {*listed}
+    assert loaded == 0
+
+
+def test_dcp_keeps_torchs_wrapper_whenever_it_is_imported() -> None:
+    """`install` replaces names where they are listed, and nowhere else."""
+    assert _alone(INSTALLED) == [True, True]
+
+
+def test_an_unknown_name() -> None:
+    with raises("no-such-name") as caught:
+        _ = fsdp2.fully_shrad
+    assert (caught.value.name, caught.value.obj) == ("fully_shrad", fsdp2)  # for Python's advice
+    assert not hasattr(fsdp2, "fully_shrad")
+
+
+# ---- what type checkers and editors read
+
+
+def test_types_agree_with_what_loads_later() -> None:
+    """The imports under ``TYPE_CHECKING`` are the table, and the public names of `_ROOMS`."""
+    tree = ast.parse(SOURCE.read_text(encoding="utf-8"))
+    (block,) = (n for n in tree.body if isinstance(n, ast.If) and _is_for_types(n.test))
+    read: dict[str, str] = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom)
+        home = str(node.module).removeprefix("fsdp2").removeprefix(".")
+        read |= dict.fromkeys([alias.name for alias in node.names], home)
+    assert read == {name: home for name, home in HOMES.items() if name in fsdp2.__all__}
+
+
+def test_types_know_no_names_but_those() -> None:
+    """A ``__getattr__`` that type checkers see would let any name pass."""
+    tree = ast.parse(SOURCE.read_text(encoding="utf-8"))
+    assert "__getattr__" not in {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
+    assert "__getattr__" in vars(fsdp2)
+
+
+def test_each_public_name_is_imported_or_loads_later() -> None:
+    assert {name for name in fsdp2.__all__ if name not in HOMES} <= set(_imported_at_once())
+    assert set(HOMES).isdisjoint(_imported_at_once())
+
+
+def _imported_at_once() -> list[str]:
+    tree = ast.parse(SOURCE.read_text(encoding="utf-8"))
+    found = (node for node in tree.body if isinstance(node, ast.ImportFrom))
+    return [alias.name for node in found for alias in node.names]
+
+
+def _is_for_types(test: ast.expr) -> bool:
+    return ast.unparse(test) == "TYPE_CHECKING"

@@ -1,0 +1,448 @@
+"""`fsdp2.install()`: whose names torch's FSDP2 modules hold, before, meanwhile and after."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._composable.fsdp
+import torch.distributed.fsdp as torchs
+import torch.distributed.fsdp._fully_shard
+import torch.distributed.pipelining
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import fsdp2
+from fsdp2.interop import TORCHS_NAMES
+from fsdp2.interop.installing import HOLDERS, OURS
+from fsdp2.interop.startup import FOLDER, ray_workers, sitecustomize
+from fsdp2.run import main
+from fsdp2.testing.null_group import init_null_group, null_mesh
+
+pytestmark = pytest.mark.alone
+
+ROOT = Path(fsdp2.__file__).parents[1]
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    init_null_group(2)
+    yield null_mesh(2)
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    _install()
+    yield
+    fsdp2.uninstall()
+
+
+def _install() -> None:
+    with warnings.catch_warnings():  # other tests of this process have imported torch's
+        warnings.simplefilter("ignore", UserWarning)
+        fsdp2.install()
+
+
+def _holders() -> dict[str, ModuleType]:
+    return {path: importlib.import_module(path) for path in HOLDERS}
+
+
+def _names() -> dict[str, dict[str, Any]]:
+    return {path: dict(vars(holder)) for path, holder in _holders().items()}
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+def test_every_name_that_torch_exports_is_ours(installed: None) -> None:
+    for path in ("torch.distributed.fsdp", "torch.distributed.fsdp._fully_shard"):
+        for name in torchs._fully_shard.__all__:
+            found = getattr(importlib.import_module(path), name)
+            assert found is getattr(fsdp2, name) or name == "FSDPModule", f"{path}.{name}"
+
+
+def test_every_holder_has_ours(installed: None) -> None:
+    for path, holder in _holders().items():
+        found = {name: vars(holder)[name] for name in OURS if name in vars(holder)}
+        assert found, f"{path} holds nothing"
+        assert all(found[name] is OURS[name] for name in found), path
+
+
+def test_the_class_that_is_asked_for_stays_torchs(installed: None) -> None:
+    assert torchs.FSDPModule is TORCHS_NAMES["FSDPModule"]
+    assert issubclass(fsdp2.FSDPModule, torchs.FSDPModule)
+
+
+def test_installing_twice_and_uninstalling_is_as_if_nothing_had_been() -> None:
+    before = _names()
+    _install()
+    once = _names()
+    _install()
+    assert _names() == once != before
+    fsdp2.uninstall()
+    assert _names() == before
+    fsdp2.uninstall()
+    assert _names() == before
+
+
+def test_what_somebody_else_put_there_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def theirs() -> None: ...
+
+    monkeypatch.setattr(torchs, "fully_shard", theirs)
+    _install()
+    assert torchs.fully_shard is fsdp2.fully_shard
+    fsdp2.uninstall()
+    assert torchs.fully_shard is theirs
+
+
+def test_what_somebody_else_put_there_since_is_left(
+    installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def theirs() -> None: ...
+
+    monkeypatch.setattr(torchs, "fully_shard", theirs)
+    fsdp2.uninstall()
+    assert torchs.fully_shard is theirs
+
+
+def test_holders_imported_meanwhile_are_torchs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = "torch.distributed.pipelining.schedules"
+    monkeypatch.delitem(sys.modules, path)
+    _install()
+    late: Any = ModuleType(path)
+    late.fully_shard = torchs.fully_shard
+    monkeypatch.setitem(sys.modules, path, late)
+    fsdp2.uninstall()
+    assert late.fully_shard is torchs.fully_shard is TORCHS_NAMES["fully_shard"]
+
+
+def test_modules_that_imported_torchs_before_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    early: Any = ModuleType("an_early_framework")
+    early.shard = TORCHS_NAMES["fully_shard"]
+    monkeypatch.setitem(sys.modules, "an_early_framework", early)
+    with pytest.warns(UserWarning, match=r"before fsdp2\.install\(\) by .*an_early_framework"):
+        fsdp2.install()
+    fsdp2.uninstall()
+
+
+# -- what is asked of modules and policies --------------------------------------------------------
+
+
+def test_modules_are_recognised_whoever_sharded_them_and_when(mesh: DeviceMesh) -> None:
+    imported_before = torchs.FSDPModule
+    before = [
+        torchs.fully_shard(nn.Linear(4, 4), mesh=mesh),
+        fsdp2.fully_shard(nn.Linear(4, 4), mesh=mesh),
+    ]
+    _install()
+    try:
+        after = torchs.fully_shard(nn.Linear(4, 4), mesh=mesh)
+        for module in [*before, after]:
+            assert isinstance(module, torchs.FSDPModule)
+            assert isinstance(module, imported_before)
+            assert torchs.fully_shard.state(module) is not None
+        assert isinstance(after, fsdp2.FSDPModule)
+        before[0](torch.ones(2, 4)).sum().backward()  # torch's goes on
+        assert isinstance(before[0].weight.grad, DTensor)
+    finally:
+        fsdp2.uninstall()
+    after(torch.ones(2, 4)).sum().backward()  # so does ours
+    assert isinstance(after.weight.grad, DTensor)
+
+
+def test_state_of_a_plain_module_is_none() -> None:
+    assert fsdp2.fully_shard.state(nn.Linear(1, 1)) is None
+
+
+POLICIES = [name for name in OURS if name.endswith("Policy")]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_are_recognised_whoever_made_them(name: str) -> None:
+    ours, theirs = OURS[name], TORCHS_NAMES[name]
+    for cls in (ours, theirs):
+        assert isinstance(cls(), ours)
+        assert isinstance(cls(), theirs)
+        assert not isinstance(object(), cls)
+
+
+def test_policies_are_told_apart() -> None:
+    assert isinstance(torchs.CPUOffloadPolicy(), fsdp2.OffloadPolicy)
+    assert not isinstance(torchs.OffloadPolicy(), fsdp2.CPUOffloadPolicy)
+    assert not isinstance(torchs.MixedPrecisionPolicy(), fsdp2.OffloadPolicy)
+
+    class Mine(fsdp2.MixedPrecisionPolicy): ...
+
+    assert not isinstance(torchs.MixedPrecisionPolicy(), Mine)
+
+
+def test_a_policy_from_before_is_taken_after(mesh: DeviceMesh) -> None:
+    policy = torchs.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    _install()
+    try:
+        model = torchs.fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=policy)
+    finally:
+        fsdp2.uninstall()
+    assert model.get_mp_policy() == fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    assert model(torch.ones(2, 4)).dtype == torch.bfloat16
+
+
+def test_torchs_takes_our_policies(mesh: DeviceMesh) -> None:
+    """By its own checks of types, which would leave out in silence what they do not know."""
+    policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)
+    model = torchs.fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=policy)
+    assert model(torch.ones(2, 4)).dtype == torch.float64
+
+
+# -- parameters that nobody manages ---------------------------------------------------------------
+
+
+def test_added_parameters_are_left_alone_with_a_warning_while_installed(
+    mesh: DeviceMesh, installed: None
+) -> None:
+    model: Any = fsdp2.fully_shard(nn.Linear(4, 4), mesh=mesh)
+    model.extra = nn.Parameter(torch.ones(4))
+    model.register_forward_hook(lambda module, _, output: output * module.extra)
+    with pytest.warns(UserWarning, match=r"'extra' was added after fully_shard.*shard_new_param"):
+        model(torch.ones(2, 4)).sum().backward()
+    assert not isinstance(model.extra.grad, DTensor)
+    assert model.extra.grad is not None
+    fsdp2.uninstall()
+    model.other = nn.Parameter(torch.ones(4))
+    with pytest.raises(fsdp2.ShardingStateError, match=r"'extra' was added after fully_shard"):
+        model(torch.ones(2, 4))
+
+
+# -- processes that are started meanwhile ---------------------------------------------------------
+
+CHILD = """
+import sys
+from torch.distributed.fsdp import fully_shard
+hidden = getattr(sys.modules.get("sitecustomize"), "HIDDEN", None)
+print(fully_shard.__module__, hidden, *sys.argv[1:])
+print(*(folder for folder in sys.path if "startup" in folder))
+"""
+
+
+def _start(folder: Path, *command: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *command], cwd=folder, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_processes_that_are_started_meanwhile_install_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder of their own, from which this process's fsdp2 is not found by its name."""
+    (tmp_path / "child.py").write_text(CHILD)
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "sitecustomize.py").write_text("HIDDEN = 'hidden'")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hidden"))
+    _install()
+    _install()
+    started = [_start(tmp_path, "child.py", "a"), _start(tmp_path, "-E", "child.py")]
+    fsdp2.uninstall()
+    assert os.environ["PYTHONPATH"] == str(tmp_path / "hidden")
+    started.append(_start(tmp_path, "child.py"))
+    said = [process.communicate(timeout=300)[0].splitlines() for process in started]
+    torchs_module = TORCHS_NAMES["fully_shard"].__module__
+    assert said[0] == ["fsdp2.api hidden a", ""]
+    assert said[1] == [f"{torchs_module} None", ""], "it was told to read no environment"
+    assert said[2] == [f"{torchs_module} hidden", ""], "it was started after uninstall()"
+
+
+def test_an_environment_without_a_path_is_without_one_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    _install()
+    assert os.environ["PYTHONPATH"] == FOLDER
+    fsdp2.uninstall()
+    assert "PYTHONPATH" not in os.environ
+    monkeypatch.setenv("PYTHONPATH", f"mine{os.pathsep}")  # the second is the current folder
+    _install()
+    fsdp2.uninstall()
+    assert os.environ["PYTHONPATH"] == f"mine{os.pathsep}"
+
+
+def test_what_a_childs_import_triggers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing fsdp2 first, torch's first, or neither: as `sitecustomize` finds them."""
+    watch = sitecustomize.Watch()
+    assert watch.find_spec("torch.distributed") is None
+    spec = watch.find_spec("fsdp2")
+    assert spec is not None
+    assert Path(str(spec.origin)) == ROOT / "fsdp2" / "__init__.py"
+    monkeypatch.delitem(sys.modules, "fsdp2")
+    monkeypatch.setattr(importlib, "import_module", _unimportable)
+    with pytest.warns(RuntimeWarning, match=r"cannot be imported here.*give both the same"):
+        sitecustomize._import_ours(torchs)
+
+
+def _unimportable(name: str) -> NoReturn:
+    raise ImportError(name)
+
+
+# -- Ray ------------------------------------------------------------------------------------------
+
+
+def _in_workers(**runtime_env: Any) -> Any:
+    """The setup hook of a ``ray.init(runtime_env=…)``, found as Ray finds it."""
+    path, _, name = os.environ[ray_workers.VARIABLE].rpartition(".")
+    found = getattr(importlib.import_module(path), name)(runtime_env)
+    assert {**found, "worker_process_setup_hook": None} == {
+        **runtime_env,
+        "worker_process_setup_hook": None,
+    }
+    return found["worker_process_setup_hook"]
+
+
+def test_workers_of_ray_install_whatever_their_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Ray sends is of no module, as a worker may not find fsdp2; the user's runs first."""
+    monkeypatch.delenv(ray_workers.VARIABLE, raising=False)
+    _install()
+    ran: list[str] = []
+    hook = _in_workers(worker_process_setup_hook=lambda: ran.append("theirs"))
+    other = _in_workers(env_vars={"PYTHONPATH": "mine"})
+    assert hook.__module__ not in sys.modules
+    assert hook.__globals__.keys() == {"__builtins__", "__name__"}
+    monkeypatch.setattr(sys, "meta_path", [])
+    monkeypatch.setattr(importlib, "import_module", lambda name: ran.append(name))
+    hook()
+    assert ran == ["theirs", "fsdp2"]  # as torch's FSDP has been imported here already
+    assert type(sys.meta_path[0]).__name__ == "Watch"
+    with pytest.raises(AttributeError, match="install"):  # not here: Ray says what is raised
+        other(None, "/nowhere")
+    fsdp2.uninstall()
+    assert ray_workers.VARIABLE not in os.environ
+
+
+def test_a_hook_of_the_users_for_ray_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("users_hook")
+    module.hook = lambda env: {**env, "seen": True}  # type: ignore[attr-defined]  # the user's
+    monkeypatch.setitem(sys.modules, "users_hook", module)
+    monkeypatch.setenv(ray_workers.VARIABLE, "users_hook.hook")
+    _install()
+    _install()
+    assert ray_workers.in_workers(None)["seen"]
+    fsdp2.uninstall()
+    assert os.environ[ray_workers.VARIABLE] == "users_hook.hook"
+
+
+def test_rays_workers_from_before_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = ModuleType("ray")
+    ray.is_initialized = lambda: True  # type: ignore[attr-defined]  # the function of Ray's
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    with pytest.warns(UserWarning, match=r"ray.init\(\) ran before fsdp2.install\(\)"):
+        fsdp2.install()
+    fsdp2.uninstall()
+
+
+# -- python -m fsdp2.run --------------------------------------------------------------------------
+
+SCRIPT = """
+import os, sys
+from torch.distributed.fsdp import fully_shard
+from neighbour import VALUE
+print(__name__, fully_shard.__module__, VALUE, sys.argv, os.path.basename(__file__))
+sys.exit(3)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    package = tmp_path / "scripts"
+    package.mkdir()
+    (package / "script.py").write_text(SCRIPT)
+    (package / "neighbour.py").write_text("VALUE = 'found'")
+    return tmp_path
+
+
+def _run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Runs `fsdp2.run` as ``python -m`` would, in this process; returns the exit status."""
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+    monkeypatch.setattr(sys, "path", [str(Path.cwd()), *sys.path])
+    monkeypatch.delitem(sys.modules, "neighbour", raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        with pytest.raises(SystemExit) as exit_:
+            main()
+    fsdp2.uninstall()
+    status: int = exit_.value.code
+    return status
+
+
+def _run_apart(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python in a process of its own, in ``folder``."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_a_script_runs_as_it_would_without_us(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert _run(monkeypatch, "scripts/script.py", "-m", "--flag") == 3
+    expected = "__main__ fsdp2.api found ['scripts/script.py', '-m', '--flag'] script.py\n"
+    assert capsys.readouterr().out == expected
+
+
+def test_a_link_runs_beside_the_neighbours_of_its_script(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python follows the link."""
+    (folder / "link.py").symlink_to(folder / "scripts" / "script.py")
+    monkeypatch.chdir(folder)
+    assert _run(monkeypatch, "link.py") == 3
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has had -P since 3.11")
+def test_a_safe_path_stays_one(folder: Path) -> None:
+    """There the script's folder is not searched; what is first is the user's."""
+    (folder / "script.py").write_text("import sys; print(sys.path[0])")
+    done = _run_apart(folder, "-P", "-m", "fsdp2.run", "script.py")
+    assert (done.stdout, done.returncode) == (f"{ROOT}\n", 0), done.stderr
+
+
+def test_a_module_runs_as_it_would_without_us(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder / "scripts")
+    assert _run(monkeypatch, "-m", "script", "a") == 3
+    path = str(folder / "scripts" / "script.py")
+    assert capsys.readouterr().out == f"__main__ fsdp2.api found ['{path}', 'a'] script.py\n"
+
+
+@pytest.mark.extended
+def test_a_process_of_its_own(folder: Path) -> None:
+    done = _run_apart(folder, "-m", "fsdp2.run", "scripts/script.py")
+    expected = "__main__ fsdp2.api found ['scripts/script.py'] script.py\n"
+    assert (done.stdout, done.returncode) == (expected, 3), done.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["-m"], ["--help"]])
+def test_without_a_script_it_says_what_it_takes(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+    with pytest.raises(SystemExit, match=r"python -m fsdp2\.run script\.py"):
+        main()
+    assert torchs.fully_shard is TORCHS_NAMES["fully_shard"], "nothing was installed"

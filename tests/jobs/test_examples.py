@@ -1,0 +1,623 @@
+"""The main job's parts, each alone: options, data, model, schedule, checkpoints' bookkeeping."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from fsdp2 import checkpoint
+from fsdp2.examples import checkpointing, data, launch, lora, parallel, reporting
+from fsdp2.examples.model import (
+    PRESETS,
+    Attention,
+    Block,
+    ModelConfig,
+    Transformer,
+    apply_rotary,
+    reset_parameters,
+    rotary_tables,
+    token_losses,
+)
+from fsdp2.examples.options import GivenRanks, Options, UsageError, parse
+from fsdp2.examples.train_lm import WARMUP_STEPS, learning_rate, main
+
+pytestmark = pytest.mark.alone
+
+TINY = PRESETS["tiny"]
+
+
+# --- options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--bogus"], "--bogus"),
+        (["extra"], "extra"),
+        (["--steps", "0"], "'0' is not a whole number of at least 1"),
+        (["--steps", "many"], "'many' is not a whole number"),
+        (["--lr", "nan"], "'nan' is not a positive number"),
+        (["--lr", "-1"], "'-1' is not a positive number"),
+        (["--seed", "-1"], "'-1' is not a whole number"),
+        (["--preset", "huge"], "'huge'"),
+        (["--precision", "fp8"], "'fp8'"),
+        (["--data", "does/not/exist"], "does/not/exist cannot be read: No such file"),
+        (["--data", "a" * 5000], "cannot be read"),
+        (["--data", "/dev/null"], "neither a file nor a folder"),
+        (["--nproc", "100000"], "too many for this machine"),
+        (["--nproc", "4", "--batch-size", "2"], "more than the 2 sequences of a micro-batch"),
+        (["--nproc", "4", "--batch-size", "8", "--grad-accum", "4"], "more than the 2 sequences"),
+        (["--nproc", "3", "--batch-size", "8"], "do not divide evenly over 3 ranks"),
+        (["--batch-size", "8", "--grad-accum", "3"], "does not split into --grad-accum 3"),
+        (["--replicate", "0"], "'0' is not a whole number of at least 1"),
+        (["--tp", "-2"], "'-2' is not a whole number of at least 1"),
+        (["--lora", "0"], "'0' is not a whole number of at least 1"),
+        (["--lora", "64"], "--lora 64 is no low rank"),
+        (["--tp", "4"], "--tp 4 does not divide the 2 key/value heads of preset small"),
+        (["--nproc", "6", "--replicate", "4"], "6 ranks do not divide evenly by --replicate 4"),
+        (["--nproc", "5", "--tp", "2"], "5 ranks do not divide evenly by --tp 2"),
+        (
+            ["--nproc", "6", "--replicate", "2", "--tp", "2"],
+            "6 ranks do not divide evenly by --replicate 2 x --tp 2",
+        ),
+        (
+            ["--nproc", "6", "--tp", "2", "--batch-size", "8"],
+            "do not divide evenly over 3 groups of 2 ranks (--tp)",
+        ),
+        (["--replicate", "100000"], "too many for this machine"),
+        (["--resume"], "--resume needs --checkpoint"),
+        (["--checkpoint-every", "5"], "--checkpoint-every needs --checkpoint"),
+        (["--export", "/"], "--export / is there already"),
+        (["--seq-len", "100000000"], "too little text"),
+    ],
+)
+def test_wrong_usage_is_one_sentence_and_exit_code_2(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("train_lm: ")
+    assert err.endswith(".\n")
+    assert says in err
+
+
+def test_more_ranks_than_the_largest_dim() -> None:
+    ranks = GivenRanks(rank=0, world_size=512, local_rank=0, local_world_size=8)
+    with pytest.raises(UsageError, match="more than the largest dim of preset tiny, 256"):
+        parse(["--preset", "tiny", "--batch-size", "512"], ranks)
+    assert parse(["--preset", "medium", "--batch-size", "512"], ranks).rank_batch == 1
+
+
+def test_ranks_come_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert GivenRanks.from_environment() is None
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UsageError, match="MASTER_ADDR"):
+        GivenRanks.from_environment()
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    ranks = GivenRanks.from_environment()
+    assert ranks is not None
+    assert (ranks.rank, ranks.world_size, ranks.local_rank) == (1, 4, 1)
+    options = parse(["--device", "cpu"], ranks)
+    assert (options.world_size, options.backend) == (4, "gloo")
+    with pytest.raises(UsageError, match="contradicts the 4 ranks"):
+        parse(["--nproc", "2"], ranks)
+
+
+def test_defaults_are_complete() -> None:
+    options = parse(["--device", "cpu"], None)
+    assert options.world_size == 2
+    assert options.batch_size % options.world_size == 0
+    assert options.reshard_after_forward is None
+    for preset in PRESETS:
+        assert parse(["--device", "cpu", "--preset", preset], None).model == PRESETS[preset]
+    # An odd number of sequences leaves one rank rather than an error nobody asked for.
+    assert parse(["--device", "cpu", "--batch-size", "7"], None).world_size == 1
+
+
+def test_ranks_multiply_out() -> None:
+    options = parse(["--device", "cpu", "--nproc", "8", "--replicate", "2", "--tp", "2"], None)
+    assert (options.data_parallel_size, options.shard_size, options.rank_batch) == (4, 2, 4)
+    # Two shards unless told otherwise, as without the flags.
+    options = parse(["--device", "cpu", "--replicate", "2", "--tp", "2"], None)
+    assert (options.world_size, options.shard_size) == (8, 2)
+    options = parse(["--device", "cpu", "--tp", "2", "--batch-size", "7"], None)
+    assert (options.world_size, options.shard_size) == (2, 1)
+    # As many sequences as data-parallel slices are enough, however many ranks share one.
+    options = parse(["--device", "cpu", "--nproc", "4", "--tp", "2", "--batch-size", "2"], None)
+    assert options.rank_batch == 1
+
+
+def test_one_rank_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    assert parse([], None).world_size == 8
+    options = parse(["--replicate", "2", "--tp", "2"], None)
+    assert (options.world_size, options.shard_size, options.backend) == (8, 2, "nccl")
+    assert parse(["--replicate", "8"], None).shard_size == 1
+    # Gradients on the CPU are reduced there too.
+    assert parse(["--cpu-offload"], None).backend == "cpu:gloo,cuda:nccl"
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    options = parse(["--tp", "2", "--cpu-offload"], None)
+    assert (options.world_size, options.backend) == (4, "gloo")
+
+
+# --- data ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for index in range(40):
+        sub = tmp_path / f"part{index % 3}"
+        sub.mkdir(exist_ok=True)
+        (sub / f"file{index}.txt").write_text(f"<{index}>" * (20 + index))
+    (tmp_path / ".hidden").write_text("hidden" * 100)
+    (tmp_path / "image").write_bytes(b"\0" * 1000)
+    return tmp_path
+
+
+def test_split_is_deterministic_disjoint_and_complete(folder: Path) -> None:
+    files = {name: (folder / name).read_bytes() for name in data.list_files(folder)}
+    files.pop("image")
+    assert len(files) == 40
+    train, held_out = data.split_files(files, min_bytes=10)
+    assert data.split_files(dict(reversed(files.items())), min_bytes=10) == (train, held_out)
+    assert len(train) + len(held_out) == sum(map(len, files.values()))
+    assert 0.04 < len(held_out) / (len(train) + len(held_out)) <= 0.1
+    for text in files.values():
+        assert (text in train) != (text in held_out)
+
+
+def test_a_new_file_leaves_most_of_the_split_alone() -> None:
+    files = {f"{index}.txt": (f"{index:04d}" * 50).encode() for index in range(200)}
+    _, before = data.split_files(files, min_bytes=10)
+    _, after = data.split_files(files | {"new.txt": b"new!" * 50}, min_bytes=10)
+    held = {before[i : i + 4] for i in range(0, len(before), 200)}
+    still = {after[i : i + 4] for i in range(0, len(after), 200)}
+    assert len(held & still) >= len(held) - 1
+
+
+def test_load_corpus_reads_folders_files_and_python_itself(folder: Path) -> None:
+    corpus = data.load_corpus(folder, min_bytes=10)
+    assert corpus.num_files == 40
+    assert corpus.train.dtype == torch.uint8
+    assert corpus.fingerprint == data.load_corpus(folder, min_bytes=10).fingerprint
+    (folder / "one_more.txt").write_text("something else")
+    assert corpus.fingerprint != data.load_corpus(folder, min_bytes=10).fingerprint
+
+    one = data.load_corpus(folder / "part0" / "file39.txt", min_bytes=10)
+    text = (folder / "part0" / "file39.txt").read_bytes()
+    assert bytes(one.train.tolist()) + bytes(one.held_out.tolist()) == text
+
+    stdlib = data.load_corpus(None, min_bytes=10)
+    assert stdlib.train.numel() > 1_000_000
+    assert stdlib.held_out.numel() > 100_000
+
+
+@pytest.mark.parametrize("size", [0, 1, 64, 129])
+def test_too_little_text(tmp_path: Path, size: int) -> None:
+    (tmp_path / "text").write_bytes(b"x" * size)
+    with pytest.raises(UsageError, match="too little text"):
+        data.load_corpus(tmp_path / "text", min_bytes=65)
+
+
+def test_just_enough_text(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"x" * 130)
+    corpus = data.load_corpus(tmp_path / "text", min_bytes=65)
+    assert data.global_batch(corpus.train, 0, 0, 3, 64).shape == (3, 65)
+    assert data.held_out_slices(corpus.held_out, 64, 100).shape == (1, 65)
+
+
+def test_batch_is_a_function_of_seed_and_step() -> None:
+    text = torch.randint(0, 256, (10_000,), dtype=torch.uint8)
+    batch = data.global_batch(text, seed=1, step=5, batch_size=8, seq_len=16)
+    assert batch.shape == (8, 17)
+    torch.manual_seed(1234)
+    assert batch.equal(data.global_batch(text, 1, 5, 8, 16))
+    assert not batch.equal(data.global_batch(text, 1, 6, 8, 16))
+    assert not batch.equal(data.global_batch(text, 2, 5, 8, 16))
+    tokens, targets = data.tokens_and_targets(batch, torch.device("cpu"))
+    assert tokens.dtype == targets.dtype == torch.int64
+    assert tokens[:, 1:].equal(targets[:, :-1])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
+@pytest.mark.parametrize("grad_accum", [1, 2, 4])
+def test_rank_slices_cover_the_global_batch_once(world_size: int, grad_accum: int) -> None:
+    batch_size = 24
+    seen: list[int] = []
+    for micro in range(grad_accum):
+        start = len(seen)
+        for rank in range(world_size):
+            mine = data.rank_slice(batch_size, grad_accum, micro, rank, world_size)
+            seen += range(batch_size)[mine]
+        # A micro-batch holds the same sequences on any number of ranks.
+        assert seen[start:] == list(range(start, start + batch_size // grad_accum))
+    assert seen == list(range(batch_size))
+
+
+def test_ranks_of_one_tensor_parallel_group_see_the_same_data() -> None:
+    argv = ["--device", "cpu", "--nproc", "8", "--replicate", "2", "--tp", "2"]
+    options = parse(argv, None)
+    dp_ranks = [parallel.data_parallel_rank(options, rank) for rank in range(8)]
+    assert dp_ranks == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_held_out_slices_are_spread_and_do_not_overlap() -> None:
+    text = (torch.arange(1000) % 256).to(torch.uint8)
+    slices = data.held_out_slices(text, seq_len=9, max_sequences=20)
+    assert slices.shape == (20, 10)
+    starts = [int(slices[0, 0]), int(slices[1, 0])]
+    assert starts[1] - starts[0] == 52
+    assert slices[-1, -1] > text[-20]
+    assert data.held_out_slices(text, 9, 1000).shape == (100, 10)
+    assert data.held_out_slices(text, 9, 1000).flatten().equal(text)
+
+
+# --- model ---------------------------------------------------------------------------------------
+
+
+def _model(config: ModelConfig, seed: int = 0) -> Transformer:
+    model = Transformer(config)
+    reset_parameters(model, config, seed)
+    return model
+
+
+def test_model_shapes_and_first_loss() -> None:
+    model = _model(TINY)
+    tokens = torch.randint(0, 256, (3, 12))
+    logits = model(tokens)
+    assert logits.shape == (3, 12, 256)
+    losses = token_losses(logits, tokens)
+    assert losses.shape == (36,)
+    assert losses.dtype == torch.float32
+    assert losses.mean().item() == pytest.approx(math.log(256), abs=0.2)
+    assert model.head.weight is not model.embed.weight
+
+
+def test_model_is_causal() -> None:
+    model = _model(TINY)
+    tokens = torch.randint(0, 256, (1, 12))
+    changed = tokens.clone()
+    changed[0, 8] = (changed[0, 8] + 1) % 256
+    with torch.no_grad():
+        before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :8], after[:, :8])
+    assert not torch.allclose(before[:, 8:], after[:, 8:])
+
+
+def test_presets_are_llama_sized() -> None:
+    for name, billions in (("llama-1b", 1.0), ("llama-8b", 7.0)):
+        with torch.device("meta"):
+            model = Transformer(PRESETS[name])
+        params = sum(p.numel() for p in model.parameters())
+        assert params / 1e9 == pytest.approx(billions, abs=0.05)
+
+
+def test_bad_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="dim=64 must split into num_heads=3"):
+        replace(TINY, num_heads=3)
+    with pytest.raises(ValueError, match="num_heads=4 must be a multiple of num_kv_heads=3"):
+        replace(TINY, num_kv_heads=3)
+
+
+def test_rotary_turns_pairs_as_complex_numbers_turn() -> None:
+    cos, sin = rotary_tables(seq_len=7, head_dim=8, theta=100.0, device=torch.device("cpu"))
+    x = torch.randn(2, 3, 7, 8)
+    got = apply_rotary(x, cos, sin)
+    for position in range(7):
+        for pair in range(4):
+            angle = position * 100.0 ** (-2 * pair / 8)
+            before = torch.complex(x[..., position, pair], x[..., position, pair + 4])
+            after = before * torch.polar(torch.tensor(1.0), torch.tensor(angle))
+            torch.testing.assert_close(got[..., position, pair], after.real)
+            torch.testing.assert_close(got[..., position, pair + 4], after.imag)
+
+
+def test_rotary_scores_depend_on_distance_alone() -> None:
+    cos, sin = rotary_tables(10, 8, 100.0, torch.device("cpu"))
+    q = apply_rotary(torch.randn(8).expand(1, 1, 10, 8), cos, sin)[0, 0]
+    k = apply_rotary(torch.randn(8).expand(1, 1, 10, 8), cos, sin)[0, 0]
+    scores = q @ k.T
+    for distance in range(10):
+        diagonal = scores.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+
+
+def test_grouped_attention_equals_a_naive_one() -> None:
+    config = replace(TINY, dim=48, num_heads=6, num_kv_heads=2)
+    attention = Attention(config)
+    x = torch.randn(2, 5, 48)
+    cos, sin = rotary_tables(5, 8, config.rope_theta, x.device)
+    expected = torch.zeros(2, 5, 48)
+    for sequence in range(2):
+        for head in range(6):
+            shared = head // 3  # heads 0..2 read key/value head 0, heads 3..5 head 1
+            q = (x[sequence] @ attention.wq.weight.T)[:, head * 8 : head * 8 + 8]
+            k = (x[sequence] @ attention.wk.weight.T)[:, shared * 8 : shared * 8 + 8]
+            v = (x[sequence] @ attention.wv.weight.T)[:, shared * 8 : shared * 8 + 8]
+            q, k = (apply_rotary(y[None, None], cos, sin)[0, 0] for y in (q, k))
+            for position in range(5):
+                weights = torch.softmax(q[position] @ k[: position + 1].T / 8**0.5, dim=-1)
+                out = weights @ v[: position + 1]
+                expected[sequence, position] += (
+                    attention.wo.weight[:, head * 8 : head * 8 + 8] @ out
+                )
+    torch.testing.assert_close(attention(x, cos, sin), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_activation_checkpointing_changes_no_gradient() -> None:
+    grads = []
+    for activation_checkpointing in (False, True):
+        model = Transformer(TINY, activation_checkpointing)
+        reset_parameters(model, TINY, seed=0)
+        token_losses(model(torch.arange(20)[None]), torch.arange(20)[None]).mean().backward()
+        grads.append([p.grad for p in model.parameters()])
+    for plain, recomputed in zip(*grads, strict=True):
+        torch.testing.assert_close(plain, recomputed, atol=0, rtol=0)
+
+
+def test_weights_depend_on_seed_and_name_alone() -> None:
+    whole = _model(TINY, seed=3)
+    torch.manual_seed(99)
+    with torch.device("meta"):
+        parts = Transformer(TINY)
+    for name, part in reversed(list(parts.parts())):
+        part.to_empty(device="cpu")
+        reset_parameters(part, TINY, 3, prefix=name)
+    assert dict(whole.named_parameters()).keys() == dict(parts.named_parameters()).keys()
+    for name, param in parts.named_parameters():
+        assert param.equal(whole.get_parameter(name)), name
+    other = _model(TINY, seed=4)
+    assert not other.head.weight.equal(whole.head.weight)
+    assert not whole.head.weight.equal(whole.embed.weight)
+
+
+# --- adapters and tensor parallelism -------------------------------------------------------------
+
+
+def _adapted(rank: int = 4) -> Transformer:
+    model = _model(TINY)
+    for name, part in model.parts():
+        lora.adapt(part, rank, 0, name)
+    return model
+
+
+def test_adapters_start_as_nothing_and_leave_the_base_frozen() -> None:
+    plain, model = _model(TINY), _adapted()
+    tokens = torch.arange(20)[None]
+    assert model(tokens).equal(plain(tokens))
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    kinds = {name.rpartition(".")[0].rpartition(".")[2] for name in trained}
+    assert kinds == {"lora_a", "lora_b", "attention_norm", "mlp_norm", "norm", "head"}
+    assert sum("lora_a" in name for name in trained) == 7 * TINY.num_layers
+    assert model.get_parameter("blocks.1.mlp.down.lora_a.weight").shape == (4, TINY.hidden_dim)
+
+    frozen = {name: p.clone() for name, p in model.named_parameters() if name not in trained}
+    assert {"embed.weight", "blocks.0.attention.wq.base.weight"} <= frozen.keys()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    losses = []
+    for _ in range(20):
+        loss = token_losses(model(tokens), tokens).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1.0
+    for name, before in frozen.items():
+        assert model.get_parameter(name).equal(before), name
+    assert model.get_parameter("blocks.0.attention.wq.lora_b.weight").any()
+
+
+def test_adapters_depend_on_seed_and_name_alone() -> None:
+    one = _adapted().get_parameter("blocks.1.attention.wq.lora_a.weight")
+    torch.manual_seed(99)
+    model = _adapted()
+    assert model.get_parameter("blocks.1.attention.wq.lora_a.weight").equal(one)
+    assert not model.get_parameter("blocks.0.attention.wq.lora_a.weight").equal(one)
+
+
+def test_every_layer_of_a_block_has_its_tensor_parallel_style() -> None:
+    colwise, rowwise = ["wq", "wk", "wv", "gate", "up"], ["wo", "down"]
+    for model, suffix in ((_model(TINY), ""), (_adapted(), ".base")):
+        block = model.blocks[0]
+        assert isinstance(block, Block)
+        styles = parallel.plan(block)
+        assert isinstance(styles, dict)
+        holders = {name.rpartition(".")[0] for name, _ in block.named_parameters()}
+        assert styles.keys() == holders
+        for path, style in styles.items():
+            name = path.removesuffix(suffix).rpartition(".")[2]
+            if name in colwise:
+                assert isinstance(style, ColwiseParallel), path
+            elif name in rowwise:
+                assert isinstance(style, RowwiseParallel), path
+            elif name.endswith("norm"):
+                assert isinstance(style, parallel.ReplicateParallel), path
+            else:
+                # The adapter's wide side is cut as the base is, its narrow side is whole.
+                wide = path.endswith("lora_a") == (path.split(".")[-2] in rowwise)
+                assert isinstance(style, parallel.ReplicateParallel) != wide, path
+
+
+def test_the_other_parts_have_one_style_each() -> None:
+    styles = {
+        name: parallel.plan(part)
+        for name, part in _model(TINY).parts()
+        if not isinstance(part, Block)
+    }
+    assert isinstance(styles["embed"], RowwiseParallel)
+    assert isinstance(styles["norm"], parallel.ReplicateParallel)
+    assert isinstance(styles["head"], ColwiseParallel)
+
+
+# --- schedule and report -------------------------------------------------------------------------
+
+
+def test_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
+    steps = 1000
+    rates = [learning_rate(step, steps, 1.0) for step in range(steps)]
+    assert rates[0] == pytest.approx(1 / WARMUP_STEPS)
+    assert rates[WARMUP_STEPS - 1] == pytest.approx(1.0)
+    assert max(rates) == pytest.approx(1.0)
+    assert rates[-1] == pytest.approx(0.1, abs=1e-3)
+    assert rates[:WARMUP_STEPS] == sorted(rates[:WARMUP_STEPS])
+    assert rates[WARMUP_STEPS:] == sorted(rates[WARMUP_STEPS:], reverse=True)
+    # Short runs see the start of the same warmup, whatever their length.
+    assert [learning_rate(s, 20, 1.0) for s in range(20)] == rates[:20]
+    assert learning_rate(0, 1, 1.0) > 0
+
+
+def test_progress_line_and_units(capsys: pytest.CaptureFixture[str]) -> None:
+    report = reporting.StepReport(
+        step=7, steps=120, loss=2.34567, tokens_per_second=12345.6, peak_bytes=3 << 20
+    )
+    assert report.line() == "step   7/120  loss 2.3457  12,346 tokens/s  peak 3.0 MiB"
+    with reporting.ProgressReporter(120, start=0, show=True) as progress:
+        progress.report(report)
+    with reporting.ProgressReporter(120, start=0, show=False) as progress:
+        progress.report(report)
+    assert capsys.readouterr().out == report.line() + "\n"
+    assert reporting.format_bytes(17) == "17 B"
+    assert reporting.format_bytes(5 << 30) == "5.00 GiB"
+    assert reporting.printable(b"a\tb\n\x1b[31m\xff") == "a b\n?[31m\ufffd"
+
+
+def test_frozen_parameters_count_in_the_state() -> None:
+    frozen, trained = nn.Parameter(torch.zeros(5), requires_grad=False), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([trained], lr=1.0, momentum=0.9)
+    trained.grad = torch.ones(3)
+    optimizer.step()
+    sizes = reporting.state_bytes([frozen, trained], optimizer)
+    assert sizes.rank == sizes.unsharded == 4 * (5 + 3 * 3)
+
+
+# --- which checkpoints may be resumed ------------------------------------------------------------
+
+
+def _options(folder: Path, *argv: str) -> Options:
+    return parse(["--device", "cpu", "--preset", "tiny", "--checkpoint", str(folder), *argv], None)
+
+
+def _write_checkpoint(folder: Path, step: int, *argv: str) -> None:
+    state = checkpointing.RunState.of(_options(folder, *argv), "text", step, 5.5)
+    checkpoint.save(folder, nn.Linear(2, 2), step=step, extra=state.__dict__)
+
+
+def test_resume_finds_the_latest(tmp_path: Path) -> None:
+    _write_checkpoint(tmp_path, 3)
+    _write_checkpoint(tmp_path, 6)
+    (tmp_path / ".saving-step-00000009").mkdir()
+    state = checkpointing.find(_options(tmp_path, "--resume"), "text")
+    assert state is not None
+    assert (state.step, state.data_position, state.first_held_out_loss) == (6, 48, 5.5)
+
+
+def test_resume_without_a_complete_checkpoint_starts_afresh(tmp_path: Path) -> None:
+    """As the first attempt of a command that a launcher repeats; what is half written is swept."""
+    folder = tmp_path / "run"
+    resume = _options(folder, "--resume")
+    assert checkpointing.find(resume, "text") is None
+    assert folder.is_dir()
+    (folder / ".saving-step-00000003").mkdir()
+    _write_checkpoint(folder, 3)
+    (folder / "step-00000003" / "manifest.json").unlink()
+    assert checkpointing.find(resume, "text") is None
+    checkpointing.Saves(resume, rank=0)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--preset", "small"], "another configuration"),
+        (["--seed", "1"], "--seed 0, not 1"),
+        (["--batch-size", "4"], "--batch-size 8, not 4"),
+        (["--seq-len", "32"], "--seq-len 64, not 32"),
+        (["--steps", "2"], "already at step 3"),
+        (["--lora", "8"], "trained with no --lora, and this run has --lora 8"),
+    ],
+)
+def test_resume_refuses_another_run(tmp_path: Path, argv: list[str], says: str) -> None:
+    _write_checkpoint(tmp_path, 3)
+    with pytest.raises(UsageError, match=says):
+        checkpointing.find(_options(tmp_path, "--resume", *argv), "text")
+
+
+def test_resume_may_share_the_work_otherwise(tmp_path: Path) -> None:
+    _write_checkpoint(tmp_path, 3, "--nproc", "2")
+    options = _options(tmp_path, "--resume", "--nproc", "8", "--replicate", "2", "--tp", "2")
+    assert checkpointing.find(options, "text") is not None
+
+
+def test_resume_refuses_other_text_and_damage(tmp_path: Path) -> None:
+    resume = _options(tmp_path / "run", "--resume")
+    _write_checkpoint(tmp_path / "run", 3)
+    with pytest.raises(UsageError, match="other text"):
+        checkpointing.find(resume, "other")
+    (tmp_path / "run" / "step-00000003" / ".metadata").unlink()
+    with pytest.raises(UsageError, match="cannot be read"):
+        checkpointing.find(resume, "text")
+    (tmp_path / "run" / "step-00000003" / "manifest.json").write_text("{")
+    with pytest.raises(UsageError, match="cannot be read"):
+        checkpointing.find(resume, "text")
+    checkpoint.save(tmp_path / "other", nn.Linear(2, 2), step=3, extra={"epoch": 1})
+    with pytest.raises(UsageError, match="cannot be read"):
+        checkpointing.find(_options(tmp_path / "other", "--resume"), "text")
+
+
+@pytest.mark.parametrize("flag", ["--checkpoint-every=5", "--checkpoint-async", "--keep=3"])
+def test_options_of_checkpoints_need_a_folder(flag: str) -> None:
+    with pytest.raises(UsageError, match=f"{flag.split('=')[0]} needs --checkpoint DIR"):
+        parse(["--device", "cpu", flag], None)
+
+
+def test_a_fresh_run_does_not_touch_a_good_checkpoint(tmp_path: Path) -> None:
+    assert checkpointing.find(_options(tmp_path / "a" / "b"), "text") is None
+    assert (tmp_path / "a" / "b").is_dir()
+    _write_checkpoint(tmp_path, 3)
+    with pytest.raises(UsageError, match="add --resume"):
+        checkpointing.find(_options(tmp_path), "text")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="File exists"):
+        checkpointing.find(_options(tmp_path / "file"), "text")
+
+
+def test_checkpoint_without_numpy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for flag in ("--checkpoint", "--export"):
+        with pytest.raises(UsageError, match=f"{flag} needs NumPy"):
+            parse([flag, "somewhere"], None)
+
+
+# --- restarted by an elastic agent ---------------------------------------------------------------
+
+
+def test_a_restarted_worker_does_not_see_what_dead_ones_wrote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agents = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(agents.port))
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    stores = []
+    for attempt in range(2):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        store = launch._store_of_this_attempt()
+        assert store is not None
+        stores.append(store)
+    stores[0].set("address of rank 0", "of a dead process")
+    assert stores[0].check(["address of rank 0"])
+    assert not stores[1].check(["address of rank 0"])
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")  # agents that count apart
+    assert launch._store_of_this_attempt() is None

@@ -1,0 +1,221 @@
+"""A rank that dies at any moment: the run ends, or is restarted and goes on as if it had not.
+
+`tests.common.killed_train_lm` is the example with a worker that sends itself SIGKILL at a chosen
+moment of forward, backward, step or save.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp2 import checkpoint
+from tests.common.combinations import seldom
+
+pytestmark = pytest.mark.ranks
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_SECONDS = 600
+STEPS = 8
+RUN = (
+    *("--preset", "tiny", "--device", "cpu", "--threads", "1", "--seed", "1"),
+    *("--steps", str(STEPS), "--seq-len", "16", "--checkpoint-every", "3"),
+)
+KILLED = "tests.common.killed_train_lm"
+TORCHRUN = (
+    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    *("--max-restarts", "3", "-m", KILLED),
+)
+PHASES = ("forward", "backward", "step", "save")
+KILLS = 8
+RUN_ID = "FSDP2_TEST_RUN"  # in the environment of every process that a test starts
+
+
+class Run:
+    """One command, and the processes that it starts, wherever they are in the process tree."""
+
+    def __init__(self, *command: str, **environment: str) -> None:
+        self.id = uuid.uuid4().hex
+        given = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", RUN_ID: self.id, **environment}
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=given,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def finish(self) -> tuple[int, str, str]:
+        """Exit code, output and errors; fails where it takes too long or leaves a process."""
+        try:
+            out, err = self.process.communicate(timeout=TIMEOUT_SECONDS)
+            deadline = time.monotonic() + 30
+            while left := self._processes():
+                assert time.monotonic() < deadline, f"processes {left} were left behind"
+                time.sleep(0.1)
+        finally:
+            for pid in self._processes():
+                os.kill(pid, signal.SIGKILL)
+            self.process.wait(TIMEOUT_SECONDS)
+        return self.process.returncode, out, err
+
+    def _processes(self) -> list[int]:
+        mark = f"{RUN_ID}={self.id}".encode()
+        found = []
+        for entry in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if mark in entry.read_bytes():  # empty where the process has ended
+                    found.append(int(entry.parent.name))
+            except OSError:
+                continue  # it ended meanwhile, or is somebody else's
+        return found
+
+
+def losses_of(out: str) -> list[tuple[int, str]]:
+    """(step, loss as printed), in the order of printing."""
+    return [
+        (int(n), loss) for n, loss in re.findall(r"^step +(\d+)/.*?loss (\d\.\d{4}) ", out, re.M)
+    ]
+
+
+class Yardstick:
+    """A run that nobody disturbed: its losses, and how many moments each rank's phases have."""
+
+    def __init__(self, folder: Path) -> None:
+        checkpoint = folder / "checkpoint"
+        code, out, err = Run(
+            *(sys.executable, "-m", KILLED, "--nproc", "2"),
+            *(*RUN, "--checkpoint", str(checkpoint), "--resume"),
+            FSDP2_TEST_COUNTS=str(folder),
+        ).finish()
+        assert code == 0, err
+        self.losses = dict(losses_of(out))
+        assert list(self.losses) == list(range(1, STEPS + 1))
+        self.moments = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+        assert all(moments[phase] > 10 for moments in self.moments for phase in PHASES)
+
+    def kill_at(self, number: int) -> str:
+        """The ``number``-th random moment, as the killer takes it."""
+        choose = random.Random(number)
+        phase = PHASES[number % len(PHASES)]
+        rank = choose.randrange(2)
+        return f"{rank}:{phase}:{choose.randrange(self.moments[rank][phase])}"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Yardstick:
+    return Yardstick(tmp_path_factory.mktemp("undisturbed"))
+
+
+def _check_restarted(undisturbed: Yardstick, folder: Path, kill: str) -> None:
+    code, out, err = Run(
+        *(*TORCHRUN, *RUN, "--checkpoint", str(folder), "--resume"), FSDP2_TEST_KILL=kill
+    ).finish()
+    assert code == 0, f"killed at {kill}: {err}"
+    attempts = re.split(r"^tiny: .* parameters", out, flags=re.M)[1:]
+    assert len(attempts) == 2, f"killed at {kill}: {len(attempts)} attempts"
+    for attempt in attempts:
+        for step, loss in losses_of(attempt):
+            assert loss == undisturbed.losses[step], f"killed at {kill}: step {step}"
+    resumed = re.search(r"resumed from \S+ at step (\d+);", attempts[1])
+    start = int(resumed[1]) if resumed else 0
+    assert start % 3 == 0 or start == STEPS
+    done = [step for step, _ in losses_of(attempts[0])]
+    # The last complete checkpoint: of the step printed last, or of the save before.
+    assert start >= max([step for step in done[:-1] if step % 3 == 0], default=0)
+    assert [step for step, _ in losses_of(attempts[1])] == list(range(start + 1, STEPS + 1))
+    names = sorted(path.name for path in folder.iterdir())
+    assert checkpoint.steps(folder)[-1] == STEPS
+    if start < STEPS:
+        assert names == ["step-00000006", "step-00000008"]
+
+
+@pytest.mark.extended
+def test_restarted_by_the_elastic_agent(undisturbed: Yardstick, tmp_path: Path) -> None:
+    """Killed in the middle of its second save, the run goes on from the first."""
+    moments = undisturbed.moments[1]["save"]
+    _check_restarted(undisturbed, tmp_path, f"1:save:{moments // 2}")
+
+
+@pytest.mark.parametrize("number", seldom(range(KILLS), extended=1))
+def test_restarted_wherever_it_is_killed(
+    undisturbed: Yardstick, tmp_path: Path, number: int
+) -> None:
+    _check_restarted(undisturbed, tmp_path, undisturbed.kill_at(number))
+
+
+@pytest.mark.parametrize("phase", seldom(PHASES, extended=1))
+def test_the_parent_ends_the_run_and_says_which_worker_died(
+    undisturbed: Yardstick, tmp_path: Path, phase: str
+) -> None:
+    """Without an elastic agent; the same command takes it up again."""
+    command = (*RUN, "--checkpoint", str(tmp_path), "--resume")
+    middle = undisturbed.moments[1][phase] // 2
+    code, out, err = Run(
+        *(sys.executable, "-m", KILLED, "--nproc", "2", *command),
+        FSDP2_TEST_KILL=f"1:{phase}:{middle}",
+    ).finish()
+    assert code == 1
+    assert err.endswith("train_lm: worker 1 was ended by SIGKILL; the others were ended.\n")
+    before = losses_of(out)
+    code, out, err = Run(sys.executable, "-m", KILLED, "--nproc", "2", *command).finish()
+    assert code == 0, err
+    losses = before + losses_of(out)
+    assert {step for step, _ in losses} == set(range(1, STEPS + 1))
+    assert all(loss == undisturbed.losses[step] for step, loss in losses)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize("phase", seldom(PHASES, extended=1))
+@pytest.mark.parametrize("victim", [0, 1])
+def test_survivors_end_by_themselves(
+    undisturbed: Yardstick, tmp_path: Path, phase: str, victim: int
+) -> None:
+    """Nobody ends them here: the connection that closes does, with an error.
+
+    Where they waited for a unit's parameters or gradients, it says which, and when.
+    """
+    middle = undisturbed.moments[victim][phase] // 2
+    common: dict[str, Any] = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "FSDP2_TEST_KILL": f"{victim}:{phase}:{middle}",
+    }
+    runs = [
+        Run(
+            *(sys.executable, "-m", KILLED, *RUN, "--checkpoint", str(tmp_path), "--resume"),
+            **common,
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+        )
+        for rank in range(2)
+    ]
+    ended = [run.finish() for run in runs]
+    assert ended[victim][0] == -signal.SIGKILL
+    code, _, err = ended[1 - victim]
+    assert code == 1
+    assert re.search(r"^\S*(Error|Exception)\b", err, re.M), err
+    if phase in ("forward", "backward"):
+        where = r"CommunicationError: the [\w-]+ of unit '\S+' failed in \w+, iteration \d+, most "
+        assert re.search(where, err), err

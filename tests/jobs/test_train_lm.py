@@ -1,0 +1,376 @@
+"""``python -m fsdp2.examples.train_lm`` as people start it, and as they end it: as a process."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from fsdp2 import checkpoint
+from fsdp2.examples import launch
+from fsdp2.examples.model import PRESETS, Transformer
+from tests.common.combinations import seldom
+
+pytestmark = pytest.mark.ranks
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_SECONDS = 90
+STEPS = 40
+RUN = ("--preset", "tiny", "--device", "cpu", "--seed", "1", "--steps", str(STEPS))
+TRAIN_LM = (sys.executable, "-m", "fsdp2.examples.train_lm")
+
+Losses = dict[int, str]
+
+
+def torchrun(ranks: int) -> tuple[str, ...]:
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    return (*launcher, "--nproc-per-node", str(ranks), *TRAIN_LM[1:])
+
+
+def losses_of(out: str) -> Losses:
+    """Step -> the loss as printed, with 4 decimals."""
+    return {int(n): loss for n, loss in re.findall(r"^step +(\d+)/.*?loss (\d\.\d{4}) ", out, re.M)}
+
+
+def run(*command: str, timeout: float = TIMEOUT_SECONDS) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+
+
+def train(*argv: str, command: tuple[str, ...] = TRAIN_LM, timeout: float = TIMEOUT_SECONDS) -> str:
+    done = run(*command, *RUN, *argv, timeout=timeout)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def assert_same_losses(got: Losses, expected: Losses) -> None:
+    """To 4 decimals: losses that differ by 1e-8 may still be rounded to different last digits."""
+    assert got.keys() == expected.keys()
+    for step, loss in got.items():
+        assert float(loss) == pytest.approx(float(expected[step]), abs=1.01e-4), f"step {step}"
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> str:
+    """What a run on two ranks prints: the yardstick for every other way to do the same."""
+    return train("--nproc", "2")
+
+
+@contextmanager
+def started(*argv: str) -> Iterator[subprocess.Popen[str]]:
+    """A run in a process group of its own, which is killed in the end whatever happened."""
+    process = subprocess.Popen(
+        [*TRAIN_LM, *RUN, *argv],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if group_members(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=TIMEOUT_SECONDS)
+
+
+def read_until(process: subprocess.Popen[str], step: int) -> Losses:
+    """Read output up to the line of `step`; the losses seen."""
+    assert process.stdout is not None
+    seen: Losses = {}
+    for line in process.stdout:
+        seen |= losses_of(line)
+        if step in seen:
+            return seen
+    pytest.fail(f"the run ended before step {step}")
+
+
+def group_members(group: int) -> list[int]:
+    """Processes of a process group that still run (the ended ones nobody waited for are not)."""
+    members = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # pid (name) state ppid pgrp ...; the name may hold spaces and brackets
+            pid, rest = entry.parent.name, entry.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it ended meanwhile
+        if int(rest[2]) == group and rest[0] != "Z":
+            members.append(int(pid))
+    return members
+
+
+def wait_until_empty(group: int) -> None:
+    deadline = time.monotonic() + 20
+    while group_members(group):
+        assert time.monotonic() < deadline, "processes were left behind"
+        time.sleep(0.05)
+
+
+# --- the same losses however the work is cut up --------------------------------------------------
+
+
+def test_it_learns_and_reports(two_ranks: str) -> None:
+    assert list(losses_of(two_ranks)) == list(range(1, STEPS + 1))
+    for group in ("(root)", "blocks.0 … blocks.1, 2 alike"):
+        assert re.search(rf"^{re.escape(group)} +\d", two_ranks, re.M)
+    held_out = [
+        float(re.search(rf"held-out loss, {which} +([\d.]+) nats", two_ranks)[1])  # type: ignore[index]
+        for which in ("first", "final")
+    ]
+    assert held_out[0] == pytest.approx(5.545, abs=0.1)
+    assert held_out[1] < held_out[0] - 1.0
+    assert "(50.0%)" in two_ranks
+    assert "Sample:\ndef " in two_ranks
+
+
+def test_one_rank_prints_the_losses_of_two(two_ranks: str) -> None:
+    assert_same_losses(losses_of(train("--nproc", "1")), losses_of(two_ranks))
+
+
+@pytest.mark.extended
+def test_micro_batches_print_the_losses_of_one_batch(two_ranks: str) -> None:
+    out = train("--nproc", "2", "--grad-accum", "2", "--activation-checkpointing")
+    assert_same_losses(losses_of(out), losses_of(two_ranks))
+
+
+@pytest.mark.exhaustive
+def test_four_ranks_under_torchrun(two_ranks: str) -> None:
+    out = train(command=torchrun(4))
+    assert "4 rank(s)" in out
+    assert_same_losses(losses_of(out), losses_of(two_ranks))
+
+
+@pytest.mark.exhaustive
+def test_bf16_stays_close(two_ranks: str) -> None:
+    out = train("--precision", "bf16", "--reshard-after-forward", "always")
+    expected = losses_of(two_ranks)
+    for step, loss in losses_of(out).items():
+        assert float(loss) == pytest.approx(float(expected[step]), abs=0.05)
+
+
+# --- every kind of parallelism trains as one rank does -------------------------------------------
+
+FEW = 10
+REPLICATE = ("--nproc", "4", "--replicate", "2")
+TP = ("--nproc", "4", "--tp", "2")
+ALL = ("--nproc", "8", "--replicate", "2", "--tp", "2")
+LORA = ("--lora", "8")
+OFFLOAD = ("--cpu-offload",)
+
+
+def first(losses: Losses, steps: int) -> Losses:
+    return {step: loss for step, loss in losses.items() if step <= steps}
+
+
+@pytest.fixture(scope="module")
+def adapters_on_one_rank() -> Losses:
+    return losses_of(train("--nproc", "1", *LORA))
+
+
+@pytest.mark.parametrize("layout", [REPLICATE, TP], ids=" ".join)
+@pytest.mark.exhaustive
+def test_a_mesh_of_ranks_prints_the_losses_of_two(two_ranks: str, layout: tuple[str, ...]) -> None:
+    out = train(*layout, "--grad-accum", "2", "--steps", str(FEW), timeout=300)
+    assert "rank(s) (replicate " in out
+    assert_same_losses(losses_of(out), first(losses_of(two_ranks), FEW))
+
+
+@pytest.mark.extended
+def test_offloaded_shards_print_the_losses_of_resident_ones(two_ranks: str) -> None:
+    out = train("--nproc", "2", *OFFLOAD)
+    assert_same_losses(losses_of(out), losses_of(two_ranks))
+
+
+@pytest.mark.exhaustive
+def test_adapters_learn_and_print_the_losses_of_one_rank(adapters_on_one_rank: Losses) -> None:
+    out = train("--nproc", "2", *LORA)
+    assert_same_losses(losses_of(out), adapters_on_one_rank)
+    assert float(adapters_on_one_rank[STEPS]) < float(adapters_on_one_rank[1]) - 1.0
+    assert re.search(r"parameters \([\d,]+ trained\)", out)
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    seldom(
+        [
+            (TP, OFFLOAD),
+            (ALL, ("--grad-accum", "2")),
+            *((ALL, more) for more in ((), OFFLOAD, LORA)),
+            (REPLICATE, LORA),
+        ],
+        extended=1,
+    ),
+    ids=" ".join,
+)
+def test_combinations(
+    two_ranks: str,
+    adapters_on_one_rank: Losses,
+    layout: tuple[str, ...],
+    more: tuple[str, ...],
+) -> None:
+    out = train(*layout, *more, "--steps", "20", timeout=600)
+    expected = adapters_on_one_rank if more == LORA else losses_of(two_ranks)
+    assert_same_losses(losses_of(out), first(expected, 20))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "more"),
+    seldom(
+        [
+            (TP, ("--nproc", "1"), OFFLOAD),
+            (REPLICATE, TP, LORA),
+            (("--nproc", "2"), REPLICATE, ("--grad-accum", "2")),
+            (ALL, TP, OFFLOAD),
+        ],
+        extended=1,
+    ),
+    ids=" ".join,
+)
+def test_resumed_on_another_mesh(
+    two_ranks: str,
+    adapters_on_one_rank: Losses,
+    tmp_path: Path,
+    before: tuple[str, ...],
+    after: tuple[str, ...],
+    more: tuple[str, ...],
+) -> None:
+    saving = ("--checkpoint", str(tmp_path), *more)
+    train(*before, *saving, "--steps", "6", timeout=600)
+    out = train(*after, *saving, "--steps", "12", "--resume", timeout=600)
+    expected = adapters_on_one_rank if more == LORA else losses_of(two_ranks)
+    assert_same_losses(losses_of(out), {step: expected[step] for step in range(7, 13)})
+
+
+# --- interrupted ---------------------------------------------------------------------------------
+
+
+@pytest.mark.extended
+def test_exported_weights_are_those_of_the_last_checkpoint(tmp_path: Path) -> None:
+    """In the files that Hugging Face's libraries read."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    end = ("--steps", "2", "--checkpoint", str(run), "--export", str(out))
+    assert f"exported to {out}: 1 file(s)" in train("--nproc", "2", *end)
+    model = Transformer(PRESETS["tiny"])
+    checkpoint.load_pretrained(model, out)
+    saved = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    dcp.load({"model": saved}, checkpoint_id=run / "step-00000002")
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.extended
+def test_killed_and_resumed_it_goes_on_as_if_nothing_had_happened(
+    two_ranks: str, tmp_path: Path
+) -> None:
+    saving = ("--checkpoint", str(tmp_path), "--checkpoint-every", "5")
+    with started("--nproc", "2", *saving) as process:
+        before = read_until(process, step=13)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(TIMEOUT_SECONDS)
+        wait_until_empty(process.pid)
+    expected = losses_of(two_ranks)
+    assert before == {step: expected[step] for step in before}
+    saved_at = checkpoint.steps(tmp_path)[-1]
+    assert saved_at >= 10
+
+    # As if the kill had come in the middle of a save: neither resumed from nor in the way.
+    half_written = tmp_path / ".saving-step-00000015"
+    half_written.mkdir(exist_ok=True)
+    (half_written / "__0_0.distcp").write_bytes(b"half")
+    out = train("--nproc", "2", *saving, "--resume")
+    assert f"resumed from {tmp_path} at step {saved_at};" in out
+    assert losses_of(out) == {s: loss for s, loss in expected.items() if s > saved_at}
+    summary = re.compile(r"held-out loss, \w+ +[\d.]+ nats")
+    assert summary.findall(out) == summary.findall(two_ranks)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000035", "step-00000040"]
+
+
+@pytest.mark.extended
+def test_ended_by_sigterm_and_resumed_on_another_number_of_ranks(
+    two_ranks: str, tmp_path: Path
+) -> None:
+    saving = ("--checkpoint", str(tmp_path), "--checkpoint-every", "10")
+    with started("--nproc", "2", *saving) as process:
+        read_until(process, step=25)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(TIMEOUT_SECONDS) == 128 + signal.SIGTERM
+        wait_until_empty(process.pid)
+    saved_at = checkpoint.steps(tmp_path)[-1]
+    assert saved_at >= 20
+    out = train("--nproc", "4", *saving, "--resume")
+    expected = {s: loss for s, loss in losses_of(two_ranks).items() if s > saved_at}
+    assert_same_losses(losses_of(out), expected)
+
+
+@pytest.mark.extended
+def test_ctrl_c_leaves_no_orphan() -> None:
+    with started("--steps", "100000") as process:
+        read_until(process, step=20)
+        assert len(group_members(process.pid)) == 3
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
+        assert process.wait(TIMEOUT_SECONDS) == 128 + signal.SIGINT
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+        wait_until_empty(process.pid)
+
+
+@pytest.mark.extended
+def test_killing_the_parent_alone_ends_the_workers() -> None:
+    with started("--steps", "100000") as process:
+        read_until(process, step=20)
+        process.kill()
+        process.wait(TIMEOUT_SECONDS)
+        wait_until_empty(process.pid)
+
+
+def test_a_dead_worker_ends_the_run() -> None:
+    with started("--steps", "100000") as process:
+        read_until(process, step=20)
+        workers = [pid for pid in group_members(process.pid) if pid != process.pid]
+        os.kill(max(workers), signal.SIGKILL)
+        assert process.wait(TIMEOUT_SECONDS) == 1
+        assert process.stderr is not None
+        assert "was ended by SIGKILL; the others were ended." in process.stderr.read()
+        wait_until_empty(process.pid)
+
+
+def test_a_failing_worker_shows_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "failing.py").write_text(
+        "import os, time\n"
+        "from fsdp2.examples import launch\n"
+        "def work():\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        raise RuntimeError('rank 1 cannot go on')\n"
+        "    time.sleep(600)\n"
+        "launch.run_as_worker(work)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    begin = time.monotonic()
+    assert launch.run_workers("failing", [], world_size=2, threads=1) == 1
+    assert time.monotonic() - begin < 60
+    err = capfd.readouterr().err
+    assert "RuntimeError: rank 1 cannot go on" in err
+    assert err.endswith("train_lm: worker 1 left with code 1; the others were ended.\n")
+
+
+# --- wrong usage ---------------------------------------------------------------------------------
+
+
+def test_wrong_usage_under_either_launcher() -> None:
+    done = run(*TRAIN_LM, "--nproc", "3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"train_lm: .* do not divide evenly over 3 ranks\.\n", done.stderr)
+
+    done = run(*torchrun(2), "--batch-size", "5")
+    assert done.returncode != 0
+    assert done.stderr.count("train_lm: 5 sequences in a micro-batch") == 1
+    assert "exitcode  : 2" in done.stderr

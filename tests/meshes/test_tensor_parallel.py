@@ -1,0 +1,304 @@
+"""Tensor parallel parameters: sharded on one mesh dim by DTensor, on another by fully_shard."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor.placement_types import Partial, _StridedShard
+
+from tests.common import combinations, meshes, models, parity
+from tests.common.workers import ranks
+
+pytestmark = pytest.mark.ranks
+
+BUILD = partial(models.seeded, meshes.ParallelModel)
+VOCAB = 16
+
+# A gradient of up to 0.5 is a sum of two pieces, each rounded to bf16 (2**-9 of itself), that fed
+# on activations which are such sums too.
+BF16 = parity.Tolerance(2**-6, 2**-8)
+
+
+def _mesh() -> Any:
+    """Two ranks: both tensor parallel. Four: two by two. Eight: two copies of that."""
+    size = dist.get_world_size()
+    if size == 8:
+        return meshes.mesh("replicate", "shard", "tp", shape=(2, 2, 2))
+    return meshes.mesh("shard", "tp", shape=(size // 2, 2))
+
+
+def _data_mesh() -> Any:
+    full = _mesh()
+    return full["shard"] if full.ndim == 2 else full["replicate", "shard"]
+
+
+def _part() -> tuple[int, int]:
+    """Which part of a batch this rank sees: the same on all ranks of a tensor parallel group."""
+    return dist.get_rank() // 2, dist.get_world_size() // 2
+
+
+def _sharded(api: Any, kind: str, build: Any = BUILD, **arguments: Any) -> Any:
+    model = meshes.parallelize(build(), _mesh()["tp"], kind)
+    return parity.shard(api, model, mesh=_data_mesh(), **arguments)
+
+
+def _steps(micro: int = 1, steps: int = 3) -> list[list[Tensor]]:
+    flat = parity.language_batches(VOCAB, steps=steps * micro)
+    return [flat[i * micro : (i + 1) * micro] for i in range(steps)]
+
+
+def _train(api: Any, kind: str, micro: int = 1, before: Any = None, **arguments: Any) -> Any:
+    model = _sharded(api, kind, **arguments)
+    with loss_parallel() if kind == "loss" else nullcontext():
+        return meshes.train_micro(
+            model, _steps(micro), loss=meshes.parallel_loss, part=_part(), before=before
+        )
+
+
+def _plain(micro: int = 1, build: Any = BUILD, **arguments: Any) -> Any:
+    return meshes.train_plain(
+        build(), _steps(micro), loss=meshes.parallel_loss, parts=_part()[1], **arguments
+    )
+
+
+# -- training -------------------------------------------------------------------------------------
+
+
+@ranks(4, extended=(2,))
+@pytest.mark.parametrize("kind", combinations.often(["sequence", "loss", "linears"], default=2))
+def test_training(kind: str) -> None:
+    """With `sequence`, gradients of norms are sums over pieces of the sequence still to be made."""
+    ours = meshes.like_torch(partial(_train, kind=kind))
+    parity.assert_close(ours, _plain(), parity.FP32, "unsharded")
+
+
+@pytest.mark.extended
+@ranks(8)
+@pytest.mark.parametrize("kind", ["linears", "sequence", "loss"])
+def test_training_with_copies(kind: str) -> None:
+    ours = meshes.like_torch(partial(_train, kind=kind), parity.REORDERED_FP32)
+    parity.assert_close(ours, _plain(), parity.FP32, "unsharded")
+
+
+@ranks(4)
+def test_training_mixed() -> None:
+    """Pieces of gradients are summed in bf16, as torch did before 2.15, which casts them first."""
+    if meshes.TORCH_VERSION < (2, 15):
+        meshes.like_torch(partial(_train, kind="sequence", mixed=True))
+    ours, torchs = (
+        _train(api, "sequence", mixed=True)[0].grads for api in (parity.OURS, parity.TORCH)
+    )
+    parity.assert_close(ours, torchs, BF16, "torch")
+    parity.assert_close(ours, _plain(mixed=True)[0].grads, BF16, "unsharded")
+
+
+@ranks(4)
+@combinations.each_once(kind=["linears", "sequence"], mixed={"fp32": False, "mixed": True})
+def test_accumulation_without_sync(kind: str, mixed: bool) -> None:
+    before = meshes.flags_in_turn(
+        meshes.Flags(sync=False), meshes.Flags(sync=False), meshes.Flags()
+    )
+    train = partial(_train, kind=kind, micro=3, before=before, mixed=mixed)
+    ours = meshes.like_torch(train)
+    if not mixed:
+        parity.assert_close(ours, _plain(micro=3), parity.FP32, "unsharded")
+
+
+@ranks(4)
+def test_uneven_pieces() -> None:
+    """Seven columns for two tensor parallel ranks, four and three rows for two shards."""
+    build = partial(models.seeded, partial(meshes.ParallelModel, hidden=7))
+    model = _sharded(parity.OURS, "uneven", build)
+    rows = [2, 2, 2, 1][dist.get_rank() // 2 + dist.get_rank() % 2 * 2]
+    assert model.blocks[0].up.weight.to_local().shape == (rows, models.DIM)
+    ours = meshes.like_torch(partial(_train, kind="uneven", build=build))
+    parity.assert_close(ours, _plain(build=build), parity.FP32, "unsharded")
+
+
+# -- placements -----------------------------------------------------------------------------------
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("kind", ["linears", "sequence"])
+def test_placements_are_torchs(kind: str) -> None:
+    meshes.like_torch(lambda api: meshes.specs(_sharded(api, kind)))
+
+
+@pytest.mark.extended
+@ranks(8)
+def test_placements_are_torchs_with_copies() -> None:
+    meshes.like_torch(lambda api: meshes.specs(_sharded(api, "sequence")))
+
+
+@ranks(4)
+def test_strided_where_both_cut_the_same_dim() -> None:
+    model = _sharded(parity.OURS, "linears")
+    block = model.blocks[0]
+    assert block.up.weight.placements == (_StridedShard(0, split_factor=2), Shard(0))
+    assert block.down.weight.placements == (Shard(0), Shard(1))
+    assert block.down.bias.placements == (Shard(0), Replicate())
+    assert block.norm.weight.placements == (Shard(0),)
+    whole = BUILD()
+    parity.assert_equal(parity.full_params(model), parity.full_params(whole), "assembled")
+
+
+def _columns(param: nn.Parameter) -> Shard | None:
+    return Shard(1) if param.ndim > 1 else None
+
+
+@pytest.mark.extended
+@ranks(4)
+def test_shard_dim_1() -> None:
+    arguments = {"shard_placement_fn": _columns}
+    found = meshes.like_torch(lambda api: meshes.specs(_sharded(api, "linears", **arguments)))
+    assert found["blocks.0.down.weight"][1] == (_StridedShard(1, split_factor=2), Shard(1))
+    assert found["blocks.0.up.weight"][1] == (Shard(1), Shard(0))
+    ours = meshes.like_torch(partial(_train, kind="linears", **arguments))
+    parity.assert_close(ours, _plain(), parity.FP32, "unsharded")
+
+
+@ranks(4)
+def test_gathered_parameters_are_dtensors_on_the_model_parallel_mesh() -> None:
+    model = _sharded(parity.OURS, "linears", mixed=True)
+    layer = model.blocks[0].up
+    before = layer.weight
+    model.blocks[0].unshard()
+    assert isinstance(layer.weight, DTensor)
+    assert layer.weight.device_mesh == _mesh()["tp"]
+    assert layer.weight.placements == (Shard(0),)
+    assert layer.weight.dtype == torch.bfloat16
+    rows = BUILD().blocks[0].up.weight.chunk(2)[dist.get_rank() % 2]
+    parity.assert_equal(layer.weight.to_local().detach(), rows.detach().bfloat16(), "gathered")
+    model.blocks[0].reshard()
+    assert layer.weight is before
+
+
+# -- what else touches the parameters -------------------------------------------------------------
+
+
+@ranks(4)
+@pytest.mark.parametrize("norm_type", combinations.often([2.0, float("inf"), 1.0]))
+def test_clip_grad_norm(norm_type: float) -> None:
+    ids = parity.my_part(_steps()[0][0], *_part())
+
+    def clipped(api: Any) -> Any:
+        model = _sharded(api, "sequence")
+        meshes.parallel_loss(model, ids).backward()
+        total = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
+        assert isinstance(total, DTensor)
+        return total.full_tensor(), parity.full_grads(model)
+
+    norm, grads = meshes.like_torch(clipped)
+    plain = BUILD()
+    for rank in range(_part()[1]):
+        (meshes.parallel_loss(plain, parity.my_part(_steps()[0][0], rank, 2)) / 2).backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+    parity.assert_close(norm, expected, parity.FP32, "norm")
+    parity.assert_close(grads, parity.full_grads(plain), parity.FP32, "clipped")
+
+
+@ranks(4)
+def test_one_collective_a_group() -> None:
+    """Tensor parallelism adds its own collectives, none of ours: the counts are as without."""
+    ids = parity.my_part(_steps()[0][0], *_part())
+    counts = []
+    for kind in ("linears", None):
+        model = BUILD()
+        if kind is not None:
+            meshes.parallelize(model, _mesh()["tp"], kind)
+        parity.shard(parity.OURS, model, mesh=_data_mesh())
+        with parity.CountCollectives() as count:
+            meshes.parallel_loss(model, ids).backward()
+        counts.append((count.all_gathers, count.reduce_scatters))
+    assert counts[0] == counts[1] == (5, 3)
+
+
+@ranks(4)
+@pytest.mark.parametrize("saver", ["ours", "torch"])
+def test_checkpoints_are_exchanged_with_torch(saver: str, tmp_path: Any) -> None:
+    apis = [parity.OURS, parity.TORCH] if saver == "ours" else [parity.TORCH, parity.OURS]
+    source = _sharded(apis[0], "sequence")
+    target = _sharded(apis[1], "sequence", partial(models.seeded, meshes.ParallelModel, seed=1))
+    dcp.save({"model": source.state_dict()}, checkpoint_id=tmp_path)
+    loaded = target.state_dict()
+    dcp.load({"model": loaded}, checkpoint_id=tmp_path)
+    target.load_state_dict(loaded)
+    parity.assert_equal(parity.full_params(target), parity.full_params(BUILD()), "loaded")
+
+
+@ranks(4)
+def test_frozen_and_tied_parameters() -> None:
+    """A frozen tensor parallel weight is gathered and not reduced; one that is tied trains once."""
+
+    def tie(model: meshes.ParallelModel) -> meshes.ParallelModel:
+        model.blocks[1].up.weight = model.blocks[0].up.weight
+        model.blocks[0].down.weight.requires_grad_(False)
+        for block in model.blocks:
+            block.is_unit = False
+        return model
+
+    def scenario(api: Any) -> Any:
+        model = tie(meshes.parallelize(BUILD(), _mesh()["tp"], "linears"))
+        parity.shard(api, model, mesh=_data_mesh())
+        return meshes.train_micro(model, _steps(), loss=meshes.parallel_loss, part=_part())
+
+    ours = meshes.like_torch(scenario)
+    parity.assert_close(ours, _plain(build=lambda: tie(BUILD())), parity.FP32, "unsharded")
+
+
+@ranks(4)
+def test_recovery_drops_model_parallel_gradients_without_communication() -> None:
+    """One rank may fail alone: what the others have to do for it must not involve it."""
+    model = _sharded(parity.OURS, "sequence", mixed=True)
+    ids = parity.my_part(_steps()[0][0], *_part())
+    model.set_requires_gradient_sync(False)
+    meshes.parallel_loss(model, ids).backward()
+    with parity.CountCollectives() as count:
+        model.reset_iter_state()
+    assert count.total == 0
+    model.set_requires_gradient_sync(True)
+    meshes.parallel_loss(model, ids).backward()
+    fresh = _sharded(parity.OURS, "sequence", mixed=True)
+    meshes.parallel_loss(fresh, ids).backward()
+    parity.assert_equal(parity.full_grads(model), parity.full_grads(fresh), "nothing of the first")
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+def _refused(layer: nn.Module, match: str, **arguments: Any) -> None:
+    weight = layer.weight
+    with pytest.raises(ValueError, match=match):
+        parity.OURS.fully_shard(layer, **arguments)
+    assert type(layer) is nn.Linear
+    assert layer.weight is weight
+
+
+def _distributed(placements: Any, where: Any) -> nn.Linear:
+    layer = nn.Linear(models.DIM, models.DIM, bias=False)
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), where, placements))
+    return layer
+
+
+@ranks(4)
+def test_what_is_refused() -> None:
+    data = _mesh()["shard"]
+    tp = _mesh()["tp"]
+    partial_weight = nn.Linear(models.DIM, models.DIM, bias=False)
+    partial_weight.weight = nn.Parameter(
+        DTensor.from_local(torch.ones(models.DIM, models.DIM), tp, [Partial()], run_check=False)
+    )
+    _refused(partial_weight, "partial values", mesh=data)
+    _refused(_distributed([Shard(0)], tp), "cannot be joined", mesh=tp)
+    wide = meshes.mesh("shard", "tp", shape=(4, 1))
+    layer = _distributed([Shard(0)], wide["tp"])
+    _refused(layer, "which is a DTensor already", mesh=wide["shard"], reshard_after_forward=2)

@@ -1,0 +1,204 @@
+"""Offloaded shards and gradients, forced on the CPU, where every copy is there to be seen."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import fsdp2
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp2.core.device.streams import InlineStreams, Lane
+from fsdp2.core.modules.registry import record_of
+from fsdp2.core.schedule.scheduler import offloading
+from fsdp2.optim import FlatOptimizer
+from fsdp2.sharding import assembly
+from fsdp2.testing.null_group import null_world
+
+pytestmark = pytest.mark.alone
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def _no_group_left() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU mesh the policy changes nothing otherwise."""
+    monkeypatch.setattr(
+        "fsdp2.sharding.assembly._effective_offload", lambda offload, device: offload
+    )
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)])
+
+
+def _shard(model: nn.Module, policy: MixedPrecisionPolicy) -> nn.Module:
+    mesh = init_device_mesh("cpu", (1,))
+    offload = CPUOffloadPolicy(pin_memory=False)
+    for block in model:
+        fsdp2.fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    return fsdp2.fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [MixedPrecisionPolicy(), MixedPrecisionPolicy(BF16, F32), MixedPrecisionPolicy(BF16, BF16)],
+)
+def test_training_on_one_rank_is_as_without_offload(policy: MixedPrecisionPolicy) -> None:
+    """Gathered parameters are views of the mirror, or casts of it, never of the shards."""
+    with null_world(1):
+        plain, model = _model(), _model()
+        offloaded = _shard(model, policy)
+        mesh = init_device_mesh("cpu", (1,))
+        for block in plain:
+            fsdp2.fully_shard(block, mesh=mesh, mp_policy=policy)
+        fsdp2.fully_shard(plain, mesh=mesh, mp_policy=policy)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, offloaded)]
+        for step in range(4):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            for m, optimizer in zip((plain, offloaded), optimizers, strict=True):
+                if step == 2:
+                    with torch.no_grad():
+                        m(x)
+                for _ in range(2):  # adds to the gradient that is there
+                    m(x).square().sum().backward()
+                optimizer.step()
+            for ours, theirs in zip(offloaded.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
+                assert torch.equal(ours.to_local(), theirs.to_local())
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+
+
+def test_gathered_parameters_are_not_the_shards() -> None:
+    with null_world(1):
+        model = _shard(_model(), MixedPrecisionPolicy())
+        model.unshard()
+        block = model[0]
+        block.unshard()
+        group = record_of(block).unit.own_groups[0]
+        weight, shard = block[0].weight, group.params[0].sharded
+        assert isinstance(shard, DTensor)
+        assert torch.equal(weight, shard.to_local())
+        assert weight.data_ptr() != shard.to_local().data_ptr()
+        assert group.bound.mirror.allocated
+        block.reshard()
+        assert not group.bound.mirror.allocated
+
+
+def test_loaded_state_is_what_the_next_forward_computes_with() -> None:
+    with null_world(1):
+        model = _shard(_model(), MixedPrecisionPolicy())
+        x = torch.randn(2, 8)
+        model(x)
+        state = copy.copy(model.state_dict())
+        for name, value in state.items():
+            state[name] = torch.zeros_like(value)
+        model.load_state_dict(state)
+        assert model(x).eq(0).all()
+
+
+# ---- when the host waits for copies
+
+
+class WatchedStreams(InlineStreams):
+    """Lanes on one thread whose events are real objects, and how often the host waited for one."""
+
+    asynchronous = True
+
+    def __init__(self) -> None:
+        self.synchronized = 0
+
+    def record(self, lane: Lane, label: str, event: Any = None) -> Any:
+        return object()
+
+    def synchronize(self, event: Any, label: str) -> None:
+        if label == "host after copy-in":
+            self.synchronized += 1
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> WatchedStreams:
+    watched = WatchedStreams()
+    monkeypatch.setitem(assembly._streams, torch.device("cpu"), watched)
+    return watched
+
+
+UNITS = 3  # the root has no parameters
+
+
+def _waits(streams: WatchedStreams, action: Callable[[], object]) -> int:
+    """How many units' copies the host waited for in ``action``."""
+    before = streams.synchronized
+    action()
+    return streams.synchronized - before
+
+
+def test_a_training_forward_does_not_hold_up_the_host(streams: WatchedStreams) -> None:
+    """Backward waits at its end, a forward without gradients at its own."""
+    with null_world(1):
+        model = _shard(_model(), MixedPrecisionPolicy())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.randn(2, 8)
+        losses: list[torch.Tensor] = []
+        for _ in range(2):
+            assert _waits(streams, lambda: losses.append(model(x).sum())) == 0
+            assert _waits(streams, losses[-1].backward) == UNITS
+            assert _waits(streams, optimizer.step) == 0
+            with torch.no_grad():
+                assert _waits(streams, lambda: model(x)) == UNITS
+
+
+WRITES: dict[str, Callable[[Any], object]] = {
+    "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1).step(),
+    "flat optimizer": lambda model: FlatOptimizer(model, torch.optim.SGD, lr=0.1).step(),
+    "load": lambda model: model.load_state_dict(dict(model.state_dict())),
+    "to": lambda model: model.to(torch.float64),
+    "to_empty": lambda model: model.to_empty(device="cpu"),
+    "reshard": lambda model: [unit.reshard() for unit in (*model, model)],
+    "reset": lambda model: model.reset_iter_state(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_the_host_waits_for_copies_before_it_writes(streams: WatchedStreams, write: str) -> None:
+    """After a training forward that has no backward."""
+    with null_world(1):
+        model = _shard(_model(), MixedPrecisionPolicy())
+        model(torch.randn(2, 8))
+        assert _waits(streams, lambda: WRITES[write](model)) == UNITS
+        assert _waits(streams, lambda: WRITES["reshard"](model)) == 0
+        assert model(torch.randn(2, 8, dtype=next(model.parameters()).dtype)).shape == (2, 8)
+
+
+def test_an_optimizer_of_others_waits_for_nothing(streams: WatchedStreams) -> None:
+    with null_world(1):
+        model, other = _shard(_model(), MixedPrecisionPolicy()), nn.Linear(2, 2)
+        model(torch.randn(2, 8))
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+        assert _waits(streams, optimizer.step) == 0
+
+
+def test_schedulers_of_offloaded_models_are_not_kept() -> None:
+    with null_world(1):
+        model = _shard(_model(), MixedPrecisionPolicy())
+        model(torch.randn(2, 8)).sum().backward()
+        known = len(offloading)
+        assert known
+        del model
+        assert len(offloading) < known

@@ -1,0 +1,527 @@
+"""Ranks that disagree raise one sentence together; without the check, the message says where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+import fsdp2
+from fsdp2 import CommunicationError, MixedPrecisionPolicy, RankMismatchError, fully_shard
+from tests.common import backends, errors, meshes, models, parity
+from tests.common.workers import ranks
+
+pytestmark = pytest.mark.ranks
+
+DIM = 8
+ALL = (0, 1, 2, 3)
+Order = tuple[int, ...]
+
+
+class Chain(nn.Module):
+    """Blocks of two layers, run in the order that is asked for; the second layer may be left out.
+
+    `order` names the blocks to run, `short` those whose second layer is left out.
+    """
+
+    def __init__(self, hidden: int = DIM) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Two(hidden) for _ in ALL)
+        self.head = nn.Linear(DIM, 1)
+
+    def forward(self, x: Tensor, order: Order = ALL, short: Order = ()) -> Tensor:
+        for index in order:
+            x = self.blocks[index](x, index in short)
+        return self.head(x)
+
+
+class Two(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, hidden)
+        self.down = nn.Linear(hidden, DIM)
+
+    def forward(self, x: Tensor, short: bool = False) -> Tensor:
+        x = torch.tanh(self.up(x))
+        return x if short else self.down(x)
+
+
+def _shard(mesh: DeviceMesh | None = None, seed: int = 0) -> nn.Module:
+    model = models.seeded(Chain, seed)
+    mesh = mesh or parity.world_mesh()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _step(model: nn.Module, *args: tuple[int, ...]) -> None:
+    model(torch.ones(2, DIM), *args).sum().backward()
+
+
+def _hsdp() -> DeviceMesh:
+    return meshes.hsdp_mesh(2, 2)
+
+
+def _said(function: Callable[[], object]) -> str:
+    """The sentence that every rank raised; afterwards, ranks that agree train under the check."""
+    with pytest.raises(RankMismatchError) as caught:
+        function()
+    everyones: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(everyones, str(caught.value))
+    assert len(set(everyones)) == 1, everyones
+    model = _shard()
+    _step(model)
+    assert all(param.grad is not None for param in model.parameters())
+    return everyones[0]
+
+
+# ---- other steps
+
+
+def _train(model: nn.Module, orders: list[Order]) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for order in orders:
+        optimizer.zero_grad()
+        _step(model, order)
+        optimizer.step()
+
+
+@ranks(4)
+def test_a_unit_skipped_on_one_rank() -> None:
+    with fsdp2.debug(check_ranks=True):
+        model, other = _shard(), _shard()
+        third = (0, 2, 3) if dist.get_rank() == 2 else ALL
+        said = _said(lambda: _train(model, [ALL, ALL, third]))
+        errors.assert_said("ranks-elsewhere", said)
+        assert said == (
+            "ranks disagree on their next step: ranks 0, 1 and 3 are at the all-gather of "
+            "'blocks.2' during the forward of 'blocks.1', iteration 2, rank 2 is at the all-gather "
+            "of 'blocks.2' for its forward, iteration 2; run the same units in the same order on "
+            "every rank, on zeros where a rank has no use for one"
+        )
+        model.reset_iter_state()
+        _train(model, [ALL])  # the model is as usable as after any exception
+        _train(other, [ALL] * 3)
+        parity.assert_equal(parity.full_grads(model), parity.full_grads(other))
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("order", "sentence"),
+    [
+        pytest.param((0, 1, 2), "rank 1 is at the all-gather of 'blocks.2' ahead of", id="last"),
+        pytest.param((1, 0, 2, 3), "rank 1 is at the all-gather of 'blocks.1' for its", id="order"),
+        pytest.param((0, 1, 1, 2, 3), "rank 1 is at the all-gather of 'blocks.1' for", id="twice"),
+    ],
+)
+def test_units_in_another_order(order: tuple[int, ...], sentence: str) -> None:
+    with fsdp2.debug(check_ranks=True):
+        model = _shard()
+        _step(model)
+        assert sentence in _said(lambda: _step(model, order if dist.get_rank() == 1 else ALL))
+
+
+@ranks(2)
+def test_a_rank_that_steps_its_optimizer_without_a_backward() -> None:
+    def train() -> None:
+        model = _shard()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = model(torch.ones(2, DIM)).sum()
+        if dist.get_rank() == 0:
+            loss.backward()
+        optimizer.step()
+
+    with fsdp2.debug(check_ranks=True):
+        said = _said(train)
+    assert "rank 0 is at the all-gather of 'blocks.3' " in said
+    assert "rank 1 is at SGD.step(), iteration 0; " in said
+
+
+@ranks(2)
+def test_a_rank_that_has_finished() -> None:
+    """Rank 1 ends its loop, and the check with it, an iteration before the other."""
+    rank = dist.get_rank()
+    before = fsdp2.debug()
+    fsdp2.debug(check_ranks=True)
+    model = _shard()
+    _step(model)
+    if rank == 1:
+        fsdp2.debug(check_ranks=False)
+    else:
+        with pytest.raises(RankMismatchError) as caught:
+            _step(model)
+        fsdp2.debug(check_ranks=False)
+        assert str(caught.value).startswith(
+            "ranks disagree on their next step: rank 0 is at the all-gather of '(root)' for its "
+            "forward, iteration 0, rank 1 has switched the check of ranks off and "
+            "was last at the reduce-scatter of 'blocks.0' in backward, iteration 0; "
+        )
+    assert not before.check_ranks
+    with fsdp2.debug(check_ranks=True):
+        _step(_shard())  # both are there again
+
+
+@ranks(2)
+def test_a_rank_that_does_not_come_in_time() -> None:
+    rank = dist.get_rank()
+    with fsdp2.debug(check_ranks=True):
+        model = _shard()
+        _step(model)
+        fsdp2.debug(timeout=0.5)
+        if rank == 1:
+            dist.barrier()  # until the other has raised
+        with pytest.raises(RankMismatchError) as caught:
+            _step(model)
+        if rank == 0:
+            dist.barrier()
+        assert "rank 0 is at the all-gather of '(root)' for its forward" in str(caught.value)
+        assert "rank 1 has not come for 0." in str(caught.value)
+        assert "and was last at the reduce-scatter of 'blocks.0' in backward" in str(caught.value)
+
+
+# ---- other parameters, before anything has changed
+
+
+def _other_hidden() -> None:
+    fully_shard(Chain(9 if dist.get_rank() == 1 else DIM), mesh=parity.world_mesh())
+
+
+def _other_dtype() -> None:
+    dtype = torch.bfloat16 if dist.get_rank() == 1 else torch.float32
+    fully_shard(models.seeded(Chain).to(dtype), mesh=parity.world_mesh())
+
+
+def _other_weights() -> None:
+    fully_shard(models.seeded(Chain, seed=dist.get_rank()), mesh=parity.world_mesh())
+
+
+def _other_policy() -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16 if dist.get_rank() == 1 else None)
+    fully_shard(models.seeded(Chain), mesh=parity.world_mesh(), mp_policy=policy)
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        (
+            _other_hidden,
+            "ranks disagree about fully_shard of Chain: parameter 'blocks.0.up.weight' is "
+            "torch.float32 [8, 8] on dim 0 on rank 0, torch.float32 [9, 8] on dim 0 on rank 1; ",
+        ),
+        (_other_dtype, "torch.float32 [8, 8] on dim 0 on rank 0, torch.bfloat16 [8, 8] on dim 0 "),
+        (_other_weights, "the weights of 'blocks.0.up.weight' is checksum "),
+        (_other_policy, "param_dtype is None on rank 0, torch.bfloat16 on rank 1; "),
+    ],
+)
+def test_parameters_that_differ(function: Callable[[], None], sentence: str) -> None:
+    with fsdp2.debug(check_ranks=True):
+        said = _said(function)
+        errors.assert_said("ranks-differ", said)
+        assert sentence in said
+
+
+@ranks(2)
+def test_a_unit_that_is_refused_is_as_it_was() -> None:
+    model = models.seeded(Chain, seed=dist.get_rank())
+    before = list(model.parameters())
+    with fsdp2.debug(check_ranks=True):
+        _said(lambda: fully_shard(model, mesh=parity.world_mesh()))
+    assert type(model) is Chain
+    assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
+
+
+@ranks(4)
+def test_replicas_that_differ_are_found_at_their_first_use() -> None:
+    mesh = _hsdp()
+    model = _shard(mesh, seed=mesh.get_local_rank("replicate"))
+    with fsdp2.debug(check_ranks=True):
+        said = _said(lambda: _step(model))
+    assert said.startswith("ranks disagree about the first use of the weights of '(root)', itera")
+    assert "parameter 'head.weight' is checksum " in said
+    assert said.endswith("; start every replica from the same weights")
+
+
+# ---- other flags and gradients
+
+
+def _reshards(model: nn.Module) -> None:
+    model.blocks[1].set_reshard_after_forward(False)
+
+
+def _divides(model: nn.Module) -> None:
+    model.set_gradient_divide_factor(3.0)
+
+
+def _freezes(model: nn.Module) -> None:
+    model.blocks[1].up.bias.requires_grad_(False)
+
+
+def _keeps_gradients(model: nn.Module) -> None:
+    model.set_requires_gradient_sync(False)
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (_reshards, "'blocks.1' during the forward of 'blocks.0', iteration 0: reshard_after_for"),
+        (_divides, "the gradient divide factor is None on rank 0, 3.0 on rank 1; "),
+        (_freezes, "'blocks.1.up.bias' is torch.float32 [8] in torch.float32, trained on rank 0, "),
+        (_keeps_gradients, "rank 0 is at the reduce-scatter of 'blocks.3' in backward, iterat"),
+    ],
+)
+def test_flags_that_differ(change: Callable[[nn.Module], None], sentence: str) -> None:
+    def train() -> None:
+        model = _shard()
+        if dist.get_rank() == 1:
+            change(model)
+        _step(model)
+
+    with fsdp2.debug(check_ranks=True):
+        assert sentence in _said(train)
+
+
+@ranks(4)
+@pytest.mark.parametrize("replica", [0, 1])
+def test_all_reduces_that_one_replica_leaves_out(replica: int) -> None:
+    """The ranks of a shard axis agree; those of the replicate axis are at different steps."""
+
+    def train() -> None:
+        mesh = _hsdp()
+        model = _shard(mesh)
+        model.set_requires_all_reduce(mesh.get_local_rank("replicate") == replica)
+        _train(model, [ALL])
+
+    with fsdp2.debug(check_ranks=True):
+        said = _said(train)
+    assert "is at the all-reduce of 'blocks.3' in backward, iteration 0" in said
+    assert "is at SGD.step(), iteration 0" in said
+
+
+@ranks(2)
+def test_gradients_that_one_rank_has_not() -> None:
+    """Of a unit: of some parameters it may lack them, of all it does not reduce."""
+
+    def train(skips: bool) -> None:
+        model = _shard()
+        _step(model, ALL, (1,) if dist.get_rank() == 1 else ())
+        if skips and dist.get_rank() == 1:
+            model.blocks[1].register_forward_hook(lambda _, args, out: args[0] + out.detach())
+        _step(model)
+
+    with fsdp2.debug(check_ranks=True):
+        train(skips=False)
+        said = _said(lambda: train(skips=True))
+    assert (
+        "rank 0 is at the all-gather of 'blocks.0' ahead of its backward, iteration 0, rank 1 is "
+        "at the all-gather of 'blocks.0' for its backward, iteration 0; "
+    ) in said
+
+
+@ranks(4)
+def test_the_data_parallel_ranks_of_a_tensor_parallel_mesh() -> None:
+    """Ranks 0 and 2 shard together, ranks 1 and 3 do; in both sets one skips a unit."""
+    mesh = meshes.mesh("shard", "tp", shape=(2, 2))
+
+    def train() -> None:
+        model = _shard(mesh["shard"])
+        skips = mesh.get_local_rank("shard") == 1
+        _step(model, (0, 2, 3) if skips else ALL)
+
+    with fsdp2.debug(check_ranks=True):
+        said = _said(train)
+    assert "rank 0 is at the all-gather of 'blocks.2' during the forward of 'blocks.1'" in said or (
+        "rank 1 is at the all-gather of 'blocks.2' during the forward of 'blocks.1'" in said
+    )
+
+
+# ---- ranks that agree
+
+
+class Plain(fsdp2.AllGather):
+    def allocate(self, size, *, dtype, device):  # type: ignore[no-untyped-def]  # as documented
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):  # type: ignore[no-untyped-def]  # as documented
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+
+
+def _every_feature(model: nn.Module) -> None:
+    """Two iterations of two micro-batches, one evaluation, and ranks that use different units."""
+    rank = dist.get_rank()
+    model.set_reduce_scatter_unused_params(True)
+    model.blocks[0].set_custom_all_gather(Plain())
+    model.blocks[1].set_modules_to_forward_prefetch([model.blocks[2], model.blocks[3]])
+    model.blocks[2].set_reshard_after_forward(False)
+    for iteration in range(2):
+        for last in (False, True):
+            model.set_requires_gradient_sync(last)
+            model.set_is_last_backward(last)
+            x = torch.full((2, DIM), float(rank), requires_grad=True)
+            y = checkpoint(model.blocks[0], x, use_reentrant=False)
+            loss = model(y, ALL).sum() if rank else model(y, ALL, (1, 3)).sum()
+            loss.backward()
+        if iteration == 0:
+            with torch.no_grad():
+                model(torch.ones(2, DIM), ALL)
+            handle = model.blocks[3].unshard(async_op=True)
+            handle.wait()
+            model.blocks[3].reshard()
+
+
+def _mesh_of(kind: str) -> DeviceMesh:
+    return _hsdp() if kind == "hsdp" else parity.world_mesh()
+
+
+@ranks(4)
+@pytest.mark.parametrize("kind", ["flat", "hsdp", "smaller"])
+def test_ranks_that_agree_train_as_without_the_check(kind: str) -> None:
+    found = []
+    for checked in (False, True):
+        with fsdp2.debug(check_ranks=checked, check_nan=checked):
+            model = models.seeded(Chain)
+            mesh = _mesh_of(kind)
+            for block in model.blocks:
+                fully_shard(
+                    block, mesh=mesh, reshard_after_forward=2 if kind == "smaller" else True
+                )
+            fully_shard(model, mesh=mesh)
+            model(torch.ones(2, DIM))  # the root is the root of all before a block runs alone
+            _every_feature(model)
+            found.append(parity.full_grads(model))
+    parity.assert_equal(found[1], found[0])
+
+
+@ranks(2)
+def test_groups_follow_when_the_check_is_switched() -> None:
+    model = _shard()
+    kinds = [type(group) for group in _groups(model)]
+    with fsdp2.debug(check_ranks=True):
+        _step(model)
+        inside = {type(group).__name__ for group in _groups(model)}
+    _step(model)
+    assert inside == {"CheckedGroup"}
+    assert [type(group) for group in _groups(model)] == kinds
+
+
+def _groups(model: nn.Module) -> list[object]:
+    from fsdp2.core.modules.registry import records_below
+
+    return [group for record in records_below(model) for group in record.unit.groups]
+
+
+# ---- without the check
+
+
+PATIENCE = timedelta(seconds=3)
+TIMED_OUT = "Timed out waiting 3000ms"
+
+
+def _impatient() -> DeviceMesh:
+    """A mesh of all ranks whose process group waits a moment, and is of no use then."""
+    group = dist.new_group(list(range(dist.get_world_size())), timeout=PATIENCE)
+    return DeviceMesh.from_group(group, "cpu")
+
+
+# What a rank waits for first: where it makes communicators, one does before the first gather.
+FIRST = "first collective" if backends.known(backends.pretended()).connects_late else "all-gather"
+
+
+@ranks(4)
+def test_a_unit_skipped_on_one_rank_without_the_check() -> None:
+    """The same as with it above; what each rank names depends on which collectives fit together."""
+    model = _shard(_impatient())
+    _step(model)
+    with pytest.raises(CommunicationError, match=r"of unit '.*' failed in backward, iteration "):
+        _step(model, (0, 2, 3) if dist.get_rank() == 2 else ALL)
+    dist.barrier()
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("where", "sentence"),
+    [
+        ("forward", f"the {FIRST} of unit '(root)' failed in forward, iteration "),
+        ("backward", "the all-gather of unit 'blocks.3' failed in backward, iteration "),
+    ],
+)
+def test_a_time_out_names_what_this_rank_waited_for(where: str, sentence: str) -> None:
+    model = _shard(_impatient())
+    loss = model(torch.ones(2, DIM)).sum() if where == "backward" else None
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with errors.raises("collective-failed") as caught:
+            _step(model) if loss is None else loss.backward()
+        assert sentence in str(caught.value)
+        assert TIMED_OUT in str(caught.value.__cause__)
+    dist.barrier()
+
+
+@ranks(2)
+@pytest.mark.parametrize("operation", ["reduce-scatter", "all-reduce"])
+def test_a_time_out_of_a_reduction(operation: str) -> None:
+    rank = dist.get_rank()
+    both = dist.new_group([0, 1], timeout=PATIENCE)
+    mesh = DeviceMesh.from_group(both, "cpu")
+    if operation == "all-reduce":
+        alone = dist.new_group([rank], use_local_synchronization=True)
+        names = ("replicate", "shard")
+        mesh = DeviceMesh.from_group([both, alone], "cpu", [[0], [1]], mesh_dim_names=names)
+    model = fully_shard(models.seeded(lambda: nn.Linear(DIM, DIM)), mesh=mesh)
+    loss = model(torch.ones(2, DIM)).sum()
+    dist.barrier()
+    if rank == 0:
+        where = rf"the {operation} of unit '\(root\)' failed in backward, iteration \d+, most"
+        with pytest.raises(CommunicationError, match=where) as caught:
+            loss.backward()
+        assert TIMED_OUT in str(caught.value.__cause__)
+    dist.barrier()
+
+
+# ---- gradients that are not numbers
+
+
+@ranks(2, 4)
+def test_nan_on_one_rank_raises_on_all(world_size: int) -> None:
+    with fsdp2.debug(check_nan=True):
+        model = _shard(_hsdp() if world_size == 4 else None)
+        x = torch.ones(2, DIM)
+        model(x).sum().backward()
+        model.zero_grad()
+        if dist.get_rank() == 1:
+            x[0] = float("nan")
+        with pytest.raises(fsdp2.NonFiniteGradientError) as caught:
+            model(x).sum().backward()
+        everyones: list[str] = [""] * world_size
+        dist.all_gather_object(everyones, str(caught.value))
+        assert set(everyones) == {
+            "the gradients of unit 'blocks.3' hold NaN or infinity: parameter "
+            f"'blocks.3.up.weight' (on 1 of {world_size} ranks before the sum), "
+            f"'blocks.3.up.bias' (on 1 of {world_size} ranks before the sum), "
+            f"'blocks.3.down.weight' (on 1 of {world_size} ranks before the sum); look "
+            "at the loss and the inputs of those ranks, or reduce in a dtype with more range if it "
+            "was on none of them"
+        }
+        model.reset_iter_state()
+        model.zero_grad()
+        model(torch.ones(2, DIM)).sum().backward()
+
+
+@ranks(2)
+def test_a_sum_that_overflows_is_on_no_rank_before() -> None:
+    policy = MixedPrecisionPolicy(torch.float32, torch.float16)
+    with fsdp2.debug(check_nan=True):
+        model = fully_shard(
+            nn.Linear(DIM, 1, bias=False), mesh=parity.world_mesh(), mp_policy=policy
+        )
+        model.set_gradient_divide_factor(1.0)
+        with errors.raises("not-finite") as caught:
+            model(torch.full((1, DIM), 6e4)).sum().backward()
+        assert "'weight' (on 0 of 2 ranks before" in str(caught.value)

@@ -1,0 +1,311 @@
+"""Users' hooks on gradients that are reduced, an optimizer among them.
+
+Where torch's FSDP2 can do it too, both must give the same bits; else the unsharded model judges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp2
+from tests.common import gradients, parity, running
+from tests.common.errors import raises
+from tests.common.workers import ranks
+
+pytestmark = pytest.mark.ranks
+
+
+@ranks(2, extended=(4,))
+def test_post_accumulate_grad_hooks() -> None:
+    """Once per parameter and backward, when its reduced gradient is there; never without sync."""
+
+    def run(api: Any) -> Any:
+        model = parity.shard(api, running.mlp(), reshard_after_forward=True)
+        fired: list[tuple[str, Tensor]] = []
+        for name, param in model.named_parameters():
+            param.register_post_accumulate_grad_hook(
+                lambda p, name=name: fired.append((name, p.grad.to_local().clone()))
+            )
+        results = []
+        # A new gradient, one that is added to it, one that stays back and one that it goes with.
+        for sync, zero in ((True, False), (True, True), (False, False), (True, True)):
+            model.set_requires_gradient_sync(sync)
+            parity.regression_loss(model, parity.my_part(running.one_batch())).backward()
+            for name, local in fired:
+                parity.assert_equal(model.get_parameter(name).grad.to_local(), local, name)
+            results.append(sorted(fired, key=lambda pair: pair[0]))
+            fired.clear()
+            if zero:
+                model.zero_grad()
+        return results
+
+    results = parity.same_as_torch(run)
+    names = sorted(name for name, _ in running.mlp().named_parameters())
+    assert [[name for name, _ in fired] for fired in results] == [names, names, [], names]
+
+
+@ranks(2)
+def test_optimizer_in_backward() -> None:
+    """A post-accumulate-grad hook that steps and frees the gradient at once."""
+    model, plain = parity.shard(parity.OURS, running.mlp()), running.mlp()
+    optimizers = {}
+    for param in model.parameters():
+        optimizers[param] = torch.optim.SGD([param], lr=0.1)
+
+        def step(param: nn.Parameter) -> None:
+            optimizers[param].step()
+            optimizers[param].zero_grad()
+
+        param.register_post_accumulate_grad_hook(step)
+    for batch in running.mlp_batches():
+        parity.regression_loss(model, parity.my_part(batch)).backward()
+        assert all(param.grad is None for param in model.parameters())
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    expected = parity.train_unsharded(
+        plain, sgd, parity.regression_loss, running.mlp_batches(), slices=True
+    )
+    parity.assert_equal(parity.full_params(model), expected[-1].params, "unsharded")
+
+
+@ranks(2)
+@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
+def test_hooks_from_before_sharding(mixed: bool) -> None:
+    """Those on the gradient see what autograd made here, full; others what was reduced."""
+
+    def doubled(model: nn.Module) -> None:
+        for layer in model.layers:
+            layer.weight.register_hook(lambda grad: grad * 2)
+
+    def compute(model: nn.Module, rank: int | None = None) -> None:
+        parity.regression_loss(
+            parity.Bf16(model) if mixed and rank is not None else model, gradients.part(0, rank)
+        ).backward()
+
+    plain, model = running.mlp(), running.mlp()
+    doubled(plain)
+    doubled(model)
+    seen: list[tuple[nn.Parameter, Any]] = []
+    first: Any = model.layers[0].weight
+    handle = first.register_post_accumulate_grad_hook(lambda p: seen.append((p, p.grad)))
+    parity.shard(parity.OURS, model, mixed=mixed)
+    compute(model)
+    gradients.assert_like_unsharded(parity.full_grads(model), plain, compute)
+    ((param, grad),) = seen
+    assert param is model.layers[0].weight
+    assert grad is param.grad
+    handle.remove()
+    model.zero_grad()
+    compute(model)
+    assert len(seen) == 1
+
+
+# -- hooks on gradients, registered on sharded parameters -----------------------------------------
+
+
+def _hooked(model: Any, hook: Callable[[Tensor], Any]) -> list[Any]:
+    return [param.register_hook(hook) for param in model.parameters()]
+
+
+def _twice(grad: Tensor) -> Tensor:
+    return grad * 2
+
+
+def _sum_over(model: Any, rank: int | None, times: int = 1) -> None:
+    for step in range(times):
+        parity.regression_loss(model, gradients.part(step, rank)).backward()
+
+
+Arrange = Callable[[Any], Callable[[Any, "int | None"], None]]
+
+
+def _at_once(model: Any) -> Any:
+    _hooked(model, _twice)
+    return _sum_over
+
+
+def _behind_a_step(model: Any) -> Any:
+    _sum_over(model, None)
+    model.zero_grad()
+    return _at_once(model)
+
+
+def _between_forward_and_backward(model: Any) -> Any:
+    def compute(model: Any, rank: int | None) -> None:
+        loss = parity.regression_loss(model, gradients.part(0, rank))
+        handles = _hooked(model, _twice)
+        loss.backward()
+        for handle in handles:
+            handle.remove()
+
+    return compute
+
+
+def _one_after_another(model: Any) -> Any:
+    _hooked(model, lambda grad: grad + 1)
+    _hooked(model, _twice)
+    _hooked(model, lambda grad: None)
+    return _sum_over
+
+
+def _removed(model: Any) -> Any:
+    for handle in _hooked(model, _twice):
+        handle.remove()
+    _sum_over(model, None)
+    model.zero_grad()
+    return _sum_over
+
+
+def _removed_and_registered(model: Any) -> Any:
+    _removed(model)
+    return _at_once(model)
+
+
+def _in_place(model: Any) -> Any:
+    def double(grad: Tensor) -> None:
+        grad.mul_(2)
+
+    _hooked(model, double)
+    return _sum_over
+
+
+def _clamped(model: Any) -> Any:
+    _hooked(model, lambda grad: grad.clamp(-0.01, 0.01))
+    return _sum_over
+
+
+def _without_nan(model: Any) -> Any:
+    _hooked(model, lambda grad: torch.nan_to_num(grad) / (1 + grad.norm()))
+    return _sum_over
+
+
+def _added_up(model: Any) -> Any:
+    """Each backward's gradient goes through the hook, as without sharding."""
+    _hooked(model, _twice)
+    return partial(_sum_over, times=3)
+
+
+ARRANGEMENTS: list[Arrange] = [
+    _at_once,
+    _behind_a_step,
+    _between_forward_and_backward,
+    _one_after_another,
+    _removed,
+    _removed_and_registered,
+    _in_place,
+    _clamped,
+    _without_nan,
+    _added_up,
+]
+
+
+@ranks(2)
+@pytest.mark.parametrize("arrange", ARRANGEMENTS)
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_hook_on_a_sharded_gradient(arrange: Arrange, kept: bool) -> None:
+    """It sees the reduced gradient and may replace it; in torch's FSDP2 it never runs."""
+    model, plain = parity.shard(parity.OURS, running.mlp()), running.mlp()
+    model.set_keep_gradient_storage(kept)
+    compute = arrange(model)
+    expected = gradients.unsharded_grads(plain, _sum_over_ranks(arrange, plain))
+    for _ in range(2):
+        model.zero_grad()
+        compute(model, None)
+        parity.assert_close(parity.full_grads(model), expected, parity.FP32, arrange.__name__)
+
+
+def _sum_over_ranks(arrange: Arrange, plain: nn.Module) -> Callable[[Any, int], None]:
+    """The hooks of the unsharded model see the average, as a reduction would have made it."""
+
+    def compute(model: nn.Module, rank: int) -> None:
+        other = running.mlp()
+        run = arrange(other) if arrange is not _between_forward_and_backward else None
+        if run is None:
+            _hooked(other, _twice)
+        averaged: dict[str, Tensor] = {}
+        times = 3 if arrange is _added_up else 1
+        for step in range(times):
+            average = gradients.unsharded_grads(
+                running.mlp(),
+                lambda m, r, step=step: parity.regression_loss(
+                    m, gradients.part(step, r)
+                ).backward(),
+            )
+            for name, param in other.named_parameters():
+                found: Any = average[name]
+                for hook in (param._backward_hooks or {}).values():
+                    result = hook(found)
+                    found = found if result is None else result
+                averaged[name] = averaged[name] + found if name in averaged else found
+        for name, param in model.named_parameters():
+            param.grad = averaged[name].clone()
+
+    return compute
+
+
+@ranks(2)
+@pytest.mark.parametrize("which", ["replicas", "offloaded", "mixed", "int", "moved", "assigned"])
+def test_a_hook_on_a_sharded_gradient_of_other_units(which: str) -> None:
+    arguments: dict[str, Any] = {}
+    if which == "replicas":
+        arguments["mesh"] = init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s"))
+    elif which == "offloaded":
+        arguments["offload_policy"] = fsdp2.CPUOffloadPolicy(pin_memory=False)
+    elif which == "int":
+        arguments["reshard_after_forward"] = 1
+    model, other = (
+        parity.shard(parity.OURS, running.mlp(), mixed=which == "mixed", **arguments)
+        for _ in range(2)
+    )
+    if which == "moved":
+        model.to(torch.float64).to(torch.float32)
+    elif which == "assigned":
+        model.load_state_dict({n: v.clone() for n, v in model.state_dict().items()}, assign=True)
+    _hooked(model, _twice)
+    for _ in range(2):
+        for each in (model, other):
+            each.zero_grad()
+            _sum_over(each, None)
+        doubled = {n: g * 2 for n, g in parity.full_grads(other).items() if g is not None}
+        parity.assert_equal(parity.full_grads(model), doubled, which)
+
+
+@ranks(2)
+def test_a_hook_on_what_is_summed_without_sync() -> None:
+    """It runs once, on the sum."""
+    model, seen = parity.shard(parity.OURS, running.mlp()), []
+    _hooked(model, lambda grad: seen.append(grad))
+    for step in range(3):
+        model.set_requires_gradient_sync(step == 2)
+        parity.regression_loss(model, gradients.part(step)).backward()
+    assert len(seen) == len(list(model.parameters()))
+
+
+@ranks(4)
+def test_a_hook_on_a_parameter_of_a_smaller_group() -> None:
+    """Registered between forward and backward, where a third object stands for the parameter."""
+    model = parity.shard(parity.OURS, running.mlp(), reshard_after_forward=2)
+    other = parity.shard(parity.OURS, running.mlp(), reshard_after_forward=2)
+    loss = parity.regression_loss(model, gradients.part(0))
+    _hooked(model.layers[0], _twice)
+    loss.backward()
+    _sum_over(other, None)
+    ours, expected = parity.full_grads(model), parity.full_grads(other)
+    for name, grad in expected.items():
+        factor = 2 if name.startswith("layers.0") else 1
+        assert torch.equal(ours[name], grad * factor), name  # type: ignore[operator,arg-type]  # no None
+
+
+@ranks(2)
+@pytest.mark.parametrize("result", [1.0, torch.zeros(2), "half"])
+def test_a_hook_that_returns_no_gradient(result: Any) -> None:
+    model = parity.shard(parity.OURS, running.mlp())
+    _hooked(model, lambda grad: grad.half() if result == "half" else result)
+    with raises("gradient-hook-result"):
+        _sum_over(model, None)

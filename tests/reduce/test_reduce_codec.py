@@ -1,0 +1,195 @@
+"""A transport that somebody adds: a class here, an entry in the table, and nothing else."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp2
+from fsdp2.core.modules.registry import record_of
+from fsdp2.core.reduce.kinds import TRANSPORTS
+from fsdp2.core.reduce.program import Job
+from fsdp2.core.reduce.reduction import ReduceContext
+from fsdp2.core.reduce.transport import PackingReduce
+from fsdp2.record.notes import Operation
+from fsdp2.testing.null_group import CallLog, init_null_group
+from fsdp2.testing.virtual import VirtualDevice
+from tests.common import random_models as _random_models
+from tests.common import reductions, thread_ranks
+from tests.common.scenarios import SCENARIOS
+
+pytestmark = pytest.mark.alone
+
+
+class RoundedReduce(PackingReduce):
+    """Gradients travel in bf16, whatever the reduce dtype; the sums come back in that."""
+
+    carries_marks = False  # so that no mark is rounded
+    unstages = True
+
+    def _bind(self, context: ReduceContext) -> None:
+        super()._bind(context)
+        shape = (self.collectives.size, self.width)
+        self.staging = staging = self.kernels.transient(2 * math.prod(shape), "rounded gradients")
+        self._rows = staging.view(reductions.BF16, 0, shape)
+        self._input = staging.view(reductions.BF16, 0, (math.prod(shape),))
+        staging.release()
+        self._new_sums = self.kernels.bind_empty((self.width,), reductions.BF16, "rounded sums")
+        self.scatter = self.collectives.bind_reduce_scatter(context.division.kind)
+
+    def stage(self, job: Job) -> None:
+        assert self.staging is not None
+        self.staging.acquire()
+        self.pack(job, self._rows)
+        job.scattered = self._new_sums()
+
+    def divide(self, job: Job) -> None:
+        assert self.before is not None
+        self.kernels.divide(self._input, self.before)
+
+    def reduce(self, job: Job) -> None:
+        work = self.scatter(job.scattered, self._input)
+        if work is not None:
+            work.wait()
+
+    def unstage(self, job: Job) -> None:
+        assert job.flat is not None
+        assert job.scattered is not None
+        self.kernels.copy(job.flat.narrow(0, 0, self.width), job.scattered)
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TRANSPORTS, "rounded", RoundedReduce)
+
+
+ROUNDED = reductions.Setup(codec="rounded", shapes=reductions.ODD)
+FINE = 1 + 1 / 256  # no bf16 number; it becomes 1
+
+
+def test_its_steps_stand_where_those_of_others_do() -> None:
+    found = thread_ranks.run_ranks(2, lambda c: reductions.step_names(ROUNDED.bind(c)))[0]
+    assert found == (
+        "allocate stage_rounded",
+        "reduce_rounded unstage reduce deliver",  # and the marks' own
+        "",
+        "",
+    )
+    halves = replace(ROUNDED, grad=reductions.F16, reduce=reductions.F16)
+    reduce = "divide reduce_rounded unstage reduce divide cast deliver"
+    assert (
+        thread_ranks.run_ranks(4, lambda c: reductions.step_names(halves.bind(c)))[0][1] == reduce
+    )
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        ROUNDED,
+        replace(ROUNDED, direct=True),
+        replace(ROUNDED, factor=8.0),
+        replace(ROUNDED, grad=reductions.BF16),
+        replace(ROUNDED, grad=reductions.F16, reduce=reductions.F16),
+        replace(ROUNDED, to_host=True),
+        replace(ROUNDED, keep=True),
+        replace(ROUNDED, hook=lambda flat: flat.mul_(1)),
+    ],
+)
+@pytest.mark.parametrize("copies", [1, 2])
+def test_what_it_reduces_is_rounded_and_all_else_as_ever(
+    setup: reductions.Setup, copies: int
+) -> None:
+    def body(
+        collectives: thread_ranks.ThreadCollectives, replicas: thread_ranks.ThreadReplicas
+    ) -> None:
+        reduction = setup.bind(collectives, replicas)
+        factor = 1.0 if setup.factor is None else 2 * copies / setup.factor
+        for repetition in (1, 2):  # the second adds to what is there
+            for member in reduction.members:
+                member.full_grad = torch.full(member.shape, FINE, dtype=setup.grad)
+            reductions.run(reduction)
+            for member in reduction.members:
+                assert member.gradient.dtype is reductions.F32
+                assert member.gradient.eq(factor * repetition).all()
+        assert collectives.calls == ["reduce_scatter"] * 4  # gradients and marks
+        staging = reduction.transport.staging
+        assert staging is not None
+        assert not staging.allocated
+
+    thread_ranks.run_mesh(copies, 2, body)
+
+
+def test_who_had_a_gradient_is_known_all_the_same() -> None:
+    def body(collectives: thread_ranks.ThreadCollectives) -> None:
+        reduction = ROUNDED.bind(collectives)
+        first, second, *others = reduction.members
+        (first, second)[collectives.rank].full_grad = torch.ones(
+            (first, second)[collectives.rank].shape
+        )
+        reductions.run(reduction)
+        assert first.gradient.eq(0.5).all()
+        assert second.gradient.eq(0.5).all()
+        assert all(other.gradient is None for other in others)
+
+    thread_ranks.run_ranks(2, body)
+
+
+def test_one_rank_does_not_round() -> None:
+    def body(collectives: thread_ranks.ThreadCollectives) -> None:
+        reduction = ROUNDED.bind(collectives)
+        for member in reduction.members:
+            member.full_grad = torch.full(member.shape, FINE)
+        reductions.run(reduction)
+        assert all(member.gradient.eq(FINE).all() for member in reduction.members)
+
+    thread_ranks.run_ranks(1, body)
+
+
+@pytest.mark.parametrize("scenario", ["steady", "accumulation", "replicated", "changing"])
+def test_its_memory_is_used_in_order(scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = _random_models.random_settings
+
+    def rounded(*args: Any) -> dict[str, Any]:
+        found = settings(*args)
+        return found | {"options": replace(found["options"], reduce_codec="rounded")}
+
+    monkeypatch.setattr(_random_models, "random_settings", rounded)
+    staged = 0
+    for seed in range(10):
+        device = VirtualDevice()
+        watch = SCENARIOS[scenario](random.Random(f"{scenario} {seed}"), device)
+        assert watch.problems == []
+        staged += any(
+            b.name == "rounded gradients"
+            for op in device.trace
+            if isinstance(op, Operation)
+            for b in op.writes
+        )
+    assert staged
+
+
+def test_a_sharded_model_uses_it() -> None:
+    """Of a unit's options, as a setter would change them."""
+    log = CallLog()
+    init_null_group(8, observer=log)
+    try:
+        model = nn.Linear(64, 64)
+        fsdp2.fully_shard(model)
+        record = record_of(model)
+        assert record is not None
+        (group,) = record.unit.groups
+        group.set_options(replace(group.options, reduce_codec="rounded"))
+        model(torch.ones(2, 64)).sum().backward()
+        assert group.bound is not None
+        assert isinstance(group.bound.reductions[0].transport, RoundedReduce)
+        assert log.counts()["reduce_scatter_single"] == 2
+        assert model.weight.grad is not None
+    finally:
+        dist.destroy_process_group()

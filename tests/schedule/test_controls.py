@@ -1,0 +1,577 @@
+"""The remaining controls of a unit: gathers on request, windows, storage, events, getters.
+
+Where this torch has a method, the same scenario with it must give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
+
+import fsdp2
+from fsdp2 import FSDPMeshInfo, MixedPrecisionPolicy, ShardPlacementResult, share_comm_ctx
+from fsdp2.core.device.collectives import GroupCollectives
+from fsdp2.core.modules.registry import require_record
+from tests.common import meshes, parity
+from tests.common import models as common_models
+from tests.common.backends import packs
+from tests.common.workers import ranks
+
+pytestmark = pytest.mark.ranks
+
+VOCAB = 13
+STEPS = 3
+
+mlp = partial(common_models.seeded, common_models.MLP)
+mlp_batches = partial(parity.regression_batches, common_models.DIM, 4, steps=STEPS)
+Change = Callable[[Any], object]
+
+
+def _train(api: Any, change: Change = lambda model: None, **arguments: Any) -> Any:
+    model = parity.shard(api, mlp(), **arguments)
+    change(model)
+    return parity.train_sharded(model, parity.adamw, parity.regression_loss, mlp_batches())
+
+
+def _check(change: Change, *methods: str, **arguments: Any) -> None:
+    """A change that alters no result; the same with torch's, where it has the methods."""
+    ours = _train(parity.OURS, change, **arguments)
+    parity.assert_equal(ours, _train(parity.OURS, **arguments), "unchanged")
+    if all(hasattr(parity.TORCH.FSDPModule, method) for method in methods):
+        parity.assert_like_torch(ours, _train(parity.TORCH, change, **arguments))
+
+
+def _one() -> tuple[Tensor, Tensor]:
+    part: tuple[Tensor, Tensor] = parity.my_part(mlp_batches()[0])
+    return part
+
+
+def _gathers(run: Callable[[], Any]) -> int:
+    with parity.CountCollectives() as counted:
+        run()
+    return counted.all_gathers
+
+
+# -- unshard_in_backward --------------------------------------------------------------------------
+
+
+def _language_model(api: Any, **settings: Any) -> Any:
+    model: Any = common_models.seeded(partial(common_models.Transformer, vocab=VOCAB))
+    model.embed.is_unit = True
+    return parity.shard(api, model, **settings)
+
+
+@packs
+@ranks(2)
+def test_embedding_is_not_gathered_in_backward() -> None:
+    def train(api: Any, gathers: bool) -> Any:
+        model = _language_model(api)
+        model.embed.set_unshard_in_backward(gathers)
+        counts: list[int] = []
+
+        def loss(model: nn.Module, ids: Tensor) -> Tensor:
+            value = parity.language_loss(model, ids)
+            counts.append(_gathers(partial(value.backward, retain_graph=True)))
+            model.zero_grad()
+            return value
+
+        return parity.train_sharded(
+            model, parity.adamw, loss, parity.language_batches(VOCAB, steps=STEPS)
+        ), counts
+
+    ours, fewer = train(parity.OURS, False)
+    usual, more = train(parity.OURS, True)
+    parity.assert_equal(ours, usual)
+    assert [a - b for a, b in zip(more, fewer, strict=True)] == [1] * STEPS
+    theirs, counts = train(parity.TORCH, False)
+    parity.assert_equal(ours, theirs, "torch")
+    assert counts == fewer
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@ranks(2)
+def test_embedding_that_is_recomputed(reentrant: bool) -> None:
+    """Then backward does run its forward, which needs the parameters."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(VOCAB, common_models.DIM)
+            self.head = nn.Linear(common_models.DIM, VOCAB)
+
+        def forward(self, ids: Tensor, start: Tensor) -> Tensor:
+            def embed(ids: Tensor, start: Tensor) -> Tensor:
+                return torch.sin(self.embed(ids) + start)
+
+            return self.head(checkpoint(embed, ids, start, use_reentrant=reentrant))
+
+    def train(gathers: bool) -> Any:
+        model: Any = common_models.seeded(Checkpointed)
+        fsdp2.fully_shard(model.embed)
+        fsdp2.fully_shard(model)
+        model.embed.set_unshard_in_backward(gathers)
+        results = []
+        for ids in parity.language_batches(VOCAB, steps=STEPS):
+            start = torch.zeros(common_models.DIM, requires_grad=True)
+            model.zero_grad()
+            model(parity.my_part(ids), start).square().mean().backward()
+            results.append([parity.full_grads(model), start.grad])
+        return results
+
+    parity.assert_equal(train(False), train(True))
+
+
+@ranks(2)
+def test_linear_that_is_not_gathered_in_backward() -> None:
+    """Wrong, and said so before freed memory is read; nothing is left behind after a reset."""
+    model: Any = parity.shard(parity.OURS, mlp())
+    model.layers[1].set_unshard_in_backward(False)
+    loss = parity.regression_loss(model, _one())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    model.reset_iter_state()
+    model.zero_grad()
+    model.layers[1].set_unshard_in_backward(True)
+    parity.regression_loss(model, _one()).backward()
+    plain = parity.shard(parity.OURS, mlp())
+    parity.regression_loss(plain, _one()).backward()
+    parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
+
+
+@ranks(2)
+def test_linear_that_is_still_gathered_in_backward() -> None:
+    _check(
+        lambda model: [layer.set_unshard_in_backward(False) for layer in model.layers],
+        reshard_after_forward=False,
+    )
+
+
+# -- prefetch -------------------------------------------------------------------------------------
+
+
+class TwoMeshes(nn.Module):
+    """Units of two groups each: weights over all ranks, biases over one rank's copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Linear(common_models.DIM, common_models.DIM) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@ranks(4)
+def test_prefetch_of_units_with_several_groups() -> None:
+    mesh = meshes.mesh("a", "b", shape=(2, 2))
+    wide = init_device_mesh("cpu", (4,))
+
+    def train(ahead: int) -> Any:
+        model: Any = common_models.seeded(TwoMeshes)
+
+        def place(param: nn.Parameter) -> ShardPlacementResult | None:
+            if param.ndim > 1:
+                return None
+            info = FSDPMeshInfo(mesh["a", "b"], shard_mesh_dim=1, replicate_mesh_dim=0)
+            return ShardPlacementResult(Shard(0), info)
+
+        for layer in model.layers:
+            fsdp2.fully_shard(layer, mesh=wide, shard_placement_fn=place)
+            assert len(require_record(layer).unit.own_groups) == 2
+        fsdp2.fully_shard(model, mesh=wide)
+        layers = list(model.layers)
+        for i, layer in enumerate(layers if ahead else ()):
+            layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + ahead])
+            layer.set_modules_to_backward_prefetch(layers[max(0, i - ahead) : i][::-1])
+        counts: list[int] = []
+
+        def loss(model: nn.Module, part: Any) -> Tensor:
+            value: list[Tensor] = []
+            counts.append(_gathers(lambda: value.append(parity.regression_loss(model, part))))
+            return value[0]
+
+        batches = parity.regression_batches(common_models.DIM, common_models.DIM, steps=STEPS)
+        steps = parity.train_sharded(model, parity.adamw, loss, batches)
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+        return steps, counts
+
+    expected = train(0)
+    assert expected[1] == [8] * STEPS
+    for ahead in (1, 2):
+        parity.assert_equal(train(ahead), expected)
+
+
+@ranks(2)
+def test_a_guess_of_the_scheduler_that_a_user_asks_for() -> None:
+    """`unshard()` of what is gathered ahead already: it may not be freed as unused."""
+    model: Any = parity.shard(parity.OURS, mlp())
+    model(_one()[0])  # teaches the order
+    block = model.layers[1]
+
+    class EarlyExitError(Exception):
+        pass
+
+    def ask(*_: Any) -> None:
+        assert require_record(block).unit.is_gathered
+        block.unshard()
+
+    hook = model.layers[0].register_forward_hook(ask)
+    with (
+        torch.no_grad(),
+        mock.patch.object(common_models.MLP, "forward", lambda self, x: self.layers[0](x)),
+    ):
+        model(_one()[0])
+    hook.remove()
+    assert not isinstance(block.weight, DTensor)
+    block.reshard()
+    assert isinstance(block.weight, DTensor)
+
+
+@packs
+@ranks(2)
+def test_is_last_backward_and_what_is_gathered_for_the_next() -> None:
+    """Two forwards, two backwards: the first leaves a unit gathered for the second."""
+
+    def count(last: bool) -> list[int]:
+        model: Any = mlp()
+        model.head.is_unit = True
+        parity.shard(parity.OURS, model)
+        counts = []
+        for _ in range(2):
+            losses = [parity.regression_loss(model, _one()) for _ in range(2)]
+            model.set_is_last_backward(last)
+            counts.append(_gathers(losses[1].backward))
+            model.set_is_last_backward(True)
+            counts.append(_gathers(losses[0].backward))
+            model.zero_grad()
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+        return counts[2:]
+
+    # Four units each; the head, first in the second backward, is gathered ahead by the first.
+    assert count(last=False) == [5, 3]
+    assert count(last=True) == [5, 4]
+
+
+# -- reductions -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("buffers", [2, 5])
+@ranks(2)
+def test_reduce_scatter_max_input_buffers(buffers: int) -> None:
+    _check(
+        lambda model: model.set_reduce_scatter_max_input_buffers(buffers),
+        "set_reduce_scatter_max_input_buffers",
+    )
+
+
+@ranks(2)
+def test_input_buffers_are_one_number_below_a_root() -> None:
+    model: Any = parity.shard(parity.OURS, mlp())
+    model.layers[0].set_reduce_scatter_max_input_buffers(3)
+    model(_one()[0])
+    scheduler = require_record(model).scheduler
+    assert scheduler is not None
+    assert scheduler._in_flight.window == 3
+    model.set_reduce_scatter_max_input_buffers(2)
+    assert scheduler._in_flight.window == 2
+    for wrong, error in ((0, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="set_reduce_scatter_max_input_buffers takes"):
+            model.set_reduce_scatter_max_input_buffers(wrong)
+
+
+@ranks(2)
+def test_separate_reduce_scatter_group() -> None:
+    _check(
+        lambda model: model.set_separate_reduce_scatter_group(),
+        "set_separate_reduce_scatter_group",
+    )
+
+
+@ranks(2)
+def test_separate_group_is_one_for_all_units_and_can_be_left() -> None:
+    model: Any = parity.shard(parity.OURS, mlp())
+    groups = [group for m in (*model.layers, model) for group in require_record(m).unit.own_groups]
+
+    def reducers() -> set[int]:
+        found = set()
+        for group in groups:
+            assert isinstance(group.reducers, GroupCollectives)
+            found.add(id(group.reducers.group))
+        return found
+
+    (shared,) = reducers()
+    parity.regression_loss(model, _one()).backward()
+    before = parity.full_grads(model)
+    for enable in (True, False):
+        model.set_separate_reduce_scatter_group(enable)
+        (used,) = reducers()
+        assert (used != shared) is enable
+        model.zero_grad()
+        parity.regression_loss(model, _one()).backward()
+        parity.assert_equal(parity.full_grads(model), before)
+    model.layers[0].set_separate_reduce_scatter_group(True, recurse=False)
+    assert len(reducers()) == 2
+
+
+# -- HSDP: what is not reduced yet, and optimizers in backward ------------------------------------
+
+
+def _copies() -> DeviceMesh:
+    return meshes.hsdp_mesh(2, 2)
+
+
+@ranks(4)
+def test_zero_grad_drops_partial_sums() -> None:
+    mesh = _copies()
+    model: Any = parity.shard(parity.OURS, mlp(), mesh=mesh)
+    inputs, targets = _one()
+    for _ in range(2):
+        model.set_requires_all_reduce(False)
+        parity.regression_loss(model, (10 * inputs, targets)).backward()
+        model.zero_grad()
+        model.set_requires_all_reduce(True)
+        parity.regression_loss(model, (inputs, targets)).backward()
+        plain = parity.shard(parity.OURS, mlp(), mesh=mesh)
+        parity.regression_loss(plain, (inputs, targets)).backward()
+        parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("last", [True, False], ids="is_last_backward={}".format)
+@ranks(4)
+def test_optimizer_in_backward_with_copies(last: bool) -> None:
+    """A hook steps each parameter as soon as its gradient is there, in every micro-batch."""
+
+    def train(api: Any, in_backward: bool) -> Any:
+        model: Any = parity.shard(api, mlp(), mesh=_copies())
+        optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+        def step(param: Tensor) -> None:
+            optimizers[param].step()  # type: ignore[index]
+            optimizers[param].zero_grad()  # type: ignore[index]
+
+        if in_backward:
+            for param in model.parameters():
+                param.register_post_accumulate_grad_hook(step)
+        seen = []
+        for i, batch in enumerate(mlp_batches()):
+            model.set_is_last_backward(last or i == STEPS - 1)
+            value = parity.regression_loss(model, parity.my_part(batch))
+            value.backward()
+            if not in_backward:
+                for param in model.parameters():
+                    step(param)
+            seen.append([value.detach(), parity.full_params(model)])
+        return seen
+
+    ours = train(parity.OURS, True)
+    parity.assert_equal(ours, train(parity.OURS, False))
+    parity.assert_close(ours, train(parity.TORCH, True), parity.REORDERED_FP32, "torch")
+
+
+@ranks(4)
+def test_accumulation_flags_with_copies() -> None:
+    """No sync, then no all-reduce, then both, in one step; the last backward is told or not."""
+
+    def train(api: Any, last: bool) -> Any:
+        model: Any = parity.shard(api, mlp(), mesh=_copies())
+        optimizer = parity.adamw(model.parameters())
+        seen = []
+        for _ in range(2):
+            for i, batch in enumerate(mlp_batches()):
+                model.set_requires_gradient_sync(i != 0)
+                model.set_requires_all_reduce(i == STEPS - 1)
+                model.set_is_last_backward(last or i == STEPS - 1)
+                parity.regression_loss(model, parity.my_part(batch)).backward()
+            seen.append(parity.full_grads(model))
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(parity.full_params(model))
+        return seen
+
+    ours = train(parity.OURS, True)
+    parity.assert_equal(ours, train(parity.OURS, False))
+    parity.assert_close(ours, train(parity.TORCH, False), parity.REORDERED_FP32, "torch")
+
+
+@ranks(4)
+def test_exception_in_a_hook_with_copies() -> None:
+    model: Any = parity.shard(parity.OURS, mlp(), mesh=_copies())
+
+    def fail(param: Tensor) -> None:
+        raise KeyError("hook")
+
+    handle = model.layers[1].weight.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(KeyError):
+        parity.regression_loss(model, _one()).backward()
+    handle.remove()
+    model.reset_iter_state()
+    model.zero_grad()
+    parity.regression_loss(model, _one()).backward()
+    plain = parity.shard(parity.OURS, mlp(), mesh=_copies())
+    parity.regression_loss(plain, _one()).backward()
+    parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_kept_storage_has_the_same_address() -> None:
+    _check(
+        lambda model: model.set_keep_unsharded_storage(True),
+        "set_keep_unsharded_storage",
+        reshard_after_forward=True,
+    )
+    model: Any = parity.shard(parity.OURS, mlp(), reshard_after_forward=True)
+    addresses: dict[str, set[int]] = {}
+
+    def note(name: str, module: nn.Module, args: Any) -> None:
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        assert not isinstance(weight, DTensor)
+        addresses.setdefault(name, set()).add(weight.data_ptr())
+
+    for name, layer in model.layers.named_children():
+        layer.register_forward_pre_hook(partial(note, name))
+
+    def sizes() -> list[int]:
+        return [
+            param.unsharded.untyped_storage().size()
+            for m in (*model.layers, model)
+            for group in require_record(m).unit.own_groups
+            for param in group.params
+            if param.unsharded is not None
+        ]
+
+    model.set_keep_unsharded_storage(True)
+    optimizer = parity.adamw(model.parameters())
+    for _ in range(STEPS):
+        parity.regression_loss(model, _one()).backward()
+        optimizer.step()
+        model.zero_grad()
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+        assert all(sizes())
+    assert {name: len(found) for name, found in addresses.items()} == {"0": 1, "1": 1, "2": 1}
+    model.set_keep_unsharded_storage(False)
+    parity.regression_loss(model, _one()).backward()
+    assert not any(sizes())
+
+
+# -- other streams, other roots -------------------------------------------------------------------
+
+
+@ranks(2)
+def test_post_optim_event() -> None:
+    """On the CPU there is nothing to wait for; the event is let go after one forward."""
+    model: Any = parity.shard(parity.OURS, mlp())
+    optimizer = parity.adamw(model.parameters())
+    event = object()
+    for _ in range(2):
+        parity.regression_loss(model, _one()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.set_post_optim_event(event)
+    scheduler = require_record(model).scheduler
+    assert scheduler is not None
+    assert scheduler.post_optim_event is event
+    with mock.patch.object(scheduler.streams, "wait", wraps=scheduler.streams.wait) as wait:
+        model(_one()[0])
+    assert sum(call.args[1] is event for call in wait.call_args_list) == 1
+    assert scheduler.post_optim_event is None
+
+
+@ranks(2)
+def test_post_optim_event_is_kept_where_units_are_added() -> None:
+    model: Any = parity.shard(parity.OURS, mlp())
+    model(_one()[0])
+    event = object()
+    model.set_post_optim_event(event)
+    model.added = nn.Linear(4, 4)
+    fsdp2.fully_shard(model.added, mesh=meshes.mesh("shard", shape=(2,)))
+    old = require_record(model).scheduler
+    assert old is not None
+    with mock.patch.object(old.streams, "wait", wraps=old.streams.wait) as wait:
+        model(_one()[0])
+    assert require_record(model).scheduler is not old
+    assert sum(call.args[1] is event for call in wait.call_args_list) == 1
+
+
+@ranks(2)
+def test_share_comm_ctx() -> None:
+    """Two roots that are trained in turn, as the stages of a pipeline on one rank."""
+
+    def train(api: Any, share: bool) -> Any:
+        models: Any = [
+            parity.shard(api, common_models.seeded(common_models.MLP, seed)) for seed in range(2)
+        ]
+        if share:
+            api.share_comm_ctx(models)
+        optimizers = [parity.adamw(model.parameters()) for model in models]
+        for batch in mlp_batches():
+            losses = [parity.regression_loss(model, parity.my_part(batch)) for model in models]
+            for loss, optimizer in zip(losses, optimizers, strict=True):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [parity.full_params(model) for model in models]
+
+    ours = train(parity.OURS, True)
+    parity.assert_equal(ours, train(parity.OURS, False))
+    parity.assert_like_torch(
+        ours, train(parity.TORCH, False)
+    )  # whose roots must not take turns like this
+    share_comm_ctx([])
+    with pytest.raises(ValueError, match=r"share_comm_ctx takes sharded modules.*Linear"):
+        share_comm_ctx([nn.Linear(2, 2)])  # type: ignore[list-item]
+
+
+# -- getters --------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_getters() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    model: Any = common_models.seeded(common_models.MLP)
+    for layer in model.layers:
+        fsdp2.fully_shard(layer, mp_policy=policy)
+    fsdp2.fully_shard(model)
+    first, root = model.layers[0], model
+    assert first.get_mp_policy() is policy
+    assert root.get_mp_policy() == MixedPrecisionPolicy()
+    assert first.get_reshard_after_forward() is True
+    model(_one()[0])
+    assert first.get_reshard_after_forward() is True
+    assert root.get_reshard_after_forward() is False
+    root.set_reshard_after_forward(True)
+    assert root.get_reshard_after_forward() is True
+    first.set_reshard_after_forward(False)
+    assert first.get_reshard_after_forward() is False
+
+
+@ranks(4)
+def test_getter_of_a_smaller_group() -> None:
+    model: Any = common_models.seeded(common_models.MLP)
+    for layer in model.layers:
+        fsdp2.fully_shard(layer, reshard_after_forward=2)
+    fsdp2.fully_shard(model)
+    assert [layer.get_reshard_after_forward() for layer in model.layers] == [2, 2, 2]
+    x = F.one_hot(torch.arange(common_models.DIM), common_models.DIM).float()
+    model(x).sum().backward()
+    model.layers[0].set_reshard_after_forward(True)
+    assert [layer.get_reshard_after_forward() for layer in model.layers] == [True, 2, 2]
+    assert dist.get_world_size() == 4

@@ -1,0 +1,228 @@
+"""The state machine of one group, on a device that exists only on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fsdp2 import MixedPrecisionPolicy, ShardingStateError
+from fsdp2.core.config import GroupOptions
+from fsdp2.core.device.streams import Lane
+from fsdp2.core.gather.smaller_group import SmallerGroup
+from fsdp2.core.params.param import compute_dtype
+from fsdp2.core.progress import OptimizerSteps
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.states import GroupState
+from fsdp2.core.schedule.unit import Unit, free_if_outdated
+from fsdp2.record.notes import operations
+from fsdp2.testing.simulation import Node, Simulation
+from fsdp2.testing.virtual import VirtualCollectives, VirtualDevice, VirtualTensor
+from tests.common.observing import observe
+
+pytestmark = pytest.mark.alone
+
+
+def _group(
+    world_size: int = 2,
+    precision: MixedPrecisionPolicy | None = None,
+    smaller: int | None = None,
+) -> tuple[ParamGroup, VirtualDevice]:
+    device = VirtualDevice()
+    sim = Simulation(Node("block"), device, world_size=world_size, precision=precision)
+    (unit,) = sim.scheduler.units
+    (group,) = unit.own_groups
+    if smaller is not None:
+        neighbours = VirtualCollectives(device, smaller, coalesces=True)
+        group.set_smaller_group(SmallerGroup(neighbours, None))  # type: ignore[arg-type]  # no mesh
+    return group, device
+
+
+ACTIONS: dict[str, Callable[[ParamGroup], None]] = {
+    "start_unshard": ParamGroup.start_unshard,
+    "finish_unshard": ParamGroup.finish_unshard,
+    "shard_smaller": ParamGroup.shard_smaller,
+    "reshard": ParamGroup.reshard,
+    "hide": ParamGroup.hide,
+    "show": ParamGroup.show,
+}
+
+PATHS = {
+    GroupState.SHARDED: [],
+    GroupState.GATHERING: ["start_unshard"],
+    GroupState.UNSHARDED: ["start_unshard", "finish_unshard"],
+    GroupState.RESHARDED: ["start_unshard", "finish_unshard", "shard_smaller"],
+    GroupState.HIDDEN: ["start_unshard", "finish_unshard", "hide"],
+}
+
+MOVES = {
+    (GroupState.SHARDED, "start_unshard"): GroupState.GATHERING,
+    (GroupState.SHARDED, "reshard"): GroupState.SHARDED,  # nothing to free
+    (GroupState.GATHERING, "finish_unshard"): GroupState.UNSHARDED,
+    (GroupState.GATHERING, "reshard"): GroupState.SHARDED,
+    (GroupState.UNSHARDED, "shard_smaller"): GroupState.RESHARDED,
+    (GroupState.UNSHARDED, "reshard"): GroupState.SHARDED,
+    (GroupState.UNSHARDED, "hide"): GroupState.HIDDEN,
+    (GroupState.HIDDEN, "show"): GroupState.UNSHARDED,
+    (GroupState.HIDDEN, "reshard"): GroupState.SHARDED,
+    (GroupState.RESHARDED, "start_unshard"): GroupState.GATHERING,
+    (GroupState.RESHARDED, "reshard"): GroupState.SHARDED,
+}
+NOTHING_TO_DO = [
+    (GroupState.SHARDED, "shard_smaller"),
+    (GroupState.GATHERING, "shard_smaller"),
+    (GroupState.RESHARDED, "shard_smaller"),
+    (GroupState.HIDDEN, "shard_smaller"),
+    *((state, "hide") for state in GroupState if state is not GroupState.UNSHARDED),
+]
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("state", GroupState)
+def test_every_move(state: GroupState, action: str) -> None:
+    group, device = _group(world_size=4, smaller=2)
+    group.bind()
+    for name in PATHS[state]:
+        ACTIONS[name](group)
+    assert group.state is state
+    target = state if (state, action) in NOTHING_TO_DO else MOVES.get((state, action))
+    if target is None:
+        message = rf"cannot {action} the parameters of 'block', which are {state.value}; .*reset"
+        with pytest.raises(ShardingStateError, match=message):
+            ACTIONS[action](group)
+        assert group.state is state
+    else:
+        ACTIONS[action](group)
+        assert group.state is target
+    assert group.is_unsharded == (group.state is GroupState.UNSHARDED)
+    assert device.races == []
+
+
+@pytest.mark.parametrize("state", [s for s in PATHS if not s.needs_gather])
+def test_memory_is_not_moved_while_it_is_gathered(state: GroupState) -> None:
+    group, _ = _group()
+    group.bind()
+    for name in PATHS[state]:
+        ACTIONS[name](group)
+    with pytest.raises(ShardingStateError, match=rf"cannot adopt 'block' while .* {state.value}"):
+        group.adopt()
+    group.rebind()
+    with pytest.raises(ShardingStateError, match=rf"cannot bind 'block' while .* {state.value}"):
+        group.bind()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_each_move_is_made_once(world_size: int) -> None:
+    unit = Unit("block", [_group(world_size)[0]])
+    heard: list[tuple[str, str]] = []
+    observe([unit], lambda *what: heard.append(what))
+    (group,) = unit.groups
+    group.bind()
+    group.start_unshard()
+    group.finish_unshard()
+    group.reshard()
+    group.reshard()
+    names = ["all_gather", "finish", "reshard"] if world_size > 1 else ["finish", "reshard"]
+    assert heard == [(name, "block") for name in names]
+
+
+def test_parameters_of_before_a_step_are_out_of_date() -> None:
+    group, _ = _group()
+    group.bind()
+    group.start_unshard()
+    group.finish_unshard()
+    free_if_outdated(group)
+    assert group.is_unsharded
+    OptimizerSteps.count += 1
+    free_if_outdated(group)
+    assert group.state is GroupState.SHARDED
+    free_if_outdated(group)
+    assert group.state is GroupState.SHARDED
+
+
+def test_bind_does_nothing_twice() -> None:
+    group, device = _group()
+    group.bind()
+    length = len(device.trace)
+    group.bind()
+    assert len(device.trace) == length
+    group.rebind()
+    group.bind()
+    assert len(device.trace) > length
+
+
+def test_integers_are_gathered_as_they_are() -> None:
+    group, _ = _group(precision=MixedPrecisionPolicy(torch.bfloat16))
+    (param, _) = group.params
+    for dtype, gathered in [
+        (torch.float32, torch.bfloat16),
+        (torch.float64, torch.bfloat16),
+        (torch.uint8, torch.uint8),
+    ]:
+        param.dtype = dtype  # type: ignore[misc]  # a simulated parameter
+        assert compute_dtype(group.options, param) is gathered
+
+
+def _leave_gradients(group: ParamGroup, device: VirtualDevice, dtype: torch.dtype) -> None:
+    for param in group.params:
+        owner = device.empty((1,), dtype, f"gradient {param.name}").owner
+        param.full_grad = VirtualTensor(owner, param.shape, dtype)
+        device.run("gradient", [], [param.full_grad])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_reduction_is_on_its_way_only_between_ranks(world_size: int) -> None:
+    bare, device = _group(world_size)
+    unit = Unit("block", [bare])
+    heard: list[tuple[str, str]] = []
+    observe([unit], lambda *what: heard.append(what))
+    (group,) = unit.groups
+    group.bind()
+    _leave_gradients(bare, device, torch.float32)
+    start = len(device.trace)
+    pending = group.reduce(group.collect(all_reduce=True, fill=True), all_reduce=True)
+    assert (pending is None) == (world_size == 1)
+    on_reduce = [op for op in device.trace[start:] if op.lane is Lane.REDUCE]
+    assert bool(on_reduce) == (world_size > 1)
+    assert heard == [("reduce", "block")]
+    assert all(param.gradient is not None for param in group.params)
+    assert device.races == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("grad", [None, torch.bfloat16])
+@pytest.mark.parametrize("reduce", [None, torch.float32, torch.bfloat16])
+def test_accumulated_gradients_arrive_in_the_dtype_of_the_shard(
+    reduce: torch.dtype | None, grad: torch.dtype | None, world_size: int
+) -> None:
+    group, device = _group(world_size, MixedPrecisionPolicy(grad, reduce))
+    group.bind()
+    _leave_gradients(group, device, grad or torch.float32)
+    group.accumulate()
+    group.reduce(group.collect(all_reduce=True, fill=True), all_reduce=True)
+    for param in group.params:
+        assert param.gradient.dtype is param.dtype is torch.float32
+    assert device.races == []
+
+
+@pytest.mark.parametrize("coalesces", [True, False])
+def test_group_of_empty_parameters_communicates_nothing(coalesces: bool) -> None:
+    device = VirtualDevice()
+    sim = Simulation(Node("block", shapes=((0, 8), (3, 0))), device, coalesces=coalesces)
+    heard: list[tuple[str, str]] = []
+    observe(sim.scheduler.units, lambda *what: heard.append(what))
+    sim.iteration()
+    assert heard == [("finish", "block"), ("reshard", "block"), ("reduce", "block")]
+    assert {"all_gather", "reduce_scatter"}.isdisjoint(op.kind for op in operations(device.trace))
+    assert device.races == []
+
+
+def test_options_are_replaced_as_a_whole_and_take_effect_before_the_next_reduction() -> None:
+    group, device = _group()
+    group.bind()
+    before = [len(reduction.full.reduce) for reduction in group.bound.reductions]
+    group.set_options(GroupOptions(divide_factor=3.0, pack_below=0))
+    after = [len(reduction.full.reduce) for reduction in group.bound.reductions]
+    assert [new - old for old, new in zip(before, after, strict=True)] == [1] * len(before)
+    assert device.races == []

@@ -1,0 +1,85 @@
+"""Layers around groups: they pass on all that they do not override, and follow ties."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.layers import GroupOperations, Layer, layers_of
+from fsdp2.core.schedule.ties import GroupAlias, TiedGroup, inherit, lend
+from fsdp2.core.schedule.unit import put_around
+from fsdp2.testing.simulation import Simulation
+from fsdp2.testing.virtual import VirtualDevice
+from tests.common import schedules
+
+pytestmark = pytest.mark.alone
+
+OPERATIONS = [name for name in vars(GroupOperations) if not name.startswith("_")]
+ASKED_OF_THE_GROUP = {"base", "state", "stale"}  # at once, whatever is between
+
+
+class Lower(Layer):
+    __slots__ = ()
+
+    height = 10
+
+
+class Higher(Layer):
+    __slots__ = ()
+
+    height = 11
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_layer_passes_everything_on(name: str) -> None:
+    below: Any = mock.Mock()
+    layer = Layer(below)
+    declared = vars(GroupOperations)[name]
+    if isinstance(declared, property):
+        owner = below.base if name in ASKED_OF_THE_GROUP - {"base"} else below
+        assert getattr(layer, name) is getattr(owner, name)
+        return
+    given = {key: object() for key in inspect.signature(declared).parameters if key != "self"}
+    assert getattr(layer, name)(**given) in (None, getattr(below, name).return_value)
+    (call,) = getattr(below, name).call_args_list
+    assert [*call.args, *call.kwargs.values()] == list(given.values())
+
+
+@pytest.mark.parametrize("kind", [ParamGroup, Layer, TiedGroup, GroupAlias])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_all_take_what_the_protocol_says(kind: type, name: str) -> None:
+    declared = vars(GroupOperations)[name]
+    found = inspect.getattr_static(kind, name)
+    assert not hasattr(kind, "__getattr__")
+    if not isinstance(declared, property):
+        assert inspect.signature(found) == inspect.signature(declared)
+
+
+def kinds(group: GroupOperations) -> list[type]:
+    return [type(layer) for layer in layers_of(group)]
+
+
+def test_a_tie_that_is_made_and_inherited_while_layers_are_there() -> None:
+    sim = Simulation(schedules.chain("a", "b"), VirtualDevice())
+    owner, user = schedules.unit_of(sim, "a"), schedules.unit_of(sim, "b")
+    put_around([owner, user], Higher, True)
+    (group,) = owner.own_groups
+    lend(group, owner, user)
+    put_around([owner, user], Lower, True)
+    assert kinds(owner.groups[0]) == [Higher, Lower, TiedGroup]
+    assert [kinds(each) for each in user.groups] == [[Higher, Lower], [Higher, Lower, *ALIAS]]
+    sim.iteration()
+    inherit(user, lambda unit: unit is owner)
+    assert user.own_groups[0] is group
+    assert [kinds(each) for each in user.groups] == [[Higher, Lower]] * 2
+    assert group.options is user.options
+    put_around([owner, user], Higher, False)
+    put_around([owner, user], Lower, False)
+    assert user.groups == user.own_groups
+
+
+ALIAS = [GroupAlias, TiedGroup]

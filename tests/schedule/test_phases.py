@@ -1,0 +1,62 @@
+"""A unit's phase moves as the table says: in simulations, units refuse any other move."""
+
+from __future__ import annotations
+
+from types import MemberDescriptorType
+
+import pytest
+
+from fsdp2.core.schedule.scheduler import Scheduler
+from fsdp2.core.schedule.unit import MOVES, Phase, Unit
+from fsdp2.testing.phases import CheckedUnit, check_phases
+from tests.common import schedules
+
+pytestmark = pytest.mark.alone
+
+
+def test_a_simulation_checks_its_units() -> None:
+    assert {type(unit) for unit in schedules.warm(schedules.chain("a", "b")).scheduler.units} == {
+        CheckedUnit
+    }
+
+
+def test_finishing_a_unit_that_was_not_entered_is_refused() -> None:
+    sim = schedules.warm(schedules.chain("a", "b"))
+    with pytest.raises(AssertionError, match="unit 'a' cannot go from idle to reduced"):
+        sim.scheduler._finish(schedules.unit_of(sim, "a"), True)
+
+
+def test_a_schedule_that_enters_a_unit_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    enter = Scheduler.enter_forward
+
+    def twice(self: Scheduler, unit: Unit) -> None:
+        enter(self, unit)
+        enter(self, unit)
+
+    sim = schedules.warm(schedules.chain("a", "b"))
+    monkeypatch.setattr(Scheduler, "enter_forward", twice)
+    with pytest.raises(AssertionError, match="unit 'root' cannot go from forward to forward"):
+        sim.iteration()
+
+
+@pytest.mark.parametrize("before", Phase)
+@pytest.mark.parametrize("after", Phase)
+def test_moves(before: Phase, after: Phase) -> None:
+    unit = Unit("block", [])
+    unit.phase = before
+    check_phases([unit])
+    if after in MOVES[before]:
+        unit.phase = after
+        assert unit.phase is after
+    else:
+        with pytest.raises(AssertionError, match="cannot go from"):
+            unit.phase = after
+        assert unit.phase is before
+
+
+def test_what_is_given_up_is_idle() -> None:
+    assert all(Phase.IDLE in moves for moves in MOVES.values())
+
+
+def test_a_unit_in_use_stores_its_phase_and_asks_nothing() -> None:
+    assert isinstance(vars(Unit)["phase"], MemberDescriptorType)

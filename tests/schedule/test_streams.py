@@ -1,0 +1,233 @@
+"""Lanes: the CPU's single one, and an accelerator's streams and event rings, on stand-ins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2.core.device.streams import SIDE_LANES, DeviceStreams, InlineStreams, Lane, OnStream
+
+pytestmark = pytest.mark.alone
+
+# ---- the CPU
+
+
+def test_inline_streams_have_nothing_to_order() -> None:
+    streams = InlineStreams()
+    assert not streams.asynchronous
+    events: list[Any] = [streams.record(lane, "event") for lane in Lane]  # type: ignore[func-returns-value]
+    assert events == [None] * len(Lane)
+    for event in events:
+        streams.wait(Lane.REDUCE, event, "order")
+
+
+def test_inline_streams_stay_and_nest() -> None:
+    streams = InlineStreams()
+    done = []
+    with streams.on(Lane.COPY_IN), streams.on(Lane.REDUCE):
+        done.append(1)
+    with pytest.raises(KeyError, match="mine"), streams.on(Lane.ALL_GATHER):
+        raise KeyError("mine")
+    assert done == [1]
+
+
+def test_side_lanes_are_all_but_compute() -> None:
+    assert set(SIDE_LANES) == set(Lane) - {Lane.COMPUTE}
+
+
+# ---- an accelerator
+
+
+class FakeStream:
+    """A queue of numbered operations, and how far of each other stream it is behind."""
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.device = device
+        self.priority = priority
+        self.length = 0
+        self.behind: dict[FakeStream, int] = {}
+
+    def run(self) -> int:
+        self.length += 1
+        return self.length
+
+
+class FakeEvent:
+    """An event that can be recorded again, as a device's can."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.device = device
+        self.stream: FakeStream | None = None
+        self.length = 0
+
+    def record(self, stream: FakeStream) -> None:
+        self.stream, self.length = stream, stream.length
+
+    def wait(self, stream: FakeStream) -> None:
+        assert self.stream is not None
+        behind = stream.behind.get(self.stream, 0)
+        stream.behind[self.stream] = max(behind, self.length)
+
+
+class FakeAccelerator:
+    """Knows the current stream of each device index."""
+
+    def __init__(self) -> None:
+        self.index = 3
+        self.user = FakeStream()
+        self.current = self.user
+
+    def current_stream(self, index: int) -> FakeStream:
+        assert index == self.index
+        return self.current
+
+    def set_stream(self, stream: FakeStream) -> None:
+        self.current = stream
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
+    fake = FakeAccelerator()
+    monkeypatch.setattr(torch, "Stream", FakeStream)
+    monkeypatch.setattr(torch, "Event", FakeEvent)
+    monkeypatch.setattr(torch.accelerator, "current_stream", fake.current_stream)
+    monkeypatch.setattr(torch.accelerator, "set_stream", fake.set_stream)
+    return fake
+
+
+@pytest.fixture
+def streams(accelerator: FakeAccelerator) -> DeviceStreams:
+    return DeviceStreams(torch.device("cuda", accelerator.index))
+
+
+def _current(streams: DeviceStreams, accelerator: FakeAccelerator, lane: Lane) -> FakeStream:
+    if lane is Lane.COMPUTE:
+        return accelerator.current
+    with streams.on(lane):
+        return accelerator.current
+
+
+def test_each_side_lane_has_a_stream(streams: DeviceStreams, accelerator: FakeAccelerator) -> None:
+    found = [_current(streams, accelerator, lane) for lane in SIDE_LANES]
+    assert len(set(found)) == len(SIDE_LANES)
+    assert accelerator.user not in found
+    assert streams.asynchronous
+
+
+@pytest.mark.parametrize("lane", SIDE_LANES)
+def test_compute_waits_for_all_but_all_reduces(
+    streams: DeviceStreams, accelerator: FakeAccelerator, lane: Lane
+) -> None:
+    """Those have the default priority, as torch's."""
+    priority = _current(streams, accelerator, lane).priority
+    assert priority == (0 if lane is Lane.ALL_REDUCE else -1)
+
+
+def test_on_restores_the_users_stream(streams: DeviceStreams, accelerator: FakeAccelerator) -> None:
+    accelerator.current = own = FakeStream()
+    with streams.on(Lane.REDUCE):
+        assert accelerator.current not in (own, accelerator.user)
+    assert accelerator.current is own
+    with pytest.raises(KeyError, match="mine"), streams.on(Lane.REDUCE):
+        raise KeyError("mine")
+    assert accelerator.current is own
+
+
+def test_compute_is_whatever_stream_is_current(
+    streams: DeviceStreams, accelerator: FakeAccelerator
+) -> None:
+    accelerator.current = own = FakeStream()
+    own.run()
+    event = streams.record(Lane.COMPUTE, "event")
+    streams.wait(Lane.REDUCE, event, "order")
+    assert _current(streams, accelerator, Lane.REDUCE).behind == {own: 1}
+    streams.wait(Lane.COMPUTE, streams.record(Lane.REDUCE, "event"), "order")
+    assert list(own.behind) == [_current(streams, accelerator, Lane.REDUCE)]
+    assert accelerator.user.behind == {}
+
+
+def test_no_event_is_nothing_to_wait_for(
+    streams: DeviceStreams, accelerator: FakeAccelerator
+) -> None:
+    streams.wait(Lane.COMPUTE, None, "order")
+    assert accelerator.user.behind == {}
+
+
+@pytest.mark.parametrize("lane", SIDE_LANES)
+def test_lanes_have_rings_of_their_own(streams: DeviceStreams, lane: Lane) -> None:
+    ring = [streams.record(lane, "event") for _ in range(DeviceStreams.RING)]
+    others = [streams.record(other, "event") for other in Lane if other is not lane]
+    assert len({id(event) for event in (*ring, *others)}) == len(ring) + len(others)
+    assert streams.record(lane, "event") is ring[0]
+
+
+@pytest.mark.parametrize("records_between", [0, 1, 15, 16, 40])
+def test_a_late_wait_is_never_too_weak(
+    streams: DeviceStreams, accelerator: FakeAccelerator, records_between: int
+) -> None:
+    gather = _current(streams, accelerator, Lane.ALL_GATHER)
+    gather.run()
+    gather.run()
+    event = streams.record(Lane.ALL_GATHER, "all-gather done")
+    needed = gather.length
+    for _ in range(records_between):
+        gather.run()
+        streams.record(Lane.ALL_GATHER, "all-gather done")
+    streams.wait(Lane.COMPUTE, event, "compute after all-gather")
+    assert needed <= accelerator.user.behind[gather] <= gather.length
+    if records_between < DeviceStreams.RING:
+        assert accelerator.user.behind[gather] == needed  # not stricter than it must be
+
+
+@pytest.mark.parametrize("records_between", [0, 16, 40])
+def test_a_wait_for_an_event_of_ones_own_is_never_too_strict(
+    streams: DeviceStreams, accelerator: FakeAccelerator, records_between: int
+) -> None:
+    gather = _current(streams, accelerator, Lane.ALL_GATHER)
+    events = [streams.make_event() for _ in range(records_between + 1)]
+    for event in events:
+        gather.run()
+        assert streams.record(Lane.ALL_GATHER, "all-gather done", event) is event
+    for number, event in enumerate(events, 1):
+        streams.wait(Lane.COMPUTE, event, "compute after all-gather")
+        assert accelerator.user.behind[gather] == number
+
+
+# ---- a stream of the user's
+
+
+class UsersStream(FakeStream):
+    """A stream that can wait for another one."""
+
+    device_index = 3
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.behind[other] = other.length
+
+
+def test_a_function_on_a_stream_is_ordered_both_ways(accelerator: FakeAccelerator) -> None:
+    accelerator.current = lane = UsersStream()
+    own = UsersStream()
+    lane.run()
+
+    def hook(tensor: torch.Tensor) -> None:
+        assert accelerator.current is own
+        assert own.behind == {lane: 1}
+        own.run()
+
+    OnStream(hook, own)(torch.zeros(1))  # type: ignore[arg-type]  # a stand-in
+    assert accelerator.current is lane
+    assert lane.behind == {own: 1}
+
+
+def test_the_current_stream_is_back_after_an_error(accelerator: FakeAccelerator) -> None:
+    accelerator.current = lane = UsersStream()
+
+    def hook(tensor: torch.Tensor) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        OnStream(hook, UsersStream())(torch.zeros(1))  # type: ignore[arg-type]  # a stand-in
+    assert accelerator.current is lane

@@ -1,0 +1,64 @@
+"""Policies are frozen values that refuse what cannot work, by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2 import MixedPrecisionPolicy, OffloadPolicy, ShardingStateError
+
+pytestmark = pytest.mark.alone
+
+
+def test_default_policy_changes_nothing() -> None:
+    policy = MixedPrecisionPolicy()
+    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (None, None, None)
+    assert policy.cast_forward_inputs
+
+
+def test_positional_arguments_are_in_the_order_of_torch() -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float16, False)
+    assert policy.param_dtype is torch.bfloat16
+    assert policy.reduce_dtype is torch.float32
+    assert policy.output_dtype is torch.float16
+    assert not policy.cast_forward_inputs
+
+
+def test_policies_are_values() -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16)
+    assert policy == MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    assert policy != MixedPrecisionPolicy()
+    assert len({policy, MixedPrecisionPolicy(torch.bfloat16), OffloadPolicy()}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy.param_dtype = None  # type: ignore[misc]  # what is tested
+    assert OffloadPolicy() == OffloadPolicy()
+
+
+@pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "output_dtype"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
+)
+def test_any_floating_point_dtype(field: str, dtype: torch.dtype) -> None:
+    arguments: dict[str, Any] = {field: dtype}
+    assert getattr(MixedPrecisionPolicy(**arguments), field) is dtype
+
+
+@pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "output_dtype"])
+@pytest.mark.parametrize("value", ["bfloat16", float, 16])
+def test_not_a_dtype(field: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=rf"{field}={value!r}.* is not a torch.dtype; pass "):
+        MixedPrecisionPolicy(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "output_dtype"])
+@pytest.mark.parametrize("value", [torch.int32, torch.bool, torch.complex64])
+def test_not_a_floating_point_dtype(field: str, value: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=rf"{field}={value}\) is not a floating-point dtype"):
+        MixedPrecisionPolicy(**{field: value})
+
+
+def test_state_errors_are_runtime_errors() -> None:
+    assert issubclass(ShardingStateError, RuntimeError)

@@ -1,0 +1,576 @@
+"""Before the first step: meta construction, casts, loading, ignored and late parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fsdp2 import FSDPModule, ShardingStateError, fully_shard
+from fsdp2.core.modules.registry import require_record
+from tests.common import gradients, models, parity
+from tests.common.combinations import each_once
+from tests.common.workers import ranks
+
+pytestmark = pytest.mark.ranks
+
+Change = Callable[[Any], Any]
+
+
+def reset_parameters(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
+# -- meta -----------------------------------------------------------------------------------------
+
+
+@ranks(4, extended=(2,))
+@pytest.mark.parametrize(
+    "build", [models.MLP, partial(models.Transformer, vocab=13)], ids=["mlp", "transformer"]
+)
+def test_meta_construction(build: Callable[[], nn.Module]) -> None:
+    """Each rank fills its own rows only; from the same seed, with the same values as torch's."""
+
+    def run(api: Any) -> Any:
+        with torch.device("meta"):
+            model = build()
+        parity.shard(api, model)
+        assert all(param.is_meta for param in model.parameters())
+        model.to_empty(device="cpu")
+        torch.manual_seed(7)
+        reset_parameters(model)
+        for module in model.modules():
+            if isinstance(module, models.Block):
+                module.scale.fill_(0.5)
+        return [
+            list(parity.full_params(model).values()),
+            {n: b.clone() for n, b in model.named_buffers()},
+        ]
+
+    params, _ = parity.same_as_torch(run)
+    assert [param.shape for param in params] == [param.shape for param in build().parameters()]
+    assert all(param.isfinite().all() for param in params)
+
+
+@ranks(2)
+def test_meta_construction_then_training() -> None:
+    """After `to_empty` and a load, a model that began on meta trains as any other."""
+    with torch.device("meta"):
+        model = models.MLP()
+    parity.shard(parity.OURS, model)
+    model.to_empty(device="cpu")
+    mesh = parity.world_mesh()
+    values = {n: p.detach() for n, p in gradients.mlp().named_parameters()}
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(distribute_tensor(values[name], mesh, param.placements))
+    steps = parity.train_sharded(
+        model, parity.adamw, parity.regression_loss, gradients.mlp_batches()
+    )
+    plain = parity.train_unsharded(
+        gradients.mlp(), parity.adamw, parity.regression_loss, gradients.mlp_batches(), slices=True
+    )
+    parity.assert_equal(steps, plain, "unsharded")
+
+
+@ranks(2)
+def test_meta_construction_and_load_by_assignment() -> None:
+    with torch.device("meta"):
+        model = models.MLP()
+    parity.shard(parity.OURS, model)
+    source = parity.shard(parity.OURS, gradients.mlp())
+    model.load_state_dict({k: v.clone() for k, v in source.state_dict().items()}, assign=True)
+    steps = parity.train_sharded(
+        model, parity.adamw, parity.regression_loss, gradients.mlp_batches()
+    )
+    plain = parity.train_unsharded(
+        gradients.mlp(), parity.adamw, parity.regression_loss, gradients.mlp_batches(), slices=True
+    )
+    parity.assert_equal(steps, plain, "unsharded")
+
+
+@ranks(2)
+@pytest.mark.parametrize("after", ["meta", "a step"])
+def test_dtensors_put_in_place_of_parameters(after: str) -> None:
+    """As loaders do that fill a model from a checkpoint, a parameter at a time."""
+    with torch.device("meta" if after == "meta" else "cpu"):
+        model = models.MLP()
+    parity.shard(parity.OURS, model)
+    if after == "a step":
+        parity.regression_loss(model, gradients.part(0)).backward()
+        model.zero_grad()
+    values = {n: p.detach() for n, p in gradients.mlp().named_parameters()}
+    put = {}
+    for name, param in list(model.named_parameters()):
+        owner, _, key = name.rpartition(".")
+        new = nn.Parameter(distribute_tensor(values[name], parity.world_mesh(), param.placements))
+        setattr(model.get_submodule(owner), key, new)
+        put[name] = new
+    model(gradients.part(0)[0]).sum().backward()
+    model.zero_grad()
+    assert all(param is put[name] for name, param in model.named_parameters())
+    steps = parity.train_sharded(
+        model, parity.adamw, parity.regression_loss, gradients.mlp_batches()
+    )
+    plain = parity.train_unsharded(
+        gradients.mlp(), parity.adamw, parity.regression_loss, gradients.mlp_batches(), slices=True
+    )
+    parity.assert_equal(steps, plain, "unsharded")
+
+
+@ranks(2)
+def test_parameters_that_stay_on_meta_are_named() -> None:
+    with torch.device("meta"):
+        model = models.MLP()
+    parity.shard(parity.OURS, model)
+    with pytest.raises(ShardingStateError, match=r"'head.weight' is still on the meta device"):
+        model(gradients.part(0)[0])
+
+
+# -- casts and moves ------------------------------------------------------------------------------
+
+
+def _by_submodule(model: Any) -> None:
+    """`.to()` on a module inside a unit, which is no unit itself."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and not isinstance(module, FSDPModule):
+            module.to(torch.float64)
+            module.to(torch.float32)
+
+
+def _swap(model: Any) -> None:
+    for param in model.parameters():
+        if isinstance(param, DTensor):  # what torch's own conversions do
+            other = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+            torch.utils.swap_tensors(param, other)
+
+
+def _set_data(model: Any) -> None:
+    for param in model.parameters():
+        if isinstance(param, DTensor):
+            param.data = param.detach().clone()
+
+
+CASTS: dict[str, tuple[Change, torch.dtype]] = {
+    "to_dtype": (lambda m: m.to(torch.float64), torch.float64),
+    "double": (lambda m: m.double(), torch.float64),
+    "bfloat16": (lambda m: m.bfloat16(), torch.bfloat16),
+    "half": (lambda m: m.half(), torch.float16),
+    "cpu": (lambda m: m.cpu(), torch.float32),
+    "to_device": (lambda m: m.to("cpu"), torch.float32),
+    "to_both": (lambda m: m.to("cpu", torch.float64), torch.float64),
+    "there_and_back": (lambda m: m.double().float(), torch.float32),
+    "by_submodule": (_by_submodule, torch.float32),
+    "swap_tensors": (_swap, torch.float32),
+    "set_data": (_set_data, torch.float32),
+}
+PLAIN = {"by_submodule", "swap_tensors", "set_data"}  # change nothing without sharding
+
+# The optimizer's vectorized kernel ends elsewhere, as a shard is shorter than the whole, and rounds
+# an update once instead of twice: a unit in the last place, fed back through one more step. fp16
+# also divides before the sum, which costs 2**-25 where values are subnormal.
+ROUNDED = {
+    torch.bfloat16: parity.Tolerance(rtol=2**-7, atol=2**-8),
+    torch.float16: parity.Tolerance(rtol=2**-10, atol=2**-11),
+}
+
+
+def _train(model: Any, dtype: torch.dtype, change: Change, when: str, slices: bool) -> Any:
+    """A step in fp32 (before a late change), then the change, then two steps in `dtype`."""
+
+    def loss(model: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:
+        used = next(iter(model.parameters())).dtype
+        return (model(part[0].to(used)) - part[1].to(used)).square().mean()
+
+    def sgd(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1, foreach=True)
+
+    train = partial(parity.train_unsharded, slices=True) if slices else parity.train_sharded
+    steps = []
+    if when == "late":
+        steps += train(model, sgd, loss, gradients.mlp_batches()[:1])
+        with torch.no_grad():
+            model(gradients.part(0)[0])  # leaves the root gathered
+        if hasattr(model, "reshard") and change in (_by_submodule, _swap, _set_data):
+            model.reshard()
+    change(model)
+    steps += train(model, sgd, loss, gradients.mlp_batches()[1:])
+    return [[list(s.grads.values()), list(s.params.values())] for s in steps]
+
+
+@ranks(2)
+@each_once(cast=[*CASTS], when=["early", "late"], swap={"set": False, "swap": True})
+def test_casts_and_moves(cast: str, when: str, swap: bool) -> None:
+    """Before the first iteration and after it, whichever way torch converts parameters."""
+    change, dtype = CASTS[cast]
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        ours = _train(
+            parity.shard(parity.OURS, models.seeded(Nested4)), dtype, change, when, slices=False
+        )
+        plain_change = (lambda _: None) if cast in PLAIN else change
+        plain = _train(models.seeded(Nested4), dtype, plain_change, when, slices=True)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert {p.dtype for p in ours[-1][1]} == {dtype}
+    if dtype in ROUNDED:
+        parity.assert_close(ours, plain, ROUNDED[dtype], "unsharded")
+    else:
+        parity.assert_equal(ours, plain, "unsharded")
+
+
+class Nested4(models.Nested):
+    """`Nested` for the batches of `mlp_batches`."""
+
+    def __init__(self) -> None:
+        super().__init__(pairs=1)
+        self.last = nn.Linear(models.DIM, 4)
+
+
+@ranks(2)
+@pytest.mark.parametrize("swap", [False, True], ids=["set", "swap"])
+def test_optimizer_steps_count_after_a_cast(swap: bool) -> None:
+    """An optimizer of converted parameters still makes kept gathered parameters out of date."""
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        model = parity.shard(parity.OURS, gradients.mlp()).double().float()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = gradients.mlp()
+    x = gradients.part(0)[0]
+    for trained, opt in ((model, optimizer), (plain, torch.optim.SGD(plain.parameters(), lr=0.1))):
+        trained(gradients.mlp_batches()[0][0]).square().sum().backward()
+        with torch.no_grad():
+            trained(x)  # the root stays gathered
+        opt.step()
+    parity.assert_equal(model(x).detach(), plain(x).detach(), "after the step")
+
+
+@ranks(2)
+def test_python_attributes_of_parameters_survive() -> None:
+    model = gradients.mlp()
+    model.head.weight.tag = "head"
+    parity.shard(parity.OURS, model)
+    assert model.head.weight.tag == "head"
+    model.double()
+    model(gradients.part(0)[0].double())
+    assert model.head.weight.tag == "head"
+    model.reshard()
+    assert model.head.weight.tag == "head"
+
+
+@ranks(2)
+def test_initialisation_after_training_began() -> None:
+    """`reset_parameters` on shards, by hand: the next forward sees the new values."""
+    model = parity.shard(parity.OURS, gradients.mlp(), reshard_after_forward=True)
+    parity.regression_loss(model, gradients.part(0)).backward()
+    model.zero_grad()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.25)
+    plain = gradients.mlp()
+    with torch.no_grad():
+        for param in plain.parameters():
+            param.fill_(0.25)
+    parity.assert_equal(
+        model(gradients.part(0)[0]).detach(),
+        plain(gradients.part(0)[0]).detach(),
+        "constant weights",
+    )
+
+
+# -- loading --------------------------------------------------------------------------------------
+
+
+@ranks(2)
+@each_once(
+    when=["early", "late", "gathered"],
+    assign={"copy": False, "assign": True},
+    swap={"set": False, "swap": True},
+)
+def test_loading_a_state_dict(when: str, assign: bool, swap: bool) -> None:
+    """Before the first iteration, after one, and while the root is gathered; then training."""
+    source = parity.shard(parity.OURS, gradients.mlp())
+    state = {name: value.clone() for name, value in source.state_dict().items()}
+    model = parity.shard(parity.OURS, models.seeded(models.MLP, seed=7))
+    if when != "early":
+        parity.regression_loss(model, gradients.part(0)).backward()
+        model.zero_grad()
+    if when == "gathered":
+        with torch.no_grad():
+            model(gradients.part(0)[0])
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        model.load_state_dict(state, assign=assign)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    steps = parity.train_sharded(
+        model, parity.adamw, parity.regression_loss, gradients.mlp_batches()
+    )
+    plain = parity.train_unsharded(
+        gradients.mlp(), parity.adamw, parity.regression_loss, gradients.mlp_batches(), slices=True
+    )
+    parity.assert_equal(steps, plain, "unsharded")
+    parity.assert_equal(
+        parity.full_params(source), parity.full_params(gradients.mlp()), "the source"
+    )
+
+
+# -- ignored parameters ---------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_ignored_parameters_through_every_conversion() -> None:
+    """They are cast, loaded and left unsharded as in any module, and are never taken for late."""
+    model = gradients.mlp()
+    ignored = {model.layers[0].weight, model.head.bias}
+    for unit in models.units(model):
+        fully_shard(unit, mesh=parity.world_mesh(), ignored_params=ignored)
+    fully_shard(model, mesh=parity.world_mesh(), ignored_params=ignored)
+    for change in (
+        lambda: None,
+        lambda: model.double(),
+        lambda: model.float(),
+        lambda: model.load_state_dict(
+            {k: v.clone() for k, v in model.state_dict().items()}, assign=True
+        ),
+    ):
+        change()
+        x = gradients.part(0)[0].to(model.head.bias.dtype)
+        with parity.CountCollectives() as counted:
+            model(x).sum().backward()
+        assert counted.reduce_scatters == 4
+        for name, param in model.named_parameters():
+            assert isinstance(param, DTensor) is (name not in ("layers.0.weight", "head.bias"))
+            assert param.grad is not None
+        model.zero_grad()
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_refusals_say_what_to_do() -> None:
+    model = parity.shard(parity.OURS, gradients.mlp())
+    with pytest.raises(ValueError, match=r"already called on this FSDPMLP; call it once"):
+        fully_shard(model, mesh=parity.world_mesh())
+    with pytest.raises(TypeError, match=r"FSDPMLP cannot be deep-copied.*before fully_shard"):
+        copy.deepcopy(model)
+    with pytest.raises(TypeError, match=r"FSDPMLP cannot be deep-copied.*before fully_shard"):
+        copy.deepcopy(nn.Sequential(model))
+    for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})):
+        with pytest.raises(ValueError, match=r"has no forward, so nothing would gather"):
+            fully_shard(container, mesh=parity.world_mesh())
+
+
+class _Lists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ParameterList(torch.randn(models.DIM, models.DIM) / 3 for _ in range(2))
+        self.named = nn.ParameterDict({"out": torch.randn(models.DIM, 4) / 3})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for row in self.rows:
+            x = torch.tanh(x @ row)
+        return x @ self.named["out"]
+
+
+@ranks(2)
+def test_parameter_lists_and_dicts() -> None:
+    parity.check_training(
+        partial(models.seeded, _Lists), gradients.mlp_batches(), reshard_after_forward=True
+    )
+
+
+# -- parameters and modules that come later -------------------------------------------------------
+
+
+class _Adapter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(models.DIM, 3)
+        self.up = nn.Linear(3, models.DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(torch.tanh(self.down(x)))
+
+
+class _Adaptable(nn.Module):
+    """A linear that a user may give an adapter."""
+
+    is_unit = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(models.DIM, models.DIM)
+        self.adapter: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y if self.adapter is None else y + self.adapter(x)
+
+
+def _adaptable() -> nn.Module:
+    return models.seeded(
+        lambda: nn.Sequential(_Adaptable(), nn.Tanh(), _Adaptable(), nn.Linear(models.DIM, 4))
+    )
+
+
+def _add_adapters(model: Any) -> None:
+    for i in (0, 2):
+        model[i].adapter = models.seeded(_Adapter, seed=i)
+
+
+@ranks(2, extended=(4,))
+@each_once(
+    when=["before the first forward", "after a step"],
+    how=["shard_new_parameters", "fully_shard", "root"],
+)
+def test_adapters_added_after_sharding(when: str, how: str) -> None:
+    """Refused by name until a documented call takes them over; then trained as if always there."""
+    model: Any = parity.shard(parity.OURS, _adaptable())
+    plain: Any = _adaptable()
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    batches = gradients.mlp_batches()
+    if when == "after a step":
+        parity.train_sharded(model, sgd, parity.regression_loss, batches[:1])
+        parity.train_unsharded(plain, sgd, parity.regression_loss, batches[:1], slices=True)
+    _add_adapters(model)
+    _add_adapters(plain)
+    match = r"'0.adapter.down.weight' was added after fully_shard.*shard_new_parameters\(\)"
+    for _ in range(2):
+        with parity.CountCollectives() as counted, pytest.raises(ShardingStateError, match=match):
+            model(parity.my_part(batches[1])[0])
+        assert counted.total == 0
+    for i in (0, 2):
+        if how == "fully_shard":
+            fully_shard(model[i].adapter, mesh=parity.world_mesh())
+        elif how == "shard_new_parameters":
+            model[i].shard_new_parameters()
+    if how == "root":  # of the units below, each takes its own
+        model.shard_new_parameters()
+        with pytest.raises(ShardingStateError, match=match):
+            model(parity.my_part(batches[1])[0])
+        return
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    ours = parity.train_sharded(model, sgd, parity.regression_loss, batches[1:])
+    expected = parity.train_unsharded(plain, sgd, parity.regression_loss, batches[1:], slices=True)
+    if dist.get_world_size() == 2:
+        parity.assert_equal(ours, expected, "unsharded")
+    else:
+        parity.assert_close(ours, expected, parity.Tolerance(1e-5, 1e-6), "unsharded")
+
+
+@ranks(2)
+def test_a_parameter_added_to_the_root_while_it_is_gathered() -> None:
+    model: Any = parity.shard(parity.OURS, gradients.mlp())
+    with torch.no_grad():
+        model(gradients.part(0)[0])
+    model.extra = nn.Parameter(torch.ones(5))
+    model.shard_new_parameters()
+    model.register_forward_hook(lambda m, _, output: output * m.extra.sum())
+    assert "extra" in dict(model.named_parameters())
+    parity.regression_loss(model, gradients.part(0)).backward()
+
+    def compute(plain: Any, rank: int) -> None:
+        handle = plain.register_forward_hook(lambda m, _, output: output * m.extra.sum())
+        parity.regression_loss(plain, gradients.part(0, rank)).backward()
+        handle.remove()
+
+    plain: Any = gradients.mlp()
+    plain.extra = nn.Parameter(torch.ones(5))
+    gradients.assert_like_unsharded(parity.full_grads(model), plain, compute)
+    state = model.state_dict()
+    assert isinstance(state["extra"], DTensor)
+    parity.assert_equal(parity.full_all([state["extra"]])[0], torch.ones(5), "extra")
+
+
+@ranks(2)
+@pytest.mark.parametrize("empty", [False, True], ids=["with parameters", "without"])
+def test_new_parameters_follow_what_methods_have_changed(empty: bool) -> None:
+    """Also where the unit had no parameters to change it for."""
+    model: Any = models.seeded(
+        lambda: nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM))
+    )
+    fully_shard(model[0], mesh=parity.world_mesh())
+    if empty:
+        fully_shard(model[1], mesh=parity.world_mesh())
+    fully_shard(model, mesh=parity.world_mesh(), reshard_after_forward=1)
+    model.set_gradient_divide_factor(1.0)
+    model.set_reshard_after_forward(True)
+    model.set_separate_reduce_scatter_group()
+    seen: list[torch.Size] = []
+    model.set_all_reduce_hook(lambda flat: seen.append(flat.shape))
+    model.extra = nn.Parameter(torch.ones(6))
+    model.shard_new_parameters()
+    groups = require_record(model).unit.own_groups
+    assert len(groups) == 1 if empty else 2
+    reducers: Any = groups[-1].reducers
+    assert reducers is require_record(model[0]).unit.own_groups[0].reducers
+    assert reducers is not groups[-1].collectives
+    assert groups[-1].smaller_group is None
+    model.register_forward_pre_hook(lambda m, args: (args[0] * m.extra.mean(),))
+    model(torch.ones(1, models.DIM)).sum().backward()
+    assert len(seen) == len(groups)
+    plain = models.seeded(
+        lambda: nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM))
+    )
+    extra = torch.ones(6, requires_grad=True)
+    plain(torch.ones(1, models.DIM) * extra.mean()).sum().backward()
+    assert extra.grad is not None
+    parity.assert_close(
+        parity.full_all([model.extra.grad])[0], 2 * extra.grad, parity.Tolerance(1e-6, 0), "summed"
+    )
+
+
+@ranks(2)
+def test_new_parameters_that_cannot_be_sharded_are_named() -> None:
+    model: Any = parity.shard(parity.OURS, gradients.mlp())
+    model.extra = nn.Parameter(torch.ones(()))
+    with pytest.raises(ValueError, match=r"'extra' is a scalar"):
+        model.shard_new_parameters()
+    del model.extra
+    model.shard_new_parameters()  # nothing is new: nothing happens
+    parity.regression_loss(model, gradients.part(0)).backward()
+
+
+@ranks(2)
+def test_a_part_called_before_the_root_is_part_of_its_backward() -> None:
+    """Its calls were counted by a scheduler that the root's first forward replaced."""
+    model: Any = models.seeded(
+        lambda: nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM))
+    )
+    plain = copy.deepcopy(model)
+    for module in (*model, model):
+        fully_shard(module, mesh=parity.world_mesh())
+
+    def compute(model: Any, rank: int) -> None:
+        x = gradients.part(0, rank)[0].clone().requires_grad_()  # each call has an end in backward
+        early = [model[0](i * x) for i in range(1, 4)]
+        (model(x).square().sum() + sum(h.square().sum() for h in early)).backward()
+
+    compute(model, dist.get_rank())
+    gradients.assert_like_unsharded(parity.full_grads(model), plain, compute)
+
+
+@ranks(2)
+def test_a_unit_that_is_removed_is_forgotten() -> None:
+    model: Any = parity.shard(
+        parity.OURS, models.seeded(lambda: nn.Sequential(*[_Adaptable() for _ in range(3)]))
+    )
+    x = torch.randn(2, models.DIM)
+    model(x).sum().backward()
+    model[1] = nn.Identity()
+    with parity.CountCollectives() as counted:
+        model(x)
+    assert counted.all_gathers == 2

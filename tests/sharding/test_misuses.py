@@ -1,0 +1,1087 @@
+"""Every misuse that one process can show raises what docs/errors.md says, and changes nothing.
+
+    @at_fully_shard("id")   returns a module and arguments that `fully_shard` must refuse
+    @misuse("id")           does something that must raise
+
+They run as the first and as the last of four ranks: what is refused on one is refused on all.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torchs
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+import fsdp2
+from fsdp2 import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPMeshInfo,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    ShardPlacementResult,
+    fully_shard,
+)
+from fsdp2.core.device.collectives import GroupCollectives
+from fsdp2.core.modules.registry import record_of
+from fsdp2.core.schedule.states import GroupState
+from fsdp2.testing.null_group import init_null_group, null_mesh
+from tests.common import errors, tensors
+from tests.common.models import ReadsKept
+
+pytestmark = pytest.mark.alone
+
+Refused = Callable[[], tuple[Any, dict[str, Any]]]
+
+AT_FULLY_SHARD: dict[str, Refused] = {}
+MISUSES: dict[str, Callable[[], Any]] = {}
+
+
+def at_fully_shard(entry: str) -> Callable[[Refused], Refused]:
+    assert entry not in AT_FULLY_SHARD
+    return lambda build: AT_FULLY_SHARD.setdefault(entry, build)
+
+
+def misuse(entry: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    assert entry not in MISUSES
+    return lambda run: MISUSES.setdefault(entry, run)
+
+
+BEFORE_ANY_COLLECTIVE = {
+    "added-parameter",
+    "list-has-no-root",
+    "made-of-sharded",
+    "manual-below",
+    "moved-away",
+    "moved-though-offloaded",
+    "replaced-parameter",
+    "still-on-meta",
+    "tied-unregistered",
+    "tied-to-another-model",
+}
+"""Misuses that the first forward finds, which must not have sent anything by then."""
+
+
+@pytest.fixture(params=[0, 3], ids="rank{}".format)
+def sent(request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    """The collectives that were launched."""
+    sent: list[str] = []
+    init_null_group(4, request.param, observer=lambda name, _: sent.append(name))
+    yield sent
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("entry", AT_FULLY_SHARD)
+def test_at_fully_shard(entry: str, sent: list[str]) -> None:
+    target, arguments = AT_FULLY_SHARD[entry]()
+    modules = [m for m in (target if isinstance(target, list) else [target]) if _is_module(m)]
+    before = [_state(module) for module in modules]
+    with errors.raises(entry):
+        fully_shard(target, **arguments)
+    assert [_state(module) for module in modules] == before
+    assert sent == []
+
+
+@pytest.mark.parametrize("entry", MISUSES)
+def test_misuse(entry: str, sent: list[str]) -> None:
+    run = MISUSES[entry]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with errors.raises(entry):
+            run()
+    assert sent == [] or entry not in BEFORE_ANY_COLLECTIVE
+
+
+def test_subclasses_that_wrap_others_need_hooks(sent: list[str]) -> None:
+    """Without, of all that they wrap one plain tensor would be left."""
+    layer = tensors.extend(linear(), tensors.Wrapped)
+    with errors.raises("hooks-missing"):
+        fully_shard(layer)
+    assert type(layer) is nn.Linear
+    assert isinstance(layer.weight, tensors.Wrapped)
+    assert sent == []
+
+
+def test_what_is_shown_here_is_said_to_be() -> None:
+    for name, shown in (("test_at_fully_shard", AT_FULLY_SHARD), ("test_misuse", MISUSES)):
+        said = {
+            e.id
+            for e in errors.catalogue().values()
+            if e.test == f"sharding/test_misuses.py::{name}"
+        }
+        assert said == set(shown)
+
+
+def _is_module(module: Any) -> bool:
+    return isinstance(module, nn.Module)
+
+
+def _state(module: nn.Module) -> list[Any]:
+    """All that `fully_shard` changes: classes, parameters, hooks, what modules keep."""
+    return [
+        (
+            type(below),
+            [(key, id(param)) for key, param in below._parameters.items()],
+            list(below._forward_hooks),
+            list(below._forward_pre_hooks),
+            sorted(below.__dict__),
+        )
+        for below in module.modules()
+    ]
+
+
+def linear() -> Any:
+    return nn.Linear(4, 4)
+
+
+def sharded(**arguments: Any) -> Any:
+    return fully_shard(nn.Linear(4, 4), **arguments)
+
+
+def x() -> torch.Tensor:
+    return torch.ones(2, 4)
+
+
+def pair() -> Any:
+    """A root with a unit below it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0])
+    return fully_shard(model)
+
+
+def on(mesh: DeviceMesh, *placements: Placement) -> Any:
+    """A linear layer whose weight is a DTensor."""
+    layer = nn.Linear(8, 8)
+    local = torch.zeros(8, 8)
+    layer.weight = nn.Parameter(DTensor.from_local(local, mesh, placements, run_check=False))
+    return layer
+
+
+def full() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+# ---- at fully_shard: modules
+
+
+@at_fully_shard("not-a-module")
+def _() -> Any:
+    return [linear(), 3], {}
+
+
+@at_fully_shard("not-a-module-or-list")
+def _() -> Any:
+    return 3, {}
+
+
+@at_fully_shard("empty-list")
+def _() -> Any:
+    return [], {}
+
+
+@at_fully_shard("applied-twice")
+def _() -> Any:
+    return sharded(), {}
+
+
+@at_fully_shard("listed-twice")
+def _() -> Any:
+    layer = linear()
+    return [layer, nn.ReLU(), layer], {}
+
+
+@at_fully_shard("container")
+def _() -> Any:
+    return nn.ModuleList([linear()]), {}
+
+
+@at_fully_shard("wrapped")
+def _() -> Any:
+    return nn.Sequential(nn.DataParallel(linear())), {}
+
+
+@at_fully_shard("scripted")
+def _() -> Any:
+    return nn.Sequential(torch.jit.script(linear())), {}
+
+
+@at_fully_shard("torchs-own")
+def _() -> Any:
+    model = nn.Sequential(linear(), linear())
+    torchs.fully_shard(model[0], mesh=null_mesh(4))
+    return model, {}
+
+
+# ---- at fully_shard: arguments
+
+
+@at_fully_shard("mesh-type")
+def _() -> Any:
+    return linear(), {"mesh": (4,)}
+
+
+@at_fully_shard("mesh-without-this-rank")
+def _() -> Any:
+    return linear(), {"mesh": DeviceMesh("cpu", [1, 2])}
+
+
+@at_fully_shard("mesh-dims")
+def _() -> Any:
+    return linear(), {"mesh": null_mesh((1, 2, 2))}
+
+
+@at_fully_shard("dims-type")
+def _() -> Any:
+    return linear(), {"mesh": full(), "dp_mesh_dims": "dp"}
+
+
+@at_fully_shard("dims-unknown")
+def _() -> Any:
+    return linear(), {"mesh": full(), "dp_mesh_dims": DataParallelMeshDims("fsdp")}
+
+
+@misuse("dims-none")
+def _() -> None:
+    DataParallelMeshDims()
+
+
+@misuse("dims-twice")
+def _() -> None:
+    DataParallelMeshDims("dp", "dp")
+
+
+@at_fully_shard("reshard-type")
+def _() -> Any:
+    return linear(), {"reshard_after_forward": "yes"}
+
+
+@at_fully_shard("reshard-size")
+def _() -> Any:
+    return linear(), {"reshard_after_forward": 3}
+
+
+@at_fully_shard("reshard-smaller-group")
+def _() -> Any:
+    return tensors.extend(linear(), tensors.Aliased), {"reshard_after_forward": 2}
+
+
+@at_fully_shard("policy-type")
+def _() -> Any:
+    return linear(), {"mp_policy": torch.bfloat16}
+
+
+@misuse("policy-value")
+def _() -> None:
+    MixedPrecisionPolicy(param_dtype="bf16")  # type: ignore[arg-type]  # what is tested
+
+
+@misuse("policy-integer")
+def _() -> None:
+    MixedPrecisionPolicy(reduce_dtype=torch.int8)
+
+
+@misuse("policy-override-type")
+def _() -> None:
+    MixedPrecisionPolicy(param_dtype_override_fn=torch.float32)  # type: ignore[arg-type]  # the same
+
+
+@at_fully_shard("policy-override-value")
+def _() -> Any:
+    policy = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda _: torch.float16)
+    return linear(), {"mp_policy": policy}
+
+
+@at_fully_shard("offload-type")
+def _() -> Any:
+    return linear(), {"offload_policy": "cpu"}
+
+
+@at_fully_shard("ignored-type")
+def _() -> Any:
+    return linear(), {"ignored_params": {"weight"}}
+
+
+@at_fully_shard("placement-function")
+def _() -> Any:
+    return linear(), {"shard_placement_fn": Shard(1)}
+
+
+@at_fully_shard("placement-type")
+def _() -> Any:
+    return linear(), {"shard_placement_fn": lambda _: Replicate()}
+
+
+@at_fully_shard("placement-empty")
+def _() -> Any:
+    return linear(), {"shard_placement_fn": lambda _: ()}
+
+
+@at_fully_shard("placement-dim")
+def _() -> Any:
+    return linear(), {"shard_placement_fn": lambda _: Shard(2)}
+
+
+@at_fully_shard("placement-mesh")
+def _() -> Any:
+    info = FSDPMeshInfo(full(), shard_mesh_dim=0, replicate_mesh_dim=1)
+    return linear(), {"shard_placement_fn": lambda _: ShardPlacementResult(None, info)}
+
+
+# ---- at fully_shard: parameters
+
+
+@at_fully_shard("scalar-parameter")
+def _() -> Any:
+    model = linear()
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    return model, {}
+
+
+@at_fully_shard("lazy-parameter")
+def _() -> Any:
+    return nn.LazyLinear(4), {}
+
+
+@at_fully_shard("sparse-parameter")
+def _() -> Any:
+    model = linear()
+    model.weight = nn.Parameter(torch.eye(4).to_sparse())
+    return model, {}
+
+
+@at_fully_shard("non-contiguous-parameter")
+def _() -> Any:
+    model = nn.Linear(4, 6)
+    model.weight = nn.Parameter(torch.randn(4, 6).t())
+    return model, {}
+
+
+@at_fully_shard("meta-and-real")
+def _() -> Any:
+    model = linear()
+    model.bias = nn.Parameter(torch.empty(4, device="meta"))
+    return model, {}
+
+
+@at_fully_shard("child-after-parent")
+def _() -> Any:
+    model = fully_shard(nn.Sequential(linear()))
+    return model[0], {}
+
+
+@at_fully_shard("owner-gone")
+def _() -> Any:
+    model = nn.Sequential(linear(), linear())
+    model[1].weight = model[0].weight
+    fully_shard(model.pop(0))
+    return model, {}
+
+
+@at_fully_shard("renormalised")
+def _() -> Any:
+    return nn.Sequential(nn.EmbeddingBag(8, 4, max_norm=1.0), linear()), {}
+
+
+@at_fully_shard("shared-memory")
+def _() -> Any:
+    model = nn.Sequential(linear(), linear())
+    model[1].weight.data = model[0].weight.data
+    return model, {}
+
+
+@misuse("integer-requires-grad")
+def _() -> None:
+    nn.Parameter(torch.zeros(4, dtype=torch.int8))
+
+
+@at_fully_shard("partial-parameter")
+def _() -> Any:
+    mesh = full()
+    return on(mesh["tp"], Partial()), {"mesh": mesh["dp"]}
+
+
+@at_fully_shard("other-device-mesh")
+def _() -> Any:
+    mesh = full()
+    layer = on(mesh["tp"], Replicate())
+    layer.weight._spec.mesh._device_type = "cuda"
+    return layer, {"mesh": mesh["dp"]}
+
+
+@at_fully_shard("meshes-not-joined")
+def _() -> Any:
+    mesh = full()
+    return on(mesh["dp"], Replicate()), {"mesh": mesh["dp"]}
+
+
+@at_fully_shard("plain-on-full-mesh")
+def _() -> Any:
+    return linear(), {"mesh": full(), "dp_mesh_dims": DataParallelMeshDims("dp")}
+
+
+@at_fully_shard("other-full-mesh")
+def _() -> Any:
+    mesh = full()
+    arguments = {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims("dp")}
+    return nn.Sequential(on(mesh["tp"], Replicate())), arguments
+
+
+@at_fully_shard("not-replicated")
+def _() -> Any:
+    mesh = full()
+    arguments = {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims("dp")}
+    return on(mesh, Shard(0), Replicate()), arguments
+
+
+# ---- at fully_shard: all-gather hooks
+
+
+class NoPost(tensors.Aliased):
+    fsdp_post_all_gather = property()  # type: ignore[assignment]  # as if it were not there
+
+
+class TwoArguments(tensors.Aliased):
+    def fsdp_pre_all_gather(self, mesh: Any, other: Any) -> Any:  # type: ignore[override]  # wrong
+        return (self._data,), None
+
+
+@at_fully_shard("hooks-missing")
+def _() -> Any:
+    return tensors.extend(linear(), NoPost), {}
+
+
+@at_fully_shard("hooks-arguments")
+def _() -> Any:
+    return tensors.extend(linear(), TwoArguments), {}
+
+
+@at_fully_shard("hooks-uneven")
+def _() -> Any:
+    layer = tensors.extend(nn.Linear(7, 8), tensors.Aliased)
+    return layer, {"shard_placement_fn": lambda param: Shard(param.ndim - 1)}
+
+
+@at_fully_shard("hooks-unnamed-mesh")
+def _() -> Any:
+    return tensors.extend(linear(), tensors.Aliased), {"mesh": init_device_mesh("cpu", (2, 2))}
+
+
+# ---- at the first forward
+
+
+@misuse("list-has-no-root")
+def _() -> None:
+    members = [linear(), linear()]
+    fully_shard(members)
+    members[0](x())
+
+
+@misuse("still-on-meta")
+def _() -> None:
+    with torch.device("meta"):
+        model = linear()
+    fully_shard(model)(x())
+
+
+class _Elsewhere:
+    """A local tensor on a device that this machine does not have."""
+
+    device = torch.device("cuda", 0)
+    is_meta = False
+
+
+@misuse("moved-away")
+def _() -> None:
+    model = sharded()
+    param = record_of(model).unit.own_groups[0].params[0]
+    with mock.patch.object(type(param), "local", _Elsewhere()):
+        model(x())
+
+
+@misuse("moved-though-offloaded")
+def _() -> None:
+    with mock.patch("fsdp2.sharding.assembly._effective_offload", lambda policy, device: policy):
+        model = sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))
+    param = record_of(model).unit.own_groups[0].params[0]
+    with mock.patch.object(type(param), "local", _Elsewhere()):
+        model(x())
+
+
+@misuse("running-below")
+def _() -> None:
+    model = nn.Sequential(linear(), linear())
+    fully_shard(model[0])
+    fully_shard(model)
+    model[0].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model[0](x())
+    model(x())
+
+
+@misuse("manual-below")
+def _() -> None:
+    model = pair()
+    model[0].set_manual_backward_finalization(True)
+    model(x())
+
+
+@misuse("smaller-group-of-hooks")
+def _() -> None:
+    model = nn.Sequential(linear(), linear())
+    fully_shard(model[0], reshard_after_forward=2)
+    fully_shard(model)
+    weight = model[0].weight
+    weight._local_tensor = tensors.Aliased(
+        weight._local_tensor
+    )  # as quantisation after sharding does
+    model(x())
+
+
+@misuse("no-collectives")
+def _() -> None:
+    class Group:
+        size = rank = staticmethod(lambda: 2)
+
+    GroupCollectives(Group(), torch.device("cpu"), False)  # type: ignore[arg-type]  # a stand-in
+
+
+# ---- what is registered after fully_shard
+
+
+@misuse("added-parameter")
+def _() -> None:
+    model = pair()
+    model[1].adapter = linear()
+    model(x())
+
+
+@misuse("made-of-sharded")
+def _() -> None:
+    model = pair()
+    nn.utils.parametrizations.weight_norm(model[1])
+    model(x())
+
+
+@misuse("replaced-parameter")
+def _() -> None:
+    model = pair()
+    model[0].weight = nn.Parameter(torch.zeros(4, 4))
+    model(x())
+
+
+@misuse("tied-unregistered")
+def _() -> None:
+    model = pair()
+    torch.func.functional_call(model, {"1.weight": model[0].weight}, (x(),))
+
+
+@misuse("tied-to-another-model")
+def _() -> None:
+    model = pair()
+    model[1].extra = sharded().weight
+    model(x())
+
+
+# ---- in forward
+
+
+class Reads(nn.Module):
+    """Reads the weight of another unit's module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = linear(), linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.inner(x), self.head.weight)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.head.weight)
+
+
+@misuse("used-outside")
+def _() -> None:
+    model = Reads()
+    fully_shard(model.inner)
+    fully_shard(model.head)
+    fully_shard(model)(x())
+
+
+@misuse("used-freed")
+def _() -> None:
+    model = ReadsKept(4)
+    for part in model.children():
+        fully_shard(part)
+    fully_shard(model)(x())
+
+
+@misuse("hooks-result")
+def _() -> None:
+    class NoTuple(tensors.Aliased):
+        def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+            return self._data
+
+    model = fully_shard(tensors.extend(linear(), NoTuple))
+    model(x())
+
+
+@misuse("custom-allocation")
+def _() -> None:
+    class Wrong(fsdp2.AllGather):
+        def allocate(self, size: Any, **_: Any) -> torch.Tensor:
+            return torch.empty(*size, dtype=torch.float64)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    model = sharded()
+    model.set_custom_all_gather(Wrong())
+    model(x())
+
+
+@misuse("wrong-state")
+def _() -> None:
+    record_of(sharded()).unit.own_groups[0].finish_unshard()
+
+
+@misuse("not-sharded-state")
+def _() -> None:
+    group = record_of(sharded()).unit.own_groups[0]
+    group.state = GroupState.UNSHARDED
+    group.adopt()
+
+
+# ---- in backward
+
+
+@misuse("reads-after-opting-out")
+def _() -> None:
+    model = nn.Sequential(linear(), linear(), linear())
+    fully_shard(model[1])
+    fully_shard(model)
+    model[1].set_unshard_in_backward(False)
+    model(x()).sum().backward()
+
+
+@misuse("backward-twice")
+def _() -> None:
+    loss = pair()(x()).sum()
+    loss.backward()
+    loss.backward()
+
+
+@misuse("plain-gradient")
+def _() -> None:
+    mesh = full()
+    model = fully_shard(nn.Sequential(on(mesh["tp"], Replicate())), mesh=mesh["dp"])
+    model.unshard()
+    model[0].weight.grad = None
+    param = record_of(model).unit.own_groups[0].params[0]
+    param.localize(torch.zeros(8, 8))
+
+
+# ---- between iterations
+
+
+@misuse("not-root")
+def _() -> None:
+    model = pair()
+    model(x())
+    model[0].finalize_backward()
+
+
+@misuse("reset-not-root")
+def _() -> None:
+    model = pair()
+    model(x())
+    model[0].reset_iter_state()
+
+
+class Calls(nn.Module):
+    """Calls something in its forward."""
+
+    def __init__(self, call: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.linear, self.call = linear(), call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.call(self)
+        return self.linear(x)
+
+
+@misuse("while-running")
+def _() -> None:
+    fully_shard(Calls(lambda model: model.set_manual_backward_finalization(True)))(x())
+
+
+@misuse("not-manual")
+def _() -> None:
+    model = pair()
+    model(x())
+    model.finalize_backward()
+
+
+def _unawaited() -> tuple[Any, Any]:
+    model = pair()
+    model.set_manual_backward_finalization(True)
+    model(x()).sum().backward()
+    return model, model.finalize_backward(async_op=True)
+
+
+@misuse("finalized-twice")
+def _() -> None:
+    model, _ = _unawaited()
+    model.finalize_backward()
+
+
+@misuse("forward-before-wait")
+def _() -> None:
+    model, _ = _unawaited()
+    model(x())
+
+
+@misuse("captured-in-moving-memory")
+def _() -> None:
+    model = pair()
+    model.set_keep_unsharded_storage(True)
+    model(x())
+    scheduler = record_of(model).scheduler
+    with mock.patch.object(scheduler.streams, "captures", return_value=True):
+        with torch.no_grad():
+            model(x())  # replayed, it makes no gradients
+        model(x())
+
+
+@misuse("handle-outlived")
+def _() -> None:
+    model, handle = _unawaited()
+    model.reset_iter_state()
+    handle.wait()
+
+
+@misuse("deep-copy")
+def _() -> None:
+    copy.deepcopy(sharded())
+
+
+@misuse("pickle")
+def _() -> None:
+    torch.save(sharded(), io.BytesIO())
+
+
+# ---- optimizers, norms
+
+
+@misuse("stale-optimizer")
+def _() -> None:
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fully_shard(model)
+    model(x()).sum().backward()
+    optimizer.step()
+
+
+@misuse("optimizer-of-gathered")
+def _() -> None:
+    model = sharded()
+    loss = model(x()).sum()  # a root stays gathered
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss.backward()
+    optimizer.step()
+
+
+@misuse("repoint-type")
+def _() -> None:
+    fsdp2.repoint_optimizer(linear())
+
+
+@misuse("clip-gathered")
+def _() -> None:
+    model = sharded()
+    model.unshard()
+    fsdp2.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@misuse("norm-type")
+def _() -> None:
+    fsdp2.clip_grad_norm_(sharded().parameters(), 1.0, 0)
+
+
+@misuse("norm-nonfinite")
+def _() -> None:
+    param = nn.Parameter(torch.ones(2))
+    param.grad = torch.full((2,), float("nan"))
+    fsdp2.clip_grad_norm_(param, 1.0, error_if_nonfinite=True)
+
+
+@misuse("norm-foreach")
+def _() -> None:
+    param = nn.Parameter(torch.ones(2, device="meta"))
+    param.grad = torch.ones(2, device="meta")
+    fsdp2.clip_grad_norm_(param, 1.0, foreach=True)
+
+
+@misuse("norm-not-on-mesh")
+def _() -> None:
+    others = [rank for rank in (1, 2) if rank != dist.get_rank()]
+    mesh = DeviceMesh("cpu", others)
+    tensor = DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=False)
+    fsdp2.get_total_norm([tensor])
+
+
+@misuse("norm-partial")
+def _() -> None:
+    tensor = DTensor.from_local(torch.ones(2), null_mesh(4), [Partial()], run_check=False)
+    fsdp2.get_total_norm([tensor])
+
+
+def _clip(param: torch.Tensor, grad: torch.Tensor) -> None:
+    with mock.patch.object(nn.Parameter, "grad", grad):
+        owner = nn.Parameter(param)
+        with mock.patch.object(type(owner), "grad", grad, create=True):
+            fsdp2.clip_grad_norm_(owner, 1.0)
+
+
+@misuse("norm-plain-parameter")
+def _() -> None:
+    _clip(torch.ones(4), DTensor.from_local(torch.ones(1), null_mesh(4), [Shard(0)]))
+
+
+@misuse("sparse-gradient")
+def _() -> None:
+    model = fully_shard(nn.Sequential(nn.Embedding(8, 4, sparse=True)))
+    model(torch.tensor([1, 2])).sum().backward()
+
+
+@misuse("norm-plain-gradient")
+def _() -> None:
+    _clip(DTensor.from_local(torch.ones(1), null_mesh(4), [Shard(0)]), torch.ones(4))
+
+
+@misuse("norm-gradient-placements")
+def _() -> None:
+    names = ("dp", f"of rank {dist.get_rank()}")  # torch caches meshes over worlds, by their names
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    param = nn.Parameter(
+        DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0), Replicate()], run_check=False)
+    )
+    param.grad = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0), Shard(1)], run_check=False)
+    fsdp2.clip_grad_norm_(param, 1.0)
+
+
+# ---- state dicts
+
+
+@misuse("assigned-does-not-fit")
+def _() -> None:
+    sharded().load_state_dict(linear().state_dict(), assign=True)
+
+
+@misuse("plain-state-dict")
+def _() -> None:
+    sharded().load_state_dict(linear().state_dict())
+
+
+@misuse("other-shapes")
+def _() -> None:
+    state = fully_shard(nn.Linear(4, 8)).state_dict()
+    sharded().load_state_dict(state)
+
+
+@misuse("other-names")
+def _() -> None:
+    pair().load_state_dict(sharded().state_dict())
+
+
+# ---- controls
+
+
+@misuse("not-sharded")
+def _() -> None:
+    FSDPModule.reshard(linear())
+
+
+@misuse("set-reshard-type")
+def _() -> None:
+    sharded().set_reshard_after_forward(2)
+
+
+@misuse("divide-factor")
+def _() -> None:
+    sharded().set_gradient_divide_factor(0)
+
+
+@misuse("input-buffers-type")
+def _() -> None:
+    sharded().set_reduce_scatter_max_input_buffers(1.5)
+
+
+@misuse("input-buffers-value")
+def _() -> None:
+    sharded().set_reduce_scatter_max_input_buffers(0)
+
+
+@misuse("packing-type")
+def _() -> None:
+    sharded().set_packing_threshold(1.5)
+
+
+@misuse("packing-value")
+def _() -> None:
+    sharded().set_packing_threshold(-1)
+
+
+@misuse("window-type")
+def _() -> None:
+    sharded().set_prefetch_window(1.5)
+
+
+@misuse("window-value")
+def _() -> None:
+    sharded().set_prefetch_window(0)
+
+
+@misuse("prefetch-type")
+def _() -> None:
+    model = pair()
+    model.set_modules_to_forward_prefetch(model[0])
+
+
+@misuse("prefetch-plain")
+def _() -> None:
+    sharded().set_modules_to_backward_prefetch([linear()])
+
+
+@misuse("forward-method")
+def _() -> None:
+    fsdp2.register_fsdp_forward_method(sharded(), "generate")
+
+
+@misuse("share-plain")
+def _() -> None:
+    fsdp2.share_comm_ctx([linear()])
+
+
+# ---- communication
+
+
+@misuse("reduce-hook-type")
+def _() -> None:
+    sharded().set_all_reduce_hook("mean")
+
+
+@misuse("reduce-hook-stream")
+def _() -> None:
+    sharded(mesh=full()).set_all_reduce_hook(print, stream=object())
+
+
+@misuse("custom-type")
+def _() -> None:
+    sharded().set_custom_all_gather(print)
+
+
+class Gather(fsdp2.AllGather):
+    def allocate(self, size: Any, **_: Any) -> torch.Tensor:
+        return torch.empty(*size)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+@misuse("memory-beside-custom")
+def _() -> None:
+    model = sharded()
+    model.set_custom_all_gather(Gather())
+    model.set_allocate_memory_from_process_group_for_comm(True)
+
+
+@misuse("symmetric-backend")
+def _() -> None:
+    sharded().set_symm_mem_for_comm("NVSHMEM")
+
+
+@misuse("symmetric-needs-nccl")
+def _() -> None:
+    sharded().set_symm_mem_for_comm()
+
+
+@misuse("several-meshes")
+def _() -> None:
+    info = FSDPMeshInfo(full()["tp"], shard_mesh_dim=0)
+
+    def choose(param: nn.Parameter) -> Any:
+        return ShardPlacementResult(None, info) if param.ndim == 1 else None
+
+    sharded(shard_placement_fn=choose).set_custom_all_gather(Gather())
+
+
+# ---- interop
+
+
+@misuse("torchs-state-set")
+def _() -> None:
+    sharded()._get_fsdp_state()._fsdp_param_group.gradient_divide_factor = 2.0
+
+
+@misuse("several-torch-groups")
+def _() -> None:
+    info = FSDPMeshInfo(full()["tp"], shard_mesh_dim=0)
+
+    def choose(param: nn.Parameter) -> Any:
+        return ShardPlacementResult(None, info) if param.ndim == 1 else None
+
+    state: Any = sharded(shard_placement_fn=choose)._get_fsdp_state()
+    assert len(state._fsdp_param_groups) == 2
+    assert not state._fsdp_param_group
+
+
+@misuse("torchs-state")
+def _() -> None:
+    sharded()._get_fsdp_state()._reset_iter_state()
+
+
+@misuse("newer-method")
+def _() -> None:
+    from fsdp2.interop.identity import _refusal
+
+    with mock.patch.object(FSDPModule, "set_something_new", _refusal("x"), create=True):
+        sharded().set_something_new(True)
+
+
+def _not_the_model(first: Callable[[nn.Module], Any]) -> None:
+    with errors.raises("flat-optimizer-model"):
+        fsdp2.optim.FlatOptimizer(first(sharded()), torch.optim.AdamW, lr=0.1)
+
+
+@misuse("flat-optimizer-model")
+def _() -> None:
+    model = sharded()
+    _not_the_model(lambda model: list(model.parameters()))
+    _not_the_model(lambda model: [{"params": model.parameters(), "lr": 0.2}])
+    _not_the_model(lambda model: torch.optim.AdamW)
+    fsdp2.optim.FlatOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)  # type: ignore[arg-type]
+
+
+@misuse("flat-optimizer-class")
+def _() -> None:
+    model = sharded()
+    with errors.raises("flat-optimizer-class"):
+        fsdp2.optim.FlatOptimizer(model, model.parameters(), torch.optim.AdamW)  # type: ignore[arg-type]
+    with errors.raises("flat-optimizer-class"):
+        fsdp2.optim.FlatOptimizer(model, "AdamW")  # type: ignore[arg-type]
+    fsdp2.optim.FlatOptimizer(model, torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
+
+
+@misuse("flat-optimizer-params")
+def _() -> None:
+    fsdp2.optim.FlatOptimizer(sharded(), torch.optim.AdamW, 1e-3)  # type: ignore[arg-type]

@@ -1,0 +1,389 @@
+"""A sharding call that raises leaves the whole model as it was, through every entry point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp2
+from fsdp2 import fsdp1
+from fsdp2.planning.rehearsal import Settings, shard_as_planned
+from fsdp2.testing.null_group import init_null_group, null_mesh
+from fsdp2.wrap import CustomPolicy
+from fsdp2.xla import XlaFullyShardedDataParallel
+from tests.common.errors import raises
+from tests.sharding.test_classes import SealedLayer
+from tests.sharding.test_misuses import AT_FULLY_SHARD
+
+pytestmark = pytest.mark.alone
+
+OF_ARGUMENTS_THAT_A_POLICY_HAS_NOT = {
+    "dims-type",
+    "dims-unknown",
+    "ignored-type",
+    "not-replicated",
+    "other-full-mesh",
+    "plain-on-full-mesh",
+}
+NO_MODULES = {"not-a-module", "not-a-module-or-list", "empty-list", "listed-twice"}
+OF_A_MODULE = [
+    entry
+    for entry in AT_FULLY_SHARD
+    if entry not in {*NO_MODULES, *OF_ARGUMENTS_THAT_A_POLICY_HAS_NOT, "container"}
+]
+"""What is wrong with one module, or with what is chosen for it; a policy leaves containers out."""
+
+
+@pytest.fixture
+def sent() -> Iterator[list[str]]:
+    """The collectives that were launched."""
+    sent: list[str] = []
+    init_null_group(4, observer=lambda name, _: sent.append(name))
+    yield sent
+    dist.destroy_process_group()
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """All that sharding changes: classes, what is registered, hooks, what modules keep, groups."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_state_dict_hooks", "_backward_hooks")
+    found: dict[str, Any] = {"groups": len(dist.distributed_c10d._world.pg_map)}
+    for name, module in model.named_modules():
+        kept = [(key, id(value)) for key, value in module._parameters.items()]
+        kept += [(key, id(value)) for key, value in module._buffers.items()]
+        marks = [sorted(p.__dict__) for p in module._parameters.values() if p is not None]
+        own = [list(getattr(module, hook)) for hook in hooks]
+        found[name] = (type(module), kept, marks, own, sorted(module.__dict__))
+    return found
+
+
+@pytest.mark.parametrize("entry", OF_A_MODULE)
+def test_shard_model(entry: str, sent: list[str]) -> None:
+    """The last unit but one is wrong: those before it stay as they are."""
+    target, arguments = AT_FULLY_SHARD[entry]()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), target, nn.Linear(4, 4))
+    before, units = _state(model), {model[0], model[1], model[3]}
+    options = {key: value for key, value in arguments.items() if key != "ignored_params"}
+    policy = CustomPolicy(lambda m: (options or True) if m is target else m in units)
+    with raises(entry):
+        fsdp2.shard_model(model, policy)
+    assert _state(model) == before
+    assert sent == []
+
+
+@pytest.mark.parametrize("entry", OF_A_MODULE)
+def test_a_list(entry: str, sent: list[str]) -> None:
+    target, arguments = AT_FULLY_SHARD[entry]()
+    modules = nn.ModuleList([nn.Linear(4, 4), target])
+    before = _state(modules)
+    with raises(entry):
+        fsdp2.fully_shard(list(modules), **arguments)
+    assert _state(modules) == before
+    assert sent == []
+
+
+NEW: dict[str, Callable[[], nn.Module]] = {
+    entry: lambda entry=entry: AT_FULLY_SHARD[entry]()[0]
+    for entry in (
+        "scalar-parameter",
+        "lazy-parameter",
+        "sparse-parameter",
+        "non-contiguous-parameter",
+        "owner-gone",
+        "renormalised",
+        "shared-memory",
+        "hooks-missing",
+    )
+}
+
+
+@pytest.mark.parametrize("entry", NEW)
+def test_shard_new_parameters(entry: str, sent: list[str]) -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4))
+    fsdp2.fully_shard(model)
+    model(torch.ones(1, 4))
+    model.append(NEW[entry]())
+    sent.clear()
+    before = _state(model)
+    with raises(entry):
+        model.shard_new_parameters()
+    assert _state(model) == before
+    assert sent == []
+
+
+# ---- wrappers, contexts and the planner
+
+OF_PARAMETERS = (*NEW, "wrapped", "scripted", "torchs-own", "hooks-arguments")
+"""What wrappers refuse, too; they do not refuse ``meta-and-real``, as they give memory first."""
+
+ON_A_MESH = ("partial-parameter", "other-device-mesh", "meshes-not-joined")
+"""What FSDP1's refuses on a mesh that it is given; XLA's takes none."""
+
+NOT_OF_WRAPPERS: dict[str, str] = {
+    **dict.fromkeys(NO_MODULES, "a wrapper takes one module, and says so in words of its own"),
+    **dict.fromkeys(OF_ARGUMENTS_THAT_A_POLICY_HAS_NOT, "a wrapper has no such argument"),
+    **dict.fromkeys(
+        ("applied-twice", "child-after-parent"), "a wrapper around a unit has words of its own"
+    ),
+    "meta-and-real": "a wrapper gives parameters memory first",
+    **dict.fromkeys(
+        ("mesh-type", "mesh-dims", "mesh-without-this-rank"), "a wrapper says what it takes itself"
+    ),
+    **dict.fromkeys(
+        (
+            *("reshard-type", "reshard-size", "reshard-smaller-group", "policy-type"),
+            *("policy-override-value", "offload-type"),
+        ),
+        "a wrapper's arguments have other names, and are looked at before",
+    ),
+    **dict.fromkeys(
+        (
+            *("placement-function", "placement-type", "placement-empty", "placement-dim"),
+            *("placement-mesh", "hooks-uneven"),
+        ),
+        "a wrapper takes no shard_placement_fn",
+    ),
+    "hooks-unnamed-mesh": "a wrapper's meshes have names, but for one that it is given",
+}
+"""Errors of `fully_shard` that wrappers do not raise, and why."""
+
+
+def test_each_error_of_a_call_is_tried_through_wrappers() -> None:
+    tried = {*OF_PARAMETERS, *ON_A_MESH, "container"}
+    assert tried | NOT_OF_WRAPPERS.keys() == AT_FULLY_SHARD.keys()
+
+
+def _around(target: nn.Module) -> nn.Sequential:
+    """A model with a unit before ``target`` that has memory, and one that is to get it."""
+    return nn.Sequential(
+        nn.Linear(4, 4), nn.Linear(4, 4, device="meta"), target, nn.BatchNorm1d(4), nn.Linear(4, 4)
+    )
+
+
+def _choosing(model: nn.Sequential, *more: nn.Module) -> Callable[..., bool]:
+    units = {model[0], model[1], model[4], *more}
+    return lambda module, recurse, nonwrapped_numel: recurse or module in units
+
+
+def _fsdp1(model: nn.Sequential, policy: Any, mesh: Any = None) -> None:
+    precision = fsdp1.MixedPrecision(
+        torch.bfloat16,
+        buffer_dtype=torch.bfloat16,
+        _module_classes_to_ignore=(nn.BatchNorm1d,),
+    )
+    fsdp1.FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=policy,
+        mixed_precision=precision,
+        sync_module_states=True,
+        use_orig_params=True,
+        device_mesh=mesh,
+    )
+
+
+def _xla(model: nn.Sequential, policy: Any, mesh: Any = None) -> None:
+    XlaFullyShardedDataParallel(model, auto_wrap_policy=policy, compute_dtype=torch.bfloat16)
+
+
+def _as_planned(model: nn.Sequential, policy: Any, mesh: Any = None) -> None:
+    model[1].to_empty(device="cpu")
+    shard_as_planned(model, null_mesh((4,)), Settings((4,), checkpointing=True), policy)
+
+
+@pytest.mark.parametrize("is_chosen", [True, False], ids=["chosen", "left"])
+@pytest.mark.parametrize("shard", [_fsdp1, _xla], ids=["fsdp1", "xla"])
+@pytest.mark.parametrize("entry", OF_PARAMETERS)
+def test_wrappers(entry: str, shard: Callable[..., None], is_chosen: bool, sent: list[str]) -> None:
+    """The last but one of a policy's modules is wrong, or what is left for the model."""
+    target, _ = AT_FULLY_SHARD[entry]()
+    model = _around(target)
+    before = _state(model)
+    with raises(entry):
+        shard(model, _choosing(model, *[target] * is_chosen))
+    assert _state(model) == before
+    assert sent == []
+
+
+@pytest.mark.parametrize("shard", [_fsdp1, _xla], ids=["fsdp1", "xla"])
+def test_a_policy_chooses_a_container(shard: Callable[..., None], sent: list[str]) -> None:
+    model = _around(AT_FULLY_SHARD["container"]()[0])
+    before = _state(model)
+    with raises("container"):
+        shard(model, _choosing(model, model[2]))
+    assert _state(model) == before
+    assert sent == []
+
+
+@pytest.mark.parametrize("entry", ON_A_MESH)
+def test_fsdp1_on_a_mesh(entry: str, sent: list[str]) -> None:
+    target, arguments = AT_FULLY_SHARD[entry]()
+    model = _around(target)
+    before = _state(model)
+    with raises(entry):
+        _fsdp1(model, _choosing(model, target), arguments["mesh"])
+    assert _state(model) == before
+    assert sent == []
+
+
+@pytest.mark.parametrize(
+    ("shard", "entry", "options"),
+    [
+        (_fsdp1, "fsdp1-member", {"sharding_strategy": "FULL"}),
+        (_fsdp1, "fsdp1-precision", {"mixed_precision": torch.bfloat16}),
+        (_fsdp1, "fsdp1-init-type", {"param_init_fn": 1}),
+        (_xla, "xla-bucket", {"reduce_scatter_bucket_size_mb": -1}),
+        (_xla, "xla-groups", {"sharding_groups": [[0, 1], [2]]}),
+    ],
+)
+def test_arguments_of_a_later_wrapper(
+    shard: Callable[..., None], entry: str, options: dict[str, Any], sent: list[str]
+) -> None:
+    model = _around(nn.Linear(4, 4))
+    units, before = {model[0], model[1], model[4]}, _state(model)
+    with raises(entry):
+        shard(model, CustomPolicy(lambda m: options if m is model[2] else m in units))
+    assert _state(model) == before
+    assert sent == []
+
+
+@pytest.mark.parametrize(
+    ("shard", "options"),
+    [
+        (fsdp1.FullyShardedDataParallel, {"mixed_precision": fsdp1.MixedPrecision(torch.bfloat16)}),
+        (XlaFullyShardedDataParallel, {"compute_dtype": torch.bfloat16}),
+    ],
+)
+def test_a_tie_of_two_wrappers_to_be(
+    shard: Callable[..., Any], options: dict[str, Any], sent: list[str]
+) -> None:
+    model, units = _tied()
+    before = _state(model)
+    policy = CustomPolicy(lambda m: options if m is model[0] else m in units)
+    with raises("tied-dtypes"):
+        shard(model, auto_wrap_policy=policy)
+    assert _state(model) == before
+    assert sent == []
+
+
+@pytest.mark.parametrize("shard", [_fsdp1, _xla], ids=["fsdp1", "xla"])
+def test_a_later_wrapper_cannot_be_initialised(shard: Callable[..., None], sent: list[str]) -> None:
+    model = _around(Head(nn.Parameter(torch.empty(4, 4, device="meta"))))
+    before = _state(model)
+    with raises("meta-no-reset"):
+        shard(model, _choosing(model, model[2]))
+    assert _state(model) == before
+    assert sent == []
+
+
+@pytest.mark.parametrize("shard", [_fsdp1, _xla], ids=["fsdp1", "xla"])
+def test_a_class_that_resists(shard: Callable[..., None], sent: list[str]) -> None:
+    model = _around(SealedLayer())
+    before = _state(model)
+    with raises("class-resists"):
+        shard(model, _choosing(model, model[2]))
+    assert _state(model) == before
+
+
+def test_xla_executes_what_was_put_off(sent: list[str]) -> None:
+    """Several wrappers that are to shard later: none of them does if one cannot."""
+    inner = [
+        XlaFullyShardedDataParallel(module, execute_sharding_on_init=False)
+        for module in (nn.Linear(4, 4), AT_FULLY_SHARD["scalar-parameter"]()[0])
+    ]
+    model = XlaFullyShardedDataParallel(nn.Sequential(*inner), execute_sharding_on_init=False)
+    before = _state(model)
+    with raises("scalar-parameter"):
+        model.execute_sharding()
+    assert _state(model) == before
+    assert sent == []
+
+
+@pytest.mark.parametrize("entry", OF_PARAMETERS)
+def test_as_planned(entry: str, sent: list[str]) -> None:
+    """The planner's calls: no forward is checkpointed either."""
+    target, _ = AT_FULLY_SHARD[entry]()
+    model = _around(target)
+    model[1].to_empty(device="cpu")
+    before = _state(model)
+    with raises(entry):
+        _as_planned(model, _choosing(model, target))
+    assert _state(model) == before
+    assert sent == []
+
+
+OF_ARGUMENTS = (
+    *("mesh-type", "mesh-dims", "reshard-type", "reshard-size", "policy-type"),
+    *("offload-type", "placement-function"),
+)
+
+
+@pytest.mark.parametrize("entry", OF_ARGUMENTS)
+def test_deferred_looks_at_arguments_first(entry: str, sent: list[str]) -> None:
+    _, arguments = AT_FULLY_SHARD[entry]()
+    made = []
+    with raises(entry), fsdp2.deferred(policy=[nn.Linear], **{"mesh": None, **arguments}):
+        made.append(nn.Linear(4, 4))
+    assert made == []
+
+
+@pytest.mark.parametrize("entry", [entry for entry in NEW if entry != "owner-gone"])
+def test_deferred(entry: str, sent: list[str]) -> None:
+    """What is left for the end is planned, all of it, before one of them is sharded."""
+    models = nn.ModuleList()
+    with raises(entry), fsdp2.deferred(None, [nn.Conv1d]):
+        models.append(nn.Linear(4, 4))
+        models.append(AT_FULLY_SHARD[entry]()[0])
+        before = _state(models)
+    assert _state(models) == before
+    assert sent == []
+
+
+class Head(nn.Module):
+    """Has a weight of its own, and a module that is a unit: so it stays one by itself."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x @ self.weight)
+
+
+def _tied() -> tuple[Any, set[nn.Module]]:
+    """A model, and its units to be: the last has a parameter of the first."""
+    first = nn.Linear(4, 4)
+    head = Head(first.weight)
+    return nn.Sequential(first, nn.Linear(4, 4), head), {first, head, head.inner}
+
+
+def test_a_tie_of_two_units_to_be(sent: list[str]) -> None:
+    """The second unit has a parameter of the first, which is not sharded when that is found."""
+    model, units = _tied()
+    before = _state(model)
+    mixed = {"mp_policy": fsdp2.MixedPrecisionPolicy(torch.bfloat16)}
+    policy = CustomPolicy(lambda m: mixed if m is model[0] else m in units)
+    with raises("tied-dtypes"):
+        fsdp2.shard_model(model, policy)
+    assert _state(model) == before
+    assert sent == []
+
+
+def test_what_is_planned_together_is_what_single_calls_make(sent: list[str]) -> None:
+    """Ties among units of one call, and parameters that are left for the model."""
+    made = []
+    for together in (True, False):
+        model, units = _tied()
+        if together:
+            fsdp2.shard_model(model, CustomPolicy(lambda m, units=units: m in units))
+        else:
+            for module in (model[0], model[2].inner, model[2], model):
+                fsdp2.fully_shard(module)
+        model(torch.ones(1, 4)).sum().backward()
+        made.append(fsdp2.group_reports(model))
+    assert made[0] == made[1]
+    assert len(made[0]) == 3

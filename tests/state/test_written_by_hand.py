@@ -1,0 +1,546 @@
+"""Parameters that users write themselves: no write is lost, and the next forward sees each."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
+
+import fsdp2
+from fsdp2.core.modules.registry import record_of
+from tests.common import gradients, models, parity, running
+from tests.common.errors import raises
+from tests.common.workers import ranks
+
+pytestmark = pytest.mark.ranks
+
+# -- ways to write: each doubles all parameters ---------------------------------------------------
+
+
+def _mul(params: Sequence[nn.Parameter]) -> None:
+    for param in params:
+        param.mul_(2)
+
+
+def _copy(params: Sequence[nn.Parameter]) -> None:
+    for param in params:
+        param.copy_(param * 2)
+
+
+def _lerp(params: Sequence[nn.Parameter]) -> None:
+    for param in params:
+        param.lerp_(param * 3, 0.5)
+
+
+def _add(params: Sequence[nn.Parameter]) -> None:
+    for param in params:
+        param.add_(param.clone())
+
+
+def _view(params: Sequence[nn.Parameter]) -> None:
+    for param in params:
+        param.view_as(param).mul_(2)
+
+
+def _detached(params: Sequence[nn.Parameter]) -> None:
+    for param in params:
+        param.detach().mul_(2)
+
+
+def _data(params: Sequence[nn.Parameter]) -> None:
+    for param in params:
+        param.data.mul_(2)
+
+
+def _data_copy(params: Sequence[nn.Parameter]) -> None:
+    for param in params:
+        param.data.copy_(param.data * 2)
+
+
+def _foreach(params: Sequence[nn.Parameter]) -> None:
+    torch._foreach_mul_(list(params), 2.0)
+
+
+def _foreach_lerp(params: Sequence[nn.Parameter]) -> None:
+    torch._foreach_lerp_(list(params), torch._foreach_mul(list(params), 3.0), 0.5)
+
+
+def _foreach_data(params: Sequence[nn.Parameter]) -> None:
+    torch._foreach_mul_([param.data for param in params], 2.0)
+
+
+def _inference(params: Sequence[nn.Parameter]) -> None:
+    with torch.inference_mode():
+        _mul(params)
+
+
+def _local(param: nn.Parameter) -> Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param.data
+
+
+def _to_local(params: Sequence[nn.Parameter]) -> None:
+    for param in params:
+        _local(param).mul_(2)
+
+
+def _numpy(params: Sequence[nn.Parameter]) -> None:
+    for param in params:
+        array = _local(param).detach().numpy()
+        array *= 2
+
+
+def _collective(params: Sequence[nn.Parameter]) -> None:
+    """A sum over ranks that all have the same would be another number on 4: of a pair."""
+    for param in params:
+        alone = _local(param).clone()
+        work = dist.all_reduce(alone, group=_alone())
+        assert work is None
+        _local(param).copy_(alone * 2)
+
+
+def _alone() -> dist.ProcessGroup:
+    return _GROUPS[dist.get_rank()]
+
+
+_GROUPS: list[Any] = []
+
+
+def _vector(params: Sequence[nn.Parameter]) -> None:
+    """As an optimizer that keeps a flat copy does."""
+    saved = [_local(param).detach().clone().flatten() for param in params]
+    for param, flat in zip(params, saved, strict=True):
+        _local(param).view(-1)[:] = flat * 2
+
+
+def _swapped(params: Sequence[nn.Parameter]) -> None:
+    """As averages are swapped in: with a clone in between."""
+    doubled = [param.detach() * 2 for param in params]
+    for param, other in zip(params, doubled, strict=True):
+        kept = param.detach().clone()
+        param.data.copy_(other)
+        other.copy_(kept)
+
+
+def _sgd(params: Sequence[nn.Parameter]) -> None:
+    for param in params:
+        param.grad = -param.detach().clone()
+    torch.optim.SGD(params, lr=1.0).step()
+    for param in params:
+        param.grad = None
+
+
+WAYS = [
+    _mul,
+    _copy,
+    _lerp,
+    _add,
+    _view,
+    _detached,
+    _data,
+    _data_copy,
+    _foreach,
+    _foreach_lerp,
+    _foreach_data,
+    _inference,
+    _to_local,
+    _numpy,
+    _collective,
+    _vector,
+    _swapped,
+    _sgd,
+]
+
+
+def _load(model: nn.Module) -> None:
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+
+
+def _load_by_torch(model: nn.Module) -> None:
+    set_model_state_dict(model, {n: v * 2 for n, v in get_model_state_dict(model).items()})
+
+
+def _in_place_in_a_state_dict(model: nn.Module) -> None:
+    for value in model.state_dict().values():
+        value.mul_(2)
+
+
+def _apply(model: nn.Module) -> None:
+    model.apply(lambda module: _mul(list(module.parameters(recurse=False))))
+
+
+BY_MODEL = [_load, _load_by_torch, _in_place_in_a_state_dict, _apply]
+
+# -- what is compared -----------------------------------------------------------------------------
+
+
+def _x() -> Tensor:
+    return gradients.part(0, 0)[0]
+
+
+def _pair(**arguments: Any) -> tuple[Any, nn.Module]:
+    if not _GROUPS:
+        _GROUPS.extend(dist.new_group([rank]) for rank in range(dist.get_world_size()))
+    return parity.shard(parity.OURS, running.mlp(), **arguments), running.mlp()
+
+
+def _assert_same(model: nn.Module, plain: nn.Module, way: Callable[..., None] = _mul) -> None:
+    """What they are, and what they compute."""
+    with torch.no_grad():
+        assert torch.equal(model(_x()), plain(_x())), way.__name__
+    parity.assert_equal(parity.full_params(model), dict(plain.named_parameters()), way.__name__)
+
+
+def _evaluate(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(_x())
+
+
+def _evaluate_in_inference_mode(model: nn.Module) -> None:
+    with torch.inference_mode():
+        model(_x())
+
+
+def _evaluate_twice(model: nn.Module) -> None:
+    _evaluate(model)
+    _evaluate(model)
+
+
+def _evaluate_recorded(model: nn.Module) -> None:
+    """In eval mode, and nobody thought of no_grad."""
+    model.eval()
+    model(_x())
+
+
+def _train(model: nn.Module) -> None:
+    parity.regression_loss(model, gradients.part(0)).backward()
+    model.zero_grad()
+
+
+def _evaluate_before_backward(model: nn.Module) -> None:
+    loss = parity.regression_loss(model, gradients.part(0))
+    _evaluate(model)
+    loss.backward()
+    model.zero_grad()
+
+
+def _found(model: Any) -> list[nn.Parameter]:
+    """In the model; after a recorded forward only once it is resharded."""
+    if not model.training:
+        model.reshard()
+        for module in models.units(model):
+            module.reshard()
+    return list(model.parameters())
+
+
+BEFORE = [
+    _evaluate,
+    _evaluate_in_inference_mode,
+    _evaluate_twice,
+    _evaluate_recorded,
+    _train,
+    _evaluate_before_backward,
+]
+
+
+@ranks(2, extended=(4,))
+@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
+@pytest.mark.parametrize("before", BEFORE)
+def test_the_next_forward_sees_a_write(
+    before: Callable[[nn.Module], None], reshard_after_forward: bool | None
+) -> None:
+    """By any route: parameters held from before, or found in the model now."""
+    model, plain = _pair(reshard_after_forward=reshard_after_forward)
+    held = list(model.parameters())
+    for way in WAYS:
+        for of_model in (lambda: held, lambda: _found(model)):
+            before(model)
+            params = of_model()
+            assert all(isinstance(p, DTensor) for p in params)
+            with torch.no_grad():
+                way(params)
+                way(list(plain.parameters()))
+            _assert_same(model, plain, way)
+            with torch.no_grad():  # numbers stay what they are to the bit
+                torch._foreach_mul_(held, 0.5)
+                torch._foreach_mul_(list(plain.parameters()), 0.5)
+    for write in BY_MODEL:
+        before(model)
+        _found(model)
+        with torch.no_grad():
+            write(model)
+            write(plain)
+        _assert_same(model, plain, write)
+
+
+@ranks(2)
+@pytest.mark.parametrize("which", ["offloaded", "mixed", "tied", "replicas", "int"])
+def test_written_after_an_evaluation_of_other_units(which: str) -> None:
+    model, plain = _of(which)
+    held = list(model.parameters())
+    for way in (_mul, _foreach, _data, _numpy):
+        _evaluate(model)
+        with torch.no_grad():
+            way(held)
+            way(list(plain.parameters()))
+        parity.assert_equal(parity.full_params(model), dict(plain.named_parameters()), way.__name__)
+        with torch.no_grad():
+            expected = plain(_x())
+            if which == "mixed":
+                expected = seeded_like(plain).bfloat16()(_x().bfloat16())
+            assert torch.equal(model(_x()), expected), way.__name__
+
+
+def seeded_like(plain: nn.Module) -> nn.Module:
+    """A copy."""
+    other = running.mlp()
+    other.load_state_dict(plain.state_dict())
+    return other
+
+
+def _of(which: str) -> tuple[Any, nn.Module]:
+    if which == "offloaded":
+        return _pair(offload_policy=fsdp2.CPUOffloadPolicy(pin_memory=False))
+    if which == "mixed":
+        return _pair(mixed=True)
+    if which == "int":
+        return _pair(reshard_after_forward=1)
+    if which == "replicas":
+        mesh = torch.distributed.device_mesh.init_device_mesh(
+            "cpu", (2, 1), mesh_dim_names=("replicate", "shard")
+        )
+        return _pair(mesh=mesh)
+
+    def build() -> nn.Module:
+        model = models.MLP(out=models.DIM)
+        model.head.weight = model.layers[0].weight
+        return model
+
+    return parity.shard(parity.OURS, models.seeded(build)), models.seeded(build)
+
+
+@ranks(2)
+@pytest.mark.parametrize("reshard_after_forward", [None, False])
+def test_shards_are_registered_after_an_evaluation(reshard_after_forward: bool | None) -> None:
+    """So a loop over the parameters of two models pairs DTensors, and an optimizer gets them."""
+    student, _ = _pair(reshard_after_forward=reshard_after_forward)
+    teacher, _ = _pair(reshard_after_forward=reshard_after_forward)
+    _evaluate(teacher)
+    _train(student)
+    with torch.no_grad():
+        for own, other in zip(teacher.parameters(), student.parameters(), strict=True):
+            own.mul_(0.5).add_(other, alpha=0.5)
+    optimizer = torch.optim.AdamW(teacher.parameters())
+    parity.regression_loss(teacher, gradients.part(0)).backward()
+    optimizer.step()
+
+
+# -- between a forward and its backward -----------------------------------------------------------
+
+
+@ranks(2)
+@pytest.mark.parametrize("reshard_after_forward", [None, False])
+def test_an_evaluation_between_a_forward_and_its_backward(
+    reshard_after_forward: bool | None,
+) -> None:
+    """What it has resharded, backward gathers."""
+    model, plain = _pair(reshard_after_forward=reshard_after_forward)
+
+    def compute(model: nn.Module, rank: int | None = None) -> None:
+        loss = parity.regression_loss(model, gradients.part(0, rank))
+        _evaluate(model)
+        (loss + parity.regression_loss(model, gradients.part(1, rank))).backward()
+
+    compute(model)
+    gradients.assert_like_unsharded(parity.full_grads(model), plain, compute)
+
+
+@ranks(2)
+@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
+def test_written_between_a_forward_and_its_backward_by_data(
+    reshard_after_forward: bool | None,
+) -> None:
+    """Autograd does not see it without sharding: backward computes with what was written."""
+    model, plain = _pair(reshard_after_forward=reshard_after_forward)
+
+    def compute(model: nn.Module, rank: int | None = None) -> None:
+        held = list(model.parameters())
+        loss = parity.regression_loss(model, gradients.part(0, rank))
+        _evaluate(model)  # after which shards are registered
+        with torch.no_grad():
+            _data(held)
+        loss.backward()
+        with torch.no_grad():
+            torch._foreach_mul_(held, 0.5)
+
+    compute(model)
+    gradients.assert_like_unsharded(parity.full_grads(model), plain, compute)
+
+
+@ranks(2)
+def test_unsharded_parameters_are_written() -> None:
+    """Between a forward and its backward, where autograd alone tells, and what to do instead."""
+    for write in (_mul, _copy, _foreach):
+        model, _ = _pair()
+        loss = parity.regression_loss(model, gradients.part(0))
+        with torch.no_grad():
+            write(list(model.head.parameters()))
+        with raises("written-unsharded"):
+            if write is _copy:
+                model(_x())
+            elif write is _foreach:
+                model.reshard()
+            else:
+                loss.backward()
+    model, plain = _pair()
+    parity.regression_loss(model, gradients.part(0))
+    model.reshard()
+    with torch.no_grad():
+        _mul(list(model.parameters()))
+        _mul(list(plain.parameters()))
+    _assert_same(model, plain)
+
+
+@ranks(2)
+def test_numpy_of_an_unsharded_parameter() -> None:
+    """Its memory stays, as torch can resize it no more; results are those of the plain model."""
+    model, plain = _pair()
+    unit = models.units(model)[0]
+    unit.unshard()
+    array = next(unit.parameters()).detach().numpy()
+    with pytest.warns(UserWarning, match=r"memory of gathered .* is not freed any more, as numpy"):
+        unit.reshard()
+    assert array.size
+    with warnings.catch_warnings(action="error"):  # it is said once
+        for _ in range(2):
+            _compute(model, dist.get_rank())
+            gradients.assert_like_unsharded(parity.full_grads(model), plain, _compute)
+            with torch.no_grad():
+                _mul(list(model.parameters()))
+                _mul(list(plain.parameters()))
+            model.zero_grad()
+    _assert_same(model, plain)
+
+
+def _compute(model: nn.Module, rank: int) -> None:
+    parity.regression_loss(model, gradients.part(0, rank)).backward()
+
+
+@ranks(2)
+def test_a_forward_that_writes_its_parameter() -> None:
+    class Clamped(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-1, 1)
+            return super().forward(x)
+
+    model: Any = nn.Sequential(
+        models.seeded(lambda: Clamped(models.DIM, models.DIM)), nn.Linear(models.DIM, models.DIM)
+    )
+    fsdp2.fully_shard(model[0])
+    fsdp2.fully_shard(model)
+    with raises("forward-writes"):
+        model(_x())
+
+
+@ranks(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_written_after_a_forward_that_has_no_backward(way: Callable[..., None]) -> None:
+    """The root stays unsharded after it, and is gathered again for the next."""
+    model, plain = _pair()
+    held = list(model.parameters())
+    model(_x())
+    with torch.no_grad():
+        way(held)
+        way(list(plain.parameters()))
+    _assert_same(model, plain, way)
+
+
+@ranks(2)
+@pytest.mark.parametrize("way", [way for way in WAYS if way is not _sgd])
+def test_checked_writes(way: Callable[..., None]) -> None:
+    """By any route: those that no version tells of, to what is unsharded and what stays so.
+
+    An optimizer's step is no such route: it frees what is gathered.
+    """
+    with fsdp2.debug(check_writes=True):
+        model, plain = _pair(reshard_after_forward=False)
+        held = list(model.parameters())
+        loss = parity.regression_loss(model, gradients.part(0))
+        with torch.no_grad():
+            (_mul if way is _numpy else way)(list(model.head.parameters()))
+        with raises("written-unsharded"):
+            loss.backward()
+        model.reset_iter_state()
+        model(_x())
+        with torch.no_grad():
+            way(held)
+            way(list(plain.parameters()))
+        with raises("written-sharded"):
+            model(_x())
+        for module in [model, *models.units(model)]:
+            module.reshard()
+        _assert_same(model, plain, way)
+        _train(model)
+
+
+# -- what a user unshards -------------------------------------------------------------------------
+
+
+def _counting(model: Any) -> list[str]:
+    """The gathers of all units from now on."""
+    from tests.common.observing import observe
+
+    gathers: list[str] = []
+    scheduler: Any = record_of(model).scheduler  # type: ignore[union-attr]  # it is sharded
+    observe(scheduler.units, lambda what, _: gathers.append(what))
+    return gathers
+
+
+@ranks(2)
+@pytest.mark.parametrize("inference", [torch.no_grad, torch.inference_mode])
+def test_units_that_a_user_has_unsharded_stay(
+    inference: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """For a generation of many tokens: no gather until they are resharded."""
+    model, plain = _pair(reshard_after_forward=False)
+    _train(model)
+    every = [model, *models.units(model)]
+    with inference():
+        for module in every:
+            module.unshard()
+        gathers = _counting(model)
+        for _ in range(3):
+            assert torch.equal(model(_x()), plain(_x()))
+            assert not any(map(running.is_sharded, every))
+        assert gathers == []
+        for module in every:
+            module.reshard()
+        assert all(map(running.is_sharded, every))
+    with torch.no_grad():
+        _mul(list(model.parameters()))
+        _mul(list(plain.parameters()))
+    _assert_same(model, plain)
+    assert "all_gather" in gathers
+
+
+@ranks(2)
+@pytest.mark.parametrize("trains", [False, True])
+def test_one_gather_more_per_evaluation(trains: bool) -> None:
+    """Of units that stayed unsharded before: the root, by default."""
+    model, _ = _pair()
+    _train(model)
+    with nullcontext() if trains else torch.no_grad():
+        gathers = _counting(model)
+        for _ in range(2):
+            loss = parity.regression_loss(model, gradients.part(0))
+            if trains:
+                loss.backward()
+    assert gathers.count("all_gather") == (2 * 7 if trains else 2 * 4)

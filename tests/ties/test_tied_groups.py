@@ -1,0 +1,110 @@
+"""Groups that several units use, on paper: when they are gathered, freed and reduced."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp2.core.schedule.ties import give_back, tied_group
+from fsdp2.testing.simulation import Node, Simulation
+from tests.common import schedules
+from tests.common.observing import observe
+
+pytestmark = pytest.mark.alone
+
+Moves = list[str]
+
+
+def moves(sim: Simulation) -> Moves:
+    """What happens to the group of a from now on."""
+    heard: Moves = []
+    observe(sim.scheduler.units, lambda what, of: heard.append(what) if of == "a" else None)
+    return heard
+
+
+def tied(*names: str, user: str = "c", owner: str = "a") -> Node:
+    root = schedules.chain(*names)
+    nodes = {node.name: node for node in root.children}
+    nodes[owner].tied = [nodes[user]]
+    return root
+
+
+ONCE = ["all_gather", "finish", "reshard"]
+
+
+def test_gathered_around_each_use_and_reduced_once() -> None:
+    """The owner's backward is the last one, so that it ends there."""
+    sim = schedules.warm(tied("a", "b", "c"))
+    heard = moves(sim)
+    sim.iteration()
+    assert heard == [*ONCE * 4, "reduce"]
+    assert sim.device.races == []
+
+
+def test_an_owner_that_is_called_last() -> None:
+    """Its own end comes before the other unit's: the reduction waits for the end of backward."""
+    sim = schedules.warm(tied("c", "b", "a"))
+    heard = moves(sim)
+    sim.forward()
+    assert heard == ONCE * 2
+    sim.backward()
+    assert heard == [*ONCE * 4, "reduce"]
+
+
+@pytest.mark.parametrize("owner", [True, False])
+def test_a_unit_around_the_other(owner: bool) -> None:
+    """It stays gathered as long as one of them runs."""
+    inner, outer = schedules.leaf("inner"), Node("outer", shapes=((8, 8),), calls=[0, 0])
+    outer.children = [inner]
+    (outer if owner else inner).tied = [inner if owner else outer]
+    sim = schedules.warm(Node("root", [outer], [0], shapes=()))
+    heard: Moves = []
+    name = "outer" if owner else "inner"
+    observe(sim.scheduler.units, lambda what, of: heard.append(what) if of == name else None)
+    sim.iteration()
+    assert heard in ([*ONCE, *ONCE, "reduce"], [*ONCE, *ONCE[:2], "reduce", "reshard"])
+
+
+def test_a_backward_without_the_owner() -> None:
+    root = tied("a", "b", "c")
+    sim = schedules.warm(root)
+    heard = moves(sim)
+    root.children[0].used = False
+    sim.iteration()
+    assert heard.count("reduce") == 1
+
+
+def test_a_step_in_a_hook_waits_for_a_gather_that_nobody_used() -> None:
+    """The owner was gathered ahead, and another unit's gradient is reduced in its stead."""
+    root = tied("a", "b", "c")
+    sim = schedules.warm(root)
+    root.children[0].used = False
+    sim.step_in_backward()
+    sim.scheduler.is_last_backward = False
+    sim.iteration(step=False)
+    assert sim.device.races == []
+
+
+def test_earlier_gradients_are_not_reduced_before_the_others_came() -> None:
+    root = tied("c", "b", "a")
+    sim = schedules.warm(root)
+    for unit in sim.scheduler.units:
+        unit.sync = False
+    sim.iteration(step=False)
+    heard = moves(sim)
+    for unit in sim.scheduler.units:
+        unit.sync = True
+    sim.iteration()
+    assert heard.count("reduce") == 1
+
+
+def test_a_group_is_a_plain_one_before_and_after() -> None:
+    sim = schedules.warm(tied("a", "b", "c"))
+    owner, user = schedules.unit_of(sim, "a"), schedules.unit_of(sim, "c")
+    (group,) = owner.own_groups
+    assert tied_group(owner.groups[0]) is not None
+    alias = next(group for group in user.groups if group.is_alias)
+    assert alias.base is group
+    assert (alias.state, alias.params, alias.is_over) == (group.state, [], True)
+    give_back(group, user)
+    assert owner.groups == [group]
+    assert not any(other.is_alias for other in user.groups)

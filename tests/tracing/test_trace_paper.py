@@ -1,0 +1,314 @@
+"""Schedules on paper as timelines, and what summaries say of them."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fsdp2.core.device.streams import Lane
+from fsdp2.record.notes import Allocation, Note, Operation, Place, operations
+from fsdp2.testing.simulation import Node, Simulation
+from fsdp2.testing.timeline import idle, replay, timeline_of
+from fsdp2.testing.virtual import VirtualDevice, VirtualEvent
+from fsdp2.tracing import Memory, Slice, Timeline, Wait, diff, summary
+from fsdp2.tracing.drawing import LANE_OF
+from tests.common import perfetto, random_models
+
+pytestmark = pytest.mark.alone
+
+TIMES = {"all_gather": 30.0, "reduce_scatter": 45.0, "forward": 50.0, "backward": 100.0}
+BLOCKS = ("a", "b", "c")
+
+
+def took(op: Operation) -> float:
+    return TIMES.get(op.kind.partition(" ")[0], 1.0)
+
+
+class Noting(VirtualDevice):
+    """A device that notes the edges that its race checker knows, by its own clocks.
+
+    An edge: who waits, for whom, and how many operations of that one are then known to be over.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.edges: list[tuple[Place, Place, int]] = []
+        self._recorded: dict[int, Place] = {}
+
+    def record(self, lane: Lane, label: str, event: None = None) -> VirtualEvent:
+        recorded = super().record(lane, label, event)
+        self._recorded[recorded.number] = lane
+        return recorded
+
+    def follow(self, lane: Place, event: VirtualEvent, label: str = "") -> None:
+        super().follow(lane, event, label)
+        on = self._recorded[event.number]
+        self.edges.append((lane, on, event.clock[on]))
+
+
+def schedule(iterations: int = 2) -> VirtualDevice:
+    """Three blocks below a root, from the first iteration on."""
+    leaves = [Node(name, shapes=((8, 8),)) for name in BLOCKS]
+    device = Noting()
+    simulation = Simulation(Node("root", leaves, [0, 1, 2], shapes=()), device)
+    for _ in range(iterations):
+        simulation.iteration()
+    return device
+
+
+def steady() -> list[Note]:
+    device = VirtualDevice()
+    leaves = [Node(name, shapes=((8, 8),)) for name in BLOCKS]
+    simulation = Simulation(Node("root", leaves, [0, 1, 2], shapes=()), device)
+    simulation.iteration()
+    start = len(device.trace)
+    simulation.iteration()
+    return device.trace[start:]
+
+
+# ---- from paper
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_waits_are_the_edges_of_the_race_checker(seed: int) -> None:
+    rng = random.Random(f"trace {seed}")
+    device = Noting()
+    simulation = Simulation(
+        random_models.random_tree(rng), device, **random_models.random_settings(rng, device, (2, 4))
+    )
+    for _ in range(2):
+        simulation.iteration()
+    timeline = timeline_of(device.trace, lambda op: 1.0)
+    ordinals: dict[int, int] = {}
+    counts: dict[str, int] = {}
+    for index, each in enumerate(timeline.slices):
+        counts[each.lane] = counts.get(each.lane, 0) + 1
+        ordinals[index] = counts[each.lane]
+    seen = [(w.lane, w.on, ordinals.get(w.behind, 0)) for w in timeline.waits]
+    known = [(LANE_OF[lane], LANE_OF[on], count) for lane, on, count in device.edges]
+    assert sorted(seen) == sorted(known)
+    assert known
+
+
+def test_a_slice_is_a_unit_and_an_operation() -> None:
+    timeline = timeline_of(steady(), took)
+    names = [s.name for s in timeline.on("compute") if s.operation in ("forward", "backward")]
+    blocks = [f"forward {b}" for b in BLOCKS] + [f"backward {b}" for b in reversed(BLOCKS)]
+    assert [name for name in names if "root" not in name] == blocks
+    gathers = [s.unit for s in timeline.on("all-gather")]
+    assert gathers == ["a", "b", "c", "c", "b", "a"]
+    assert [s.unit for s in timeline.on("reduce") if s.operation == "reduce-scatter"] == [*"cba"]
+    assert {s.unit for s in timeline.on("compute") if s.operation == "optimizer"} == {*BLOCKS}
+
+
+def test_it_is_timed_as_the_replay_is() -> None:
+    trace = steady()
+    for kinds in ((), ("all_gather", "reduce_scatter")):
+        timeline = timeline_of(trace, took, one_at_a_time=kinds)
+        spans = replay(trace, took, kinds)
+        seen = sorted((s.lane, s.start, s.end) for s in timeline.slices)
+        assert seen == sorted((LANE_OF[s.operation.lane], s.start, s.end) for s in spans)
+
+
+def test_a_wait_lasts_until_what_it_is_behind_is_over() -> None:
+    timeline = timeline_of(steady(), took)
+    stood = [w for w in timeline.waits if w.duration]
+    assert stood
+    for wait in stood:
+        behind = timeline.slices[wait.behind]
+        assert (behind.lane, behind.unit, behind.end) == (wait.on, wait.unit, wait.end)
+    first = next(w for w in stood if w.label == "compute after all-gather")
+    assert (first.unit, first.operation, first.duration) == ("a", "all-gather", 30.0)
+
+
+def test_what_takes_no_time_leaves_no_slice() -> None:
+    timeline = timeline_of(steady(), lambda op: TIMES.get(op.kind, 0.0))
+    assert {s.operation for s in timeline.slices} == {"all-gather", "reduce-scatter"}
+    assert all(w.behind < len(timeline.slices) for w in timeline.waits)
+
+
+def test_memory_by_category() -> None:
+    """Two units are gathered at a time, and all is freed behind the step."""
+    device = VirtualDevice()
+    leaves = [Node(name, shapes=((8, 8),)) for name in BLOCKS]
+    simulation = Simulation(Node("root", leaves, [0, 1, 2], shapes=()), device)
+    simulation.iteration()
+    start = len(device.trace)
+    simulation.iteration()
+
+    def size(buffer: Allocation) -> tuple[str, int]:
+        return ("gathered", 256) if "gathered" in buffer.name else ("temporary", 0)
+
+    timeline = timeline_of(device.trace[start:], took, size=size)
+    amounts = [sample.bytes.get("gathered", 0) for sample in timeline.memory]
+    assert max(amounts) == 2 * 256
+    assert amounts[-1] == min(amounts) == 0
+    assert timeline.peak is not None
+    assert timeline.peak.total == 512
+
+
+def test_every_operation_that_takes_time_is_told() -> None:
+    trace = steady()
+    timeline = timeline_of(trace, lambda op: 1.0)
+    assert len(timeline.slices) == len(operations(trace))
+    assert all(s.operation for s in timeline.slices)
+
+
+# ---- summaries
+
+
+def test_a_summary_of_a_timeline_by_hand() -> None:
+    slices = [
+        Slice("compute", "forward", 0.0, 10.0, "a"),
+        Slice("all-gather", "all-gather", 5.0, 15.0, "b", 20_000, "bfloat16", "ranks 0-1"),
+        Slice("compute", "copy-out", 15.0, 16.0, "b", 20_000),
+        Slice("compute", "forward", 16.0, 20.0, "b"),
+        Slice("reduce", "reduce-scatter", 20.0, 24.0, "b", 8_000),
+    ]
+    waits = [
+        Wait("compute", "all-gather", "compute after all-gather", 10.0, 15.0, "b", "all-gather", 1)
+    ]
+    found = summary(Timeline(slices, waits, [], {"title": "by hand"}))
+    assert (found.duration, found.compute, found.exposed) == (24.0, 15.0, 5.0)
+    assert (found.communication, found.hidden, found.overlap) == (14.0, 5.0, 5 / 14)
+    assert found.idle == {"compute after all-gather": 5.0, "nothing was launched": 4.0}
+    a, b = found.units
+    assert (a.unit, a.compute, a.exposed) == ("a", 10.0, 0.0)
+    assert (b.compute, b.copies, b.gather, b.reduce, b.exposed) == (4.0, 1.0, 10.0, 4.0, 5.0)
+    assert (b.gather_bandwidth, b.reduce_bandwidth) == (2.0, 2.0)
+    text = str(found)
+    assert "by hand" in text
+    assert "compute 62.5 %, exposed communication 20.8 %, overlap 35.7 %" in text
+    assert text.count("\n") == 11
+
+
+def test_exposed_time_on_paper_is_the_replays_idle_time() -> None:
+    """Where copies take no time, compute stands still behind collectives alone."""
+    trace = steady()
+
+    def only(op: Operation) -> float:
+        return TIMES.get(op.kind.partition(" ")[0], 0.0)
+
+    timeline = timeline_of(trace, only)
+    found = summary(timeline)
+    assert found.exposed == pytest.approx(idle(replay(trace, only), Lane.COMPUTE))
+    assert sum(row.exposed for row in found.units) == pytest.approx(found.exposed)
+
+
+def test_a_difference_goes_unit_by_unit() -> None:
+    slow = {**TIMES, "all_gather": 60.0}
+    first = timeline_of(steady(), took, metadata={"title": "plan"})
+    second = timeline_of(
+        steady(), lambda op: slow.get(op.kind.partition(" ")[0], 1.0), metadata={"title": "run"}
+    )
+    found = diff(first, second)
+    rows = [row for row in found.units if row[0] is not None and row[0].unit in BLOCKS]
+    assert len(rows) == 3
+    for before, after in rows:
+        assert before is not None
+        assert after is not None
+        assert (after.gather, after.compute) == (2 * before.gather, before.compute)
+    assert "a gather" in str(found)
+    assert "2.00" in str(found)
+    assert "most gathered" not in str(found)
+    first.memory = [Memory(0.0, {"gathered": 2000, "activations": 5}), Memory(1.0, {"gathered": 9})]
+    second.memory = [Memory(0.0, {"gathered": 3000, "shards": 1})]
+    text = str(diff(first, second))
+    assert re.search(r"most gathered +2.00 kB +3.00 kB +1.50", text)
+    assert "peak memory" not in text  # each has counted what the other has not
+    assert "activations" not in text
+    alone = diff(first, Timeline())
+    assert all(after is None for _, after in alone.units)
+
+
+EXPOSED = """
+    SELECT extract(slice.id, 'args.unit') AS unit, SUM(dur) AS total
+    FROM slice JOIN thread_track ON slice.track_id = thread_track.id JOIN thread USING (utid)
+    WHERE category = 'wait' AND thread.name = 'compute'
+      AND extract(slice.id, 'args.operation') IN ('all-gather', 'reduce-scatter', 'all-reduce')
+    GROUP BY unit
+"""
+GATHERS = """
+    SELECT extract(slice.id, 'args.unit') AS unit, SUM(dur) AS total
+    FROM slice WHERE category = 'all-gather' GROUP BY unit
+"""
+"""As docs/guides/tracing.md has them; there ``extract`` is Perfetto's ``EXTRACT_ARG``."""
+
+
+def _check_sums(path: Path, run: Callable[[str], list[tuple[str, int]]]) -> None:
+    found = summary(path)
+    exposed = {row.unit: row.exposed for row in found.units if row.exposed}
+    gathers = {row.unit: row.gather for row in found.units if row.gather}
+    assert {u: ns / 1e3 for u, ns in run(EXPOSED) if ns} == pytest.approx(exposed)
+    assert {u: ns / 1e3 for u, ns in run(GATHERS)} == pytest.approx(gathers)
+    assert exposed
+    assert gathers
+
+
+ARROWS = """
+    SELECT extract(out.id, 'args.id') AS behind, thread.name, waits.ts AS start
+    FROM flow JOIN slice AS out ON flow.slice_out = out.id
+    JOIN slice AS waits ON flow.slice_in = waits.id
+    JOIN thread_track ON waits.track_id = thread_track.id JOIN thread USING (utid)
+"""
+PEAKS = """
+    SELECT name, MAX(value) FROM counter
+    JOIN process_counter_track ON counter.track_id = process_counter_track.id GROUP BY name
+"""
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_arrow_leads_from_what_was_waited_for_to_what_ran_next(
+    seed: int, tmp_path: Path
+) -> None:
+    """One for each wait behind which its lane ran anything; waits of that moment are passed by."""
+    rng = random.Random(f"arrows {seed}")
+    device = Noting()
+    simulation = Simulation(
+        random_models.random_tree(rng), device, **random_models.random_settings(rng, device, (2, 4))
+    )
+    simulation.iteration()
+    timeline = timeline_of(device.trace, lambda op: rng.choice([0.5, 1.0, 7.0]))
+    timeline.write(tmp_path / "plan.json")
+    document = json.loads((tmp_path / "plan.json").read_text())
+    seen = perfetto.tables(document).execute(ARROWS).fetchall()
+    known = []
+    for wait in timeline.waits:
+        ahead = [s.start for s in timeline.on(wait.lane) if s.start >= wait.end]
+        ahead += [v.start for v in timeline.waits if v.lane == wait.lane and v.start > wait.end]
+        if wait.behind >= 0 and ahead:
+            known.append((wait.behind, wait.lane, round(min(ahead) * 1000)))
+    assert sorted(seen) == sorted(known)
+    assert known
+
+
+def test_counters_are_the_memory_by_category(tmp_path: Path) -> None:
+    timeline = Timeline([Slice("compute", "forward", 0.0, 9.0)])
+    timeline.memory = [Memory(0.0, {"shards": 1}), Memory(2.0, {"shards": 1, "gathered": 7})]
+    timeline.write(tmp_path / "plan.json")
+    document = json.loads((tmp_path / "plan.json").read_text())
+    peaks = dict(perfetto.tables(document).execute(PEAKS).fetchall())
+    assert peaks == {"memory shards": 1, "memory gathered": 7}
+
+
+def test_sql_over_the_files_tables_gives_the_summarys_sums(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    timeline_of(schedule().trace, took).write(path)
+    document = json.loads(path.read_text())
+    assert perfetto.problems_of(document) == []
+    _check_sums(path, lambda sql: perfetto.tables(document).execute(sql).fetchall())
+
+
+@pytest.mark.extended
+def test_perfettos_trace_processor_gives_the_summarys_sums(tmp_path: Path) -> None:
+    pytest.importorskip("perfetto")
+    if perfetto.program() is None:
+        pytest.skip("Perfetto's trace_processor_shell is not here: see tests/common/perfetto.py")
+    path = tmp_path / "plan.json"
+    timeline_of(schedule().trace, took).write(path)
+    _check_sums(path, lambda sql: perfetto.query(path, sql))
