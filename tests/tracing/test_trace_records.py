@@ -17,6 +17,7 @@ from torch import nn
 
 import fsdp2
 from fsdp2.core.device.buffers import all_buffers
+from fsdp2.core.device.collectives import GroupCollectives
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.schedule import unit
 from fsdp2.core.schedule.group import ParamGroup
@@ -378,6 +379,26 @@ def test_what_groups_run_on_tells_nothing_behind_it(tmp_path: Path) -> None:
         step(model, optimizer)
         assert {TracedCollectives, TracedKernels} <= seams(model)
     assert seams(model) == before
+    step(model, optimizer)
+
+
+def test_what_is_chosen_inside_stays_behind_it_and_is_plain(tmp_path: Path) -> None:
+    """Process groups of gradients, and smaller groups."""
+    model, optimizer = build(reshard_after_forward=4)
+    sharded: Any = model
+    step(model, optimizer)
+    with fsdp2.trace(tmp_path / "step.json") as trace:
+        sharded.set_separate_reduce_scatter_group()
+        step(model, optimizer)
+    assert trace.timeline is not None
+    assert units(trace.timeline, "all-gather", "all-gather") == [*"012", *"210"]
+    assert units(trace.timeline, "reduce", "reduce-scatter") == [*"210"]
+    for group in unit.all_groups():
+        assert group.reducers is not group.collectives
+        assert group.reducers.group is not group.collectives.group
+        assert group.smaller_group is not None
+        assert type(group.smaller_group.collectives) is GroupCollectives
+    assert TracedCollectives not in seams(model)
     step(model, optimizer)
 
 
