@@ -2,6 +2,7 @@
 
     python benchmarks/budget.py                       # counts alone: exact, on any machine
     python benchmarks/budget.py --precision mixed
+    python benchmarks/budget.py --paths               # a Llama block, coalesced and packed
     python benchmarks/budget.py --time                # and microseconds, on a quiet machine
     python benchmarks/budget.py --time --device cuda
 
@@ -42,7 +43,7 @@ from fsdp2.core.modules.registry import record_of
 from fsdp2.core.params.param import ShardedParam
 from fsdp2.record.notes import Await, Signal
 from fsdp2.testing import counting
-from fsdp2.testing.blocks import tiny_blocks
+from fsdp2.testing.blocks import BlockStack, llama_blocks, tiny_blocks
 from fsdp2.testing.null_group import CallLog, NullGroup, init_null_group
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualDevice
@@ -61,6 +62,9 @@ ENTRIES = (
     "modules.hooks._on_output_grad",
     "schedule.scheduler.exit_backward",
 )
+
+COPIES = ("aten.copy_", "aten._foreach_copy_", "aten._to_copy", "aten._chunk_cat")
+PATHS = {"coalesced": "fsdp2", "packed": "packed"}  # a unit's way over the wire, by variant
 
 # What is counted, in the order of the table. The second column says when it happens.
 OPERATIONS = {
@@ -86,19 +90,27 @@ OPERATIONS = {
 # Counting
 
 
-def _count_step(precision: str, blocks: int) -> Counter[str]:
+def _tiny(blocks: int) -> BlockStack:
+    return tiny_blocks(blocks, PARAMS, DIM)
+
+
+def _count_step(
+    precision: str,
+    blocks: int,
+    variant: str = "fsdp2",
+    build: Callable[[int], BlockStack] = _tiny,
+) -> Counter[str]:
     """The operations of a whole step of a model of ``blocks`` units and a root without any."""
     log = CallLog()
     init_null_group(WORLD_SIZE, observer=log)
     try:
-        made = tiny_blocks(blocks, PARAMS, DIM)
-        model, step = variants.steady_step(made, "fsdp2", precision, WORLD_SIZE)
+        model, step = variants.steady_step(build(blocks), variant, precision, WORLD_SIZE)
         log.clear()
         python, built_in = counting.called(step)
         collectives = log.counts()
         sharded = counting.operators(step)
-        made = tiny_blocks(blocks, PARAMS, DIM)
-        unsharded = counting.operators(variants.steady_step(made, "none", precision, WORLD_SIZE)[1])
+        plain = variants.steady_step(build(blocks), "none", precision, WORLD_SIZE)[1]
+        unsharded = counting.operators(plain)
         stores = 0
         for block in model.blocks:
             for group in record_of(block).unit.own_groups:  # type: ignore[union-attr]  # it is sharded
@@ -120,7 +132,7 @@ def _count_step(precision: str, blocks: int) -> Counter[str]:
             "tensor view": _like(beyond, "aten.alias", "aten.as_strided"),
             "views by a split": _like(beyond, "aten.split_with_sizes"),
             "DTensor made": built_in["TensorBase._dtensor__new__"],
-            "copy or cast": _like(beyond, "aten.copy_", "aten._foreach_copy_", "aten._to_copy"),
+            "copy or cast": _like(beyond, *COPIES),
             "Python function called": sum(
                 count
                 for name, count in python.items()
@@ -177,6 +189,25 @@ def count(precision: str) -> dict[str, float]:
     for name in OPERATIONS:
         found[name] = (many[name] - few[name]) / (MANY - FEW)
     return found
+
+
+def count_paths() -> dict[str, dict[str, float]]:
+    """Operations of a Llama block in a step, by path and precision; those of streams left out."""
+    found: dict[str, dict[str, float]] = {}
+    for path, variant in PATHS.items():
+        for precision in variants.PRECISIONS:
+            few, many = (_count_step(precision, n, variant, llama_blocks) for n in (FEW, MANY))
+            found[f"{path}, {precision}"] = {
+                name: (many[name] - few[name]) / (MANY - FEW) for name in OPERATIONS if name in many
+            }
+    return found
+
+
+def paths_table(counts: dict[str, dict[str, float]]) -> tuple[tuple[str, ...], list[list[str]]]:
+    """Header and rows: an operation each, a column for each path and precision."""
+    names = [name for name in OPERATIONS if any(name in each for each in counts.values())]
+    rows = [[name, *(f"{each.get(name, 0):g}" for each in counts.values())] for name in names]
+    return ("operation", *counts), rows
 
 
 # ---------------------------------------------------------------------------------------------
@@ -316,6 +347,7 @@ def report(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="What one unit does in a step, counted.")
     parser.add_argument("--precision", choices=variants.PRECISIONS, default="fp32")
+    parser.add_argument("--paths", action="store_true", help="coalesced beside packed")
     parser.add_argument("--time", action="store_true", help="microseconds, too")
     parser.add_argument("--blocks", type=int, default=32, help="of the step that is timed")
     parser.add_argument("--rounds", type=int, default=7, help="of the step that is timed")
@@ -327,6 +359,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
+    if options.paths:
+        counts = count_paths()
+        print(f"a Llama block of width 64 as a unit, world size {WORLD_SIZE}\n")
+        print(stats.table(*paths_table(counts)))
+        stats.write_json(options.json, options.device, {"paths": counts})
+        return
     print(
         f"one unit of {PARAMS} parameters of [{DIM}, {DIM}], world size {WORLD_SIZE}, "
         f"{options.precision}\n{stats.describe(stats.environment(options.device))}\n"

@@ -103,6 +103,33 @@ def test_objects_are_used_again_and_memory_is_not(drop: str, arguments: dict[str
         del grads, grad
 
 
+def _groups(model: Any) -> None:
+    """As an optimizer that decays matrices alone: vectors are dropped last."""
+    matrices, vectors = ([p for p in model.parameters() if p.ndim == n] for n in (2, 1))
+    torch.optim.SGD([{"params": matrices}, {"params": vectors, "lr": 1.0}]).zero_grad()
+
+
+def _backwards(model: Any) -> None:
+    for param in reversed(list(model.parameters())):
+        param.grad = None
+
+
+@pytest.mark.parametrize("drop", [WAYS["module"], _groups, _backwards])
+def test_whichever_is_dropped_last(drop: Callable[[Any], None]) -> None:
+    """As in a block whose attention is deeper than its MLP, or with groups of an optimizer."""
+    deep = nn.Sequential(nn.Linear(DIM, DIM), nn.Sequential(nn.Linear(DIM, DIM)))
+    model: Any = nn.Sequential(deep, nn.Linear(DIM, DIM))
+    fsdp2.fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    for _ in range(6):  # one after the other is tried
+        _grads(model)
+        drop(model)
+    first = _ids(model)
+    for _ in range(3):
+        drop(model)
+        again = _ids(model)
+        assert sum(a != b for a, b in zip(first, again, strict=True)) <= 1
+
+
 def test_added_to_while_they_are_there() -> None:
     model = _model()
     first = _ids(model)

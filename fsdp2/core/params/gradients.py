@@ -15,8 +15,8 @@ DTensors that were ``.grad`` and are nobody's any more are the next gradients (d
          └─ free     └─ free   <─ nobody: they lose their rows, and wait for the next step's
 
 To make a DTensor, and to free it, takes longer than all else that a parameter adds to a step. That
-gradients are dropped tells nobody, but that an object dies does: the last DTensor that a reduction
-delivers is new each time, and when its rows go, the others are looked at (invariant I14). What
+gradients are dropped tells nobody, but that an object dies does: the DTensor that is dropped last
+is new each time, and when its rows go, the others are looked at (invariant I14). What
 somebody holds then, a ``.grad`` of its parameter, a variable, or an autograd graph, is his for
 good. The rows are watched, not the DTensor: `.to()` swaps gradients with converted ones, which
 torch refuses for tensors that are weakly referred to.
@@ -326,22 +326,28 @@ COUNTS_ARE_TRUE = counts_are_true()
 
 
 class GradientReuse:
-    """The DTensors of a reduction's gradients, between two steps."""
+    """The DTensors of a reduction's gradients, between two steps.
 
-    __slots__ = ("_free", "_watch")
+    Which member's is dropped last depends on who drops them: a module walks to those in nested
+    modules last, an optimizer to those of its last group. A look that comes too early tells.
+    """
+
+    __slots__ = ("_free", "_last", "_watch")
 
     def __init__(self) -> None:
         self._free: list[object] = []
+        self._last = [-1]  # the member that is taken for the last to be dropped; of watches, too
         self._watch: _Watch | None = None
 
     def take(self, count: int) -> list[object]:
         """DTensors for ``count`` gradients, whose rows are to be set; ``None`` where to make one.
 
-        The last is always ``None``.
+        That of the member which is watched is always ``None``.
         """
         if not self._free:
             return [None] * count
-        taken = [*self._free, None]
+        taken, last = [*self._free], self._last[0]
+        taken.insert(count - 1 if last < 0 else last, None)
         self._free.clear()
         return taken
 
@@ -351,10 +357,10 @@ class GradientReuse:
         Args:
             gradients: a list that nobody else needs.
         """
-        last = gradients.pop()
+        last = gradients.pop(self._last[0])
         watch = _Watch(last._local_tensor, _look)
         self._free = []  # without what an older watch left since `take`
-        watch.lent, watch.free = gradients, self._free
+        watch.lent, watch.free, watch.last = gradients, self._free, self._last
         self._watch = watch
 
 
@@ -364,18 +370,29 @@ class _Watch(weakref.ref[object]):
     Attributes:
         lent: the others.
         free: where they go if nobody holds them.
+        last: which member's gradient it is of, in a list of one; changed where others are held.
     """
 
-    __slots__ = ("free", "lent")
+    __slots__ = ("free", "last", "lent")
 
     lent: list[Any]
     free: list[object]
+    last: list[int]
+
+
+def _watch_later(last: list[int], counts: list[int]) -> None:
+    """Watch another member from the next step on: the last of those that are still held."""
+    held = max(index for index, count in enumerate(counts) if count != _ALONE)
+    before = last[0] if last[0] >= 0 else len(counts)
+    last[0] = held if held < before else held + 1  # the watched one is not among them
 
 
 def _look(watch: _Watch) -> None:
     """The last gradient's rows are gone: keep the others if all are nobody's, else none."""
     lent, watch.lent = watch.lent, []
-    if set(map(_refcount, lent)) != {_ALONE}:
+    counts = list(map(_refcount, lent))
+    if set(counts) != {_ALONE}:
+        _watch_later(watch.last, counts)
         return
     for gradient in lent:
         if gradient.__dict__ or gradient.requires_grad:
