@@ -152,6 +152,13 @@ def test_olmo_core(case: str) -> None:
     check("with_olmo_core.py", case)
 
 
+@pytest.mark.parametrize("case", ["hooked", "local_sgd", "diloco"])
+def test_torchft(case: str) -> None:
+    """Two replica groups: sharded within, averaged across; one joins with other parameters."""
+    _needs("torchft")
+    check_started("with_torchft.py", case, ranks=4)
+
+
 @pytest.mark.parametrize("case", ["actors", "trainer"])
 def test_ranks_that_ray_starts(case: str) -> None:
     """With a ``runtime_env`` that sets ``PYTHONPATH``, which hides what others are told by."""

@@ -46,11 +46,15 @@ def report_loss(case, loss):
         sys.stdout.flush()
 
 
-def report_classes(case, model):
-    """Print where the classes of the first sharded module in a model come from, on each rank."""
+def report_classes(case, model, number=None):
+    """Print where the classes of the first sharded module in a model come from, on each rank.
+
+    ``number`` tells ranks apart where they are of several process groups.
+    """
+    number = rank() if number is None else number
     sharded = next(module for module in model.modules() if isinstance(module, FSDPModule))
     modules = " ".join(cls.__module__ for cls in type(sharded).__mro__)
-    sys.stdout.write(f"classes {case} {rank()} {modules}\n")  # in one piece: ranks may share it
+    sys.stdout.write(f"classes {case} {number} {modules}\n")  # in one piece: ranks may share it
     sys.stdout.flush()
 
 
