@@ -1,6 +1,6 @@
 """Numbers that may only fall: how much a reader or a step must go through, in one table.
 
-    pytest -m "alone and not extended" tests --lower-bounds     # writes those that have fallen
+    pytest -n0 tests/house tests/schedule/test_paths.py --lower-bounds    # writes what has fallen
 
 `upper_bounds.json` has them, by name. A number above its bound fails the test that measures it; one
 below is a reason to run that command.
