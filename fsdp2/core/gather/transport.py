@@ -36,10 +36,6 @@ from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.layout.layout import Segment, Slot
 
 
-def _nothing() -> None:
-    """For what a transport has not to do."""
-
-
 class GatherTransport:
     """What a gather asks of whatever brings parameters from shards into place.
 
@@ -51,9 +47,6 @@ class GatherTransport:
         stages: whether acquire, copy_out or release do anything.
         aliases: whether gathered parameters are views of the shard.
         gather: runs the collective; returns what must be waited for, or ``None``.
-        acquire: allocates what only the collective needs.
-        copy_out: puts the pieces in place.
-        release: frees what ``acquire`` allocated.
     """
 
     carried = False
@@ -63,16 +56,22 @@ class GatherTransport:
     stages = True
     aliases = False
     gather: Launch
-    acquire: Callable[[], object] = staticmethod(_nothing)
-    copy_out: Callable[[], object] = staticmethod(_nothing)
-    release: Callable[[], object] = staticmethod(_nothing)
 
     def parameters(self) -> list[tuple[Slot, torch.Tensor]]:
         """Every slot and the tensor of its gathered parameter, as far as they are there."""
         return []
 
+    def acquire(self) -> None:
+        """Allocate what only the collective needs."""
+
     def copy_in(self) -> None:
         """Cast the shards."""
+
+    def copy_out(self) -> None:
+        """Put the pieces in place."""
+
+    def release(self) -> None:
+        """Free what ``acquire`` allocated."""
 
 
 class SegmentTransport(GatherTransport):
@@ -245,10 +244,8 @@ class PackedTransport(SegmentTransport):
         """From views that last. A split makes them anew, and copies each by itself on a CPU."""
         width = self.segment.shard_numel
         for slot in rows:
-            start, shape = (
-                slot.shard_offset * self._itemsize,
-                (self.collectives.size, slot.shard_numel),
-            )
+            start = slot.shard_offset * self._itemsize
+            shape = (self.collectives.size, slot.shard_numel)
             self._sources.append(self._packed.view(self._wire, start, shape, (width, 1)))
         self._targets += self._rows
         self._rows, self._sizes = [], []
@@ -455,9 +452,8 @@ class Load:
 class Copying(Protocol):
     """What has memory to allocate and something to copy in front of the collectives."""
 
-    @property
-    def acquire(self) -> Callable[[], object]:
-        """What allocates it, on COMPUTE."""
+    def acquire(self) -> None:
+        """Allocate it, on COMPUTE."""
 
     def copy_in(self) -> None:
         """Copy, on COPY_IN."""

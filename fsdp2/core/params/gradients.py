@@ -107,7 +107,9 @@ class ShardedGradients:
         self._edited = False  # whether any parameter may have hooks on its gradient …
         self._watched = False  # … or post-accumulate-grad hooks, as was seen …
         self._hooks_seen = -1  # … when so many were registered
-        self._reuse = GradientReuse() if COUNTS_ARE_TRUE and len(params) >= FEWEST else None
+        self._reuse = (
+            GradientReuse(len(params)) if COUNTS_ARE_TRUE and len(params) >= FEWEST else None
+        )
 
     def keep_apart(self) -> None:
         """As `Gradients.keep_apart`."""
@@ -330,13 +332,18 @@ class GradientReuse:
 
     Which member's is dropped last depends on who drops them: a module walks to those in nested
     modules last, an optimizer to those of its last group. A look that comes too early tells.
+
+    Args:
+        count: how many members there are.
     """
 
     __slots__ = ("_free", "_last", "_watch")
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
         self._free: list[object] = []
-        self._last = [-1]  # the member that is taken for the last to be dropped; of watches, too
+        self._last = [
+            count - 1
+        ]  # the member that is taken for the last to be dropped; of watches, too
         self._watch: _Watch | None = None
 
     def take(self, count: int) -> list[object]:
@@ -346,8 +353,8 @@ class GradientReuse:
         """
         if not self._free:
             return [None] * count
-        taken, last = [*self._free], self._last[0]
-        taken.insert(count - 1 if last < 0 else last, None)
+        taken = [*self._free]
+        taken.insert(self._last[0], None)
         self._free.clear()
         return taken
 
@@ -383,8 +390,7 @@ class _Watch(weakref.ref[object]):
 def _watch_later(last: list[int], counts: list[int]) -> None:
     """Watch another member from the next step on: the last of those that are still held."""
     held = max(index for index, count in enumerate(counts) if count != _ALONE)
-    before = last[0] if last[0] >= 0 else len(counts)
-    last[0] = held if held < before else held + 1  # the watched one is not among them
+    last[0] = held if held < last[0] else held + 1  # the watched one is not among them
 
 
 def _look(watch: _Watch) -> None:
