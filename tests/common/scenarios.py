@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from fsdp2.core.config import CPUOffloadPolicy
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.schedule.unit import Unit
+from fsdp2.record.notes import Operation
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualDevice
 from tests.common import random_models
@@ -422,3 +427,28 @@ SCENARIOS: dict[str, Scenario] = {
         broken_hooks,
     )
 }
+
+
+def staged_in_order(
+    scenario: str, buffer: str, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> bool:
+    """Ten random models of a scenario, whose groups have these options: nothing may be wrong.
+
+    Returns:
+        Whether anything was written to a buffer of that name.
+    """
+    settings = random_models.random_settings
+
+    def chosen(*args: Any) -> dict[str, Any]:
+        found = settings(*args)
+        return found | {"options": replace(found["options"], **options)}
+
+    monkeypatch.setattr(random_models, "random_settings", chosen)
+    staged = False
+    for seed in range(10):
+        device = VirtualDevice()
+        watch = SCENARIOS[scenario](random.Random(f"{scenario} {seed}"), device)
+        assert watch.problems == []
+        operations = (note for note in device.trace if isinstance(note, Operation))
+        staged = staged or any(b.name == buffer for op in operations for b in op.writes)
+    return staged

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -18,12 +16,8 @@ from fsdp2.core.gather.kinds import TRANSPORTS, make_transports
 from fsdp2.core.gather.transport import PackedTransport
 from fsdp2.core.layout.layout import ROWS, Cut, ParamShape, build_layout
 from fsdp2.core.modules.registry import record_of
-from fsdp2.record.notes import Operation
 from fsdp2.testing.null_group import CallLog, init_null_group
-from fsdp2.testing.virtual import VirtualDevice
-from tests.common import random_models as _random_models
-from tests.common import thread_ranks
-from tests.common.scenarios import SCENARIOS
+from tests.common import scenarios, thread_ranks
 
 pytestmark = pytest.mark.alone
 
@@ -98,25 +92,9 @@ def test_what_it_gathers_is_rounded(size: int, coalesces: bool) -> None:
 
 @pytest.mark.parametrize("scenario", ["steady", "changing", "offloaded"])
 def test_its_memory_is_used_in_order(scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = _random_models.random_settings
-
-    def rounded(*args: Any) -> dict[str, Any]:
-        found = settings(*args)
-        return found | {"options": replace(found["options"], gather_codec="rounded")}
-
-    monkeypatch.setattr(_random_models, "random_settings", rounded)
-    staged = 0
-    for seed in range(10):
-        device = VirtualDevice()
-        watch = SCENARIOS[scenario](random.Random(f"{scenario} {seed}"), device)
-        assert watch.problems == []
-        staged += any(
-            b.name == "rounded shards"
-            for op in device.trace
-            if isinstance(op, Operation)
-            for b in op.writes
-        )
-    assert staged
+    assert scenarios.staged_in_order(
+        scenario, "rounded shards", monkeypatch, gather_codec="rounded"
+    )
 
 
 def test_a_sharded_model_uses_it_from_its_next_gather_on() -> None:

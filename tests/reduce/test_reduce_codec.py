@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -18,12 +16,8 @@ from fsdp2.core.reduce.kinds import TRANSPORTS
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import ReduceContext
 from fsdp2.core.reduce.transport import PackingReduce
-from fsdp2.record.notes import Operation
 from fsdp2.testing.null_group import CallLog, init_null_group
-from fsdp2.testing.virtual import VirtualDevice
-from tests.common import random_models as _random_models
-from tests.common import reductions, thread_ranks
-from tests.common.scenarios import SCENARIOS
+from tests.common import reductions, scenarios, thread_ranks
 
 pytestmark = pytest.mark.alone
 
@@ -154,25 +148,9 @@ def test_one_rank_does_not_round() -> None:
 
 @pytest.mark.parametrize("scenario", ["steady", "accumulation", "replicated", "changing"])
 def test_its_memory_is_used_in_order(scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = _random_models.random_settings
-
-    def rounded(*args: Any) -> dict[str, Any]:
-        found = settings(*args)
-        return found | {"options": replace(found["options"], reduce_codec="rounded")}
-
-    monkeypatch.setattr(_random_models, "random_settings", rounded)
-    staged = 0
-    for seed in range(10):
-        device = VirtualDevice()
-        watch = SCENARIOS[scenario](random.Random(f"{scenario} {seed}"), device)
-        assert watch.problems == []
-        staged += any(
-            b.name == "rounded gradients"
-            for op in device.trace
-            if isinstance(op, Operation)
-            for b in op.writes
-        )
-    assert staged
+    assert scenarios.staged_in_order(
+        scenario, "rounded gradients", monkeypatch, reduce_codec="rounded"
+    )
 
 
 def test_a_sharded_model_uses_it() -> None:
