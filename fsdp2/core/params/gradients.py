@@ -107,9 +107,8 @@ class ShardedGradients:
         self._edited = False  # whether any parameter may have hooks on its gradient …
         self._watched = False  # … or post-accumulate-grad hooks, as was seen …
         self._hooks_seen = -1  # … when so many were registered
-        self._reuse = (
-            GradientReuse(len(params)) if COUNTS_ARE_TRUE and len(params) >= FEWEST else None
-        )
+        reuses = COUNTS_ARE_TRUE and len(params) >= FEWEST
+        self._reuse = GradientReuse(len(params)) if reuses else None
 
     def keep_apart(self) -> None:
         """As `Gradients.keep_apart`."""
@@ -341,9 +340,8 @@ class GradientReuse:
 
     def __init__(self, count: int) -> None:
         self._free: list[object] = []
-        self._last = [
-            count - 1
-        ]  # the member that is taken for the last to be dropped; of watches, too
+        # The member that is taken for the last to be dropped; watches have the list, too.
+        self._last = [count - 1]
         self._watch: _Watch | None = None
 
     def take(self, count: int) -> list[object]:
