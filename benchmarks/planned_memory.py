@@ -11,7 +11,9 @@ comes from that allocator, and counts; what libraries take from the system besid
 
 Gloo gathers into a copy of its own, at some time between the launch and the wait, while the next
 unit computes. A plan counts it for all of that time. In a run it is there at a peak, or not: so the
-most of eight steps on both ranks counts. Of rounds it is the median.
+most of eight steps on both ranks counts, and a measured peak may be less than the planned one by
+one such copy. `error` compares with the plan, `outside` with all that this timing allows. Several
+rounds give their median.
 
 Rows of transformers' models are left out where that is not installed.
 """
@@ -44,6 +46,7 @@ from benchmarks.cpu_memory import CountedMemory, build
 from fsdp2.planning import Hardware, Plan, Settings, plan
 from fsdp2.planning.hardware import load
 from fsdp2.planning.rehearsal import policy_of, shard_as_planned
+from fsdp2.record.notes import Operation
 
 RANKS, WARM_UP, STEPS = 2, 2, 8
 RECOMPUTED = ", recomputed"
@@ -359,12 +362,14 @@ class Row:
     Attributes:
         model: its name.
         planned: bytes.
-        measured: the same, the median over rounds.
+        copy: bytes of the plan's largest all-gather, which gloo may have copied at the peak or not.
+        measured: bytes, the median over rounds.
         rounds: each of them.
     """
 
     model: str
     planned: int
+    copy: int
     measured: float
     rounds: Sequence[int]
 
@@ -372,6 +377,12 @@ class Row:
     def error(self) -> float:
         """Of the plan, as a part of what was measured."""
         return self.planned / self.measured - 1
+
+    @property
+    def outside(self) -> float:
+        """How far the measured peak is from all peaks that timing allows, as a part of itself."""
+        nearest = min(max(self.measured, self.planned - self.copy), self.planned)
+        return abs(nearest / self.measured - 1)
 
 
 def compare(only: str, rounds: int) -> list[Row]:
@@ -383,8 +394,7 @@ def compare(only: str, rounds: int) -> list[Row]:
         if only in name + RECOMPUTED * recompute
     }
     said = {
-        label: planned(subjects()[name], recompute).memory.peak.live
-        for label, (name, recompute) in cases.items()
+        label: planned(subjects()[name], recompute) for label, (name, recompute) in cases.items()
     }
     seen: dict[str, list[int]] = {label: [] for label in cases}
     build()
@@ -394,8 +404,23 @@ def compare(only: str, rounds: int) -> list[Row]:
                 answer = pool["ranks"].ask(subject=name, recompute=recompute)
                 seen[label].append(answer["peak"])
     return [
-        Row(label, said[label], statistics.median(found), found) for label, found in seen.items()
+        Row(
+            label,
+            said[label].memory.peak.live,
+            largest_gather(said[label]),
+            statistics.median(found),
+            found,
+        )
+        for label, found in seen.items()
     ]
+
+
+def largest_gather(plan: Plan) -> int:
+    """Bytes of the largest all-gather of a step."""
+    notes = plan.rehearsal.recording.notes
+    return max(
+        note.nbytes for note in notes if isinstance(note, Operation) and note.name == "all-gather"
+    )
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -406,8 +431,13 @@ def table(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     within = sum(abs(row.error) <= 0.03 for row in rows)
+    allowed = sum(row.outside <= 0.03 for row in rows)
     worst = max(abs(row.error) for row in rows)
-    lines += ["", f"{within} of {len(rows)} within 3 %; the worst is off by {worst:.1%}."]
+    lines += [
+        "",
+        f"{within} of {len(rows)} within 3 %; the worst is off by {worst:.1%}. {allowed} within 3 % "
+        "of what the timing of gloo's copies allows.",
+    ]
     return "\n".join(lines)
 
 

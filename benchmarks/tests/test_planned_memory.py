@@ -37,17 +37,29 @@ def test_all_threads_are_counted() -> None:
 
 
 def test_the_table_says_how_many_are_within_three_percent() -> None:
-    rows = [Row("a", 100, 100.0, [100]), Row("b", 1_000_000, 1_250_000.0, [1_250_000])]
+    rows = [
+        Row("a", 100, 10, 100.0, [100]),
+        Row("b", 1_000_000, 10, 1_250_000.0, [1_250_000]),
+        Row("c", 110, 10, 100.0, [100]),
+    ]
     text = planned_memory.table(rows)
     assert "| b | 1.00 | 1.25 | -20.0% |" in text
-    assert "1 of 2 within 3 %; the worst is off by 20.0%" in text
+    assert "1 of 3 within 3 %; the worst is off by 20.0%. 2 within 3 % of what" in text
+
+
+@pytest.mark.parametrize(
+    ("measured", "outside"), [(100.0, 0.0), (95.0, 0.0), (90.0, 0.0), (80.0, 0.125), (125.0, 0.2)]
+)
+def test_a_copy_of_gloo_may_be_at_the_peak_or_not(measured: float, outside: float) -> None:
+    assert Row("a", 100, 10, measured, []).outside == pytest.approx(outside)
 
 
 @pytest.mark.extended
 @needs_compiler
 @pytest.mark.parametrize("only", ["conv net", "LSTM", "MLP"])
 def test_planned_peaks_are_within_three_percent(only: str) -> None:
+    """Each measured peak is compared with all that the timing of gloo's copies allows."""
     rows = planned_memory.compare(only, rounds=1)
     assert len(rows) >= 2
     for row in rows:
-        assert abs(row.error) <= 0.03, row
+        assert row.outside <= 0.03, row
