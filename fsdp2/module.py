@@ -58,6 +58,7 @@ from fsdp2.sharding.assembly import (
 from fsdp2.sharding.planned import join_others, plan_taken
 from fsdp2.sharding.selection import PlacementFn
 from fsdp2.sharding.state_dicts import watch_state_dicts
+from fsdp2.wire import EXACT_BELOW, Exact, set_wire_format
 
 C = TypeVar("C")
 
@@ -741,6 +742,63 @@ class FSDPModule(TorchIdentity):
         if nbytes < 0:
             raise ValueError(f"set_packing_threshold takes 0 or more bytes, not {nbytes}")
         self._change(recurse=recurse, pack_below=nbytes)
+
+    def set_wire_format(
+        self,
+        *,
+        gather: str | None = None,
+        reduce: str | None = None,
+        exact: Exact | None = None,
+        exact_below: int = EXACT_BELOW,
+        recurse: bool = True,
+    ) -> None:
+        """Send parameters, gradients or both in fewer bytes between the ranks of the shard axis.
+
+        =======  ================================  ==============================================
+        format   ``gather`` (parameters)           ``reduce`` (gradients)
+        =======  ================================  ==============================================
+        bf16     --                                2 bytes per number; sums are fp32's own sums of
+                                                   the rounded numbers
+        int8     1.03 bytes per number, a scale    the same; each rank adds in fp32, in the order
+                 per 128 numbers                   of ranks
+        =======  ================================  ==============================================
+
+        A number in ``"int8"`` is off by 1/254 of the largest magnitude of its block at most. All
+        ranks compute with the same bits: a rank's own part passes the format, too. The sharded
+        parameters, which the optimizer sees, stay exact. Infinities and NaN come out as NaN of
+        their block, or in bf16 as they are. Gradients go by one all-to-all per reduction in place
+        of a reduce-scatter; what follows it, such as an all-reduce over replicas or a copy to the
+        CPU, has the reduce dtype. Rows that `fully_shard` keeps for ``reshard_after_forward=<int>``
+        are gathered as they are.
+
+        It counts from the next gather on. All ranks must choose alike. Parameters that stay exact
+        have collectives of their own.
+
+        Args:
+            gather: ``"int8"``, or ``None`` (default): parameters travel in the dtype that they are
+                computed with.
+            reduce: ``"bf16"``, ``"int8"``, or ``None`` (default): gradients travel in the reduce
+                dtype.
+            exact: called once with each parameter's name below this module and the parameter;
+                those for which it returns true travel as they are. Default ``None``: none of the
+                larger ones.
+            exact_below: elements of the whole parameter below which it travels as it is. Default
+                16384.
+            recurse: whether units below follow. Default ``True``.
+
+        Raises:
+            ValueError: a format is not known, or a parameter that is not left exact cannot travel
+                in it: its dtypes are not fp32, bf16 or fp16, or its tensor subclass has all-gather
+                hooks. Nothing is changed then.
+
+        Example::
+
+            model.set_wire_format(
+                gather="int8", reduce="bf16", exact=lambda name, _: "embed" in name
+            )
+        """
+        module: Any = self  # of a subclass, which is an nn.Module too
+        set_wire_format(module, self._records(recurse), gather, reduce, exact, exact_below)
 
     # ---- memory
 

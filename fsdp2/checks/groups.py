@@ -470,7 +470,7 @@ def _said(options: GroupOptions) -> dict[str, str]:
         "reduce_scatter_unused_params": str(options.reduce_unused),
         "the all-gather": type(options.all_gather).__name__,
         "the reduce-scatter": type(options.reduce_scatter).__name__,
-        "the codecs": f"{options.gather_codec}, {options.reduce_codec}",
+        "the formats of `set_wire_format`": f"{options.wire.gather}, {options.wire.reduce}",
     }
 
 

@@ -232,6 +232,26 @@ def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
 
 
+@dataclass(frozen=True, eq=False)
+class Wire:
+    """Formats that a group's parameters and gradients travel in, but for those that stay exact.
+
+    Which do is a fact of each parameter (`ShardedParam.exact`): a new `Wire` comes with new ones,
+    so two are never equal.
+
+    Attributes:
+        gather: name of an entry of `core.gather.kinds.CODED`; ``None``: as they are computed with.
+        reduce: name of an entry of `core.reduce.kinds.CODED`; ``None``: in the reduce dtype.
+    """
+
+    gather: str | None = None
+    reduce: str | None = None
+
+
+WHOLE = Wire()
+"""All parameters and gradients travel exactly."""
+
+
 @dataclass(frozen=True)
 class GroupOptions:
     """What a user may change about a group; replaced as a whole, and bound before the next use.
@@ -247,9 +267,7 @@ class GroupOptions:
         keep_gradients: whether the memory of reduced gradients stays allocated between steps.
         all_gather: the user's all-gather, or ``None``.
         reduce_scatter: the user's reduce-scatter, or ``None``.
-        gather_codec: name of an entry of `core.gather.kinds.TRANSPORTS` that gathers
-            parameters; ``None`` for the ones that layout, dtypes and backend ask for.
-        reduce_codec: the same of `core.reduce.kinds.TRANSPORTS`, which reduces gradients.
+        wire: formats that parameters and gradients travel in.
         all_reduce_hook: called with each reduced flat gradient before it is delivered.
         all_reduce_hook_stream: the stream to call it on; ``None`` for the all-reduce lane.
     """
@@ -263,7 +281,6 @@ class GroupOptions:
     keep_gradients: bool = False
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
-    gather_codec: str | None = None
-    reduce_codec: str | None = None
+    wire: Wire = field(default_factory=lambda: WHOLE)
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_hook_stream: torch.Stream | None = None

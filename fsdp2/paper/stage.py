@@ -217,7 +217,7 @@ class _PaperGroup(NullGroup):
             self._ranks = tuple(dist.get_process_group_ranks(self))
         half = len(tensors) // 2
         moved, count = tensors, len(tensors)
-        if name.startswith("all_gather_single"):
+        if name.startswith(("all_gather_single", "all_to_all_single")):
             moved, count = tensors[:half], half
         elif name.startswith("reduce_scatter_single"):
             moved, count = tensors[half:], half
@@ -233,6 +233,7 @@ _KINDS = {
     "all_gather_single_coalesced": "all-gather",
     "reduce_scatter_single": "reduce-scatter",
     "reduce_scatter_single_coalesced": "reduce-scatter",
+    "all_to_all_single": "all-to-all",
     "allreduce": "all-reduce",
     "allreduce_coalesced": "all-reduce",
 }

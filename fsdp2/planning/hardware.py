@@ -176,7 +176,8 @@ class Hardware:
         """Seconds of one collective.
 
         Args:
-            kind: "all-gather", "reduce-scatter", "all-reduce"; others count as all-gathers.
+            kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", which sends as much
+                as an all-gather of the same bytes; others count as all-gathers.
             nbytes: of the whole tensor.
             ranks: global ranks of the group.
             world: ranks in all; those of a node share the network.

@@ -112,7 +112,7 @@ class VirtualParam(PaperParam):
     """
 
     is_meta = False
-    is_extended = False
+    exact = is_extended = False
     is_its_shard = False
     dtype_override = None
 

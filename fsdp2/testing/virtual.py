@@ -417,6 +417,11 @@ class VirtualDevice(Notes):
     def divide(self, tensor: VirtualTensor, factor: float) -> None:
         self.run("divide", [tensor], [tensor])
 
+    def transform(
+        self, function: Callable[..., None], target: VirtualTensor, source: VirtualTensor
+    ) -> None:
+        self.run(function.__name__, [source], [target])
+
     def add_many(self, targets: Sequence[VirtualTensor], sources: Sequence[VirtualTensor]) -> None:
         self.run("add", [*targets, *sources], targets)
 
@@ -447,6 +452,9 @@ class VirtualCollectives:
         self, outputs: Sequence[VirtualTensor], inputs: Sequence[VirtualTensor]
     ) -> Callable[[], None]:
         return lambda: self._device.run("all_gather", inputs, outputs)
+
+    def bind_all_to_all(self, output: VirtualTensor, input_: VirtualTensor) -> Callable[[], None]:
+        return lambda: self._device.run("all_to_all", [input_], [output])
 
     def bind_reduce_scatter(
         self, kind: ReduceKind

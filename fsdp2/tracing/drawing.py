@@ -41,7 +41,11 @@ LANE_OF: Mapping[Place, str] = {
 }
 """What a timeline calls each place."""
 
-_LANE_OF_COLLECTIVE = {"reduce-scatter": REDUCE, "all-reduce": ALL_REDUCE}
+_LANE_OF_COLLECTIVE = {
+    "reduce-scatter": REDUCE,
+    "all-to-all": REDUCE,
+    "all-reduce": ALL_REDUCE,
+}
 
 _TOUCHING = 1e-3  # µs
 

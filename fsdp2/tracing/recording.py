@@ -36,7 +36,9 @@ from fsdp2.tracing.timeline import BETWEEN, COLLECTIVES, Memory, Timeline, Value
 
 Stamp = float | torch.Event
 
-_LANES = dict(zip(COLLECTIVES, (Lane.ALL_GATHER, Lane.REDUCE, Lane.ALL_REDUCE), strict=True))
+_LANES = dict(
+    zip(COLLECTIVES, (Lane.ALL_GATHER, Lane.REDUCE, Lane.ALL_REDUCE, Lane.REDUCE), strict=True)
+)
 
 
 class Stamps(Protocol):

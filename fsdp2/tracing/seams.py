@@ -57,7 +57,7 @@ from fsdp2.tracing.timeline import COLLECTIVES
 
 Tensor = torch.Tensor
 
-GATHER, SCATTER, SUM = COLLECTIVES
+GATHER, SCATTER, SUM, EXCHANGE = COLLECTIVES
 
 
 def tracer() -> Tracer:
@@ -189,6 +189,12 @@ class TracedKernels:
         """As it is, and told."""
         return _copied("stage", [out], self.plain.chunk_cat, tensors, dim, chunks, out=out)
 
+    def transform(
+        self, function: Callable[[Tensor, Tensor], None], target: Tensor, source: Tensor
+    ) -> None:
+        """As it is, and told: by the name of the codec's function."""
+        _copied(function.__name__, [target], self.plain.transform, function, target, source)
+
     def divide(self, tensor: Tensor, factor: float, /) -> object:
         """As it is, and told."""
         return _copied("divide", [tensor], self.plain.divide, tensor, factor)
@@ -241,6 +247,11 @@ class TracedCollectives:
         """What runs it, and tells."""
         launch = self.plain.bind_all_gather_many(outputs, inputs)
         return functools.partial(_collective, GATHER, self.group, outputs, launch)
+
+    def bind_all_to_all(self, output: Tensor, input_: Tensor) -> Launch:
+        """What runs it, and tells."""
+        launch = self.plain.bind_all_to_all(output, input_)
+        return functools.partial(_collective, EXCHANGE, self.group, [input_], launch)
 
     def bind_reduce_scatter(self, kind: ReduceKind) -> Callable[[Tensor, Tensor], Work | None]:
         """What runs it, and tells."""

@@ -43,7 +43,7 @@ OFFLOAD = "offload"
 LANES = (HOST, COMPUTE, COPY_IN, ALL_GATHER, REDUCE, ALL_REDUCE, OFFLOAD)
 """Lanes in the order in which they are shown. Other names are allowed, and come behind these."""
 
-COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 """Operations that communicate; all others are compute, copies, or the host's own work."""
 
 BETWEEN = "between units"

@@ -76,6 +76,16 @@ class ThreadCollectives:
 
         return gather_many
 
+    def bind_all_to_all(self, output: torch.Tensor, input_: torch.Tensor) -> Callable[[], None]:
+        def exchange() -> None:
+            self.calls.append("all_to_all")
+            assert output.shape == input_.shape
+            assert output.shape[0] == self.size
+            rows = self._meeting.exchange(self.rank, input_.clone())
+            output.copy_(torch.stack([row[self.rank] for row in rows]))
+
+        return exchange
+
     def bind_reduce_scatter(self, kind: ReduceKind) -> Callable[[torch.Tensor, torch.Tensor], None]:
         def reduce_scatter(output: torch.Tensor, input_: torch.Tensor) -> None:
             self.calls.append("reduce_scatter")

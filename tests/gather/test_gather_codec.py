@@ -12,7 +12,8 @@ from torch import nn
 import fsdp2
 from fsdp2.core.device.collectives import Work
 from fsdp2.core.device.kernels import TorchKernels
-from fsdp2.core.gather.kinds import TRANSPORTS, make_transports
+from fsdp2.core.config import Wire
+from fsdp2.core.gather.kinds import CODED, make_transports
 from fsdp2.core.gather.transport import PackedTransport
 from fsdp2.core.layout.layout import ROWS, Cut, ParamShape, build_layout
 from fsdp2.core.modules.registry import record_of
@@ -59,14 +60,14 @@ class RoundedGather(PackedTransport):
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TRANSPORTS, "rounded", RoundedGather)
+    monkeypatch.setitem(CODED, "rounded", RoundedGather)
 
 
 @pytest.mark.parametrize("coalesces", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_what_it_gathers_is_rounded(size: int, coalesces: bool) -> None:
     cuts = (((8, 4), ROWS), ((5, 3), ROWS), ((3, 4), Cut(1)))
-    params = [ParamShape("p", shape, cut, F32, 4, F32, 4) for shape, cut in cuts]
+    params = [ParamShape("p", shape, cut, F32, 4, F32, 4, coded=True) for shape, cut in cuts]
     layout = build_layout(params, size, coalesces, 0)
 
     def body(collectives: thread_ranks.ThreadCollectives) -> None:
@@ -93,7 +94,7 @@ def test_what_it_gathers_is_rounded(size: int, coalesces: bool) -> None:
 @pytest.mark.parametrize("scenario", ["steady", "changing", "offloaded"])
 def test_its_memory_is_used_in_order(scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert scenarios.staged_in_order(
-        scenario, "rounded shards", monkeypatch, gather_codec="rounded"
+        scenario, "rounded shards", monkeypatch, wire=Wire(gather="rounded")
     )
 
 
@@ -108,7 +109,7 @@ def test_a_sharded_model_uses_it_from_its_next_gather_on() -> None:
         (group,) = record.unit.groups
         with torch.no_grad():
             model(torch.ones(2, 64))
-        group.set_options(replace(group.options, gather_codec="rounded"))
+        group.set_options(replace(group.options, wire=Wire(gather="rounded")))
         with torch.no_grad():
             model(torch.ones(2, 64))
         assert group.bound is not None

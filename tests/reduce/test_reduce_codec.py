@@ -12,7 +12,8 @@ from torch import nn
 
 import fsdp2
 from fsdp2.core.modules.registry import record_of
-from fsdp2.core.reduce.kinds import TRANSPORTS
+from fsdp2.core.config import Wire
+from fsdp2.core.reduce.kinds import CODED
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import ReduceContext
 from fsdp2.core.reduce.transport import PackingReduce
@@ -61,7 +62,7 @@ class RoundedReduce(PackingReduce):
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TRANSPORTS, "rounded", RoundedReduce)
+    monkeypatch.setitem(CODED, "rounded", RoundedReduce)
 
 
 ROUNDED = reductions.Setup(codec="rounded", shapes=reductions.ODD)
@@ -149,7 +150,7 @@ def test_one_rank_does_not_round() -> None:
 @pytest.mark.parametrize("scenario", ["steady", "accumulation", "replicated", "changing"])
 def test_its_memory_is_used_in_order(scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert scenarios.staged_in_order(
-        scenario, "rounded gradients", monkeypatch, reduce_codec="rounded"
+        scenario, "rounded gradients", monkeypatch, wire=Wire(reduce="rounded")
     )
 
 
@@ -163,7 +164,7 @@ def test_a_sharded_model_uses_it() -> None:
         record = record_of(model)
         assert record is not None
         (group,) = record.unit.groups
-        group.set_options(replace(group.options, reduce_codec="rounded"))
+        group.set_options(replace(group.options, wire=Wire(reduce="rounded")))
         model(torch.ones(2, 64)).sum().backward()
         assert group.bound is not None
         assert isinstance(group.bound.reductions[0].transport, RoundedReduce)

@@ -2,6 +2,7 @@
 
     Collectives ── bind_all_gather(out, in)(), …_many(outs, ins)()          shard axis
                 ── bind_reduce_scatter(kind)(out, in), …_many(kind)(outs, ins)
+                ── bind_all_to_all(out, in)()
                 ── the user's own of both; exchange(numbers)
     Replicas    ── all_reduce(tensor, op)                                   replicate axis
 
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
+    AllToAllOptions,
     ReduceOp,
     ReduceScatterOptions,
     _make_nccl_premul_sum,
@@ -36,6 +38,7 @@ P = ParamSpec("P")
 
 _GATHER = ("all_gather_single", "_allgather_base")
 _GATHER_MANY = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+_EXCHANGE = ("all_to_all_single", "alltoall_base")
 _SCATTER = ("reduce_scatter_single", "_reduce_scatter_base")
 _SCATTER_MANY = ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
 
@@ -107,6 +110,9 @@ class Collectives(Protocol):
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Launch:
         """What runs ``all_gather`` for each pair, in one launch, whenever it is called."""
+
+    def bind_all_to_all(self, output: torch.Tensor, input_: torch.Tensor) -> Launch:
+        """What gives each rank its row of ``input_``, and takes one of each: both [size, n]."""
 
     def bind_reduce_scatter(
         self, kind: ReduceKind
@@ -248,6 +254,13 @@ class GroupCollectives:
         launch = functools.partial(self._gather_many, outputs, inputs, self._gather_options)
         return self._bound(launch)
 
+    def bind_all_to_all(self, output: torch.Tensor, input_: torch.Tensor) -> Launch:
+        """Exchange equal rows; ``output`` and ``input_``: [size, n]."""
+        options = AllToAllOptions()
+        options.asyncOp = False
+        exchange = _method(self.group, _EXCHANGE)
+        return self._bound(functools.partial(exchange, output, input_, [], [], options))
+
     def bind_reduce_scatter(
         self, kind: ReduceKind
     ) -> Callable[[torch.Tensor, torch.Tensor], Work | None]:
@@ -316,7 +329,7 @@ class SoloCollectives:
         raise AssertionError("one rank has nobody to communicate with")
 
     over = all_gather = bind_all_gather = bind_all_gather_many = _refuse
-    bind_reduce_scatter = bind_reduce_scatter_many = _refuse
+    bind_reduce_scatter = bind_reduce_scatter_many = bind_all_to_all = _refuse
     custom_all_gather = custom_reduce_scatter = exchange = _refuse
 
 
@@ -349,6 +362,10 @@ class ComplexCollectives:
     ) -> Launch:
         """As `Collectives.bind_all_gather_many`."""
         return self._real.bind_all_gather_many(_as_real(outputs), _as_real(inputs))
+
+    def bind_all_to_all(self, output: torch.Tensor, input_: torch.Tensor) -> Launch:
+        """As `Collectives.bind_all_to_all`."""
+        return self._real.bind_all_to_all(*_as_real((output, input_)))
 
     def bind_reduce_scatter(
         self, kind: ReduceKind

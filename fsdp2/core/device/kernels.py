@@ -93,6 +93,14 @@ class Kernels(Protocol):
     def divide(self, tensor: torch.Tensor, factor: float, /) -> object:
         """Divide in place."""
 
+    def transform(
+        self,
+        function: Callable[[torch.Tensor, torch.Tensor], None],
+        target: torch.Tensor,
+        source: torch.Tensor,
+    ) -> None:
+        """Run operators of a codec, which read ``source`` and write ``target``."""
+
     def add_many(self, targets: Tensors, sources: Tensors, /) -> object:
         """Add pairwise, in place."""
 
@@ -185,6 +193,15 @@ class TorchKernels:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """One kernel."""
         target.copy_(source, non_blocking=True)
+
+    def transform(
+        self,
+        function: Callable[[torch.Tensor, torch.Tensor], None],
+        target: torch.Tensor,
+        source: torch.Tensor,
+    ) -> None:
+        """As they are."""
+        function(target, source)
 
     def split_copy(self, source: torch.Tensor, sizes: Sequence[int], targets: Tensors) -> None:
         """One fused kernel on accelerators."""

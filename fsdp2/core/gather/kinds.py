@@ -1,7 +1,7 @@
-"""Which transport a segment has: the table of all, and what chooses.
+"""Which transport a segment has: the tables of all, and what chooses.
 
-A codec is a file beside this one, and an entry in `TRANSPORTS` (docs/design.md, "A transport of
-your own").
+A format of fewer bytes is a codec, and an entry in `CODED` (docs/design.md, "A transport of your
+own").
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from fsdp2.core.custom_collectives import AllGather
 from fsdp2.core.device.buffers import Buffer, TransientBuffer
 from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.kernels import Kernels
+from fsdp2.core.gather.coded import BlocksGather
 from fsdp2.core.gather.transport import (
     BoundPackedTransport,
     CoalescedTransport,
@@ -25,12 +26,15 @@ from fsdp2.core.gather.transport import (
 )
 from fsdp2.core.layout.layout import Segment, Transport
 
-TRANSPORTS: dict[Transport | str, type[SegmentTransport]] = {
+TRANSPORTS: dict[Transport, type[SegmentTransport]] = {
     Transport.COALESCED: CoalescedTransport,
     Transport.PACKED: BoundPackedTransport,
     Transport.LOCAL: LocalTransport,
 }
-"""Those of a segment; a codec has a name, which `GroupOptions.gather_codec` gives."""
+"""Those of a segment that travels as it is."""
+
+CODED: dict[str, type[SegmentTransport]] = {"int8": BlocksGather}
+"""Those of a segment that travels in fewer bytes, by the name that `Wire.gather` gives."""
 
 
 def make_transports(
@@ -55,17 +59,21 @@ def make_transports(
         kernels: memory and copies.
         comm: the user's all-gather.
         device: where its buffers are.
-        codec: name of the transport of all segments, in place of theirs and of ``comm``.
+        codec: name of the transport of coded segments.
     """
     parts: list[SegmentTransport] = []
     custom: list[Segment] = []
     for segment in segments:
-        local = segment.transport is Transport.LOCAL
-        if comm is not None and codec is None and not local:
+        coded = segment.transport is Transport.CODED
+        if comm is not None and not coded and segment.transport is not Transport.LOCAL:
             custom.append(segment)
             continue
-        kind = segment.transport if local or codec is None else codec
-        parts.append(TRANSPORTS[kind](segment, shard, full, collectives, kernels))
+        if coded:
+            assert codec is not None
+            kind = CODED[codec]
+        else:
+            kind = TRANSPORTS[segment.transport]
+        parts.append(kind(segment, shard, full, collectives, kernels))
     _launch_together(parts)
     found: list[GatherTransport] = [*parts]
     if custom and comm is not None:
@@ -77,7 +85,7 @@ def _launch_together(transports: Sequence[SegmentTransport]) -> None:
     """Let what is packed go along with what is coalesced, where dtypes on the wire agree."""
     coalesced = [t for t in transports if isinstance(t, CoalescedTransport)]
     for packed in transports:
-        if isinstance(packed, PackedTransport) and packed.communicates:
+        if type(packed) is BoundPackedTransport and packed.communicates:
             dtype = packed.segment.full_dtype
             carrier = next((t for t in coalesced if t.segment.full_dtype == dtype), None)
             if carrier is not None:

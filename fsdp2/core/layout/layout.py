@@ -95,6 +95,7 @@ class Transport(Enum):
     PACKED = "packed"
     LOCAL = "local"
     EXTENSION = "extension"
+    CODED = "coded"
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class ParamShape:
         full_dtype: dtype of the gathered parameter.
         full_itemsize: bytes of one element of the gathered parameter.
         extended: whether its tensor subclass has all-gather hooks.
+        coded: whether it is gathered in a format of fewer bytes.
     """
 
     name: str
@@ -120,6 +122,7 @@ class ParamShape:
     full_dtype: torch.dtype
     full_itemsize: int
     extended: bool = False
+    coded: bool = False
 
 
 @dataclass(frozen=True)
@@ -310,8 +313,9 @@ class GroupLayout:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes that a gather copies into place behind its collective: those that are packed."""
-        packed = [s for s in self.segments if s.transport is Transport.PACKED]
+        """Bytes that a gather copies into place behind its collective: those that are packed or coded."""
+        behind = (Transport.PACKED, Transport.CODED)
+        packed = [s for s in self.segments if s.transport in behind]
         return sum(slot.numel * s.full_dtype.itemsize for s in packed for slot in s.slots)
 
     @property
@@ -332,6 +336,8 @@ def pick_transport(param: ParamShape, world_size: int, coalesces: bool) -> Trans
         return Transport.EXTENSION
     if world_size == 1:
         return Transport.LOCAL
+    if param.coded and math.prod(param.shape) > 0:
+        return Transport.CODED
     fits = math.prod(param.shape) > 0 and param.cut.in_order(param.shape, world_size)
     if coalesces and fits and not _misaligned(param, world_size):
         return Transport.COALESCED
@@ -435,7 +441,7 @@ def build_layout(
     segments: list[Segment] = []
     shard_bytes = full_bytes = payload = 0
     for (transport, _), members in families.items():
-        if transport is Transport.PACKED:
+        if transport in (Transport.PACKED, Transport.CODED):
             # Pieces in order first, so that one fused kernel copies all of those out; aligned
             # shards before the others, whose padding then comes once, at the end.
             members = sorted(

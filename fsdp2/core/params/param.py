@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fsdp2.core.codecs.codec import check_coded
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, ShardingStateError
 from fsdp2.core.layout.layout import Cut, ParamShape, Slot
 from fsdp2.core.layout.mesh import (
@@ -210,6 +211,7 @@ class ShardedParam:
         order: that order, where it is not the dims' own (``channels_last``): what is laid out,
             gathered and reduced is the parameter permuted so.
         dtype_override: the dtype that it is gathered in, if the user made an exception for it.
+        exact: whether it travels as it is, in a group that sends fewer bytes (`Wire`).
         requires_grad: as both forms had it when it was last looked at.
         sharded: the DTensor parameter that the optimizer sees.
         unsharded: the gathered parameter, once it exists.
@@ -238,6 +240,7 @@ class ShardedParam:
         "cut",
         "dtype_override",
         "entries",
+        "exact",
         "grad_spec",
         "name",
         "order",
@@ -270,6 +273,7 @@ class ShardedParam:
         self.accumulated: torch.Tensor | None = None
         self.smaller: nn.Parameter | None = None
         self._smaller_version = 0
+        self.exact = False
         self.absorbed: list[ShardedParam] = []
         self.aliases: list[Alias] = []
         # Of `register_hook` and `register_post_accumulate_grad_hook`. The dicts themselves go on,
@@ -632,7 +636,10 @@ def shapes_of(params: Sequence[ShardedParam], options: GroupOptions) -> list[Par
     for param in params:
         shard, full = param.dtype, compute_dtype(options, param)
         dtypes = (shard, shard.itemsize, full, full.itemsize)
-        shape = ParamShape(param.name, param.shape, param.cut, *dtypes, param.is_extended)
+        coded = options.wire.gather is not None and not (param.exact or param.is_extended)
+        if coded:
+            check_coded(param.name, (shard, full), f"{options.wire.gather}")
+        shape = ParamShape(param.name, param.shape, param.cut, *dtypes, param.is_extended, coded)
         shapes.append(shape)
     return shapes
 

@@ -1,7 +1,7 @@
-"""Which transport a reduction has: the table of all, and what chooses.
+"""Which transport a reduction has: the tables of all, and what chooses.
 
-A codec is a file beside this one, and an entry in `TRANSPORTS` (docs/design.md, "A transport of
-your own").
+A format of fewer bytes is a codec, and an entry in `CODED` (docs/design.md, "A transport of your
+own").
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from fsdp2.core.custom_collectives import OwnMemory
 from fsdp2.core.layout.layout import Slot
+from fsdp2.core.reduce.coded import BlocksReduce, RoundedReduce
 from fsdp2.core.reduce.reduction import ReduceTransport
 from fsdp2.core.reduce.spec import ReductionSpec
 from fsdp2.core.reduce.transport import (
@@ -35,7 +36,10 @@ TRANSPORTS: dict[str, type[ReduceTransport]] = {
     "adopted": AdoptedReduce,
     "empty": EmptyReduce,
 }
-"""All of them; a codec's name is what `GroupOptions.reduce_codec` has."""
+"""Those of gradients that travel as they are."""
+
+CODED: dict[str, type[ReduceTransport]] = {"bf16": RoundedReduce, "int8": BlocksReduce}
+"""Those of gradients that travel in fewer bytes, by the name that `Wire.reduce` gives."""
 
 
 def transport_of(
@@ -57,7 +61,7 @@ def transport_of(
     elif not any(slot.shard_numel for slot in slots):
         name = "empty"
     elif spec.codec is not None:
-        name = spec.codec
+        return CODED[spec.codec]
     elif spec.comm is not None:
         name = "own memory" if isinstance(spec.comm, OwnMemory) else "custom"
     elif direct < len(slots):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fsdp2.core.codecs.codec import check_coded
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
 from fsdp2.core.custom_collectives import ReduceScatter
 from fsdp2.core.device.streams import OnStream
@@ -30,7 +31,7 @@ class ReductionSpec:
         comm: the user's reduce-scatter.
         device: where its buffers are.
         keep: whether gradients' memory is kept for the next step.
-        codec: name of the transport, if it is not the one that dtypes and layout ask for.
+        codec: name of the format, if gradients travel in fewer bytes.
     """
 
     grad_dtype: torch.dtype
@@ -70,6 +71,9 @@ def reduction_spec(
     reduce = param.grad_dtype
     if reduce.is_floating_point:  # a complex gradient cast to a real dtype would lose half of it
         reduce = options.precision.reduce_dtype or reduce
+    codec = None if param.exact else options.wire.reduce
+    if codec is not None:
+        check_coded(param.name, (grad, reduce), codec)
     comm = options.reduce_scatter
     hook = options.all_reduce_hook
     if hook is not None and options.all_reduce_hook_stream is not None:
@@ -86,7 +90,7 @@ def reduction_spec(
         comm=comm,
         device=device,
         keep=options.keep_gradients,
-        codec=options.reduce_codec,
+        codec=codec,
     )
 
 

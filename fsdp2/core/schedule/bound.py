@@ -202,7 +202,7 @@ class Bound:
             group.runtime.kernels,
             group.options.all_gather,
             group.device,
-            group.options.gather_codec,
+            group.options.wire.gather,
         )
         if self.extension is not None:
             self.extension.run_on(group.collectives, group.runtime.kernels)

@@ -244,8 +244,8 @@ class ParamGroup:
         if options is self.options:
             return
         self.stale = self.stale or options.all_gather is not self.options.all_gather
-        self.stale = self.stale or options.gather_codec != self.options.gather_codec
         repacked = options.pack_below != self.options.pack_below
+        repacked = repacked or options.wire is not self.options.wire
         self.options = options
         if repacked and self.state is SHARDED:
             self.adopt()

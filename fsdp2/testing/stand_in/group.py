@@ -108,6 +108,15 @@ class StandInGroup(PythonGroup):
 
         return self._run("reduce-scatter", outputs, inputs, opts, move)
 
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, outputs: list[int], inputs: list[int], opts: object
+    ) -> StreamWork:
+        def move(outputs: list[Tensor], inputs: list[Tensor]) -> None:
+            self._gloo.alltoall_base(outputs[0], inputs[0], [], []).wait()
+
+        return self._run("all-to-all", [output], [input], opts, move)
+
+    alltoall_base = all_to_all_single
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single

@@ -1,0 +1,85 @@
+"""What a codec does: rows of numbers become rows of bytes, and come back.
+
+    numbers [rows, n]  ── encode ──>  message [rows, nbytes(n)] of uint8  ── decode ──>  numbers
+                                                                         ── total  ──>  [n]
+
+A row is what one rank sends to another. Each row is coded by itself, so that what a rank receives
+does not depend on what the others receive. All are plain operators of torch, without a number that
+the host waits for: they run on a CPU, on a GPU's stream, and on tensors without memory.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+CODED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of numbers that a codec takes."""
+
+ALIGNMENT = 16
+"""Bytes of a row are a multiple of it, so that the next row's numbers are aligned, too."""
+
+
+def check_coded(name: str, dtypes: Iterable[torch.dtype], wire: str) -> None:
+    """Refuse a parameter that no codec takes.
+
+    Args:
+        name: the parameter's.
+        dtypes: of its shard and of what is gathered, or of its gradients' sums.
+        wire: the format's name.
+
+    Raises:
+        ValueError: a dtype is not one of `CODED`.
+    """
+    for dtype in dtypes:
+        if dtype not in CODED:
+            raise ValueError(
+                f"parameter '{name}' cannot travel as {wire}, which takes float32, bfloat16 and "
+                f"float16, but not {dtype}; leave it exact by the argument exact= of "
+                f"set_wire_format"
+            )
+
+
+class Codec(ABC):
+    """A format of numbers on the wire.
+
+    Attributes:
+        name: what users call it.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def nbytes(self, numel: int) -> int:
+        """Bytes of a row of ``numel`` numbers."""
+
+    @abstractmethod
+    def encode(self, message: Tensor, numbers: Tensor) -> None:
+        """Write what ``numbers`` become.
+
+        Args:
+            message: [rows, nbytes(n)] of uint8.
+            numbers: [rows, n], of a dtype of `CODED`.
+        """
+
+    @abstractmethod
+    def decode(self, numbers: Tensor, message: Tensor) -> None:
+        """Write the numbers that ``message`` holds; as for `encode`."""
+
+    @abstractmethod
+    def total(self, sums: Tensor, message: Tensor) -> None:
+        """Write the sums of all rows' numbers, summed in fp32 in the order of rows.
+
+        Args:
+            sums: [n], of a dtype of `CODED`.
+            message: [rows, nbytes(n)] of uint8.
+        """
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes of a row that has ``nbytes`` to say."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

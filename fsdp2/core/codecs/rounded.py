@@ -1,0 +1,44 @@
+"""Two bytes per number: bfloat16, which has the range of fp32 and 8 bits of precision.
+
+Gradients of fp32 travel in half the bytes. Their sum is fp32's own sum of the rounded numbers: a
+collective that sums in bfloat16 would round after each addition.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fsdp2.core.codecs.codec import Codec, aligned
+
+
+class Rounded(Codec):
+    """bfloat16. A number is off by 1/256 of itself at most; infinities and NaN stay what they are.
+
+    The source of the bound: rounding to nearest with 8 bits of precision, IEEE 754.
+    """
+
+    name = "bf16"
+
+    def nbytes(self, numel: int) -> int:
+        """Two per number."""
+        return aligned(2 * numel)
+
+    def encode(self, message: Tensor, numbers: Tensor) -> None:
+        """Round to nearest."""
+        self._numbers(message, numbers.shape[1]).copy_(numbers)
+
+    def decode(self, numbers: Tensor, message: Tensor) -> None:
+        """Exact, except into fp16."""
+        numbers.copy_(self._numbers(message, numbers.shape[1]))
+
+    def total(self, sums: Tensor, message: Tensor) -> None:
+        """In fp32."""
+        rows = self._numbers(message, sums.shape[0])
+        if sums.dtype is torch.float32:
+            torch.sum(rows, 0, dtype=torch.float32, out=sums)
+        else:
+            sums.copy_(rows.sum(0, dtype=torch.float32))
+
+    def _numbers(self, message: Tensor, numel: int) -> Tensor:
+        return message.view(torch.bfloat16)[:, :numel]

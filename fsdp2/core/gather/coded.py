@@ -1,0 +1,76 @@
+"""How a segment is gathered in fewer bytes: a packed one, whose rows are messages of a codec.
+
+    shard ── encode ──> own message ══ one all-gather ══> messages ── decode ──> [ranks, n]
+                                                         ── copy, as packed ──> slots
+
+A rank decodes its own message, too: all ranks compute with the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from fsdp2.core.codecs.blocks import Blocks
+from fsdp2.core.codecs.codec import CODED, Codec
+from fsdp2.core.device.collectives import Work
+from fsdp2.core.gather.transport import PackedTransport
+
+MESSAGES = "coded shards"
+
+
+class CodedGather(PackedTransport):
+    """Shards travel as messages of a codec.
+
+    Attributes:
+        codec: what makes them.
+    """
+
+    codec: ClassVar[Codec]
+
+    def _bind(self) -> None:
+        super()._bind()
+        segment, ranks = self.segment, self.collectives.size
+        assert {segment.shard_dtype, segment.full_dtype} <= {*CODED}
+        self.casts = True  # it encodes in front of the collective
+        width = segment.shard_numel
+        nbytes = self.codec.nbytes(width)
+        self._coded = self.kernels.transient(ranks * nbytes, MESSAGES)
+        self._messages = self._coded.view(torch.uint8, 0, (ranks, nbytes))
+        self._own = self._coded.view(torch.uint8, self.collectives.rank * nbytes, (1, nbytes))
+        self._packed.acquire()
+        self._numbers = self._packed.view(segment.full_dtype, 0, (ranks, width))
+        shard = (segment.shard_dtype, segment.shard_byte_offset, (1, width))
+        self._shards = self._shard.view(*shard)
+        flat = (ranks * nbytes,)
+        self._gather = self.collectives.bind_all_gather(
+            self._coded.view(torch.uint8, 0, flat),
+            self._coded.view(torch.uint8, self.collectives.rank * nbytes, (nbytes,)),
+        )
+        self._packed.release()
+        self._coded.release()
+
+    def acquire(self) -> None:
+        super().acquire()
+        self._coded.acquire()
+
+    def copy_in(self) -> None:
+        self.kernels.transform(self.codec.encode, self._own, self._shards)
+
+    def gather(self) -> Work | None:
+        return self._gather()
+
+    def copy_out(self) -> None:
+        self.kernels.transform(self.codec.decode, self._numbers, self._messages)
+        super().copy_out()
+
+    def release(self) -> None:
+        super().release()
+        self._coded.release()
+
+
+class BlocksGather(CodedGather):
+    """Of 8-bit integers and a scale per block."""
+
+    codec = Blocks()

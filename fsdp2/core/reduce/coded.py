@@ -1,0 +1,85 @@
+"""How gradients are reduced in fewer bytes: each rank sums the messages of all ranks itself.
+
+    gradients ── pad, cast, interleave ──> [ranks, n] ── encode ──> a message for each rank
+      ══ one all-to-all ══> a message of each rank ── decode, sum in fp32 ──> flat result
+
+A collective that reduces would have to add what is coded. Each rank decodes and adds instead, in
+fp32 and in the order of ranks, so that a sum does not depend on who sent first. Marks, whose sums
+must be whole numbers, have a collective of their own.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from fsdp2.core.codecs.blocks import Blocks
+from fsdp2.core.codecs.codec import CODED, Codec
+from fsdp2.core.codecs.rounded import Rounded
+from fsdp2.core.device.buffers import TransientBuffer
+from fsdp2.core.reduce.program import Job
+from fsdp2.core.reduce.reduction import ReduceContext
+from fsdp2.core.reduce.transport import PackingReduce
+
+STAGING = "coded gradients"
+
+
+class CodedReduce(PackingReduce):
+    """Gradients travel as messages of a codec.
+
+        staging   [ [ranks, n] in the reduce dtype | a message for each rank | one of each rank ]
+
+    Attributes:
+        codec: what makes them.
+    """
+
+    codec: ClassVar[Codec]
+    carries_marks = False
+    unstages = True
+    staging: TransientBuffer
+
+    def _bind(self, context: ReduceContext) -> None:
+        super()._bind(context)
+        size, dtype = self.collectives.size, self.reduce_dtype
+        assert dtype in CODED
+        nbytes = self.codec.nbytes(self.width)
+        start = size * self.width * dtype.itemsize
+        start += -start % 16
+        self.staging = staging = self.kernels.transient(start + 2 * size * nbytes, STAGING)
+        self._rows = staging.view(dtype, 0, (size, self.width))
+        self._sent = staging.view(torch.uint8, start, (size, nbytes))
+        self._received = staging.view(torch.uint8, start + size * nbytes, (size, nbytes))
+        staging.release()
+        self._exchange = self.collectives.bind_all_to_all(self._received, self._sent)
+
+    def stage(self, job: Job) -> None:
+        self.staging.acquire()
+        self.pack(job, self._rows)
+
+    def divide(self, job: Job) -> None:
+        assert self.before is not None
+        self.kernels.divide(self._rows, self.before)
+
+    def reduce(self, job: Job) -> None:
+        self.kernels.transform(self.codec.encode, self._sent, self._rows)
+        work = self._exchange()
+        if work is not None:
+            work.wait()
+
+    def unstage(self, job: Job) -> None:
+        assert job.flat is not None
+        sums = job.flat.narrow(0, 0, self.width)
+        self.kernels.transform(self.codec.total, sums, self._received)
+
+
+class RoundedReduce(CodedReduce):
+    """Of bfloat16."""
+
+    codec = Rounded()
+
+
+class BlocksReduce(CodedReduce):
+    """Of 8-bit integers and a scale per block."""
+
+    codec = Blocks()

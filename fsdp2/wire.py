@@ -1,0 +1,87 @@
+"""Which parameters and gradients travel in fewer bytes: `FSDPModule.set_wire_format`.
+
+    module.set_wire_format(gather=, reduce=, exact=, exact_below=)
+      all arguments and parameters are looked at  ──> each parameter is exact, or not
+                                                  ──> each unit's `Wire`: bound at its next gather
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import nn
+
+from fsdp2.core.codecs.codec import check_coded
+from fsdp2.core.config import GroupOptions, Wire
+from fsdp2.core.gather import kinds as gathers
+from fsdp2.core.modules.registry import UnitRecord
+from fsdp2.core.params.param import ShardedParam, compute_dtype
+from fsdp2.core.reduce import kinds as reductions
+
+Exact = Callable[[str, nn.Parameter], bool]
+"""The user's choice of parameters that travel as they are, by name and parameter."""
+
+EXACT_BELOW = 16384
+"""Elements below which parameters travel as they are: norms, biases, routers of a few experts."""
+
+
+def set_wire_format(
+    module: nn.Module,
+    records: Sequence[UnitRecord],
+    gather: str | None,
+    reduce: str | None,
+    exact: Exact | None,
+    exact_below: int,
+) -> None:
+    """Let the units of ``records`` send fewer bytes; see `FSDPModule.set_wire_format`."""
+    _check_name("gather", gather, gathers.CODED)
+    _check_name("reduce", reduce, reductions.CODED)
+    wire = Wire(gather, reduce)
+    chosen = []
+    for name, param, options in _params(module, records):
+        stays = param.sharded.numel() < exact_below
+        if exact is not None and not stays:
+            stays = bool(exact(name, param.sharded))
+        if not stays:
+            _check(name, param, options, wire)
+        chosen.append((param, stays))
+    for param, stays in chosen:
+        param.exact = stays
+    for record in records:
+        record.unit.change(wire=wire)
+
+
+def _check_name(side: str, name: str | None, known: dict[str, object] | object) -> None:
+    assert isinstance(known, dict)
+    if name is not None and name not in known:
+        raise ValueError(
+            f"set_wire_format takes {side}=None or one of {', '.join(map(repr, known))}, "
+            f"not {name!r}"
+        )
+
+
+def _params(
+    module: nn.Module, records: Sequence[UnitRecord]
+) -> Iterator[tuple[str, ShardedParam, GroupOptions]]:
+    """Each parameter once, with its name below ``module`` and its group's options."""
+    names = {id(param): name for name, param in module.named_parameters()}
+    for record in records:
+        for group in record.unit.own_groups:
+            for param in group.params:
+                found = names.get(id(param.sharded)) or names.get(id(param.unsharded))
+                yield found or param.name, param, group.options
+
+
+def _check(name: str, param: ShardedParam, options: GroupOptions, wire: Wire) -> None:
+    computed = compute_dtype(options, param)
+    if wire.gather is not None:
+        if param.is_extended:
+            raise ValueError(
+                f"parameter '{name}' cannot travel as {wire.gather}, since its tensor subclass "
+                f"says itself what is gathered (all-gather hooks); leave it exact by the argument "
+                f"exact= of set_wire_format"
+            )
+        check_coded(name, (param.dtype, computed), wire.gather)
+    if wire.reduce is not None:
+        reduced = options.precision.reduce_dtype or param.grad_dtype
+        check_coded(name, (computed, reduced), wire.reduce)
