@@ -130,7 +130,7 @@ __all__ = [
 
 _ROOMS = (
     *("checkpoint", "fsdp1", "full", "optim", "paper", "planning", "record", "reports", "tracing"),
-    *("wrap", "wrapper_module", "xla"),
+    *("wire", "wrap", "wrapper_module", "xla"),
 )
 """Modules that are attributes of this one without an import, and load when they are first used."""
 

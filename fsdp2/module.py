@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, NoReturn, TypeVar, overload
+from typing import Any, Literal, NoReturn, TypeVar, cast, overload
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from fsdp2.comm_memory import (
     SymmetricReduceScatter,
     conflicting,
 )
-from fsdp2.core.config import MixedPrecisionPolicy, ShardingStateError
+from fsdp2.core.config import EXACT_BELOW, MixedPrecisionPolicy, ShardingStateError
 from fsdp2.core.custom_collectives import AllGather, MemoryComms, ReduceScatter
 from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.process_groups import ProcessGroup, backend_name, with_own_group
@@ -58,7 +58,6 @@ from fsdp2.sharding.assembly import (
 from fsdp2.sharding.planned import join_others, plan_taken
 from fsdp2.sharding.selection import PlacementFn
 from fsdp2.sharding.state_dicts import watch_state_dicts
-from fsdp2.wire import EXACT_BELOW, Exact, set_wire_format
 
 C = TypeVar("C")
 
@@ -748,7 +747,7 @@ class FSDPModule(TorchIdentity):
         *,
         gather: str | None = None,
         reduce: str | None = None,
-        exact: Exact | None = None,
+        exact: Callable[[str, nn.Parameter], bool] | None = None,
         exact_below: int = EXACT_BELOW,
         recurse: bool = True,
     ) -> None:
@@ -797,8 +796,10 @@ class FSDPModule(TorchIdentity):
                 gather="int8", reduce="bf16", exact=lambda name, _: "embed" in name
             )
         """
-        module: Any = self  # of a subclass, which is an nn.Module too
-        set_wire_format(module, self._records(recurse), gather, reduce, exact, exact_below)
+        from fsdp2.wire import set_wire_format  # who does not use it does not load it
+
+        chosen = (gather, reduce, exact, exact_below)
+        set_wire_format(cast(nn.Module, self), self._records(recurse), *chosen)
 
     # ---- memory
 

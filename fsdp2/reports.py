@@ -6,13 +6,17 @@ model ──> group_reports ──> [GroupReport("(root)", …), GroupReport("bl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
-from fsdp2.core.layout.layout import Slot, Transport
+from fsdp2.core.gather.kinds import CODED as GATHERS
+from fsdp2.core.layout.layout import Segment, Slot, Transport
 from fsdp2.core.modules.registry import record_of
+from fsdp2.core.reduce.kinds import CODED as REDUCTIONS
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import window_of
 from fsdp2.tracing.summaries import amount
@@ -32,7 +36,7 @@ class GroupReport:
         copied_bytes: bytes that a gather copies into place behind its collective, on each rank: of
             parameters that travel packed. A reduction copies as much in front of its own, in its
             dtype.
-        transport: how it is gathered: "coalesced", "packed", "local", "extension" (tensor
+        transport: how it is gathered: "coalesced", "packed", "coded", "local", "extension" (tensor
             subclasses with all-gather hooks, whose bytes are not counted), or several with "+".
         dims: shard dims of the parameters that are not sharded on dim 0 alone, by their name in the
             model; ``shard_placement_fn`` chose them, or dim 0 would have padded too much.
@@ -45,6 +49,10 @@ class GroupReport:
             dtype, padding included; parameters that are frozen now left out.
         packed: why parameters travel packed, by their name in the model; those that do not are not
             in it.
+        gather_format: the format of parameters that travel in fewer bytes
+            (`FSDPModule.set_wire_format`), ``None`` where all travel as they are.
+        reduce_format: the same of gradients.
+        exact: names in the model of the parameters that travel as they are beside those.
     """
 
     name: str
@@ -61,6 +69,9 @@ class GroupReport:
     gathered_bytes: int = 0
     reduced_bytes: int = 0
     packed: Mapping[str, str] = field(default_factory=dict)
+    gather_format: str | None = None
+    reduce_format: str | None = None
+    exact: Sequence[str] = ()
 
     @property
     def step_bytes(self) -> int:
@@ -114,6 +125,9 @@ class Report:
 
 def _row(group: GroupReport) -> tuple[str, ...]:
     how = group.transport
+    if group.gather_format or group.reduce_format:
+        names = f"{group.gather_format or 'exact'} / {group.reduce_format or 'exact'}"
+        how += f" ({names}{f', {len(group.exact)} exact' if group.exact else ''})"
     if group.packed:
         reasons = dict.fromkeys(group.packed.values())
         how += f" ({len(group.packed)} packed: {'; '.join(reasons)})"
@@ -200,19 +214,18 @@ def _report(
     assert layout is not None
     ranks = layout.world_size
     trained = {i for i, param in enumerate(group.params) if param.sharded.requires_grad}
-    gathered = reduced = 0
+    gathered = 0
     packed = {}
     for segment in layout.segments:
-        gathered += segment.shard_numel * ranks * segment.full_dtype.itemsize
-        dtype = group.options.precision.reduce_dtype or segment.full_dtype
+        gathered += _row_bytes(group, segment) * ranks
         for slot in segment.slots:
-            if slot.index in trained:
-                reduced += slot.shard_numel * ranks * dtype.itemsize
             if segment.transport is Transport.PACKED:
                 param = group.params[slot.index]
                 named = params.get(param.sharded, param.name)
                 packed[named] = _why_packed(group, slot)
     sharded = ranks > 1
+    wire = group.options.wire
+    coded = sharded and (wire.gather or wire.reduce)
     return GroupReport(
         name=name,
         num_params=len(group.params),
@@ -230,9 +243,42 @@ def _report(
         window=window,
         gathers=gathers if sharded else 0,
         gathered_bytes=gathered if sharded else 0,
-        reduced_bytes=reduced if sharded or group.replicas is not None else 0,
+        reduced_bytes=_reduced(group, trained) if sharded or group.replicas is not None else 0,
         packed=packed,
+        gather_format=wire.gather if sharded else None,
+        reduce_format=wire.reduce if sharded else None,
+        exact=[params.get(p.sharded, p.name) for p in group.params if p.exact] if coded else (),
     )
+
+
+def _row_bytes(group: ParamGroup, segment: Segment) -> int:
+    """Bytes of what one rank gives to a gather."""
+    numel, itemsize = segment.shard_numel, segment.full_dtype.itemsize
+    wire = group.options.wire.gather
+    if segment.transport is Transport.CODED and wire is not None:
+        return GATHERS[wire].row_bytes(numel, itemsize)
+    return numel * itemsize
+
+
+def _reduced(group: ParamGroup, trained: Set[int]) -> int:
+    """Bytes that one reduction's collectives take."""
+    layout, wire = group.layout, group.options.wire.reduce
+    assert layout is not None
+    exact = 0
+    coded: Counter[torch.dtype] = Counter()  # by reduce dtype: those are one message
+    for segment in layout.segments:
+        dtype = group.options.precision.reduce_dtype or segment.full_dtype
+        for slot in segment.slots:
+            if slot.index in trained:
+                if wire is None or layout.world_size == 1 or group.params[slot.index].exact:
+                    exact += slot.shard_numel * dtype.itemsize
+                else:
+                    coded[dtype] += slot.shard_numel
+    if wire is not None:
+        exact += sum(
+            REDUCTIONS[wire].row_bytes(numel, dtype.itemsize) for dtype, numel in coded.items()
+        )
+    return exact * layout.world_size
 
 
 def _why_packed(group: ParamGroup, slot: Slot) -> str:

@@ -1,13 +1,13 @@
 """Which parameters and gradients travel in fewer bytes: `FSDPModule.set_wire_format`.
 
-    module.set_wire_format(gather=, reduce=, exact=, exact_below=)
-      all arguments and parameters are looked at  ──> each parameter is exact, or not
-                                                  ──> each unit's `Wire`: bound at its next gather
+module.set_wire_format(gather=, reduce=, exact=, exact_below=)
+  all arguments and parameters are looked at  ──> each parameter is exact, or not
+                                              ──> each unit's `Wire`: bound at its next gather
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import nn
 
@@ -20,9 +20,6 @@ from fsdp2.core.reduce import kinds as reductions
 
 Exact = Callable[[str, nn.Parameter], bool]
 """The user's choice of parameters that travel as they are, by name and parameter."""
-
-EXACT_BELOW = 16384
-"""Elements below which parameters travel as they are: norms, biases, routers of a few experts."""
 
 
 def set_wire_format(
@@ -51,13 +48,10 @@ def set_wire_format(
         record.unit.change(wire=wire)
 
 
-def _check_name(side: str, name: str | None, known: dict[str, object] | object) -> None:
-    assert isinstance(known, dict)
+def _check_name(side: str, name: str | None, known: Iterable[str]) -> None:
     if name is not None and name not in known:
-        raise ValueError(
-            f"set_wire_format takes {side}=None or one of {', '.join(map(repr, known))}, "
-            f"not {name!r}"
-        )
+        names = ", ".join(map(repr, known))
+        raise ValueError(f"set_wire_format takes {side}=None or one of {names}, not {name!r}")
 
 
 def _params(

@@ -17,6 +17,9 @@ from torch import nn
 
 from fsdp2.core.custom_collectives import AllGather, ReduceScatter
 
+EXACT_BELOW = 16384
+"""Elements below which parameters travel as they are: norms, biases, routers of a few experts."""
+
 PACK_BELOW = 128 << 10
 """Bytes of a rank's piece below which parameters travel packed where others are coalesced, too.
 

@@ -122,6 +122,10 @@ def _hook(model: nn.Module, stream: Any) -> None:
         module.set_all_reduce_hook(lambda gradient: gradient.mul_(0.5), stream=stream)
 
 
+def _code(model: nn.Module, _: Any) -> None:
+    model.set_wire_format(gather="int8", reduce="bf16", exact_below=SMALL)
+
+
 CASES: dict[str, tuple[dict[str, Any], Change | None]] = {
     "usual": ({}, None),
     "mixed": ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, None),
@@ -133,6 +137,8 @@ CASES: dict[str, tuple[dict[str, Any], Change | None]] = {
     "recomputed": ({}, _checkpoint),
     "kept gradients": ({}, _keep_gradients),
     "hooked": ({}, _hook),
+    "coded": ({}, _code),
+    "coded, offloaded": ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, _code),
 }
 
 
@@ -208,7 +214,9 @@ def _compare(
     model = _build(mesh, case)
     change(model)
     kinds = {kind for r in fsdp2.group_reports(model) for kind in r.transport.split("+")}
-    assert ("coalesced" in kinds) is (backend == group.COALESCING)
+    coded = "coded" in case  # what is not, is small, and packed
+    assert ("coalesced" in kinds) is (backend == group.COALESCING and not coded)
+    assert ("coded" in kinds) is coded
     before = device.count_of("record_stream"), device.count_of("wait")
     device.races()
     seen = _train(model, mesh, accumulate)

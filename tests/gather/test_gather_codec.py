@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2
+from fsdp2.core.config import Wire
 from fsdp2.core.device.collectives import Work
 from fsdp2.core.device.kernels import TorchKernels
-from fsdp2.core.config import Wire
+from fsdp2.core.gather import coded
 from fsdp2.core.gather.kinds import CODED, make_transports
 from fsdp2.core.gather.transport import PackedTransport
 from fsdp2.core.layout.layout import ROWS, Cut, ParamShape, build_layout
@@ -96,6 +97,14 @@ def test_its_memory_is_used_in_order(scenario: str, monkeypatch: pytest.MonkeyPa
     assert scenarios.staged_in_order(
         scenario, "rounded shards", monkeypatch, wire=Wire(gather="rounded")
     )
+
+
+@pytest.mark.parametrize("scenario", ["steady", "changing", "offloaded"])
+def test_eight_bits_use_their_memory_in_order(
+    scenario: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire = Wire(gather="int8")
+    assert scenarios.staged_in_order(scenario, coded.MESSAGES, monkeypatch, wire=wire)
 
 
 def test_a_sharded_model_uses_it_from_its_next_gather_on() -> None:

@@ -27,11 +27,12 @@ INSIDE = [p for p in FILES if not {"examples", "testing"} & {*p.relative_to(ROOT
 # The rooms of core, lowest first: each may import the rooms that it names, and the ground floor.
 GROUND = ("config", "custom_collectives", "names", "notices", "pieces", "progress")
 ROOMS: dict[str, tuple[str, ...]] = {
+    "codecs": (),
     "device": (),
     "layout": ("device",),
-    "params": ("layout",),
-    "gather": ("device", "layout", "params"),
-    "reduce": ("device", "layout", "params"),
+    "params": ("codecs", "layout"),
+    "gather": ("codecs", "device", "layout", "params"),
+    "reduce": ("codecs", "device", "layout", "params"),
     "schedule": ("device", "layout", "params", "gather", "reduce"),
     "modules": ("device", "layout", "params", "schedule"),
 }
@@ -321,7 +322,14 @@ def test_only_tests_of_benchmarks_import_benchmarks() -> None:
         ("wrapper_module", []),
         ("interop/identity", ["fsdp2.sharding"]),
         ("comm_memory", []),
-        ("module", ["fsdp2.comm_memory", "fsdp2.handles", "fsdp2.interop", "fsdp2.sharding"]),
+        ("wire", []),
+        (
+            "module",
+            [
+                *("fsdp2.comm_memory", "fsdp2.handles", "fsdp2.interop", "fsdp2.sharding"),
+                "fsdp2.wire",
+            ],
+        ),
         ("api", ["fsdp2.interop", "fsdp2.module", "fsdp2.sharded_class", "fsdp2.sharding"]),
     ],
 )

@@ -777,6 +777,26 @@ def test_a_report_of_a_sharded_model() -> None:
     assert text.splitlines()[-1].startswith("all")
 
 
+@pytest.mark.parametrize(("gather", "reduce"), [("int8", "bf16"), ("int8", None), (None, "int8")])
+def test_fewer_bytes_are_planned(gather: str | None, reduce: str | None) -> None:
+    """Planned collectives have the bytes that the report tells."""
+
+    def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+        for layer in model.children():
+            fsdp2.fully_shard(layer, mesh=mesh)
+        fsdp2.fully_shard(model, mesh=mesh).set_wire_format(gather=gather, reduce=reduce)
+
+    made = planned(shard=shard, units=None, optimizer=sgd)
+    exact = planned(optimizer=sgd)
+    moved = {unit.name: unit.nbytes for unit in made.units}
+    for group in made.rehearsal.reports:
+        assert (group.gather_format, group.reduce_format) == (gather, reduce)
+        assert 0 <= moved[group.name] - group.step_bytes < 1024  # marks
+        assert (
+            moved[group.name] < 0.8 * {unit.name: unit.nbytes for unit in exact.units}[group.name]
+        )
+
+
 @pytest.mark.parametrize(
     ("stage", "expected"),
     [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)],

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2
-from fsdp2.core.modules.registry import record_of
 from fsdp2.core.config import Wire
+from fsdp2.core.modules.registry import record_of
+from fsdp2.core.reduce import coded
 from fsdp2.core.reduce.kinds import CODED
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import ReduceContext
@@ -73,7 +74,7 @@ def test_its_steps_stand_where_those_of_others_do() -> None:
     found = thread_ranks.run_ranks(2, lambda c: reductions.step_names(ROUNDED.bind(c)))[0]
     assert found == (
         "allocate stage_rounded",
-        "reduce_rounded unstage reduce deliver",  # and the marks' own
+        "reduce_rounded unstage reduce divide deliver",  # and the marks' own
         "",
         "",
     )
@@ -152,6 +153,14 @@ def test_its_memory_is_used_in_order(scenario: str, monkeypatch: pytest.MonkeyPa
     assert scenarios.staged_in_order(
         scenario, "rounded gradients", monkeypatch, wire=Wire(reduce="rounded")
     )
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8"])
+@pytest.mark.parametrize("scenario", ["steady", "accumulation", "replicated", "changing"])
+def test_formats_use_their_memory_in_order(
+    scenario: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert scenarios.staged_in_order(scenario, coded.STAGING, monkeypatch, wire=Wire(reduce=name))
 
 
 def test_a_sharded_model_uses_it() -> None:

@@ -18,6 +18,7 @@ from fsdp2.core.codecs.codec import Codec, aligned
 BLOCK = 128
 """Numbers that share a scale: 3 % of the bytes are scales."""
 LARGEST = 127
+MOST = torch.finfo(torch.float32).max
 
 
 class Blocks(Codec):
@@ -54,8 +55,10 @@ class Blocks(Codec):
 
     def _decoded(self, message: Tensor, numel: int) -> Tensor:
         scales, codes = self._parts(message, numel)
-        blocks = self._in_blocks(codes.float())
-        return (blocks * scales.unsqueeze(2)).flatten(1)[:, :numel]
+        blocks = self._in_blocks(codes.float())  # new memory
+        found = blocks.mul_(scales.unsqueeze(2))
+        found.clamp_(-MOST, MOST)  # 127 times the scale of fp32's largest is infinite
+        return found.flatten(1)[:, :numel]
 
     def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """Views of scales [rows, blocks] and codes [rows, n]."""

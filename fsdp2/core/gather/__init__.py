@@ -1,11 +1,12 @@
 """From shards to gathered parameters.
 
     transport      how a segment travels: coalesced, packed, local, custom
+    coded          how a segment travels in fewer bytes
     kinds          which of them a segment has
     extension      the transport of tensor subclasses that say themselves what travels
     smaller_group  a smaller group's rows between forward and backward
     launch         a gather's collectives, issued on their lanes or inline
 
 Owns: what collectives read and write on the way. Knows nothing of reductions.
-May import: device, layout, params.
+May import: codecs, device, layout, params.
 """

@@ -51,6 +51,10 @@ class CodedGather(PackedTransport):
         self._packed.release()
         self._coded.release()
 
+    @classmethod
+    def row_bytes(cls, numel: int, itemsize: int) -> int:
+        return cls.codec.nbytes(numel)
+
     def acquire(self) -> None:
         super().acquire()
         self._coded.acquire()

@@ -21,7 +21,6 @@ from fsdp2.core.gather.transport import (
     CustomTransport,
     GatherTransport,
     LocalTransport,
-    PackedTransport,
     SegmentTransport,
 )
 from fsdp2.core.layout.layout import Segment, Transport

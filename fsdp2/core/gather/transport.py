@@ -99,6 +99,11 @@ class SegmentTransport(GatherTransport):
     def _bind(self) -> None:
         """Make the views that every gather uses."""
 
+    @classmethod
+    def row_bytes(cls, numel: int, itemsize: int) -> int:
+        """Bytes that one rank gives to a gather of ``numel`` elements."""
+        return numel * itemsize
+
     def gathered(self, slot: Slot) -> torch.Tensor:
         """The tensor of the gathered parameter: its global shape, over the gathered buffer."""
         start = self.segment.full_byte_offset + slot.full_offset * self._itemsize

@@ -313,7 +313,7 @@ class GroupLayout:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes that a gather copies into place behind its collective: those that are packed or coded."""
+        """Bytes that a gather copies into place after its collective: packed ones, and coded."""
         behind = (Transport.PACKED, Transport.CODED)
         packed = [s for s in self.segments if s.transport in behind]
         return sum(slot.numel * s.full_dtype.itemsize for s in packed for slot in s.slots)

@@ -6,5 +6,5 @@
     gradients  the gradients of several, taken and delivered; their DTensors used again
 
 Owns: the sharded and the gathered ``nn.Parameter`` and their ``.grad``.
-May import: layout.
+May import: codecs, layout.
 """

@@ -2,6 +2,7 @@
 
     reduction        what runs in each backward: a job collected, launched, delivered
     transport        how gradients travel: direct, cast, packed, joined, custom, local
+    coded            how gradients travel in fewer bytes, summed by each rank itself
     kinds            which of them a reduction has
     program          steps by lane; what one run of them leaves from step to step
     binding          a transport chosen, other parts made, their steps put in order
@@ -14,5 +15,5 @@
     kept_gradients   gradients whose memory stays from step to step
 
 Owns: staging buffers, partial sums, kept gradients. Knows nothing of gathers.
-May import: device, layout, params.
+May import: codecs, device, layout, params.
 """

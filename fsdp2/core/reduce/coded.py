@@ -53,6 +53,10 @@ class CodedReduce(PackingReduce):
         staging.release()
         self._exchange = self.collectives.bind_all_to_all(self._received, self._sent)
 
+    @classmethod
+    def row_bytes(cls, numel: int, itemsize: int) -> int:
+        return cls.codec.nbytes(numel)
+
     def stage(self, job: Job) -> None:
         self.staging.acquire()
         self.pack(job, self._rows)

@@ -126,6 +126,11 @@ class ReduceTransport:
     def _bind(self, context: ReduceContext) -> None:
         """Make the buffers and views that every reduction uses, and bind the collective."""
 
+    @classmethod
+    def row_bytes(cls, numel: int, itemsize: int) -> int:
+        """Bytes that one rank gives to another for the sums of ``numel`` elements."""
+        return numel * itemsize
+
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """This rank's rows of each member, in a flat tensor of them.
 

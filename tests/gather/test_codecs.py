@@ -1,0 +1,137 @@
+"""Codecs: bounds on what a format changes, for every number that a tensor may hold."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fsdp2.core.codecs.blocks import BLOCK, LARGEST, Blocks
+from fsdp2.core.codecs.codec import ALIGNMENT, CODED, Codec
+from fsdp2.core.codecs.rounded import Rounded
+
+pytestmark = pytest.mark.alone
+
+TINIEST = 2.0**-149  # of fp32
+LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5)
+
+
+def coded(codec: Codec, numbers: torch.Tensor) -> torch.Tensor:
+    rows, numel = numbers.shape
+    message = torch.full((rows, codec.nbytes(numel)), 255, dtype=torch.uint8)
+    codec.encode(message, numbers)
+    return message
+
+
+def through(codec: Codec, numbers: torch.Tensor) -> torch.Tensor:
+    found = torch.full_like(numbers, math.nan)
+    codec.decode(found, coded(codec, numbers))
+    return found
+
+
+def numbers_of(kind: str, numel: int, rows: int = 3) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(numel)
+    found = torch.randn(rows, numel, generator=generator)
+    if kind == "zeros":
+        found.zero_()
+    elif kind == "one outlier":
+        found[:, numel // 2] = 1e30
+    elif kind == "all magnitudes":
+        found *= torch.logspace(-44, 38, numel)
+    elif kind == "denormals":
+        found *= 300 * TINIEST
+    elif kind == "the largest":
+        found = found.sign() * torch.finfo(torch.float32).max
+    elif kind == "halves":  # the middle between two codes
+        found = torch.arange(rows * numel).view(rows, numel).remainder(LARGEST) + 0.5
+        found[:, 0] = LARGEST
+    return found
+
+
+KINDS = ("normal", "zeros", "one outlier", "all magnitudes", "denormals", "the largest", "halves")
+
+
+def blocks_of(numbers: torch.Tensor) -> torch.Tensor:
+    missing = -numbers.shape[1] % BLOCK
+    padded = torch.nn.functional.pad(numbers.double(), (0, missing))
+    return padded.unflatten(1, (-1, BLOCK))
+
+
+@pytest.mark.parametrize("numel", LENGTHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_are_off_by_half_a_step_at_most(kind: str, numel: int) -> None:
+    numbers = numbers_of(kind, numel)
+    wrong = blocks_of(through(Blocks(), numbers).double() - numbers.double()).abs()
+    largest = blocks_of(numbers).abs().amax(2, keepdim=True)
+    slack = 1 + 2.0**-20  # quotients and products of fp32 are rounded, too
+    assert (wrong <= largest / (2 * LARGEST) * slack + 64 * TINIEST).all()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("denormals", "halves")])
+def test_bfloat16_is_off_by_half_a_step_at_most(kind: str) -> None:
+    numbers = numbers_of(kind, 1000)
+    found = through(Rounded(), numbers)
+    finite = found.isfinite()  # the largest of fp32 are nearer to infinity
+    wrong = (found.double() - numbers.double()).abs()[finite]
+    assert (wrong <= numbers.double().abs()[finite] / 256 + 2.0**-134).all()
+    assert numbers[~finite].abs().gt(3.38e38).all()
+
+
+@pytest.mark.parametrize("codec", [Blocks(), Rounded()], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, BLOCK - 1, BLOCK, 2 * BLOCK + 3])
+def test_what_is_not_finite_stays_visible(codec: Codec, bad: float, place: int) -> None:
+    numbers = torch.ones(2, 2 * BLOCK + 4)
+    numbers[1, place] = bad
+    found = through(codec, numbers)
+    assert not found[1, place].isfinite()
+    assert found[0].isfinite().all()
+    same = torch.arange(2 * BLOCK + 4) // BLOCK == place // BLOCK  # a block is one number's, all
+    assert found[1, ~same].isfinite().all()
+    sums = torch.empty(2 * BLOCK + 4)
+    codec.total(sums, coded(codec, numbers))
+    assert not sums[place].isfinite()
+
+
+@pytest.mark.parametrize("codec", [Blocks(), Rounded()], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("dtype", CODED)
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_sums_are_those_of_the_decoded_rows(codec: Codec, dtype: torch.dtype, numel: int) -> None:
+    numbers = numbers_of("normal", numel, rows=5).to(dtype)
+    message = coded(codec, numbers)
+    decoded = torch.empty(5, numel)
+    codec.decode(decoded, message)
+    expected = decoded[0].clone()
+    for row in decoded[1:]:  # in the order of rows
+        expected += row
+    sums = torch.empty(numel, dtype=dtype)
+    codec.total(sums, message)
+    torch.testing.assert_close(sums, expected.to(dtype), rtol=1e-6, atol=1e-6)
+    again = torch.empty(numel, dtype=dtype)
+    codec.total(again, message)
+    assert torch.equal(sums, again)
+
+
+@pytest.mark.parametrize("codec", [Blocks(), Rounded()], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("numel", [*LENGTHS, 100_000])
+def test_bytes_are_what_is_promised(codec: Codec, numel: int) -> None:
+    exact = 2 * numel if codec.name == "bf16" else numel + 4 * math.ceil(numel / BLOCK)
+    assert exact <= codec.nbytes(numel) < exact + ALIGNMENT
+    assert codec.nbytes(numel) % ALIGNMENT == 0
+
+
+@pytest.mark.parametrize("codec", [Blocks(), Rounded()], ids=lambda codec: codec.name)
+def test_a_row_does_not_depend_on_the_others(codec: Codec) -> None:
+    numbers = numbers_of("normal", 300)
+    assert torch.equal(coded(codec, numbers)[1:2], coded(codec, numbers[1:2]))
+
+
+@pytest.mark.parametrize("codec", [Blocks(), Rounded()], ids=lambda codec: codec.name)
+def test_nothing_is_waited_for(codec: Codec) -> None:
+    """On a device without memory a number that the host reads would raise."""
+    numbers = torch.empty(4, 300, device="meta")
+    message = torch.empty(4, codec.nbytes(300), dtype=torch.uint8, device="meta")
+    codec.encode(message, numbers)
+    codec.decode(numbers, message)
+    codec.total(torch.empty(300, device="meta"), message)

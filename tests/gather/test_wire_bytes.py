@@ -1,0 +1,101 @@
+"""Bytes and collectives of `set_wire_format`, counted on a group that moves nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp2
+from fsdp2.core.codecs.blocks import BLOCK
+from fsdp2.testing.null_group import init_null_group
+
+pytestmark = pytest.mark.alone
+
+RANKS, WIDTH = 8, 256
+HALF = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Bytes:
+    """What collectives send, by name: of whole tensors."""
+
+    def __init__(self) -> None:
+        self.seen: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+
+    def __call__(self, name: str, tensors: list[torch.Tensor]) -> None:
+        self.calls[name] += 1
+        half = len(tensors) // 2
+        whole = tensors[half:] if name.startswith("reduce_scatter") else tensors[: max(half, 1)]
+        self.seen[name] += sum(tensor.nbytes for tensor in whole)
+
+
+@pytest.fixture
+def sent() -> Iterator[Bytes]:
+    found = Bytes()
+    init_null_group(RANKS, observer=found)
+    yield found
+    dist.destroy_process_group()
+
+
+def step(
+    sent: Bytes, gather: str | None, reduce: str | None, policy: fsdp2.MixedPrecisionPolicy
+) -> nn.Module:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.LayerNorm(WIDTH))
+    fsdp2.fully_shard(model, mp_policy=policy, reshard_after_forward=True)
+    model.set_wire_format(gather=gather, reduce=reduce)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    sent.seen.clear(), sent.calls.clear()
+    model(torch.ones(2, WIDTH)).sum().backward()
+    return model
+
+
+NUMEL = WIDTH * WIDTH
+SCALES = 4 * NUMEL // BLOCK
+SMALL = 2 * WIDTH
+
+
+@pytest.mark.parametrize("policy", [fsdp2.MixedPrecisionPolicy(), HALF], ids=["fp32", "mixed"])
+@pytest.mark.parametrize(
+    ("gather", "reduce"),
+    [("int8", None), (None, "bf16"), (None, "int8"), ("int8", "bf16"), ("int8", "int8")],
+)
+def test_bytes_are_what_the_format_promises(
+    sent: Bytes, gather: str | None, reduce: str | None, policy: fsdp2.MixedPrecisionPolicy
+) -> None:
+    model = step(sent, gather, reduce, policy)
+    (group,) = fsdp2.report(model).groups
+    size = (policy.param_dtype or torch.float32).itemsize
+    messages = {"int8": NUMEL + SCALES, "bf16": 2 * NUMEL}
+    weights = messages[gather] if gather else size * NUMEL
+    gradients = messages[reduce] if reduce else 0
+    gathered = sent.seen["all_gather_single"] + sent.seen["all_gather_single_coalesced"]
+    assert gathered == 2 * (weights + size * SMALL)
+    assert sent.seen["all_to_all_single"] == gradients
+    assert sent.calls["all_to_all_single"] == bool(reduce)
+    exact = sum(n for name, n in sent.seen.items() if name.startswith("reduce_scatter"))
+    marks = exact - 4 * (SMALL if reduce else SMALL + NUMEL)
+    assert 0 <= marks <= 4 * 16 * RANKS  # who had a gradient, and padding
+    assert group.gathered_bytes == weights + size * SMALL
+    assert group.reduced_bytes == (gradients or 4 * NUMEL) + 4 * SMALL
+    assert (group.gather_format, group.reduce_format) == (gather, reduce)
+    assert group.exact == ["1.weight", "1.bias"]
+    assert f"({gather or 'exact'} / {reduce or 'exact'}, 2 exact)" in str(fsdp2.report(model))
+
+
+def test_who_does_not_use_it_sends_the_same_collectives(sent: Bytes) -> None:
+    step(sent, None, None, HALF)
+    asked = Counter(sent.calls)
+    dist.destroy_process_group()
+    plain = Bytes()
+    init_null_group(RANKS, observer=plain)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.LayerNorm(WIDTH))
+    fsdp2.fully_shard(model, mp_policy=HALF, reshard_after_forward=True)
+    for _ in range(2):
+        plain.calls.clear()
+        model(torch.ones(2, WIDTH)).sum().backward()
+    assert asked == plain.calls
