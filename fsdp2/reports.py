@@ -123,22 +123,22 @@ class Report:
         return "\n".join([printed[0], rule, *printed[1:-1], rule, printed[-1]])
 
 
-def _row(group: GroupReport) -> tuple[str, ...]:
-    how = group.transport
-    if group.gather_format or group.reduce_format:
-        names = f"{group.gather_format or 'exact'} / {group.reduce_format or 'exact'}"
-        how += f" ({names}{f', {len(group.exact)} exact' if group.exact else ''})"
-    if group.packed:
-        reasons = dict.fromkeys(group.packed.values())
-        how += f" ({len(group.packed)} packed: {'; '.join(reasons)})"
+def _row(found: GroupReport) -> tuple[str, ...]:
+    how = found.transport
+    if found.gather_format or found.reduce_format:
+        names = f"{found.gather_format or 'exact'} / {found.reduce_format or 'exact'}"
+        how += f" ({names}{f', {len(found.exact)} exact' if found.exact else ''})"
+    if found.packed:
+        reasons = dict.fromkeys(found.packed.values())
+        how += f" ({len(found.packed)} packed: {'; '.join(reasons)})"
     return (
-        group.name,
-        f"{group.num_params:,}",
-        f"{group.numel:,}",
-        amount(group.shard_bytes),
-        amount(group.unsharded_bytes),
-        amount(group.padding_bytes),
-        amount(group.step_bytes),
+        found.name,
+        f"{found.num_params:,}",
+        f"{found.numel:,}",
+        amount(found.shard_bytes),
+        amount(found.unsharded_bytes),
+        amount(found.padding_bytes),
+        amount(found.step_bytes),
         how,
     )
 
