@@ -369,6 +369,7 @@ class CheckedGroup(Layer):
             "reshard_after_backward": str(unit.reshard_after_backward),
             "unshard_in_backward": str(unit.unshard_in_backward),
             **_said(self.base.options),
+            **_exact(self.base),
         }
 
     @staticmethod
@@ -472,6 +473,15 @@ def _said(options: GroupOptions) -> dict[str, str]:
         "the reduce-scatter": type(options.reduce_scatter).__name__,
         "the formats of `set_wire_format`": f"{options.wire.gather}, {options.wire.reduce}",
     }
+
+
+def _exact(group: ParamGroup) -> dict[str, str]:
+    """Which parameters travel as they are, in a group that sends fewer bytes."""
+    wire = group.options.wire
+    if wire.gather is None and wire.reduce is None:
+        return {}
+    names = [param.name for param in group.params if param.exact]
+    return {"the exact parameters of `set_wire_format`": ", ".join(names) or "none"}
 
 
 def _shape(tensor: torch.Tensor | ShardedParam) -> str:

@@ -435,6 +435,19 @@ def test_ranks_that_choose_otherwise_are_named() -> None:
 
 
 @ranks(2)
+def test_ranks_that_leave_others_exact_are_named() -> None:
+    def exact(name: str, _: nn.Parameter) -> bool:
+        return name == f"{dist.get_rank()}.up.weight"
+
+    with fsdp2.debug(check_ranks=True):
+        model = build()
+        fsdp2.fully_shard(model)
+        model.set_wire_format(gather="int8", exact=exact, exact_below=100)
+        with pytest.raises(fsdp2.RankMismatchError, match=r"exact parameters .* 0\.up\.weight"):
+            model(batch())
+
+
+@ranks(2)
 def test_a_timeline_shows_what_travels() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = sharded("int8", "bf16")
