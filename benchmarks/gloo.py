@@ -73,13 +73,13 @@ def make_worker(spec: dict[str, Any]) -> workers.Handler:
     return handle
 
 
-def make_run(variant: str, rank: int, arguments: list[str]) -> Run:
+def make_run(variant: str, rank: int, arguments: list[str], ranks: int = RANKS) -> Run:
     """What `train_lm` sets up on this rank, sharded by ``variant``'s `fully_shard`."""
-    options = example.parse(arguments, example.GivenRanks(rank, RANKS, rank, RANKS))
+    options = example.parse(arguments, example.GivenRanks(rank, ranks, rank, ranks))
     device = torch.device("cpu")
     corpus = data.load_corpus(options.data, min_bytes=options.seq_len + 1)
     fully_shard, policy = variants.fsdp2_api(variant)
-    keywords: dict[str, Any] = {"mesh": init_device_mesh("cpu", (RANKS,))}
+    keywords: dict[str, Any] = {"mesh": init_device_mesh("cpu", (ranks,))}
     if options.precision == "bf16":
         keywords["mp_policy"] = policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = Transformer(options.model)

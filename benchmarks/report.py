@@ -41,6 +41,7 @@ from benchmarks import (
     page,
     planned_steps,
     scaling,
+    slow_link,
     stats,
     step,
     window,
@@ -283,6 +284,15 @@ def _checkpoint(results: dict[str, Any], device: str) -> list[Section]:
     return sections
 
 
+def _slow_link(results: dict[str, Any], device: str) -> list[Section]:
+    options = results["options"]
+    where = f"{options['nodes']} nodes, {options['mbit']:g} Mbit/s"
+    header, rows = slow_link.table(results)
+    bars = {"step": {name: _bar(each["step"]) for name, each in results["rounds"].items()}}
+    title = f"Step over a slow network, {options['preset']}, {options['precision']}, {where}"
+    return [Section(title, header, rows, results["ratios"], bars=bars)]
+
+
 def _imports(results: dict[str, Any], device: str) -> list[Section]:
     kept = "without" if results["options"]["without_bytecode"] else "with"
     header, rows = imports.report(results["imports"])
@@ -317,6 +327,7 @@ READERS: dict[str, Callable[[Any, str], list[Section]]] = {
     "budget": _budget,
     "imports": _imports,
     "checkpoint": _checkpoint,
+    "slow_link": _slow_link,
 }
 
 

@@ -58,7 +58,8 @@ class Lost(SystemExit):
 class Worker:
     """The parent's end of one worker; ``log`` takes what it writes to standard error.
 
-    A spec may have "environment": variables of the worker's own.
+    A spec may have "environment", variables of the worker's own, and "prefix", a command that runs
+    it, such as ``ip netns exec NAME``.
     """
 
     def __init__(
@@ -67,7 +68,10 @@ class Worker:
         self.label = label
         path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.workers", module, json.dumps(spec)],
+            [
+                *spec.get("prefix", ()),
+                *(sys.executable, "-m", "benchmarks.workers", module, json.dumps(spec)),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

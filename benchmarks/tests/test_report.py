@@ -155,6 +155,17 @@ FILES: dict[str, tuple[Any, str]] = {
         },
         "| save | 1.00 [1.00 .. 1.00] | 2.00 [2.00 .. 2.00] | 3.5 |",
     ),
+    "slow_link": (
+        {
+            "options": {"nodes": 2, "mbit": 200.0, "preset": "small", "precision": "bf16"},
+            "rounds": {
+                "torch": {"step": [2.0], "sent": [3e6], "loss": [1.5]},
+                "8 bit": {"step": [1.0], "sent": [1e6], "loss": [1.25]},
+            },
+            "ratios": {"torch / 8 bit": {"median": 2.0, "min": 2.0, "max": 2.0}},
+        },
+        "| 8 bit | 1.00  [1.00 .. 1.00] | 1.0 | 2.00 | 1.2500 |",
+    ),
     "startup": (STARTUP, "### Start-up, 100 blocks of 10 parameters, fp32, ms"),
     "gloo": (GLOO, "| torch | 12.00 [10.00 .. 20.00] |"),
     "collective_cost": (

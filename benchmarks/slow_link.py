@@ -1,0 +1,249 @@
+"""The training step of `train_lm` over a slow network: torch's FSDP2, fsdp2, and fewer bytes.
+
+    python benchmarks/slow_link.py                        # 2 nodes, 200 Mbit/s
+    python benchmarks/slow_link.py --mbit 1000 --nodes 4
+    python benchmarks/slow_link.py --precision fp32 --json FILE
+
+The nodes are network namespaces of this machine, of one rank each, joined by a bridge in another
+one. Their links send as many bits per second as ``--mbit`` says (`tc`, token bucket filter), in
+each direction. It needs Linux, root, `ip` and `tc` (iproute2), makes the namespaces itself, and
+removes them at its end. Nothing of the machine's own network is touched.
+
+    rank 0 in a namespace ── link of 200 Mbit/s ──┐
+                                                  ├── bridge
+    rank 1 in a namespace ── link of 200 Mbit/s ──┘
+
+Model, text, batch and step are those of `benchmarks/gloo.py`. Per variant: ms per step, bytes that
+a node sends per step (as the link counts them, headers included), the ratio to torch's FSDP2, and
+the loss after the last round. Variants take turns; those that wait send nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a script
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch.distributed as dist
+
+import fsdp2
+from benchmarks import gloo, stats, workers
+from benchmarks import options as common
+from fsdp2.examples.train_lm import train_step
+
+FORMATS: dict[str, dict[str, str]] = {
+    "bf16 sums": {"reduce": "bf16"},
+    "8-bit sums": {"reduce": "int8"},
+    "8-bit weights and bf16 sums": {"gather": "int8", "reduce": "bf16"},
+    "8 bit": {"gather": "int8", "reduce": "int8"},
+}
+VARIANTS = ("torch", "fsdp2", *FORMATS)
+TIMEOUT = datetime.timedelta(minutes=3)
+WARMUP_STEPS = 2
+INTERFACE = "fsdp2"  # of each node, in its namespace
+SENT = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
+
+
+# ---------------------------------------------------------------------------------------------
+# In a worker
+
+
+def make_worker(spec: dict[str, Any]) -> workers.Handler:
+    ranks = spec["ranks"]
+    rank = workers.join_ranks(spec, ranks, TIMEOUT)
+    variant = spec["variant"]
+    sharded_by = "torch" if variant == "torch" else "fsdp2"
+    run = gloo.make_run(sharded_by, rank, spec["arguments"], ranks)
+    if variant in FORMATS:
+        assert isinstance(run.model, fsdp2.FSDPModule)
+        run.model.set_wire_format(**FORMATS[variant])
+    done = 0
+    for _ in range(WARMUP_STEPS):
+        train_step(run, done)
+        done += 1
+
+    def handle(request: dict[str, Any]) -> dict[str, Any]:
+        nonlocal done
+        gc.collect()
+        dist.barrier()
+        start, before = time.perf_counter(), int(SENT.read_text())
+        for _ in range(request["steps"]):
+            loss = train_step(run, done)
+            done += 1
+        seconds, sent = time.perf_counter() - start, int(SENT.read_text()) - before
+        steps = request["steps"]
+        return {"step": seconds * 1e3 / steps, "sent": sent / steps, "loss": loss.item()}
+
+    return handle
+
+
+# ---------------------------------------------------------------------------------------------
+# The network
+
+
+def missing() -> str | None:
+    """Why this machine cannot have such a network; ``None`` where it can."""
+    if not sys.platform.startswith("linux") or os.geteuid() != 0:
+        return "namespaces of a network need Linux and root"
+    tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if tools:
+        return f"{' and '.join(tools)} (iproute2) cannot be found"
+    name = f"fsdp2-{os.getpid()}-try"
+    add = ["ip", "netns", "add", name]
+    tried = subprocess.run(add, capture_output=True, text=True, check=False)
+    if tried.returncode:
+        return f"a network namespace cannot be made: {tried.stderr.strip()}"
+    _run("ip", "netns", "del", name)
+    return None
+
+
+@contextmanager
+def network(nodes: int, mbit: float) -> Iterator[list[str]]:
+    """Namespaces of nodes whose links send ``mbit`` megabits per second; their names."""
+    with ExitStack() as stack:
+
+        def namespace(name: str) -> str:
+            full = f"fsdp2-{os.getpid()}-{name}"
+            _run("ip", "netns", "add", full)
+            stack.callback(_remove, full)
+            _run("ip", "-n", full, "link", "set", "lo", "up")
+            return full
+
+        switch = namespace("switch")
+        _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "bridge", "up")
+        names = []
+        for number in range(nodes):
+            node, port = namespace(str(number)), f"port{number}"
+            _run("ip", "-n", node, "link", "add", INTERFACE, "type", "veth", "peer", "name", port)
+            _run("ip", "-n", node, "link", "set", port, "netns", switch)
+            _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
+            _run("ip", "-n", node, "addr", "add", f"10.77.0.{number + 1}/24", "dev", INTERFACE)
+            _run("ip", "-n", node, "link", "set", INTERFACE, "up")
+            for where, link in ((node, INTERFACE), (switch, port)):
+                limit = ("rate", f"{mbit}mbit", "burst", "64kb", "latency", "50ms")
+                _run("tc", "-n", where, "qdisc", "add", "dev", link, "root", "tbf", *limit)
+            names.append(node)
+        yield names
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=30)
+
+
+def _remove(name: str) -> None:
+    with suppress(subprocess.SubprocessError):
+        _run("ip", "netns", "del", name)
+
+
+# ---------------------------------------------------------------------------------------------
+# In the parent
+
+
+@contextmanager
+def pools(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The ranks of every variant, each in its node."""
+    arguments = ["--preset", options.preset, "--precision", options.precision, "--threads", "1"]
+    with ExitStack() as stack:
+        nodes = stack.enter_context(network(options.nodes, options.mbit))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdp2-slow-")))
+        found = {}
+        for number, variant in enumerate(options.variants):
+            common = {"variant": variant, "arguments": arguments, "ranks": options.nodes}
+            specs = {
+                f"{variant}, rank {rank}": {
+                    **common,
+                    "rank": rank,
+                    "store": str(folder / str(number)),
+                    "prefix": ["ip", "netns", "exec", node],
+                    "environment": {"GLOO_SOCKET_IFNAME": INTERFACE},
+                }
+                for rank, node in enumerate(nodes)
+            }
+            own = stack.enter_context(workers.pool("slow_link", specs, at_once=True))
+            found[variant] = workers.Ranks(list(own.values()))
+        yield found
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    with pools(options) as found:
+        answers = workers.take_turns(found, options.rounds, steps=options.steps)
+    rounds = {
+        variant: {kind: [answer[kind] for answer in each] for kind in ("step", "sent", "loss")}
+        for variant, each in answers.items()
+    }
+    return {"options": vars(options), "rounds": rounds, "ratios": ratios(rounds)}
+
+
+def ratios(rounds: dict[str, dict[str, list[float]]]) -> dict[str, stats.Summary]:
+    """How many times as fast as torch's FSDP2."""
+    if "torch" not in rounds:
+        return {}
+    torchs = rounds["torch"]["step"]
+    return {
+        f"torch / {variant}": stats.ratio(torchs, values["step"])
+        for variant, values in rounds.items()
+        if variant != "torch"
+    }
+
+
+def table(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
+    """Header and rows."""
+    rows: list[tuple[object, ...]] = []
+    for variant, values in result["rounds"].items():
+        sent = stats.summarize([each / 1e6 for each in values["sent"]])
+        times = result["ratios"].get(f"torch / {variant}")
+        median = times["median"] if isinstance(times, dict) else times and times.median
+        rows.append(
+            (
+                variant,
+                stats.summarize(values["step"]),
+                f"{sent.median:.1f}",
+                "" if median is None else f"{median:.2f}",
+                f"{values['loss'][-1]:.4f}",
+            )
+        )
+    return ("variant", "ms per step", "MB sent per node", "times torch's speed", "loss"), rows
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="The training step of train_lm, slow network.")
+    parser.add_argument("--nodes", type=int, default=2, help="of one rank each (default 2)")
+    parser.add_argument("--mbit", type=float, default=200.0, help="per second (default 200)")
+    parser.add_argument("--preset", choices=gloo.PRESETS, default="small")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
+    common.add_variants(parser, VARIANTS)
+    common.add_timing(parser, 3, rounds=5, device=None, clock=False)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    reason = missing()
+    if reason is not None:
+        raise SystemExit(f"slow_link: {reason}")
+    print(
+        f"train_lm --preset {options.preset}, {options.precision}, {options.nodes} nodes of one "
+        f"rank, links of {options.mbit:g} Mbit/s\n{stats.describe(stats.environment('cpu'))}\n"
+    )
+    result = measure(options)
+    print(stats.table(*table(result)))
+    stats.print_ratios(result["ratios"])
+    stats.write_json(options.json, "cpu", result)
+
+
+if __name__ == "__main__":
+    main()
