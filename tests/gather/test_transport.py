@@ -142,6 +142,31 @@ def test_a_packed_segment_is_split_by_whole_rows_where_that_is_one_kernel(
     assert set(dense) == {False}
 
 
+@pytest.mark.parametrize(
+    ("shapes", "copies"),
+    [
+        ([(16, 8)] * 9, 1),
+        ([(8,), (8,), *[(8, 8)] * 4, (16, 8), (16, 8), (8, 16)], 3),  # a Llama block
+        ([(8, 8), (4, 8), (4, 8), (8, 8)], 3),
+        ([(7, 3), (8, 3), (7, 3)], 1),  # a last piece may be padded
+        ([(4, 2), (0, 2), (4, 2)], 1),
+    ],
+)
+def test_neighbours_of_one_size_are_copied_at_once(
+    shapes: list[tuple[int, ...]], copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no kernel fuses copies, each of them is a kernel."""
+    counted = []
+
+    def look(targets: Any, sources: Any) -> None:
+        counted.append(len(targets))
+        torch._foreach_copy_(targets, sources)
+
+    monkeypatch.setattr(TorchKernels, "copy_many", staticmethod(look))
+    _check([_param(shape) for shape in shapes], 2, coalesces=False)
+    assert set(counted) == {copies}
+
+
 @pytest.mark.parametrize("full", [F32, BF16])
 def test_bands_of_one_row_are_gathered_into_their_places(full: torch.dtype) -> None:
     params = [_param((2, 16, 8), Cut(1, 2), full=full), _param((8, 8), full=full)]

@@ -171,6 +171,31 @@ class CoalescedTransport(SegmentTransport):
         )
 
 
+def runs_of_one_size(slots: Sequence[Slot]) -> list[list[Slot]]:
+    """Neighbours, in both buffers, whose pieces are of one size: a strided copy moves them all.
+
+    Args:
+        slots: whose pieces are in order, by offset.
+
+    Example: a Llama block's norms, q, k, v and o, and gate, up and down are three runs.
+    """
+    found: list[list[Slot]] = []
+    for slot in slots:
+        if found and _continues(found[-1], slot):
+            found[-1].append(slot)
+        else:
+            found.append([slot])
+    return found
+
+
+def _continues(run: Sequence[Slot], slot: Slot) -> bool:
+    last, numel = run[-1], slot.shard_numel
+    if last.shard_numel != numel or last.shard_offset + numel != slot.shard_offset:
+        return False
+    step = slot.full_offset - last.full_offset
+    return len(run) == 1 or last.full_offset - run[-2].full_offset == step
+
+
 class PackedTransport(SegmentTransport):
     """All shards travel together, rank-major; a copy puts them into their slots.
 
@@ -194,10 +219,10 @@ class PackedTransport(SegmentTransport):
             (segment.shard_numel,),
         )
         rows = [slot for slot in segment.slots if slot.in_order and slot.shard_numel]
-        self._sizes = [slot.shard_numel for slot in rows]
+        self._sizes = [slot.shard_numel for slot in rows] if kernels.fuses else []
         columns, rest = sum(self._sizes), width - sum(self._sizes)
         # One kernel splits whole rows only. Where little else is in them, it goes to waste.
-        wasted = rest if kernels.fuses and 0 < rest * WASTED_AT_MOST <= columns else 0
+        wasted = rest if 0 < rest * WASTED_AT_MOST <= columns else 0
         nbytes = ranks * (width + wasted) * self._itemsize
         self._packed = kernels.transient(nbytes, "all-gather output")
         self.output = self._packed.view(self._wire, 0, (ranks * width,))
@@ -206,17 +231,13 @@ class PackedTransport(SegmentTransport):
             self.input = self._packed.view(segment.full_dtype, start, (width,))
         else:
             self.input = self._flat
-        self._rows = [self._slot_view(slot, (ranks, slot.shard_numel)) for slot in rows]
-        if wasted:
-            end = ranks * width * self._itemsize
-            self._rows.append(self._packed.view(self._wire, end, (ranks, wasted)))
-            self._sizes.append(wasted)
-        shape = (ranks, columns + wasted)
-        self._columns = self._packed.view(self._wire, 0, shape, (width, 1))
+        self._rows: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
-        if not kernels.fuses:
-            self._copy_rows_pairwise(rows)
+        if self._sizes:
+            self._split_rows(rows, wasted)
+        for run in () if kernels.fuses else runs_of_one_size(rows):
+            self._add_run(run)
         for slot in segment.slots:
             if not slot.in_order:
                 self._add_moves(slot)
@@ -240,15 +261,26 @@ class PackedTransport(SegmentTransport):
     def release(self) -> None:
         self._packed.release()
 
-    def _copy_rows_pairwise(self, rows: Sequence[Slot]) -> None:
-        """From views that last. A split makes them anew, and copies each by itself on a CPU."""
-        width = self.segment.shard_numel
-        for slot in rows:
-            start = slot.shard_offset * self._itemsize
-            shape = (self.collectives.size, slot.shard_numel)
-            self._sources.append(self._packed.view(self._wire, start, shape, (width, 1)))
-        self._targets += self._rows
-        self._rows, self._sizes = [], []
+    def _split_rows(self, rows: Sequence[Slot], wasted: int) -> None:
+        """One kernel, which makes views of its own of what it splits."""
+        ranks, width = self.collectives.size, self.segment.shard_numel
+        self._rows = [self._slot_view(slot, (ranks, slot.shard_numel)) for slot in rows]
+        if wasted:
+            end = ranks * width * self._itemsize
+            self._rows.append(self._packed.view(self._wire, end, (ranks, wasted)))
+            self._sizes.append(wasted)
+        shape = (ranks, sum(self._sizes))
+        self._columns = self._packed.view(self._wire, 0, shape, (width, 1))
+
+    def _add_run(self, run: Sequence[Slot]) -> None:
+        """One copy for all, of views that last: a split copies each by itself on a CPU."""
+        first, ranks, width = run[0], self.collectives.size, self.segment.shard_numel
+        numel = first.shard_numel
+        shape = (len(run), ranks, numel)
+        start = first.shard_offset * self._itemsize
+        self._sources.append(self._packed.view(self._wire, start, shape, (numel, width, 1)))
+        step = run[-1].full_offset - run[-2].full_offset if len(run) > 1 else first.full_numel
+        self._targets.append(self._slot_view(first, shape, (step, numel, 1)))
 
     def _add_moves(self, slot: Slot) -> None:
         """Two strided copies at most: the ranks with a whole piece, and the one with a part."""
