@@ -174,7 +174,59 @@ def test_instructions_belong_to_the_child_that_ran_them():
     # valgrind 3.19, and the format since 3.22; the parent comes last
     counted = ["==12== I   refs:      1,000", "==13== I refs:        3,000", "==1== I refs: 9,999"]
     found = instructions.parsed("\n".join(printed), "\n".join(counted))
-    assert found == {("32x9 none", 0): 1000, ("32x9 none", 4): 3000}
+    assert found[instructions.INSTRUCTIONS] == {("32x9 none", 0): 1000, ("32x9 none", 4): 3000}
+
+
+CACHE_LINES = """\
+=={pid}== I   refs:      {i}
+=={pid}== I1  misses:    9
+=={pid}== LLi misses:    8
+=={pid}== D   refs:      900  (600 rd   + 300 wr)
+=={pid}== D1  misses:    {d1}  ( 40 rd   +  10 wr)
+=={pid}== LLd misses:    {lld}  (  4 rd   +   1 wr)
+=={pid}== D1  miss rate: 5.6% (  6.7%     +   3.3%  )
+=={pid}== LL refs:       59  ( 49 rd   +  10 wr)
+=={pid}== LL misses:     13  ( 12 rd   +   1 wr)
+"""
+
+
+def test_misses_of_caches_are_those_of_data():
+    options = instructions.parse(
+        ["--cases", "32x9", "--variants", "none,fsdp2", "--steps", "2", "--caches", "256,2048"]
+    )
+    assert options.caches == (256, 2048)
+    assert instructions.parse(["--caches"]).caches == instructions.CACHES
+    assert instructions.parse([]).caches == ()
+    pids = {("none", 0): 1, ("none", 2): 2, ("fsdp2", 0): 3, ("fsdp2", 2): 4}
+    printed = [
+        json.dumps({"pid": pid, "label": f"32x9 {variant}", "steps": steps})
+        for (variant, steps), pid in pids.items()
+    ]
+    counted = "".join(
+        CACHE_LINES.format(pid=pid, i=f"{pid},000", d1=pid * 640, lld=pid * pid * 64)
+        for pid in pids.values()
+    )
+    found = instructions.parsed("\n".join(printed), counted)
+    misses = {
+        name: instructions.by_step(found[called], options)
+        for name, called in instructions.MISSES.items()
+    }
+    assert misses == {
+        "second cache": {"32x9": {"none": 320, "fsdp2": 320}},
+        "last cache": {"32x9": {"none": 96, "fsdp2": 224}},
+    }
+    result = {"counts": misses["last cache"], "cases": {"32x9": {"blocks": 32}}, "misses": misses}
+    assert instructions.misses_table(result)[1] == [
+        ("32x9", "none", "10", "3", "0", "0"),
+        ("32x9", "fsdp2", "10", "7", "0", "4"),
+    ]
+
+
+@pytest.mark.parametrize(("caches", "simulated"), [((), "no"), ((1, 2), "yes")])
+def test_caches_are_simulated_on_request_alone(caches, simulated):
+    arguments = instructions.cachegrind(caches)
+    assert f"--cache-sim={simulated}" in arguments
+    assert ("--D1=1024,16,64" in arguments) == ("--LL=2048,16,64" in arguments) == bool(caches)
 
 
 @pytest.mark.parametrize("variant", ["torch", "fsdp2"])
