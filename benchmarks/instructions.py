@@ -120,12 +120,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         name: {variant: [value] for variant, value in by_variant.items()}
         for name, by_variant in found.items()
     }
-    misses = {name: by_step(counted[called], options) for name, called in MISSES.items()}
+    kinds = MISSES.items() if options.caches else ()
     return {
         "precision": options.precision,
         "cases": sizes,
         "counts": found,
-        "misses": misses if options.caches else {},
+        "misses": {name: by_step(counted[called], options) for name, called in kinds},
         "ratios": {
             label: summary.median for label, summary in scaling.ratios(rounds, sizes).items()
         },

@@ -190,14 +190,8 @@ CACHE_LINES = """\
 """
 
 
-def test_misses_of_caches_are_those_of_data():
-    options = instructions.parse(
-        ["--cases", "32x9", "--variants", "none,fsdp2", "--steps", "2", "--caches", "256,2048"]
-    )
-    assert options.caches == (256, 2048)
-    assert instructions.parse(["--caches"]).caches == instructions.CACHES
-    assert instructions.parse([]).caches == ()
-    pids = {("none", 0): 1, ("none", 2): 2, ("fsdp2", 0): 3, ("fsdp2", 2): 4}
+def _of_cachegrind(pids):
+    """What the children of four specs and cachegrind print."""
     printed = [
         json.dumps({"pid": pid, "label": f"32x9 {variant}", "steps": steps})
         for (variant, steps), pid in pids.items()
@@ -206,20 +200,41 @@ def test_misses_of_caches_are_those_of_data():
         CACHE_LINES.format(pid=pid, i=f"{pid},000", d1=pid * 640, lld=pid * pid * 64)
         for pid in pids.values()
     )
-    found = instructions.parsed("\n".join(printed), counted)
-    misses = {
-        name: instructions.by_step(found[called], options)
-        for name, called in instructions.MISSES.items()
+    return "\n".join(printed), counted
+
+
+@pytest.mark.parametrize("caches", [(), (256, 2048)])
+def test_misses_of_caches_are_those_of_data(caches, monkeypatch):
+    arguments = ["--cases", "32x9", "--variants", "none,fsdp2", "--steps", "2"]
+    if caches:
+        arguments += ["--caches", ",".join(map(str, caches))]
+    options = instructions.parse(arguments)
+    assert options.caches == caches
+    pids = {("none", 0): 1, ("none", 2): 2, ("fsdp2", 0): 3, ("fsdp2", 2): 5}
+    stdout, stderr = _of_cachegrind(pids)
+    if not caches:  # as cachegrind prints it then
+        stderr = "\n".join(line for line in stderr.splitlines() if "I   refs" in line)
+    monkeypatch.setattr(
+        instructions, "count", lambda specs, sizes: instructions.parsed(stdout, stderr)
+    )
+    result = instructions.measure(options)
+    assert result["counts"] == {"32x9": {"none": 500, "fsdp2": 1000}}
+    if not caches:
+        assert result["misses"] == {}
+        return
+    assert result["misses"] == {
+        "second cache": {"32x9": {"none": 320, "fsdp2": 640}},
+        "last cache": {"32x9": {"none": 96, "fsdp2": 512}},
     }
-    assert misses == {
-        "second cache": {"32x9": {"none": 320, "fsdp2": 320}},
-        "last cache": {"32x9": {"none": 96, "fsdp2": 224}},
-    }
-    result = {"counts": misses["last cache"], "cases": {"32x9": {"blocks": 32}}, "misses": misses}
     assert instructions.misses_table(result)[1] == [
         ("32x9", "none", "10", "3", "0", "0"),
-        ("32x9", "fsdp2", "10", "7", "0", "4"),
+        ("32x9", "fsdp2", "20", "16", "10", "13"),
     ]
+
+
+def test_caches_have_sizes_unless_others_are_given():
+    assert instructions.parse(["--caches"]).caches == instructions.CACHES
+    assert instructions.parse([]).caches == ()
 
 
 @pytest.mark.parametrize(("caches", "simulated"), [((), "no"), ((1, 2), "yes")])
