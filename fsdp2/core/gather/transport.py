@@ -4,6 +4,7 @@
                 no copy afterwards; none before where shard and compute dtype agree (decision 17)
     Packed      shard ─(cast)─> own row of [ranks, n] ══ one all-gather ══> rows ── copy ──> slots
                 beside coalesced ones of the same dtype it goes along in their launch
+    One slot    a packed segment of one parameter whose pieces are in order: straight into its slot
     Custom      as packed, all segments in one collective of the user's
     Local       shard is the parameter; or ── cast ──> slots
 
@@ -132,6 +133,17 @@ class SegmentTransport(GatherTransport):
         strides = (slot.outer * row, piece, row, inner, 1)
         return self._slot_view(slot, shape, strides, first * piece)
 
+    def _bytes_on_the_wire(self) -> None:
+        """gloo knows no 8-bit floats."""
+        if not (self.casts or self.collectives.coalesces) and self._itemsize == 1:
+            self._wire = torch.uint8
+
+    def _flat_on_the_wire(self) -> torch.Tensor:
+        """The flat shard as the collective reads it, or a cast does."""
+        segment = self.segment
+        dtype = segment.shard_dtype if self.casts else self._wire
+        return self._shard.view(dtype, segment.shard_byte_offset, (segment.shard_numel,))
+
 
 WASTED_AT_MOST = 16
 """One of so many bytes of the gathered segment may be copied for nothing, to copy in one kernel."""
@@ -211,13 +223,8 @@ class PackedTransport(SegmentTransport):
         segment, collectives, kernels = self.segment, self.collectives, self.kernels
         ranks, width = collectives.size, segment.shard_numel
         self.communicates = width > 0  # a segment of empty parameters has nothing to say
-        if not (self.casts or collectives.coalesces) and self._itemsize == 1:
-            self._wire = torch.uint8  # gloo knows no 8-bit floats
-        self._flat = self._shard.view(
-            segment.shard_dtype if self.casts else self._wire,
-            segment.shard_byte_offset,
-            (segment.shard_numel,),
-        )
+        self._bytes_on_the_wire()
+        self._flat = self._flat_on_the_wire()
         rows = [slot for slot in segment.slots if slot.in_order and slot.shard_numel]
         self._sizes = [slot.shard_numel for slot in rows] if kernels.fuses else []
         columns, rest = sum(self._sizes), width - sum(self._sizes)
@@ -312,6 +319,26 @@ class BoundPackedTransport(PackedTransport):
         elif self._sizes and not self._targets:
             bound["copy_out"] = partial(kernels.split_copy, self._columns, self._sizes, self._rows)
         vars(self).update(bound)
+
+
+class OneSlotTransport(SegmentTransport):
+    """A segment of one parameter in order: what all ranks send is its slot, no copy afterwards."""
+
+    early = True
+    stages = False
+
+    def _bind(self) -> None:
+        self._bytes_on_the_wire()
+        (slot,) = (slot for slot in self.segment.slots if slot.shard_numel)
+        self._flat = self._input = self._flat_on_the_wire()
+        if self.casts:
+            start = self.collectives.rank * slot.shard_numel
+            self._input = self._slot_view(slot, (slot.shard_numel,), offset=start)
+        output = self._slot_view(slot, (slot.full_numel,))
+        self.gather = self.collectives.bind_all_gather(output, self._input)
+
+    def copy_in(self) -> None:
+        self.kernels.copy(self._input, self._flat)
 
 
 class LocalTransport(SegmentTransport):
