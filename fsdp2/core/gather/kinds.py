@@ -21,16 +21,20 @@ from fsdp2.core.gather.transport import (
     CustomTransport,
     GatherTransport,
     LocalTransport,
+    OneSlotTransport,
     SegmentTransport,
 )
-from fsdp2.core.layout.layout import Segment, Transport
+from fsdp2.core.layout.layout import Segment, Transport, straight_into_slots
 
 TRANSPORTS: dict[Transport, type[SegmentTransport]] = {
     Transport.COALESCED: CoalescedTransport,
     Transport.PACKED: BoundPackedTransport,
     Transport.LOCAL: LocalTransport,
 }
-"""Those of a segment that travels as it is."""
+"""Those of a segment that travels as it is.
+
+A packed segment of one parameter may have a `OneSlotTransport` (`straight_into_slots`).
+"""
 
 CODED: dict[str, type[SegmentTransport]] = {"int8": BlocksGather}
 """Those of a segment that travels in fewer bytes, by the name that `Wire.gather` gives."""
@@ -62,6 +66,7 @@ def make_transports(
     """
     parts: list[SegmentTransport] = []
     custom: list[Segment] = []
+    straight = straight_into_slots(segments)
     for segment in segments:
         coded = segment.transport is Transport.CODED
         if comm is not None and not coded and segment.transport is not Transport.LOCAL:
@@ -70,6 +75,8 @@ def make_transports(
         if coded:
             assert codec is not None
             kind = CODED[codec]
+        elif straight and segment.transport is Transport.PACKED:
+            kind = OneSlotTransport
         else:
             kind = TRANSPORTS[segment.transport]
         parts.append(kind(segment, shard, full, collectives, kernels))

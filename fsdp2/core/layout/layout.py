@@ -98,6 +98,10 @@ class Transport(Enum):
     CODED = "coded"
 
 
+COPIED_OUT = (Transport.PACKED, Transport.CODED)
+"""Those whose gathers put pieces into their slots by a copy."""
+
+
 @dataclass(frozen=True)
 class ParamShape:
     """What the layout must know about a parameter.
@@ -276,6 +280,22 @@ class Segment:
         """Elements of padding behind the last slot of the shard."""
         return self.shard_numel - sum(slot.shard_numel for slot in self.slots)
 
+    @property
+    def is_one_slot(self) -> bool:
+        """Whether what all ranks send, one behind the other, is the slot of one parameter."""
+        filled = [slot for slot in self.slots if slot.shard_numel]
+        return len(filled) == 1 and filled[0].in_order and not self.tail
+
+
+def straight_into_slots(segments: Sequence[Segment]) -> bool:
+    """Whether what travels packed is gathered into its slots, with no copy afterwards.
+
+    All or none of a group: the gathered buffer comes before the collective then, and beside that
+    of a segment which needs its own, a gather ahead would hold both.
+    """
+    copied = [s for s in segments if s.transport in COPIED_OUT]
+    return all(s.transport is Transport.PACKED and s.is_one_slot for s in copied)
+
 
 @dataclass(frozen=True)
 class GroupLayout:
@@ -314,9 +334,10 @@ class GroupLayout:
     @property
     def copied_bytes(self) -> int:
         """Bytes that a gather copies into place after its collective: packed ones, and coded."""
-        behind = (Transport.PACKED, Transport.CODED)
-        packed = [s for s in self.segments if s.transport in behind]
-        return sum(slot.numel * s.full_dtype.itemsize for s in packed for slot in s.slots)
+        if straight_into_slots(self.segments):
+            return 0
+        copied = [s for s in self.segments if s.transport in COPIED_OUT]
+        return sum(slot.numel * s.full_dtype.itemsize for s in copied for slot in s.slots)
 
     @property
     def padding_bytes(self) -> int:
@@ -441,7 +462,7 @@ def build_layout(
     segments: list[Segment] = []
     shard_bytes = full_bytes = payload = 0
     for (transport, _), members in families.items():
-        if transport in (Transport.PACKED, Transport.CODED):
+        if transport in COPIED_OUT:
             # Pieces in order first, so that one fused kernel copies all of those out; aligned
             # shards before the others, whose padding then comes once, at the end.
             members = sorted(
