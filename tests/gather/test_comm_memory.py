@@ -161,7 +161,8 @@ def chosen_for(shared: Any) -> tuple[Unit, ParamGroup]:
 
 
 def test_a_hooks_stream_and_the_users_collective_are_in_the_spec() -> None:
-    param = SimpleNamespace(dtype=torch.float32, dtype_override=None, grad_dtype=torch.float32)
+    dtypes = {"dtype": torch.float32, "dtype_override": None, "grad_dtype": torch.float32}
+    param = SimpleNamespace(**dtypes, exact=False)
     slot = Slot(0, (8, 8), Cut(0), 2, 0, 0)
     hook, stream, comm = print, object(), object()
 
