@@ -65,6 +65,20 @@ def run_children(specs: list[dict[str, Any]]) -> None:
         print(json.dumps({"pid": pid, "label": spec["label"], "steps": spec["steps"]}))
 
 
+def mark(**said: Any) -> None:
+    """Inside valgrind: let `counted` know how many instructions this process has run by now.
+
+    valgrind prints what a process has run, its parent's before the fork included, when it ends. So
+    a child is forked that ends at once.
+    """
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    print(json.dumps({"pid": pid, **said}))
+
+
 def run_child(spec: dict[str, Any]) -> None:
     """Build, warm up, run the steps, and leave without any clean-up."""
     status = 1
@@ -121,11 +135,21 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def count(specs: list[dict[str, Any]]) -> dict[tuple[str, int], int]:
     """Run all specs under valgrind; instructions by label and steps."""
+    return {(said["label"], said["steps"]): refs for said, refs in counted(__file__, specs)}
+
+
+def counted(script: str, specs: object) -> list[tuple[dict[str, Any], int]]:
+    """What children of ``script`` said, and how many instructions each of them had run then.
+
+    Args:
+        script: run under valgrind with `INSIDE` and ``specs`` as JSON.
+        specs: what it is to do.
+    """
     valgrind = shutil.which("valgrind")
     if valgrind is None:
         raise SystemExit("valgrind was not found; install it with the system's packages")
     done = subprocess.run(
-        [valgrind, *CACHEGRIND, sys.executable, __file__, INSIDE, json.dumps(specs)],
+        [valgrind, *CACHEGRIND, sys.executable, script, INSIDE, json.dumps(specs)],
         env={**os.environ, "PYTHONHASHSEED": "0"},
         capture_output=True,
         text=True,
@@ -135,11 +159,11 @@ def count(specs: list[dict[str, Any]]) -> dict[tuple[str, int], int]:
     return parsed(done.stdout, done.stderr)
 
 
-def parsed(stdout: str, stderr: str) -> dict[tuple[str, int], int]:
-    """Instructions by label and steps, from what the children and valgrind printed."""
+def parsed(stdout: str, stderr: str) -> list[tuple[dict[str, Any], int]]:
+    """As `counted`, from what the children and valgrind printed."""
     by_pid = {int(pid): int(refs.replace(",", "")) for pid, refs in COUNTED.findall(stderr)}
     children = [json.loads(line) for line in stdout.splitlines() if line.startswith('{"pid"')]
-    return {(child["label"], child["steps"]): by_pid[child["pid"]] for child in children}
+    return [(child, by_pid[child["pid"]]) for child in children]
 
 
 def table(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
