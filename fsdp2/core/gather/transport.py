@@ -30,7 +30,7 @@ from typing import Protocol
 import torch
 
 from fsdp2.core.custom_collectives import AllGather, checked_buffer
-from fsdp2.core.device.buffers import Buffer, FlatBuffer, TransientBuffer
+from fsdp2.core.device.buffers import Buffer, FlatBuffer, TransientBuffer, row_major
 from fsdp2.core.device.collectives import Collectives, Launch, Work, collectives_of
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.layout.layout import Segment, Slot
@@ -99,14 +99,12 @@ class SegmentTransport(GatherTransport):
     def _bind(self) -> None:
         """Make the views that every gather uses."""
 
-    def gathered(self, slot: Slot) -> torch.Tensor:
-        """The tensor of the gathered parameter: its global shape, over the gathered buffer."""
-        start = self.segment.full_byte_offset + slot.full_offset * self._itemsize
-        return self._full.view(self.segment.full_dtype, start, slot.shape)
-
     def parameters(self) -> list[tuple[Slot, torch.Tensor]]:
         """Every slot and the tensor of its gathered parameter."""
-        return [(slot, self.gathered(slot)) for slot in self.segment.slots]
+        segment = self.segment
+        start, places = segment.full_byte_offset, segment.gathered_places
+        gathered = self._full.views(segment.full_dtype, start, places)
+        return list(zip(segment.slots, gathered, strict=True))
 
     def _shard_flat(self) -> torch.Tensor:
         segment = self.segment
@@ -152,8 +150,12 @@ class CoalescedTransport(SegmentTransport):
         self._shards = list(self.kernels.pieces(self._shard_flat(), sizes))[: len(slots)]
         for piece in self._shards:
             self._shard.keep_valid(piece)
-        self._outputs = [self._slot_view(slot, (slot.full_numel,)) for slot in slots]
-        self._inputs = [self._own_piece(slot) for slot in slots] if self.casts else self._shards
+        start = segment.full_byte_offset
+        self._outputs = self._full.views(self._wire, start, segment.slot_places)
+        self._inputs = self._shards
+        if self.casts:
+            pieces = segment.piece_places(self.collectives.rank)
+            self._inputs = self._full.views(self._wire, start, pieces)
         self.gather = self.collectives.bind_all_gather_many(self._outputs, self._inputs)
 
     def carry(self, packed: PackedTransport) -> None:
@@ -164,11 +166,6 @@ class CoalescedTransport(SegmentTransport):
 
     def copy_in(self) -> None:
         self.kernels.copy_many(self._inputs, self._shards)
-
-    def _own_piece(self, slot: Slot) -> torch.Tensor:
-        return self._slot_view(
-            slot, (slot.shard_numel,), offset=self.collectives.rank * slot.shard_numel
-        )
 
 
 class PackedTransport(SegmentTransport):
@@ -297,12 +294,13 @@ class LocalTransport(SegmentTransport):
                 segment.full_dtype, segment.full_byte_offset, (segment.shard_numel,)
             )
 
-    def gathered(self, slot: Slot) -> torch.Tensor:
+    def parameters(self) -> list[tuple[Slot, torch.Tensor]]:
         if self.casts:
-            return super().gathered(slot)
+            return super().parameters()
         segment = self.segment
-        start = segment.shard_byte_offset + slot.shard_offset * self._itemsize
-        return self._shard.view(segment.shard_dtype, start, slot.shape)
+        places = [row_major(slot.shape, slot.shard_offset) for slot in segment.slots]
+        gathered = self._shard.views(segment.shard_dtype, segment.shard_byte_offset, places)
+        return list(zip(segment.slots, gathered, strict=True))
 
     def copy_out(self) -> None:
         if self._target is not None:

@@ -28,7 +28,7 @@ from fsdp2.core.device.streams import COMPUTE, Event
 from fsdp2.core.gather.launch import Launched, gather_inline, gather_on_lanes
 from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.gather.transport import Route
-from fsdp2.core.layout.layout import GroupLayout, ParamShape, Transport, build_layout
+from fsdp2.core.layout.layout import GroupLayout, ParamShape, Transport, layout_of
 from fsdp2.core.layout.logs import BIND, BindReason
 from fsdp2.core.params.gradients import COUNTS_ARE_TRUE
 from fsdp2.core.params.param import (
@@ -205,26 +205,41 @@ class ParamGroup:
         self.rebind()
         self.layout = None  # until all have moved: where this is interrupted, all move again
         layout = self._plan(shapes_of(self.params, self.options))
-        on_meta, kernels = any(param.is_meta for param in self.params), self.runtime.kernels
-        if self.offload is None:
-            shard = kernels.flat(layout.shard_bytes, on_meta)
-        else:
-            shard = kernels.host_flat(layout.shard_bytes, on_meta, self.offload.pin_memory)
-        for segment in layout.segments:
-            for slot in segment.slots:
-                param = self.params[slot.index]
-                if segment.transport is Transport.EXTENSION:
-                    param.adopt_extended(slot, self.offload)
-                    continue
-                start = segment.shard_byte_offset + slot.shard_offset * param.dtype.itemsize
-                shape = slot.local_shape(self.collectives.rank)
-                param.adopt(slot, shard.piece(param.dtype, start, shape))
+        shard = self._new_shard(layout)
+        rows = layout.rows_of(self.collectives.rank)
+        for segment, places in zip(layout.segments, rows, strict=True):
+            if segment.transport is Transport.EXTENSION:
+                for slot in segment.slots:
+                    self.params[slot.index].adopt_extended(slot, self.offload)
+                continue
+            start, numel = segment.shard_byte_offset, segment.shard_numel
+            pieces = shard.pieces(segment.shard_dtype, start, numel, places)
+            with torch.no_grad():
+                for slot, piece in zip(segment.slots, pieces, strict=True):
+                    self.params[slot.index].adopt(slot, piece)
         self.layout = layout
         self.shard = shard
 
     def _plan(self, shapes: Sequence[ParamShape]) -> GroupLayout:
         shared = self.collectives
-        return build_layout(shapes, shared.size, shared.coalesces, self.options.pack_below)
+        return layout_of(shapes, shared.size, shared.coalesces, self.options.pack_below)
+
+    def _new_shard(self, layout: GroupLayout) -> FlatBuffer:
+        on_meta, kernels = any(param.is_meta for param in self.params), self.runtime.kernels
+        if self.offload is None:
+            return kernels.flat(layout.shard_bytes, on_meta)
+        return kernels.host_flat(layout.shard_bytes, on_meta, self.offload.pin_memory)
+
+    def _repack(self) -> None:
+        """Others of its parameters may be packed: rows move then, if there are any yet."""
+        self.rebind()
+        layout = self._plan(shapes_of(self.params, self.options))
+        if layout == self.layout:
+            return
+        if all(param.is_meta and not param.is_extended for param in self.params):
+            self.layout, self.shard = layout, self._new_shard(layout)
+        else:
+            self.adopt()
 
     def drop(self, params: Sequence[ShardedParam]) -> None:
         """Manage these no longer; the others move to a flat shard without them."""
@@ -248,7 +263,7 @@ class ParamGroup:
         repacked = options.pack_below != self.options.pack_below
         self.options = options
         if repacked and self.state is SHARDED:
-            self.adopt()
+            self._repack()
         elif repacked:
             self.rebind()
         else:
