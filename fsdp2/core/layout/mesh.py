@@ -87,6 +87,22 @@ class MeshAxes:
         """
         return self.mesh if cut.bands == 1 else _banded(self, cut.bands, current_world())
 
+    def spec_of(
+        self, cut: Cut, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype
+    ) -> DTensorSpec:
+        """The spec of plain parameters of this kind: one for all, as nobody changes a spec."""
+        kind = (cut, shape, strides, dtype)
+        found = self._specs.get(kind)
+        if found is None:
+            meta = TensorMeta(shape, strides, dtype)
+            found = DTensorSpec(self.mesh_of(cut), self.placements(cut), tensor_meta=meta)
+            self._specs[kind] = found
+        return found
+
+    @functools.cached_property
+    def _specs(self) -> dict[object, DTensorSpec]:
+        return {}
+
     @functools.cached_property
     def shard_mesh(self) -> DeviceMesh:
         """The 1-D mesh of the shard axis."""
@@ -193,10 +209,10 @@ def _joined(outer: DeviceMesh, inner: DeviceMesh, world: object) -> DeviceMesh:
 
 def sharded_spec(axes: MeshAxes, param: torch.Tensor, cut: Cut) -> DTensorSpec:
     """The spec of a parameter of this global shape and dtype; a DTensor is not cut in bands."""
+    if not isinstance(param, DTensor):
+        return axes.spec_of(cut, param.size(), param.stride(), param.dtype)
     meta = TensorMeta(param.size(), param.stride(), param.dtype)
     placements = axes.placements(cut)
-    if not isinstance(param, DTensor):
-        return DTensorSpec(axes.mesh_of(cut), placements, tensor_meta=meta)
     dim = cut.dim
     if axes.full is not None:
         return _full_spec(axes, param._spec, dim, meta)
