@@ -19,7 +19,8 @@ each with a synchronisation at its end on a GPU:
     second       the step after it, for comparison
 
 The figure to watch is fsdp2 / torch of "shard + first", the median over rounds of the ratio in each
-round. "none" is the same model unsharded: what torch itself takes to start up. Times are wall time;
+round. A full collection of garbage takes as long as a first step, of what torch has imported, and
+comes in whichever part has made enough objects; so it is kept from those. "none" is the same model unsharded: what torch itself takes to start up. Times are wall time;
 `--clock cpu` takes the process's CPU time instead. With `--instructions` each part is counted as
 `benchmarks/instructions.py` does it: the same whatever else runs, so that one round is enough.
 """
@@ -92,6 +93,7 @@ def make_worker(spec: dict[str, Any]) -> workers.Handler:
         synchronize = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
         clock = stats.CLOCKS[request["clock"]]
         gc.collect()
+        gc.freeze()
         found = {}
         table: first_step.Rows = []
         for name in PARTS:
@@ -125,6 +127,7 @@ def run_counted(specs: list[dict[str, Any]]) -> None:
         try:
             parts, _ = make_run(spec)
             gc.collect()
+            gc.freeze()
             for name in PARTS:
                 instructions.mark(variant=spec["variant"], part=name, end=False)
                 parts[name]()
