@@ -19,9 +19,10 @@ each with a synchronisation at its end on a GPU:
     second       the step after it, for comparison
 
 The figure to watch is fsdp2 / torch of "shard + first", the median over rounds of the ratio in each
-round. A full collection of garbage takes as long as a first step, of what torch has imported, and
-comes in whichever part has made enough objects; so it is kept from those. "none" is the same model unsharded: what torch itself takes to start up. Times are wall time;
-`--clock cpu` takes the process's CPU time instead. With `--instructions` each part is counted as
+round. "none" is the same model unsharded: what torch itself takes to start up. A full collection of
+garbage takes as long as a first step, of what torch has imported, and comes in whichever part has
+made enough objects; so it is kept from those. Times are wall time; `--clock cpu` takes the
+process's CPU time instead. With `--instructions` each part is counted as
 `benchmarks/instructions.py` does it: the same whatever else runs, so that one round is enough.
 """
 

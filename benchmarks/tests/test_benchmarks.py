@@ -137,7 +137,7 @@ def test_instructions_of_a_part_are_those_between_its_marks(monkeypatch):
             ran += 3 if not end else 1000  # what is between parts belongs to none
     monkeypatch.setattr(instructions, "counted", lambda script, specs: marks)
     found = startup.counted([{"variant": "fsdp2"}])
-    wanted = dict.fromkeys(startup.PARTS, [3.0])
+    wanted = {part: [3.0] for part in startup.PARTS}
     assert found == {"fsdp2": {**wanted, startup.TOTAL: [6.0]}}
 
 
