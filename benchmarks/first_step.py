@@ -26,7 +26,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "ranks meet, notes in stores": [(group, "meet")],
     "communicators": [(scheduler, "connect_groups")],
     "parameters checked, laid out": [(group.ParamGroup, "_follow_params")],
-    "rows moved to flat shards": [(group.ParamGroup, "adopt")],
+    "rows moved to flat shards": [(group.ParamGroup, "_move_to")],
     "buffers, parameters compared": [(group, "Bound")],
     "gathers bound": [(bound, "make_transports")],
     "gathered parameters made": [(bound.Bound, "_bind_params")],

@@ -202,9 +202,12 @@ class ParamGroup:
         the like gave a parameter other memory or another dtype (invariant I5).
         """
         self._require_sharded("adopt")
+        self.layout = None
+        self._move_to(self._plan(shapes_of(self.params, self.options)))
+
+    def _move_to(self, layout: GroupLayout) -> None:
         self.rebind()
         self.layout = None  # until all have moved: where this is interrupted, all move again
-        layout = self._plan(shapes_of(self.params, self.options))
         shard = self._new_shard(layout)
         rows = layout.rows_of(self.collectives.rank)
         for segment, places in zip(layout.segments, rows, strict=True):
@@ -239,7 +242,7 @@ class ParamGroup:
         if all(param.is_meta and not param.is_extended for param in self.params):
             self.layout, self.shard = layout, self._new_shard(layout)
         else:
-            self.adopt()
+            self._move_to(layout)
 
     def drop(self, params: Sequence[ShardedParam]) -> None:
         """Manage these no longer; the others move to a flat shard without them."""
@@ -350,8 +353,9 @@ class ParamGroup:
         moved = [param.name for param in self.params if not param.is_in_place]
         before = None if self.bound is None else self.layout
         BIND.debug("'%s' binds: %s", self.name, BindReason(before, shapes, moved))
-        if self._plan(shapes) != self.layout or moved:
-            self.adopt()
+        layout = self._plan(shapes)
+        if layout != self.layout or moved:
+            self._move_to(layout)
 
     def _reduce_anew(self) -> None:
         """Another way to reduce was chosen: build the steps, unless the next gather does so."""
