@@ -202,7 +202,6 @@ class ParamGroup:
         the like gave a parameter other memory or another dtype (invariant I5).
         """
         self._require_sharded("adopt")
-        self.layout = None
         self._move_to(self._plan(shapes_of(self.params, self.options)))
 
     def _move_to(self, layout: GroupLayout) -> None:
