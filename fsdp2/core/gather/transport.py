@@ -122,6 +122,12 @@ class SegmentTransport(GatherTransport):
         start = self.segment.full_byte_offset + (slot.full_offset + offset) * self._itemsize
         return self._full.view(self._wire, start, shape, strides)
 
+    def _rows_of(self, slots: Sequence[Slot]) -> list[torch.Tensor]:
+        """The slots of parameters whose pieces are in order, as rows of a rank each."""
+        ranks = self.collectives.size
+        places = [row_major((ranks, slot.shard_numel), slot.full_offset) for slot in slots]
+        return self._full.views(self._wire, self.segment.full_byte_offset, places)
+
     def _block(self, slot: Slot, ranks: int, first: int, length: int) -> torch.Tensor:
         """Where ``length`` indices of the sharded dim, from ``ranks`` ranks of a band, belong."""
         inner = slot.inner
@@ -203,7 +209,7 @@ class PackedTransport(SegmentTransport):
             self.input = self._packed.view(segment.full_dtype, start, (width,))
         else:
             self.input = self._flat
-        self._rows = [self._slot_view(slot, (ranks, slot.shard_numel)) for slot in rows]
+        self._rows = self._rows_of(rows)
         if wasted:
             end = ranks * width * self._itemsize
             self._rows.append(self._packed.view(self._wire, end, (ranks, wasted)))
@@ -239,11 +245,9 @@ class PackedTransport(SegmentTransport):
 
     def _copy_rows_pairwise(self, rows: Sequence[Slot]) -> None:
         """From views that last. A split makes them anew, and copies each by itself on a CPU."""
-        width = self.segment.shard_numel
-        for slot in rows:
-            start = slot.shard_offset * self._itemsize
-            shape = (self.collectives.size, slot.shard_numel)
-            self._sources.append(self._packed.view(self._wire, start, shape, (width, 1)))
+        ranks, width = self.collectives.size, self.segment.shard_numel
+        places = [((ranks, slot.shard_numel), (width, 1), slot.shard_offset) for slot in rows]
+        self._sources += self._packed.views(self._wire, 0, places)
         self._targets += self._rows
         self._rows, self._sizes = [], []
 
@@ -325,7 +329,7 @@ class _CustomPart(SegmentTransport):
         self._flat = self._shard_flat()
         rows = [slot for slot in segment.slots if slot.in_order and slot.shard_numel]
         self._sizes = [slot.shard_numel for slot in rows]
-        self._rows = [self._slot_view(slot, (collectives.size, slot.shard_numel)) for slot in rows]
+        self._rows = self._rows_of(rows)
         self._blocks = [
             (slot, block, self._block(slot, *block))
             for slot in segment.slots
