@@ -55,8 +55,11 @@ def _aliased(
 def _separated(flat: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
     """A part of a flat tensor, behind a storage that begins and ends where the part does."""
     numel = math.prod(shape)
-    if flat.is_meta or numel == 0:
+    if numel == 0:
         return torch.empty(shape, dtype=flat.dtype, device=flat.device)
+    if flat.is_meta:  # one storage, as the buffer is one allocation where a step is rehearsed
+        start += int(flat.storage_offset())
+        return flat.as_strided(shape, contiguous_strides(shape), start).data
     part = flat.narrow(0, start, numel)
     if type(flat) is not torch.Tensor:  # no memory
         return _aliased(part.view(torch.uint8), flat.dtype, 0, shape, None)

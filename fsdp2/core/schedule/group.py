@@ -236,10 +236,12 @@ class ParamGroup:
         """Others of its parameters may be packed: rows move then, if there are any yet."""
         self.rebind()
         layout = self._plan(shapes_of(self.params, self.options))
-        if layout == self.layout:
+        before = self.layout
+        if layout == before:
             return
-        if all(param.is_meta and not param.is_extended for param in self.params):
-            self.layout, self.shard = layout, self._new_shard(layout)
+        as_large = before is not None and before.shard_bytes == layout.shard_bytes
+        if as_large and all(param.is_meta and not param.is_extended for param in self.params):
+            self.layout = layout
         else:
             self._move_to(layout)
 
