@@ -3,8 +3,9 @@
     python benchmarks/instructions.py --shrink 4               # seven models, five variants
     python benchmarks/instructions.py --cases 32x9 --variants none,torch,fsdp2,kept
 
-The models and steps of `benchmarks/scaling.py`, under valgrind's cachegrind, which counts the
-instructions that the processor executes. What they cost in time depends on caches and on who else
+The models and steps of `benchmarks/scaling.py` (and, for `benchmarks/optimizer.py --instructions`,
+the optimizers and steps of that), under valgrind's cachegrind, which counts the instructions that
+the processor executes. What they cost in time depends on caches and on who else
 uses the machine; how many there are does not, so that one run is enough and a change of a per cent
 shows. The garbage collector sees what the steps make and nothing older. valgrind
 (https://valgrind.org) is not a Python package: install it with the system's.
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import os
 import re
@@ -33,7 +35,7 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmarks import host_cost, scaling, stats
+from benchmarks import scaling, stats
 
 WARMUP_STEPS, STEPS = 3, 2
 CACHEGRIND = ("--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null")
@@ -69,7 +71,8 @@ def run_child(spec: dict[str, Any]) -> None:
     """Build, warm up, run the steps, and leave without any clean-up."""
     status = 1
     try:
-        step, _ = host_cost.make_step(spec)
+        benchmark = importlib.import_module(f"benchmarks.{spec['benchmark']}")
+        step, _ = benchmark.make_step(spec)
         for _ in range(WARMUP_STEPS):
             step()
         gc.collect()
@@ -91,6 +94,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     specs = [
         {
             **scaling.make_spec(options, cases[name], variant),
+            "benchmark": "host_cost",
             "label": f"{name} {variant}",
             "steps": steps,
         }
@@ -120,7 +124,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def count(specs: list[dict[str, Any]]) -> dict[tuple[str, int], int]:
-    """Run all specs under valgrind; instructions by label and steps."""
+    """Run all specs under valgrind; instructions by label and steps.
+
+    Args:
+        specs: what ``make_step`` of ``benchmarks.<spec["benchmark"]>`` builds a step of, with
+            "label" and "steps".
+    """
     valgrind = shutil.which("valgrind")
     if valgrind is None:
         raise SystemExit("valgrind was not found; install it with the system's packages")
