@@ -9,6 +9,7 @@ The parameters' shards are tiny, so that a step's time is the host's. The varian
     none    the optimizer of torch.optim over plain tensors of the shards' shapes; torch's clipping
     torch   the same over the DTensors of torch's FSDP2; torch's clipping
     fsdp2   the same over the DTensors of fsdp2; `fsdp2.clip_grad_norm_`
+    shards  as fsdp2, with `fsdp2.optim.step_shards`
     flat    `fsdp2.optim.FlatOptimizer` of that class; `fsdp2.clip_grad_norm_`
 
 The figure to watch is variant / none, the median over rounds of the ratio in each round. Gradients
@@ -41,8 +42,8 @@ from fsdp2.testing.blocks import local, tiny_blocks
 
 WARMUP_STEPS = 5
 COUNTED_STEPS = 2
-VARIANTS = ("none", "torch", "fsdp2", "flat")
-OURS = ("fsdp2", "flat")
+VARIANTS = ("none", "torch", "fsdp2", "shards", "flat")
+OURS = ("fsdp2", "shards", "flat")
 COUNTED = ("clip", "step", "zero", "give")
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-4, "fused": True}),
@@ -84,6 +85,8 @@ def make_parts(spec: dict[str, Any]) -> tuple[dict[str, Callable[[], Any]], torc
         optimizer = fsdp2.optim.FlatOptimizer(model, optimizer_class, **options)
     else:
         optimizer = optimizer_class(params, **options)
+    if spec["variant"] == "shards":
+        fsdp2.optim.step_shards(optimizer)
     ours = spec["variant"] in OURS
     clip = fsdp2.clip_grad_norm_ if ours else nn.utils.clip_grad_norm_
     grads = [param.grad for param in params]

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NoReturn, TypeGuard, cast
 
 import torch
 from torch import nn
@@ -198,7 +198,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _set_gradients(self) -> bool:
         """Give every run its gradient; ``False`` if one does not fit its parameters any more."""
         with DisableTorchFunctionSubclass():  # which every look at a DTensor would ask for
-            return all([run.set_gradient() for run in self._runs])
+            return all(run.set_gradient() for run in self._runs)
 
     def _cut(self) -> None:
         """Make the runs anew, from where parameters are, what state and whether gradients."""
@@ -249,10 +249,10 @@ class _Run:
         """Set ``flat.grad`` from the parameters' gradients; ``False`` if the run must be cut."""
         if not self.sharded:
             return True
-        params: Sequence[Any] = self.params  # DTensors, and so are their gradients
+        params = cast(Sequence[DTensor], self.params)
         if not all(map(is_, [param._local_tensor for param in params], self.rows)):
             return False
-        given = [param.grad for param in params]
+        given = cast("list[DTensor | None]", [param.grad for param in params])
         grads = [grad._local_tensor for grad in given if grad is not None]
         if not grads:
             self.flat.grad = None
