@@ -189,6 +189,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(_options(group))
         self._inner.step()
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            group.update(_options(inner))  # a class may keep count there
         for run in self._runs:
             run.drop_gradient()
         return loss
