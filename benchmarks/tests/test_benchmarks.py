@@ -15,6 +15,7 @@ from benchmarks import (
     instructions,
     kernels,
     megatron,
+    optimizer,
     scaling,
     startup,
     stats,
@@ -256,6 +257,23 @@ def test_scripts_run(command, tmp_path):
 def test_start_up_runs(tmp_path):
     _run_and_check(["benchmarks/startup.py", "--blocks", "2", "--rounds", "1"], tmp_path)
     _run_and_check(["benchmarks/imports.py", "--rooms", "wrap", "--rounds", "1"], tmp_path)
+
+
+def test_instructions_of_zero_grad_are_without_what_gives_gradients_back(monkeypatch):
+    took = {"clip": 5, "step": 7, "zero": 11, "give": 8}
+
+    def count(specs):
+        built = {"none": 100, "flat": 200}
+        return {
+            (spec["label"], spec["steps"]): built[spec["variant"]]
+            + spec["steps"] * took[spec["part"]]
+            for spec in specs
+        }
+
+    monkeypatch.setattr(instructions, "count", count)
+    options = optimizer.parse(["--instructions", "--variants", "none,flat"])
+    each = {"clip": 5, "step": 7, "zero": 3}
+    assert optimizer.count(options) == {"none": each, "flat": each}
 
 
 @pytest.mark.exhaustive
