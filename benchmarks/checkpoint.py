@@ -23,17 +23,14 @@ beside a copy is not in it. *durable* is the time from the call until the save i
 the slowest rank, medians over rounds after one that warms up, with the lowest and the highest. A
 load has one time, that of the call, `set_state_dict` included; it reads what is in the system's
 memory still. *memory* is rank 0's peak of resident memory above what it was before, in any round
-but the first. The load of the machine (processes that run or wait, in the last minute) is told as
-it was before and after: where others were at work before, the figures say little.
+but the first. A ratio to DCP is the median over rounds of the ratio in each round.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -54,6 +51,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import fsdp2
+from benchmarks import stats
 from fsdp2.checkpoint import files, staging
 
 VARIANTS = (
@@ -61,6 +59,7 @@ VARIANTS = (
     *("save-unsynced", "dcp-unsynced", "async-unsynced", "dcp-async-unsynced"),
     *("load", "dcp-load"),
 )
+KINDS = ("stall", "durable")  # of time; a load has the second alone
 WIDTH = 1024
 MIB = 1 << 20
 
@@ -212,8 +211,8 @@ def run_rank(rank: int, options: argparse.Namespace, root: str) -> None:
                     rows[variant].append(slowest)
         found[str(size)] = {
             variant: {
-                **summary("stall", [row[0] for row in kept]),
-                **summary("durable", [row[1] for row in kept]),
+                "stall": [row[0] * 1e3 for row in kept],
+                "durable": [row[1] * 1e3 for row in kept],
                 "memory_mib": round(max(row[2] for row in kept), 1),
             }
             for variant, kept in rows.items()
@@ -230,34 +229,38 @@ def run_rank(rank: int, options: argparse.Namespace, root: str) -> None:
     dist.destroy_process_group()
 
 
-def summary(name: str, seconds: list[float]) -> dict[str, Any]:
-    """Median, and the lowest and the highest."""
-    numbers = statistics.median(seconds), min(seconds), max(seconds)
-    median, *spread = (round(each * 1e3, 1) for each in numbers)
-    return {f"{name}_ms": median, f"{name}_range_ms": spread}
+def base_of(variant: str, kind: str) -> str:
+    """DCP's variant that one of ours is compared with, in one kind of time."""
+    call = variant.removesuffix("-unsynced")
+    if call == "load":
+        return "dcp-load"
+    other = "dcp-async" if call == "async" and kind == "stall" else "dcp"
+    return other + variant.removeprefix(call)
 
 
-def report(found: dict[str, Any]) -> None:
+def ratios(found: dict[str, Any]) -> dict[str, stats.Summary]:
+    """Ours over DCP's: {"256 MB: save / dcp, durable": ...}."""
+    made = {}
+    for size, rows in found.items():
+        for variant in rows:
+            for kind in KINDS[variant.startswith("load") :]:
+                base = base_of(variant, kind)
+                if not variant.startswith("dcp") and base in rows:
+                    label = f"{size} MB: {variant} / {base}, {kind}"
+                    made[label] = stats.ratio(rows[variant][kind], rows[base][kind])
+    return made
+
+
+def report(found: dict[str, Any], made: dict[str, stats.Summary]) -> None:
+    header = ("", "stall, ms", "durable, ms", "MiB")
     for size, rows in found.items():
         print(f"\n{size} MB of state")
-        print(
-            f"{'':20}{'stall ms':>10}{'of DCP':>8}{'durable ms':>12}{'lowest … highest':>20}"
-            f"{'of DCP':>8}{'MiB':>8}"
-        )
-        for variant, row in rows.items():
-            ratios = []
-            for key in ("stall_ms", "durable_ms"):
-                kind = variant.removesuffix("-unsynced")
-                suffix = variant.removeprefix(kind)
-                other = "dcp-async" if kind == "async" and key == "stall_ms" else "dcp"
-                base = rows.get("dcp-load" if kind == "load" else other + suffix)
-                ours = kind in ("save", "async", "load") and base is not None
-                ratios.append(f"{row[key] / base[key]:.2f}" if ours and base else "")
-            print(
-                f"{variant:20}{row['stall_ms']:>10}{ratios[0]:>8}{row['durable_ms']:>12}"
-                f"{'{} … {}'.format(*row['durable_range_ms']):>20}{ratios[1]:>8}"
-                f"{row['memory_mib']:>8}"
-            )
+        lines = [
+            (variant, *(stats.summarize(row[kind]) for kind in KINDS), row["memory_mib"])
+            for variant, row in rows.items()
+        ]
+        print(stats.table(header, lines))
+    stats.print_ratios(made)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -269,18 +272,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: temporary")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write results here, too")
     options = parser.parse_args(arguments)
-    before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=options.folder) as root:
         mp.spawn(run_rank, args=(options, root), nprocs=options.ranks)
         found = json.loads(Path(root, "found.json").read_text())
-    report(found)
-    load = [round(each, 2) for each in (before, os.getloadavg()[0])]
-    print("\nload of the machine: {} before, {} after".format(*load))
-    about = {"torch": torch.__version__, "ranks": options.ranks, "rounds": options.rounds}
-    about["load"] = load
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({**about, "sizes": found}, indent=1) + "\n")
+    made = ratios(found)
+    report(found, made)
+    about = {"ranks": options.ranks, "rounds": options.rounds}
+    stats.write_json(options.json, "cpu", {**about, "sizes": found, "ratios": made})
 
 
 if __name__ == "__main__":

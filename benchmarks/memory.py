@@ -1,6 +1,6 @@
 """Memory that a step allocates, on a GPU or without one: the same model under each runtime.
 
-    python benchmarks/memory.py                            # both models, three runtimes, 6 settings
+    python benchmarks/memory.py                            # both models, four variants, 6 settings
     python benchmarks/memory.py --preset 2.8b --holders    # and what is alive at each peak
     python benchmarks/memory.py --preset 2.8b --device cuda
 
@@ -8,8 +8,10 @@ Collectives move nothing; rank 0 of 8. Each figure is of a process of its own, o
 
 On the stand-in device (`fsdp2/testing/stand_in`, needs a C++ compiler and ninja) fsdp2 and torch's
 FSDP2 use streams, events and transient storages as on a GPU, and every allocation is counted at the
-size that was asked for. What a caching allocator adds by rounding and fragmentation is not. On a
-GPU figures are the allocator's, which rounds, and ``reserved`` is what it holds.
+size that was asked for. ``reserved`` is what torch's caching allocator would hold for the same
+allocations, streams and frees at full scale (`benchmarks/caching.py`). On a GPU all figures are the
+allocator's, which rounds. "packed" is fsdp2 over an engine that does not coalesce, where a unit's
+parameters travel in one buffer.
 
 The models are those of `benchmarks/step.py` with every width and the number of tokens divided by
 ``--shrink``, on a GPU by 1 (heads keep their number). Weights, activations and logits all are
@@ -21,8 +23,8 @@ as much.
     backward  the most at once from there on
     eval      the most at once in a forward under no_grad
     loss      what is left when the loss is there
-    reserved  GPU: the most of steps that begin with an empty cache; reserved, loss: until the
-              first's loss
+    reserved  the most of steps that begin with an empty cache: rounding, fragments, streams' pools
+    reserved, loss    GPU: until the first step's loss
 """
 
 from __future__ import annotations
@@ -41,9 +43,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import fsdp2
 from benchmarks import options as common
 from benchmarks import stats, variants, workers
+from benchmarks.caching import CachingAllocator
 from benchmarks.models import PRESETS, Llama, LlamaConfig, recompute_blocks
+from fsdp2.core.config import PACK_BELOW
 from fsdp2.testing.stand_in import device as stand_in
 
 KINDS = ("forward", "backward", "eval", "loss")
@@ -55,7 +60,7 @@ COMPARED = {  # with torch's FSDP2: the largest of these
 }
 STEPS = 3  # the order of units is known after the first
 RESHARD = {"default": None, "always": True, "never": False}
-VARIANTS = ("none", "torch", "fsdp2")
+VARIANTS = ("none", "torch", "fsdp2", "packed")
 WORLD_SIZE = 8
 SHOWN = 6  # of those that hold memory at a peak
 
@@ -113,14 +118,18 @@ def make_worker(spec: dict[str, Any]) -> workers.Handler:
     reshard = RESHARD[spec["reshard"]]
     arguments = {} if reshard is None else {"reshard_after_forward": reshard}
     model = variants.place(model, spec["variant"], "mixed", WORLD_SIZE, device, **arguments)
+    if isinstance(model, fsdp2.FSDPModule):  # which parameters are small goes by their full scale
+        packed = spec["variant"] == "packed"
+        threshold = variants.ALL_PACKED if packed else PACK_BELOW // spec["scale"]
+        model.set_packing_threshold(threshold)
     tokens, targets = torch.randint(config.vocab, (2, config.batch, config.seq)).to(device)
     meter: Meter = GpuMeter() if on_gpu else StandInMeter()
 
     def handle(request: dict[str, Any]) -> dict[str, Any]:
         for _ in range(STEPS):
             found = measure_step(model, tokens, targets, meter)
-        if on_gpu:
-            found.update(measure_reserved(model, tokens, targets))
+        measured = measure_reserved if on_gpu else replay_reserved
+        found.update(measured(model, tokens, targets, spec["scale"]))
         meter.peak()
         with torch.no_grad():
             model(tokens)
@@ -157,10 +166,24 @@ def measure_step(
     return found
 
 
+def replay_reserved(
+    model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor, scale: int
+) -> dict[str, int]:
+    """What a GPU's allocator would come to hold, for sizes that are ``scale`` times as large."""
+    stand_in.start_log()
+    for _ in range(STEPS):
+        _loss(model, tokens, targets).backward()
+        model.zero_grad(set_to_none=True)
+    allocator = CachingAllocator(scale)
+    allocator.replay(stand_in.end_log())
+    return {RESERVED: allocator.reserved // scale}
+
+
 def measure_reserved(
-    model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor
+    model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor, scale: int
 ) -> dict[str, int]:
     """What a GPU's allocator comes to hold, when it begins with what is alive between steps."""
+    assert scale == 1
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     found = {}
@@ -198,6 +221,7 @@ def measure_one(
         "reshard": reshard,
         "checkpoints": checkpoints,
         "config": dataclasses.asdict(shrunk(PRESETS[preset], shrink)),
+        "scale": shrink**2,
     }
     with workers.pool("memory", {variant: spec}) as pool:
         found = pool[variant].ask()
@@ -222,7 +246,7 @@ def report(results: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[A
     torchs = {_setting(each): each["bytes"] for each in results if each["variant"] == "torch"}
     rows = []
     for each in results:
-        base = torchs.get(_setting(each)) if each["variant"] == "fsdp2" else None
+        base = torchs.get(_setting(each)) if each["variant"] in variants.OURS else None
         rows.append(
             (
                 *_setting(each),

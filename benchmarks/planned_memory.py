@@ -435,8 +435,8 @@ def table(rows: Sequence[Row]) -> str:
     worst = max(abs(row.error) for row in rows)
     lines += [
         "",
-        f"{within} of {len(rows)} within 3 %; the worst is off by {worst:.1%}. {allowed} within 3 % "
-        "of what the timing of gloo's copies allows.",
+        f"{within} of {len(rows)} within 3 %; the worst is off by {worst:.1%}. "
+        f"{allowed} within 3 % of what the timing of gloo's copies allows.",
     ]
     return "\n".join(lines)
 

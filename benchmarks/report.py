@@ -1,11 +1,11 @@
 """Tables and plots of what the benchmarks wrote with `--json`.
 
-    python -m benchmarks.report                                 # docs/benchmarks.md and its plots
+    python -m benchmarks.report                                 # what pages quote, and plots
     python -m benchmarks.report --measure host_cost             # the same, with a new measurement
     python -m benchmarks.report results/*.json                  # prints Markdown
     python -m benchmarks.report results/*.json --out report     # report/tables.md, report/*.png
 
-Without files it takes the newest of each benchmark in benchmarks/results/ (`benchmarks/page.py`).
+Without files it takes the newest of each benchmark in benchmarks/results/ (`benchmarks/files.py`).
 The Markdown of given files has, for each, the facts that its figures depend on, a table, and
 ratios. The plots are bars of medians, with lines from the smallest to the largest round; they need
 matplotlib (`pip install -e '.[benchmarks]'`), without which there are only tables.
@@ -31,7 +31,9 @@ if __package__ in (None, ""):  # run as a script
 from benchmarks import (
     block_collectives,
     budget,
+    checkpoint,
     compile,
+    files,
     imports,
     instructions,
     memory,
@@ -264,6 +266,23 @@ def _budget(results: dict[str, Any], device: str) -> list[Section]:
     return [Section("Budget of one unit's step", header, rows)]
 
 
+def _checkpoint(results: dict[str, Any], device: str) -> list[Section]:
+    sections = []
+    for size, rows in results["sizes"].items():
+        lines = [
+            (name, *(_summary(row[kind]) for kind in checkpoint.KINDS), row["memory_mib"])
+            for name, row in rows.items()
+        ]
+        own = {label: r for label, r in results["ratios"].items() if label.startswith(f"{size} MB")}
+        title = f"Checkpoints of {size} MB on {results['ranks']} ranks, ms"
+        bars = {
+            kind: {name: _bar(row[kind]) for name, row in rows.items()} for kind in checkpoint.KINDS
+        }
+        header = ("variant", *checkpoint.KINDS, "MiB")
+        sections.append(Section(title, header, lines, own, bars=bars))
+    return sections
+
+
 def _imports(results: dict[str, Any], device: str) -> list[Section]:
     kept = "without" if results["options"]["without_bytecode"] else "with"
     header, rows = imports.report(results["imports"])
@@ -297,6 +316,7 @@ READERS: dict[str, Callable[[Any, str], list[Section]]] = {
     "planned_steps": _planned_steps,
     "budget": _budget,
     "imports": _imports,
+    "checkpoint": _checkpoint,
 }
 
 
@@ -399,9 +419,9 @@ def write(out: Path, text: str, sections: dict[str, Section]) -> list[Path]:
 
 
 def write_page(runs: Sequence[str]) -> list[Path]:
-    """Measure the runs, then write docs/benchmarks.md and its plots anew; returns the paths."""
-    paths = [page.measure(run) for run in runs]
-    paths.append(page.write_tables())
+    """Measure the runs, then write what pages quote, and plots anew; returns the paths."""
+    paths = [files.measure(run) for run in runs]
+    paths += page.write_tables()
     if can_plot():
         for path, figure, bars in page.drawable():
             plot(figure.title, figure.unit, bars, path, figure.log)
@@ -410,10 +430,10 @@ def write_page(runs: Sequence[str]) -> list[Path]:
 
 
 def _runs(text: str) -> list[str]:
-    runs = list(page.RUNS) if text == "all" else text.split(",")
-    if unknown := set(runs) - set(page.RUNS):
+    runs = list(files.RUNS) if text == "all" else text.split(",")
+    if unknown := set(runs) - set(files.RUNS):
         raise argparse.ArgumentTypeError(
-            f"{', '.join(sorted(unknown))} not known; known are {', '.join(page.RUNS)}"
+            f"{', '.join(sorted(unknown))} not known; known are {', '.join(files.RUNS)}"
         )
     return runs
 
@@ -429,7 +449,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=_runs,
         default=[],
         metavar="RUNS",
-        help=f"measure these first, comma list or all: {', '.join(page.RUNS)}",
+        help=f"measure these first, comma list or all: {', '.join(files.RUNS)}",
     )
     options = parser.parse_args(arguments)
     if options.files and options.measure:

@@ -11,13 +11,16 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import quiet
+
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}  # seconds
+_WATCH = quiet.Watch()  # from the import on
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,10 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def environment(device_type: str) -> dict[str, Any]:
-    """What a figure depends on besides the code: versions, processor, accelerator, command."""
+    """What a figure depends on besides the code: versions, processor, accelerator, command.
+
+    "taken" is what others took of the machine up to now (`benchmarks/quiet.py`).
+    """
     facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -82,6 +88,9 @@ def environment(device_type: str) -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
     }
+    taken = _WATCH.found()
+    if taken is not None:
+        facts["taken"] = asdict(taken)
     if device_type == "cuda" and torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
         facts["cuda"] = torch.version.cuda
@@ -95,10 +104,16 @@ def describe(facts: dict[str, Any]) -> str:
 
 
 def write_json(path: str | Path | None, device_type: str, results: object) -> None:
-    """Keep results and what they depend on in a file, if one was asked for."""
+    """Keep results and what they depend on in a file, if one was asked for.
+
+    Prints whether the machine was quiet: call it last.
+    """
+    facts = environment(device_type)
+    if "taken" in facts:
+        print(f"\nmachine: {quiet.Found(**facts['taken'])}")
     if path is None:
         return
-    content = {"environment": environment(device_type), "results": results}
+    content = {"environment": facts, "results": results}
     Path(path).write_text(json.dumps(content, indent=2, default=vars) + "\n")
 
 

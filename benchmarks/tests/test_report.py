@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import budget, page, report
+from benchmarks import budget, files, page, quiet, report, stats, targets
 from benchmarks.workers import ROOT
 from fsdp2.core.schedule import side_doors
 
@@ -146,6 +146,15 @@ FILES: dict[str, tuple[Any, str]] = {
         },
         "| fsdp2 | 100 | 29.0 | 30.00  [29.00 .. 31.00] |",
     ),
+    "checkpoint": (
+        {
+            "ranks": 2,
+            "rounds": 1,
+            "sizes": {"8": {"save": {"stall": [1.0], "durable": [2.0], "memory_mib": 3.5}}},
+            "ratios": {"8 MB: save / dcp, durable": HALF},
+        },
+        "| save | 1.00 [1.00 .. 1.00] | 2.00 [2.00 .. 2.00] | 3.5 |",
+    ),
     "startup": (STARTUP, "### Start-up, 100 blocks of 10 parameters, fp32, ms"),
     "gloo": (GLOO, "| torch | 12.00 [10.00 .. 20.00] |"),
     "collective_cost": (
@@ -260,38 +269,107 @@ def test_plots(tmp_path: Path) -> None:
     assert (out / "gloo.png").read_bytes().startswith(b"\x89PNG")
 
 
-# ---- docs/benchmarks.md
+# ---- what pages quote
 
 
-def test_the_page_says_what_the_newest_files_say() -> None:
-    assert page.filled(page.PAGE.read_text()) == page.PAGE.read_text()
+@pytest.mark.parametrize("path", page.PAGES, ids=lambda path: path.name)
+def test_pages_say_what_the_newest_files_say(path: Path) -> None:
+    text = path.read_text()
+    assert page.filled(text) == text
+    assert "<!-- end -->" in text
+
+
+def test_every_table_stands_on_a_page() -> None:
+    text = "".join(path.read_text() for path in page.PAGES)
+    assert [name for name in page.MADE if f"<!-- {name} -->" not in text] == []
 
 
 def test_the_page_is_short_and_has_every_plot() -> None:
-    text = page.PAGE.read_text()
-    assert len(text.splitlines()) <= 120
+    text = page.PAGES[0].read_text()
+    assert len([line for line in text.splitlines() if not line.startswith("|")]) <= 115
     assert set(re.findall(r"\(figures/(\w+)\.png\)", text)) == set(page.PLOTS)
     drawn = {path.stem for path in page.FIGURES.glob("*.png")}
     assert drawn >= set(page.PLOTS)
-    pages = "".join(path.read_text() for path in page.PAGE.parent.rglob("*.md"))
+    pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
     assert [name for name in drawn if f"figures/{name}.png" not in pages] == []
 
 
 def test_results_are_named_by_date_machine_and_run() -> None:
-    for path in page.RESULTS.glob("*.json"):
+    for path in files.RESULTS.glob("*.json"):
         environment = json.loads(path.read_text())["environment"]
-        (run,) = (r for r in page.RUNS if path.stem.endswith(f"core-{r}"))
-        assert path.stem == f"{environment['date'][:10]}-{page.machine(environment)}-{run}"
+        (run,) = (r for r in files.RUNS if path.stem.endswith(f"core-{r}"))
+        assert path.stem == f"{environment['date'][:10]}-{files.machine(environment)}-{run}"
+
+
+def kept(folder: Path, day: str, ratio: float, **facts: Any) -> None:
+    """A file of results of gloo.py."""
+    environment = {**ENVIRONMENT, **MACHINE, "date": day, "command": "gloo.py", **facts}
+    results = {**GLOO, "ratios": {"fsdp2 / torch": {"median": ratio, "min": 0.4, "max": 2.0}}}
+    path = folder / f"{day}-epyc-2core-gloo.json"
+    path.write_text(json.dumps({"environment": environment, "results": results}))
+
+
+def gloo_row(folder: Path) -> str:
+    found = (line for line in targets.table(folder).splitlines() if "ranks of gloo" in line)
+    return next(found)
 
 
 def test_the_newest_file_counts(tmp_path: Path) -> None:
-    for day, value in (("2026-11-19", 2.0), ("2026-11-20", 0.5)):
-        environment = {**ENVIRONMENT, **MACHINE, "date": day, "command": "gloo.py"}
-        results = {**GLOO, "ratios": {"fsdp2 / torch": {"median": value, "min": 0.4, "max": 2.0}}}
-        path = tmp_path / f"{day}-epyc-2core-gloo.json"
-        path.write_text(json.dumps({"environment": environment, "results": results}))
-    (line,) = (line for line in page.targets(tmp_path).splitlines() if line.startswith("| 10 |"))
-    assert line.endswith("| 0.500 [0.400 .. 2.000] | met | 2026-11-20, epyc-2core |")
+    kept(tmp_path, "2026-11-19", 2.0)
+    kept(tmp_path, "2026-11-20", 0.5)
+    expected = "| 0.75 | 0.500 [0.400 .. 2.000] | met | 2026-11-20, epyc-2core |"
+    assert gloo_row(tmp_path).endswith(expected)
+
+
+def test_a_figure_above_its_target_is_short(tmp_path: Path) -> None:
+    kept(tmp_path, "2026-11-20", 0.76, taken={"others": 0.02, "stolen": 0.0})
+    assert "| **short** |" in gloo_row(tmp_path)
+
+
+def test_a_figure_of_a_busy_machine_is_never_met(tmp_path: Path) -> None:
+    kept(tmp_path, "2026-11-20", 0.5, taken={"others": 0.02, "stolen": 0.5})
+    assert "| busy machine |" in gloo_row(tmp_path)
+
+
+# ---- whether the machine was quiet
+
+
+def test_what_others_took_is_what_is_left() -> None:
+    start = quiet.Times(busy=10.0, stolen=1.0, own=2.0, wall=100.0)
+    end = quiet.Times(busy=25.0, stolen=2.0, own=12.0, wall=110.0)
+    found = quiet.between(start, end)
+    assert (found.others, found.stolen, found.quiet) == (0.5, 0.1, False)
+    assert str(found).startswith("busy, repeat this run: other processes used 0.50 processors")
+    assert quiet.between(start, quiet.Times(20.0, 1.0, 12.0, 110.0)).quiet
+
+
+def test_processors_are_read_as_linux_writes_them() -> None:
+    text = "cpu  100 20 30 4000 500 6 7 80 9 10\ncpu0 1 2 3 4 5 6 7 8 9 10\n"
+    assert quiet.processors(text, 100) == (1.63, 0.8)
+
+
+def test_time_of_this_process_is_not_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else the machine does: a second more of all processors that is this process's."""
+    first = quiet.Times(5.0, 0.0, 1.0, 10.0)
+    moments = iter([first, quiet.Times(6.0, 0.0, 2.0, 11.0)])
+    monkeypatch.setattr(quiet, "now", lambda: next(moments))
+    found = quiet.Watch().found()
+    assert found == quiet.Found(0.0, 0.0)
+
+
+def test_a_system_that_does_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(quiet, "_STAT", tmp_path / "none")
+    assert quiet.Watch().found() is None
+
+
+def test_files_and_output_say_whether_it_was_quiet(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stats._WATCH, "found", lambda: quiet.Found(1.5, 0.0))
+    stats.write_json(tmp_path / "a.json", "cpu", {})
+    assert "machine: busy, repeat this run" in capsys.readouterr().out
+    written = json.loads((tmp_path / "a.json").read_text())
+    assert written["environment"]["taken"] == {"others": 1.5, "stolen": 0.0}
 
 
 def test_runs_that_are_not_known_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

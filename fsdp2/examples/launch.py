@@ -37,6 +37,7 @@ _HOST = "127.0.0.1"
 _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 _TIMEOUT = timedelta(minutes=10)
+_SPEAKING_SECONDS = 60.0
 
 
 # --- the parent ----------------------------------------------------------------------------------
@@ -195,6 +196,15 @@ def run_as_worker(work: Callable[[], int]) -> NoReturn:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def let_rank_0_speak() -> None:
+    """Stay while rank 0 complains of a mistake that all ranks find.
+
+    A launcher ends all ranks as soon as one leaves: it ends this one, in general, long before the
+    time is over. On a busy machine rank 0 may be many seconds behind.
+    """
+    time.sleep(_SPEAKING_SECONDS)
 
 
 def init_process_group(ranks: GivenRanks, backend: str, device: torch.device) -> None:

@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         if ranks is None or ranks.rank == 0:
             return _complain(error)
-        time.sleep(5)  # all ranks find the same mistake; a launcher ends all at the first exit
+        launch.let_rank_0_speak()
         return 2
     if ranks is not None:
         launch.run_as_worker(lambda: _worker(options, ranks))
@@ -427,7 +427,7 @@ def _worker(options: Options, ranks: GivenRanks) -> int:
     except (CheckpointError, UsageError) as error:  # on all ranks alike
         if ranks.rank == 0:
             return _complain(error)
-        time.sleep(5)
+        launch.let_rank_0_speak()
         return 2
     dist.barrier()
     dist.destroy_process_group()

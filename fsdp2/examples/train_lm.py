@@ -81,8 +81,7 @@ def _worker(argv: Sequence[str], ranks: GivenRanks) -> int:
     except UsageError as error:
         if ranks.rank == 0:
             return _complain(error)
-        # All ranks find the same mistake. A launcher ends all at the first exit: let rank 0 speak.
-        time.sleep(5)
+        launch.let_rank_0_speak()
         return 2
     _train(options, ranks, *inputs)
     return 0

@@ -133,5 +133,16 @@ def at_peak() -> dict[str, int]:
     return {what: int(nbytes) for nbytes, what in (line.split(" ", 1) for line in lines)}
 
 
+def start_log() -> None:
+    """Log what is alive now, and from now on each allocation and free, until `end_log`."""
+    torch.ops.stand_in.start_log()
+
+
+def end_log() -> list[tuple[int, int, int]]:
+    """The log: address, bytes (0: freed), and the stream that allocated."""
+    flat: list[int] = torch.ops.stand_in.end_log()
+    return list(zip(flat[::3], flat[1::3], flat[2::3], strict=True))
+
+
 if __name__ == "__main__":
     _compile()
