@@ -2,6 +2,7 @@
 
     python benchmarks/instructions.py --shrink 4               # seven models, five variants
     python benchmarks/instructions.py --cases 32x9 --variants none,torch,fsdp2,kept
+    python benchmarks/instructions.py --cases 32x9,128x9 --variants none,torch,fsdp2 --caches
 
 The models and steps of `benchmarks/scaling.py` (and, for `benchmarks/optimizer.py --instructions`,
 the optimizers and steps of that), under valgrind's cachegrind, which counts the instructions that
@@ -9,6 +10,10 @@ the processor executes. What they cost in time depends on caches and on who else
 uses the machine; how many there are does not, so that one run is enough and a change of a per cent
 shows. The garbage collector sees what the steps make and nothing older. valgrind
 (https://valgrind.org) is not a Python package: install it with the system's.
+
+With --caches cachegrind also counts what misses a core's second cache, of 1 MiB, and what misses a
+last one, of 8 MiB; ``--caches 256,2048`` takes others, in KiB. It takes twice as long. A quarter of
+the model (``--shrink 4``) in caches of a quarter shows about the same.
 
 One process imports everything and forks two for each model and runtime, which differ in the number
 of steps alone:
@@ -29,6 +34,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +44,21 @@ if __package__ in (None, ""):  # run as a script
 from benchmarks import scaling, stats
 
 WARMUP_STEPS, STEPS = 3, 2
-CACHEGRIND = ("--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null")
+CACHEGRIND = ("--tool=cachegrind", "--cachegrind-out-file=/dev/null")
 INSIDE = "--inside"  # what the counted process is told: the specs of its children
-COUNTED = re.compile(r"==(\d+)== I\s+refs:\s+([\d,]+)")
+CACHES = (1024, 8192)  # KiB, of a core and of all cores
+WAYS, LINE = 16, 64
+INSTRUCTIONS = "I refs"
+MISSES = {"second cache": "D1 misses", "last cache": "LLd misses"}  # as cachegrind calls them
+"""Misses of data. Its first level of data stands for a core's second cache, its last for the last:
+it simulates two. Misses of code are of the first level for all models alike."""
+COUNTED = re.compile(r"==(\d+)== (I|D1|LLd) +(refs|misses): +([\d,]+)")
 
 Counts = dict[str, dict[str, float]]
-"""Instructions of a step, by case and variant."""
+"""Instructions of a step, or misses, by case and variant."""
+
+Children = dict[tuple[str, int], int]
+"""What was counted in a child, by its label and its steps."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -102,39 +117,51 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for variant in options.variants
         for steps in (0, options.steps)
     ]
-    counted = count(specs)
-    found: Counts = {}
-    for name in cases:
-        for variant in options.variants:
-            first, second = (counted[f"{name} {variant}", steps] for steps in (0, options.steps))
-            found.setdefault(name, {})[variant] = (second - first) / options.steps
+    counted = count(specs, options.caches)
+    found = by_step(counted[INSTRUCTIONS], options)
     sizes = scaling.sizes_of(cases)
     rounds = {
         name: {variant: [value] for variant, value in by_variant.items()}
         for name, by_variant in found.items()
     }
+    kinds = MISSES.items() if options.caches else ()
     return {
         "precision": options.precision,
         "cases": sizes,
         "counts": found,
+        "misses": {name: by_step(counted[called], options) for name, called in kinds},
         "ratios": {
             label: summary.median for label, summary in scaling.ratios(rounds, sizes).items()
         },
     }
 
 
-def count(specs: list[dict[str, Any]]) -> dict[tuple[str, int], int]:
-    """Run all specs under valgrind; instructions by label and steps.
+def by_step(counted: Children, options: argparse.Namespace) -> Counts:
+    """What a step of each case and variant adds to its warm-up."""
+    found: Counts = {}
+    for name in options.cases:
+        for variant in options.variants:
+            first, second = (counted[f"{name} {variant}", steps] for steps in (0, options.steps))
+            found.setdefault(name, {})[variant] = (second - first) / options.steps
+    return found
+
+
+def count(specs: list[dict[str, Any]], caches: Sequence[int] = ()) -> dict[str, Children]:
+    """Run all specs under valgrind.
 
     Args:
-        specs: what ``make_step`` of ``benchmarks.<spec["benchmark"]>`` builds a step of, with
-            "label" and "steps".
+        specs: a child each: what ``make_step`` of ``benchmarks.<spec["benchmark"]>`` builds a step
+            of, with "label" and "steps".
+        caches: KiB of the second cache and of the last, if their misses are counted.
+
+    Returns:
+        By what is counted, as cachegrind calls it.
     """
     valgrind = shutil.which("valgrind")
     if valgrind is None:
         raise SystemExit("valgrind was not found; install it with the system's packages")
     done = subprocess.run(
-        [valgrind, *CACHEGRIND, sys.executable, __file__, INSIDE, json.dumps(specs)],
+        [valgrind, *cachegrind(caches), sys.executable, __file__, INSIDE, json.dumps(specs)],
         env={**os.environ, "PYTHONHASHSEED": "0"},
         capture_output=True,
         text=True,
@@ -144,11 +171,23 @@ def count(specs: list[dict[str, Any]]) -> dict[tuple[str, int], int]:
     return parsed(done.stdout, done.stderr)
 
 
-def parsed(stdout: str, stderr: str) -> dict[tuple[str, int], int]:
-    """Instructions by label and steps, from what the children and valgrind printed."""
-    by_pid = {int(pid): int(refs.replace(",", "")) for pid, refs in COUNTED.findall(stderr)}
-    children = [json.loads(line) for line in stdout.splitlines() if line.startswith('{"pid"')]
-    return {(child["label"], child["steps"]): by_pid[child["pid"]] for child in children}
+def cachegrind(caches: Sequence[int]) -> tuple[str, ...]:
+    """Arguments of valgrind; as for `count`."""
+    if not caches:
+        return (*CACHEGRIND, "--cache-sim=no")
+    second, last = (f"{size * 1024},{WAYS},{LINE}" for size in caches)
+    return (*CACHEGRIND, "--cache-sim=yes", f"--D1={second}", f"--LL={last}")
+
+
+def parsed(stdout: str, stderr: str) -> dict[str, Children]:
+    """What the children and valgrind printed, by what is counted."""
+    printed = [json.loads(line) for line in stdout.splitlines() if line.startswith('{"pid"')]
+    children = {child["pid"]: (child["label"], child["steps"]) for child in printed}
+    found: dict[str, Children] = {name: {} for name in (INSTRUCTIONS, *MISSES.values())}
+    for pid, level, what, number in COUNTED.findall(stderr):
+        if int(pid) in children:
+            found[f"{level} {what}"][children[int(pid)]] = int(number.replace(",", ""))
+    return found
 
 
 def table(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
@@ -166,14 +205,44 @@ def table(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[object, .
     return header, rows
 
 
+def misses_table(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
+    """Header and rows: misses a block of a whole step, and those that are added."""
+    kinds = result["misses"]
+    titles = (f"{kind}{added}" for added in (", a block", ", added a block") for kind in kinds)
+    rows: list[tuple[object, ...]] = []
+    for name, by_variant in result["counts"].items():
+        blocks = result["cases"][name]["blocks"]
+        for variant in by_variant:
+            numbers = [found[name][variant] / blocks for found in kinds.values()]
+            plain = [found[name].get("none") for found in kinds.values()]
+            pairs = zip(numbers, plain, strict=True)
+            more = ["" if few is None else f"{many - few / blocks:.0f}" for many, few in pairs]
+            rows.append((name, variant, *(f"{number:.0f}" for number in numbers), *more))
+    return ("case", "variant", *titles), rows
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Instructions that a runtime adds to a step.")
     scaling.add_models(parser)
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument(
+        "--caches",
+        nargs="?",
+        type=_sizes,
+        const=CACHES,
+        default=(),
+        metavar="KIB,KIB",
+        help="count misses of a second and a last cache, too",
+    )
     parser.add_argument("--json", metavar="FILE", help="write results there as well")
     options = parser.parse_args(arguments)
     options.device = "cpu"
     return options
+
+
+def _sizes(text: str) -> tuple[int, int]:
+    second, last = map(int, text.split(","))
+    return second, last
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -182,6 +251,9 @@ def main(arguments: list[str] | None = None) -> None:
     result = measure(options)
     print(f"\n{result['precision']}, thousands of instructions")
     print(stats.table(*table(result)))
+    if result["misses"]:
+        print(f"\nmisses of caches of {options.caches[0]} and {options.caches[1]} KiB")
+        print(stats.table(*misses_table(result)))
     for label, value in result["ratios"].items():
         print(f"{label}: {value:.3f}")
     stats.write_json(options.json, "cpu", result)

@@ -176,7 +176,7 @@ def count(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         for part in COUNTED
         for n in ((0, COUNTED_STEPS) if part == COUNTED[0] else (COUNTED_STEPS,))
     ]
-    counted = instructions.count(specs)
+    counted = instructions.count(specs)[instructions.INSTRUCTIONS]
     found: dict[str, dict[str, float]] = {}
     for variant in options.variants:
         before = counted[f"{variant} {COUNTED[0]}", 0]

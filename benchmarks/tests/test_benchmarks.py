@@ -175,7 +175,74 @@ def test_instructions_belong_to_the_child_that_ran_them():
     # valgrind 3.19, and the format since 3.22; the parent comes last
     counted = ["==12== I   refs:      1,000", "==13== I refs:        3,000", "==1== I refs: 9,999"]
     found = instructions.parsed("\n".join(printed), "\n".join(counted))
-    assert found == {("32x9 none", 0): 1000, ("32x9 none", 4): 3000}
+    assert found[instructions.INSTRUCTIONS] == {("32x9 none", 0): 1000, ("32x9 none", 4): 3000}
+
+
+CACHE_LINES = """\
+=={pid}== I   refs:      {i}
+=={pid}== I1  misses:    9
+=={pid}== LLi misses:    8
+=={pid}== D   refs:      900  (600 rd   + 300 wr)
+=={pid}== D1  misses:    {d1}  ( 40 rd   +  10 wr)
+=={pid}== LLd misses:    {lld}  (  4 rd   +   1 wr)
+=={pid}== D1  miss rate: 5.6% (  6.7%     +   3.3%  )
+=={pid}== LL refs:       59  ( 49 rd   +  10 wr)
+=={pid}== LL misses:     13  ( 12 rd   +   1 wr)
+"""
+
+
+def _of_cachegrind(pids):
+    """What the children of four specs and cachegrind print."""
+    printed = [
+        json.dumps({"pid": pid, "label": f"32x9 {variant}", "steps": steps})
+        for (variant, steps), pid in pids.items()
+    ]
+    counted = "".join(
+        CACHE_LINES.format(pid=pid, i=f"{pid},000", d1=pid * 640, lld=pid * pid * 64)
+        for pid in pids.values()
+    )
+    return "\n".join(printed), counted
+
+
+@pytest.mark.parametrize("caches", [(), (256, 2048)])
+def test_misses_of_caches_are_those_of_data(caches, monkeypatch):
+    arguments = ["--cases", "32x9", "--variants", "none,fsdp2", "--steps", "2"]
+    if caches:
+        arguments += ["--caches", ",".join(map(str, caches))]
+    options = instructions.parse(arguments)
+    assert options.caches == caches
+    pids = {("none", 0): 1, ("none", 2): 2, ("fsdp2", 0): 3, ("fsdp2", 2): 5}
+    stdout, stderr = _of_cachegrind(pids)
+    if not caches:  # as cachegrind prints it then
+        stderr = "\n".join(line for line in stderr.splitlines() if "I   refs" in line)
+    monkeypatch.setattr(
+        instructions, "count", lambda specs, sizes: instructions.parsed(stdout, stderr)
+    )
+    result = instructions.measure(options)
+    assert result["counts"] == {"32x9": {"none": 500, "fsdp2": 1000}}
+    if not caches:
+        assert result["misses"] == {}
+        return
+    assert result["misses"] == {
+        "second cache": {"32x9": {"none": 320, "fsdp2": 640}},
+        "last cache": {"32x9": {"none": 96, "fsdp2": 512}},
+    }
+    assert instructions.misses_table(result)[1] == [
+        ("32x9", "none", "10", "3", "0", "0"),
+        ("32x9", "fsdp2", "20", "16", "10", "13"),
+    ]
+
+
+def test_caches_have_sizes_unless_others_are_given():
+    assert instructions.parse(["--caches"]).caches == instructions.CACHES
+    assert instructions.parse([]).caches == ()
+
+
+@pytest.mark.parametrize(("caches", "simulated"), [((), "no"), ((1, 2), "yes")])
+def test_caches_are_simulated_on_request_alone(caches, simulated):
+    arguments = instructions.cachegrind(caches)
+    assert f"--cache-sim={simulated}" in arguments
+    assert ("--D1=1024,16,64" in arguments) == ("--LL=2048,16,64" in arguments) == bool(caches)
 
 
 @pytest.mark.parametrize("variant", ["torch", "fsdp2"])
@@ -264,11 +331,12 @@ def test_instructions_of_zero_grad_are_without_what_gives_gradients_back(monkeyp
 
     def count(specs):
         built = {"none": 100, "flat": 200}
-        return {
+        found = {
             (spec["label"], spec["steps"]): built[spec["variant"]]
             + spec["steps"] * took[spec["part"]]
             for spec in specs
         }
+        return {instructions.INSTRUCTIONS: found}
 
     monkeypatch.setattr(instructions, "count", count)
     options = optimizer.parse(["--instructions", "--variants", "none,flat"])

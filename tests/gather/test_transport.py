@@ -142,6 +142,79 @@ def test_a_packed_segment_is_split_by_whole_rows_where_that_is_one_kernel(
     assert set(dense) == {False}
 
 
+@pytest.mark.parametrize(
+    ("shapes", "copies"),
+    [
+        ([(16, 8)] * 9, 1),
+        ([(8,), (8,), *[(8, 8)] * 4, (16, 8), (16, 8), (8, 16)], 3),  # a Llama block
+        ([(8, 8), (4, 8), (4, 8), (8, 8)], 3),
+        ([(7, 3), (8, 3), (7, 3)], 1),  # a last piece may be padded
+        ([(4, 2), (0, 2), (4, 2)], 1),
+    ],
+)
+def test_neighbours_of_one_size_are_copied_at_once(
+    shapes: list[tuple[int, ...]], copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no kernel fuses copies, each of them is a kernel."""
+    counted = []
+
+    def look(targets: Any, sources: Any) -> None:
+        counted.append(len(targets))
+        torch._foreach_copy_(targets, sources)
+
+    monkeypatch.setattr(TorchKernels, "copy_many", staticmethod(look))
+    _check([_param(shape) for shape in shapes], 2, coalesces=False)
+    assert set(counted) == {copies}
+
+
+ONE_SLOT = [
+    ([((8, 8), 0)], 64),
+    ([((8, 8), 0), ((0, 4), 0)], 64),
+    ([((5, 8), 0)], 40),  # its last piece is padded
+    ([((1, 32), 1)], 32),  # columns of one row, one behind the other
+]
+COPIED = [[((5, 3), 0)], [((8, 8), 1)], [((8, 8), 0), ((8, 8), 0)]]
+
+
+@pytest.mark.parametrize("full", [F32, BF16])
+def test_one_parameter_is_gathered_straight_into_its_slot(
+    full: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What travels packed otherwise: behind its collective nothing is copied."""
+    copied = []
+
+    def look(targets: Any, sources: Any) -> None:
+        copied.append(len(targets))
+        torch._foreach_copy_(targets, sources)
+
+    monkeypatch.setattr(TorchKernels, "copy_many", staticmethod(look))
+    for shapes, numel in ONE_SLOT:
+        params = [_param(shape, cut, full=full) for shape, cut in shapes]
+        layout = build_layout(params, 2, coalesces=False)
+        assert layout.transports == "packed"
+        assert (sum(slot.numel for slot in layout.slots), layout.copied_bytes) == (numel, 0)
+        assert _check(params, 2, coalesces=False) == ["all_gather"] * 2
+    assert copied == []
+    # Of two dtypes both, or none: one has a buffer of its own
+    other = torch.int64
+    several = [_param((8, 8), full=full), _param((4, 4), shard=other, full=other)]
+    assert build_layout(several, 2, coalesces=False).copied_bytes == 0
+    assert _check(several, 2, coalesces=False) == ["all_gather"] * 4
+    assert copied == []
+    several.append(_param((2, 2), shard=other, full=other))
+    copies = 64 * full.itemsize + (16 + 4) * other.itemsize
+    assert build_layout(several, 2, coalesces=False).copied_bytes == copies
+    assert _check(several, 2, coalesces=False) == ["all_gather"] * 4
+    assert len(copied) == 2 * 2 * 2  # ranks, gathers, segments
+    copied.clear()
+    for shapes in COPIED:
+        params = [_param(shape, cut, full=full) for shape, cut in shapes]
+        assert build_layout(params, 2, coalesces=False).copied_bytes > 0
+        _check(params, 2, coalesces=False)
+        assert copied
+        copied.clear()
+
+
 @pytest.mark.parametrize("full", [F32, BF16])
 def test_bands_of_one_row_are_gathered_into_their_places(full: torch.dtype) -> None:
     params = [_param((2, 16, 8), Cut(1, 2), full=full), _param((8, 8), full=full)]

@@ -6,6 +6,8 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -519,6 +521,44 @@ def test_memory_of_the_collective_is_there_only_while_it_is_needed() -> None:
         reduction.transport.release()  # once is enough, twice does no harm
 
     thread_ranks.run_ranks(2, body)
+
+
+@pytest.mark.parametrize("shapes", [reductions.ALIGNED, reductions.ODD])
+def test_gradients_that_are_cast_are_gone_before_staging_comes(
+    shapes: Sequence[Any],
+) -> None:
+    """Where no kernel fuses casts, they are packed in their dtype first: memory of theirs, twice.
+
+    Staging takes as much as both where it is twice as wide, and comes when they are one again.
+    """
+    setup = reductions.Setup(grad=reductions.BF16, shapes=shapes)
+
+    def body(collectives: thread_ranks.ThreadCollectives) -> list[bool]:
+        reduction = setup.bind(collectives)
+        slots = reduction.transport.slots
+        watched = []
+        for member, grad in zip(
+            reduction.members, _gradients(setup, slots, collectives.rank), strict=True
+        ):
+            member.full_grad = grad.clone()
+            watched.append(weakref.ref(member.full_grad))
+        del member, grad
+        found: list[bool] = []
+        acquire = reduction.transport.staging.acquire
+
+        def look() -> None:
+            found.extend(reference() is None for reference in watched)
+            acquire()
+
+        reduction.transport.staging = SimpleNamespace(acquire=look)
+        job = reduction.collect(take_missing=True)
+        assert job is not None
+        for step in reduction.full.compute:
+            step(job)
+        return found
+
+    for found in thread_ranks.run_ranks(2, body):
+        assert found == [True] * len(shapes)
 
 
 def test_gradient_that_was_added_to_is_kept_though_a_hook_drops_it() -> None:

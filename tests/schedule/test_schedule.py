@@ -701,7 +701,9 @@ reduce:
 
 def test_packed_with_casts() -> None:
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
-    sim = schedules.warm(schedules.chain("a", "b"), coalesces=False, precision=precision)
+    leaves = [Node(name, shapes=schedules.SHAPES * 2) for name in ("a", "b")]
+    root = Node("root", leaves, [0, 1], shapes=())
+    sim = schedules.warm(root, coalesces=False, precision=precision)
     assert_expected_inline(
         schedules.emitted(sim, sim.iteration),
         """\
@@ -739,6 +741,56 @@ copy_in:
   copy b                      after compute copy_out a
   copy b                      after compute backward root
   copy a                      after compute copy_out b
+all_gather:
+  all_gather a                after copy a
+  all_gather b                after copy b
+  all_gather b                after copy b
+  all_gather a                after copy a
+reduce:
+  reduce_scatter b            after compute chunk_cat b
+  copy b
+  reduce_scatter a            after compute chunk_cat a
+  copy a""",
+    )
+
+
+def test_packed_with_casts_of_one_parameter_a_unit() -> None:
+    """It is gathered into its slot: nothing to copy behind the collective."""
+    precision = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    sim = schedules.warm(schedules.chain("a", "b"), coalesces=False, precision=precision)
+    assert_expected_inline(
+        schedules.emitted(sim, sim.iteration),
+        """\
+compute:
+  forward root
+  alloc a
+  alloc b
+  forward a                   after all_gather a
+  free a
+  forward root
+  forward b                   after all_gather b
+  free b
+  forward root
+  backward root
+  alloc b
+  alloc a
+  backward b                  after all_gather b
+  gradient b
+  free b
+  chunk_cat b
+  backward root
+  backward a                  after all_gather a
+  gradient a
+  free a
+  chunk_cat a                 after copy b
+  backward root
+  step a                      after copy a
+  step b
+copy_in:
+  copy a                      after compute forward root
+  copy b                      after compute forward root
+  copy b                      after compute backward root
+  copy a                      after compute backward root
 all_gather:
   all_gather a                after copy a
   all_gather b                after copy b

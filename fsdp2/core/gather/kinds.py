@@ -20,17 +20,21 @@ from fsdp2.core.gather.transport import (
     CustomTransport,
     GatherTransport,
     LocalTransport,
+    OneSlotTransport,
     PackedTransport,
     SegmentTransport,
 )
-from fsdp2.core.layout.layout import Segment, Transport
+from fsdp2.core.layout.layout import Segment, Transport, straight_into_slots
 
 TRANSPORTS: dict[Transport | str, type[SegmentTransport]] = {
     Transport.COALESCED: CoalescedTransport,
     Transport.PACKED: BoundPackedTransport,
     Transport.LOCAL: LocalTransport,
 }
-"""Those of a segment; a codec has a name, which `GroupOptions.gather_codec` gives."""
+"""Those of a segment; a codec has a name, which `GroupOptions.gather_codec` gives.
+
+A packed segment of one parameter may have a `OneSlotTransport` (`straight_into_slots`).
+"""
 
 
 def make_transports(
@@ -59,13 +63,15 @@ def make_transports(
     """
     parts: list[SegmentTransport] = []
     custom: list[Segment] = []
+    straight = straight_into_slots(segments)
     for segment in segments:
         local = segment.transport is Transport.LOCAL
         if comm is not None and codec is None and not local:
             custom.append(segment)
             continue
         kind = segment.transport if local or codec is None else codec
-        parts.append(TRANSPORTS[kind](segment, shard, full, collectives, kernels))
+        made = OneSlotTransport if straight and kind is Transport.PACKED else TRANSPORTS[kind]
+        parts.append(made(segment, shard, full, collectives, kernels))
     _launch_together(parts)
     found: list[GatherTransport] = [*parts]
     if custom and comm is not None:

@@ -4,6 +4,7 @@
                 no copy afterwards; none before where shard and compute dtype agree (decision 17)
     Packed      shard ─(cast)─> own row of [ranks, n] ══ one all-gather ══> rows ── copy ──> slots
                 beside coalesced ones of the same dtype it goes along in their launch
+    One slot    a packed segment of one parameter whose pieces are in order: straight into its slot
     Custom      as packed, all segments in one collective of the user's
     Local       shard is the parameter; or ── cast ──> slots
 
@@ -132,6 +133,17 @@ class SegmentTransport(GatherTransport):
         strides = (slot.outer * row, piece, row, inner, 1)
         return self._slot_view(slot, shape, strides, first * piece)
 
+    def _bytes_on_the_wire(self) -> None:
+        """gloo knows no 8-bit floats."""
+        if not (self.casts or self.collectives.coalesces) and self._itemsize == 1:
+            self._wire = torch.uint8
+
+    def _flat_on_the_wire(self) -> torch.Tensor:
+        """The flat shard as the collective reads it, or a cast does."""
+        segment = self.segment
+        dtype = segment.shard_dtype if self.casts else self._wire
+        return self._shard.view(dtype, segment.shard_byte_offset, (segment.shard_numel,))
+
 
 WASTED_AT_MOST = 16
 """One of so many bytes of the gathered segment may be copied for nothing, to copy in one kernel."""
@@ -171,6 +183,31 @@ class CoalescedTransport(SegmentTransport):
         )
 
 
+def runs_of_one_size(slots: Sequence[Slot]) -> list[list[Slot]]:
+    """Neighbours, in both buffers, whose pieces are of one size: a strided copy moves them all.
+
+    Args:
+        slots: whose pieces are in order, by offset.
+
+    Example: a Llama block's norms, q, k, v and o, and gate, up and down are three runs.
+    """
+    found: list[list[Slot]] = []
+    for slot in slots:
+        if found and _continues(found[-1], slot):
+            found[-1].append(slot)
+        else:
+            found.append([slot])
+    return found
+
+
+def _continues(run: Sequence[Slot], slot: Slot) -> bool:
+    last, numel = run[-1], slot.shard_numel
+    if last.shard_numel != numel or last.shard_offset + numel != slot.shard_offset:
+        return False
+    step = slot.full_offset - last.full_offset
+    return len(run) == 1 or last.full_offset - run[-2].full_offset == step
+
+
 class PackedTransport(SegmentTransport):
     """All shards travel together, rank-major; a copy puts them into their slots.
 
@@ -186,18 +223,13 @@ class PackedTransport(SegmentTransport):
         segment, collectives, kernels = self.segment, self.collectives, self.kernels
         ranks, width = collectives.size, segment.shard_numel
         self.communicates = width > 0  # a segment of empty parameters has nothing to say
-        if not (self.casts or collectives.coalesces) and self._itemsize == 1:
-            self._wire = torch.uint8  # gloo knows no 8-bit floats
-        self._flat = self._shard.view(
-            segment.shard_dtype if self.casts else self._wire,
-            segment.shard_byte_offset,
-            (segment.shard_numel,),
-        )
+        self._bytes_on_the_wire()
+        self._flat = self._flat_on_the_wire()
         rows = [slot for slot in segment.slots if slot.in_order and slot.shard_numel]
-        self._sizes = [slot.shard_numel for slot in rows]
+        self._sizes = [slot.shard_numel for slot in rows] if kernels.fuses else []
         columns, rest = sum(self._sizes), width - sum(self._sizes)
         # One kernel splits whole rows only. Where little else is in them, it goes to waste.
-        wasted = rest if kernels.fuses and 0 < rest * WASTED_AT_MOST <= columns else 0
+        wasted = rest if 0 < rest * WASTED_AT_MOST <= columns else 0
         nbytes = ranks * (width + wasted) * self._itemsize
         self._packed = kernels.transient(nbytes, "all-gather output")
         self.output = self._packed.view(self._wire, 0, (ranks * width,))
@@ -206,17 +238,13 @@ class PackedTransport(SegmentTransport):
             self.input = self._packed.view(segment.full_dtype, start, (width,))
         else:
             self.input = self._flat
-        self._rows = [self._slot_view(slot, (ranks, slot.shard_numel)) for slot in rows]
-        if wasted:
-            end = ranks * width * self._itemsize
-            self._rows.append(self._packed.view(self._wire, end, (ranks, wasted)))
-            self._sizes.append(wasted)
-        shape = (ranks, columns + wasted)
-        self._columns = self._packed.view(self._wire, 0, shape, (width, 1))
+        self._rows: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
-        if not kernels.fuses:
-            self._copy_rows_pairwise(rows)
+        if self._sizes:
+            self._split_rows(rows, wasted)
+        for run in () if kernels.fuses else runs_of_one_size(rows):
+            self._add_run(run)
         for slot in segment.slots:
             if not slot.in_order:
                 self._add_moves(slot)
@@ -240,15 +268,26 @@ class PackedTransport(SegmentTransport):
     def release(self) -> None:
         self._packed.release()
 
-    def _copy_rows_pairwise(self, rows: Sequence[Slot]) -> None:
-        """From views that last. A split makes them anew, and copies each by itself on a CPU."""
-        width = self.segment.shard_numel
-        for slot in rows:
-            start = slot.shard_offset * self._itemsize
-            shape = (self.collectives.size, slot.shard_numel)
-            self._sources.append(self._packed.view(self._wire, start, shape, (width, 1)))
-        self._targets += self._rows
-        self._rows, self._sizes = [], []
+    def _split_rows(self, rows: Sequence[Slot], wasted: int) -> None:
+        """One kernel, which makes views of its own of what it splits."""
+        ranks, width = self.collectives.size, self.segment.shard_numel
+        self._rows = [self._slot_view(slot, (ranks, slot.shard_numel)) for slot in rows]
+        if wasted:
+            end = ranks * width * self._itemsize
+            self._rows.append(self._packed.view(self._wire, end, (ranks, wasted)))
+            self._sizes.append(wasted)
+        shape = (ranks, sum(self._sizes))
+        self._columns = self._packed.view(self._wire, 0, shape, (width, 1))
+
+    def _add_run(self, run: Sequence[Slot]) -> None:
+        """One copy for all, of views that last: a split copies each by itself on a CPU."""
+        first, ranks, width = run[0], self.collectives.size, self.segment.shard_numel
+        numel = first.shard_numel
+        shape = (len(run), ranks, numel)
+        start = first.shard_offset * self._itemsize
+        self._sources.append(self._packed.view(self._wire, start, shape, (numel, width, 1)))
+        step = run[-1].full_offset - run[-2].full_offset if len(run) > 1 else first.full_numel
+        self._targets.append(self._slot_view(first, shape, (step, numel, 1)))
 
     def _add_moves(self, slot: Slot) -> None:
         """Two strided copies at most: the ranks with a whole piece, and the one with a part."""
@@ -280,6 +319,26 @@ class BoundPackedTransport(PackedTransport):
         elif self._sizes and not self._targets:
             bound["copy_out"] = partial(kernels.split_copy, self._columns, self._sizes, self._rows)
         vars(self).update(bound)
+
+
+class OneSlotTransport(SegmentTransport):
+    """A segment of one parameter in order: what all ranks send is its slot, no copy afterwards."""
+
+    early = True
+    stages = False
+
+    def _bind(self) -> None:
+        self._bytes_on_the_wire()
+        (slot,) = (slot for slot in self.segment.slots if slot.shard_numel)
+        self._flat = self._input = self._flat_on_the_wire()
+        if self.casts:
+            start = self.collectives.rank * slot.shard_numel
+            self._input = self._slot_view(slot, (slot.shard_numel,), offset=start)
+        output = self._slot_view(slot, (slot.full_numel,))
+        self.gather = self.collectives.bind_all_gather(output, self._input)
+
+    def copy_in(self) -> None:
+        self.kernels.copy(self._input, self._flat)
 
 
 class LocalTransport(SegmentTransport):

@@ -273,6 +273,21 @@ class Segment:
         """Elements of padding behind the last slot of the shard."""
         return self.shard_numel - sum(slot.shard_numel for slot in self.slots)
 
+    @property
+    def is_one_slot(self) -> bool:
+        """Whether what all ranks send, one behind the other, is the slot of one parameter."""
+        filled = [slot for slot in self.slots if slot.shard_numel]
+        return len(filled) == 1 and filled[0].in_order and not self.tail
+
+
+def straight_into_slots(segments: Sequence[Segment]) -> bool:
+    """Whether what travels packed is gathered into its slots, with no copy afterwards.
+
+    All or none of a group: the gathered buffer comes before the collective then, and beside that
+    of a segment which needs its own, a gather ahead would hold both.
+    """
+    return all(s.is_one_slot for s in segments if s.transport is Transport.PACKED)
+
 
 @dataclass(frozen=True)
 class GroupLayout:
@@ -310,7 +325,9 @@ class GroupLayout:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes that a gather copies into place behind its collective: those that are packed."""
+        """Bytes that a gather copies into place behind its collective: those of several, packed."""
+        if straight_into_slots(self.segments):
+            return 0
         packed = [s for s in self.segments if s.transport is Transport.PACKED]
         return sum(slot.numel * s.full_dtype.itemsize for s in packed for slot in s.slots)
 
