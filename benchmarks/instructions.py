@@ -4,8 +4,9 @@
     python benchmarks/instructions.py --cases 32x9 --variants none,torch,fsdp2,kept
     python benchmarks/instructions.py --cases 32x9,128x9 --variants none,torch,fsdp2 --caches
 
-The models and steps of `benchmarks/scaling.py`, under valgrind's cachegrind, which counts the
-instructions that the processor executes. What they cost in time depends on caches and on who else
+The models and steps of `benchmarks/scaling.py` (and, for `benchmarks/optimizer.py --instructions`,
+the optimizers and steps of that), under valgrind's cachegrind, which counts the instructions that
+the processor executes. What they cost in time depends on caches and on who else
 uses the machine; how many there are does not, so that one run is enough and a change of a per cent
 shows. The garbage collector sees what the steps make and nothing older. valgrind
 (https://valgrind.org) is not a Python package: install it with the system's.
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import os
 import re
@@ -39,7 +41,7 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmarks import host_cost, scaling, stats
+from benchmarks import scaling, stats
 
 WARMUP_STEPS, STEPS = 3, 2
 CACHEGRIND = ("--tool=cachegrind", "--cachegrind-out-file=/dev/null")
@@ -98,7 +100,8 @@ def run_child(spec: dict[str, Any]) -> None:
     """Build, warm up, run the steps, and leave without any clean-up."""
     status = 1
     try:
-        step, _ = host_cost.make_step(spec)
+        benchmark = importlib.import_module(f"benchmarks.{spec['benchmark']}")
+        step, _ = benchmark.make_step(spec)
         for _ in range(WARMUP_STEPS):
             step()
         gc.collect()
@@ -120,6 +123,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     specs = [
         {
             **scaling.make_spec(options, cases[name], variant),
+            "benchmark": "host_cost",
             "label": f"{name} {variant}",
             "steps": steps,
         }
@@ -160,7 +164,8 @@ def count(specs: list[dict[str, Any]], caches: Sequence[int] = ()) -> dict[str, 
     """Run all specs under valgrind.
 
     Args:
-        specs: a child each.
+        specs: a child each: what ``make_step`` of ``benchmarks.<spec["benchmark"]>`` builds a step
+            of, with "label" and "steps".
         caches: KiB of the second cache and of the last, if their misses are counted.
 
     Returns:

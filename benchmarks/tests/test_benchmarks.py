@@ -16,6 +16,7 @@ from benchmarks import (
     instructions,
     kernels,
     megatron,
+    optimizer,
     scaling,
     startup,
     stats,
@@ -377,6 +378,24 @@ def test_start_up_runs(tmp_path):
     per_unit = ("parameters checked, laid out", "gathers bound", "reductions bound")
     assert {calls[part] for part in per_unit} == {2}
     _run_and_check(["benchmarks/imports.py", "--rooms", "wrap", "--rounds", "1"], tmp_path)
+
+
+def test_instructions_of_zero_grad_are_without_what_gives_gradients_back(monkeypatch):
+    took = {"clip": 5, "step": 7, "zero": 11, "give": 8}
+
+    def count(specs):
+        built = {"none": 100, "flat": 200}
+        found = {
+            (spec["label"], spec["steps"]): built[spec["variant"]]
+            + spec["steps"] * took[spec["part"]]
+            for spec in specs
+        }
+        return {instructions.INSTRUCTIONS: found}
+
+    monkeypatch.setattr(instructions, "count", count)
+    options = optimizer.parse(["--instructions", "--variants", "none,flat"])
+    each = {"clip": 5, "step": 7, "zero": 3}
+    assert optimizer.count(options) == {"none": each, "flat": each}
 
 
 @pytest.mark.exhaustive

@@ -20,7 +20,7 @@ says so, and checkpoints agree with torch's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -181,6 +181,18 @@ def local_of(param: torch.Tensor) -> torch.Tensor:
     if not isinstance(param, DTensor):
         return param
     return arrived(param._local_tensor)
+
+
+def locals_of(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """`local_of` each: one call for many."""
+    found: list[torch.Tensor | None] = []
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
+            if type(tensor) is not torch.Tensor:
+                tensor = arrived(tensor)
+        found.append(tensor)
+    return found
 
 
 def memory_order(param: torch.Tensor) -> tuple[int, ...] | None:
