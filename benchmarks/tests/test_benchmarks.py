@@ -134,7 +134,8 @@ def test_instructions_of_a_part_are_those_between_its_marks(monkeypatch):
     marks, ran = [], 10
     for part in startup.PARTS:
         for end in (False, True):
-            marks.append(({"variant": "fsdp2", "part": part, "end": end}, ran * 10**6))
+            counts = {instructions.INSTRUCTIONS: ran * 10**6}
+            marks.append(({"variant": "fsdp2", "part": part, "end": end}, counts))
             ran += 3 if not end else 1000  # what is between parts belongs to none
     monkeypatch.setattr(instructions, "counted", lambda script, specs: marks)
     found = startup.counted([{"variant": "fsdp2"}])
