@@ -4,8 +4,9 @@
     python benchmarks/instructions.py --cases 32x9 --variants none,torch,fsdp2,kept
     python benchmarks/instructions.py --cases 32x9,128x9 --variants none,torch,fsdp2 --caches
 
-The models and steps of `benchmarks/scaling.py`, under valgrind's cachegrind, which counts the
-instructions that the processor executes. What they cost in time depends on caches and on who else
+The models and steps of `benchmarks/scaling.py` (and, for `benchmarks/optimizer.py --instructions`,
+the optimizers and steps of that), under valgrind's cachegrind, which counts the instructions that
+the processor executes. What they cost in time depends on caches and on who else
 uses the machine; how many there are does not, so that one run is enough and a change of a per cent
 shows. The garbage collector sees what the steps make and nothing older. valgrind
 (https://valgrind.org) is not a Python package: install it with the system's.
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import os
 import re
@@ -39,7 +41,7 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmarks import host_cost, scaling, stats
+from benchmarks import scaling, stats
 
 WARMUP_STEPS, STEPS = 3, 2
 CACHEGRIND = ("--tool=cachegrind", "--cachegrind-out-file=/dev/null")
@@ -80,11 +82,26 @@ def run_children(specs: list[dict[str, Any]]) -> None:
         print(json.dumps({"pid": pid, "label": spec["label"], "steps": spec["steps"]}))
 
 
+def mark(**said: Any) -> None:
+    """Inside valgrind: let `counted` know how many instructions this process has run by now.
+
+    valgrind prints what a process has run, its parent's before the fork included, when it ends. So
+    a child is forked that ends at once.
+    """
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    print(json.dumps({"pid": pid, **said}))
+
+
 def run_child(spec: dict[str, Any]) -> None:
     """Build, warm up, run the steps, and leave without any clean-up."""
     status = 1
     try:
-        step, _ = host_cost.make_step(spec)
+        benchmark = importlib.import_module(f"benchmarks.{spec['benchmark']}")
+        step, _ = benchmark.make_step(spec)
         for _ in range(WARMUP_STEPS):
             step()
         gc.collect()
@@ -106,6 +123,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     specs = [
         {
             **scaling.make_spec(options, cases[name], variant),
+            "benchmark": "host_cost",
             "label": f"{name} {variant}",
             "steps": steps,
         }
@@ -146,17 +164,35 @@ def count(specs: list[dict[str, Any]], caches: Sequence[int] = ()) -> dict[str, 
     """Run all specs under valgrind.
 
     Args:
-        specs: a child each.
+        specs: a child each: what ``make_step`` of ``benchmarks.<spec["benchmark"]>`` builds a step
+            of, with "label" and "steps".
         caches: KiB of the second cache and of the last, if their misses are counted.
 
     Returns:
         By what is counted, as cachegrind calls it.
     """
+    found: dict[str, Children] = {}
+    for said, counts in counted(__file__, specs, caches):
+        for name, number in counts.items():
+            found.setdefault(name, {})[said["label"], said["steps"]] = number
+    return found
+
+
+def counted(
+    script: str, specs: object, caches: Sequence[int] = ()
+) -> list[tuple[dict[str, Any], dict[str, int]]]:
+    """What children of ``script`` said, and what was counted of each until then.
+
+    Args:
+        script: run under valgrind with `INSIDE` and ``specs`` as JSON.
+        specs: what it is to do.
+        caches: as for `count`.
+    """
     valgrind = shutil.which("valgrind")
     if valgrind is None:
         raise SystemExit("valgrind was not found; install it with the system's packages")
     done = subprocess.run(
-        [valgrind, *cachegrind(caches), sys.executable, __file__, INSIDE, json.dumps(specs)],
+        [valgrind, *cachegrind(caches), sys.executable, script, INSIDE, json.dumps(specs)],
         env={**os.environ, "PYTHONHASHSEED": "0"},
         capture_output=True,
         text=True,
@@ -174,15 +210,13 @@ def cachegrind(caches: Sequence[int]) -> tuple[str, ...]:
     return (*CACHEGRIND, "--cache-sim=yes", f"--D1={second}", f"--LL={last}")
 
 
-def parsed(stdout: str, stderr: str) -> dict[str, Children]:
-    """What the children and valgrind printed, by what is counted."""
-    printed = [json.loads(line) for line in stdout.splitlines() if line.startswith('{"pid"')]
-    children = {child["pid"]: (child["label"], child["steps"]) for child in printed}
-    found: dict[str, Children] = {name: {} for name in (INSTRUCTIONS, *MISSES.values())}
+def parsed(stdout: str, stderr: str) -> list[tuple[dict[str, Any], dict[str, int]]]:
+    """As `counted`, from what the children and valgrind printed."""
+    by_pid: dict[int, dict[str, int]] = {}
     for pid, level, what, number in COUNTED.findall(stderr):
-        if int(pid) in children:
-            found[f"{level} {what}"][children[int(pid)]] = int(number.replace(",", ""))
-    return found
+        by_pid.setdefault(int(pid), {})[f"{level} {what}"] = int(number.replace(",", ""))
+    children = [json.loads(line) for line in stdout.splitlines() if line.startswith('{"pid"')]
+    return [(child, by_pid[child["pid"]]) for child in children]
 
 
 def table(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:

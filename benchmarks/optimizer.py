@@ -2,16 +2,21 @@
 
     python benchmarks/optimizer.py                       # 32 blocks of 9 parameters, 8 ranks
     python benchmarks/optimizer.py --optimizer sgd --blocks 128
+    python benchmarks/optimizer.py --instructions        # counted: the same at any load
 
 The parameters' shards are tiny, so that a step's time is the host's. The variants are
 
     none    the optimizer of torch.optim over plain tensors of the shards' shapes; torch's clipping
     torch   the same over the DTensors of torch's FSDP2; torch's clipping
     fsdp2   the same over the DTensors of fsdp2; `fsdp2.clip_grad_norm_`
+    shards  as fsdp2, with `fsdp2.optim.step_shards`
     flat    `fsdp2.optim.FlatOptimizer` of that class; `fsdp2.clip_grad_norm_`
 
 The figure to watch is variant / none, the median over rounds of the ratio in each round. Gradients
 are those of one backward and stay. Collectives are null: they return at once.
+
+Instructions are counted of ``zero_grad`` as well, with the same gradients assigned again after it;
+what to assign them takes is counted by itself and left out.
 """
 
 from __future__ import annotations
@@ -31,12 +36,15 @@ import torch
 from torch import nn
 
 import fsdp2
+from benchmarks import instructions, stats, variants, workers
 from benchmarks import options as common
-from benchmarks import stats, variants, workers
 from fsdp2.testing.blocks import local, tiny_blocks
 
 WARMUP_STEPS = 5
-VARIANTS = ("none", "torch", "fsdp2", "flat")
+COUNTED_STEPS = 2
+VARIANTS = ("none", "torch", "fsdp2", "shards", "flat")
+OURS = ("fsdp2", "shards", "flat")
+COUNTED = ("clip", "step", "zero", "give")
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-4, "fused": True}),
     "adamw-foreach": (torch.optim.AdamW, {"lr": 1e-4, "foreach": True}),
@@ -54,7 +62,7 @@ def make_model(spec: dict[str, Any]) -> tuple[nn.Module, torch.device]:
     device = variants.prepare_process(spec["device"], world_size)
     with torch.device("meta"):
         model = tiny_blocks(spec["blocks"], spec["params_per_block"], spec["dim"])
-    runtime = "fsdp2" if variant == "flat" else variant
+    runtime = "fsdp2" if variant in OURS else variant
     model = variants.place(model, runtime, "fp32", world_size, device)
     x = torch.randn(4, spec["dim"], device=device, requires_grad=True)
     model(x).sum().backward()
@@ -68,7 +76,8 @@ def make_model(spec: dict[str, Any]) -> tuple[nn.Module, torch.device]:
     return model, device
 
 
-def make_worker(spec: dict[str, Any]) -> workers.Handler:
+def make_parts(spec: dict[str, Any]) -> tuple[dict[str, Callable[[], Any]], torch.device]:
+    """The model of `make_model`, its optimizer, and what is called of them, by name."""
     model, device = make_model(spec)
     params = list(model.parameters())
     optimizer_class, options = OPTIMIZERS[spec["optimizer"]]
@@ -76,15 +85,41 @@ def make_worker(spec: dict[str, Any]) -> workers.Handler:
         optimizer = fsdp2.optim.FlatOptimizer(model, optimizer_class, **options)
     else:
         optimizer = optimizer_class(params, **options)
-    ours = spec["variant"] in ("fsdp2", "flat")
+    if spec["variant"] == "shards":
+        fsdp2.optim.step_shards(optimizer)
+    ours = spec["variant"] in OURS
     clip = fsdp2.clip_grad_norm_ if ours else nn.utils.clip_grad_norm_
-    parts = {"clip": lambda: clip(params, 1.0), "step": optimizer.step}
+    grads = [param.grad for param in params]
+
+    def give() -> None:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+
+    def zero() -> None:
+        optimizer.zero_grad()
+        give()
+
+    parts = {"clip": lambda: clip(params, 1.0), "step": optimizer.step, "zero": zero, "give": give}
+    return parts, device
+
+
+def make_step(spec: dict[str, Any]) -> tuple[Callable[[], None], torch.device]:
+    """One part, for `benchmarks.instructions`."""
+    parts, device = make_parts(spec)
+    for part in parts.values():
+        part()
+    return parts[spec["part"]], device
+
+
+def make_worker(spec: dict[str, Any]) -> workers.Handler:
+    parts, device = make_parts(spec)
+    timed = {name: parts[name] for name in ("clip", "step")}
     for _ in range(WARMUP_STEPS):
-        for part in parts.values():
+        for part in timed.values():
             part()
 
     def handle(request: dict[str, Any]) -> dict[str, Any]:
-        return time_parts(parts, request["steps"], device, stats.CLOCKS[request["clock"]])
+        return time_parts(timed, request["steps"], device, stats.CLOCKS[request["clock"]])
 
     return handle
 
@@ -115,10 +150,15 @@ def time_parts(
 # In the parent
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def make_specs(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What a worker builds, by variant."""
     keys = ("blocks", "params_per_block", "dim", "world_size", "device", "optimizer")
     common = {key: getattr(options, key) for key in keys}
-    specs = {variant: {**common, "variant": variant} for variant in options.variants}
+    return {variant: {**common, "variant": variant} for variant in options.variants}
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    specs = make_specs(options)
     with workers.pool("optimizer", specs) as pool:
         answers = workers.take_turns(pool, options.rounds, steps=options.steps, clock=options.clock)
     rounds = {
@@ -126,6 +166,41 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for variant, each in answers.items()
     }
     return {"optimizer": options.optimizer, "rounds": rounds, "ratios": ratios(rounds)}
+
+
+def count(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Instructions of each part, by variant."""
+    specs = [
+        {**spec, "benchmark": "optimizer", "part": part, "label": f"{variant} {part}", "steps": n}
+        for variant, spec in make_specs(options).items()
+        for part in COUNTED
+        for n in ((0, COUNTED_STEPS) if part == COUNTED[0] else (COUNTED_STEPS,))
+    ]
+    counted = instructions.count(specs)[instructions.INSTRUCTIONS]
+    found: dict[str, dict[str, float]] = {}
+    for variant in options.variants:
+        before = counted[f"{variant} {COUNTED[0]}", 0]
+        each = {
+            part: (counted[f"{variant} {part}", COUNTED_STEPS] - before) / COUNTED_STEPS
+            for part in COUNTED
+        }
+        each["zero"] -= each.pop("give")
+        found[variant] = each
+    return found
+
+
+def report_counts(options: argparse.Namespace, counts: dict[str, dict[str, float]]) -> None:
+    print(f"\n{options.optimizer}: thousands of instructions")
+    rows = [
+        (variant, *(f"{value / 1e3:.0f}" for value in each.values()))
+        for variant, each in counts.items()
+    ]
+    print(stats.table(("variant", "clip", "step", "zero"), rows))
+    none = counts.get("none", {})
+    for variant, each in counts.items() if none else ():
+        both = (each["clip"] + each["step"]) / (none["clip"] + none["step"])
+        everything = sum(each.values()) / sum(none.values())
+        print(f"{variant} / none: {both:.3f}, with zero_grad {everything:.3f}")
 
 
 def ratios(rounds: dict[str, dict[str, list[float]]]) -> dict[str, stats.Summary]:
@@ -157,6 +232,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     common.add_tiny(parser, 32, 9)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     common.add_variants(parser, VARIANTS)
+    parser.add_argument(
+        "--instructions", action="store_true", help="count instructions, under valgrind"
+    )
     common.add_timing(parser, 20)
     return parser.parse_args(arguments)
 
@@ -164,6 +242,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     common.print_tiny(options)
+    if options.instructions:
+        counts = count(options)
+        report_counts(options, counts)
+        stats.write_json(options.json, options.device, [{"counts": counts}])
+        return
     result = measure(options)
     report(options, result)
     stats.write_json(options.json, options.device, [result])

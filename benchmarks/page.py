@@ -102,7 +102,11 @@ def _kinds(results: Any) -> Bars:
 
 
 def _optimizer(results: Any) -> Bars:
-    named = {"not sharded": "plain tensors", "flat": "fsdp2, FlatOptimizer"}
+    named = {
+        "not sharded": "plain tensors",
+        "shards": "fsdp2, step_shards",
+        "flat": "fsdp2, FlatOptimizer",
+    }
     return {named.get(name, name): bars for name, bars in _kinds(results[0]).items()}
 
 

@@ -189,8 +189,10 @@ def _instructions(results: dict[str, Any], device: str) -> list[Section]:
 def _startup(results: dict[str, Any], device: str) -> list[Section]:
     options = results["options"]
     kinds = list(next(iter(results["rounds"].values())))
-    numbers = f"{options['blocks']} blocks of {options['params_per_block']} parameters"
-    title = f"Start-up, {numbers}, {options['precision']}, ms"
+    real = options.get("model", "tiny") != "tiny"
+    kind = f"as of {options['model']}" if real else f"of {options['params_per_block']} parameters"
+    unit = "millions of instructions" if options.get("instructions") else "ms"
+    title = f"Start-up, {options['blocks']} blocks {kind}, {options['precision']}, {unit}"
     return [_rounds(title, results, kinds, "shard + first")]
 
 

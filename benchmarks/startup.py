@@ -3,6 +3,9 @@
     python benchmarks/startup.py                      # 100 blocks of 10 parameters, 8 ranks
     python benchmarks/startup.py --blocks 20 --rounds 3
     python benchmarks/startup.py --precision mixed --world-size 1024
+    python benchmarks/startup.py --model llama        # the parameters of real blocks
+    python benchmarks/startup.py --table              # and what a first step of fsdp2's does
+    python benchmarks/startup.py --instructions       # counted under valgrind, in place of times
 
 A process starts up once, so each round starts a fresh one for every variant, one after another. The
 model is on the meta device and the process group is null (collectives return at once). The parts,
@@ -16,16 +19,21 @@ each with a synchronisation at its end on a GPU:
     second       the step after it, for comparison
 
 The figure to watch is fsdp2 / torch of "shard + first", the median over rounds of the ratio in each
-round. "none" is the same model unsharded: what torch itself takes to start up. Times are wall time;
-`--clock cpu` takes the process's CPU time instead.
+round. "none" is the same model unsharded: what torch itself takes to start up. A full collection of
+garbage takes as long as a first step, of what torch has imported, and comes in whichever part has
+made enough objects; so it is kept from those. Times are wall time; `--clock cpu` takes the
+process's CPU time instead. With `--instructions` each part is counted as
+`benchmarks/instructions.py` does it: the same whatever else runs, so that one round is enough.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +42,8 @@ if __package__ in (None, ""):  # run as a script
 
 import torch
 
+from benchmarks import first_step, host_cost, instructions, stats, variants, workers
 from benchmarks import options as common
-from benchmarks import stats, variants, workers
-from fsdp2.testing.blocks import tiny_blocks
 
 PARTS = ("first use", "shard", "materialise", "first", "second")
 TOTAL = "shard + first"
@@ -48,7 +55,8 @@ BATCH = 4
 # In a worker
 
 
-def make_worker(spec: dict[str, Any]) -> workers.Handler:
+def make_run(spec: dict[str, Any]) -> tuple[dict[str, Callable[[], object]], torch.device]:
+    """The parts, each of which runs once in a process's life."""
     variant, precision = spec["variant"], spec["precision"]
     device = variants.prepare_process(spec["device"], spec["world_size"])
     if variant != "none":
@@ -57,8 +65,8 @@ def make_worker(spec: dict[str, Any]) -> workers.Handler:
 
     def make_parts(blocks: int) -> dict[str, Callable[[], object]]:
         with torch.device("meta"):
-            model = tiny_blocks(blocks, spec["params_per_block"], spec["dim"])
-        x = torch.randn(BATCH, spec["dim"], device=device, dtype=dtype, requires_grad=True)
+            model, width = host_cost.make_model({**spec, "blocks": blocks})
+        x = torch.randn(BATCH, width, device=device, dtype=dtype, requires_grad=True)
         step = variants.step_of(model, x)
         return {
             "shard": lambda: variants.shard(model, variant, precision, spec["world_size"], device),
@@ -73,22 +81,62 @@ def make_worker(spec: dict[str, Any]) -> workers.Handler:
         for part in make_parts(1).values():
             part()
 
-    parts = {"first use": use_once, **make_parts(spec["blocks"])}
+    return {"first use": use_once, **make_parts(spec["blocks"])}, device
+
+
+def make_worker(spec: dict[str, Any]) -> workers.Handler:
+    if spec["table"]:
+        first_step.watch()  # before hooks are registered
+    parts, device = make_run(spec)
 
     def handle(request: dict[str, Any]) -> dict[str, float]:
         """Start up: once in this process's life."""
         synchronize = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
         clock = stats.CLOCKS[request["clock"]]
         gc.collect()
+        gc.freeze()
         found = {}
+        table: first_step.Rows = []
         for name in PARTS:
             start = clock()
-            parts[name]()
+            if spec["table"] and name == "first":
+                table = first_step.taken_apart(parts[name], clock)
+            else:
+                parts[name]()
             synchronize()
             found[name] = (clock() - start) * 1e3
-        return {**found, TOTAL: found["shard"] + found["first"]}
+        return {**found, TOTAL: found["shard"] + found["first"], "table": table}
 
     return handle
+
+
+def run_counted(specs: list[dict[str, Any]]) -> None:
+    """Inside valgrind: a child for each spec, which says when each part begins and ends."""
+    import torch.distributed.fsdp  # noqa: F401  # once for all children
+
+    import fsdp2  # noqa: F401
+
+    for spec in specs:
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid:
+            _, status = os.waitpid(pid, 0)
+            if status:
+                raise SystemExit(f"{spec['variant']} ended with status {status}")
+            continue
+        status = 1
+        try:
+            parts, _ = make_run(spec)
+            gc.collect()
+            gc.freeze()
+            for name in PARTS:
+                instructions.mark(variant=spec["variant"], part=name, end=False)
+                parts[name]()
+                instructions.mark(variant=spec["variant"], part=name, end=True)
+            sys.stdout.flush()
+            status = 0
+        finally:
+            os._exit(status)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -96,18 +144,56 @@ def make_worker(spec: dict[str, Any]) -> workers.Handler:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    keys = ("blocks", "params_per_block", "dim", "world_size", "precision", "device")
-    common = {key: getattr(options, key) for key in keys}
-    answers: dict[str, list[dict[str, Any]]] = {variant: [] for variant in options.variants}
+    specs = {variant: make_spec(options, variant) for variant in options.variants}
+    if options.instructions:
+        rounds = counted(list(specs.values()))
+        return {"options": vars(options), "rounds": rounds, "ratios": ratios(rounds)}
+    answers: dict[str, list[dict[str, Any]]] = {variant: [] for variant in specs}
     for _ in range(options.rounds):
-        for variant in options.variants:
-            with workers.pool("startup", {variant: {**common, "variant": variant}}) as pool:
-                answers[variant].append(pool[variant].ask(clock=options.clock))
+        for variant, spec in specs.items():
+            answers[variant].append(_start_up(spec, options.clock))
     rounds = {
         variant: {part: [answer[part] for answer in each] for part in (*PARTS, TOTAL)}
         for variant, each in answers.items()
     }
-    return {"options": vars(options), "rounds": rounds, "ratios": ratios(rounds)}
+    table: first_step.Rows = []
+    if options.table:
+        spec = {**make_spec(options, "fsdp2"), "table": True}
+        table = _start_up(spec, options.clock)["table"]
+    return {
+        "options": vars(options),
+        "rounds": rounds,
+        "ratios": ratios(rounds),
+        "table": table,
+    }
+
+
+def make_spec(options: argparse.Namespace, variant: str) -> dict[str, Any]:
+    keys = ("model", "blocks", "params_per_block", "dim", "world_size", "precision", "device")
+    spec = {key: getattr(options, key) for key in keys}
+    return {**spec, "variant": variant, "table": False}
+
+
+def _start_up(spec: dict[str, Any], clock: str) -> dict[str, Any]:
+    """One process's answer."""
+    with workers.pool("startup", {spec["variant"]: spec}) as pool:
+        return pool[spec["variant"]].ask(clock=clock)
+
+
+def counted(specs: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
+    """Millions of instructions, by variant and part."""
+    found = {
+        (said["variant"], said["part"], said["end"]): counts[instructions.INSTRUCTIONS]
+        for said, counts in instructions.counted(__file__, specs)
+    }
+    rounds: dict[str, dict[str, list[float]]] = {}
+    for variant in (spec["variant"] for spec in specs):
+        by_part = rounds[variant] = {}
+        for part in PARTS:
+            ran = found[variant, part, True] - found[variant, part, False]
+            by_part[part] = [ran / 1e6]
+        by_part[TOTAL] = [by_part["shard"][0] + by_part["first"][0]]
+    return rounds
 
 
 def ratios(rounds: dict[str, dict[str, list[float]]]) -> dict[str, stats.Summary]:
@@ -123,14 +209,23 @@ def ratios(rounds: dict[str, dict[str, list[float]]]) -> dict[str, stats.Summary
 def report(result: dict[str, Any]) -> None:
     options = result["options"]
     values = f"ms ({options['clock']} clock), median [min .. max] of {options['rounds']} processes"
+    if options["instructions"]:
+        values = "millions of instructions"
     print(f"\n{options['precision']}: {values}")
     kinds = (*PARTS, TOTAL)
     rows = [
-        (variant, *(stats.summarize(parts[kind]) for kind in kinds))
+        (variant, *(_value(parts[kind]) for kind in kinds))
         for variant, parts in result["rounds"].items()
     ]
     print(stats.table(("variant", *kinds), rows))
     stats.print_ratios(result["ratios"])
+    if result.get("table"):
+        print(f"\nwhat the first step of fsdp2 does, ms ({options['clock']} clock)")
+        print(stats.table(*first_step.table(result["table"])))
+
+
+def _value(values: Sequence[float]) -> str:
+    return f"{values[0]:.1f}" if len(values) == 1 else str(stats.summarize(values))
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -138,6 +233,21 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description="Time from a model without memory to its first step."
     )
     common.add_tiny(parser, 100, 10)
+    parser.add_argument(
+        "--model",
+        choices=("tiny", *host_cost.REAL),
+        default="tiny",
+        help="tiny (the default): [dim, dim] parameters; others: the parameters of real blocks, of "
+        "width 64",
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="print what a first step of fsdp2's does, too"
+    )
+    parser.add_argument(
+        "--instructions",
+        action="store_true",
+        help="count instructions under valgrind, in place of times",
+    )
     parser.add_argument("--precision", choices=variants.PRECISIONS, default="fp32")
     common.add_variants(parser, VARIANTS)
     common.add_timing(parser)
@@ -153,4 +263,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == [instructions.INSIDE]:
+        run_counted(json.loads(sys.argv[2]))
+    else:
+        main()

@@ -236,7 +236,7 @@ TARGETS = (
             limit,
             run,
             _compiled,
-            COALESCED,
+            PACKED,
             pages=("README.md", "docs/compile.md"),
         )
         for what, limit, run in (

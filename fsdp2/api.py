@@ -25,7 +25,7 @@ from fsdp2.core.layout.mesh import MeshAxes
 from fsdp2.core.modules.engine import watch_backwards
 from fsdp2.core.modules.optimizers import watch_optimizers
 from fsdp2.core.modules.registrations import watch_registrations
-from fsdp2.core.modules.registry import Arguments, record_of
+from fsdp2.core.modules.registry import Arguments, modules_below, record_of
 from fsdp2.core.modules.saved import hooks_for
 from fsdp2.core.params.param import PlannedParam, is_extended
 from fsdp2.core.schedule.layers import watched
@@ -316,7 +316,7 @@ def _checked_modules(module: object, pending: Pending | None) -> tuple[nn.Module
                 f"{type(member).__name__} has no forward, so nothing would gather its "
                 f"parameters; call fully_shard on its modules, or on a list of them"
             )
-    inner = {below for member in modules for below in list(member.modules())[1:]}
+    inner = {below for member in modules for below in modules_below(member)[1:]}
     outer = tuple(member for member in modules if member not in inner)
     for member in outer:
         sharded_class(member)  # raises if there can be none
@@ -325,6 +325,9 @@ def _checked_modules(module: object, pending: Pending | None) -> tuple[nn.Module
 
 def _check_wrappers(module: nn.Module) -> None:
     """Modules that see to their parameters themselves, in ways that sharding would break."""
+    kinds = (nn.parallel.DistributedDataParallel, nn.DataParallel, torch.jit.ScriptModule)
+    if not any(isinstance(below, kinds) for below in modules_below(module)):
+        return
     for name, below in module.named_modules():
         if isinstance(below, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ValueError(

@@ -11,10 +11,12 @@ import torch
 
 from benchmarks import (
     compile,
+    first_step,
     host_cost,
     instructions,
     kernels,
     megatron,
+    optimizer,
     scaling,
     startup,
     stats,
@@ -128,6 +130,53 @@ def test_start_up_is_sharding_and_the_first_step():
     assert startup.ratios({"none": rounds["torch"], "fsdp2": rounds["fsdp2"]}) == {}
 
 
+def test_instructions_of_a_part_are_those_between_its_marks(monkeypatch):
+    marks, ran = [], 10
+    for part in startup.PARTS:
+        for end in (False, True):
+            counts = {instructions.INSTRUCTIONS: ran * 10**6}
+            marks.append(({"variant": "fsdp2", "part": part, "end": end}, counts))
+            ran += 3 if not end else 1000  # what is between parts belongs to none
+    monkeypatch.setattr(instructions, "counted", lambda script, specs: marks)
+    found = startup.counted([{"variant": "fsdp2"}])
+    wanted = {part: [3.0] for part in startup.PARTS}
+    assert found == {"fsdp2": {**wanted, startup.TOTAL: [6.0]}}
+
+
+def test_a_first_step_is_taken_apart():
+    now = [0.0]
+
+    def spend(seconds, *inside):
+        def call():
+            now[0] += seconds
+            for each in inside:
+                each()
+
+        return call
+
+    ledger = first_step.Ledger()
+    outer, inner = list(first_step.PARTS)[:2]
+    bound = ledger.noted(inner, spend(1.0))
+    ledger.run(spend(4.0, ledger.noted(outer, spend(2.0, bound, bound)), bound), lambda: now[0])
+    bound()  # nothing is noted any more
+    found = {part: (ledger.calls.get(part), ledger.seconds[part]) for part in ledger.seconds}
+    assert found.pop(outer) == (1, 2.0)  # without what is inside
+    assert found.pop(inner) == (3, 3.0)
+    assert found.pop(first_step.REST) == (None, 4.0)
+    assert set(found.values()) == {(0, 0.0)}
+
+
+def test_table_of_a_first_step():
+    header, rows = first_step.table([("gathers", 4, 1.0), ("nothing", 0, 0.0), ("rest", 1, 3.0)])
+    assert header == ("part", "calls", "ms", "us a call", "share")
+    assert rows == [
+        ("gathers", 4, "1.00", "250.0", "25%"),
+        ("nothing", 0, "0.00", "", "0%"),
+        ("rest", 1, "3.00", "3000.0", "75%"),
+        ("all", "", "4.00", "", ""),
+    ]
+
+
 def test_a_step_is_compared_in_what_targets_are_stated_in():
     def figures(device, allocated, reserved):
         return {"device": [device], "host": [1.0], "allocated": [allocated], "reserved": [reserved]}
@@ -174,7 +223,8 @@ def test_instructions_belong_to_the_child_that_ran_them():
     # valgrind 3.19, and the format since 3.22; the parent comes last
     counted = ["==12== I   refs:      1,000", "==13== I refs:        3,000", "==1== I refs: 9,999"]
     found = instructions.parsed("\n".join(printed), "\n".join(counted))
-    assert found[instructions.INSTRUCTIONS] == {("32x9 none", 0): 1000, ("32x9 none", 4): 3000}
+    counts = [(said["steps"], each[instructions.INSTRUCTIONS]) for said, each in found]
+    assert counts == [(0, 1000), (4, 3000)]
 
 
 CACHE_LINES = """\
@@ -214,9 +264,7 @@ def test_misses_of_caches_are_those_of_data(caches, monkeypatch):
     stdout, stderr = _of_cachegrind(pids)
     if not caches:  # as cachegrind prints it then
         stderr = "\n".join(line for line in stderr.splitlines() if "I   refs" in line)
-    monkeypatch.setattr(
-        instructions, "count", lambda specs, sizes: instructions.parsed(stdout, stderr)
-    )
+    monkeypatch.setattr(instructions, "counted", lambda *_: instructions.parsed(stdout, stderr))
     result = instructions.measure(options)
     assert result["counts"] == {"32x9": {"none": 500, "fsdp2": 1000}}
     if not caches:
@@ -321,8 +369,34 @@ def test_scripts_run(command, tmp_path):
 
 @pytest.mark.extended
 def test_start_up_runs(tmp_path):
-    _run_and_check(["benchmarks/startup.py", "--blocks", "2", "--rounds", "1"], tmp_path)
+    command = ["benchmarks/startup.py", "--blocks", "2", "--rounds", "1"]
+    _run_and_check(command, tmp_path)
+    command += ["--variants", "fsdp2", "--model", "llama", "--precision", "mixed", "--table"]
+    content = _run_and_check(command, tmp_path)
+    calls = {part: number for part, number, _ in content["results"]["table"]}
+    assert set(calls) == {*first_step.PARTS, first_step.REST}
+    assert 0 not in calls.values()  # a part whose functions have moved would be
+    per_unit = ("parameters checked, laid out", "gathers bound", "reductions bound")
+    assert {calls[part] for part in per_unit} == {2}
     _run_and_check(["benchmarks/imports.py", "--rooms", "wrap", "--rounds", "1"], tmp_path)
+
+
+def test_instructions_of_zero_grad_are_without_what_gives_gradients_back(monkeypatch):
+    took = {"clip": 5, "step": 7, "zero": 11, "give": 8}
+
+    def count(specs):
+        built = {"none": 100, "flat": 200}
+        found = {
+            (spec["label"], spec["steps"]): built[spec["variant"]]
+            + spec["steps"] * took[spec["part"]]
+            for spec in specs
+        }
+        return {instructions.INSTRUCTIONS: found}
+
+    monkeypatch.setattr(instructions, "count", count)
+    options = optimizer.parse(["--instructions", "--variants", "none,flat"])
+    each = {"clip": 5, "step": 7, "zero": 3}
+    assert optimizer.count(options) == {"none": each, "flat": each}
 
 
 @pytest.mark.exhaustive
@@ -330,6 +404,8 @@ def test_start_up_runs(tmp_path):
 def test_instructions_are_counted(tmp_path):
     command = ["benchmarks/instructions.py", "--cases", "32x9", "--shrink", "16", "--steps", "1"]
     _run_and_check(command, tmp_path)
+    command = ["benchmarks/startup.py", "--blocks", "1", "--variants", "none,fsdp2"]
+    _run_and_check([*command, "--instructions"], tmp_path)
 
 
 def _run_and_check(command, folder):
@@ -345,3 +421,4 @@ def _run_and_check(command, folder):
     content = json.loads(file.read_text())
     assert content["environment"]["torch"]
     assert content["results"]
+    return content

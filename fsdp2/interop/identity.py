@@ -30,7 +30,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import Shard
 
 from fsdp2.core import config
-from fsdp2.core.modules.registry import UnitRecord, record_of
+from fsdp2.core.modules.registry import UnitRecord, modules_below, record_of
 from fsdp2.core.modules.roots import start
 from fsdp2.core.params.param import ShardedParam, compute_dtype
 from fsdp2.core.schedule.group import ParamGroup
@@ -662,6 +662,8 @@ def check_untouched(module: nn.Module) -> None:
     Raises:
         ValueError: it was; the message names the module and the function.
     """
+    if not any(below.__dict__.get(REGISTRY_KEY) for below in modules_below(module)):
+        return
     for name, below in module.named_modules():
         registry = below.__dict__.get(REGISTRY_KEY)
         if not registry or record_of(below) is not None:
@@ -680,7 +682,7 @@ def replicated_parameters(modules: Sequence[nn.Module]) -> set[nn.Parameter]:
     return {
         param
         for module in modules
-        for below in module.modules()
+        for below in modules_below(module)
         if "replicate" in below.__dict__.get(REGISTRY_KEY, ()) and record_of(below) is None
         for param in below.parameters()
     }

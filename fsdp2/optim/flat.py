@@ -20,16 +20,22 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeGuard
+from operator import attrgetter, is_
+from typing import Any, NoReturn, TypeGuard, cast
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core.device.buffers import FlatBuffer, separate
 from fsdp2.core.layout.layout import Transport
 from fsdp2.core.layout.mesh import local_of, with_dtype, wrap_local
 from fsdp2.core.modules.registry import records_below
+
+_address = torch.Tensor.data_ptr
+_is_contiguous = torch.Tensor.is_contiguous
+_dtype = attrgetter("dtype")
 
 ELEMENTWISE = (
     torch.optim.ASGD,
@@ -183,6 +189,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(_options(group))
         self._inner.step()
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            group.update(_options(inner))  # a class may keep count there
         for run in self._runs:
             run.drop_gradient()
         return loss
@@ -191,7 +199,8 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _set_gradients(self) -> bool:
         """Give every run its gradient; ``False`` if one does not fit its parameters any more."""
-        return all(run.set_gradient() for run in self._runs)
+        with DisableTorchFunctionSubclass():  # which every look at a DTensor would ask for
+            return all(run.set_gradient() for run in self._runs)
 
     def _cut(self) -> None:
         """Make the runs anew, from where parameters are, what state and whether gradients."""
@@ -222,37 +231,38 @@ class _Run:
         rows: this rank's rows of each, as they were when the run was made.
         flat: 1-D over all rows; for a single parameter its rows, of their own shape.
         starts: where each one's rows begin in ``flat``.
+        sharded: whether the parameters are DTensors; one that is not is stepped as it is.
     """
 
     params: Sequence[torch.Tensor]
     rows: list[torch.Tensor]
     flat: torch.Tensor
     starts: list[int] = field(default_factory=list)
+    sharded: bool = False
 
     def __post_init__(self) -> None:
         start = 0
         for rows in self.rows:
             self.starts.append(start)
             start += rows.numel()
+        self.sharded = isinstance(self.params[0], DTensor)
 
     def set_gradient(self) -> bool:
         """Set ``flat.grad`` from the parameters' gradients; ``False`` if the run must be cut."""
-        if not isinstance(self.params[0], DTensor):
-            return True  # stepped as it is
-        grads: list[torch.Tensor] = []
-        for param, rows in zip(self.params, self.rows, strict=True):
-            if param._local_tensor is not rows:  # type: ignore[attr-defined]  # a DTensor, as all
-                return False
-            grad = param.grad
-            if grad is not None:
-                grads.append(grad._local_tensor)  # type: ignore[attr-defined]  # as its parameter
+        if not self.sharded:
+            return True
+        params = cast(Sequence[DTensor], self.params)
+        if not all(map(is_, [param._local_tensor for param in params], self.rows)):
+            return False
+        given = cast("list[DTensor | None]", [param.grad for param in params])
+        grads = [grad._local_tensor for grad in given if grad is not None]
         if not grads:
             self.flat.grad = None
             return True
-        if len(grads) != len(self.params):
+        if len(grads) != len(params):
             return False
         grad = grads[0] if len(grads) == 1 else self._side_by_side(grads)
-        if self.flat.grad_dtype is not None and grad.dtype != self.flat.grad_dtype:
+        if grad.dtype != self.flat.dtype and grad.dtype != self.flat.grad_dtype:
             self.flat.grad_dtype = grad.dtype
         self.flat.grad = grad
         return True
@@ -266,16 +276,12 @@ class _Run:
         """All gradients as one tensor: a view, if that is how they lie."""
         first = grads[0]
         begin, itemsize = first.data_ptr(), first.itemsize
-        together = first.untyped_storage().data_ptr() == grads[-1].untyped_storage().data_ptr()
-        for grad, start in zip(grads, self.starts, strict=True):
-            if (
-                grad.data_ptr() != begin + start * itemsize
-                or grad.dtype != first.dtype
-                or not grad.is_contiguous()
-            ):
-                together = False
-                break
-        if together:
+        if (
+            list(map(_address, grads)) == [begin + start * itemsize for start in self.starts]
+            and all(map(_is_contiguous, grads))
+            and len(set(map(_dtype, grads))) == 1
+            and first.untyped_storage().data_ptr() == grads[-1].untyped_storage().data_ptr()
+        ):
             return first.as_strided((self.flat.numel(),), (1,))
         return torch.cat([grad.reshape(-1) for grad in grads])
 

@@ -11,12 +11,14 @@ a gradient on this rank (invariant I1).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._foreach_utils import (
@@ -26,7 +28,7 @@ from torch.utils._foreach_utils import (
 
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.process_groups import ProcessGroup
-from fsdp2.core.layout.mesh import local_of
+from fsdp2.core.layout.mesh import local_of, locals_of
 from fsdp2.core.params.param import GATHERED
 from fsdp2.ranks.transfers import sum_over
 
@@ -83,8 +85,10 @@ def clip_grad_norm_(
         optimizer.step()
     """
     listed = _sharded(parameters)
-    total = _total_norm([(p, p.grad) for p in listed], norm_type, error_if_nonfinite, foreach)
-    _clip(listed, max_norm, total, foreach)
+    grads = _grads_of(listed)
+    rows = locals_of(grads)
+    total = _total_norm(_Members(listed, grads, rows), norm_type, error_if_nonfinite, foreach)
+    _clip(rows, max_norm, total, foreach)
     return total
 
 
@@ -116,14 +120,17 @@ def clip_grads_with_norm_(
         dist.all_reduce(power, group=stages)
         fsdp2.clip_grads_with_norm_(model.parameters(), 1.0, power.sqrt())
     """
-    _clip(_sharded(parameters), max_norm, total_norm, foreach)
+    _clip(locals_of(_grads_of(_sharded(parameters))), max_norm, total_norm, foreach)
 
 
 def _clip(
-    params: list[torch.Tensor], max_norm: float, total: torch.Tensor, foreach: bool | None
+    grads: Sequence[torch.Tensor | None],
+    max_norm: float,
+    total: torch.Tensor,
+    foreach: bool | None,
 ) -> None:
     factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
-    _scale([local_of(param.grad) for param in params if param.grad is not None], factor, foreach)
+    _scale([grad for grad in grads if grad is not None], factor, foreach)
 
 
 def _sharded(parameters: Tensors) -> list[torch.Tensor]:
@@ -136,6 +143,11 @@ def _sharded(parameters: Tensors) -> list[torch.Tensor]:
                 f"optimizer holds"
             )
     return listed
+
+
+def _grads_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    with DisableTorchFunctionSubclass():  # which every look at a DTensor would ask for
+        return [param.grad for param in params]
 
 
 @torch.no_grad()
@@ -174,7 +186,8 @@ def get_total_norm(
         norm = fsdp2.get_total_norm(grads)
     """
     listed = _listed(tensors)
-    return _total_norm([(t, t) for t in listed], norm_type, error_if_nonfinite, foreach)
+    members = _Members(listed, listed, locals_of(listed))
+    return _total_norm(members, norm_type, error_if_nonfinite, foreach)
 
 
 # ---- who is sharded over whom
@@ -213,23 +226,32 @@ class _Family:
     tensors: list[torch.Tensor] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _Members:
+    """What a norm is made of.
+
+    Attributes:
+        owners: parameters, which say how a gradient is spread even where there is none.
+        tensors: of each its gradient, or ``None``; or the owners themselves.
+        rows: what this rank holds of each of ``tensors``.
+    """
+
+    owners: Sequence[torch.Tensor]
+    tensors: Sequence[torch.Tensor | None]
+    rows: Sequence[torch.Tensor | None]
+
+
 class _Layouts:
     """The layouts of DTensors, each worked out once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[DeviceMesh, tuple[Placement, ...]], _Layout] = {}
-        self._seen: dict[tuple[int, int], _Layout] = {}  # objects: equal ones cost more to hash
 
     def of(self, index: int, tensor: DTensor) -> _Layout:
-        spec = tensor._spec
-        seen = (id(spec.mesh), id(spec.placements))
-        layout = self._seen.get(seen)
+        key = (tensor._spec.mesh, tensor._spec.placements)
+        layout = self._known.get(key)
         if layout is None:
-            key = (spec.mesh, spec.placements)
-            layout = self._known.get(key)
-            if layout is None:
-                layout = self._known[key] = self._resolve(index, tensor)
-            self._seen[seen] = layout
+            layout = self._known[key] = self._resolve(index, tensor)
         return layout
 
     @staticmethod
@@ -259,6 +281,13 @@ def _ranks(mesh: DeviceMesh, dims: tuple[int, ...]) -> tuple[int, ...]:
     """The ranks along mesh dims through this rank, in ascending order."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
+    return _ranks_through(mesh, dims, tuple(coordinate))
+
+
+@functools.lru_cache(maxsize=64)  # to read a mesh takes longer than to add up a norm
+def _ranks_through(
+    mesh: DeviceMesh, dims: tuple[int, ...], coordinate: tuple[int, ...]
+) -> tuple[int, ...]:
     place = tuple(slice(None) if i in dims else coordinate[i] for i in range(mesh.ndim))
     return tuple(sorted(mesh.mesh[place].flatten().tolist()))
 
@@ -267,33 +296,49 @@ def _named(index: int, tensor: torch.Tensor) -> str:
     return f"tensor {index} of shape {tuple(tensor.shape)}"
 
 
-def _families(members: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> list[_Family]:
+def _families(members: _Members) -> list[_Family]:
     """Group what counts on this rank. The families are the same on all ranks."""
     layouts = _Layouts()
     families: dict[object, _Family] = {}
     of_layout: dict[_Layout, _Family] = {}
-    for index, (owner, tensor) in enumerate(members):
+    mesh = placements = None  # of the last owner: mostly the next one's, too
+    each = zip(members.owners, members.tensors, members.rows, strict=True)
+    for index, (owner, tensor, rows) in enumerate(each):
         if isinstance(owner, DTensor):
-            layout = layouts.of(index, owner)
-            family = of_layout.get(layout)
-            if family is None:
-                device = torch.device(layout.mesh.device_type)
-                new = _Family(layout.axes, layout.ranks, device)
-                family = of_layout[layout] = families.setdefault((layout.axes, device.type), new)
-            if tensor is None or not _counts_here(index, tensor, layout, layouts):
+            spec = owner._spec
+            if spec.placements is not placements or spec.mesh is not mesh:
+                mesh, placements = spec.mesh, spec.placements
+                layout = layouts.of(index, owner)
+                family = of_layout.get(layout) or _family_of(layout, families)
+                of_layout[layout] = family
+            if tensor is None:
                 continue
-            local = tensor._local_tensor  # type: ignore[attr-defined]  # a DTensor, as its owner
+            if not isinstance(tensor, DTensor):
+                raise ValueError(
+                    f"the parameter of {_named(index, tensor)} is a DTensor, its gradient is not; "
+                    f"assign a DTensor of the parameter's placements to its .grad"
+                )
+            own = tensor._spec
+            alike = own.placements is placements and own.mesh is mesh
+            if not alike and not _counts_here(index, tensor, layout, layouts):
+                continue
         else:
             family = families.setdefault(owner.device, _Family((), (), owner.device))
+            mesh = placements = None
             if isinstance(tensor, DTensor):
                 raise ValueError(
                     f"{_named(index, owner)} is plain, but its gradient is a DTensor; assign "
                     f"grad.full_tensor() to its .grad"
                 )
-            local = tensor
-        if local is not None and local.numel():
-            family.tensors.append(local)
+        if rows is not None and rows.numel():
+            family.tensors.append(rows)
     return _with_fewest_axes(list(families.values()))
+
+
+def _family_of(layout: _Layout, families: dict[object, _Family]) -> _Family:
+    device = torch.device(layout.mesh.device_type)
+    new = _Family(layout.axes, layout.ranks, device)
+    return families.setdefault((layout.axes, device.type), new)
 
 
 def _with_fewest_axes(families: list[_Family]) -> list[_Family]:
@@ -306,17 +351,12 @@ def _with_fewest_axes(families: list[_Family]) -> list[_Family]:
     return families
 
 
-def _counts_here(index: int, grad: torch.Tensor, layout: _Layout, layouts: _Layouts) -> bool:
+def _counts_here(index: int, grad: DTensor, layout: _Layout, layouts: _Layouts) -> bool:
     """Whether this rank adds its part of a gradient to the sums that its parameter's ranks make.
 
     A gradient may be whole where its parameter is sharded (tensor-parallel embeddings); then the
     first rank of those mesh dims adds it.
     """
-    if not isinstance(grad, DTensor):
-        raise ValueError(
-            f"the parameter of {_named(index, grad)} is a DTensor, its gradient is not; assign a "
-            f"DTensor of the parameter's placements to its .grad"
-        )
     own = layouts.of(index, grad)
     if own is layout:
         return True
@@ -335,26 +375,27 @@ def _counts_here(index: int, grad: torch.Tensor, layout: _Layout, layouts: _Layo
 
 
 def _total_norm(
-    members: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    members: _Members,
     norm_type: float,
     error_if_nonfinite: bool,
     foreach: bool | None,
 ) -> torch.Tensor:
-    """The norm of the second of each pair; the first says how it is spread when there is none."""
+    """The norm of the members' tensors, the same bits on all ranks."""
     p = float(norm_type)
     if p == 0 or math.isnan(p):
         raise ValueError(
             f"norm_type={norm_type!r} is not the norm of all elements; pass 2, 1, inf or another "
             f"number than 0"
         )
-    if not members:
+    if not members.owners:
         return torch.tensor(0.0)
-    double = not {owner.dtype for owner, _ in members}.isdisjoint(_DOUBLE)
+    with DisableTorchFunctionSubclass():
+        double = not {owner.dtype for owner in members.owners}.isdisjoint(_DOUBLE)
     dtype = torch.float64 if double else torch.float32
     families = _families(members)
     parts = [_local_power(family, p, dtype, foreach) for family in families]
     _reduce(families, parts, p)
-    device = local_of(members[0][0]).device
+    device = local_of(members.owners[0]).device
     total = _root(_join(torch.stack([part.to(device) for part in parts]), p), p)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
@@ -391,7 +432,7 @@ def _local_power(
     if not norms:
         neutral = math.inf if p == -math.inf else 0.0
         return torch.full((), neutral, dtype=dtype, device=family.device)
-    joined = torch.cat(norms)
+    joined = torch.cat(norms) if len(norms) > 1 else norms[0]
     return _join(joined if math.isinf(p) or p == 1.0 else joined.pow(p), p)
 
 

@@ -29,9 +29,9 @@ def aliases_in(module: nn.Module) -> Iterator[tuple[Alias, nn.Parameter]]:
     """
     if type(module).__setattr__ is not nn.Module.__setattr__:
         return
-    for attribute, value in tuple(module.__dict__.items()):
-        if attribute in _TORCHS:
-            continue
+    own = module.__dict__.keys() - _TORCHS
+    for attribute in [name for name in module.__dict__ if name in own]:
+        value = module.__dict__[attribute]
         found: list[tuple[object, object]] = []
         if isinstance(value, nn.Parameter):
             found = [(None, value)]

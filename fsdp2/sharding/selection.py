@@ -71,6 +71,9 @@ def managed_parameters(
 
 
 def entries_of(modules: tuple[nn.Module, ...], params: set[nn.Parameter]) -> set[ModuleEntry]:
+    """Where ``modules``, and those below, register any of ``params``."""
+    if not params:
+        return set()
     return {
         (owner, key)
         for owner, _ in managed_modules(modules, into_units=True)

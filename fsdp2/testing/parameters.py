@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fsdp2.core.layout.layout import ROWS, Cut, Slot
-from fsdp2.core.params.param import Swap
+from fsdp2.core.params.param import ParamStore, Swap
 from fsdp2.testing.virtual import VirtualDevice, VirtualTensor, _Counted
 
 
@@ -170,6 +170,10 @@ class VirtualParam(PaperParam):
         return [form for form in (self.sharded, self.unsharded) if form is not None]
 
     def swaps(self, param: object) -> list[Swap]:
+        """There is no module."""
+        return []
+
+    def stores(self) -> list[tuple[ParamStore, str]]:
         """There is no module."""
         return []
 

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fsdp2.core.device.buffers import Strided
 from fsdp2.core.device.collectives import ReduceKind
 from fsdp2.record.notes import (
     HOST,
@@ -158,7 +159,19 @@ class VirtualTransient:
     ) -> VirtualTensor:
         return VirtualTensor(self, shape, dtype)
 
-    piece = view
+    def pieces(
+        self,
+        dtype: torch.dtype,
+        byte_offset: int,
+        numel: int,
+        places: Sequence[tuple[int, tuple[int, ...]]],
+    ) -> list[VirtualTensor]:
+        return [VirtualTensor(self, shape, dtype) for _, shape in places]
+
+    def views(
+        self, dtype: torch.dtype, byte_offset: int, places: Sequence[Strided]
+    ) -> list[VirtualTensor]:
+        return [VirtualTensor(self, shape, dtype) for shape, _, _ in places]
 
     def acquire(self) -> None:
         if self.allocation is None:

@@ -10,6 +10,7 @@ from fsdp2.core.device.buffers import (
     SwappedBuffer,
     TransientBuffer,
     absent,
+    row_major,
     saved_in,
 )
 
@@ -285,3 +286,38 @@ def test_what_is_absent_is_no_number(dtype: torch.dtype) -> None:
 def test_other_dtypes_that_are_absent() -> None:
     assert absent(torch.int64, CPU).item() == -1
     assert absent(torch.bool, CPU).item() is False
+
+
+@pytest.mark.parametrize("kind", [TransientBuffer, SwappedBuffer])
+def test_views_are_as_those_that_are_made_one_by_one(kind: type[TransientBuffer]) -> None:
+    buffer = kind(256, CPU, "test")
+    places = [row_major((2, 3), 0), row_major((4,), 6), ((2, 2), (1, 2), 10), row_major((0, 3), 14)]
+    many = buffer.views(torch.float32, 64, places)
+    for view, (shape, strides, start) in zip(many, places, strict=True):
+        one = buffer.view(torch.float32, 64 + 4 * start, shape, strides)
+        assert (view.shape, view.stride()) == (one.shape, one.stride())
+        assert view.storage_offset() == one.storage_offset()
+        assert view.untyped_storage()._cdata == one.untyped_storage()._cdata
+        assert not view._is_view()
+        assert view._version == 0
+    many[0].fill_(1.0)
+    assert [view._version for view in many] == [1, 0, 0, 0]  # a counter each (invariant I4)
+    buffer.release()
+    buffer.acquire()
+    many[0].fill_(2.0)
+    assert buffer.view(torch.float32, 64, (2, 3)).eq(2.0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+def test_pieces_have_storages_and_strides_of_their_own(dtype: torch.dtype) -> None:
+    buffer = FlatBuffer(256, CPU)
+    places = [(0, (1, 5)), (8, (3, 1)), (12, (0, 4)), (12, (2, 2))]
+    for piece, (start, shape) in zip(buffer.pieces(dtype, 16, 16, places), places, strict=True):
+        assert tuple(piece.shape) == shape
+        assert piece.stride() == torch.empty(shape).stride()
+        assert piece.untyped_storage().nbytes() == piece.numel() * dtype.itemsize
+        assert piece.storage_offset() == 0
+        assert piece._base is None
+        piece.fill_(1)
+        whole = buffer.view(dtype, 16 + start * dtype.itemsize, shape)
+        assert torch.equal(whole, piece)

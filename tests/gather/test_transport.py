@@ -81,9 +81,9 @@ def _check(
     def body(collectives: thread_ranks.ThreadCollectives) -> list[str]:
         transports, full = _bind(layout, wholes, collectives)
         parameters = {
-            slot.index: transport.gathered(slot)
+            slot.index: gathered
             for transport in transports
-            for slot in transport.segment.slots
+            for slot, gathered in transport.parameters()
         }
         full.release()
         for _ in range(2):
@@ -246,9 +246,9 @@ def test_local_parameter_is_the_shard_itself() -> None:
     (transport,), _ = thread_ranks.run_ranks(
         1, lambda c: _bind(layout, _wholes([_param((4, 4))]), c)
     )[0]
-    gathered = transport.gathered(layout.segments[0].slots[0])
+    ((_, gathered),) = transport.parameters()
     gathered.fill_(7)
-    again = transport.gathered(layout.segments[0].slots[0])
+    ((_, again),) = transport.parameters()
     assert again.eq(7).all()
     assert again.untyped_storage().data_ptr() == gathered.untyped_storage().data_ptr()
 

@@ -445,6 +445,39 @@ def test_one_tensor_a_unit() -> None:
     assert kernels == {"aten::as_strided", "aten::_fused_adamw_", "aten::_foreach_add_.Scalar"}
 
 
+class _Slowing(torch.optim.Optimizer):
+    """Keeps count of its steps in its parameter groups, as schedule-free optimizers do."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=group["lr"] / group["k"])
+
+
+@ranks(2)
+def test_what_a_class_writes_into_its_groups() -> None:
+    """It is there in the next step, also where runs are cut anew, and in the state dict."""
+
+    def run(make: Make) -> Any:
+        model = parity.shard(parity.OURS, mlp())
+        optimizer = make(model)
+
+        def before(step: int) -> None:
+            if step == 2:
+                optimizer.load_state_dict(optimizer.state_dict())
+
+        return _train(model, optimizer, 4, before), optimizer.param_groups[0]["k"]
+
+    flat = run(lambda model: FlatOptimizer(model, _Slowing, elementwise=True, lr=0.1))
+    parity.assert_equal(flat, run(lambda model: _Slowing(model.parameters(), 0.1)))
+    assert flat[1] == 4
+
+
 @ranks(2)
 def test_classes_that_look_at_whole_parameters_are_refused() -> None:
     model = parity.shard(parity.OURS, mlp())

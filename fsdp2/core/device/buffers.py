@@ -52,15 +52,21 @@ def _aliased(
     return typed
 
 
-def _own_storage(raw: torch.Tensor) -> torch.Tensor:
-    """The same memory as ``raw`` (bytes), behind a storage that begins and ends where it does."""
-    if raw.numel() == 0:
-        return torch.empty_like(raw)
-    if type(raw) is not torch.Tensor or raw.is_meta:
-        return raw  # no memory
-    # By capsule: it orders no streams, and takes page-locked memory as what it is.
-    alias: torch.Tensor = from_dlpack(torch._C._to_dlpack(raw))
-    return alias
+def _separated(flat: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """A part of a flat tensor, behind a storage that begins and ends where the part does."""
+    numel = math.prod(shape)
+    if numel == 0:
+        return torch.empty(shape, dtype=flat.dtype, device=flat.device)
+    if flat.is_meta:  # one storage, as the buffer is one allocation where a step is rehearsed
+        start += int(flat.storage_offset())
+        return flat.as_strided(shape, contiguous_strides(shape), start).data
+    part = flat.narrow(0, start, numel)
+    if type(flat) is not torch.Tensor:  # no memory
+        return _aliased(part.view(torch.uint8), flat.dtype, 0, shape, None)
+    # By capsule: it orders no streams, and takes page-locked memory as what it is. In one dim, and
+    # given its shape in place: capsules change strides of dims of one, a view has a base.
+    own: torch.Tensor = from_dlpack(torch._C._to_dlpack(part))
+    return own.resize_(shape)
 
 
 def separate(tensor: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -74,8 +80,7 @@ def separate(tensor: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.
         shape: of the part.
     """
     with torch.inference_mode(False):
-        part = tensor.detach().view(-1).narrow(0, start, math.prod(shape)).view(torch.uint8)
-        return _aliased(_own_storage(part), tensor.dtype, 0, shape, None)
+        return _separated(tensor.detach().view(-1), start, shape)
 
 
 @functools.cache
@@ -94,6 +99,15 @@ def empties_storages(device: torch.device) -> bool:
     return storage.nbytes() == 0
 
 
+Strided = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Of a view in a flat tensor: shape; strides and start, in elements."""
+
+
+def row_major(shape: tuple[int, ...], start: int) -> Strided:
+    """Of a contiguous view."""
+    return shape, contiguous_strides(shape), start
+
+
 class Buffer(Protocol):
     """Memory that tensors are views of."""
 
@@ -105,6 +119,11 @@ class Buffer(Protocol):
         strides: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
         """A tensor over the buffer; ``strides`` in elements, contiguous by default."""
+
+    def views(
+        self, dtype: torch.dtype, byte_offset: int, places: Sequence[Strided]
+    ) -> list[torch.Tensor]:
+        """Several, each in its place in a part of the buffer; as `view` makes one."""
 
     def keep_valid(self, tensor: torch.Tensor) -> None:
         """Let ``tensor``, made of a view of the buffer, be as valid as the view is."""
@@ -134,6 +153,26 @@ class _OneStorage:
         with torch.inference_mode(False):
             return _aliased(self._raw, dtype, byte_offset, shape, strides)
 
+    def views(
+        self, dtype: torch.dtype, byte_offset: int, places: Sequence[Strided]
+    ) -> list[torch.Tensor]:
+        """Several, for a third of the work each.
+
+        Args:
+            dtype: of all.
+            byte_offset: where a part of the buffer begins.
+            places: of the views in it.
+        """
+        assert self.allocated, f"{self.name} is not allocated"
+        first = byte_offset // dtype.itemsize
+        with torch.inference_mode(False), torch.no_grad():
+            whole = _aliased(self._raw, dtype, 0, (0,), None)
+            # ``.data`` has a version counter of its own, and is no view for autograd.
+            return [
+                whole.as_strided(shape, strides, first + start).data
+                for shape, strides, start in places
+            ]
+
     def keep_valid(self, tensor: torch.Tensor) -> None:
         """Nothing to do: what shares the storage finds its memory there."""
 
@@ -160,9 +199,27 @@ class FlatBuffer(_OneStorage):
         ``copy.deepcopy`` of one parameter leave the others out. Nor can ``torch.save`` write a
         DTensor whose rows begin in the middle of a storage, or views of one storage in two dtypes.
         """
+        return self.pieces(dtype, byte_offset, math.prod(shape), [(0, shape)])[0]
+
+    def pieces(
+        self,
+        dtype: torch.dtype,
+        byte_offset: int,
+        numel: int,
+        places: Sequence[tuple[int, tuple[int, ...]]],
+    ) -> list[torch.Tensor]:
+        """As `piece`, of several in a part of the buffer.
+
+        Args:
+            dtype: of the part.
+            byte_offset: where it begins.
+            numel: its elements.
+            places: where each piece begins in it, in elements, and its shape.
+        """
         with torch.inference_mode(False):
-            end = byte_offset + math.prod(shape) * dtype.itemsize
-            return separate(self._raw[byte_offset:end].view(dtype), 0, shape)
+            end = byte_offset + numel * dtype.itemsize
+            flat = self._raw[byte_offset:end].view(dtype)
+            return [_separated(flat, start, shape) for start, shape in places]
 
     @property
     def storage(self) -> torch.UntypedStorage:
@@ -306,6 +363,15 @@ class SwappedBuffer(TransientBuffer):
         """A tensor over the buffer, which must be allocated; ``strides`` in elements."""
         made = super().view(dtype, byte_offset, shape, strides)
         self.keep_valid(made)
+        return made
+
+    def views(
+        self, dtype: torch.dtype, byte_offset: int, places: Sequence[Strided]
+    ) -> list[torch.Tensor]:
+        """Several, each in its place in a part of the buffer."""
+        made = super().views(dtype, byte_offset, places)
+        for each in made:
+            self.keep_valid(each)
         return made
 
     def keep_valid(self, tensor: torch.Tensor) -> None:

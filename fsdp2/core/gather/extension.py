@@ -253,7 +253,8 @@ class ExtendedParam:
                 f"(gathered tensor, inner tensors) the first time, not {type(result).__name__}",
             )
         gathered, inner = result
-        self.param.materialize(self._cut(gathered))
+        with torch.inference_mode(False), torch.no_grad():
+            self.param.materialize(self._cut(gathered))
         made = self._gathered = self.param.unsharded
         assert made is not None
         inner = list(inner)

@@ -31,7 +31,7 @@ from typing import Protocol
 import torch
 
 from fsdp2.core.custom_collectives import AllGather, checked_buffer
-from fsdp2.core.device.buffers import Buffer, FlatBuffer, TransientBuffer
+from fsdp2.core.device.buffers import Buffer, FlatBuffer, TransientBuffer, row_major
 from fsdp2.core.device.collectives import Collectives, Launch, Work, collectives_of
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.layout.layout import Segment, Slot
@@ -105,14 +105,12 @@ class SegmentTransport(GatherTransport):
         """Bytes that one rank gives to a gather of ``numel`` elements."""
         return numel * itemsize
 
-    def gathered(self, slot: Slot) -> torch.Tensor:
-        """The tensor of the gathered parameter: its global shape, over the gathered buffer."""
-        start = self.segment.full_byte_offset + slot.full_offset * self._itemsize
-        return self._full.view(self.segment.full_dtype, start, slot.shape)
-
     def parameters(self) -> list[tuple[Slot, torch.Tensor]]:
         """Every slot and the tensor of its gathered parameter."""
-        return [(slot, self.gathered(slot)) for slot in self.segment.slots]
+        segment = self.segment
+        start, places = segment.full_byte_offset, segment.gathered_places
+        gathered = self._full.views(segment.full_dtype, start, places)
+        return list(zip(segment.slots, gathered, strict=True))
 
     def _shard_flat(self) -> torch.Tensor:
         segment = self.segment
@@ -129,6 +127,12 @@ class SegmentTransport(GatherTransport):
     ) -> torch.Tensor:
         start = self.segment.full_byte_offset + (slot.full_offset + offset) * self._itemsize
         return self._full.view(self._wire, start, shape, strides)
+
+    def _rows_of(self, slots: Sequence[Slot]) -> list[torch.Tensor]:
+        """The slots of parameters whose pieces are in order, as rows of a rank each."""
+        ranks = self.collectives.size
+        places = [row_major((ranks, slot.shard_numel), slot.full_offset) for slot in slots]
+        return self._full.views(self._wire, self.segment.full_byte_offset, places)
 
     def _block(self, slot: Slot, ranks: int, first: int, length: int) -> torch.Tensor:
         """Where ``length`` indices of the sharded dim, from ``ranks`` ranks of a band, belong."""
@@ -169,8 +173,12 @@ class CoalescedTransport(SegmentTransport):
         self._shards = list(self.kernels.pieces(self._shard_flat(), sizes))[: len(slots)]
         for piece in self._shards:
             self._shard.keep_valid(piece)
-        self._outputs = [self._slot_view(slot, (slot.full_numel,)) for slot in slots]
-        self._inputs = [self._own_piece(slot) for slot in slots] if self.casts else self._shards
+        start = segment.full_byte_offset
+        self._outputs = self._full.views(self._wire, start, segment.slot_places)
+        self._inputs = self._shards
+        if self.casts:
+            pieces = segment.piece_places(self.collectives.rank)
+            self._inputs = self._full.views(self._wire, start, pieces)
         self.gather = self.collectives.bind_all_gather_many(self._outputs, self._inputs)
 
     def carry(self, packed: PackedTransport) -> None:
@@ -181,11 +189,6 @@ class CoalescedTransport(SegmentTransport):
 
     def copy_in(self) -> None:
         self.kernels.copy_many(self._inputs, self._shards)
-
-    def _own_piece(self, slot: Slot) -> torch.Tensor:
-        return self._slot_view(
-            slot, (slot.shard_numel,), offset=self.collectives.rank * slot.shard_numel
-        )
 
 
 def runs_of_one_size(slots: Sequence[Slot]) -> list[list[Slot]]:
@@ -276,7 +279,7 @@ class PackedTransport(SegmentTransport):
     def _split_rows(self, rows: Sequence[Slot], wasted: int) -> None:
         """One kernel, which makes views of its own of what it splits."""
         ranks, width = self.collectives.size, self.segment.shard_numel
-        self._rows = [self._slot_view(slot, (ranks, slot.shard_numel)) for slot in rows]
+        self._rows = self._rows_of(rows)
         if wasted:
             end = ranks * width * self._itemsize
             self._rows.append(self._packed.view(self._wire, end, (ranks, wasted)))
@@ -361,12 +364,13 @@ class LocalTransport(SegmentTransport):
                 segment.full_dtype, segment.full_byte_offset, (segment.shard_numel,)
             )
 
-    def gathered(self, slot: Slot) -> torch.Tensor:
+    def parameters(self) -> list[tuple[Slot, torch.Tensor]]:
         if self.casts:
-            return super().gathered(slot)
+            return super().parameters()
         segment = self.segment
-        start = segment.shard_byte_offset + slot.shard_offset * self._itemsize
-        return self._shard.view(segment.shard_dtype, start, slot.shape)
+        places = [row_major(slot.shape, slot.shard_offset) for slot in segment.slots]
+        gathered = self._shard.views(segment.shard_dtype, segment.shard_byte_offset, places)
+        return list(zip(segment.slots, gathered, strict=True))
 
     def copy_out(self) -> None:
         if self._target is not None:
@@ -391,7 +395,7 @@ class _CustomPart(SegmentTransport):
         self._flat = self._shard_flat()
         rows = [slot for slot in segment.slots if slot.in_order and slot.shard_numel]
         self._sizes = [slot.shard_numel for slot in rows]
-        self._rows = [self._slot_view(slot, (collectives.size, slot.shard_numel)) for slot in rows]
+        self._rows = self._rows_of(rows)
         self._blocks = [
             (slot, block, self._block(slot, *block))
             for slot in segment.slots

@@ -4,6 +4,7 @@
     mesh    from a mesh and a cut to DTensor placements
     logs    what is logged of layouts, binds and the schedule
 
-Owns: nothing that changes; process groups of meshes made here are cached.
+Owns: nothing that changes. What alike groups have in common is kept with their layout, which is one
+object; what alike parameters have, with their axes. Process groups of meshes made here are cached.
 May import: device.
 """

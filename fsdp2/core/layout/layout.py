@@ -22,13 +22,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeVar, cast
 
 import torch
 
+from fsdp2.core.device.buffers import Strided, row_major
 from fsdp2.core.pieces import ceil_div, round_up
+
+T = TypeVar("T")
 
 COLLECTIVE_ALIGN_BYTES = 16
 """NCCL moves chunks of a multiple of 16 bytes with vector loads, others element by element."""
@@ -107,7 +112,7 @@ class ParamShape:
     """What the layout must know about a parameter.
 
     Attributes:
-        name: full name, for messages.
+        name: full name, for messages; those of other names may be alike.
         shape: global shape.
         cut: how it is sharded.
         shard_dtype: dtype of the shard, as any hashable value.
@@ -118,7 +123,7 @@ class ParamShape:
         coded: whether it is gathered in a format of fewer bytes.
     """
 
-    name: str
+    name: str = field(compare=False)
     shape: tuple[int, ...]
     cut: Cut
     shard_dtype: torch.dtype
@@ -164,44 +169,44 @@ class Slot:
         """Shape of a whole piece."""
         return self.cut.piece(self.shape, self.world_size)
 
-    @property
+    @functools.cached_property
     def chunk(self) -> int:
         """Length of a whole piece in the sharded dim."""
         return self.piece[self.dim]
 
-    @property
+    @functools.cached_property
     def inner(self) -> int:
         """Elements behind one index of the sharded dim: the product of the later dims."""
         return math.prod(self.shape[self.dim + 1 :])
 
-    @property
+    @functools.cached_property
     def outer(self) -> int:
         """The product of a band's dims before the sharded one (1 for dim 0)."""
         return math.prod(self.piece[: self.dim])
 
-    @property
+    @functools.cached_property
     def shard_numel(self) -> int:
         """Elements of one rank's piece, padding included; the same on every rank."""
         return math.prod(self.piece)
 
-    @property
+    @functools.cached_property
     def full_numel(self) -> int:
         """Elements of the gathered slot: whole pieces for dim 0, else the parameter itself."""
         if self.dim == 0:
             return self.world_size * self.shard_numel
         return self.numel
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Elements of the parameter."""
         return math.prod(self.shape)
 
-    @property
+    @functools.cached_property
     def even(self) -> bool:
         """Whether every rank holds a whole piece."""
         return self.chunk * self.per_band == self.shape[self.dim]
 
-    @property
+    @functools.cached_property
     def in_order(self) -> bool:
         """Whether the ranks' pieces lie in the parameter one behind the other."""
         return self.cut.in_order(self.shape, self.world_size)
@@ -275,7 +280,24 @@ class Segment:
     shard_byte_offset: int
     full_byte_offset: int
 
-    @property
+    @functools.cached_property
+    def gathered_places(self) -> list[Strided]:
+        """Where each gathered parameter is in the segment's part of the gathered buffer."""
+        return [row_major(slot.shape, slot.full_offset) for slot in self.slots]
+
+    @functools.cached_property
+    def slot_places(self) -> list[Strided]:
+        """The same of whole slots, padding included, in one dim."""
+        return [((slot.full_numel,), (1,), slot.full_offset) for slot in self.slots]
+
+    def piece_places(self, rank: int) -> list[Strided]:
+        """The same of a rank's pieces, where pieces are in order."""
+        return [
+            ((slot.shard_numel,), (1,), slot.full_offset + rank * slot.shard_numel)
+            for slot in self.slots
+        ]
+
+    @functools.cached_property
     def tail(self) -> int:
         """Elements of padding behind the last slot of the shard."""
         return self.shard_numel - sum(slot.shard_numel for slot in self.slots)
@@ -301,6 +323,9 @@ def straight_into_slots(segments: Sequence[Segment]) -> bool:
 class GroupLayout:
     """The plan of one group: a value that can be printed, compared and tested on its own.
 
+    Alike groups have one and the same (`layout_of`). What they have in common besides is kept with
+    it: made by the first of them, gone with the last (`once`).
+
     Attributes:
         world_size: ranks that the group is sharded over.
         segments: its segments.
@@ -315,6 +340,30 @@ class GroupLayout:
     shard_bytes: int
     full_bytes: int
     payload_bytes: int
+    _common: dict[Hashable, object] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What all groups of this layout have in common besides, under ``key``.
+
+        Args:
+            key: what it depends on, but for the layout; whose it is, first.
+            make: makes it, for the first group that asks. It refers to no group.
+        """
+        if key not in self._common:
+            self._common[key] = make()
+        return cast(T, self._common[key])
+
+    def rows_of(self, rank: int) -> list[list[tuple[int, tuple[int, ...]]]]:
+        """Where the rows of a rank begin in each segment's part of its shard, and their shapes."""
+        return self.once(
+            ("rows", rank),
+            lambda: [
+                [(slot.shard_offset, slot.local_shape(rank)) for slot in segment.slots]
+                for segment in self.segments
+            ],
+        )
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -486,6 +535,20 @@ def build_layout(
     if len(segments) == 1:  # nothing follows: no need to align what comes after
         shard_bytes = segments[0].shard_numel * params[0].shard_itemsize
     return GroupLayout(world_size, tuple(segments), shard_bytes, full_bytes, payload)
+
+
+_layouts: weakref.WeakValueDictionary[Hashable, GroupLayout] = weakref.WeakValueDictionary()
+
+
+def layout_of(
+    params: Sequence[ParamShape], world_size: int, coalesces: bool, pack_below: int
+) -> GroupLayout:
+    """As `build_layout`; the same object for all groups that are alike, as long as one has it."""
+    key = (tuple(params), world_size, coalesces, pack_below)
+    found = _layouts.get(key)
+    if found is None:
+        found = _layouts[key] = build_layout(params, world_size, coalesces, pack_below)
+    return found
 
 
 def _misaligned(param: ParamShape, world_size: int) -> bool:

@@ -108,6 +108,7 @@ class UnitHooks(UnitRecord):
         "_output_dtype",
         "_registrations",
         "_returned_parameter",
+        "_starts",
         "_still_to_run",
     )
 
@@ -128,6 +129,7 @@ class UnitHooks(UnitRecord):
         self._first_group: ParamGroup | None = None  # at or below the unit, when they were checked
         self._inner_calls = 0  # of the unit, inside of its own forward
         self._is_list = len(modules) > 1
+        self._starts = False  # whether this forward has just looked for all units
         self._still_to_run: set[int] = set()  # of a list: ids of modules that have not run yet
         self._returned_parameter = False  # of a list: whether one that has run returned one
         # What autograd calls with the gradient of an input; `serve` says whose.
@@ -156,7 +158,7 @@ class UnitHooks(UnitRecord):
 
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Gather; cast inputs; mark where backward leaves the unit."""
-        scheduler = self.scheduler or start(self)
+        scheduler = self.scheduler or self._start()
         if _in_backward() != _OUTSIDE:
             return self._recompute(scheduler, args, kwargs)
         unit, now = self.unit, scheduler.iteration
@@ -182,6 +184,15 @@ class UnitHooks(UnitRecord):
             args, kwargs = self._cast_inputs(args, kwargs)
         # Last of all: a cast's node is the newest then, and needs no view to end the backward at.
         return self._mark_inputs(args, kwargs)
+
+    def _serves_others(self, scheduler: Scheduler) -> bool:
+        """Whether ``scheduler`` knows other units than there are now."""
+        return set(served_with(self)) != {*map(record_of_unit, scheduler.units)}
+
+    def _start(self) -> Scheduler:
+        """Its first forward: it is a root, or below one from now on."""
+        self._starts = True
+        return start(self)
 
     def _recompute(self, scheduler: Scheduler, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """A forward in a backward: a checkpointed one that runs again."""
@@ -234,7 +245,8 @@ class UnitHooks(UnitRecord):
     def _check_registrations(self, scheduler: Scheduler) -> Scheduler:
         """Something was registered since: find new units and ties, refuse what none manages."""
         self._registrations = -1  # until nothing is refused
-        if self.unit.is_root and set(served_with(self)) != {*map(record_of_unit, scheduler.units)}:
+        fresh, self._starts = self._starts, False
+        if self.unit.is_root and not fresh and self._serves_others(scheduler):
             scheduler = start(self)
         groups = scheduler.groups
         known = {id(form) for group in groups for p in group.params for form in p.forms()}
@@ -242,15 +254,17 @@ class UnitHooks(UnitRecord):
             follow_replaced(group, known)
         managed = {entry: p for group in groups for p in group.params for entry in p.entries}
         moves: list[Move] = []
+        inside: list[UnitRecord] = []
         for module in self.modules:
-            ignored = {entry for below in records_below(module) for entry in below.ignored}
+            below = records_below(module)
+            inside += below
+            ignored = {entry for record in below for entry in record.ignored}
             moves += find_moves(module, managed, ignored)
         if moves:
             scheduler.wait_for_reductions()
             take_up(moves, scheduler.units)
             scheduler.refresh()
-        below = (r.unit for module in self.modules for r in records_below(module))
-        groups = [group for unit in below for group in unit.own_groups]
+        groups = [group for record in inside for group in record.unit.own_groups]
         self._first_group = groups[0] if groups else None
         for group in groups:
             put_back(group)

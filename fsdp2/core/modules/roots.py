@@ -114,24 +114,26 @@ def served_with(record: UnitRecord) -> dict[UnitRecord, list[str]]:
 
 def _tops(found: Iterable[UnitRecord]) -> list[UnitRecord]:
     """Those that are below none of the others."""
-    inside = {
-        below
-        for record in found
-        for module in record.modules
-        for below in records_below(module)
-        if below is not record
-    }
+    inside: set[UnitRecord] = set()
+    for record in found:
+        modules = record.modules
+        if record in inside and len(modules) == 1:
+            continue  # all that is below it is below the one around it, too
+        for module in modules:
+            inside.update(below for below in records_below(module) if below is not record)
     return [record for record in found if record not in inside]
 
 
 def _name_parameters(root: nn.Module) -> None:
     """By where they are registered, the first place of several; whatever is registered there."""
     managed: dict[ModuleEntry, ShardedParam] = {}
-    for below in records_below(root):
+    modules = list(root.named_modules())
+    found = dict.fromkeys(record_of(module) for _, module in modules)
+    for below in filter(None, found):
         for group in below.unit.own_groups:
             group.name = below.unit.title
             managed.update({entry: param for param in group.params for entry in param.entries})
-    entries = [(m, key, prefix) for prefix, m in root.named_modules() for key in m._parameters]
+    entries = [(m, key, prefix) for prefix, m in modules for key in m._parameters]
     for module, key, prefix in reversed(entries):
         param = managed.get((module, key))
         if param is not None:

@@ -35,27 +35,42 @@ def walk(
         yield from _by_depth(roots, leaves_out, seen)
         return
     for root in roots:
-        yield from _depth_first(root, "", leaves_out, order == "children first", seen)
+        if order == "children first":
+            yield from _children_first(root, "", leaves_out, seen)
+        else:
+            yield from _parents_first(root, leaves_out, seen)
 
 
-def _depth_first(
+def _parents_first(
+    root: nn.Module, leaves_out: Callable[[nn.Module], bool] | None, seen: set[nn.Module]
+) -> Iterator[tuple[nn.Module, str]]:
+    # One generator: `fully_shard` walks several times over all modules that it is called on.
+    waiting = [(root, "")]
+    while waiting:
+        module, prefix = waiting.pop()
+        if module in seen or (module is not root and leaves_out is not None and leaves_out(module)):
+            continue
+        seen.add(module)
+        yield module, prefix
+        for name, child in reversed(module._modules.items()):
+            if child is not None:
+                waiting.append((child, f"{prefix}{name}."))
+
+
+def _children_first(
     module: nn.Module,
     prefix: str,
     leaves_out: Callable[[nn.Module], bool] | None,
-    children_first: bool,
     seen: set[nn.Module],
 ) -> Iterator[tuple[nn.Module, str]]:
     # No function inside another: one that calls itself is a cycle, here around all modules.
     if module in seen:
         return
     seen.add(module)
-    if not children_first:
-        yield module, prefix
     for name, child in module.named_children():
         if leaves_out is None or not leaves_out(child):
-            yield from _depth_first(child, f"{prefix}{name}.", leaves_out, children_first, seen)
-    if children_first:
-        yield module, prefix
+            yield from _children_first(child, f"{prefix}{name}.", leaves_out, seen)
+    yield module, prefix
 
 
 def _by_depth(

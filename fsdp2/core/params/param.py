@@ -42,6 +42,7 @@ from fsdp2.core.layout.mesh import (
     sharded_spec,
     with_dtype,
     wrap_local,
+    wrap_parameter,
 )
 from fsdp2.core.params.aliases import REPLACED, Alias
 from fsdp2.core.params.hooks import count_hooks
@@ -325,11 +326,13 @@ class ShardedParam:
     def adopt(self, slot: Slot, target: torch.Tensor) -> None:
         """Move this rank's rows to ``target``, a view of the flat shard, and be backed by it.
 
+        Called where nothing is recorded.
+
         Args:
             slot: the parameter's place in the layout.
             target: ``slot.local_shape(rank)``.
         """
-        with torch.no_grad():
+        if not target.is_meta:
             if self._whole is None:
                 rows = self.laid_out(self.local)
             else:
@@ -362,8 +365,7 @@ class ShardedParam:
             self._spec = self.sharded._spec  # type: ignore[attr-defined]  # a DTensor
         else:
             self._whole = None
-            sharded = wrap_local(rows, self._spec)
-            self.sharded = nn.Parameter(sharded, requires_grad=self.requires_grad)
+            self.sharded = wrap_parameter(rows, self._spec, self.requires_grad)
             self.sharded.__dict__.update(self.attributes)
             if self._hooks[1] is not None:
                 self.sharded._post_accumulate_grad_hooks = self._hooks[1]
@@ -376,10 +378,12 @@ class ShardedParam:
     @property
     def is_in_place(self) -> bool:
         """Whether its rows still are where `adopt` put them."""
-        target = self._target
-        if target is None or self.is_extended or is_extended(target):  # memory of its own
-            return target is not None and self.local is target
-        return bool(self.local.untyped_storage()._cdata == target.untyped_storage()._cdata)
+        target, local = self._target, self.local
+        if target is None or local is target:
+            return target is not None
+        if is_extended(local) or is_extended(target):  # memory of its own
+            return False
+        return bool(local.untyped_storage()._cdata == target.untyped_storage()._cdata)
 
     def follow_registered(self) -> None:
         """Manage the parameter that somebody put into an entry, and register it in all of them.
@@ -446,6 +450,8 @@ class ShardedParam:
             device: where it must be.
             offloaded: whether that is CPU memory because it is offloaded.
         """
+        if self._whole is None and self.local.device == device:
+            return
         if self.is_meta and device.type != "meta":
             raise ShardingStateError(
                 f"parameter '{self.name}' is still on the meta device; call "
@@ -531,14 +537,15 @@ class ShardedParam:
     def materialize(self, gathered: torch.Tensor) -> None:
         """Make the unsharded parameter over ``gathered``, which has its own version counter.
 
+        Called where nothing is recorded, outside of inference mode.
+
         Args:
             gathered: ``shape``; the parameter, or its local tensor if it was a DTensor before.
         """
-        with torch.inference_mode(False), torch.no_grad():
-            gathered = self.as_seen(gathered)
-            if self.parallel is not None:
-                gathered = wrap_local(gathered, with_dtype(self.parallel, gathered.dtype))
-            unsharded = nn.Parameter(gathered, requires_grad=self.sharded.requires_grad)
+        gathered = self.as_seen(gathered)
+        if self.parallel is not None:
+            gathered = wrap_local(gathered, with_dtype(self.parallel, gathered.dtype))
+        unsharded = nn.Parameter(gathered, requires_grad=self.sharded.requires_grad)
         unsharded.__dict__.update({**self.attributes, **self._marks()})
         if self._hooks[0] is not None:
             unsharded._backward_hooks = self._hooks[0]
@@ -606,9 +613,13 @@ class ShardedParam:
 
     def swaps(self, param: nn.Parameter) -> list[Swap]:
         """The stores that register ``param``, ready to be run in a loop."""
-        swaps: list[Swap] = [(store_of(module), name, param) for module, name in self.entries]
-        swaps += [(alias, self.name, param) for alias in self.aliases]
-        return swaps
+        return [(store, name, param) for store, name in self.stores()]
+
+    def stores(self) -> list[tuple[ParamStore, str]]:
+        """Where a form of it is registered, and under which names."""
+        stores = [(store_of(module), name) for module, name in self.entries]
+        stores += [(alias, self.name) for alias in self.aliases]
+        return stores
 
 
 class HasDtype(Protocol):

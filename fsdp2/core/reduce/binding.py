@@ -10,9 +10,9 @@ The order of steps is decided here and nowhere else (decision 6).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -32,6 +32,22 @@ from fsdp2.core.reduce.rows import FlatPlan, plan_flat
 from fsdp2.core.reduce.spec import ReductionSpec
 
 P = TypeVar("P")
+T = TypeVar("T")
+
+Family = tuple[list[tuple[P, Slot]], list[tuple[P, Slot]]]
+"""Members that are reduced alike, with their slots: directly, and packed."""
+
+
+class Once(Protocol):
+    """What alike groups have in common: made by the first of them."""
+
+    def __call__(self, key: Hashable, make: Callable[[], T], /) -> T:
+        """As `GroupLayout.once`."""
+
+
+def anew(_: Hashable, make: Callable[[], T], /) -> T:
+    """For a reduction by itself, which shares nothing."""
+    return make()
 
 
 def make_reductions(
@@ -40,6 +56,7 @@ def make_reductions(
     collectives: Collectives,
     replicas: Replicas | None,
     kernels: Kernels,
+    once: Once,
 ) -> list[Reduction]:
     """A reduction for all parameters of equal specs, in the order of their first.
 
@@ -50,11 +67,15 @@ def make_reductions(
         collectives: of the shard axis.
         replicas: of the replicate axis, if there is one.
         kernels: memory and copies.
+        once: what the group shares with alike ones (`GroupLayout.once`).
     """
-    families: dict[ReductionSpec, tuple[list[tuple[P, Slot]], list[tuple[P, Slot]]]] = {}
+    families: dict[ReductionSpec, Family[P]] = {}
+    known: dict[int, Family[P]] = {}  # most have one and the same: it need not be hashed
     for spec, param, slot, direct in members:
-        direct_ones, packed_ones = families.setdefault(spec, ([], []))
-        (direct_ones if direct else packed_ones).append((param, slot))
+        family = known.get(id(spec))
+        if family is None:
+            family = known[id(spec)] = families.setdefault(spec, ([], []))
+        family[0 if direct else 1].append((param, slot))
     return [
         bind_reduction(
             gradients_of([param for param, _ in (*direct_ones, *packed_ones)]),
@@ -64,6 +85,7 @@ def make_reductions(
             collectives,
             replicas,
             kernels,
+            once,
         )
         for spec, (direct_ones, packed_ones) in families.items()
     ]
@@ -77,6 +99,7 @@ def bind_reduction(
     collectives: Collectives,
     replicas: Replicas | None,
     kernels: Kernels,
+    once: Once = anew,
 ) -> Reduction:
     """The reduction of members that are reduced alike.
 
@@ -89,6 +112,7 @@ def bind_reduction(
         collectives: of the shard axis.
         replicas: of the replicate axis, if there is one.
         kernels: memory and copies.
+        once: what the group shares with alike ones; nothing by default.
     """
     collectives = collectives_of(spec.reduce_dtype, collectives)
     if replicas is not None:
@@ -103,16 +127,16 @@ def bind_reduction(
     if spec.codec is not None:  # each rank sums by itself
         spec = replace(spec, sum_only=True)
     chosen = transport_of(spec, slots, direct, collectives.size, alone)
-    flat = plan_flat(
-        slots,
-        collectives.rank,
-        collectives.size,
-        spec.reduce_dtype,
-        needs_flat,
-        all_direct=direct == len(slots),
-        marks_alone=not chosen.carries_marks,
+    where = (collectives.rank, collectives.size, spec.reduce_dtype, needs_flat)
+    ways = (direct == len(slots), not chosen.carries_marks)
+    flat = once(
+        ("flat result", tuple(slot.index for slot in slots), where, ways),
+        lambda: plan_flat(slots, *where, *ways),
     )
-    division = _division(spec, collectives, replicas, flat, alone)
+    division = once(
+        _facts(spec, collectives, replicas, flat, alone),
+        lambda: _division(spec, collectives, replicas, flat, alone),
+    )
     marks = None
     if flat.marks is not None:
         apart = flat.marks.start is None  # they are not staged with gradients then
@@ -125,6 +149,19 @@ def bind_reduction(
     parts = _parts(gradients, context, chosen(context), replicas, alone)
     full, partial = parts.programs()
     return Reduction(gradients, parts.transport, parts.partial_sums, parts.kept, full, partial)
+
+
+def _facts(
+    spec: ReductionSpec,
+    collectives: Collectives,
+    replicas: Replicas | None,
+    flat: FlatPlan,
+    alone: bool,
+) -> Hashable:
+    """What `_division` depends on."""
+    copies = 1 if replicas is None else replicas.size
+    own = (spec.reduce_dtype, spec.factor, spec.sum_only, bool(flat.payload), alone)
+    return ("division", *own, collectives.size, collectives.premultiplies, copies)
 
 
 def _division(

@@ -13,12 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from fsdp2.core.device.buffers import contiguous_strides
+from fsdp2.core.device.buffers import Strided, row_major
 from fsdp2.core.layout.layout import COLLECTIVE_ALIGN_BYTES, Slot
 from fsdp2.core.pieces import round_up
-
-Strided = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Of a view in a flat tensor: shape; strides and start, in elements."""
 
 
 class Run(NamedTuple):
@@ -69,7 +66,7 @@ def runs(shapes: Sequence[tuple[int, ...]], starts: Sequence[int]) -> list[Run]:
         for indices in together:
             sizes = tuple(shapes[index][0] for index in indices)
             shape = (sum(sizes), *shapes[indices[0]][1:])
-            place = (shape, contiguous_strides(shape), starts[indices[0]])
+            place = row_major(shape, starts[indices[0]])
             planned.append(Run(shape, place, sizes if len(sizes) > 1 else None))
     return planned
 

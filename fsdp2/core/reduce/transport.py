@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fsdp2.core.custom_collectives import checked_buffer
-from fsdp2.core.device.buffers import TransientBuffer
+from fsdp2.core.device.buffers import TransientBuffer, row_major
 from fsdp2.core.layout.layout import Slot
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import ReduceContext, ReduceTransport
@@ -66,11 +66,11 @@ def _cast_targets(
     staging: TransientBuffer, slots: Sequence[Slot], dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """Places for whole gradients, one behind the other."""
-    targets, start = [], 0
+    places, start = [], 0
     for slot in slots:
-        targets.append(staging.view(dtype, start, slot.shape))
-        start += slot.numel * dtype.itemsize
-    return targets
+        places.append(row_major(slot.shape, start))
+        start += slot.numel
+    return staging.views(dtype, 0, places)
 
 
 class PackingReduce(ReduceTransport):

@@ -33,7 +33,7 @@ from fsdp2.core.gather.transport import GatherTransport, Load, Route
 from fsdp2.core.layout.layout import GroupLayout, Slot, Transport
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.params.gradients import Gradients, gradients_of
-from fsdp2.core.params.param import ShardedParam, Swap
+from fsdp2.core.params.param import ShardedParam, Swap, compute_dtype
 from fsdp2.core.reduce.binding import make_reductions
 from fsdp2.core.reduce.reduction import Reduction
 from fsdp2.core.reduce.spec import ReductionSpec, is_direct, reduction_spec
@@ -216,18 +216,20 @@ class Bound:
 
         Extended ones follow in their first gather.
         """
-        for transport in self.transports:
-            for slot, gathered in transport.parameters():
-                param = group.params[slot.index]
-                param.materialize(gathered)
-                assert param.unsharded is not None
-                self.full.keep_valid(local_of(param.unsharded))
-                self._bind_swaps(param)
+        with torch.inference_mode(False), torch.no_grad():
+            for transport in self.transports:
+                for slot, gathered in transport.parameters():
+                    param = group.params[slot.index]
+                    param.materialize(gathered)
+                    assert param.unsharded is not None
+                    self.full.keep_valid(local_of(param.unsharded))
+                    self._bind_swaps(param)
 
     def _bind_swaps(self, param: ShardedParam) -> None:
         assert param.unsharded is not None
-        self.to_sharded += param.swaps(param.sharded)
-        self.to_unsharded += param.swaps(param.unsharded)
+        for store, name in param.stores():
+            self.to_sharded.append((store, name, param.sharded))
+            self.to_unsharded.append((store, name, param.unsharded))
         self.unsharded.append(param.unsharded)
         self.unsharded_flags.append(param.unsharded.requires_grad)
         if not (param.is_extended or param.is_its_shard):  # whose gathers write it themselves
@@ -271,19 +273,29 @@ class Bound:
         owed = {id(m) for r in self.reductions for m in r.members} if waiting else ()
         self.reduces_frozen = False
         members: list[tuple[ReductionSpec, ShardedParam, Slot, bool]] = []
+        specs: dict[tuple[torch.dtype, torch.dtype, bool], ReductionSpec] = {}
         for segment in group.layout.segments:
             for slot in segment.slots:
                 param = group.params[slot.index]
                 frozen = not param.sharded.requires_grad
                 if id(param) not in known and (not frozen or id(param) in owed):
                     self.reduces_frozen = self.reduces_frozen or frozen
-                    spec = reduction_spec(group.options, param, group.offload, group.device)
+                    key = (compute_dtype(group.options, param), param.grad_dtype, param.exact)
+                    spec = specs.get(key)
+                    if spec is None:
+                        spec = reduction_spec(group.options, param, group.offload, group.device)
+                        specs[key] = spec
                     direct = is_direct(spec, slot, segment.transport)
                     members.append((spec, param, slot, direct))
         runtime = group.runtime
         with torch.inference_mode(False):  # tensors that a later backward writes to
             self.reductions = kept + make_reductions(
-                members, runtime.gradients_of, group.reducers, group.replicas, runtime.kernels
+                members,
+                runtime.gradients_of,
+                group.reducers,
+                group.replicas,
+                runtime.kernels,
+                group.layout.once,
             )
 
     @property

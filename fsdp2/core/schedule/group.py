@@ -28,7 +28,7 @@ from fsdp2.core.device.streams import COMPUTE, Event
 from fsdp2.core.gather.launch import Launched, gather_inline, gather_on_lanes
 from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.gather.transport import Route
-from fsdp2.core.layout.layout import GroupLayout, ParamShape, Transport, build_layout
+from fsdp2.core.layout.layout import GroupLayout, ParamShape, Transport, layout_of
 from fsdp2.core.layout.logs import BIND, BindReason
 from fsdp2.core.params.gradients import COUNTS_ARE_TRUE
 from fsdp2.core.params.param import (
@@ -202,29 +202,48 @@ class ParamGroup:
         the like gave a parameter other memory or another dtype (invariant I5).
         """
         self._require_sharded("adopt")
+        self._move_to(self._plan(shapes_of(self.params, self.options)))
+
+    def _move_to(self, layout: GroupLayout) -> None:
         self.rebind()
         self.layout = None  # until all have moved: where this is interrupted, all move again
-        layout = self._plan(shapes_of(self.params, self.options))
-        on_meta, kernels = any(param.is_meta for param in self.params), self.runtime.kernels
-        if self.offload is None:
-            shard = kernels.flat(layout.shard_bytes, on_meta)
-        else:
-            shard = kernels.host_flat(layout.shard_bytes, on_meta, self.offload.pin_memory)
-        for segment in layout.segments:
-            for slot in segment.slots:
-                param = self.params[slot.index]
-                if segment.transport is Transport.EXTENSION:
-                    param.adopt_extended(slot, self.offload)
-                    continue
-                start = segment.shard_byte_offset + slot.shard_offset * param.dtype.itemsize
-                shape = slot.local_shape(self.collectives.rank)
-                param.adopt(slot, shard.piece(param.dtype, start, shape))
+        shard = self._new_shard(layout)
+        rows = layout.rows_of(self.collectives.rank)
+        for segment, places in zip(layout.segments, rows, strict=True):
+            if segment.transport is Transport.EXTENSION:
+                for slot in segment.slots:
+                    self.params[slot.index].adopt_extended(slot, self.offload)
+                continue
+            start, numel = segment.shard_byte_offset, segment.shard_numel
+            pieces = shard.pieces(segment.shard_dtype, start, numel, places)
+            with torch.no_grad():
+                for slot, piece in zip(segment.slots, pieces, strict=True):
+                    self.params[slot.index].adopt(slot, piece)
         self.layout = layout
         self.shard = shard
 
     def _plan(self, shapes: Sequence[ParamShape]) -> GroupLayout:
         shared = self.collectives
-        return build_layout(shapes, shared.size, shared.coalesces, self.options.pack_below)
+        return layout_of(shapes, shared.size, shared.coalesces, self.options.pack_below)
+
+    def _new_shard(self, layout: GroupLayout) -> FlatBuffer:
+        on_meta, kernels = any(param.is_meta for param in self.params), self.runtime.kernels
+        if self.offload is None:
+            return kernels.flat(layout.shard_bytes, on_meta)
+        return kernels.host_flat(layout.shard_bytes, on_meta, self.offload.pin_memory)
+
+    def _repack(self) -> None:
+        """Others of its parameters may be packed: rows move then, if there are any yet."""
+        self.rebind()
+        layout = self._plan(shapes_of(self.params, self.options))
+        before = self.layout
+        if layout == before:
+            return
+        as_large = before is not None and before.shard_bytes == layout.shard_bytes
+        if as_large and all(param.is_meta and not param.is_extended for param in self.params):
+            self.layout = layout
+        else:
+            self._move_to(layout)
 
     def drop(self, params: Sequence[ShardedParam]) -> None:
         """Manage these no longer; the others move to a flat shard without them."""
@@ -248,7 +267,7 @@ class ParamGroup:
         repacked = repacked or options.wire is not self.options.wire
         self.options = options
         if repacked and self.state is SHARDED:
-            self.adopt()
+            self._repack()
         elif repacked:
             self.rebind()
         else:
@@ -335,8 +354,9 @@ class ParamGroup:
         moved = [param.name for param in self.params if not param.is_in_place]
         before = None if self.bound is None else self.layout
         BIND.debug("'%s' binds: %s", self.name, BindReason(before, shapes, moved))
-        if self._plan(shapes) != self.layout or moved:
-            self.adopt()
+        layout = self._plan(shapes)
+        if layout != self.layout or moved:
+            self._move_to(layout)
 
     def _reduce_anew(self) -> None:
         """Another way to reduce was chosen: build the steps, unless the next gather does so."""
