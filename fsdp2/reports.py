@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from fsdp2.core.gather.kinds import CODED as GATHERS
+from fsdp2.core.gather.coded import CODED as GATHERS
 from fsdp2.core.layout.layout import Segment, Slot, Transport
 from fsdp2.core.modules.registry import record_of
-from fsdp2.core.reduce.kinds import CODED as REDUCTIONS
+from fsdp2.core.reduce.coded import CODED as REDUCTIONS
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import window_of
 from fsdp2.tracing.summaries import amount

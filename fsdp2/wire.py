@@ -13,10 +13,10 @@ from torch import nn
 
 from fsdp2.core.codecs.codec import check_coded
 from fsdp2.core.config import GroupOptions, Wire
-from fsdp2.core.gather import kinds as gathers
+from fsdp2.core.gather import coded as gathers
 from fsdp2.core.modules.registry import UnitRecord
 from fsdp2.core.params.param import ShardedParam, compute_dtype
-from fsdp2.core.reduce import kinds as reductions
+from fsdp2.core.reduce import coded as reductions
 
 Exact = Callable[[str, nn.Parameter], bool]
 """The user's choice of parameters that travel as they are, by name and parameter."""

@@ -243,8 +243,8 @@ class Wire:
     so two are never equal.
 
     Attributes:
-        gather: name of an entry of `core.gather.kinds.CODED`; ``None``: as they are computed with.
-        reduce: name of an entry of `core.reduce.kinds.CODED`; ``None``: in the reduce dtype.
+        gather: name of an entry of `core.gather.coded.CODED`; ``None``: as they are computed with.
+        reduce: name of an entry of `core.reduce.coded.CODED`; ``None``: in the reduce dtype.
     """
 
     gather: str | None = None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fsdp2.core.codecs.blocks import BLOCK, LARGEST, Blocks
-from fsdp2.core.codecs.codec import ALIGNMENT, CODED, Codec
+from fsdp2.core.codecs.codec import ALIGNMENT, NUMBERS, Codec
 from fsdp2.core.codecs.rounded import Rounded
 
 pytestmark = pytest.mark.alone
@@ -95,7 +95,7 @@ def test_what_is_not_finite_stays_visible(codec: Codec, bad: float, place: int) 
 
 
 @pytest.mark.parametrize("codec", [Blocks(), Rounded()], ids=lambda codec: codec.name)
-@pytest.mark.parametrize("dtype", CODED)
+@pytest.mark.parametrize("dtype", NUMBERS)
 @pytest.mark.parametrize("numel", LENGTHS)
 def test_sums_are_those_of_the_decoded_rows(codec: Codec, dtype: torch.dtype, numel: int) -> None:
     numbers = numbers_of("normal", numel, rows=5).to(dtype)

@@ -14,7 +14,8 @@ from fsdp2.core.config import Wire
 from fsdp2.core.device.collectives import Work
 from fsdp2.core.device.kernels import TorchKernels
 from fsdp2.core.gather import coded
-from fsdp2.core.gather.kinds import CODED, make_transports
+from fsdp2.core.gather.coded import CODED
+from fsdp2.core.gather.kinds import make_transports
 from fsdp2.core.gather.transport import PackedTransport
 from fsdp2.core.layout.layout import ROWS, Cut, ParamShape, build_layout
 from fsdp2.core.modules.registry import record_of

@@ -14,7 +14,7 @@ import fsdp2
 from fsdp2.core.config import Wire
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.reduce import coded
-from fsdp2.core.reduce.kinds import CODED
+from fsdp2.core.reduce.coded import CODED
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import ReduceContext
 from fsdp2.core.reduce.transport import PackingReduce

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-CODED = (torch.float32, torch.bfloat16, torch.float16)
+NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of numbers that a codec takes."""
 
 ALIGNMENT = 16
@@ -33,10 +33,10 @@ def check_coded(name: str, dtypes: Iterable[torch.dtype], wire: str) -> None:
         wire: the format's name.
 
     Raises:
-        ValueError: a dtype is not one of `CODED`.
+        ValueError: a dtype is not one of `NUMBERS`.
     """
     for dtype in dtypes:
-        if dtype not in CODED:
+        if dtype not in NUMBERS:
             raise ValueError(
                 f"parameter '{name}' cannot travel as {wire}, which takes float32, bfloat16 and "
                 f"float16, but not {dtype}; leave it exact by the argument exact= of "
@@ -63,7 +63,7 @@ class Codec(ABC):
 
         Args:
             message: [rows, nbytes(n)] of uint8.
-            numbers: [rows, n], of a dtype of `CODED`.
+            numbers: [rows, n], of a dtype of `NUMBERS`.
         """
 
     @abstractmethod
@@ -75,7 +75,7 @@ class Codec(ABC):
         """Write the sums of all rows' numbers, summed in fp32 in the order of rows.
 
         Args:
-            sums: [n], of a dtype of `CODED`.
+            sums: [n], of a dtype of `NUMBERS`.
             message: [rows, nbytes(n)] of uint8.
         """
 

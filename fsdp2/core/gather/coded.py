@@ -13,9 +13,9 @@ from typing import ClassVar
 import torch
 
 from fsdp2.core.codecs.blocks import Blocks
-from fsdp2.core.codecs.codec import CODED, Codec
+from fsdp2.core.codecs.codec import NUMBERS, Codec
 from fsdp2.core.device.collectives import Work
-from fsdp2.core.gather.transport import PackedTransport
+from fsdp2.core.gather.transport import PackedTransport, SegmentTransport
 
 MESSAGES = "coded shards"
 
@@ -32,7 +32,7 @@ class CodedGather(PackedTransport):
     def _bind(self) -> None:
         super()._bind()
         segment, ranks = self.segment, self.collectives.size
-        assert {segment.shard_dtype, segment.full_dtype} <= {*CODED}
+        assert {segment.shard_dtype, segment.full_dtype} <= {*NUMBERS}
         self.casts = True  # it encodes in front of the collective
         width = segment.shard_numel
         nbytes = self.codec.nbytes(width)
@@ -78,3 +78,7 @@ class BlocksGather(CodedGather):
     """Of 8-bit integers and a scale per block."""
 
     codec = Blocks()
+
+
+CODED: dict[str, type[SegmentTransport]] = {"int8": BlocksGather}
+"""The transports of segments that travel in fewer bytes, by the name that `Wire.gather` gives."""

@@ -1,7 +1,6 @@
-"""Which transport a segment has: the tables of all, and what chooses.
+"""Which transport a segment has: the table of all, and what chooses.
 
-A format of fewer bytes is a codec, and an entry in `CODED` (docs/design.md, "A transport of your
-own").
+Formats of fewer bytes have a table of their own, `fsdp2.core.gather.coded.CODED`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from fsdp2.core.custom_collectives import AllGather
 from fsdp2.core.device.buffers import Buffer, TransientBuffer
 from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.kernels import Kernels
-from fsdp2.core.gather.coded import BlocksGather
 from fsdp2.core.gather.transport import (
     BoundPackedTransport,
     CoalescedTransport,
@@ -35,9 +33,6 @@ TRANSPORTS: dict[Transport, type[SegmentTransport]] = {
 
 A packed segment of one parameter may have a `OneSlotTransport` (`straight_into_slots`).
 """
-
-CODED: dict[str, type[SegmentTransport]] = {"int8": BlocksGather}
-"""Those of a segment that travels in fewer bytes, by the name that `Wire.gather` gives."""
 
 
 def make_transports(
@@ -73,8 +68,7 @@ def make_transports(
             custom.append(segment)
             continue
         if coded:
-            assert codec is not None
-            kind = CODED[codec]
+            kind = coded_gather(codec)
         elif straight and segment.transport is Transport.PACKED:
             kind = OneSlotTransport
         else:
@@ -85,6 +79,14 @@ def make_transports(
     if custom and comm is not None:
         found.append(CustomTransport(custom, shard, full, collectives, kernels, comm, device))
     return found
+
+
+def coded_gather(name: str | None) -> type[SegmentTransport]:
+    """The transport of a format."""
+    from fsdp2.core.gather.coded import CODED  # who does not use it does not load it
+
+    assert name is not None
+    return CODED[name]
 
 
 def _launch_together(transports: Sequence[SegmentTransport]) -> None:

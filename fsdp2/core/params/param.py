@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp2.core.codecs.codec import check_coded
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, ShardingStateError
 from fsdp2.core.layout.layout import Cut, ParamShape, Slot
 from fsdp2.core.layout.mesh import (
@@ -649,6 +648,8 @@ def shapes_of(params: Sequence[ShardedParam], options: GroupOptions) -> list[Par
         dtypes = (shard, shard.itemsize, full, full.itemsize)
         coded = options.wire.gather is not None and not (param.exact or param.is_extended)
         if coded:
+            from fsdp2.core.codecs.codec import check_coded  # who needs none loads none
+
             check_coded(param.name, (shard, full), f"{options.wire.gather}")
         shape = ParamShape(param.name, param.shape, param.cut, *dtypes, param.is_extended, coded)
         shapes.append(shape)

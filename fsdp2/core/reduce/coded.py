@@ -15,11 +15,11 @@ from typing import ClassVar
 import torch
 
 from fsdp2.core.codecs.blocks import Blocks
-from fsdp2.core.codecs.codec import CODED, Codec
+from fsdp2.core.codecs.codec import NUMBERS, Codec
 from fsdp2.core.codecs.rounded import Rounded
 from fsdp2.core.device.buffers import TransientBuffer
 from fsdp2.core.reduce.program import Job
-from fsdp2.core.reduce.reduction import ReduceContext
+from fsdp2.core.reduce.reduction import ReduceContext, ReduceTransport
 from fsdp2.core.reduce.transport import PackingReduce
 
 STAGING = "coded gradients"
@@ -42,7 +42,7 @@ class CodedReduce(PackingReduce):
     def _bind(self, context: ReduceContext) -> None:
         super()._bind(context)
         size, dtype = self.collectives.size, self.reduce_dtype
-        assert dtype in CODED
+        assert dtype in NUMBERS
         nbytes = self.codec.nbytes(self.width)
         start = size * self.width * dtype.itemsize
         start += -start % 16
@@ -87,3 +87,7 @@ class BlocksReduce(CodedReduce):
     """Of 8-bit integers and a scale per block."""
 
     codec = Blocks()
+
+
+CODED: dict[str, type[ReduceTransport]] = {"bf16": RoundedReduce, "int8": BlocksReduce}
+"""The transports of gradients in fewer bytes, by the name that `Wire.reduce` gives."""

@@ -1,7 +1,6 @@
-"""Which transport a reduction has: the tables of all, and what chooses.
+"""Which transport a reduction has: the table of all, and what chooses.
 
-A format of fewer bytes is a codec, and an entry in `CODED` (docs/design.md, "A transport of your
-own").
+Formats of fewer bytes have a table of their own, `fsdp2.core.reduce.coded.CODED`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from collections.abc import Sequence
 
 from fsdp2.core.custom_collectives import OwnMemory
 from fsdp2.core.layout.layout import Slot
-from fsdp2.core.reduce.coded import BlocksReduce, RoundedReduce
 from fsdp2.core.reduce.reduction import ReduceTransport
 from fsdp2.core.reduce.spec import ReductionSpec
 from fsdp2.core.reduce.transport import (
@@ -38,9 +36,6 @@ TRANSPORTS: dict[str, type[ReduceTransport]] = {
 }
 """Those of gradients that travel as they are."""
 
-CODED: dict[str, type[ReduceTransport]] = {"bf16": RoundedReduce, "int8": BlocksReduce}
-"""Those of gradients that travel in fewer bytes, by the name that `Wire.reduce` gives."""
-
 
 def transport_of(
     spec: ReductionSpec, slots: Sequence[Slot], direct: int, size: int, alone: bool
@@ -61,6 +56,8 @@ def transport_of(
     elif not any(slot.shard_numel for slot in slots):
         name = "empty"
     elif spec.codec is not None:
+        from fsdp2.core.reduce.coded import CODED  # who does not use it does not load it
+
         return CODED[spec.codec]
     elif spec.comm is not None:
         name = "own memory" if isinstance(spec.comm, OwnMemory) else "custom"

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fsdp2.core.codecs.codec import check_coded
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
 from fsdp2.core.custom_collectives import ReduceScatter
 from fsdp2.core.device.streams import OnStream
@@ -73,6 +72,8 @@ def reduction_spec(
         reduce = options.precision.reduce_dtype or reduce
     codec = None if param.exact else options.wire.reduce
     if codec is not None:
+        from fsdp2.core.codecs.codec import check_coded  # who needs none loads none
+
         check_coded(param.name, (grad, reduce), codec)
     comm = options.reduce_scatter
     hook = options.all_reduce_hook
