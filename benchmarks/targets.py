@@ -214,6 +214,14 @@ TARGETS = (
         pages=("README.md",),
     ),
     Target(
+        "the same with `step_shards`",
+        PLAIN,
+        2.5,
+        "optimizer",
+        _given(0, "ratios", "shards / none"),
+        pages=("README.md",),
+    ),
+    Target(
         "the same over torch FSDP2's DTensors",
         PLAIN,
         0.0,
