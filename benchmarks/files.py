@@ -22,6 +22,10 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 _REAL = ("--cases", "llama,moe,lora", "--variants", "none,torch,fsdp2,packed", "--rounds", "15")
+_COUNTED = (
+    *("--shrink", "8", "--cases", "32x9,llama,moe,lora"),
+    *("--variants", "none,torch,fsdp2,packed"),
+)
 RUNS: dict[str, tuple[str, ...]] = {
     "host_cost": ("host_cost.py", "--no-scaling", "--rounds", "15"),
     "scaling": (
@@ -30,14 +34,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     ),
     "blocks": ("scaling.py", *_REAL),
     "blocks-mixed": ("scaling.py", *_REAL, "--precision", "mixed"),
-    "instructions": (
-        *("instructions.py", "--shrink", "8"),
-        *("--variants", "none,torch,fsdp2,packed,kept"),
-    ),
-    "instructions-mixed": (
-        *("instructions.py", "--shrink", "8", "--cases", "32x9,llama,moe,lora"),
-        *("--variants", "none,torch,fsdp2,packed", "--precision", "mixed"),
-    ),
+    "instructions": ("instructions.py", *_COUNTED),
+    "instructions-mixed": ("instructions.py", *_COUNTED, "--precision", "mixed"),
     "ranks": (
         *("host_cost.py", "--precision", "fp32", "--blocks", "8"),
         *("--world-size", "8,1024,16384", "--rows", "16384"),

@@ -112,7 +112,7 @@ class Collectives(Protocol):
         """What runs ``all_gather`` for each pair, in one launch, whenever it is called."""
 
     def bind_all_to_all(self, output: torch.Tensor, input_: torch.Tensor) -> Launch:
-        """What gives each rank its row of ``input_``, and takes one of each: both [size, n]."""
+        """A launch that gives each rank its row of ``input_`` and takes one of each; [size, n]."""
 
     def bind_reduce_scatter(
         self, kind: ReduceKind

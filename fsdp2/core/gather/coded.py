@@ -75,7 +75,7 @@ class CodedGather(PackedTransport):
 
 
 class BlocksGather(CodedGather):
-    """Of 8-bit integers and a scale per block."""
+    """Messages of 8-bit integers, and a scale per block."""
 
     codec = Blocks()
 

@@ -78,13 +78,13 @@ class CodedReduce(PackingReduce):
 
 
 class RoundedReduce(CodedReduce):
-    """Of bfloat16."""
+    """Messages of bfloat16."""
 
     codec = Rounded()
 
 
 class BlocksReduce(CodedReduce):
-    """Of 8-bit integers and a scale per block."""
+    """Messages of 8-bit integers, and a scale per block."""
 
     codec = Blocks()
 
