@@ -53,9 +53,13 @@ TIMEOUT = datetime.timedelta(minutes=2)  # of a collective, should the other ran
 
 def make_worker(spec: dict[str, Any]) -> workers.Handler:
     rank = workers.join_ranks(spec, RANKS, TIMEOUT)
-    run = make_run(spec["variant"], rank, spec["arguments"])
+    return bursts(make_run(spec["variant"], rank, spec["arguments"]), WARMUP_STEPS)
+
+
+def bursts(run: Run, warmup: int) -> workers.Handler:
+    """Warm up; what runs a burst of the request's steps from then on."""
     done = 0
-    for _ in range(WARMUP_STEPS):
+    for _ in range(warmup):
         train_step(run, done)
         done += 1
 

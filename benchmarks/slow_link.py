@@ -22,13 +22,11 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import gc
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -37,12 +35,9 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import torch.distributed as dist
-
 import fsdp2
 from benchmarks import gloo, stats, workers
 from benchmarks import options as common
-from fsdp2.examples.train_lm import train_step
 
 FORMATS: dict[str, dict[str, str]] = {
     "bf16 sums": {"reduce": "bf16"},
@@ -70,22 +65,13 @@ def make_worker(spec: dict[str, Any]) -> workers.Handler:
     if variant in FORMATS:
         assert isinstance(run.model, fsdp2.FSDPModule)
         run.model.set_wire_format(**FORMATS[variant])
-    done = 0
-    for _ in range(WARMUP_STEPS):
-        train_step(run, done)
-        done += 1
+    burst = gloo.bursts(run, WARMUP_STEPS)
 
     def handle(request: dict[str, Any]) -> dict[str, Any]:
-        nonlocal done
-        gc.collect()
-        dist.barrier()
-        start, before = time.perf_counter(), int(SENT.read_text())
-        for _ in range(request["steps"]):
-            loss = train_step(run, done)
-            done += 1
-        seconds, sent = time.perf_counter() - start, int(SENT.read_text()) - before
-        steps = request["steps"]
-        return {"step": seconds * 1e3 / steps, "sent": sent / steps, "loss": loss.item()}
+        before = int(SENT.read_text())
+        answer = burst(request)
+        sent = int(SENT.read_text()) - before
+        return {**answer, "sent": sent / request["steps"]}
 
     return handle
 

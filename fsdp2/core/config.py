@@ -284,6 +284,6 @@ class GroupOptions:
     keep_gradients: bool = False
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
-    wire: Wire = field(default_factory=lambda: WHOLE)
+    wire: Wire = WHOLE
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_hook_stream: torch.Stream | None = None

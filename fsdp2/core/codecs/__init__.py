@@ -5,5 +5,5 @@
     blocks     one byte per number: integers, and a scale per block
 
 Owns: the bytes of a message. Knows nothing of memory, lanes or collectives.
-May import: nothing of core.
+May import: the ground floor alone.
 """

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fsdp2.core.codecs.codec import Codec, aligned
+from fsdp2.core.codecs.codec import ALIGNMENT, Codec
+from fsdp2.core.pieces import ceil_div, round_up
 
 BLOCK = 128
 """Numbers that share a scale: 3 % of the bytes are scales."""
@@ -33,7 +34,7 @@ class Blocks(Codec):
 
     def nbytes(self, numel: int) -> int:
         """One per number, and four per block."""
-        return aligned(4 * _blocks(numel) + numel)
+        return round_up(4 * ceil_div(numel, BLOCK) + numel, ALIGNMENT)
 
     def encode(self, message: Tensor, numbers: Tensor) -> None:
         """Scale and round to nearest, halves to even."""
@@ -62,16 +63,12 @@ class Blocks(Codec):
 
     def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """Views of scales [rows, blocks] and codes [rows, n]."""
-        start = 4 * _blocks(numel)
+        start = 4 * ceil_div(numel, BLOCK)
         scales = message[:, :start].view(torch.float32)
         return scales, message[:, start : start + numel].view(torch.int8)
 
     def _in_blocks(self, numbers: Tensor) -> Tensor:
         """[rows, n] -> [rows, blocks, BLOCK], behind the numbers zeros."""
-        missing = -numbers.shape[1] % BLOCK
+        missing = round_up(numbers.shape[1], BLOCK) - numbers.shape[1]
         whole = pad(numbers, (0, missing)) if missing else numbers
         return whole.unflatten(1, (-1, BLOCK))
-
-
-def _blocks(numel: int) -> int:
-    return -(-numel // BLOCK)

@@ -1,4 +1,4 @@
-"""What a codec does: rows of numbers become rows of bytes, and come back.
+"""Codecs: rows of numbers become rows of bytes, and come back.
 
     numbers [rows, n]  ── encode ──>  message [rows, nbytes(n)] of uint8  ── decode ──>  numbers
                                                                          ── total  ──>  [n]
@@ -48,7 +48,7 @@ class Codec(ABC):
     """A format of numbers on the wire.
 
     Attributes:
-        name: what users call it.
+        name: the name that `set_wire_format` takes.
     """
 
     name: ClassVar[str]
@@ -78,8 +78,3 @@ class Codec(ABC):
             sums: [n], of a dtype of `NUMBERS`.
             message: [rows, nbytes(n)] of uint8.
         """
-
-
-def aligned(nbytes: int) -> int:
-    """Bytes of a row that has ``nbytes`` to say."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

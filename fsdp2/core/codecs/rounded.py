@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fsdp2.core.codecs.codec import Codec, aligned
+from fsdp2.core.codecs.codec import ALIGNMENT, Codec
+from fsdp2.core.pieces import round_up
 
 
 class Rounded(Codec):
@@ -22,7 +23,7 @@ class Rounded(Codec):
 
     def nbytes(self, numel: int) -> int:
         """Two per number."""
-        return aligned(2 * numel)
+        return round_up(2 * numel, ALIGNMENT)
 
     def encode(self, message: Tensor, numbers: Tensor) -> None:
         """Round to nearest."""

@@ -100,11 +100,11 @@ def empties_storages(device: torch.device) -> bool:
 
 
 Strided = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Of a view in a flat tensor: shape; strides and start, in elements."""
+"""A view in a flat tensor: its shape, strides and start; the last two in elements."""
 
 
 def row_major(shape: tuple[int, ...], start: int) -> Strided:
-    """Of a contiguous view."""
+    """A contiguous view."""
     return shape, contiguous_strides(shape), start
 
 

@@ -80,5 +80,5 @@ class BlocksGather(CodedGather):
     codec = Blocks()
 
 
-CODED: dict[str, type[SegmentTransport]] = {"int8": BlocksGather}
+CODED: dict[str, type[SegmentTransport]] = {BlocksGather.codec.name: BlocksGather}
 """The transports of segments that travel in fewer bytes, by the name that `Wire.gather` gives."""

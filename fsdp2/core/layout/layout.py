@@ -282,7 +282,7 @@ class Segment:
 
     @functools.cached_property
     def gathered_places(self) -> list[Strided]:
-        """Where each gathered parameter is in the segment's part of the gathered buffer."""
+        """The place of each gathered parameter in the segment's part of the gathered buffer."""
         return [row_major(slot.shape, slot.full_offset) for slot in self.slots]
 
     @functools.cached_property
@@ -345,7 +345,7 @@ class GroupLayout:
     )
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What all groups of this layout have in common besides, under ``key``.
+        """A fact that all groups of this layout share besides, under ``key``.
 
         Args:
             key: what it depends on, but for the layout; whose it is, first.
@@ -356,7 +356,7 @@ class GroupLayout:
         return cast(T, self._common[key])
 
     def rows_of(self, rank: int) -> list[list[tuple[int, tuple[int, ...]]]]:
-        """Where the rows of a rank begin in each segment's part of its shard, and their shapes."""
+        """Starts and shapes of a rank's rows, in each segment's part of its shard."""
         return self.once(
             ("rows", rank),
             lambda: [

@@ -39,7 +39,7 @@ Family = tuple[list[tuple[P, Slot]], list[tuple[P, Slot]]]
 
 
 class Once(Protocol):
-    """What alike groups have in common: made by the first of them."""
+    """Facts that alike groups share: made by the first of them."""
 
     def __call__(self, key: Hashable, make: Callable[[], T], /) -> T:
         """As `GroupLayout.once`."""

@@ -15,9 +15,10 @@ from typing import ClassVar
 import torch
 
 from fsdp2.core.codecs.blocks import Blocks
-from fsdp2.core.codecs.codec import NUMBERS, Codec
+from fsdp2.core.codecs.codec import ALIGNMENT, NUMBERS, Codec
 from fsdp2.core.codecs.rounded import Rounded
 from fsdp2.core.device.buffers import TransientBuffer
+from fsdp2.core.pieces import round_up
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import ReduceContext, ReduceTransport
 from fsdp2.core.reduce.transport import PackingReduce
@@ -44,8 +45,7 @@ class CodedReduce(PackingReduce):
         size, dtype = self.collectives.size, self.reduce_dtype
         assert dtype in NUMBERS
         nbytes = self.codec.nbytes(self.width)
-        start = size * self.width * dtype.itemsize
-        start += -start % 16
+        start = round_up(size * self.width * dtype.itemsize, ALIGNMENT)
         self.staging = staging = self.kernels.transient(start + 2 * size * nbytes, STAGING)
         self._rows = staging.view(dtype, 0, (size, self.width))
         self._sent = staging.view(torch.uint8, start, (size, nbytes))
@@ -89,5 +89,7 @@ class BlocksReduce(CodedReduce):
     codec = Blocks()
 
 
-CODED: dict[str, type[ReduceTransport]] = {"bf16": RoundedReduce, "int8": BlocksReduce}
+CODED: dict[str, type[ReduceTransport]] = {
+    kind.codec.name: kind for kind in (RoundedReduce, BlocksReduce)
+}
 """The transports of gradients in fewer bytes, by the name that `Wire.reduce` gives."""
