@@ -53,6 +53,7 @@ def train(options: argparse.Namespace, wire: str, seed: int) -> float:
     """The held-out loss of one run."""
     arguments = ["--preset", options.preset, "--steps", str(options.steps), "--threads", "1"]
     arguments += ["--precision", options.precision, "--seed", str(seed), "--wire", wire]
+    arguments += ["--batch-size", str(options.batch_size)]
     arguments += ["--data", options.data] if options.data else []
     with workers.rank_pools("accuracy", {wire: {"arguments": arguments}}, RANKS) as pools:
         answer = pools[wire].ask()
@@ -75,7 +76,12 @@ def measure(options: argparse.Namespace) -> Losses:
 
 
 def write(options: argparse.Namespace, losses: Losses) -> None:
-    stats.write_json(options.json, "cpu", {"options": vars(options), "losses": losses})
+    stats.write_json(options.json, "cpu", {"options": vars(options), "losses": losses}, timed=False)
+
+
+def page_table(results: dict[str, Any]) -> str:
+    """The table in Markdown."""
+    return stats.markdown(*table(results["losses"]))
 
 
 def table(losses: Losses) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
@@ -99,6 +105,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--preset", choices=gloo.PRESETS, default="small")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences per step (default 8)")
     parser.add_argument("--seeds", type=common.integers, default="0,1,2", help="comma list")
     known = list(FORMATS)
     parser.add_argument("--formats", type=common.among(known), default=",".join(known))

@@ -212,6 +212,20 @@ def table(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[object, .
     return ("variant", "ms per step", "MB sent per node", "times torch's speed", "loss"), rows
 
 
+def where(options: dict[str, Any]) -> str:
+    """How many nodes, ranks and micro-batches, and how fast links are."""
+    ranks, batches = options["ranks_per_node"], options["grad_accum"]
+    return (
+        f"{options['nodes']} nodes of {ranks} rank{'s' if ranks > 1 else ''}, links of "
+        f"{options['mbit']:g} Mbit/s, {batches} micro-batch{'es' if batches > 1 else ''} per step"
+    )
+
+
+def page_table(results: dict[str, Any]) -> str:
+    """Where it ran, and the table in Markdown."""
+    return f"{where(results['options'])}:\n\n{stats.markdown(*table(results))}"
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The training step of train_lm, slow network.")
     parser.add_argument("--nodes", type=int, default=2, help="default 2")
@@ -231,10 +245,8 @@ def main(arguments: list[str] | None = None) -> None:
     if reason is not None:
         raise SystemExit(f"slow_link: {reason}")
     print(
-        f"train_lm --preset {options.preset}, {options.precision}, {options.grad_accum} micro-batch"
-        f"{'es' if options.grad_accum > 1 else ''}, {options.nodes} nodes of "
-        f"{options.ranks_per_node} rank{'s' if options.ranks_per_node > 1 else ''}, links of "
-        f"{options.mbit:g} Mbit/s\n{stats.describe(stats.environment('cpu'))}\n"
+        f"train_lm --preset {options.preset}, {options.precision}, {where(vars(options))}\n"
+        f"{stats.describe(stats.environment('cpu'))}\n"
     )
     result = measure(options)
     print(stats.table(*table(result)))
