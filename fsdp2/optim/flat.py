@@ -131,7 +131,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             f"model's units; save its state_dict(), and load that into one made for the other model"
         )
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: ParamState) -> None:
         """What ``load_state_dict`` ends with."""
         self.state = state.pop("state")
         super().__setstate__(state)
