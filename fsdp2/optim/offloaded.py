@@ -31,7 +31,7 @@ from fsdp2.core.device.streams import (
     make_streams,
 )
 from fsdp2.core.pieces import round_up
-from fsdp2.optim.runs import ParamGroupOptions, ParamState, Run, Section
+from fsdp2.optim.runs import ParamGroupOptions, ParamState, Stretch, Section
 
 OUT, BACK = REDUCE, COPY_IN
 """Of streams that are the optimizer's own: one for each direction of copies."""
@@ -101,7 +101,7 @@ class HostSection(Section):
         self._slot: _Slot | None = None  # where it is while it is under way
         self._left: Event = None
 
-    def placed(self, run: Run) -> Run:
+    def placed(self, run: Stretch) -> Stretch:
         """Let a parameter in CPU memory stand for the run; a step gives it memory."""
         home = torch.empty(0, dtype=run.flat.dtype)
         run.stepped = nn.Parameter(home, requires_grad=run.flat.requires_grad)
@@ -161,15 +161,15 @@ def step_all(sections: Sequence[HostSection], groups: Sequence[ParamGroupOptions
         section.step(groups)
 
 
-def _bytes_of(run: Run) -> int:
+def _bytes_of(run: Stretch) -> int:
     grad = run.flat.grad
     assert grad is not None
     return round_up(run.flat.nbytes, ALIGNMENT) + round_up(grad.nbytes, ALIGNMENT)
 
 
 def _views(
-    runs: Sequence[Run], memory: torch.Tensor
-) -> Iterator[tuple[Run, torch.Tensor, torch.Tensor]]:
+    runs: Sequence[Stretch], memory: torch.Tensor
+) -> Iterator[tuple[Stretch, torch.Tensor, torch.Tensor]]:
     """Of each run its parameters' and its gradient's place in host memory."""
     start = 0
     for run in runs:

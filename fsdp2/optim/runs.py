@@ -56,7 +56,7 @@ class Section:
         members: Set[torch.Tensor] | None = None,
     ) -> None:
         self.members = members
-        self.runs: list[Run] = []
+        self.runs: list[Stretch] = []
         self.stale = True
         self._make_inner = make_inner
         self._inner: torch.optim.Optimizer | None = None
@@ -114,7 +114,7 @@ class Section:
                 self._inner.state[run.stepped] = self.kept(_joined(run, kept))
         self.stale = False
 
-    def placed(self, run: Run) -> Run:
+    def placed(self, run: Stretch) -> Stretch:
         """A run that was made, and is to be stepped where it is."""
         return run
 
@@ -152,7 +152,7 @@ class Section:
 
 
 @dataclass
-class Run:
+class Stretch:
     """Parameters whose rows lie side by side, and the one tensor over them.
 
     Attributes:
@@ -246,7 +246,7 @@ def _runs_of(
     params: Iterable[torch.Tensor],
     places: Mapping[torch.Tensor, tuple[FlatBuffer, int]],
     states: Mapping[torch.Tensor, ParamState],
-) -> Iterator[Run]:
+) -> Iterator[Stretch]:
     """Cut one parameter group into runs."""
     alone: list[torch.Tensor] = []
     managed: dict[FlatBuffer, list[tuple[int, torch.Tensor]]] = {}
@@ -271,17 +271,17 @@ def _runs_of(
         yield _make_run(run, shard, begin)
     for param in alone:
         rows = local_of(param)
-        yield Run(
+        yield Stretch(
             [param], [rows], nn.Parameter(rows.detach()) if isinstance(param, DTensor) else param
         )
 
 
-def _make_run(params: list[torch.Tensor], shard: FlatBuffer, begin: int) -> Run:
+def _make_run(params: list[torch.Tensor], shard: FlatBuffer, begin: int) -> Stretch:
     rows = [local_of(param) for param in params]
     if len(rows) == 1:
-        return Run(params, rows, nn.Parameter(rows[0].detach()))
+        return Stretch(params, rows, nn.Parameter(rows[0].detach()))
     total = sum(each.numel() for each in rows)
-    return Run(params, rows, nn.Parameter(shard.view(params[0].dtype, begin, (total,))))
+    return Stretch(params, rows, nn.Parameter(shard.view(params[0].dtype, begin, (total,))))
 
 
 def _alike(
@@ -313,7 +313,7 @@ def _is_elementwise(value: object, param: torch.Tensor) -> TypeGuard[torch.Tenso
     return value.shape == local_of(param).shape
 
 
-def _joined(run: Run, states: Sequence[ParamState]) -> ParamState:
+def _joined(run: Stretch, states: Sequence[ParamState]) -> ParamState:
     """One state for a run, of the states of its parameters."""
     if len(states) == 1:
         return dict(states[0])
@@ -329,7 +329,7 @@ def _joined(run: Run, states: Sequence[ParamState]) -> ParamState:
 # ---- state by parameter
 
 
-def _part_of(value: object, run: Run, param: torch.Tensor, start: int) -> object:
+def _part_of(value: object, run: Stretch, param: torch.Tensor, start: int) -> object:
     """What of a run's state belongs to one parameter."""
     if not isinstance(value, torch.Tensor):
         return value
