@@ -760,10 +760,12 @@ class FSDPModule(TorchIdentity):
                                                    the rounded numbers
         int8     1.03 bytes per number, a scale    the same; each rank adds in fp32, in the order
                  per 128 numbers                   of ranks
+        int4     0.53 bytes per number, a scale    the same; lossy
+                 per 64 numbers; lossy
         =======  ================================  ==============================================
 
-        A number in ``"int8"`` is off by 1/254 of the largest magnitude of its block at most. All
-        ranks compute with the same bits: a rank's own part passes the format, too. The sharded
+        A number in ``"int8"`` is off by 1/254 of the largest magnitude of its block at most, one in
+        ``"int4"`` by 1/14 (7 %): too much for the weights of most models. All ranks compute with the same bits: a rank's own part passes the format, too. The sharded
         parameters, which the optimizer sees, stay exact. Infinities and NaN come out as NaN of
         their block, or in bf16 as they are. Gradients go by one all-to-all per reduction in place
         of a reduce-scatter; what follows it, such as an all-reduce over replicas or a copy to the
@@ -774,10 +776,10 @@ class FSDPModule(TorchIdentity):
         have collectives of their own.
 
         Args:
-            gather: ``"int8"``, or ``None`` (default): parameters travel in the dtype that they are
-                computed with.
-            reduce: ``"bf16"``, ``"int8"``, or ``None`` (default): gradients travel in the reduce
-                dtype.
+            gather: ``"int8"``, ``"int4"``, or ``None`` (default): parameters travel in the dtype
+                that they are computed with.
+            reduce: ``"bf16"``, ``"int8"``, ``"int4"``, or ``None`` (default): gradients travel in
+                the reduce dtype.
             exact: called once with each parameter's name below this module and the parameter;
                 those for which it returns true travel as they are. Default ``None``: none of the
                 larger ones.

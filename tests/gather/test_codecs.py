@@ -7,14 +7,18 @@ import math
 import pytest
 import torch
 
-from fsdp2.core.codecs.blocks import BLOCK, LARGEST, Blocks
+from fsdp2.core.codecs.blocks import Blocks, Bytes, Nibbles
 from fsdp2.core.codecs.codec import ALIGNMENT, NUMBERS, Codec
 from fsdp2.core.codecs.rounded import Rounded
 
 pytestmark = pytest.mark.alone
 
 TINIEST = 2.0**-149  # of fp32
-LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5)
+LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 3 * 128 + 5)
+INTEGERS = (Bytes(), Nibbles())
+CODECS = (*INTEGERS, Rounded())
+integers = pytest.mark.parametrize("codec", INTEGERS, ids=lambda codec: codec.name)
+codecs = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 
 
 def coded(codec: Codec, numbers: torch.Tensor) -> torch.Tensor:
@@ -30,7 +34,7 @@ def through(codec: Codec, numbers: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def numbers_of(kind: str, numel: int, rows: int = 3) -> torch.Tensor:
+def numbers_of(kind: str, numel: int, rows: int = 3, largest: int = 127) -> torch.Tensor:
     generator = torch.Generator().manual_seed(numel)
     found = torch.randn(rows, numel, generator=generator)
     if kind == "zeros":
@@ -44,28 +48,44 @@ def numbers_of(kind: str, numel: int, rows: int = 3) -> torch.Tensor:
     elif kind == "the largest":
         found = found.sign() * torch.finfo(torch.float32).max
     elif kind == "halves":  # the middle between two codes
-        found = torch.arange(rows * numel).view(rows, numel).remainder(LARGEST) + 0.5
-        found[:, 0] = LARGEST
+        found = torch.arange(rows * numel).view(rows, numel).remainder(largest) + 0.5
+        found[:, 0] = largest
     return found
 
 
 KINDS = ("normal", "zeros", "one outlier", "all magnitudes", "denormals", "the largest", "halves")
 
 
-def blocks_of(numbers: torch.Tensor) -> torch.Tensor:
-    missing = -numbers.shape[1] % BLOCK
+def blocks_of(numbers: torch.Tensor, block: int) -> torch.Tensor:
+    missing = -numbers.shape[1] % block
     padded = torch.nn.functional.pad(numbers.double(), (0, missing))
-    return padded.unflatten(1, (-1, BLOCK))
+    return padded.unflatten(1, (-1, block))
 
 
+@integers
 @pytest.mark.parametrize("numel", LENGTHS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_are_off_by_half_a_step_at_most(kind: str, numel: int) -> None:
-    numbers = numbers_of(kind, numel)
-    wrong = blocks_of(through(Blocks(), numbers).double() - numbers.double()).abs()
-    largest = blocks_of(numbers).abs().amax(2, keepdim=True)
-    slack = 1 + 2.0**-20  # quotients and products of fp32 are rounded, too
-    assert (wrong <= largest / (2 * LARGEST) * slack + 64 * TINIEST).all()
+def test_blocks_are_off_by_half_a_step_at_most(codec: Blocks, kind: str, numel: int) -> None:
+    numbers = numbers_of(kind, numel, largest=codec.largest)
+    found = through(codec, numbers)
+    assert found.isfinite().all()
+    wrong = blocks_of(found.double() - numbers.double(), codec.block).abs()
+    largest = blocks_of(numbers, codec.block).abs().amax(2, keepdim=True)
+    facts = torch.finfo(codec.scale_dtype)  # scales are rounded, too
+    slack = (1 + facts.eps) * (1 + 2.0**-20)  # and so are quotients and products of fp32
+    least = facts.smallest_normal * facts.eps
+    bound = largest / (2 * codec.largest) * slack + (codec.largest + 1) / 2 * least
+    assert (wrong <= bound).all()
+
+
+@integers
+def test_every_code_comes_back(codec: Blocks) -> None:
+    """In each place of a block: those of 4 bits share their bytes."""
+    whole = torch.arange(-codec.largest, codec.largest + 1).float()
+    for shift in range(codec.block):
+        numbers = whole.repeat(codec.block)[shift : shift + 3 * codec.block].unsqueeze(0).clone()
+        numbers[:, :: codec.block] = codec.largest  # so that scales are 1
+        assert torch.equal(through(codec, numbers), numbers)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("denormals", "halves")])
@@ -78,23 +98,25 @@ def test_bfloat16_is_off_by_half_a_step_at_most(kind: str) -> None:
     assert numbers[~finite].abs().gt(3.38e38).all()
 
 
-@pytest.mark.parametrize("codec", [Blocks(), Rounded()], ids=lambda codec: codec.name)
+@codecs
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("place", [0, BLOCK - 1, BLOCK, 2 * BLOCK + 3])
+@pytest.mark.parametrize("place", [0, 31, 32, 63, 64, 127, 128, 2 * 128 + 3])
 def test_what_is_not_finite_stays_visible(codec: Codec, bad: float, place: int) -> None:
-    numbers = torch.ones(2, 2 * BLOCK + 4)
+    numel = 2 * 128 + 4
+    block = codec.block if isinstance(codec, Blocks) else 1
+    numbers = torch.ones(2, numel)
     numbers[1, place] = bad
     found = through(codec, numbers)
     assert not found[1, place].isfinite()
     assert found[0].isfinite().all()
-    same = torch.arange(2 * BLOCK + 4) // BLOCK == place // BLOCK  # a block is one number's, all
+    same = torch.arange(numel) // block == place // block  # a block is one number's, all
     assert found[1, ~same].isfinite().all()
-    sums = torch.empty(2 * BLOCK + 4)
+    sums = torch.empty(numel)
     codec.total(sums, coded(codec, numbers))
     assert not sums[place].isfinite()
 
 
-@pytest.mark.parametrize("codec", [Blocks(), Rounded()], ids=lambda codec: codec.name)
+@codecs
 @pytest.mark.parametrize("dtype", NUMBERS)
 @pytest.mark.parametrize("numel", LENGTHS)
 def test_sums_are_those_of_the_decoded_rows(codec: Codec, dtype: torch.dtype, numel: int) -> None:
@@ -113,21 +135,25 @@ def test_sums_are_those_of_the_decoded_rows(codec: Codec, dtype: torch.dtype, nu
     assert torch.equal(sums, again)
 
 
-@pytest.mark.parametrize("codec", [Blocks(), Rounded()], ids=lambda codec: codec.name)
+@codecs
 @pytest.mark.parametrize("numel", [*LENGTHS, 100_000])
 def test_bytes_are_what_is_promised(codec: Codec, numel: int) -> None:
-    exact = 2 * numel if codec.name == "bf16" else numel + 4 * math.ceil(numel / BLOCK)
+    exact = {
+        "bf16": 2 * numel,
+        "int8": numel + 4 * math.ceil(numel / 128),
+        "int4": (32 + 2) * math.ceil(numel / 64),
+    }[codec.name]
     assert exact <= codec.nbytes(numel) < exact + ALIGNMENT
     assert codec.nbytes(numel) % ALIGNMENT == 0
 
 
-@pytest.mark.parametrize("codec", [Blocks(), Rounded()], ids=lambda codec: codec.name)
+@codecs
 def test_a_row_does_not_depend_on_the_others(codec: Codec) -> None:
     numbers = numbers_of("normal", 300)
     assert torch.equal(coded(codec, numbers)[1:2], coded(codec, numbers[1:2]))
 
 
-@pytest.mark.parametrize("codec", [Blocks(), Rounded()], ids=lambda codec: codec.name)
+@codecs
 def test_nothing_is_waited_for(codec: Codec) -> None:
     """On a device without memory a number that the host reads would raise."""
     numbers = torch.empty(4, 300, device="meta")

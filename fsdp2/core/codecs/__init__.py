@@ -2,7 +2,7 @@
 
     codec      what each codec does: rows of numbers to rows of bytes, and back
     rounded    two bytes per number: bfloat16
-    blocks     one byte per number: integers, and a scale per block
+    blocks     a byte or half a byte per number: integers, and a scale per block
 
 Owns: the bytes of a message. Knows nothing of memory, lanes or collectives.
 May import: the ground floor alone.

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import torch
 
-from fsdp2.core.codecs.blocks import Blocks
+from fsdp2.core.codecs.blocks import Bytes, Nibbles
 from fsdp2.core.codecs.codec import ALIGNMENT, NUMBERS, Codec
 from fsdp2.core.codecs.rounded import Rounded
 from fsdp2.core.device.buffers import TransientBuffer
@@ -83,13 +83,19 @@ class RoundedReduce(CodedReduce):
     codec = Rounded()
 
 
-class BlocksReduce(CodedReduce):
+class BytesReduce(CodedReduce):
     """Messages of 8-bit integers, and a scale per block."""
 
-    codec = Blocks()
+    codec = Bytes()
+
+
+class NibblesReduce(CodedReduce):
+    """Messages of 4-bit integers, and a scale per block."""
+
+    codec = Nibbles()
 
 
 CODED: dict[str, type[ReduceTransport]] = {
-    kind.codec.name: kind for kind in (RoundedReduce, BlocksReduce)
+    kind.codec.name: kind for kind in (RoundedReduce, BytesReduce, NibblesReduce)
 }
 """The transports of gradients in fewer bytes, by the name that `Wire.reduce` gives."""
