@@ -462,7 +462,8 @@ def _before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
 
 def _said(options: GroupOptions) -> dict[str, str]:
     """A group's options, as far as ranks must share them."""
-    precision = options.precision
+    precision, wire = options.precision, options.wire
+    formats = (wire.gather, wire.reduce, *(n for n in ("rotate", "feedback") if getattr(wire, n)))
     return {
         "param_dtype": str(precision.param_dtype),
         "reduce_dtype": str(precision.reduce_dtype),
@@ -471,7 +472,7 @@ def _said(options: GroupOptions) -> dict[str, str]:
         "reduce_scatter_unused_params": str(options.reduce_unused),
         "the all-gather": type(options.all_gather).__name__,
         "the reduce-scatter": type(options.reduce_scatter).__name__,
-        "the formats of `set_wire_format`": f"{options.wire.gather}, {options.wire.reduce}",
+        "the formats of `set_wire_format`": ", ".join(map(str, formats)),
     }
 
 

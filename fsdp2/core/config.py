@@ -245,10 +245,15 @@ class Wire:
     Attributes:
         gather: name of an entry of `core.gather.coded.CODED`; ``None``: as they are computed with.
         reduce: name of an entry of `core.reduce.coded.CODED`; ``None``: in the reduce dtype.
+        rotate: whether gradients are rotated before they are coded (`core.codecs.rotated`).
+        feedback: whether what a message leaves out of gradients is added to the next ones
+            (`core.reduce.feedback`).
     """
 
     gather: str | None = None
     reduce: str | None = None
+    rotate: bool = False
+    feedback: bool = False
 
 
 WHOLE = Wire()
