@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from fsdp2.core.config import Wire
 from fsdp2.core.gather.coded import CODED as GATHERS
 from fsdp2.core.layout.layout import Segment, Slot, Transport
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.reduce.coded import CODED as REDUCTIONS
+from fsdp2.core.reduce.feedback import DTYPE as FEEDBACK_DTYPE
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import window_of
 from fsdp2.tracing.summaries import amount
@@ -51,7 +53,8 @@ class GroupReport:
             in it.
         gather_format: the format of parameters that travel in fewer bytes
             (`FSDPModule.set_wire_format`), ``None`` where all travel as they are.
-        reduce_format: the same of gradients.
+        reduce_format: the same of gradients, with what is done beside: "int4 rotated with feedback".
+        residual_bytes: bytes of what error feedback keeps on each rank, from the first backward on.
         exact: names in the model of the parameters that travel as they are beside those.
     """
 
@@ -71,6 +74,7 @@ class GroupReport:
     packed: Mapping[str, str] = field(default_factory=dict)
     gather_format: str | None = None
     reduce_format: str | None = None
+    residual_bytes: int = 0
     exact: Sequence[str] = ()
 
     @property
@@ -126,8 +130,10 @@ class Report:
 def _row(found: GroupReport) -> tuple[str, ...]:
     how = found.transport
     if found.gather_format or found.reduce_format:
-        names = f"{found.gather_format or 'exact'} / {found.reduce_format or 'exact'}"
-        how += f" ({names}{f', {len(found.exact)} exact' if found.exact else ''})"
+        said = [f"{found.gather_format or 'exact'} / {found.reduce_format or 'exact'}"]
+        said += [f"{amount(found.residual_bytes)} of residuals"] if found.residual_bytes else []
+        said += [f"{len(found.exact)} exact"] if found.exact else []
+        how += f" ({', '.join(said)})"
     if found.packed:
         reasons = dict.fromkeys(found.packed.values())
         how += f" ({len(found.packed)} packed: {'; '.join(reasons)})"
@@ -246,7 +252,8 @@ def _report(
         reduced_bytes=_reduced(group, trained) if sharded or group.replicas is not None else 0,
         packed=packed,
         gather_format=wire.gather if sharded else None,
-        reduce_format=wire.reduce if sharded else None,
+        reduce_format=_reduce_format(wire) if sharded else None,
+        residual_bytes=_residuals(group, trained) if coded and wire.feedback else 0,
         exact=[params.get(p.sharded, p.name) for p in group.params if p.exact] if coded else (),
     )
 
@@ -260,26 +267,47 @@ def _row_bytes(group: ParamGroup, segment: Segment) -> int:
     return numel * itemsize
 
 
+def _reduce_format(wire: Wire) -> str | None:
+    if wire.reduce is None:
+        return None
+    return wire.reduce + " rotated" * wire.rotate + " with feedback" * wire.feedback
+
+
 def _reduced(group: ParamGroup, trained: Set[int]) -> int:
     """Bytes that one reduction's collectives take."""
-    layout, wire = group.layout, group.options.wire.reduce
+    layout, wire = group.layout, group.options.wire
     assert layout is not None
-    exact = 0
-    coded: Counter[torch.dtype] = Counter()  # by reduce dtype: those are one message
+    exact, coded = _reduced_numel(group, trained)
+    nbytes = sum(numel * dtype.itemsize for dtype, numel in exact.items())
+    if wire.reduce is not None:
+        row_bytes = REDUCTIONS[wire.reduce].row_bytes
+        nbytes += sum(row_bytes(n, dtype.itemsize, wire.rotate) for dtype, n in coded.items())
+    return nbytes * layout.world_size
+
+
+def _residuals(group: ParamGroup, trained: Set[int]) -> int:
+    """Bytes of a residual for each rank."""
+    assert group.layout is not None
+    _, coded = _reduced_numel(group, trained)
+    return sum(coded.values()) * group.layout.world_size * FEEDBACK_DTYPE.itemsize
+
+
+def _reduced_numel(
+    group: ParamGroup, trained: Set[int]
+) -> tuple[Counter[torch.dtype], Counter[torch.dtype]]:
+    """Elements of a rank's pieces by reduce dtype: of exact gradients, and of one message each."""
+    layout = group.layout
+    assert layout is not None
+    exact: Counter[torch.dtype] = Counter()
+    coded: Counter[torch.dtype] = Counter()
     for segment in layout.segments:
         dtype = group.options.precision.reduce_dtype or segment.full_dtype
         for slot in segment.slots:
             if slot.index in trained:
-                if wire is None or layout.world_size == 1 or group.params[slot.index].exact:
-                    exact += slot.shard_numel * dtype.itemsize
-                else:
-                    coded[dtype] += slot.shard_numel
-    if wire is not None:
-        exact += sum(
-            REDUCTIONS[wire].row_bytes(numel, dtype.itemsize, group.options.wire.rotate)
-            for dtype, numel in coded.items()
-        )
-    return exact * layout.world_size
+                whole = group.options.wire.reduce is None or layout.world_size == 1
+                found = exact if whole or group.params[slot.index].exact else coded
+                found[dtype] += slot.shard_numel
+    return exact, coded
 
 
 def _why_packed(group: ParamGroup, slot: Slot) -> str:
