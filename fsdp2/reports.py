@@ -53,7 +53,7 @@ class GroupReport:
             in it.
         gather_format: the format of parameters that travel in fewer bytes
             (`FSDPModule.set_wire_format`), ``None`` where all travel as they are.
-        reduce_format: the same of gradients, with what is done beside: "int4 rotated with feedback".
+        reduce_format: the same of gradients, and what is done beside, as in "int4 rotated".
         residual_bytes: bytes of what error feedback keeps on each rank, from the first backward on.
         exact: names in the model of the parameters that travel as they are beside those.
     """

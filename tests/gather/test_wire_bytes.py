@@ -120,5 +120,5 @@ def test_options_of_gradients_send_the_same(sent: Bytes, options: dict[str, bool
     found = fsdp2.report(model)
     assert found.groups[0].step_bytes == plain.step_bytes
     assert found.groups[0].residual_bytes == (2 * NUMEL if "feedback" in options else 0)
-    said = "int4 rotated" if "rotate" in options else "int4 with feedback, 128.0 KiB of residuals"
+    said = "int4 rotated" if "rotate" in options else "int4 with feedback, 131.07 kB of residuals"
     assert f"(exact / {said}, 2 exact)" in str(found)
