@@ -942,6 +942,8 @@ class FSDPModule(TorchIdentity):
         if unreduced and record.scheduler is not None:
             # They may still add to partial sums, and deliver gradients, which must go as well.
             record.scheduler.wait_for_reductions()
+        if record.scheduler is not None and record.scheduler.reuse is not None:
+            record.scheduler.reuse.zeroed = True
         original = self._fsdp2_original
         as_torch = all(getattr(original, name) is getattr(nn.Module, name) for name in _WALKS)
         if set_to_none and as_torch:

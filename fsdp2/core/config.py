@@ -245,10 +245,12 @@ class Wire:
     Attributes:
         gather: name of an entry of `core.gather.coded.CODED`; ``None``: as they are computed with.
         reduce: name of an entry of `core.reduce.coded.CODED`; ``None``: in the reduce dtype.
+        differences: whether messages hold differences to what was gathered last, which stays.
     """
 
     gather: str | None = None
     reduce: str | None = None
+    differences: bool = False
 
 
 WHOLE = Wire()
