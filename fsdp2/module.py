@@ -29,7 +29,7 @@ from fsdp2.comm_memory import (
     SymmetricReduceScatter,
     conflicting,
 )
-from fsdp2.core.config import EXACT_BELOW, MixedPrecisionPolicy, ShardingStateError
+from fsdp2.core.config import EXACT_BELOW, MixedPrecisionPolicy, ShardingStateError, Wire
 from fsdp2.core.custom_collectives import AllGather, MemoryComms, ReduceScatter
 from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.process_groups import ProcessGroup, backend_name, with_own_group
@@ -747,6 +747,8 @@ class FSDPModule(TorchIdentity):
         *,
         gather: str | None = None,
         reduce: str | None = None,
+        feedback: bool = False,
+        rotate: bool = False,
         exact: Callable[[str, nn.Parameter], bool] | None = None,
         exact_below: int = EXACT_BELOW,
         recurse: bool = True,
@@ -765,12 +767,12 @@ class FSDPModule(TorchIdentity):
         =======  ================================  ==============================================
 
         A number in ``"int8"`` is off by 1/254 of the largest magnitude of its block at most, one in
-        ``"int4"`` by 1/14 (7 %): too much for the weights of most models. All ranks compute with the same bits: a rank's own part passes the format, too. The sharded
-        parameters, which the optimizer sees, stay exact. Infinities and NaN come out as NaN of
-        their block, or in bf16 as they are. Gradients go by one all-to-all per reduction in place
-        of a reduce-scatter; what follows it, such as an all-reduce over replicas or a copy to the
-        CPU, has the reduce dtype. Rows that `fully_shard` keeps for ``reshard_after_forward=<int>``
-        are gathered as they are.
+        ``"int4"`` by 1/14 (7 %): too much for the weights of most models. All ranks compute with
+        the same bits: a rank's own part passes the format, too. The sharded parameters, which the
+        optimizer sees, stay exact. Infinities and NaN come out as NaN of their block, or in bf16
+        as they are. Gradients go by one all-to-all per reduction in place of a reduce-scatter; what
+        follows it, such as an all-reduce over replicas or a copy to the CPU, has the reduce dtype.
+        Rows that `fully_shard` keeps for ``reshard_after_forward=<int>`` are gathered as they are.
 
         It counts from the next gather on. All ranks must choose alike. Parameters that stay exact
         have collectives of their own.
@@ -780,6 +782,14 @@ class FSDPModule(TorchIdentity):
                 that they are computed with.
             reduce: ``"bf16"``, ``"int8"``, ``"int4"``, or ``None`` (default): gradients travel in
                 the reduce dtype.
+            feedback: whether each rank adds what its messages have left out of gradients to its
+                next ones, so that over steps nothing is left out (error feedback). It takes memory
+                for a whole gradient of each unit, in the reduce dtype, on each rank, and is state
+                of training: `fsdp2.wire_state`. Default ``False``.
+            rotate: whether each block of 128 numbers of gradients is multiplied by an orthonormal
+                matrix (random signs and a Hadamard matrix) before it is coded, and its sum by the
+                inverse: single large numbers cost their neighbours less precision. Default
+                ``False``.
             exact: called once with each parameter's name below this module and the parameter;
                 those for which it returns true travel as they are. Default ``None``: none of the
                 larger ones.
@@ -788,9 +798,10 @@ class FSDPModule(TorchIdentity):
             recurse: whether units below follow. Default ``True``.
 
         Raises:
-            ValueError: a format is not known, or a parameter that is not left exact cannot travel
-                in it: its dtypes are not fp32, bf16 or fp16, or its tensor subclass has all-gather
-                hooks. Nothing is changed then.
+            ValueError: a format is not known, ``feedback`` or ``rotate`` is given without
+                ``reduce``, or a parameter that is not left exact cannot travel in the format: its
+                dtypes are not fp32, bf16 or fp16, or its tensor subclass has all-gather hooks.
+                Nothing is changed then.
 
         Example::
 
@@ -800,8 +811,9 @@ class FSDPModule(TorchIdentity):
         """
         from fsdp2.wire import set_wire_format  # who does not use it does not load it
 
-        chosen = (gather, reduce, exact, exact_below)
-        set_wire_format(cast(nn.Module, self), self._records(recurse), *chosen)
+        wire = Wire(gather, reduce, rotate=rotate, feedback=feedback)
+        module, records = cast(nn.Module, self), self._records(recurse)
+        set_wire_format(module, records, wire, exact, exact_below)
 
     # ---- memory
 

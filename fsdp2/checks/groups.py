@@ -30,7 +30,6 @@ from fsdp2.core.config import (
     NonFiniteGradientError,
     RankMismatchError,
     ShardingStateError,
-    Wire,
 )
 from fsdp2.core.device.collectives import ReduceKind
 from fsdp2.core.device.process_groups import ProcessGroup, global_ranks, timeout_of
@@ -496,7 +495,9 @@ def _before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
 
 def _said(options: GroupOptions) -> dict[str, str]:
     """A group's options, as far as ranks must share them."""
-    precision = options.precision
+    precision, wire = options.precision, options.wire
+    chosen = [n for n in ("differences", "rotate", "feedback") if getattr(wire, n)]
+    formats = (wire.gather, wire.reduce, *chosen)
     return {
         "param_dtype": str(precision.param_dtype),
         "reduce_dtype": str(precision.reduce_dtype),
@@ -505,13 +506,8 @@ def _said(options: GroupOptions) -> dict[str, str]:
         "reduce_scatter_unused_params": str(options.reduce_unused),
         "the all-gather": type(options.all_gather).__name__,
         "the reduce-scatter": type(options.reduce_scatter).__name__,
-        "the formats of `set_wire_format`": _formats(options.wire),
+        "the formats of `set_wire_format`": ", ".join(map(str, formats)),
     }
-
-
-def _formats(wire: Wire) -> str:
-    differences = " differences" if wire.differences else ""
-    return f"{wire.gather}{differences}, {wire.reduce}"
 
 
 def _exact(group: ParamGroup) -> dict[str, str]:

@@ -476,6 +476,7 @@ class Watch:
                 del live[name]
             if name in ("kept gradient", "host gradient") and self._keeps_gradients:
                 del live[name]
+        live.pop("residuals", None)  # made by the first reduction with error feedback, and kept
         for name in () if padding else ("padding", "marks"):
             live.pop(name, None)
             wanted.pop(name, None)

@@ -28,8 +28,8 @@ class Blocks(Codec):
 
     A number is off by half a scale at most: by 1/2 of its block's largest magnitude over
     ``largest``, and by what the rounding of a scale adds to that: the precision of its dtype times
-    as much, and (``largest`` + 1) / 2 of the smallest numbers of that dtype. A block with an infinity
-    or a NaN comes back as NaN, all of it: a check for numbers that are not finite sees it.
+    as much, and (``largest`` + 1) / 2 of the smallest numbers of that dtype. A block with an
+    infinity or a NaN comes back as NaN, all of it: a check for numbers that are not finite sees it.
 
     Attributes:
         block: numbers that share a scale.

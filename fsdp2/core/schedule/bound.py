@@ -36,7 +36,7 @@ from fsdp2.core.layout.layout import GroupLayout, Slot, Transport
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.params.gradients import Gradients, gradients_of
 from fsdp2.core.params.param import ShardedParam, Swap, compute_dtype
-from fsdp2.core.reduce.binding import make_reductions
+from fsdp2.core.reduce.binding import hand_over, make_reductions
 from fsdp2.core.reduce.reduction import Reduction
 from fsdp2.core.reduce.spec import ReductionSpec, is_direct, reduction_spec
 
@@ -314,7 +314,7 @@ class Bound:
                     members.append((spec, param, slot, direct))
         runtime = group.runtime
         with torch.inference_mode(False):  # tensors that a later backward writes to
-            self.reductions = kept + make_reductions(
+            made = make_reductions(
                 members,
                 runtime.gradients_of,
                 group.reducers,
@@ -322,6 +322,8 @@ class Bound:
                 runtime.kernels,
                 group.layout.once,
             )
+            hand_over(self.reductions, made)
+        self.reductions = kept + made
 
     @property
     def has_partial_sums(self) -> bool:
