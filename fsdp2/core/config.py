@@ -245,6 +245,7 @@ class Wire:
     Attributes:
         gather: name of an entry of `core.gather.coded.CODED`; ``None``: as they are computed with.
         reduce: name of an entry of `core.reduce.coded.CODED`; ``None``: in the reduce dtype.
+        differences: whether messages hold differences to what was gathered last, which stays.
         rotate: whether gradients are rotated before they are coded (`core.codecs.rotated`).
         feedback: whether what a message leaves out of gradients is added to the next ones
             (`core.reduce.feedback`).
@@ -252,6 +253,7 @@ class Wire:
 
     gather: str | None = None
     reduce: str | None = None
+    differences: bool = False
     rotate: bool = False
     feedback: bool = False
 

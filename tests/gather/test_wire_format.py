@@ -379,6 +379,8 @@ def test_refusals_change_nothing(side: str) -> None:
     fsdp2.fully_shard(model)
     with raises("wire-format-unknown"):
         model.set_wire_format(**{side: "int3"})
+    with raises("wire-format-differences"):
+        model.set_wire_format(reduce="int8", differences=True, exact_below=100)
     with raises("wire-format-dtype"):
         model.set_wire_format(**{side: "int8"}, exact_below=100)
     assert not any(
