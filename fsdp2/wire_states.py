@@ -1,7 +1,10 @@
-"""What `set_wire_format` adds to the state of training: residuals of error feedback.
+"""What `set_wire_format` adds to the state of training.
 
-    wire_state(model).state_dict()      "residuals.<parameter>"   what its messages have left out
-    wire_state(model).load_state_dict(…)   ── copied, or at zero where ranks or layouts differ
+    residuals.<parameter>    what messages have left out of gradients (feedback=True)
+    references.<parameter>   what the next differences of weights are to (differences=True)
+
+    wire_state(model).state_dict()  ──>  DTensors by these names
+    wire_state(model).load_state_dict(…)  ──>  taken, or given up where ranks or layouts differ
 
 It is no part of ``model.state_dict()``, whose names stay the model's.
 """
@@ -9,18 +12,24 @@ It is no part of ``model.state_dict()``, whose names stay the model's.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp2.core.gather.differences import Differences
+from fsdp2.core.layout.layout import Slot
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.modules.registry import records_below
 from fsdp2.core.names import clean
 from fsdp2.core.params.param import ShardedParam
+from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import SHARDED
+
+RESIDUALS, REFERENCES = "residuals.", "references."
 
 
 class WireState:
@@ -34,39 +43,58 @@ class WireState:
         self._model = model
 
     def state_dict(self) -> dict[str, Tensor]:
-        """By ``"residuals.<parameter>"`` what is to be added to the next gradients.
+        """What is to be saved, or to be read into. All ranks call it.
 
-        Each is a DTensor of bf16 [ranks, ranks of the shard axis, n], sharded on dim 0 over all
-        ranks of the parameter's mesh: each rank has its own residual, for each rank that it sends
-        to. They are views: what is written there is what the next backward adds. Empty where no
-        unit has error feedback, or no gradients travel. All ranks call it.
+        ``residuals.<parameter>`` is a DTensor of bf16 [ranks, ranks of the shard axis, n], sharded
+        on dim 0 over all ranks of the parameter's mesh: each rank has its own, for each rank that
+        it sends to. It is a view: what is written there is what the next backward adds.
+
+        ``references.<parameter>`` is sharded as the parameter, of the dtype that it is computed
+        with: a copy. It is the shard's own numbers where nothing was gathered yet.
+
+        Empty where no unit has either, or nothing travels.
         """
-        return {f"residuals.{name}": value for name, value in _residuals(self._model)}
+        return {name: value for part in _parts(self._model) for name, value in part.own.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take what another `state_dict` had.
+        """Take what another `state_dict` had; after the model has its parameters.
 
         Residuals of other ranks, or of other pieces of a parameter, are of no use: those begin at
-        zero then, and the first rank warns.
+        zero then. Where a reference is missing, the next gather is an exact one. The first rank
+        warns of either.
 
         Args:
             state: by name; what the model has not is ignored.
         """
-        own = self.state_dict()
-        reset = []
-        for name, value in own.items():
-            found = state.get(name)
-            if found is not None and found.shape == value.shape:
-                local_of(value).copy_(local_of(found))
-            else:
-                local_of(value).zero_()
-                reset.append(name)
-        if reset and (not dist.is_initialized() or dist.get_rank() == 0):
-            warn_of_reset("the state", len(reset), len(own))
+        self.take(state, "the state")
+
+    def take(self, state: Mapping[str, Tensor], of: str, warn: bool | None = None) -> None:
+        """As `load_state_dict`.
+
+        Args:
+            state: by name.
+            of: what it was, for the warning.
+            warn: whether this rank warns. Default ``None``: the first does.
+        """
+        parts = list(_parts(self._model))
+        reset = 0
+        for part in parts:
+            found = {name: state[name] for name, own in part.own.items() if _fits(state, name, own)}
+            part.take({name: local_of(value) for name, value in found.items()})
+            reset += len(part.own) - len(found)
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        if reset and (first if warn is None else warn):
+            warnings.warn(
+                f"{of} has not all that wire formats keep between steps: {reset} of "
+                f"{sum(len(part.own) for part in parts)} tensors are missing, or are of other "
+                f"ranks, pieces or dtypes; their residuals begin at zero, and their parameters are "
+                f"gathered exactly once",
+                stacklevel=3,
+            )
 
 
 def wire_state(model: nn.Module) -> WireState:
-    """What a run that sends gradients with error feedback must save to go on as if uninterrupted.
+    """What a run must save of its wire formats to go on as if it had not been interrupted.
 
     ``fsdp2.checkpoint.save`` and ``load`` do it by themselves. With torch's:
 
@@ -81,45 +109,123 @@ def wire_state(model: nn.Module) -> WireState:
     return WireState(model)
 
 
-def warn_of_reset(of: str, count: int, all_of_them: int) -> None:
-    """Say that residuals begin at zero.
+def _fits(state: Mapping[str, Tensor], name: str, own: Tensor) -> bool:
+    found = state.get(name)
+    if found is None or found.shape != own.shape or found.dtype != own.dtype:
+        return False
+    return local_of(found).shape == local_of(own).shape
 
-    Args:
-        of: what they were to be loaded from.
-        count: how many.
-        all_of_them: how many the model has.
+
+# ---- what there is
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tensors that are taken together.
+
+    Attributes:
+        own: by name.
+        take: is given this rank's part of those that were found.
     """
-    warnings.warn(
-        f"{of} has no residuals of error feedback for {count} of {all_of_them} parameters as they "
-        f"are sharded now, over these ranks and in these formats; they begin at zero",
-        stacklevel=3,
+
+    own: Mapping[str, Tensor]
+    take: Callable[[Mapping[str, Tensor]], None]
+
+
+def _parts(model: nn.Module) -> Iterator[_Part]:
+    names = {id(param): clean(name) for name, param in model.named_parameters()}
+
+    def name_of(param: ShardedParam) -> str:
+        found = names.get(id(param.sharded)) or names.get(id(param.unsharded))
+        return found or param.name
+
+    for record in records_below(model):
+        for group in record.unit.own_groups:
+            wire = group.options.wire
+            if group.state is SHARDED and (wire.feedback or wire.differences):
+                group.bind()
+            if wire.feedback:
+                yield from _residuals(group, name_of)
+            if wire.differences:
+                yield from _references(group, name_of)
+
+
+def _residuals(group: ParamGroup, name_of: Callable[[ShardedParam], str]) -> Iterator[_Part]:
+    assert group.bound is not None
+    for reduction in group.bound.reductions:
+        feedback = reduction.transport.feedback
+        if feedback is not None:
+            pairs = zip(reduction.members, feedback.columns(), strict=True)
+            own = {RESIDUALS + name_of(param): _of_each_rank(param, part) for param, part in pairs}
+
+            def take(found: Mapping[str, Tensor], own: Mapping[str, Tensor] = own) -> None:
+                for name, value in own.items():
+                    if name in found:
+                        local_of(value).copy_(found[name])
+                    else:
+                        local_of(value).zero_()
+
+            yield _Part(own, take)
+
+
+def _of_each_rank(param: ShardedParam, columns: Tensor) -> DTensor:
+    assert isinstance(param.sharded, DTensor)
+    mesh = param.sharded.device_mesh
+    shape = torch.Size([mesh.size(), *columns.shape])
+    stride = (columns.numel(), columns.shape[1], 1)
+    local, placements = columns.unsqueeze(0), [Shard(0)] * mesh.ndim
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _references(group: ParamGroup, name_of: Callable[[ShardedParam], str]) -> Iterator[_Part]:
+    assert group.bound is not None
+    for transport in group.bound.transports:
+        if isinstance(transport, Differences):
+            rows = transport.own_rows() or _shards(group, transport.segment.slots)
+            slots = {REFERENCES + name_of(group.params[slot.index]): slot for slot, _ in rows}
+            own = {
+                name: _like(group.params[slot.index], part.to(transport.segment.full_dtype))
+                for (name, slot), (_, part) in zip(slots.items(), rows, strict=True)
+            }
+
+            def take(
+                found: Mapping[str, Tensor],
+                slots: Mapping[str, Slot] = slots,
+                transport: Differences = transport,
+            ) -> None:
+                _restore(group, transport, slots, found)
+
+            yield _Part(own, take)
+
+
+def _shards(group: ParamGroup, slots: tuple[Slot, ...]) -> list[tuple[Slot, Tensor]]:
+    params = [(slot, group.params[slot.index]) for slot in slots]
+    return [(slot, param.laid_out(param.local).detach()) for slot, param in params]
+
+
+def _like(param: ShardedParam, rows: Tensor) -> DTensor:
+    sharded = param.sharded
+    assert isinstance(sharded, DTensor)
+    return DTensor.from_local(
+        param.as_seen(rows.clone()).to(sharded.device),
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=sharded.shape,
+        stride=sharded.stride(),
     )
 
 
-def _residuals(model: nn.Module) -> Iterator[tuple[str, DTensor]]:
-    names = {id(param): clean(name) for name, param in model.named_parameters()}
-    for record in records_below(model):
-        for group in record.unit.own_groups:
-            if not group.options.wire.feedback:
-                continue
-            if group.state is SHARDED:
-                group.bind()
-            bound = group.bound
-            assert bound is not None
-            for reduction in bound.reductions:
-                feedback = reduction.transport.feedback
-                if feedback is None:
-                    continue
-                for param, columns in zip(reduction.members, feedback.columns(), strict=True):
-                    name = names.get(id(param.sharded)) or names.get(id(param.unsharded))
-                    yield name or param.name, _over_all_ranks(param, columns)
-
-
-def _over_all_ranks(param: ShardedParam, columns: Tensor) -> DTensor:
-    assert isinstance(param.sharded, DTensor)
-    mesh = param.sharded.device_mesh
-    local = columns.unsqueeze(0)
-    shape = torch.Size([mesh.size(), *columns.shape])
-    stride = (columns.numel(), columns.shape[1], 1)
-    placements = [Shard(0)] * mesh.ndim
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+def _restore(
+    group: ParamGroup,
+    transport: Differences,
+    slots: Mapping[str, Slot],
+    found: Mapping[str, Tensor],
+) -> None:
+    """Let the next differences be to what was found; gather exactly where anything is missing."""
+    assert group.bound is not None
+    if group.bound.keeping is not None:
+        group.bound.keeping.lose()
+    if len(found) == len(slots):
+        params = {name: group.params[slot.index] for name, slot in slots.items()}
+        transport.restore([(slots[n], params[n].laid_out(found[n])) for n in slots])

@@ -67,7 +67,7 @@ from fsdp2.checkpoint.values import Packed, Value, packed
 from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.ranks.channels import LostRankError, SideChannel
-from fsdp2.wire_states import wire_state
+from fsdp2.wire_states import RESIDUALS, wire_state
 
 LOG = logging.getLogger("fsdp2.checkpoint")
 
@@ -585,7 +585,8 @@ class _Save:
         return {
             name: value
             for name, value in wire.items()
-            if isinstance(value, DTensor) and value.device_mesh.size() <= self._call.size
+            if isinstance(value, DTensor)
+            if not name.startswith(RESIDUALS) or value.device_mesh.size() <= self._call.size
         }
 
     def start(self) -> Saving:

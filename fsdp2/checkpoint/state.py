@@ -6,6 +6,7 @@ optimizer.state.<parameter>.<key>         the names of torch's get_optimizer_sta
 optimizer.param_groups                    with names in the place of parameters
 states.<name>.<key>                       tensors besides the model's, such as averages of weights
 wire.residuals.<name>                     what error feedback adds to the next gradients
+wire.references.<name>                    what the next differences of weights are to
 rng.<rank>.<device>                       states of random number generators
 extra.<place>                             tensors of the user's
 rank_extra.<rank>.<place>                 the same, of each rank

@@ -12,7 +12,7 @@ not add up, and the reference is off by what the last message has left out, and 
 the compute dtype.
 
     the reference is                  a gather is
-    not there: bound anew, given up   one exact all-gather of the shards, into the reference
+    not there: first, given up        one exact all-gather of the shards, into the reference
     restored, own rows alone          one exact all-gather of these rows, and one of differences
     there                             one all-gather of differences
 
@@ -136,6 +136,8 @@ class Differences(KeptTransport):
         super().follow(former)
         if isinstance(former, Differences):
             self._known, self._restored = former._known, former._restored
+
+    inherit = follow  # differences are to it, whatever the shards are
 
     def lose(self) -> None:
         self._known = self._exact = self._codes = False
