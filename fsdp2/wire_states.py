@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -74,16 +73,18 @@ class WireState:
         Args:
             state: by name.
             of: what it was, for the warning.
-            warn: whether this rank warns. Default ``None``: the first does.
+            warn: whether this rank warns. Default ``None``: the first of a mesh does.
         """
         parts = list(_parts(self._model))
+        if warn is None:
+            meshes = [value.device_mesh for part in parts for value in part.own.values()]
+            warn = not any(any(mesh.get_coordinate() or ()) for mesh in meshes)
         reset = 0
         for part in parts:
             found = {name: state[name] for name, own in part.own.items() if _fits(state, name, own)}
             part.take({name: local_of(value) for name, value in found.items()})
             reset += len(part.own) - len(found)
-        first = not dist.is_initialized() or dist.get_rank() == 0
-        if reset and (first if warn is None else warn):
+        if reset and warn:
             warnings.warn(
                 f"{of} has not all that wire formats keep between steps: {reset} of "
                 f"{sum(len(part.own) for part in parts)} tensors are missing, or are of other "
@@ -128,7 +129,7 @@ class _Part:
         take: is given this rank's part of those that were found.
     """
 
-    own: Mapping[str, Tensor]
+    own: Mapping[str, DTensor]
     take: Callable[[Mapping[str, Tensor]], None]
 
 
@@ -158,7 +159,7 @@ def _residuals(group: ParamGroup, name_of: Callable[[ShardedParam], str]) -> Ite
             pairs = zip(reduction.members, feedback.columns(), strict=True)
             own = {RESIDUALS + name_of(param): _of_each_rank(param, part) for param, part in pairs}
 
-            def take(found: Mapping[str, Tensor], own: Mapping[str, Tensor] = own) -> None:
+            def take(found: Mapping[str, Tensor], own: Mapping[str, DTensor] = own) -> None:
                 for name, value in own.items():
                     if name in found:
                         local_of(value).copy_(found[name])
