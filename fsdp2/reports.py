@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from fsdp2.core.config import Wire
 from fsdp2.core.gather.coded import CODED as GATHERS
 from fsdp2.core.layout.layout import Segment, Slot, Transport
 from fsdp2.core.modules.registry import record_of
@@ -43,16 +44,19 @@ class GroupReport:
         window: how many units are gathered ahead of the one that computes; one number below a root
             (`FSDPModule.set_prefetch_window`).
         gathers: all-gathers of a step of one micro-batch: 2 where parameters are freed after
-            forward, else 1; 0 on one rank.
+            forward, else 1, also where all are kept in rows that backward reuses; 0 on one rank.
         gathered_bytes: bytes that one gather's collectives put together, padding included.
         reduced_bytes: bytes that one reduction's collectives take on each rank, in the reduce
             dtype, padding included; parameters that are frozen now left out.
         packed: why parameters travel packed, by their name in the model; those that do not are not
             in it.
         gather_format: the format of parameters that travel in fewer bytes
-            (`FSDPModule.set_wire_format`), ``None`` where all travel as they are.
+            (`FSDPModule.set_wire_format`), ``None`` where all travel as they are; "int8
+            differences" where messages hold these.
         reduce_format: the same of gradients.
         exact: names in the model of the parameters that travel as they are beside those.
+        kept_bytes: bytes of the rows that stay on each rank behind a gather, which others reuse.
+        reused_bytes: how many of ``gathered_bytes`` travel in a step's first gather alone.
     """
 
     name: str
@@ -72,11 +76,14 @@ class GroupReport:
     gather_format: str | None = None
     reduce_format: str | None = None
     exact: Sequence[str] = ()
+    kept_bytes: int = 0
+    reused_bytes: int = 0
 
     @property
     def step_bytes(self) -> int:
         """Bytes of the collectives of a step of one micro-batch, of whole tensors."""
-        return self.gathers * self.gathered_bytes + self.reduced_bytes
+        again = max(self.gathers - 1, 0) * (self.gathered_bytes - self.reused_bytes)
+        return min(self.gathers, 1) * self.gathered_bytes + again + self.reduced_bytes
 
 
 @dataclass(frozen=True)
@@ -126,8 +133,10 @@ class Report:
 def _row(found: GroupReport) -> tuple[str, ...]:
     how = found.transport
     if found.gather_format or found.reduce_format:
-        names = f"{found.gather_format or 'exact'} / {found.reduce_format or 'exact'}"
-        how += f" ({names}{f', {len(found.exact)} exact' if found.exact else ''})"
+        said = [f"{found.gather_format or 'exact'} / {found.reduce_format or 'exact'}"]
+        said += [f"keeps {amount(found.kept_bytes)}"] if found.kept_bytes else []
+        said += [f"{len(found.exact)} exact"] if found.exact else []
+        how += f" ({', '.join(said)})"
     if found.packed:
         reasons = dict.fromkeys(found.packed.values())
         how += f" ({len(found.packed)} packed: {'; '.join(reasons)})"
@@ -214,10 +223,13 @@ def _report(
     assert layout is not None
     ranks = layout.world_size
     trained = {i for i, param in enumerate(group.params) if param.sharded.requires_grad}
-    gathered = 0
+    gathered = kept = reused = 0
     packed = {}
     for segment in layout.segments:
         gathered += _row_bytes(group, segment) * ranks
+        if _stays(group, segment):
+            reused += _row_bytes(group, segment) * ranks
+            kept += segment.shard_numel * segment.full_dtype.itemsize * ranks
         for slot in segment.slots:
             if segment.transport is Transport.PACKED:
                 param = group.params[slot.index]
@@ -241,14 +253,27 @@ def _report(
             if param.cut.dims != (0,)
         },
         window=window,
-        gathers=gathers if sharded else 0,
+        gathers=(1 if reused == gathered else gathers) if sharded else 0,
         gathered_bytes=gathered if sharded else 0,
         reduced_bytes=_reduced(group, trained) if sharded or group.replicas is not None else 0,
         packed=packed,
-        gather_format=wire.gather if sharded else None,
+        gather_format=_gather_format(wire) if sharded else None,
         reduce_format=wire.reduce if sharded else None,
         exact=[params.get(p.sharded, p.name) for p in group.params if p.exact] if coded else (),
+        kept_bytes=kept,
+        reused_bytes=reused,
     )
+
+
+def _gather_format(wire: Wire) -> str | None:
+    return f"{wire.gather} differences" if wire.differences else wire.gather
+
+
+def _stays(group: ParamGroup, segment: Segment) -> bool:
+    """Whether its rows are kept behind a gather: not those that a user's code gathers."""
+    if not group.keeps_rows or segment.transport in (Transport.LOCAL, Transport.EXTENSION):
+        return False
+    return segment.transport is Transport.CODED or group.options.all_gather is None
 
 
 def _row_bytes(group: ParamGroup, segment: Segment) -> int:

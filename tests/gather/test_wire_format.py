@@ -20,7 +20,15 @@ from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
 
-FORMATS = [("int8", None), (None, "bf16"), (None, "int8"), ("int8", "int8"), ("int8", "bf16")]
+FORMATS = [
+    ("int8", None),
+    (None, "bf16"),
+    (None, "int8"),
+    ("int8", "int8"),
+    ("int8", "bf16"),
+    ("int8 differences", None),
+    ("int4 differences", "bf16"),
+]
 formats = pytest.mark.parametrize(("gather", "reduce"), FORMATS)
 HALF = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -50,8 +58,16 @@ def sharded(gather: str | None, reduce: str | None, **arguments: Any) -> nn.Sequ
         if isinstance(block, Block):
             fsdp2.fully_shard(block, **arguments)
     fsdp2.fully_shard(model, **arguments)
-    model.set_wire_format(gather=gather, reduce=reduce, exact_below=100)
+    send(model, gather, reduce)
     return model
+
+
+def send(model: nn.Module, gather: str | None, reduce: str | None) -> None:
+    """Set formats; behind the name of ``gather`` there may be "differences"."""
+    name, _, differences = (gather or "").partition(" ")
+    model.set_wire_format(
+        gather=name or None, reduce=reduce, differences=bool(differences), exact_below=100
+    )
 
 
 def by_columns(param: nn.Parameter) -> Shard:
@@ -234,7 +250,7 @@ def test_ties_and_frozen_parameters() -> None:
         for block in model[:2]:
             fsdp2.fully_shard(block)
         fsdp2.fully_shard(model)
-        model.set_wire_format(gather=gather, reduce=reduce, exact_below=100)
+        send(model, gather, reduce)
         return model
 
     model, exact = make("int8", "int8"), make(None, None)
@@ -394,7 +410,7 @@ def test_tensor_parallel(gather: str | None, reduce: str | None) -> None:
         for block in model.blocks:
             fsdp2.fully_shard(block, mesh=mesh["data"])
         fsdp2.fully_shard(model, mesh=mesh["data"])
-        model.set_wire_format(gather=gather, reduce=reduce, exact_below=100)
+        send(model, gather, reduce)
         ids = torch.randint(model.embed.num_embeddings, (2, 9))
         meshes.parallel_loss(model, ids).backward()
         return full_gradients(model)
@@ -417,7 +433,7 @@ def test_compiled_blocks(gather: str | None, reduce: str | None) -> None:
                 block.compile(backend="aot_eager", fullgraph=True)
             fsdp2.fully_shard(block)
         fsdp2.fully_shard(model)
-        model.set_wire_format(gather=gather, reduce=reduce, exact_below=100)
+        send(model, gather, reduce)
         for step in range(2):
             loss_of(model, batch(step)).backward()
         return list(full_gradients(model).values())
