@@ -126,6 +126,10 @@ def _code(model: nn.Module, _: Any) -> None:
     model.set_wire_format(gather="int8", reduce="bf16", exact_below=SMALL)
 
 
+def _send_differences(model: nn.Module, _: Any) -> None:
+    model.set_wire_format(gather="int4", differences=True, exact_below=SMALL)
+
+
 CASES: dict[str, tuple[dict[str, Any], Change | None]] = {
     "usual": ({}, None),
     "mixed": ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, None),
@@ -139,6 +143,8 @@ CASES: dict[str, tuple[dict[str, Any], Change | None]] = {
     "hooked": ({}, _hook),
     "coded": ({}, _code),
     "coded, offloaded": ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, _code),
+    "coded differences": ({}, _send_differences),
+    "coded differences, pinned": ({"offload_policy": CPUOffloadPolicy()}, _send_differences),
 }
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from fsdp2.core.gather.differences import Differences
 from tests.common.workers import ranks
 from tests.gather import test_wire_format as formats
 
@@ -153,7 +154,8 @@ def test_averages_are_swapped_in_for_evaluations(gather: str) -> None:
         averages.swap()
         expected = whole_loss(model)
         loss = formats.loss_of(model, formats.batch(9))  # with weights, not averages
-        assert loss.item() == pytest.approx(expected, rel=2e-3)
+        coarse = 2e-3 if "int8" in gather else 0.05  # one message of all that was swapped
+        assert loss.item() == pytest.approx(expected, rel=coarse)
         loss.backward()
     assert_equal_on_ranks(model)
 
@@ -243,6 +245,46 @@ def test_a_checkpoint_of_weights_is_loaded() -> None:
     exact = formats.build()
     found = formats.loss_of(model, formats.batch()).item()
     assert found == formats.loss_of(exact, formats.batch()).item()
+
+
+@ranks(2, extended=(3,))
+@pytest.mark.parametrize("weights_first", [True, False])
+@pytest.mark.parametrize("setting", ["plain", "mixed"])
+def test_references_are_restored(weights_first: bool, setting: str) -> None:
+    """To the bit what goes on without an interruption."""
+    arguments = SETTINGS[setting]
+    model = formats.sharded("int4 differences", None, **arguments)
+    _, optimizer = train(model, 3)
+    weights = copy.deepcopy(model.state_dict())
+    moments = copy.deepcopy(optimizer.state_dict())
+    rows = [[(slot, r.clone()) for slot, r in each.own_rows()] for each in transports(model)]
+    expected = continued(model, optimizer, range(3, 6))
+
+    other = formats.sharded("int4 differences", None, **arguments)
+    _, again = train(other, 1, first=50)
+    if weights_first:
+        other.load_state_dict(weights)
+        for record in other._records(True):
+            for group in record.unit.own_groups:
+                group.bind()
+    for each, saved in zip(transports(other), rows, strict=True):
+        each.restore(saved)
+    if not weights_first:
+        other.load_state_dict(weights)
+    again.load_state_dict(moments)
+    assert continued(other, again, range(3, 6)) == expected
+    for mine, its in zip(
+        formats.gathered_weights(model).values(),
+        formats.gathered_weights(other).values(),
+        strict=True,
+    ):
+        assert torch.equal(mine, its)
+
+
+def transports(model: nn.Module) -> list[Differences]:
+    groups = [group for record in model._records(True) for group in record.unit.own_groups]
+    found = [transport for group in groups for transport in group.bound.transports]
+    return [transport for transport in found if isinstance(transport, Differences)]
 
 
 @ranks(2)

@@ -137,6 +137,14 @@ class Differences(KeptTransport):
         if isinstance(former, Differences):
             self._known, self._restored = former._known, former._restored
 
+    def inherit(self, former: KeptTransport) -> None:
+        """What was restored waits for its first gather, whichever of weights is loaded first.
+
+        What was gathered is of other weights: a difference to it would be large, and of few bits.
+        """
+        if isinstance(former, Differences) and former._restored:
+            self.follow(former)
+
     def lose(self) -> None:
         self._known = self._exact = self._codes = False
 

@@ -161,6 +161,8 @@ class Bound:
         self.extension = self._extension_of(group)
         self.keeping: Keeping | None = None
         self._bind_transports(group)
+        if self.keeping is not None and former is not None and former.keeping is not None:
+            self.keeping.inherit(former.keeping)
         self.to_sharded: list[Swap] = []
         self.to_unsharded: list[Swap] = []
         self.unsharded: list[nn.Parameter] = []
