@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from fsdp2.planning.planner import Plan, plan
     from fsdp2.reports import GroupReport, Report, group_reports, report
     from fsdp2.tracing import trace
+    from fsdp2.wire_states import WireState, wire_state
     from fsdp2.wrap import (
         Choice,
         CustomPolicy,
@@ -94,6 +95,7 @@ __all__ = [
     "ShardingStateError",
     "UnitReport",
     "UnshardHandle",
+    "WireState",
     "always_wrap_policy",
     "any_wrap_policy",
     "checkpoint",
@@ -124,13 +126,14 @@ __all__ = [
     "trace",
     "transformer_auto_wrap_policy",
     "uninstall",
+    "wire_state",
     "wrap_modules",
     "xla",
 ]
 
 _ROOMS = (
     *("checkpoint", "fsdp1", "full", "optim", "paper", "planning", "record", "reports", "tracing"),
-    *("wire", "wrap", "wrapper_module", "xla"),
+    *("wire", "wire_states", "wrap", "wrapper_module", "xla"),
 )
 """Modules that are attributes of this one without an import, and load when they are first used."""
 
@@ -143,6 +146,7 @@ _LATER = {
     "planning.planner": ("Plan", "plan"),
     "reports": ("GroupReport", "Report", "group_reports", "report"),
     "tracing": ("trace",),
+    "wire_states": ("WireState", "wire_state"),
     "wrap": (
         *("Choice", "CustomPolicy", "ModuleWrapPolicy", "ShardReport", "UnitReport"),
         *("always_wrap_policy", "any_wrap_policy", "chosen_modules", "deferred", "enable_wrap"),

@@ -18,6 +18,7 @@ from fsdp2.core.gather.coded import CODED as GATHERS
 from fsdp2.core.layout.layout import Segment, Slot, Transport
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.reduce.coded import CODED as REDUCTIONS
+from fsdp2.core.reduce.feedback import DTYPE as FEEDBACK_DTYPE
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import window_of
 from fsdp2.tracing.summaries import amount
@@ -53,7 +54,8 @@ class GroupReport:
         gather_format: the format of parameters that travel in fewer bytes
             (`FSDPModule.set_wire_format`), ``None`` where all travel as they are; "int8
             differences" where messages hold these.
-        reduce_format: the same of gradients.
+        reduce_format: the same of gradients, and what is done beside, as in "int4 rotated".
+        residual_bytes: bytes of what error feedback keeps on each rank, from the first backward on.
         exact: names in the model of the parameters that travel as they are beside those.
         kept_bytes: bytes of the rows that stay on each rank behind a gather, which others reuse.
         reused_bytes: how many of ``gathered_bytes`` travel in a step's first gather alone.
@@ -75,6 +77,7 @@ class GroupReport:
     packed: Mapping[str, str] = field(default_factory=dict)
     gather_format: str | None = None
     reduce_format: str | None = None
+    residual_bytes: int = 0
     exact: Sequence[str] = ()
     kept_bytes: int = 0
     reused_bytes: int = 0
@@ -135,6 +138,7 @@ def _row(found: GroupReport) -> tuple[str, ...]:
     if found.gather_format or found.reduce_format:
         said = [f"{found.gather_format or 'exact'} / {found.reduce_format or 'exact'}"]
         said += [f"keeps {amount(found.kept_bytes)}"] if found.kept_bytes else []
+        said += [f"{amount(found.residual_bytes)} of residuals"] if found.residual_bytes else []
         said += [f"{len(found.exact)} exact"] if found.exact else []
         how += f" ({', '.join(said)})"
     if found.packed:
@@ -258,7 +262,8 @@ def _report(
         reduced_bytes=_reduced(group, trained) if sharded or group.replicas is not None else 0,
         packed=packed,
         gather_format=_gather_format(wire) if sharded else None,
-        reduce_format=wire.reduce if sharded else None,
+        reduce_format=_reduce_format(wire) if sharded else None,
+        residual_bytes=_residuals(group, trained) if coded and wire.feedback else 0,
         exact=[params.get(p.sharded, p.name) for p in group.params if p.exact] if coded else (),
         kept_bytes=kept,
         reused_bytes=reused,
@@ -285,26 +290,47 @@ def _row_bytes(group: ParamGroup, segment: Segment) -> int:
     return numel * itemsize
 
 
+def _reduce_format(wire: Wire) -> str | None:
+    if wire.reduce is None:
+        return None
+    return wire.reduce + " rotated" * wire.rotate + " with feedback" * wire.feedback
+
+
 def _reduced(group: ParamGroup, trained: Set[int]) -> int:
     """Bytes that one reduction's collectives take."""
-    layout, wire = group.layout, group.options.wire.reduce
+    layout, wire = group.layout, group.options.wire
     assert layout is not None
-    exact = 0
-    coded: Counter[torch.dtype] = Counter()  # by reduce dtype: those are one message
+    exact, coded = _reduced_numel(group, trained)
+    nbytes = sum(numel * dtype.itemsize for dtype, numel in exact.items())
+    if wire.reduce is not None:
+        row_bytes = REDUCTIONS[wire.reduce].row_bytes
+        nbytes += sum(row_bytes(n, dtype.itemsize, wire.rotate) for dtype, n in coded.items())
+    return nbytes * layout.world_size
+
+
+def _residuals(group: ParamGroup, trained: Set[int]) -> int:
+    """Bytes of a residual for each rank."""
+    assert group.layout is not None
+    _, coded = _reduced_numel(group, trained)
+    return sum(coded.values()) * group.layout.world_size * FEEDBACK_DTYPE.itemsize
+
+
+def _reduced_numel(
+    group: ParamGroup, trained: Set[int]
+) -> tuple[Counter[torch.dtype], Counter[torch.dtype]]:
+    """Elements of a rank's pieces by reduce dtype: of exact gradients, and of one message each."""
+    layout = group.layout
+    assert layout is not None
+    exact: Counter[torch.dtype] = Counter()
+    coded: Counter[torch.dtype] = Counter()
     for segment in layout.segments:
         dtype = group.options.precision.reduce_dtype or segment.full_dtype
         for slot in segment.slots:
             if slot.index in trained:
-                if wire is None or layout.world_size == 1 or group.params[slot.index].exact:
-                    exact += slot.shard_numel * dtype.itemsize
-                else:
-                    coded[dtype] += slot.shard_numel
-    if wire is not None:
-        exact += sum(
-            REDUCTIONS[wire].row_bytes(numel, dtype.itemsize, group.options.wire.rotate)
-            for dtype, numel in coded.items()
-        )
-    return exact * layout.world_size
+                whole = group.options.wire.reduce is None or layout.world_size == 1
+                found = exact if whole or group.params[slot.index].exact else coded
+                found[dtype] += slot.shard_numel
+    return exact, coded
 
 
 def _why_packed(group: ParamGroup, slot: Slot) -> str:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2.core.gather.differences import Differences
+from fsdp2.core.gather.differences import DifferenceGather
 from tests.common.workers import ranks
 from tests.gather import test_wire_format as formats
 
@@ -211,7 +211,7 @@ def test_recomputation_reads_the_same_rows() -> None:
         wrapped[index] = Checkpointed(wrapped[index])
         fsdp2.fully_shard(wrapped[index])
     fsdp2.fully_shard(wrapped)
-    formats.send(wrapped, "int4 differences", None)
+    formats.coded(wrapped, "int4 differences", None)
     assert train(plain)[0] == train(wrapped)[0]
 
 
@@ -224,7 +224,7 @@ def test_parameters_that_are_made_late_and_frozen_or_tied() -> None:
     for block in model[:2]:
         fsdp2.fully_shard(block)
     fsdp2.fully_shard(model)
-    formats.send(model, "int4 differences", None)
+    formats.coded(model, "int4 differences", None)
     model.to_empty(device="cpu")
     torch.manual_seed(dist.get_rank())
     with torch.no_grad():
@@ -281,10 +281,10 @@ def test_references_are_restored(weights_first: bool, setting: str) -> None:
         assert torch.equal(mine, its)
 
 
-def transports(model: nn.Module) -> list[Differences]:
+def transports(model: nn.Module) -> list[DifferenceGather]:
     groups = [group for record in model._records(True) for group in record.unit.own_groups]
     found = [transport for group in groups for transport in group.bound.transports]
-    return [transport for transport in found if isinstance(transport, Differences)]
+    return [transport for transport in found if isinstance(transport, DifferenceGather)]
 
 
 @ranks(2)

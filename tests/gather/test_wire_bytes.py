@@ -42,11 +42,15 @@ def sent() -> Iterator[Bytes]:
 
 
 def step(
-    sent: Bytes, gather: str | None, reduce: str | None, policy: fsdp2.MixedPrecisionPolicy
+    sent: Bytes,
+    gather: str | None,
+    reduce: str | None,
+    policy: fsdp2.MixedPrecisionPolicy,
+    **options: bool,
 ) -> nn.Module:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.LayerNorm(WIDTH))
     fsdp2.fully_shard(model, mp_policy=policy, reshard_after_forward=True)
-    model.set_wire_format(gather=gather, reduce=reduce)
+    model.set_wire_format(gather=gather, reduce=reduce, **options)
     model(torch.ones(2, WIDTH)).sum().backward()
     sent.seen.clear(), sent.calls.clear()
     model(torch.ones(2, WIDTH)).sum().backward()
@@ -140,3 +144,17 @@ def test_differences_are_sent_once_per_optimizer_step(sent: Bytes) -> None:
     kept = sum(r.unit.own_groups[0].bound.keeping.nbytes for r in model._records(True)[1:])
     assert sum(group.kept_bytes for group in groups) == kept == 3 * 2 * NUMEL + small
     assert "(int4 differences / int8, keeps 131.58 kB, 1 exact)" in str(fsdp2.report(model))
+
+
+@pytest.mark.parametrize("options", [{"rotate": True}, {"feedback": True}])
+def test_options_of_gradients_send_the_same(sent: Bytes, options: dict[str, bool]) -> None:
+    """Of whole blocks; what they cost is kernels, and memory for residuals."""
+    plain = fsdp2.report(step(sent, None, "int4", HALF)).groups[0]
+    calls, seen = Counter(sent.calls), Counter(sent.seen)
+    model = step(sent, None, "int4", HALF, **options)
+    assert (sent.calls, sent.seen) == (calls, seen)
+    found = fsdp2.report(model)
+    assert found.groups[0].step_bytes == plain.step_bytes
+    assert found.groups[0].residual_bytes == (2 * NUMEL if "feedback" in options else 0)
+    said = "int4 rotated" if "rotate" in options else "int4 with feedback, 131.07 kB of residuals"
+    assert f"(exact / {said}, 2 exact)" in str(found)

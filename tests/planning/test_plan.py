@@ -786,22 +786,37 @@ def test_a_report_of_a_sharded_model() -> None:
     assert text.splitlines()[-1].startswith("all")
 
 
-@pytest.mark.parametrize(("gather", "reduce"), [("int8", "bf16"), ("int8", None), (None, "int4")])
-def test_fewer_bytes_are_planned(gather: str | None, reduce: str | None) -> None:
-    """Planned collectives have the bytes that the report tells."""
+@pytest.mark.parametrize(
+    "formats",
+    [
+        {"gather": "int8", "reduce": "bf16"},
+        {"gather": "int8"},
+        {"reduce": "int4", "rotate": True},
+        {"reduce": "int4", "feedback": True},
+    ],
+)
+def test_fewer_bytes_are_planned(formats: dict[str, Any]) -> None:
+    """Planned collectives have the bytes that the report tells, and memory those of residuals."""
 
     def shard(model: nn.Module, mesh: DeviceMesh) -> None:
         for layer in model.children():
             fsdp2.fully_shard(layer, mesh=mesh)
-        fsdp2.fully_shard(model, mesh=mesh).set_wire_format(gather=gather, reduce=reduce)
+        fsdp2.fully_shard(model, mesh=mesh).set_wire_format(**formats)
 
     made = planned(shard=shard, units=None, optimizer=sgd)
     exact = planned(optimizer=sgd)
     moved, whole = ({unit.name: unit.nbytes for unit in each.units} for each in (made, exact))
+    reduce = formats.get("reduce")
+    added = " rotated" * formats.get("rotate", 0) + " with feedback" * formats.get("feedback", 0)
     for group in made.rehearsal.reports:
-        assert (group.gather_format, group.reduce_format) == (gather, reduce)
+        assert group.gather_format == formats.get("gather")
+        assert group.reduce_format == (reduce and reduce + added)
         assert 0 <= moved[group.name] - group.step_bytes < 1024  # marks
         assert moved[group.name] < 0.8 * whole[group.name]
+        assert group.residual_bytes == (2 * WEIGHT // 4 if formats.get("feedback") else 0)
+    kept = sum(group.residual_bytes for group in made.rehearsal.reports)
+    before = [each.memory.before.categories.get(REDUCTIONS, 0) for each in (made, exact)]
+    assert abs(before[0] - before[1] - kept) < 1024
 
 
 @pytest.mark.parametrize("gather", ["int8", "int4"])

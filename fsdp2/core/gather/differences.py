@@ -12,7 +12,7 @@ not add up, and the reference is off by what the last message has left out, and 
 the compute dtype.
 
     the reference is                  a gather is
-    not there: bound anew, given up   one exact all-gather of the shards, into the reference
+    not there: first, given up        one exact all-gather of the shards, into the reference
     restored, own rows alone          one exact all-gather of these rows, and one of differences
     there                             one all-gather of differences
 
@@ -38,7 +38,7 @@ from fsdp2.core.pieces import round_up
 MESSAGES = "coded differences"
 
 
-class Differences(KeptTransport):
+class DifferenceGather(KeptTransport):
     """Messages of a codec hold differences.
 
     Attributes:
@@ -134,7 +134,7 @@ class Differences(KeptTransport):
 
     def follow(self, former: KeptTransport) -> None:
         super().follow(former)
-        if isinstance(former, Differences):
+        if isinstance(former, DifferenceGather):
             self._known, self._restored = former._known, former._restored
 
     def inherit(self, former: KeptTransport) -> None:
@@ -142,7 +142,7 @@ class Differences(KeptTransport):
 
         What was gathered is of other weights: a difference to it would be large, and of few bits.
         """
-        if isinstance(former, Differences) and former._restored:
+        if isinstance(former, DifferenceGather) and former._restored:
             self.follow(former)
 
     def lose(self) -> None:
@@ -175,7 +175,7 @@ class Differences(KeptTransport):
 
 
 def subtract(numbers: Tensor, reference: Tensor) -> None:
-    """What is to be added to ``reference``, as `Differences` adds it."""
+    """What is to be added to ``reference``, as `DifferenceGather` adds it."""
     numbers.sub_(torch.nan_to_num(reference.float(), 0.0, 0.0, 0.0))
 
 
@@ -191,19 +191,19 @@ class _Both:
             work.wait()
 
 
-class BytesDifferences(Differences):
+class BytesDifferences(DifferenceGather):
     """In messages of 8-bit integers."""
 
     codec = Bytes()
 
 
-class NibblesDifferences(Differences):
+class NibblesDifferences(DifferenceGather):
     """In messages of 4-bit integers."""
 
     codec = Nibbles()
 
 
-DIFFERENCES: dict[str, type[Differences]] = {
+DIFFERENCES: dict[str, type[DifferenceGather]] = {
     kind.codec.name: kind for kind in (BytesDifferences, NibblesDifferences)
 }
 """The transports of segments that travel as differences, by the name that `Wire.gather` gives."""
