@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp2.core.gather.differences import Differences
+from fsdp2.core.gather.differences import DifferenceGather
 from fsdp2.core.layout.layout import Slot
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.modules.registry import records_below
@@ -181,7 +181,7 @@ def _of_each_rank(param: ShardedParam, columns: Tensor) -> DTensor:
 def _references(group: ParamGroup, name_of: Callable[[ShardedParam], str]) -> Iterator[_Part]:
     assert group.bound is not None
     for transport in group.bound.transports:
-        if isinstance(transport, Differences):
+        if isinstance(transport, DifferenceGather):
             rows = transport.own_rows() or _shards(group, transport.segment.slots)
             slots = {REFERENCES + name_of(group.params[slot.index]): slot for slot, _ in rows}
             own = {
@@ -192,7 +192,7 @@ def _references(group: ParamGroup, name_of: Callable[[ShardedParam], str]) -> It
             def take(
                 found: Mapping[str, Tensor],
                 slots: Mapping[str, Slot] = slots,
-                transport: Differences = transport,
+                transport: DifferenceGather = transport,
             ) -> None:
                 _restore(group, transport, slots, found)
 
@@ -219,7 +219,7 @@ def _like(param: ShardedParam, rows: Tensor) -> DTensor:
 
 def _restore(
     group: ParamGroup,
-    transport: Differences,
+    transport: DifferenceGather,
     slots: Mapping[str, Slot],
     found: Mapping[str, Tensor],
 ) -> None:

@@ -49,7 +49,7 @@ class Rank:
         (found,) = make_transports(
             layout.segments, self.shard, self.full, collectives, KERNELS, None, CPU, name, True
         )
-        assert isinstance(found, differences.Differences)
+        assert isinstance(found, differences.DifferenceGather)
         self.transport = found
 
     def step(self, size: float = 0.01) -> None:

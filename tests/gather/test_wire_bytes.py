@@ -110,6 +110,42 @@ def test_who_does_not_use_it_sends_the_same_collectives(sent: Bytes) -> None:
     assert asked == plain.calls
 
 
+def test_differences_are_sent_once_per_optimizer_step(sent: Bytes) -> None:
+    """The first gather is exact; a step's backward and further micro-batches gather nothing."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    for layer in model:
+        fsdp2.fully_shard(layer, mp_policy=HALF)
+    fsdp2.fully_shard(model, mp_policy=HALF)
+    model.set_wire_format(gather="int4", reduce="int8", differences=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    groups = fsdp2.report(model).groups
+    x = torch.ones(2, WIDTH)
+
+    def gathered() -> int:
+        found = sent.seen["all_gather_single"] + sent.seen["all_gather_single_coalesced"]
+        sent.seen.clear()
+        return found
+
+    small = 3 * 2 * WIDTH
+    model(x).sum().backward()
+    assert gathered() == 3 * 2 * NUMEL + small  # bf16
+    for _ in range(2):
+        optimizer.step()
+        optimizer.zero_grad()
+        for micro in range(3):
+            model(x).sum().backward()
+            message = 3 * (NUMEL // 2 + 2 * NUMEL // 64) + small
+            assert gathered() == (message if micro == 0 else 0)
+            assert message == sum(group.gathered_bytes for group in groups)
+    assert {group.gather_format for group in groups} == {"int4 differences"}
+    assert {(group.gathers, group.reused_bytes) for group in groups} == {
+        (1, group.gathered_bytes) for group in groups
+    }
+    kept = sum(r.unit.own_groups[0].bound.keeping.nbytes for r in model._records(True)[1:])
+    assert sum(group.kept_bytes for group in groups) == kept == 3 * 2 * NUMEL + small
+    assert "(int4 differences / int8, keeps 131.58 kB, 1 exact)" in str(fsdp2.report(model))
+
+
 @pytest.mark.parametrize("options", [{"rotate": True}, {"feedback": True}])
 def test_options_of_gradients_send_the_same(sent: Bytes, options: dict[str, bool]) -> None:
     """Of whole blocks; what they cost is kernels, and memory for residuals."""

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ranks
 
 FED = "int4 rotate feedback"
 FORMATS = [("int8", None), (None, "bf16"), (None, "int8"), ("int8", "int8"), ("int8", "bf16")]
-FORMATS += [(None, FED)]
+FORMATS += [(None, FED), ("int8 differences", None), ("int4 differences", FED)]
 formats = pytest.mark.parametrize(("gather", "reduce"), FORMATS)
 HALF = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -47,10 +47,13 @@ def build() -> nn.Sequential:
 
 
 def coded(model: fsdp2.FSDPModule, gather: str | None, reduce: str | None) -> None:
-    """Choose formats; behind the one of gradients stand names of options."""
-    name, _, options = (reduce or "").partition(" ")
-    chosen = dict.fromkeys(options.split(), True)
-    model.set_wire_format(gather=gather, reduce=name or None, **chosen, exact_below=100)
+    """Choose formats; behind each stand names of options."""
+    weights, _, kept = (gather or "").partition(" ")
+    gradients, _, options = (reduce or "").partition(" ")
+    chosen = dict.fromkeys([*kept.split(), *options.split()], True)
+    model.set_wire_format(
+        gather=weights or None, reduce=gradients or None, **chosen, exact_below=100
+    )
 
 
 def sharded(gather: str | None, reduce: str | None, **arguments: Any) -> nn.Sequential:

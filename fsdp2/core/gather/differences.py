@@ -38,7 +38,7 @@ from fsdp2.core.pieces import round_up
 MESSAGES = "coded differences"
 
 
-class Differences(KeptTransport):
+class DifferenceGather(KeptTransport):
     """Messages of a codec hold differences.
 
     Attributes:
@@ -134,10 +134,16 @@ class Differences(KeptTransport):
 
     def follow(self, former: KeptTransport) -> None:
         super().follow(former)
-        if isinstance(former, Differences):
+        if isinstance(former, DifferenceGather):
             self._known, self._restored = former._known, former._restored
 
-    inherit = follow  # differences are to it, whatever the shards are
+    def inherit(self, former: KeptTransport) -> None:
+        """What was restored waits for its first gather, whichever of weights is loaded first.
+
+        What was gathered is of other weights: a difference to it would be large, and of few bits.
+        """
+        if isinstance(former, DifferenceGather) and former._restored:
+            self.follow(former)
 
     def lose(self) -> None:
         self._known = self._exact = self._codes = False
@@ -169,7 +175,7 @@ class Differences(KeptTransport):
 
 
 def subtract(numbers: Tensor, reference: Tensor) -> None:
-    """What is to be added to ``reference``, as `Differences` adds it."""
+    """What is to be added to ``reference``, as `DifferenceGather` adds it."""
     numbers.sub_(torch.nan_to_num(reference.float(), 0.0, 0.0, 0.0))
 
 
@@ -185,19 +191,19 @@ class _Both:
             work.wait()
 
 
-class BytesDifferences(Differences):
+class BytesDifferences(DifferenceGather):
     """In messages of 8-bit integers."""
 
     codec = Bytes()
 
 
-class NibblesDifferences(Differences):
+class NibblesDifferences(DifferenceGather):
     """In messages of 4-bit integers."""
 
     codec = Nibbles()
 
 
-DIFFERENCES: dict[str, type[Differences]] = {
+DIFFERENCES: dict[str, type[DifferenceGather]] = {
     kind.codec.name: kind for kind in (BytesDifferences, NibblesDifferences)
 }
 """The transports of segments that travel as differences, by the name that `Wire.gather` gives."""
