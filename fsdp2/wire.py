@@ -1,6 +1,6 @@
 """Which parameters and gradients travel in fewer bytes: `FSDPModule.set_wire_format`.
 
-module.set_wire_format(gather=, reduce=, exact=, exact_below=)
+module.set_wire_format(gather=, reduce=, differences=, rotate=, feedback=, exact=, exact_below=)
   all arguments and parameters are looked at  ──> each parameter is exact, or not
                                               ──> each unit's `Wire`: bound at its next gather
 """
@@ -15,6 +15,7 @@ from torch import nn
 from fsdp2.core.codecs.codec import check_coded
 from fsdp2.core.config import GroupOptions, Wire
 from fsdp2.core.gather import coded as gathers
+from fsdp2.core.gather.differences import DIFFERENCES
 from fsdp2.core.modules.registry import UnitRecord
 from fsdp2.core.params.param import ShardedParam, compute_dtype
 from fsdp2.core.reduce import coded as reductions
@@ -34,6 +35,9 @@ class WireFormat(TypedDict, total=False):
 
     gather: str | None
     reduce: str | None
+    differences: bool
+    feedback: bool
+    rotate: bool
     exact: Exact | None
     exact_below: int
 
@@ -41,15 +45,25 @@ class WireFormat(TypedDict, total=False):
 def set_wire_format(
     module: nn.Module,
     records: Sequence[UnitRecord],
-    gather: str | None,
-    reduce: str | None,
+    wire: Wire,
     exact: Exact | None,
     exact_below: int,
 ) -> None:
     """Let the units of ``records`` send fewer bytes; see `FSDPModule.set_wire_format`."""
-    _check_name("gather", gather, gathers.CODED)
-    _check_name("reduce", reduce, reductions.CODED)
-    wire = Wire(gather, reduce)
+    _check_name("gather", wire.gather, gathers.CODED)
+    _check_name("reduce", wire.reduce, reductions.CODED)
+    if wire.differences and wire.gather not in DIFFERENCES:
+        names = ", ".join(map(repr, DIFFERENCES))
+        raise ValueError(
+            f"set_wire_format(differences=True) is for parameters that travel in one of {names}; "
+            f"give their format as gather="
+        )
+    for name in ("rotate", "feedback"):
+        if getattr(wire, name) and wire.reduce is None:
+            raise ValueError(
+                f"set_wire_format({name}=True) is for gradients that travel in fewer bytes; give "
+                f"their format as reduce="
+            )
     chosen = []
     for name, param, options in _params(module, records):
         stays = param.sharded.numel() < exact_below
@@ -62,6 +76,9 @@ def set_wire_format(
         param.exact = stays
     for record in records:
         record.unit.change(wire=wire)
+    for scheduler in {record.scheduler for record in records}:
+        if scheduler is not None:
+            scheduler.refresh()  # which knows the groups that keep rows
 
 
 def _check_name(side: str, name: str | None, known: Iterable[str]) -> None:

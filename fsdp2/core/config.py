@@ -245,10 +245,17 @@ class Wire:
     Attributes:
         gather: name of an entry of `core.gather.coded.CODED`; ``None``: as they are computed with.
         reduce: name of an entry of `core.reduce.coded.CODED`; ``None``: in the reduce dtype.
+        differences: whether messages hold differences to what was gathered last, which stays.
+        rotate: whether gradients are rotated before they are coded (`core.codecs.rotated`).
+        feedback: whether what a message leaves out of gradients is added to the next ones
+            (`core.reduce.feedback`).
     """
 
     gather: str | None = None
     reduce: str | None = None
+    differences: bool = False
+    rotate: bool = False
+    feedback: bool = False
 
 
 WHOLE = Wire()

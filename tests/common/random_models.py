@@ -12,6 +12,7 @@ import torch
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPolicy
 from fsdp2.core.device.streams import Lane
+from fsdp2.core.gather import kept_rows
 from fsdp2.core.layout.layout import ROWS, Cut
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.schedule.ties import tied_group
@@ -462,18 +463,20 @@ class Watch:
         """After an iteration in which nothing is kept: no allocation came or went.
 
         Gathered memory may stay where ``keep_storage`` says so, that of gradients where
-        ``keep_gradients`` does.
+        ``keep_gradients`` does, that of rows that are kept always.
 
         Args:
             padding: ``False`` where frozen parameters changed the reductions, which own it and
                 their marks.
         """
         live, wanted = self.live(), Counter(self._kept_for_good)
+        del live[kept_rows.ROWS]
         for name in list(live):
             if name.startswith("gathered") and self._keeps_storage:
                 del live[name]
             if name in ("kept gradient", "host gradient") and self._keeps_gradients:
                 del live[name]
+        live.pop("residuals", None)  # made by the first reduction with error feedback, and kept
         for name in () if padding else ("padding", "marks"):
             live.pop(name, None)
             wanted.pop(name, None)

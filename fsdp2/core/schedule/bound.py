@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -27,6 +28,7 @@ from fsdp2.core.device.collectives import Collectives, Replicas
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import Streams
 from fsdp2.core.gather.extension import ExtensionContext, ExtensionTransport, make_extension
+from fsdp2.core.gather.kept_rows import Keeping
 from fsdp2.core.gather.kinds import make_transports
 from fsdp2.core.gather.smaller_group import SmallerGroup, SmallerRows
 from fsdp2.core.gather.transport import GatherTransport, Load, Route
@@ -34,7 +36,7 @@ from fsdp2.core.layout.layout import GroupLayout, Slot, Transport
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.params.gradients import Gradients, gradients_of
 from fsdp2.core.params.param import ShardedParam, Swap, compute_dtype
-from fsdp2.core.reduce.binding import make_reductions
+from fsdp2.core.reduce.binding import hand_over, make_reductions
 from fsdp2.core.reduce.reduction import Reduction
 from fsdp2.core.reduce.spec import ReductionSpec, is_direct, reduction_spec
 
@@ -81,6 +83,10 @@ class Bindable(Protocol):
     device: torch.device
     smaller_group: SmallerGroup | None
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether rows stay behind a gather."""
+
 
 class Bound:
     """All that binding makes of a group.
@@ -94,6 +100,7 @@ class Bound:
         current: whether parameters and buffers are still as they were bound.
         full: the gathered rows, between acquire and release.
         mirror: the device's copy of offloaded shards, while a gather reads them (decision 8).
+        keeping: rows of earlier gathers, where they are kept, and who chooses ``route``.
         keeps_mirror: whether gathered parameters are views of it.
         extension: the transport of parameters with all-gather hooks.
         transports: all transports.
@@ -119,6 +126,7 @@ class Bound:
         "current",
         "extension",
         "full",
+        "keeping",
         "keeps_mirror",
         "locals",
         "mirror",
@@ -151,7 +159,10 @@ class Bound:
             self.mirror = kernels.transient(group.layout.shard_bytes, f"shards of {group.name}")
             self.mirror.acquire()
         self.extension = self._extension_of(group)
+        self.keeping: Keeping | None = None
         self._bind_transports(group)
+        if self.keeping is not None and former is not None and former.keeping is not None:
+            self.keeping.inherit(former.keeping)
         self.to_sharded: list[Swap] = []
         self.to_unsharded: list[Swap] = []
         self.unsharded: list[nn.Parameter] = []
@@ -203,13 +214,29 @@ class Bound:
             group.options.all_gather,
             group.device,
             group.options.wire.gather,
+            group.keeps_rows,
         )
         if self.extension is not None:
             self.extension.run_on(group.collectives, group.runtime.kernels)
             self.extension.comm = group.options.all_gather
             self.transports.append(self.extension)
         self.route = Route(self.transports, load)
+        if group.keeps_rows:
+            self._keep_rows(load)
         self.keeps_mirror = any(transport.aliases for transport in self.transports)
+
+    def _keep_rows(self, load: Load | None) -> None:
+        """Let gathers reuse rows, those that were there before too."""
+        former, bound = self.keeping, weakref.ref(self)
+
+        def choose(route: Route) -> None:
+            if (found := bound()) is not None:
+                found.route = route
+
+        self.keeping = Keeping(self.transports, load, choose)
+        self.route = self.keeping.fresh
+        if former is not None:
+            self.keeping.follow(former)
 
     def _bind_params(self, group: Bindable) -> None:
         """Make the gathered parameters, and the stores that register either form.
@@ -243,7 +270,7 @@ class Bound:
         self.sharded = [param.sharded for param in group.params]
         self.sharded_flags = list(map(requires_grad, self.sharded))
         self.smaller: SmallerRows | None = None
-        if group.smaller_group is not None and group.layout is not None:
+        if group.smaller_group is not None and group.layout is not None and not self.keeping:
             self.smaller = SmallerRows(
                 group.smaller_group,
                 group.layout,
@@ -289,7 +316,7 @@ class Bound:
                     members.append((spec, param, slot, direct))
         runtime = group.runtime
         with torch.inference_mode(False):  # tensors that a later backward writes to
-            self.reductions = kept + make_reductions(
+            made = make_reductions(
                 members,
                 runtime.gradients_of,
                 group.reducers,
@@ -297,6 +324,8 @@ class Bound:
                 runtime.kernels,
                 group.layout.once,
             )
+            hand_over(self.reductions, made)
+        self.reductions = kept + made
 
     @property
     def has_partial_sums(self) -> bool:

@@ -161,6 +161,17 @@ class ParamGroup:
         return self.state is UNSHARDED
 
     @property
+    def keeps_rows(self) -> bool:
+        """Whether rows of a gather stay, so that others reuse them (invariant I17)."""
+        return self.options.wire.differences and self.collectives.size > 1
+
+    @property
+    def reuses_rows(self) -> bool:
+        """Whether the next gather communicates nothing of what is kept."""
+        keeping = None if self.bound is None or self.stale else self.bound.keeping
+        return keeping is not None and keeping.current
+
+    @property
     def accumulates(self) -> bool:
         """Whether gradients of backwards without sync, or partial sums, are waiting."""
         return self._accumulated or (self.bound is not None and self.bound.has_partial_sums)
@@ -493,12 +504,19 @@ class ParamGroup:
             return True
         return any(map(operator.gt, bound.count_references(self.params), bound.references))
 
+    def forget_rows(self) -> None:
+        """Let the next gather bring rows anew: shards may have changed; no-op if none are kept."""
+        if self.bound is not None and self.bound.keeping is not None:
+            self.bound.keeping.forget()
+
     def _follow_smaller(self) -> None:
         for param in self.params:
             param.follow_smaller()
 
     def abandon(self) -> None:
         """Free what an exception left half way; COMPUTE is behind the other lanes."""
+        if self.bound is not None and self.bound.keeping is not None:
+            self.bound.keeping.lose()
         self.reshard()
         if self.bound is not None:
             self._release_full(self.bound)
