@@ -759,6 +759,8 @@ class FSDPModule(TorchIdentity):
         =======  ================================  ==============================================
         format   ``gather`` (parameters)           ``reduce`` (gradients)
         =======  ================================  ==============================================
+        fp32     --                                4 bytes per number, exact; for backends that
+                                                   reduce and scatter by an all-reduce (gloo)
         bf16     --                                2 bytes per number; sums are fp32's own sums of
                                                    the rounded numbers
         int8     1.03 bytes per number, a scale    the same; each rank adds in fp32, in the order
@@ -787,8 +789,8 @@ class FSDPModule(TorchIdentity):
         Args:
             gather: ``"int8"``, ``"int4"``, or ``None`` (default): parameters travel in the dtype
                 that they are computed with.
-            reduce: ``"bf16"``, ``"int8"``, ``"int4"``, or ``None`` (default): gradients travel in
-                the reduce dtype.
+            reduce: ``"fp32"``, ``"bf16"``, ``"int8"``, ``"int4"``, or ``None`` (default): gradients
+                travel in the reduce dtype.
             differences: whether messages of parameters hold differences to what was gathered last.
                 It takes memory for all parameters of each unit, in the compute dtype, on each rank,
                 and is state of training: `fsdp2.wire_state`. Default ``False``.
