@@ -86,18 +86,25 @@ def page_table(results: dict[str, Any]) -> str:
 
 def table(losses: Losses) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
     """Header and rows."""
-    base = losses.get("exact")
     rows: list[tuple[object, ...]] = []
     for wire, found in losses.items():
         mean = statistics.fmean(found.values())
         spread = f"{min(found.values()):.4f} .. {max(found.values()):.4f}"
-        shared = [seed for seed in found if base and seed in base]
-        ratio = ""
-        if base and shared:
-            ours = statistics.fmean(found[seed] for seed in shared)
-            ratio = f"{ours / statistics.fmean(base[seed] for seed in shared):.4f}"
-        rows.append((wire, f"{mean:.4f}", spread, len(found), ratio))
+        by_exact = ratio(losses, wire)
+        rows.append(
+            (wire, f"{mean:.4f}", spread, len(found), "" if by_exact is None else f"{by_exact:.4f}")
+        )
     return ("format", "mean loss", "of seeds", "seeds", "by exact"), rows
+
+
+def ratio(losses: Losses, wire: str) -> float | None:
+    """The mean loss of a format by that of exact runs, over the seeds that both have."""
+    base, found = losses.get("exact", {}), losses.get(wire, {})
+    shared = base.keys() & found.keys()
+    if not shared:
+        return None
+    means = [statistics.fmean(each[seed] for seed in shared) for each in (found, base)]
+    return means[0] / means[1]
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
