@@ -8,7 +8,8 @@ Two gloo ranks of one thread per run, one run after the other. Model, text, batc
 are those of `fsdp2.examples.train_lm`; a seed fixes the first weights and the order of the text.
 The figure is the loss on held-out text after the last step, in nats per byte; to compare with is
 the spread of the seeds without a format. Training gets used to the errors of a format, so weights
-that were trained exactly are evaluated once more with weights sent in 8 and in 4 bits. No time is measured, so a busy machine changes nothing.
+that were trained exactly are evaluated once more with weights sent in 8 and in 4 bits. No time is
+measured, so a busy machine changes nothing.
 
     format    loss per seed, their mean    its ratio to the mean of "exact"
 """
