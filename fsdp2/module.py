@@ -796,8 +796,8 @@ class FSDPModule(TorchIdentity):
                 and is state of training: `fsdp2.wire_state`. Default ``False``.
             feedback: whether each rank adds what its messages have left out of gradients to its
                 next ones, so that over steps nothing is left out (error feedback). It takes memory
-                for a whole gradient of each unit, in the reduce dtype, on each rank, and is state
-                of training: `fsdp2.wire_state`. Default ``False``.
+                for a whole gradient of each unit in bf16 on each rank, and is state of training:
+                `fsdp2.wire_state`. Default ``False``.
             rotate: whether each block of 128 numbers of gradients is multiplied by an orthonormal
                 matrix (random signs and a Hadamard matrix) before it is coded, and its sum by the
                 inverse: single large numbers cost their neighbours less precision. Default
