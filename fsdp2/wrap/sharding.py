@@ -407,12 +407,13 @@ def _report(plan: _PlannedUnit) -> UnitReport:
     record = next(record for m in plan.modules if (record := record_of(m)) is not None)
     unit, precision = record.unit, require_record(plan.modules[0]).unit.options.precision
     layouts = [group.layout for group in unit.own_groups if group.layout is not None]
+    kept = [layout for group in unit.own_groups if (layout := group.shard_layout) is not None]
     reshard = plan.options["reshard_after_forward"]
     return UnitReport(
         names=tuple(plan.names),
         num_params=0 if plan.call is None else len(plan.call.taken.plans),
         numel=sum(slot.numel for layout in layouts for slot in layout.slots),
-        shard_bytes=sum(layout.shard_bytes for layout in layouts),
+        shard_bytes=sum(layout.shard_bytes for layout in kept),
         reshard_after_forward=(
             None if reshard is None and plan.names == ["(root)"] else reshard is None or reshard
         ),

@@ -4,6 +4,7 @@
     coded          how a segment travels in fewer bytes
     kinds          which of them a segment has
     extension      the transport of tensor subclasses that say themselves what travels
+    levels         rows of a node, gathered between nodes in front of a gather inside
     smaller_group  a smaller group's rows between forward and backward
     launch         a gather's collectives, issued on their lanes or inline
 

@@ -28,13 +28,16 @@ from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import Streams
 from fsdp2.core.gather.extension import ExtensionContext, ExtensionTransport, make_extension
 from fsdp2.core.gather.kinds import make_transports
+from fsdp2.core.gather.levels import NodeRows
 from fsdp2.core.gather.smaller_group import SmallerGroup, SmallerRows
 from fsdp2.core.gather.transport import GatherTransport, Load, Route
-from fsdp2.core.layout.layout import GroupLayout, Slot, Transport
+from fsdp2.core.layout.layout import GroupLayout, Segment, Slot, Transport
+from fsdp2.core.layout.levels import node_segments
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.params.gradients import Gradients, gradients_of
 from fsdp2.core.params.param import ShardedParam, Swap, compute_dtype
 from fsdp2.core.reduce.binding import make_reductions
+from fsdp2.core.reduce.levels import Pieces
 from fsdp2.core.reduce.reduction import Reduction
 from fsdp2.core.reduce.spec import ReductionSpec, is_direct, reduction_spec
 
@@ -52,6 +55,8 @@ class Runtime:
         kernels: memory and copies of the device.
         device: where the group computes.
         replicas: collectives of the replicate axis, if there is one.
+        between: those of the ranks that hold pieces of the same rows, with masters sharded over
+            two levels.
         offload: where shards and gradients live in CPU memory apart from the device.
         gradients_of: the gradients of parameters that are reduced alike.
     """
@@ -63,6 +68,7 @@ class Runtime:
     replicas: Replicas | None = None
     offload: CPUOffloadPolicy | None = None
     gradients_of: Callable[[Sequence[ShardedParam]], Gradients] = gradients_of
+    between: Collectives | None = None
 
 
 class Bindable(Protocol):
@@ -72,14 +78,20 @@ class Bindable(Protocol):
     params: list[ShardedParam]
     options: GroupOptions
     layout: GroupLayout | None
+    pieces: GroupLayout | None
     shard: FlatBuffer
     runtime: Runtime
     collectives: Collectives
     reducers: Collectives
     replicas: Replicas | None
+    between: Collectives | None
     offload: CPUOffloadPolicy | None
     device: torch.device
     smaller_group: SmallerGroup | None
+
+    @property
+    def shard_layout(self) -> GroupLayout | None:
+        """Where what optimizers step is in the flat shard."""
 
 
 class Bound:
@@ -94,6 +106,7 @@ class Bound:
         current: whether parameters and buffers are still as they were bound.
         full: the gathered rows, between acquire and release.
         mirror: the device's copy of offloaded shards, while a gather reads them (decision 8).
+        nodes: rows that are gathered from inside a node, with masters sharded over two levels.
         keeps_mirror: whether gathered parameters are views of it.
         extension: the transport of parameters with all-gather hooks.
         transports: all transports.
@@ -122,6 +135,7 @@ class Bound:
         "keeps_mirror",
         "locals",
         "mirror",
+        "nodes",
         "rebinds",
         "reduces_frozen",
         "reductions",
@@ -140,7 +154,9 @@ class Bound:
     )
 
     def __init__(self, group: Bindable, former: Bound | None, waiting: bool) -> None:
+        layout = group.shard_layout
         assert group.layout is not None
+        assert layout is not None
         kernels = group.runtime.kernels
         self.current = True
         self.full: TransientBuffer = kernels.transient(
@@ -148,7 +164,7 @@ class Bound:
         )
         self.mirror: TransientBuffer | None = None
         if group.offload is not None:
-            self.mirror = kernels.transient(group.layout.shard_bytes, f"shards of {group.name}")
+            self.mirror = kernels.transient(layout.shard_bytes, f"shards of {group.name}")
             self.mirror.acquire()
         self.extension = self._extension_of(group)
         self._bind_transports(group)
@@ -164,6 +180,8 @@ class Bound:
         self._bind_shards(group)
         if self.mirror is not None:
             self.mirror.release()
+        if self.nodes is not None:
+            self.nodes.rows.release()
         self.full.release()
         self.references = self.count_references(group.params)
 
@@ -176,6 +194,8 @@ class Bound:
         self._bind_shards(group)
         if self.mirror is not None:
             self.mirror.release()
+        if self.nodes is not None:
+            self.nodes.rows.release()
         if not group.options.keep_storage:  # memory that is kept stays in place
             self.full.release()
         self.references = self.count_references(group.params)
@@ -189,14 +209,22 @@ class Bound:
         )
 
     def _bind_transports(self, group: Bindable) -> None:
-        assert group.layout is not None
+        layout, masters = group.layout, group.shard_layout
+        assert layout is not None
+        assert masters is not None
         load = None
-        if self.mirror is not None and group.layout.shard_bytes:
-            nbytes = group.layout.shard_bytes
-            load = Load(self.mirror, group.shard, nbytes, group.runtime.kernels)
+        if self.mirror is not None and masters.shard_bytes:
+            load = Load(self.mirror, group.shard, masters.shard_bytes, group.runtime.kernels)
+        shard = group.shard if self.mirror is None else self.mirror
+        segments: Sequence[Segment] = layout.segments
+        self.nodes: NodeRows | None = None
+        if group.between is not None:
+            kernels = group.runtime.kernels
+            self.nodes = NodeRows(group.name, masters, shard, group.between, kernels, group.device)
+            shard, segments = self.nodes.rows, node_segments(layout)
         self.transports: list[GatherTransport] = make_transports(
-            [s for s in group.layout.segments if s.transport is not Transport.EXTENSION],
-            group.shard if self.mirror is None else self.mirror,
+            [s for s in segments if s.transport is not Transport.EXTENSION],
+            shard,
             self.full,
             group.collectives,
             group.runtime.kernels,
@@ -208,7 +236,10 @@ class Bound:
             self.extension.run_on(group.collectives, group.runtime.kernels)
             self.extension.comm = group.options.all_gather
             self.transports.append(self.extension)
-        self.route = Route(self.transports, load)
+        if self.nodes is None:
+            self.route = Route(self.transports, load)
+        else:
+            self.route = self.nodes.route(self.transports, load)
         self.keeps_mirror = any(transport.aliases for transport in self.transports)
 
     def _bind_params(self, group: Bindable) -> None:
@@ -287,7 +318,9 @@ class Bound:
                         specs[key] = spec
                     direct = is_direct(spec, slot, segment.transport)
                     members.append((spec, param, slot, direct))
-        runtime = group.runtime
+        runtime, pieces = group.runtime, None
+        if group.between is not None and group.pieces is not None:
+            pieces = Pieces(group.between, {slot.index: slot for slot in group.pieces.slots})
         with torch.inference_mode(False):  # tensors that a later backward writes to
             self.reductions = kept + make_reductions(
                 members,
@@ -296,6 +329,7 @@ class Bound:
                 group.replicas,
                 runtime.kernels,
                 group.layout.once,
+                pieces,
             )
 
     @property

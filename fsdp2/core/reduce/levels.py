@@ -1,0 +1,182 @@
+"""The reduce-scatter between nodes, where masters are sharded over all ranks of two levels.
+
+    sums inside a node    [ rows of A | rows of B | marks ]          job.flat
+      + partial sums ── pad, interleave ──> [nodes, n + marks]       on ALL_REDUCE
+      ══ one reduce-scatter ══> [ piece of A | piece of B | marks ]  job.flat from then on
+
+It stands where HSDP all-reduces. Earlier micro-batches leave partial sums inside the node; their
+gradients cross nodes once, with those of the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fsdp2.core.device.collectives import Collectives, ReduceKind, collectives_of
+from fsdp2.core.device.kernels import Kernels
+from fsdp2.core.layout.layout import COLLECTIVE_ALIGN_BYTES, Slot
+from fsdp2.core.pieces import round_up
+from fsdp2.core.reduce.division import Division
+from fsdp2.core.reduce.kept_gradients import KeptGradients
+from fsdp2.core.reduce.presence_marks import PresenceMarks
+from fsdp2.core.reduce.program import Job
+from fsdp2.core.reduce.reduction import ReduceContext
+from fsdp2.core.reduce.rows import FlatPlan, MarksPlace, runs
+from fsdp2.core.reduce.spec import ReductionSpec
+from fsdp2.core.reduce.transport import PackingReduce
+
+STAGING = "reduce-scatter input between nodes"
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Where the pieces of a group's rows are kept.
+
+    Attributes:
+        collectives: of the ranks that share rows.
+        slots: of the group's parameters, by their positions in the group.
+    """
+
+    collectives: Collectives
+    slots: Mapping[int, Slot]
+
+    def of(self, slots: Sequence[Slot]) -> list[Slot]:
+        """The pieces of these parameters."""
+        return [self.slots[slot.index] for slot in slots]
+
+
+class PiecesReduce(PackingReduce):
+    """Sums of a node travel packed, each reduction's in memory of its own.
+
+    Two reductions of a group may be between nodes at a time, as two all-reduces may.
+
+    Attributes:
+        new_rows: makes what the collective reads.
+    """
+
+    new_rows: Callable[[], torch.Tensor]
+
+    def _bind(self, context: ReduceContext) -> None:
+        super()._bind(context)
+        shape = (self.collectives.size, self.width)
+        self.new_rows = self.kernels.bind_empty(shape, self.reduce_dtype, STAGING)
+        self.scatter = self.collectives.bind_reduce_scatter(context.division.kind)
+
+    def no_marks(self) -> torch.Tensor:
+        """What is sent to each node, to be filled."""
+        assert self.marks is not None
+        numel = self.collectives.size * self.marks.width
+        return self.kernels.zeros((numel,), self.reduce_dtype, "marks of a node")
+
+    def marks_in(self, sent: torch.Tensor, members: int) -> list[torch.Tensor]:
+        """The places of members' marks in it, one for each node."""
+        assert self.marks is not None
+        width = self.marks.width
+        return [sent.narrow(0, at * width, members) for at in range(self.collectives.size)]
+
+    def found(self, flat: torch.Tensor) -> torch.Tensor:
+        """The sums of marks, behind the pieces."""
+        assert self.marks is not None
+        assert self.marks.start is not None
+        return flat.narrow(0, self.marks.start, flat.numel() - self.marks.start)
+
+
+class BetweenNodes:
+    """What stands where HSDP all-reduces.
+
+    Args:
+        transport: how sums travel.
+        marks: of the reduction inside; there are some, as its flat result is used once more.
+        kept: the memory of gradients, where the collective writes to it.
+    """
+
+    __slots__ = ("_hold", "_marks", "_transport", "kernels")
+
+    def __init__(
+        self, transport: PiecesReduce, marks: PresenceMarks, kept: KeptGradients | None
+    ) -> None:
+        self._transport, self._marks = transport, marks
+        self._hold = transport.allocate if kept is None else kept.hold_flat
+        self.kernels: Kernels = transport.kernels
+
+    def allocate_pieces(self, job: Job) -> None:
+        """Memory for what the collective reads and writes, on COMPUTE."""
+        job.between = between = Job([], job.present)
+        self._hold(between)
+        job.kept = between.kept
+        between.scattered = self._transport.new_rows()
+        if job.seeks:
+            sent = self._transport.no_marks()
+            between.marks = (sent, sent)
+
+    def scatter_between(self, job: Job) -> None:
+        """Reduce and scatter the flat sums, on ALL_REDUCE."""
+        between, transport = job.between, self._transport
+        assert between is not None
+        assert between.flat is not None
+        assert between.scattered is not None
+        assert job.flat is not None
+        between.grads = [*job.outputs]
+        if between.marks is not None:
+            found = self._marks.within(job.flat).narrow(0, 0, len(job.present))
+            places = transport.marks_in(between.marks[0], len(job.present))
+            self.kernels.copy_many(places, [found] * len(places))
+        transport.pack(between, between.scattered)
+        work = transport.scatter(between.flat, between.scattered.view(-1))
+        if work is not None:
+            work.wait()
+        job.partial = (job.partial, job.flat, between)  # alive until this is over
+        job.flat, job.outputs, job.between = between.flat, between.outputs, None
+        if job.seeks:
+            job.found = transport.found(job.flat)
+
+
+def plan_pieces(slots: Sequence[Slot], rank: int, dtype: torch.dtype) -> FlatPlan:
+    """Lay out the result of a reduce-scatter between nodes: marks behind pieces, if these are empty.
+
+    Args:
+        slots: the members' pieces.
+        rank: among the ranks that share their rows.
+        dtype: of the reduction.
+    """
+    payload, starts = 0, []
+    for slot in slots:
+        starts.append(payload)
+        payload += slot.shard_numel
+    multiple = max(COLLECTIVE_ALIGN_BYTES // dtype.itemsize, 1)
+    width = round_up(payload + len(slots), multiple)
+    planned = runs([slot.local_shape(rank) for slot in slots], starts)
+    marks = MarksPlace(payload, width - payload)
+    return FlatPlan(payload, starts, width, width, marks, (width,), planned)
+
+
+def pieces_reduce(
+    slots: Sequence[Slot],
+    collectives: Collectives,
+    spec: ReductionSpec,
+    kind: ReduceKind,
+    kernels: Kernels,
+) -> PiecesReduce:
+    """The transport between nodes.
+
+    Args:
+        slots: the members' pieces.
+        collectives: of the ranks that share their rows.
+        spec: what sets the reduction's steps.
+        kind: how it reduces.
+        kernels: memory and copies.
+    """
+    dtype = spec.reduce_dtype
+    collectives = collectives_of(dtype, collectives)
+    flat = plan_pieces(slots, collectives.rank, dtype)
+    assert flat.marks is not None
+    small = spec.hook is not None
+    marks = PresenceMarks(collectives.size, flat.marks, (dtype,), small, kernels)
+    division = Division(None, kind, kind, None)
+    own = replace(spec, grad_dtype=dtype)
+    return PiecesReduce(
+        ReduceContext(slots, 0, own, division, flat, marks, collectives, kernels)
+    )
