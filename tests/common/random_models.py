@@ -71,6 +71,7 @@ def random_settings(
         "offload": rng.choice(OFFLOADS),
         "smaller": rng.choice((None, None, 2)),
         "options": options,
+        "levels": rng.random() < 0.5,
     }
 
 
@@ -174,11 +175,11 @@ def calls_of(root: Node) -> Counter[Node]:
 _HOMES = (Lane.COMPUTE, HOST)  # of memory: invariant I2
 _LANES: dict[str, tuple[Place, ...]] = {
     "gradient": (Lane.COMPUTE,),
-    "copy_out": (Lane.COMPUTE,),
-    "chunk_cat": (Lane.COMPUTE,),
+    "copy_out": (Lane.COMPUTE, Lane.ALL_GATHER),  # there, into node rows
+    "chunk_cat": (Lane.COMPUTE, Lane.ALL_REDUCE),  # there, of sums of a node
     "load": (Lane.COPY_IN,),
     "all_gather": (Lane.ALL_GATHER,),
-    "reduce_scatter": (Lane.REDUCE,),
+    "reduce_scatter": (Lane.REDUCE, Lane.ALL_REDUCE),  # there, between nodes
     "all_reduce": (Lane.ALL_REDUCE,),
     "to_host": (Lane.REDUCE, Lane.ALL_REDUCE),
 }

@@ -10,7 +10,7 @@ gradients cross nodes once, with those of the last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,7 +26,7 @@ from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import ReduceContext
 from fsdp2.core.reduce.rows import FlatPlan, MarksPlace, runs
 from fsdp2.core.reduce.spec import ReductionSpec
-from fsdp2.core.reduce.transport import PackingReduce
+from fsdp2.core.reduce.transport import RANK_MAJOR, PackingReduce
 
 STAGING = "reduce-scatter input between nodes"
 
@@ -48,40 +48,82 @@ class Pieces:
         return [self.slots[slot.index] for slot in slots]
 
 
+@dataclass(eq=False)
+class Crossing(Job):
+    """The sums of a node on their way between nodes.
+
+    Attributes:
+        rows: what the collective reads.
+        made: for each member ``None``, or where its rows are put in the order of nodes first.
+    """
+
+    rows: torch.Tensor | None = None
+    made: Sequence[torch.Tensor | None] = ()
+
+
 class PiecesReduce(PackingReduce):
     """Sums of a node travel packed, each reduction's in memory of its own.
 
     Two reductions of a group may be between nodes at a time, as two all-reduces may.
-
-    Attributes:
-        new_rows: makes what the collective reads.
     """
-
-    new_rows: Callable[[], torch.Tensor]
 
     def _bind(self, context: ReduceContext) -> None:
         super()._bind(context)
         shape = (self.collectives.size, self.width)
-        self.new_rows = self.kernels.bind_empty(shape, self.reduce_dtype, STAGING)
+        self._new_rows = self.kernels.bind_empty(shape, self.reduce_dtype, STAGING)
         self.scatter = self.collectives.bind_reduce_scatter(context.division.kind)
 
-    def no_marks(self) -> torch.Tensor:
-        """What is sent to each node, to be filled."""
-        assert self.marks is not None
-        numel = self.collectives.size * self.marks.width
-        return self.kernels.zeros((numel,), self.reduce_dtype, "marks of a node")
+    def prepare(self, job: Crossing, seeks: bool) -> None:
+        """Memory for what the collective reads, on COMPUTE.
 
-    def marks_in(self, sent: torch.Tensor, members: int) -> list[torch.Tensor]:
-        """The places of members' marks in it, one for each node."""
-        assert self.marks is not None
-        width = self.marks.width
-        return [sent.narrow(0, at * width, members) for at in range(self.collectives.size)]
+        Args:
+            job: the job.
+            seeks: whether marks of this node travel, instead of those of a rank that lacks nothing.
+        """
+        size, dtype, kernels = self.collectives.size, self.reduce_dtype, self.kernels
+        job.rows = self._new_rows()
+        job.made = [
+            None
+            if slot.dim == 0 or slot.in_order or not slot.shard_numel
+            else kernels.zeros((size, slot.shard_numel), dtype, RANK_MAJOR)
+            for slot in self.slots
+        ]
+        if seeks:
+            assert self.marks is not None
+            sent = kernels.zeros((size * self.marks.width,), dtype, "marks of a node")
+            job.marks = sent, sent
+
+    def cross(self, job: Crossing, found: torch.Tensor) -> None:
+        """Pack, reduce and scatter, on ALL_REDUCE.
+
+        Args:
+            job: the job, with the sums of this node as gradients.
+            found: the sums of its marks.
+        """
+        assert job.rows is not None
+        assert job.flat is not None
+        if job.marks is not None:
+            assert self.marks is not None
+            sent, width, members = job.marks[0], self.marks.width, found.shape[0]
+            places = [sent.narrow(0, n * width, members) for n in range(self.collectives.size)]
+            self.kernels.copy_many(places, [found] * len(places))
+        job.grads = [
+            grad if rows is None else self._fill(slot, grad, rows)
+            for slot, grad, rows in zip(self.slots, job.grads, job.made, strict=True)
+        ]
+        self.pack(job, job.rows)
+        work = self.scatter(job.flat, job.rows.view(-1))
+        if work is not None:
+            work.wait()
+
+    def _rank_major(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor:
+        """No memory is made on this lane (invariant I2): see `prepare`."""
+        return grad.reshape(self.collectives.size, slot.shard_numel)
 
     def found(self, flat: torch.Tensor) -> torch.Tensor:
         """The sums of marks, behind the pieces."""
         assert self.marks is not None
-        assert self.marks.start is not None
-        return flat.narrow(0, self.marks.start, flat.numel() - self.marks.start)
+        return self.marks.within(flat)
 
 
 class BetweenNodes:
@@ -93,44 +135,32 @@ class BetweenNodes:
         kept: the memory of gradients, where the collective writes to it.
     """
 
-    __slots__ = ("_hold", "_marks", "_transport", "kernels")
+    __slots__ = ("_hold", "_marks", "_transport")
 
     def __init__(
         self, transport: PiecesReduce, marks: PresenceMarks, kept: KeptGradients | None
     ) -> None:
         self._transport, self._marks = transport, marks
         self._hold = transport.allocate if kept is None else kept.hold_flat
-        self.kernels: Kernels = transport.kernels
 
     def allocate_pieces(self, job: Job) -> None:
         """Memory for what the collective reads and writes, on COMPUTE."""
-        job.between = between = Job([], job.present)
-        self._hold(between)
-        job.kept = between.kept
-        between.scattered = self._transport.new_rows()
-        if job.seeks:
-            sent = self._transport.no_marks()
-            between.marks = (sent, sent)
+        job.between = crossing = Crossing([], job.present)
+        self._hold(crossing)
+        job.kept = crossing.kept
+        self._transport.prepare(crossing, job.seeks)
 
     def scatter_between(self, job: Job) -> None:
         """Reduce and scatter the flat sums, on ALL_REDUCE."""
-        between, transport = job.between, self._transport
-        assert between is not None
-        assert between.flat is not None
-        assert between.scattered is not None
+        crossing, transport = job.between, self._transport
+        assert isinstance(crossing, Crossing)
         assert job.flat is not None
-        between.grads = [*job.outputs]
-        if between.marks is not None:
-            found = self._marks.within(job.flat).narrow(0, 0, len(job.present))
-            places = transport.marks_in(between.marks[0], len(job.present))
-            self.kernels.copy_many(places, [found] * len(places))
-        transport.pack(between, between.scattered)
-        work = transport.scatter(between.flat, between.scattered.view(-1))
-        if work is not None:
-            work.wait()
-        job.partial = (job.partial, job.flat, between)  # alive until this is over
-        job.flat, job.outputs, job.between = between.flat, between.outputs, None
+        crossing.grads = [*job.outputs]
+        transport.cross(crossing, self._marks.within(job.flat).narrow(0, 0, len(job.present)))
+        job.partial = (job.partial, job.flat, crossing)  # alive until this is over
+        job.flat, job.outputs, job.between = crossing.flat, crossing.outputs, None
         if job.seeks:
+            assert job.flat is not None
             job.found = transport.found(job.flat)
 
 

@@ -69,7 +69,7 @@ class Job:
     scattered: torch.Tensor | None = field(default=None, init=False)
     result: torch.Tensor | None = field(default=None, init=False)
     partial: object = field(default=None, init=False)
-    between: Job | None = field(default=None, init=False)
+    between: object = field(default=None, init=False)
     kept: KeptMemory | None = field(default=None, init=False)
     sums: Tensors = field(default=(), init=False)
 
