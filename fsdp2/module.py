@@ -29,7 +29,7 @@ from fsdp2.comm_memory import (
     SymmetricReduceScatter,
     conflicting,
 )
-from fsdp2.core.config import EXACT_BELOW, MixedPrecisionPolicy, ShardingStateError
+from fsdp2.core.config import EXACT_BELOW, MixedPrecisionPolicy, ShardingStateError, Wire
 from fsdp2.core.custom_collectives import AllGather, MemoryComms, ReduceScatter
 from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.process_groups import ProcessGroup, backend_name, with_own_group
@@ -747,6 +747,8 @@ class FSDPModule(TorchIdentity):
         *,
         gather: str | None = None,
         reduce: str | None = None,
+        feedback: bool = False,
+        rotate: bool = False,
         exact: Callable[[str, nn.Parameter], bool] | None = None,
         exact_below: int = EXACT_BELOW,
         recurse: bool = True,
@@ -760,24 +762,34 @@ class FSDPModule(TorchIdentity):
                                                    the rounded numbers
         int8     1.03 bytes per number, a scale    the same; each rank adds in fp32, in the order
                  per 128 numbers                   of ranks
+        int4     0.53 bytes per number, a scale    the same; lossy
+                 per 64 numbers; lossy
         =======  ================================  ==============================================
 
-        A number in ``"int8"`` is off by 1/254 of the largest magnitude of its block at most. All
-        ranks compute with the same bits: a rank's own part passes the format, too. The sharded
-        parameters, which the optimizer sees, stay exact. Infinities and NaN come out as NaN of
-        their block, or in bf16 as they are. Gradients go by one all-to-all per reduction in place
-        of a reduce-scatter; what follows it, such as an all-reduce over replicas or a copy to the
-        CPU, has the reduce dtype. Rows that `fully_shard` keeps for ``reshard_after_forward=<int>``
-        are gathered as they are.
+        A number in ``"int8"`` is off by 1/254 of the largest magnitude of its block at most, one in
+        ``"int4"`` by 1/14 (7 %): too much for the weights of most models. All ranks compute with
+        the same bits: a rank's own part passes the format, too. The sharded parameters, which the
+        optimizer sees, stay exact. Infinities and NaN come out as NaN of their block, or in bf16
+        as they are. Gradients go by one all-to-all per reduction in place of a reduce-scatter; what
+        follows it, such as an all-reduce over replicas or a copy to the CPU, has the reduce dtype.
+        Rows that `fully_shard` keeps for ``reshard_after_forward=<int>`` are gathered as they are.
 
         It counts from the next gather on. All ranks must choose alike. Parameters that stay exact
         have collectives of their own.
 
         Args:
-            gather: ``"int8"``, or ``None`` (default): parameters travel in the dtype that they are
-                computed with.
-            reduce: ``"bf16"``, ``"int8"``, or ``None`` (default): gradients travel in the reduce
-                dtype.
+            gather: ``"int8"``, ``"int4"``, or ``None`` (default): parameters travel in the dtype
+                that they are computed with.
+            reduce: ``"bf16"``, ``"int8"``, ``"int4"``, or ``None`` (default): gradients travel in
+                the reduce dtype.
+            feedback: whether each rank adds what its messages have left out of gradients to its
+                next ones, so that over steps nothing is left out (error feedback). It takes memory
+                for a whole gradient of each unit, in the reduce dtype, on each rank, and is state
+                of training: `fsdp2.wire_state`. Default ``False``.
+            rotate: whether each block of 128 numbers of gradients is multiplied by an orthonormal
+                matrix (random signs and a Hadamard matrix) before it is coded, and its sum by the
+                inverse: single large numbers cost their neighbours less precision. Default
+                ``False``.
             exact: called once with each parameter's name below this module and the parameter;
                 those for which it returns true travel as they are. Default ``None``: none of the
                 larger ones.
@@ -786,9 +798,10 @@ class FSDPModule(TorchIdentity):
             recurse: whether units below follow. Default ``True``.
 
         Raises:
-            ValueError: a format is not known, or a parameter that is not left exact cannot travel
-                in it: its dtypes are not fp32, bf16 or fp16, or its tensor subclass has all-gather
-                hooks. Nothing is changed then.
+            ValueError: a format is not known, ``feedback`` or ``rotate`` is given without
+                ``reduce``, or a parameter that is not left exact cannot travel in the format: its
+                dtypes are not fp32, bf16 or fp16, or its tensor subclass has all-gather hooks.
+                Nothing is changed then.
 
         Example::
 
@@ -798,8 +811,9 @@ class FSDPModule(TorchIdentity):
         """
         from fsdp2.wire import set_wire_format  # who does not use it does not load it
 
-        chosen = (gather, reduce, exact, exact_below)
-        set_wire_format(cast(nn.Module, self), self._records(recurse), *chosen)
+        wire = Wire(gather, reduce, rotate=rotate, feedback=feedback)
+        module, records = cast(nn.Module, self), self._records(recurse)
+        set_wire_format(module, records, wire, exact, exact_below)
 
     # ---- memory
 
@@ -838,6 +852,35 @@ class FSDPModule(TorchIdentity):
             model.set_keep_gradient_storage(True)
         """
         self._change(recurse=recurse, keep_gradients=bool(keep))
+
+    def set_keep_rows(self, keep: bool, *, recurse: bool = True) -> None:
+        """Choose whether what was gathered from afar is kept from micro-batch to micro-batch.
+
+        With `Levels` these are the rows that the ranks of a node gather from, ``1 / ranks of a
+        node`` of the parameters, in the dtype of compute: parameters then cross nodes once per
+        optimizer step. They are kept unless this says ``False``, and freed after each gather then.
+        With ``reshard_after_forward=<int>`` they are the shards of the smaller group, which are
+        kept if this says ``True``: later micro-batches gather from them, too. Elsewhere nothing
+        changes.
+
+        Kept rows count until shards may have changed: an optimizer steps, gradients are dropped, a
+        forward without gradients begins or ends, a state dict is loaded, a parameter's version
+        shows a write, or the user calls ``reshard()``. Who writes shards by other routes in between
+        (``.data``, a collective) calls ``reshard()``.
+
+        Args:
+            keep: whether they are kept.
+            recurse: whether units below follow. Default ``True``.
+
+        Example::
+
+            fully_shard(block, reshard_after_forward=8)
+            block.set_keep_rows(True)
+        """
+        for record in self._records(recurse):
+            record.unit.change(keep_rows=bool(keep))
+            if record.scheduler is not None:
+                record.scheduler.refresh()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Choose whether collectives' buffers come from the process group; not recursive.
@@ -940,6 +983,8 @@ class FSDPModule(TorchIdentity):
         if unreduced and record.scheduler is not None:
             # They may still add to partial sums, and deliver gradients, which must go as well.
             record.scheduler.wait_for_reductions()
+        if record.scheduler is not None and record.scheduler.reuse is not None:
+            record.scheduler.reuse.zeroed = True
         original = self._fsdp2_original
         as_torch = all(getattr(original, name) is getattr(nn.Module, name) for name in _WALKS)
         if set_to_none and as_torch:

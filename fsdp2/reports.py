@@ -276,7 +276,8 @@ def _reduced(group: ParamGroup, trained: Set[int]) -> int:
                     coded[dtype] += slot.shard_numel
     if wire is not None:
         exact += sum(
-            REDUCTIONS[wire].row_bytes(numel, dtype.itemsize) for dtype, numel in coded.items()
+            REDUCTIONS[wire].row_bytes(numel, dtype.itemsize, group.options.wire.rotate)
+            for dtype, numel in coded.items()
         )
     return exact * layout.world_size
 

@@ -1,6 +1,6 @@
 """Which parameters and gradients travel in fewer bytes: `FSDPModule.set_wire_format`.
 
-module.set_wire_format(gather=, reduce=, exact=, exact_below=)
+module.set_wire_format(gather=, reduce=, rotate=, feedback=, exact=, exact_below=)
   all arguments and parameters are looked at  ──> each parameter is exact, or not
                                               ──> each unit's `Wire`: bound at its next gather
 """
@@ -25,15 +25,19 @@ Exact = Callable[[str, nn.Parameter], bool]
 def set_wire_format(
     module: nn.Module,
     records: Sequence[UnitRecord],
-    gather: str | None,
-    reduce: str | None,
+    wire: Wire,
     exact: Exact | None,
     exact_below: int,
 ) -> None:
     """Let the units of ``records`` send fewer bytes; see `FSDPModule.set_wire_format`."""
-    _check_name("gather", gather, gathers.CODED)
-    _check_name("reduce", reduce, reductions.CODED)
-    wire = Wire(gather, reduce)
+    _check_name("gather", wire.gather, gathers.CODED)
+    _check_name("reduce", wire.reduce, reductions.CODED)
+    for name in ("rotate", "feedback"):
+        if getattr(wire, name) and wire.reduce is None:
+            raise ValueError(
+                f"set_wire_format({name}=True) is for gradients that travel in fewer bytes; give "
+                f"their format as reduce="
+            )
     chosen = []
     for name, param, options in _params(module, records):
         stays = param.sharded.numel() < exact_below

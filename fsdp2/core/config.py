@@ -245,10 +245,17 @@ class Wire:
     Attributes:
         gather: name of an entry of `core.gather.coded.CODED`; ``None``: as they are computed with.
         reduce: name of an entry of `core.reduce.coded.CODED`; ``None``: in the reduce dtype.
+        differences: whether messages hold differences to what was gathered last, which stays.
+        rotate: whether gradients are rotated before they are coded (`core.codecs.rotated`).
+        feedback: whether what a message leaves out of gradients is added to the next ones
+            (`core.reduce.feedback`).
     """
 
     gather: str | None = None
     reduce: str | None = None
+    differences: bool = False
+    rotate: bool = False
+    feedback: bool = False
 
 
 WHOLE = Wire()
@@ -268,6 +275,8 @@ class GroupOptions:
             coalesce.
         keep_storage: whether freeing leaves the gathered memory allocated.
         keep_gradients: whether the memory of reduced gradients stays allocated between steps.
+        keep_rows: whether rows that are gathered from inside a node, or over a smaller group, stay
+            until an optimizer steps; ``None``: those of nodes do.
         all_gather: the user's all-gather, or ``None``.
         reduce_scatter: the user's reduce-scatter, or ``None``.
         wire: formats that parameters and gradients travel in.
@@ -282,6 +291,7 @@ class GroupOptions:
     pack_below: int = PACK_BELOW
     keep_storage: bool = False
     keep_gradients: bool = False
+    keep_rows: bool | None = None
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
     wire: Wire = WHOLE

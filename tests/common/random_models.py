@@ -12,6 +12,7 @@ import torch
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPolicy
 from fsdp2.core.device.streams import Lane
+from fsdp2.core.gather import kept_rows
 from fsdp2.core.layout.layout import ROWS, Cut
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.schedule.ties import tied_group
@@ -54,6 +55,7 @@ def random_settings(
     def hook(flat: VirtualTensor) -> None:
         device.run("hook", [flat], [flat])
 
+    apart = random.Random(repr(rng.getstate()[1][:3]))  # of later draws: schedules stay the same
     options = GroupOptions(
         divide_factor=rng.choice((None, None, 3.0)),
         sum_only=rng.random() < 0.2,
@@ -62,6 +64,7 @@ def random_settings(
         keep_storage=rng.random() < 0.15,
         keep_gradients=rng.random() < 0.2,
         all_reduce_hook=hook if rng.random() < 0.2 else None,  # type: ignore[arg-type]  # simulated
+        keep_rows=apart.choice((None, None, True, False)),
     )
     return {
         "world_size": rng.choice(ranks),
@@ -71,7 +74,7 @@ def random_settings(
         "offload": rng.choice(OFFLOADS),
         "smaller": rng.choice((None, None, 2)),
         "options": options,
-        "levels": rng.random() < 0.5,
+        "levels": apart.random() < 0.5,
     }
 
 
@@ -264,6 +267,7 @@ class Watch:
         self._kept_for_good = self.live()
         self._fills = any(g.options.reduce_unused for u in units for g in u.own_groups)
         self._keeps_storage = any(g.options.keep_storage for u in units for g in u.own_groups)
+        self._keeps_rows = any(g.keeps_rows for u in units for g in u.own_groups)
         self._keeps_gradients = any(g.options.keep_gradients for u in units for g in u.own_groups)
 
     # ---- while it runs
@@ -463,18 +467,22 @@ class Watch:
         """After an iteration in which nothing is kept: no allocation came or went.
 
         Gathered memory may stay where ``keep_storage`` says so, that of gradients where
-        ``keep_gradients`` does.
+        ``keep_gradients`` does, that of rows that are kept always.
 
         Args:
             padding: ``False`` where frozen parameters changed the reductions, which own it and
                 their marks.
         """
         live, wanted = self.live(), Counter(self._kept_for_good)
+        del live[kept_rows.ROWS]
         for name in list(live):
             if name.startswith("gathered") and self._keeps_storage:
                 del live[name]
             if name in ("kept gradient", "host gradient") and self._keeps_gradients:
                 del live[name]
+            if name.startswith(("node rows", "rows of the smaller")) and self._keeps_rows:
+                del live[name]
+        live.pop("residuals", None)  # made by the first reduction with error feedback, and kept
         for name in () if padding else ("padding", "marks"):
             live.pop(name, None)
             wanted.pop(name, None)

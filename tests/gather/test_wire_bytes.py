@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2
-from fsdp2.core.codecs.blocks import BLOCK
 from fsdp2.testing.null_group import init_null_group
 
 pytestmark = pytest.mark.alone
@@ -55,14 +54,21 @@ def step(
 
 
 NUMEL = WIDTH * WIDTH
-SCALES = 4 * NUMEL // BLOCK
+MESSAGES = {
+    "int8": NUMEL + 4 * NUMEL // 128,
+    "int4": NUMEL // 2 + 2 * NUMEL // 64,
+    "bf16": 2 * NUMEL,
+}
 SMALL = 2 * WIDTH
 
 
 @pytest.mark.parametrize("policy", [fsdp2.MixedPrecisionPolicy(), HALF], ids=["fp32", "mixed"])
 @pytest.mark.parametrize(
     ("gather", "reduce"),
-    [("int8", None), (None, "bf16"), (None, "int8"), ("int8", "bf16"), ("int8", "int8")],
+    [
+        *(("int8", None), (None, "bf16"), (None, "int8"), ("int8", "bf16"), ("int8", "int8")),
+        *(("int4", None), (None, "int4"), ("int8", "int4")),
+    ],
 )
 def test_bytes_are_what_the_format_promises(
     sent: Bytes, gather: str | None, reduce: str | None, policy: fsdp2.MixedPrecisionPolicy
@@ -70,9 +76,8 @@ def test_bytes_are_what_the_format_promises(
     model = step(sent, gather, reduce, policy)
     (group,) = fsdp2.report(model).groups
     size = (policy.param_dtype or torch.float32).itemsize
-    messages = {"int8": NUMEL + SCALES, "bf16": 2 * NUMEL}
-    weights = messages[gather] if gather else size * NUMEL
-    gradients = messages[reduce] if reduce else 0
+    weights = MESSAGES[gather] if gather else size * NUMEL
+    gradients = MESSAGES[reduce] if reduce else 0
     gathered = sent.seen["all_gather_single"] + sent.seen["all_gather_single_coalesced"]
     assert gathered == 2 * (weights + size * SMALL)
     assert sent.seen["all_to_all_single"] == gradients

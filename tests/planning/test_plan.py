@@ -778,7 +778,7 @@ def test_a_report_of_a_sharded_model() -> None:
     assert text.splitlines()[-1].startswith("all")
 
 
-@pytest.mark.parametrize(("gather", "reduce"), [("int8", "bf16"), ("int8", None), (None, "int8")])
+@pytest.mark.parametrize(("gather", "reduce"), [("int8", "bf16"), ("int8", None), (None, "int4")])
 def test_fewer_bytes_are_planned(gather: str | None, reduce: str | None) -> None:
     """Planned collectives have the bytes that the report tells."""
 

@@ -48,7 +48,7 @@ class Codec(ABC):
     """A format of numbers on the wire.
 
     Attributes:
-        name: the name that `set_wire_format` takes.
+        name: the name that `set_wire_format` takes, if it has one.
     """
 
     name: ClassVar[str]

@@ -13,6 +13,7 @@ from fsdp2.core.custom_collectives import AllGather
 from fsdp2.core.device.buffers import Buffer, TransientBuffer
 from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.kernels import Kernels
+from fsdp2.core.gather.kept_rows import KeptTransport
 from fsdp2.core.gather.transport import (
     BoundPackedTransport,
     CoalescedTransport,
@@ -44,6 +45,7 @@ def make_transports(
     comm: AllGather | None,
     device: torch.device,
     codec: str | None = None,
+    keeps: bool = False,
 ) -> list[GatherTransport]:
     """A transport for each segment; one for all, if the user brings a collective.
 
@@ -58,6 +60,7 @@ def make_transports(
         comm: the user's all-gather.
         device: where its buffers are.
         codec: name of the transport of coded segments.
+        keeps: whether rows stay for the next gathers, of all that the user brings nothing for.
     """
     parts: list[SegmentTransport] = []
     custom: list[Segment] = []
@@ -69,6 +72,8 @@ def make_transports(
             continue
         if coded:
             kind = coded_gather(codec)
+        elif keeps and segment.transport is not Transport.LOCAL:
+            kind = KeptTransport
         elif straight and segment.transport is Transport.PACKED:
             kind = OneSlotTransport
         else:

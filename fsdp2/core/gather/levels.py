@@ -34,7 +34,8 @@ class NodeRows(GatherTransport):
         device: where the rows are.
 
     Attributes:
-        rows: the buffer, allocated until `bound`.
+        rows: the buffer; allocated when this is made.
+        stays: whether its memory is there until somebody frees it, not from gather to gather.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class NodeRows(GatherTransport):
         device: torch.device,
     ) -> None:
         self.rows: TransientBuffer = kernels.transient(pieces.full_bytes, f"node rows of {name}")
+        self.stays = False
         self._transports = make_transports(
             pieces.segments, shard, self.rows, between, kernels, None, device
         )
@@ -86,7 +88,13 @@ class NodeRows(GatherTransport):
     def release(self) -> None:
         for transport in self._own.finishing:
             transport.release()
-        self.rows.release()
+        if not self.stays:
+            self.free()
+
+    def free(self) -> None:
+        """Free the rows, where they are there."""
+        if self.rows.allocated:
+            self.rows.release()
 
 
 class _Following:

@@ -4,6 +4,7 @@
     transport        how gradients travel: direct, cast, packed, joined, custom, local
     coded            how gradients travel in fewer bytes, summed by each rank itself
     kinds            which of them a reduction has
+    feedback         what messages leave out of gradients, added to the next ones
     program          steps by lane; what one run of them leaves from step to step
     binding          a transport chosen, other parts made, their steps put in order
     spec             what sets all that: dtypes, factors, whose collectives

@@ -174,6 +174,21 @@ def _copies(replicas: Replicas | None, pieces: Pieces | None) -> int:
     return 1 if replicas is None else replicas.size
 
 
+def hand_over(former: Sequence[Reduction], made: Sequence[Reduction]) -> None:
+    """Give residuals of error feedback to the reductions that are bound in place of others.
+
+    Args:
+        former: what was bound until now.
+        made: what is bound in place of any of them.
+    """
+    fed = [(r.members, feedback) for r in former if (feedback := r.transport.feedback) is not None]
+    if fed:
+        for reduction in made:
+            new = reduction.transport.feedback
+            if new is not None:
+                new.take_over(reduction.members, fed)
+
+
 def _facts(
     spec: ReductionSpec,
     collectives: Collectives,

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
@@ -50,6 +50,9 @@ from fsdp2.core.reduce.presence_marks import PresenceMarks
 from fsdp2.core.reduce.program import Job, Program, Scatter, Step
 from fsdp2.core.reduce.rows import FlatPlan
 from fsdp2.core.reduce.spec import ReductionSpec
+
+if TYPE_CHECKING:  # who does not use it does not load it
+    from fsdp2.core.reduce.feedback import Feedback
 
 # ---- how gradients travel
 
@@ -98,6 +101,7 @@ class ReduceTransport:
         unstages: whether ``unstage`` does anything.
         frees: whether ``release`` does anything.
         staging: what the collective reads, if gradients are copied there.
+        feedback: what messages of fewer bytes have left out, if that is kept.
         scatter: the bound collective.
         shape: of the flat result.
     """
@@ -108,6 +112,7 @@ class ReduceTransport:
     unstages = False
     frees = False
     staging: TransientBuffer | None = None
+    feedback: Feedback | None = None
     scatter: Scatter
 
     def __init__(self, context: ReduceContext) -> None:
@@ -130,7 +135,7 @@ class ReduceTransport:
         """Make the buffers and views that every reduction uses, and bind the collective."""
 
     @classmethod
-    def row_bytes(cls, numel: int, itemsize: int) -> int:
+    def row_bytes(cls, numel: int, itemsize: int, rotate: bool = False) -> int:
         """Bytes that one rank gives to another for the sums of ``numel`` elements."""
         return numel * itemsize
 

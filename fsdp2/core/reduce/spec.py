@@ -31,6 +31,8 @@ class ReductionSpec:
         device: where its buffers are.
         keep: whether gradients' memory is kept for the next step.
         codec: name of the format, if gradients travel in fewer bytes.
+        rotate: whether they are rotated before.
+        feedback: whether what a message leaves out is added to the next one.
     """
 
     grad_dtype: torch.dtype
@@ -45,6 +47,8 @@ class ReductionSpec:
     device: torch.device | None = None
     keep: bool = False
     codec: str | None = None
+    rotate: bool = False
+    feedback: bool = False
 
     @property
     def casts(self) -> bool:
@@ -92,6 +96,8 @@ def reduction_spec(
         device=device,
         keep=options.keep_gradients,
         codec=codec,
+        rotate=codec is not None and options.wire.rotate,
+        feedback=codec is not None and options.wire.feedback,
     )
 
 

@@ -3,6 +3,7 @@
     scheduler  order, prefetch and windows of the units below one root
     iteration  what lasts from the first forward to the end of the last backward
     kept       units that a forward has left unsharded, and what users write meanwhile
+    reuse      when groups that keep rows of a gather gather anew
     in_flight  reductions on their way, and the memory that they hold
     unit       what one call of fully_shard made, and its flags
     moves      notices of its phases, while somebody watches

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -27,16 +28,17 @@ from fsdp2.core.device.collectives import Collectives, Replicas
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import Streams
 from fsdp2.core.gather.extension import ExtensionContext, ExtensionTransport, make_extension
+from fsdp2.core.gather.kept_rows import Keeping
 from fsdp2.core.gather.kinds import make_transports
 from fsdp2.core.gather.levels import NodeRows
-from fsdp2.core.gather.smaller_group import SmallerGroup, SmallerRows
+from fsdp2.core.gather.smaller_group import KeepingSmaller, SmallerGroup, SmallerRows
 from fsdp2.core.gather.transport import GatherTransport, Load, Route
 from fsdp2.core.layout.layout import GroupLayout, Segment, Slot, Transport
 from fsdp2.core.layout.levels import node_segments
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.params.gradients import Gradients, gradients_of
 from fsdp2.core.params.param import ShardedParam, Swap, compute_dtype
-from fsdp2.core.reduce.binding import make_reductions
+from fsdp2.core.reduce.binding import hand_over, make_reductions
 from fsdp2.core.reduce.levels import Pieces
 from fsdp2.core.reduce.reduction import Reduction
 from fsdp2.core.reduce.spec import ReductionSpec, is_direct, reduction_spec
@@ -93,6 +95,10 @@ class Bindable(Protocol):
     def shard_layout(self) -> GroupLayout | None:
         """Where what optimizers step is in the flat shard."""
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether rows stay behind a gather."""
+
 
 class Bound:
     """All that binding makes of a group.
@@ -107,6 +113,7 @@ class Bound:
         full: the gathered rows, between acquire and release.
         mirror: the device's copy of offloaded shards, while a gather reads them (decision 8).
         nodes: rows that are gathered from inside a node, with masters sharded over two levels.
+        keeping: rows of earlier gathers, where they are kept, and who chooses ``route``.
         keeps_mirror: whether gathered parameters are views of it.
         extension: the transport of parameters with all-gather hooks.
         transports: all transports.
@@ -129,9 +136,11 @@ class Bound:
 
     __slots__ = (
         "__weakref__",
+        "_load",
         "current",
         "extension",
         "full",
+        "keeping",
         "keeps_mirror",
         "locals",
         "mirror",
@@ -167,6 +176,7 @@ class Bound:
             self.mirror = kernels.transient(layout.shard_bytes, f"shards of {group.name}")
             self.mirror.acquire()
         self.extension = self._extension_of(group)
+        self.keeping: Keeping | None = None
         self._bind_transports(group)
         self.to_sharded: list[Swap] = []
         self.to_unsharded: list[Swap] = []
@@ -231,6 +241,7 @@ class Bound:
             group.options.all_gather,
             group.device,
             group.options.wire.gather,
+            group.options.wire.differences,
         )
         if self.extension is not None:
             self.extension.run_on(group.collectives, group.runtime.kernels)
@@ -240,7 +251,30 @@ class Bound:
             self.route = Route(self.transports, load)
         else:
             self.route = self.nodes.route(self.transports, load)
+        self._load = load
         self.keeps_mirror = any(transport.aliases for transport in self.transports)
+
+    def _keep_rows(self, group: Bindable) -> None:
+        """Let gathers reuse rows, those that were there before too."""
+        former, bound = self.keeping, weakref.ref(self)
+        self.keeping = None
+        if not group.keeps_rows:
+            return
+
+        def choose(route: Route) -> None:
+            if (found := bound()) is not None:
+                found.route = route
+
+        common = self.transports, self._load, choose
+        if self.smaller is not None and group.options.keep_rows:
+            self.keeping = KeepingSmaller(*common, self.smaller, self.nodes)
+        else:
+            self.keeping = Keeping(*common, self.nodes)
+            if self.nodes is not None:
+                self.nodes.stays = True
+        self.route = self.keeping.fresh
+        if former is not None:
+            self.keeping.follow(former)
 
     def _bind_params(self, group: Bindable) -> None:
         """Make the gathered parameters, and the stores that register either form.
@@ -274,7 +308,8 @@ class Bound:
         self.sharded = [param.sharded for param in group.params]
         self.sharded_flags = list(map(requires_grad, self.sharded))
         self.smaller: SmallerRows | None = None
-        if group.smaller_group is not None and group.layout is not None:
+        whole = group.options.wire.differences  # rows of all ranks stay
+        if group.smaller_group is not None and group.layout is not None and not whole:
             self.smaller = SmallerRows(
                 group.smaller_group,
                 group.layout,
@@ -285,6 +320,7 @@ class Bound:
                 group.device,
                 group.options.pack_below,
             )
+        self._keep_rows(group)
 
     def bind_reductions(self, group: Bindable, waiting: bool) -> None:
         """Build the reduction steps of the parameters that require grad now.
@@ -322,7 +358,7 @@ class Bound:
         if group.between is not None and group.pieces is not None:
             pieces = Pieces(group.between, {slot.index: slot for slot in group.pieces.slots})
         with torch.inference_mode(False):  # tensors that a later backward writes to
-            self.reductions = kept + make_reductions(
+            made = make_reductions(
                 members,
                 runtime.gradients_of,
                 group.reducers,
@@ -331,6 +367,8 @@ class Bound:
                 group.layout.once,
                 pieces,
             )
+            hand_over(self.reductions, made)
+        self.reductions = kept + made
 
     @property
     def has_partial_sums(self) -> bool:

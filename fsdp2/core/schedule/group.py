@@ -168,6 +168,22 @@ class ParamGroup:
         return self.state is UNSHARDED
 
     @property
+    def keeps_rows(self) -> bool:
+        """Whether rows of a gather stay, so that others reuse them (invariant I17)."""
+        if self.options.wire.differences and self.collectives.size > 1:
+            return True
+        keep = self.options.keep_rows
+        if self.between is not None:
+            return keep is not False
+        return bool(keep) and self.smaller_group is not None
+
+    @property
+    def reuses_rows(self) -> bool:
+        """Whether the next gather communicates nothing of what is kept."""
+        keeping = None if self.bound is None or self.stale else self.bound.keeping
+        return keeping is not None and keeping.current
+
+    @property
     def accumulates(self) -> bool:
         """Whether gradients of backwards without sync, or partial sums, are waiting."""
         return self._accumulated or (self.bound is not None and self.bound.has_partial_sums)
@@ -287,6 +303,7 @@ class ParamGroup:
         if options is self.options:
             return
         self.stale = self.stale or options.all_gather is not self.options.all_gather
+        self.stale = self.stale or options.keep_rows is not self.options.keep_rows
         repacked = options.pack_below != self.options.pack_below
         repacked = repacked or options.wire is not self.options.wire
         self.options = options
@@ -518,17 +535,28 @@ class ParamGroup:
             return True
         return any(map(operator.gt, bound.count_references(self.params), bound.references))
 
+    def forget_rows(self) -> None:
+        """Let the next gather bring rows anew: shards may have changed; no-op if none are kept."""
+        if self.bound is not None and self.bound.keeping is not None:
+            self.bound.keeping.forget()
+            if self.state not in (GATHERING, RESHARDED):  # nobody reads them, or will in backward
+                self.bound.keeping.free()
+
     def _follow_smaller(self) -> None:
         for param in self.params:
             param.follow_smaller()
 
     def abandon(self) -> None:
         """Free what an exception left half way; COMPUTE is behind the other lanes."""
+        if self.bound is not None and self.bound.keeping is not None:
+            self.bound.keeping.lose()
         self.reshard()
         if self.bound is not None:
             self._release_full(self.bound)
             for reduction in self.bound.reductions:
                 reduction.abandon()
+            if self.bound.nodes is not None:
+                self.bound.nodes.free()
 
     def settle(self) -> None:
         """Block the host until no copy reads shards that it may write then (I8)."""

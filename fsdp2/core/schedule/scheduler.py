@@ -41,6 +41,7 @@ from fsdp2.core.schedule.iteration import Iteration
 from fsdp2.core.schedule.layers import GroupOperations
 from fsdp2.core.schedule.profiling import ProfiledGroup
 from fsdp2.core.schedule.retrace import NOWHERE, running_node
+from fsdp2.core.schedule.reuse import Reuse
 from fsdp2.core.schedule.states import GATHERING, HIDDEN, SHARDED, UNSHARDED
 from fsdp2.core.schedule.unit import (
     BACKWARD,
@@ -132,6 +133,7 @@ class Scheduler:
         groups: all parameter groups, for what is no operation.
         unreduced: whether a group may hold gradients of backwards without sync, or partial sums.
         connected: whether the process groups of all groups have communicators.
+        reuse: groups that keep rows of their gathers; ``None`` where none does.
         ranges: whether groups mark their operations for a profiler; compared with the profiler's
             own flag, without a call, when a forward or backward begins.
     """
@@ -158,6 +160,8 @@ class Scheduler:
         """Take up what counts for all units: their flags, and which groups they have."""
         self.groups = [group for unit in self.units for group in unit.own_groups]
         self.connected = False
+        keeping = [group for group in self.groups if group.keeps_rows]
+        self.reuse = Reuse(keeping) if keeping else None
         put_around(self.units, ProfiledGroup, self.ranges)
         self._offloaded = [group for group in self.groups if group.offload is not None]
         if self._offloaded and all(known() is not self for known in offloading):
@@ -246,6 +250,8 @@ class Scheduler:
             for unit in self.units:
                 if unit.phase is IDLE:
                     unit.reshard_if_outdated()
+        if self.reuse is not None:
+            self.reuse.begin_forward(expects_backward, any(now.finished))
         if now.holds:
             self._let_go()
         if now.kept.units:
@@ -404,6 +410,8 @@ class Scheduler:
             now.without_groups.add(root)
         if not now.records:
             now.kept.show_shards(now.holds)
+            if self.reuse is not None:
+                self.reuse.forget()
         self._order.end(root)
         self._drop_unused()  # at the loss, only what is kept on request is gathered
         if not now.records:  # whoever evaluates may write shards next, by hand
@@ -745,6 +753,7 @@ class Scheduler:
                 ahead.remove(unit)
         for group in unit.groups:
             if group.state is SHARDED:
+                group.base.forget_rows()
                 group.bind()  # also where a backward raised, and parameters were replaced since
         self.unshard(unit)
 

@@ -1,0 +1,70 @@
+"""When groups that keep rows of a gather gather anew: as soon as their shards may have changed.
+
+    a forward begins     an optimizer has stepped, or gradients are gone, since another began
+                         a parameter's version shows a write
+                         it is a forward without gradients, which begins and ends so
+    by the user          zero_grad(), reshard(), unshard() on the unit
+    of a group           it is bound again; an exception has ended an iteration
+
+Else the rows are what a gather would bring (invariant I17). All of these are facts that ranks share
+(I1): none of them is seen on one rank alone, and nobody waits for a device. What a user writes by a
+route that no version counter shows (``.data``, ``numpy()``, a collective), and without any of
+these, would be lost; ``fsdp2.debug(check_writes=True)`` refuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fsdp2.core.progress import OptimizerSteps
+from fsdp2.core.schedule.group import ParamGroup
+
+
+class Reuse:
+    """The groups below one root that keep rows, and what was seen of their shards.
+
+    Args:
+        groups: those.
+
+    Attributes:
+        groups: those.
+        zeroed: whether the user has dropped gradients since a forward began.
+    """
+
+    __slots__ = ("_steps", "_versions", "groups", "zeroed")
+
+    def __init__(self, groups: Sequence[ParamGroup]) -> None:
+        self.groups = groups
+        self.zeroed = False
+        self._steps = -1
+        self._versions: list[int] = []
+
+    def begin_forward(self, records: bool, pending: bool) -> None:
+        """A root's forward begins: forget rows if shards may have changed.
+
+        Args:
+            records: whether autograd records it.
+            pending: whether forwards have run whose backward is to come.
+        """
+        stepped, zeroed = self._steps != OptimizerSteps.count, self.zeroed
+        versions = [param.sharded._version for group in self.groups for param in group.params]
+        written = versions != self._versions
+        self._steps, self._versions, self.zeroed = OptimizerSteps.count, versions, False
+        if stepped or zeroed or written or not records or not (pending or self._has_gradients()):
+            self.forget()
+
+    def _has_gradients(self) -> bool:
+        """Whether what the last backward has left is still there: nobody has made a step of it.
+
+        A parameter has a gradient on all ranks or on none (I15).
+        """
+        for group in self.groups:
+            reductions = () if group.bound is None else group.bound.reductions
+            if group.accumulates or any(r.gradients.delivered() for r in reductions):
+                return True
+        return False
+
+    def forget(self) -> None:
+        """Let all of them gather anew."""
+        for group in self.groups:
+            group.forget_rows()

@@ -1,0 +1,222 @@
+"""Rows that are kept until shards change: which gathers communicate, and which must not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp2
+from fsdp2.core.config import Wire
+from fsdp2.core.gather import kept_rows
+from fsdp2.testing.null_group import CallLog, init_null_group
+from tests.common import scenarios
+from tests.common.errors import raises
+
+pytestmark = pytest.mark.alone
+
+GATHER = "all_gather_single"
+KEEPS = Wire(differences=True)  # all parameters travel as they are
+UNITS = 3
+
+
+@pytest.fixture
+def log() -> Iterator[CallLog]:
+    found = CallLog()
+    init_null_group(4, observer=found)
+    yield found
+    dist.destroy_process_group()
+
+
+def build(**arguments: object) -> nn.Sequential:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(UNITS)))
+    for layer in model:
+        fsdp2.fully_shard(layer, **arguments)  # type: ignore[arg-type]
+    fsdp2.fully_shard(model)
+    for record in model._records(True):
+        record.unit.change(wire=KEEPS)
+    return model
+
+
+def gathers(log: CallLog) -> int:
+    found = log.counts().get(GATHER, 0)
+    log.clear()
+    return found
+
+
+def forward(model: nn.Module) -> Tensor:
+    done: Tensor = model(torch.ones(2, 8)).sum()
+    return done
+
+
+def both(model: nn.Module) -> None:
+    forward(model).backward()
+
+
+@pytest.mark.parametrize("after_forward", [True, False, 2])
+def test_an_optimizers_step_is_one_gather(log: CallLog, after_forward: bool | int) -> None:
+    """Not again in backward, nor for further micro-batches."""
+    model = build(reshard_after_forward=after_forward)
+    log.clear()  # of the mesh of smaller groups
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        for micro in range(3):
+            both(model)
+            assert gathers(log) == (UNITS if micro == 0 else 0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_micro_batches_whose_gradients_wait(log: CallLog) -> None:
+    model = build()
+    model.set_requires_gradient_sync(False)
+    both(model)
+    assert gathers(log) == UNITS
+    both(model)
+    assert gathers(log) == 0
+    losses = [forward(model) for _ in range(2)]  # a pipeline's
+    for loss in losses:
+        loss.backward()
+    assert gathers(log) == 0
+
+
+def test_a_checkpoint_runs_again_with_the_same_rows(log: CallLog) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    model = build()
+    x = torch.ones(2, 8, requires_grad=True)
+    checkpoint(model, x, use_reentrant=False).sum().backward()
+    assert gathers(log) == UNITS
+
+
+def _write(model: nn.Module, write: Callable[[nn.Parameter], object]) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            write(param)
+
+
+def _by_data_and_none(model: nn.Module) -> None:
+    def step(param: nn.Parameter) -> None:
+        assert param.grad is not None
+        param.data.sub_(param.grad)
+        param.grad = None
+
+    _write(model, step)
+
+
+def _zeroed_in_forward(model: nn.Module) -> None:
+    """As whoever drops gradients between a forward and its backward, and then steps by hand."""
+    loss = forward(model)
+    model.zero_grad()
+    loss.backward()
+    _write(model, lambda param: param.data.sub_(param.grad))
+
+
+def _evaluate(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+
+
+def _unshard(model: nn.Module) -> None:
+    for module in (*model, model):
+        module.unshard()
+        module.reshard()
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Module], object], int]] = {
+    "an operator writes": (lambda model: _write(model, lambda param: param.mul_(0.5)), 0),
+    "one operator": (lambda model: _write(model[0], lambda param: param.mul_(0.5)), 0),
+    "by hand, gradients dropped": (_by_data_and_none, 0),
+    "by hand, dropped in between": (_zeroed_in_forward, 0),
+    "zero_grad": (lambda model: model.zero_grad(), 0),
+    "in place": (lambda model: model.zero_grad(set_to_none=False), 0),
+    "an evaluation": (_evaluate, UNITS),
+    "loaded": (lambda model: model.load_state_dict(model.state_dict()), 0),
+    "cast": (lambda model: model.double().float(), 0),
+    "reshard": (lambda model: [module.reshard() for module in (*model, model)], 0),
+    "unshard": (_unshard, UNITS),
+    "given up": (lambda model: model.reset_iter_state(), 0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_may_have_changed_is_gathered_again(log: CallLog, change: str) -> None:
+    model = build()
+    both(model)
+    both(model)
+    assert gathers(log) == UNITS
+    do, during = CHANGES[change]
+    do(model)
+    assert gathers(log) == during
+    both(model)
+    assert gathers(log) == UNITS
+
+
+def test_a_forward_that_raises_ends_it(log: CallLog) -> None:
+    model = build()
+    both(model)
+    gathers(log)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 7))
+    both(model)
+    assert gathers(log) == UNITS
+
+
+def test_it_can_be_switched_off_and_memory_goes(log: CallLog) -> None:
+    model = build()
+    both(model)
+    (group,) = model[0]._records(False)[0].unit.own_groups
+    assert group.bound is not None
+    assert group.bound.keeping is not None
+    assert group.bound.keeping.nbytes >= 8 * 9 * 4
+    for record in model._records(True):
+        record.unit.change(wire=Wire())
+    gathers(log)
+    both(model)
+    both(model)
+    assert gathers(log) == 4 * UNITS
+    assert group.bound.keeping is None
+
+
+def test_another_way_to_gather_takes_rows_over(log: CallLog) -> None:
+    """As a trace does, which one rank alone may start."""
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    both(model)
+    optimizer.step()
+    both(model)
+    gathers(log)
+    for record in model._records(True):
+        for group in record.unit.own_groups:
+            group.run_on(group.runtime, group.reducers)
+    both(model)
+    assert gathers(log) == 0
+    optimizer.step()
+    both(model)
+    assert gathers(log) == UNITS
+
+
+def test_checked_writes(log: CallLog) -> None:
+    """By a route that no version shows, in the middle of an accumulation."""
+    with fsdp2.debug(check_writes=True):
+        model = build()
+        for _ in range(2):
+            both(model)
+        model[1].weight.data.mul_(0.5)
+        with raises("written-kept-rows"):
+            forward(model)
+        model.reset_iter_state()
+        both(model)
+        loss = forward(model)
+        model[1].weight.data.mul_(0.5)  # backward computes with what forward has used
+        loss.backward()
+        model[1].reshard()
+        both(model)
+
+
+@pytest.mark.parametrize("scenario", ["steady", "changing", "offloaded", "stepping"])
+def test_memory_of_rows_is_used_in_order(scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert scenarios.staged_in_order(scenario, kept_rows.ROWS, monkeypatch, wire=KEEPS)
