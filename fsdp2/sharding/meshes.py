@@ -213,9 +213,7 @@ def _mesh_of_groups(
     return DeviceMesh(device_type, torch.tensor(groups), mesh_dim_names=("group", "shard"))["shard"]
 
 
-def resolve_axes(
-    mesh: DeviceMesh | Levels, dims: DataParallelMeshDims | None = None
-) -> MeshAxes:
+def resolve_axes(mesh: DeviceMesh | Levels, dims: DataParallelMeshDims | None = None) -> MeshAxes:
     """The data-parallel axes of ``mesh``.
 
     Raises:

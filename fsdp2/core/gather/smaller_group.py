@@ -191,6 +191,7 @@ class SmallerRows:
         if self._rows.allocated and not self.stays:
             self._rows.release()
 
+
 class KeepingSmaller(Keeping):
     """As `Keeping`, of rows of a smaller group: what a forward has left there is gathered again.
 

@@ -207,6 +207,4 @@ def pieces_reduce(
     marks = PresenceMarks(collectives.size, flat.marks, (dtype,), small, kernels)
     division = Division(None, kind, kind, None)
     own = replace(spec, grad_dtype=dtype)
-    return PiecesReduce(
-        ReduceContext(slots, 0, own, division, flat, marks, collectives, kernels)
-    )
+    return PiecesReduce(ReduceContext(slots, 0, own, division, flat, marks, collectives, kernels))

@@ -280,7 +280,11 @@ class ParamGroup:
         if layout == before:
             return
         as_large = before is not None and before.shard_bytes == layout.shard_bytes
-        if as_large and self.between is None and all(param.is_meta and not param.is_extended for param in self.params):
+        if (
+            as_large
+            and self.between is None
+            and all(param.is_meta and not param.is_extended for param in self.params)
+        ):
             self.layout = layout
         else:
             self._move_to(layout)
