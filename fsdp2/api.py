@@ -107,8 +107,8 @@ def fully_shard(
         module: a module, or a list of modules that share one group: gathered before the first of
             them runs, freed after the last.
         mesh: device mesh to shard over. 1-D: (shard,). 2-D: (replicate, shard), which is HSDP:
-            parameters are sharded over the second dim and copied along the first. `Levels` of a 2-D
-            mesh: masters are sharded over both dims, gathered and reduced along the second. ``None``
+            parameters are sharded over the second dim and copied along the first. `Levels` of a
+            2-D mesh (between, inside): masters are sharded over both dims. ``None``
             (default): all ranks of the default process group, which is started from torchrun's
             environment if there is none.
         reshard_after_forward: ``True`` frees the gathered parameters after forward and gathers

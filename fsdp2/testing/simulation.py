@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPolicy
+from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.streams import Event, Lane, Streams
 from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.layout.layout import ROWS, Cut
@@ -199,13 +200,19 @@ class Simulation:
         """Of things on paper: they do what the real ones do, of tensors on paper."""
         device: Any = self.device
         collectives: Any = VirtualCollectives(device, world_size, coalesces)
-        between: Any = None
-        if self._nodes > 1 and world_size > 1:
-            between = VirtualCollectives(device, self._nodes, coalesces)
+        between = VirtualCollectives(device, self._nodes, coalesces)
+        crosses = self._nodes > 1 and world_size > 1
         replicas: Any = self._replicas
         gradients: Any = PaperGradients
         return Runtime(
-            collectives, device, device, device, replicas, self._offload, gradients, between
+            collectives,
+            device,
+            device,
+            device,
+            replicas,
+            self._offload,
+            gradients,
+            cast(Collectives, between) if crosses else None,
         )
 
     # ---- an iteration

@@ -7,17 +7,18 @@ two nodes of two ranks that makes gradients equal to the bit.
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import fsdp2
-from tests.common import meshes, models, parity
+from tests.common import meshes, models, parity, workers
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
@@ -41,15 +42,13 @@ def _hsdp(build: Any, **arguments: Any) -> Any:
 
 # -- training -------------------------------------------------------------------------------------
 
-KINDS = {
-    "even": (partial(models.seeded, models.MLP), {}),
-    "odd": (partial(models.seeded, models.OddMLP), {}),
+EVEN, ODD = partial(models.seeded, models.MLP), partial(models.seeded, models.OddMLP)
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "even": (EVEN, {}),
+    "odd": (ODD, {}),
     "mixed": (partial(models.seeded, models.Nested), {"mixed": True}),
-    "columns": (partial(models.seeded, models.OddMLP), {"shard_placement_fn": lambda p: Shard(-1)}),
-    "gathered until backward": (
-        partial(models.seeded, models.MLP),
-        {"reshard_after_forward": False},
-    ),
+    "columns": (ODD, {"shard_placement_fn": lambda p: Shard(-1)}),
+    "gathered until backward": (EVEN, {"reshard_after_forward": False}),
 }
 
 
@@ -58,9 +57,8 @@ KINDS = {
 @pytest.mark.parametrize("keep", [True, False], ids=["kept rows", "rows freed"])
 def test_training_is_hsdps(kind: str, keep: bool) -> None:
     build, arguments = KINDS[kind]
-    steps = meshes.micro_batches(models.DIM, 4 if kind == "even" else 1, micro=4, steps=3)
-    if kind in ("mixed", "gathered until backward"):
-        steps = meshes.micro_batches(models.DIM, 4 if kind != "mixed" else 3, micro=4, steps=3)
+    outputs = {"mixed": 3, "odd": 1, "columns": 1}.get(kind, 4)
+    steps = meshes.micro_batches(models.DIM, outputs, micro=4, steps=3)
     before = meshes.flags_in_turn(*FOUR)
     model = _levels(build, **arguments)
     model.set_keep_rows(keep)
@@ -187,6 +185,54 @@ def test_a_dim_of_one_rank_is_no_level() -> None:
         assert model.weight.placements == (Shard(0),)
         model(torch.ones(2, 8)).sum().backward()
         assert model.weight.grad.to_local().shape == (2, 8)
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+def _made(levels: bool) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(dist.get_world_size())
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    mesh = fsdp2.Levels(_mesh()) if levels else None
+    for module in (model[0], model):
+        fsdp2.fully_shard(module, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def _values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Parameters and states, whole."""
+    found = [*model.parameters()]
+    found += [optimizer.state[p][key] for p in model.parameters() for key in ("exp_avg", "step")]
+    return [parity.full(tensor) for tensor in found]
+
+
+def _continue(folder: Path, step: int, levels: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """What was loaded, and what is saved after some steps that all numbers of ranks share."""
+    model, optimizer = _made(levels)
+    loaded: list[Tensor] = []
+    if step:
+        fsdp2.checkpoint.load(folder, model, optimizer)
+        model.reshard()
+        loaded = _values(model, optimizer)
+    for seed in range(2):
+        batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+        model(batch).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    fsdp2.checkpoint.save(folder, model, optimizer, step=step + 1)
+    model.reshard()
+    return loaded, _values(model, optimizer)
+
+
+def test_checkpoints_to_two_flat_ranks_and_back(tmp_path: Path) -> None:
+    """Shards over all ranks of two levels, read by two ranks of none, and the other way round."""
+    saved: list[Tensor] = []
+    for step, (count, levels) in enumerate(((4, True), (2, False), (4, True))):
+        results = workers.run_on_ranks(count, _continue, tmp_path, step, levels)
+        for loaded, _ in results:
+            if step:
+                parity.assert_equal(loaded, saved)
+        saved = results[0][1]
 
 
 # -- rows of a smaller group ----------------------------------------------------------------------

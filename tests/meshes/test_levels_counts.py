@@ -1,4 +1,4 @@
-"""`Levels`: collectives, bytes and memory of a step, counted by axis on a group that moves nothing."""
+"""`Levels`: collectives, bytes and memory of a step, by axis, on a group that moves nothing."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class PieceSlot(Slot):
 
 
 def own_slot(axes: MeshAxes, shape: tuple[int, ...], cut: Cut) -> Slot:
-    """The pieces of a parameter of ``shape``, wherever they lie: this rank's is ``piece_rank``'s."""
+    """A parameter's pieces, wherever they lie: this rank's is that of ``axes.piece_rank``."""
     slot = Slot(0, shape, cut, axes.size, 0, 0)
     if not axes.levels:
         return slot

@@ -165,7 +165,7 @@ class BetweenNodes:
 
 
 def plan_pieces(slots: Sequence[Slot], rank: int, dtype: torch.dtype) -> FlatPlan:
-    """Lay out the result of a reduce-scatter between nodes: marks behind pieces, if these are empty.
+    """Lay out what is left between nodes: marks behind pieces, even if these are empty.
 
     Args:
         slots: the members' pieces.

@@ -86,10 +86,13 @@ class Bindable(Protocol):
     collectives: Collectives
     reducers: Collectives
     replicas: Replicas | None
-    between: Collectives | None
     offload: CPUOffloadPolicy | None
     device: torch.device
     smaller_group: SmallerGroup | None
+
+    @property
+    def between(self) -> Collectives | None:
+        """Of the ranks that hold pieces of the same rows."""
 
     @property
     def shard_layout(self) -> GroupLayout | None:

@@ -92,7 +92,6 @@ class ParamGroup:
         "_loaded_event",
         "_taken",
         "_works",
-        "between",
         "bound",
         "collectives",
         "device",
@@ -138,7 +137,7 @@ class ParamGroup:
         """What a step uses at hand, so that it looks nothing up."""
         self.runtime = runtime
         self.collectives = self.reducers = runtime.collectives
-        self.replicas, self.between = runtime.replicas, runtime.between
+        self.replicas = runtime.replicas
         self.offload = runtime.offload
         self.streams = streams = runtime.streams
         self.device = runtime.device
@@ -217,6 +216,11 @@ class ParamGroup:
         return False
 
     # ---- layout and binding
+
+    @property
+    def between(self) -> Collectives | None:
+        """Of the ranks that hold pieces of the same rows, with masters sharded over two levels."""
+        return self.runtime.between
 
     @property
     def shard_layout(self) -> GroupLayout | None:
