@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from fsdp2.reports import GroupReport, Report, group_reports, report
     from fsdp2.tracing import trace
     from fsdp2.wire import WireFormat
+    from fsdp2.wire_states import WireState, wire_state
     from fsdp2.wrap import (
         Choice,
         CustomPolicy,
@@ -97,6 +98,7 @@ __all__ = [
     "UnitReport",
     "UnshardHandle",
     "WireFormat",
+    "WireState",
     "always_wrap_policy",
     "any_wrap_policy",
     "checkpoint",
@@ -127,13 +129,14 @@ __all__ = [
     "trace",
     "transformer_auto_wrap_policy",
     "uninstall",
+    "wire_state",
     "wrap_modules",
     "xla",
 ]
 
 _ROOMS = (
     *("checkpoint", "fsdp1", "full", "optim", "paper", "planning", "record", "reports", "tracing"),
-    *("wire", "wrap", "wrapper_module", "xla"),
+    *("wire", "wire_states", "wrap", "wrapper_module", "xla"),
 )
 """Modules that are attributes of this one without an import, and load when they are first used."""
 
@@ -147,6 +150,7 @@ _LATER = {
     "reports": ("GroupReport", "Report", "group_reports", "report"),
     "tracing": ("trace",),
     "wire": ("WireFormat",),
+    "wire_states": ("WireState", "wire_state"),
     "wrap": (
         *("Choice", "CustomPolicy", "ModuleWrapPolicy", "ShardReport", "UnitReport"),
         *("always_wrap_policy", "any_wrap_policy", "chosen_modules", "deferred", "enable_wrap"),

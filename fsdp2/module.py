@@ -747,6 +747,7 @@ class FSDPModule(TorchIdentity):
         *,
         gather: str | None = None,
         reduce: str | None = None,
+        differences: bool = False,
         feedback: bool = False,
         rotate: bool = False,
         exact: Callable[[str, nn.Parameter], bool] | None = None,
@@ -774,6 +775,12 @@ class FSDPModule(TorchIdentity):
         follows it, such as an all-reduce over replicas or a copy to the CPU, has the reduce dtype.
         Rows that `fully_shard` keeps for ``reshard_after_forward=<int>`` are gathered as they are.
 
+        With ``differences`` messages hold what parameters differ by from what was gathered last,
+        which stays on each rank: errors are those of a step's change of the weights, and do not add
+        up. What stays is reused, too: parameters travel once per optimizer step, neither again in
+        backward nor for further micro-batches, until they may have been written (see the guide on
+        slow networks, and call ``zero_grad()`` or ``reshard()`` after writes through ``.data``).
+
         It counts from the next gather on. All ranks must choose alike. Parameters that stay exact
         have collectives of their own.
 
@@ -782,6 +789,9 @@ class FSDPModule(TorchIdentity):
                 that they are computed with.
             reduce: ``"bf16"``, ``"int8"``, ``"int4"``, or ``None`` (default): gradients travel in
                 the reduce dtype.
+            differences: whether messages of parameters hold differences to what was gathered last.
+                It takes memory for all parameters of each unit, in the compute dtype, on each rank,
+                and is state of training: `fsdp2.wire_state`. Default ``False``.
             feedback: whether each rank adds what its messages have left out of gradients to its
                 next ones, so that over steps nothing is left out (error feedback). It takes memory
                 for a whole gradient of each unit, in the reduce dtype, on each rank, and is state
@@ -799,9 +809,9 @@ class FSDPModule(TorchIdentity):
 
         Raises:
             ValueError: a format is not known, ``feedback`` or ``rotate`` is given without
-                ``reduce``, or a parameter that is not left exact cannot travel in the format: its
-                dtypes are not fp32, bf16 or fp16, or its tensor subclass has all-gather hooks.
-                Nothing is changed then.
+                ``reduce``, ``differences`` without ``gather``, or a parameter that is not left
+                exact cannot travel in the format: its dtypes are not fp32, bf16 or fp16, or its
+                tensor subclass has all-gather hooks. Nothing is changed then.
 
         Example::
 
@@ -811,7 +821,7 @@ class FSDPModule(TorchIdentity):
         """
         from fsdp2.wire import set_wire_format  # who does not use it does not load it
 
-        wire = Wire(gather, reduce, rotate=rotate, feedback=feedback)
+        wire = Wire(gather, reduce, differences, rotate=rotate, feedback=feedback)
         module, records = cast(nn.Module, self), self._records(recurse)
         set_wire_format(module, records, wire, exact, exact_below)
 

@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from fsdp2.core.config import Wire
 from fsdp2.core.gather.coded import CODED as GATHERS
 from fsdp2.core.layout.layout import COLLECTIVE_ALIGN_BYTES, Segment, Slot, Transport
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.pieces import round_up
 from fsdp2.core.reduce.coded import CODED as REDUCTIONS
+from fsdp2.core.reduce.feedback import DTYPE as FEEDBACK_DTYPE
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import window_of
 from fsdp2.tracing.summaries import amount
@@ -44,15 +46,17 @@ class GroupReport:
         window: how many units are gathered ahead of the one that computes; one number below a root
             (`FSDPModule.set_prefetch_window`).
         gathers: all-gathers of a step of one micro-batch: 2 where parameters are freed after
-            forward, else 1; 0 on one rank.
+            forward, else 1, also where all are kept in rows that backward reuses; 0 on one rank.
         gathered_bytes: bytes that one gather's collectives put together, padding included.
         reduced_bytes: bytes that one reduction's collectives take on each rank, in the reduce
             dtype, padding included; parameters that are frozen now left out.
         packed: why parameters travel packed, by their name in the model; those that do not are not
             in it.
         gather_format: the format of parameters that travel in fewer bytes
-            (`FSDPModule.set_wire_format`), ``None`` where all travel as they are.
-        reduce_format: the same of gradients.
+            (`FSDPModule.set_wire_format`), ``None`` where all travel as they are; "int8
+            differences" where messages hold these.
+        reduce_format: the same of gradients, and what is done beside, as in "int4 rotated".
+        residual_bytes: bytes of what error feedback keeps on each rank, from the first backward on.
         exact: names in the model of the parameters that travel as they are beside those.
         levels: nodes, and ranks of a node, where masters are sharded over both (`fsdp2.Levels`):
             what is above counts inside a node then; ``None`` elsewhere.
@@ -63,6 +67,8 @@ class GroupReport:
         flattened: names of the mesh dims that the shard axis was flattened from
             (`DataParallelMeshDims`): its collectives know no nodes, as ranks hold pieces in the
             order of ranks, node by node; `fsdp2.Levels` shards so that they do.
+        kept_bytes: bytes of the rows that stay on each rank behind a gather, which others reuse.
+        reused_bytes: how many of ``gathered_bytes`` travel in a step's first gather alone.
     """
 
     name: str
@@ -81,16 +87,20 @@ class GroupReport:
     packed: Mapping[str, str] = field(default_factory=dict)
     gather_format: str | None = None
     reduce_format: str | None = None
+    residual_bytes: int = 0
     exact: Sequence[str] = ()
     levels: tuple[int, int] | None = None
     between_gathers: int = 0
     between_bytes: int = 0
     flattened: Sequence[str] = ()
+    kept_bytes: int = 0
+    reused_bytes: int = 0
 
     @property
     def step_bytes(self) -> int:
         """Bytes of the collectives of a step of one micro-batch, of whole tensors."""
-        return self.gathers * self.gathered_bytes + self.reduced_bytes
+        again = max(self.gathers - 1, 0) * (self.gathered_bytes - self.reused_bytes)
+        return min(self.gathers, 1) * self.gathered_bytes + again + self.reduced_bytes
 
 
 @dataclass(frozen=True)
@@ -140,8 +150,11 @@ class Report:
 def _row(found: GroupReport) -> tuple[str, ...]:
     how = found.transport
     if found.gather_format or found.reduce_format:
-        names = f"{found.gather_format or 'exact'} / {found.reduce_format or 'exact'}"
-        how += f" ({names}{f', {len(found.exact)} exact' if found.exact else ''})"
+        said = [f"{found.gather_format or 'exact'} / {found.reduce_format or 'exact'}"]
+        said += [f"keeps {amount(found.kept_bytes)}"] if found.kept_bytes else []
+        said += [f"{amount(found.residual_bytes)} of residuals"] if found.residual_bytes else []
+        said += [f"{len(found.exact)} exact"] if found.exact else []
+        how += f" ({', '.join(said)})"
     if found.levels is not None:
         nodes, local = found.levels
         often = "once" if found.between_gathers == 1 else f"{found.between_gathers} times"
@@ -237,10 +250,13 @@ def _report(
     dims = group.params[0].axes.dims
     ranks = layout.world_size
     trained = {i for i, param in enumerate(group.params) if param.sharded.requires_grad}
-    gathered = 0
+    gathered = kept = reused = 0
     packed = {}
     for segment in layout.segments:
         gathered += _row_bytes(group, segment) * ranks
+        if _stays(group, segment):
+            reused += _row_bytes(group, segment) * ranks
+            kept += segment.shard_numel * segment.full_dtype.itemsize * ranks
         for slot in segment.slots:
             if segment.transport is Transport.PACKED:
                 param = group.params[slot.index]
@@ -264,18 +280,32 @@ def _report(
             if param.cut.dims != (0,)
         },
         window=window,
-        gathers=gathers if sharded else 0,
+        gathers=(1 if reused == gathered else gathers) if sharded else 0,
         gathered_bytes=gathered if sharded else 0,
         reduced_bytes=_reduced(group, trained) if sharded or group.replicas is not None else 0,
         packed=packed,
-        gather_format=wire.gather if sharded else None,
-        reduce_format=wire.reduce if sharded else None,
+        gather_format=_gather_format(wire) if sharded else None,
+        reduce_format=_reduce_format(wire) if sharded else None,
+        residual_bytes=_residuals(group, trained) if coded and wire.feedback else 0,
         exact=[params.get(p.sharded, p.name) for p in group.params if p.exact] if coded else (),
         levels=None if group.between is None else (group.between.size, ranks),
         between_gathers=0 if group.between is None else between,
         between_bytes=_between(group, trained, between),
         flattened=() if dims is None or len(dims.shard_names) < 2 else dims.shard_names,
+        kept_bytes=kept,
+        reused_bytes=reused,
     )
+
+
+def _gather_format(wire: Wire) -> str | None:
+    return f"{wire.gather} differences" if wire.differences else wire.gather
+
+
+def _stays(group: ParamGroup, segment: Segment) -> bool:
+    """Whether its rows are kept behind a gather: not those that a user's code gathers."""
+    if not group.keeps_rows or segment.transport in (Transport.LOCAL, Transport.EXTENSION):
+        return False
+    return segment.transport is Transport.CODED or group.options.all_gather is None
 
 
 def _row_bytes(group: ParamGroup, segment: Segment) -> int:
@@ -287,26 +317,47 @@ def _row_bytes(group: ParamGroup, segment: Segment) -> int:
     return numel * itemsize
 
 
+def _reduce_format(wire: Wire) -> str | None:
+    if wire.reduce is None:
+        return None
+    return wire.reduce + " rotated" * wire.rotate + " with feedback" * wire.feedback
+
+
 def _reduced(group: ParamGroup, trained: Set[int]) -> int:
     """Bytes that one reduction's collectives take."""
-    layout, wire = group.layout, group.options.wire.reduce
+    layout, wire = group.layout, group.options.wire
     assert layout is not None
-    exact = 0
-    coded: Counter[torch.dtype] = Counter()  # by reduce dtype: those are one message
+    exact, coded = _reduced_numel(group, trained)
+    nbytes = sum(numel * dtype.itemsize for dtype, numel in exact.items())
+    if wire.reduce is not None:
+        row_bytes = REDUCTIONS[wire.reduce].row_bytes
+        nbytes += sum(row_bytes(n, dtype.itemsize, wire.rotate) for dtype, n in coded.items())
+    return nbytes * layout.world_size
+
+
+def _residuals(group: ParamGroup, trained: Set[int]) -> int:
+    """Bytes of a residual for each rank."""
+    assert group.layout is not None
+    _, coded = _reduced_numel(group, trained)
+    return sum(coded.values()) * group.layout.world_size * FEEDBACK_DTYPE.itemsize
+
+
+def _reduced_numel(
+    group: ParamGroup, trained: Set[int]
+) -> tuple[Counter[torch.dtype], Counter[torch.dtype]]:
+    """Elements of a rank's pieces by reduce dtype: of exact gradients, and of one message each."""
+    layout = group.layout
+    assert layout is not None
+    exact: Counter[torch.dtype] = Counter()
+    coded: Counter[torch.dtype] = Counter()
     for segment in layout.segments:
         dtype = group.options.precision.reduce_dtype or segment.full_dtype
         for slot in segment.slots:
             if slot.index in trained:
-                if wire is None or layout.world_size == 1 or group.params[slot.index].exact:
-                    exact += slot.shard_numel * dtype.itemsize
-                else:
-                    coded[dtype] += slot.shard_numel
-    if wire is not None:
-        exact += sum(
-            REDUCTIONS[wire].row_bytes(numel, dtype.itemsize, group.options.wire.rotate)
-            for dtype, numel in coded.items()
-        )
-    return exact * layout.world_size
+                whole = group.options.wire.reduce is None or layout.world_size == 1
+                found = exact if whole or group.params[slot.index].exact else coded
+                found[dtype] += slot.shard_numel
+    return exact, coded
 
 
 def _between(group: ParamGroup, trained: Set[int], gathers: int) -> int:

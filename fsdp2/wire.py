@@ -1,6 +1,6 @@
 """Which parameters and gradients travel in fewer bytes: `FSDPModule.set_wire_format`.
 
-module.set_wire_format(gather=, reduce=, rotate=, feedback=, exact=, exact_below=)
+module.set_wire_format(gather=, reduce=, differences=, rotate=, feedback=, exact=, exact_below=)
   all arguments and parameters are looked at  ──> each parameter is exact, or not
                                               ──> each unit's `Wire`: bound at its next gather
 """
@@ -15,6 +15,7 @@ from torch import nn
 from fsdp2.core.codecs.codec import check_coded
 from fsdp2.core.config import GroupOptions, Wire
 from fsdp2.core.gather import coded as gathers
+from fsdp2.core.gather.differences import DIFFERENCES
 from fsdp2.core.modules.registry import UnitRecord
 from fsdp2.core.params.param import ShardedParam, compute_dtype
 from fsdp2.core.reduce import coded as reductions
@@ -48,6 +49,12 @@ def set_wire_format(
     """Let the units of ``records`` send fewer bytes; see `FSDPModule.set_wire_format`."""
     _check_name("gather", wire.gather, gathers.CODED)
     _check_name("reduce", wire.reduce, reductions.CODED)
+    if wire.differences and wire.gather not in DIFFERENCES:
+        names = ", ".join(map(repr, DIFFERENCES))
+        raise ValueError(
+            f"set_wire_format(differences=True) is for parameters that travel in one of {names}; "
+            f"give their format as gather="
+        )
     for name in ("rotate", "feedback"):
         if getattr(wire, name) and wire.reduce is None:
             raise ValueError(
@@ -66,6 +73,9 @@ def set_wire_format(
         param.exact = stays
     for record in records:
         record.unit.change(wire=wire)
+    for scheduler in {record.scheduler for record in records}:
+        if scheduler is not None:
+            scheduler.refresh()  # which knows the groups that keep rows
 
 
 def _check_name(side: str, name: str | None, known: Iterable[str]) -> None:

@@ -291,7 +291,7 @@ class CheckedGroup(Layer):
         return Contents([own for own, _ in pairs], [full for _, full in pairs])
 
     def _note_contents(self) -> Contents:
-        """Note what is there now; kept rows stay those of the shards that were gathered."""
+        """Note what is there now; rows that are kept are of the shards that were gathered."""
         before, now = Checks.contents.get(self.base), self._contents()
         if before is not None and self.base.keeps_rows:
             Checks.contents[self.base] = Contents(before.shards, now.registered)

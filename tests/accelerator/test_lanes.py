@@ -126,6 +126,14 @@ def _code(model: nn.Module, _: Any) -> None:
     model.set_wire_format(gather="int8", reduce="bf16", exact_below=SMALL)
 
 
+def _send_differences(model: nn.Module, _: Any) -> None:
+    model.set_wire_format(gather="int4", differences=True, exact_below=SMALL)
+
+
+def _feed_back(model: nn.Module, _: Any) -> None:
+    model.set_wire_format(reduce="int4", rotate=True, feedback=True, exact_below=SMALL)
+
+
 CASES: dict[str, tuple[dict[str, Any], Change | None]] = {
     "usual": ({}, None),
     "mixed": ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, None),
@@ -138,7 +146,11 @@ CASES: dict[str, tuple[dict[str, Any], Change | None]] = {
     "kept gradients": ({}, _keep_gradients),
     "hooked": ({}, _hook),
     "coded": ({}, _code),
+    "fed back": ({}, _feed_back),
+    "fed back, mixed": ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, _feed_back),
     "coded, offloaded": ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, _code),
+    "coded differences": ({}, _send_differences),
+    "coded differences, pinned": ({"offload_policy": CPUOffloadPolicy()}, _send_differences),
 }
 
 

@@ -10,9 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2.core.config import Wire
+from fsdp2.core.config import GroupOptions, Wire
+from fsdp2.core.device.streams import Lane
 from fsdp2.core.gather import kept_rows
+from fsdp2.record.notes import Await, Operation, Signal
 from fsdp2.testing.null_group import CallLog, init_null_group
+from fsdp2.testing.simulation import Node, Simulation
+from fsdp2.testing.virtual import VirtualDevice
 from tests.common import scenarios
 from tests.common.errors import raises
 
@@ -197,6 +201,48 @@ def test_another_way_to_gather_takes_rows_over(log: CallLog) -> None:
     optimizer.step()
     both(model)
     assert gathers(log) == UNITS
+
+
+def test_a_cuda_graph_records_gathers(log: CallLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be replayed after any step."""
+    model = build()
+    model.set_keep_unsharded_storage(True)
+    model.set_keep_gradient_storage(True)
+    both(model)
+    both(model)
+    gathers(log)
+    scheduler = model._records(False)[0].scheduler
+    assert scheduler is not None
+    monkeypatch.setattr(type(scheduler.streams), "captures", lambda _: True, raising=False)
+    both(model)
+    assert gathers(log) == UNITS
+
+
+def test_a_step_of_others_counts_for_frozen_units(log: CallLog) -> None:
+    model = build()
+    for layer in model[:2]:
+        layer.requires_grad_(False)
+    for _ in range(2):
+        both(model)
+    assert gathers(log) == UNITS
+    model[2].zero_grad()
+    both(model)
+    assert gathers(log) == UNITS
+
+
+def test_nothing_is_launched_for_rows_that_are_there() -> None:
+    """No lane but COMPUTE has anything to do, and none is waited for."""
+    device = VirtualDevice()
+    root = Node("root", children=[Node("a"), Node("b")], calls=[0, 1])
+    sim = Simulation(root, device, options=GroupOptions(wire=KEEPS))
+    sim.iteration(step=False)
+    start = len(device.trace)
+    sim.forward()
+    found = device.trace[start:]
+    assert {note.kind for note in found if isinstance(note, Operation)} >= {"copy_out"}
+    assert {note.lane for note in found if isinstance(note, Operation)} == {Lane.COMPUTE}
+    assert not [note for note in found if isinstance(note, Await | Signal)]
+    assert device.races == []
 
 
 def test_checked_writes(log: CallLog) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from fsdp2.core.config import Wire
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.reduce import coded
 from fsdp2.core.reduce.binding import hand_over
-from fsdp2.core.reduce.feedback import Feedback
+from fsdp2.core.reduce.feedback import Feedback, keep_finite
 from fsdp2.core.reduce.reduction import Reduction
 from fsdp2.testing.null_group import init_null_group
 from tests.common import reductions, scenarios, thread_ranks
@@ -88,7 +89,8 @@ def test_over_steps_nothing_is_left_out(setup: reductions.Setup) -> None:
     summed = 2 / 2 if setup.factor is None else 2
     spread = math.sqrt(128) if setup.rotate else 1
     inputs = STEPS * summed * 34 / 256 if setup.grad is reductions.BF16 else 0
-    assert fed <= largest * step * summed * spread * 1.02 + inputs + 1e-4
+    lost = STEPS * largest * step * summed * spread / 512  # a residual is kept in bf16
+    assert fed <= largest * step * summed * spread * 1.02 + inputs + lost + 1e-4
 
 
 @pytest.mark.parametrize("rotate", [False, True])
@@ -98,8 +100,8 @@ def test_residuals_are_inside_the_shard_axis(rotate: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [reductions.BF16, reductions.F16])
-def test_residuals_have_the_reduce_dtype(dtype: torch.dtype) -> None:
-    """One of fp16 is divided before the sum: residuals are of what was divided."""
+def test_residuals_are_what_one_message_leaves_out(dtype: torch.dtype) -> None:
+    """Gradients of fp16 are divided before the sum: residuals are of what was divided."""
 
     def body(collectives: thread_ranks.ThreadCollectives) -> None:
         reduction = replace(FED, grad=dtype, reduce=dtype).bind(collectives)
@@ -111,7 +113,7 @@ def test_residuals_have_the_reduce_dtype(dtype: torch.dtype) -> None:
             reductions.run(reduction)
         assert not feedback.is_zero
         columns = feedback.columns()
-        assert {column.dtype for column in columns} == {dtype}
+        assert {column.dtype for column in columns} == {torch.bfloat16}
         # Half a step of 4 bits; in bf16 a difference is rounded, too
         before = feedback.units.before or 1.0
         assert all(0 < column.abs().max() <= 38 / 14 * 1.1 / before for column in columns)
@@ -202,9 +204,8 @@ def test_members_that_nobody_had_begin_at_zero() -> None:
     assert not other[1].any()
 
 
-@pytest.mark.parametrize("second", [replace(FED, reduce=reductions.BF16)], ids=["dtype"])
-def test_other_units_begin_at_zero(second: reductions.Setup) -> None:
-    for left, now in both(FED, second):
+def test_those_of_what_was_divided_otherwise_begin_at_zero() -> None:
+    for left, now in both(FED, replace(FED, grad=reductions.F16, reduce=reductions.F16)):
         assert left.any()
         assert not now.any()
 
@@ -214,32 +215,31 @@ def test_without_feedback_residuals_are_gone() -> None:
 
 
 def test_what_an_exception_has_torn_begins_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = set[int]()  # threads whose reductions are not interrupted any more
+
+    def interrupted(residual: torch.Tensor, rest: torch.Tensor) -> None:
+        keep_finite(residual, rest)
+        if threading.get_ident() not in whole:
+            raise KeyboardInterrupt
+
     def body(collectives: thread_ranks.ThreadCollectives) -> None:
         reduction = FED.bind(collectives)
         feedback = reduction.transport.feedback
         assert feedback is not None
         give(reduction, collectives.rank, 0)
-        reductions.run(reduction)
-        decode, broken = feedback._codec.decode, True
-
-        def interrupted(numbers: torch.Tensor, message: torch.Tensor) -> None:
-            decode(numbers, message)
-            if broken:
-                raise KeyboardInterrupt
-
-        monkeypatch.setattr(feedback._codec, "decode", interrupted)
-        give(reduction, collectives.rank, 1)
         with pytest.raises(KeyboardInterrupt):
             reductions.run(reduction)
         reduction.abandon()
         assert feedback.is_zero
-        broken = False
         assert not any(column.any() for column in feedback.columns())
-        give(reduction, collectives.rank, 2)
+        whole.add(threading.get_ident())
+        give(reduction, collectives.rank, 1)
         reductions.run(reduction)
         assert not feedback.is_zero
+        assert all(column.any() for column in feedback.columns())
 
-    thread_ranks.run_ranks(1 + 1, body)
+    monkeypatch.setattr("fsdp2.core.reduce.feedback.keep_finite", interrupted)
+    thread_ranks.run_ranks(2, body)
 
 
 # ---- on paper, and through the setter

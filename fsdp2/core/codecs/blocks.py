@@ -69,6 +69,10 @@ class Blocks(Codec):
         """Code times scale, in fp32."""
         numbers.copy_(self._decoded(message, numbers.shape[1]))
 
+    def take_off(self, numbers: Tensor, message: Tensor) -> None:
+        """As it is decoded, without a copy."""
+        numbers.sub_(self._decoded(message, numbers.shape[1]))
+
     def total(self, sums: Tensor, message: Tensor) -> None:
         """In fp32."""
         sums.copy_(self._decoded(message, sums.shape[0]).sum(0))

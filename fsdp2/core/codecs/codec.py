@@ -70,6 +70,12 @@ class Codec(ABC):
     def decode(self, numbers: Tensor, message: Tensor) -> None:
         """Write the numbers that ``message`` holds; as for `encode`."""
 
+    def take_off(self, numbers: Tensor, message: Tensor) -> None:
+        """Subtract the numbers that ``message`` holds, in fp32; as for `encode`."""
+        decoded = torch.empty_like(numbers, dtype=torch.float32)
+        self.decode(decoded, message)
+        numbers.sub_(decoded)
+
     @abstractmethod
     def total(self, sums: Tensor, message: Tensor) -> None:
         """Write the sums of all rows' numbers, summed in fp32 in the order of rows.

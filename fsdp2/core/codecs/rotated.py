@@ -57,10 +57,16 @@ class Rotated(Codec):
 
     def decode(self, numbers: Tensor, message: Tensor) -> None:
         """As the codec does, then rotate back."""
-        rows, numel = numbers.shape
-        rotated = self._new(rows, numel)
+        numbers.copy_(self._decoded(message, numbers.shape[1]))
+
+    def take_off(self, numbers: Tensor, message: Tensor) -> None:
+        """As it is decoded, without a copy."""
+        numbers.sub_(self._decoded(message, numbers.shape[1]))
+
+    def _decoded(self, message: Tensor, numel: int) -> Tensor:
+        rotated = self._new(message.shape[0], numel)
         self._codec.decode(rotated, message)
-        numbers.copy_(self._back(rotated)[:, :numel])
+        return self._back(rotated)[:, :numel]
 
     def total(self, sums: Tensor, message: Tensor) -> None:
         """As the codec does, then rotate back, once."""

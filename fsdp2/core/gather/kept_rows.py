@@ -35,6 +35,9 @@ class KeptTransport(PackedTransport):
             self._packed.acquire()
             self.kernels.copy(self.output, former.output)
 
+    def inherit(self, former: KeptTransport) -> None:
+        """Take over what counts of one that was bound to what were other shards, maybe: nothing."""
+
     @property
     def holds_rows(self) -> bool:
         """Whether a gather has brought rows."""
@@ -137,10 +140,18 @@ class Keeping(GatherTransport):
 
     def follow(self, former: Keeping) -> None:
         """Take over what was bound before to the same segments."""
-        before = {kept.segment: kept for kept in former._kept}
-        known = [kept for kept in self._kept if kept.segment in before]
-        for kept in known:
-            kept.follow(before[kept.segment])
+        known = self._known_to(former)
+        for kept, before in known:
+            kept.follow(before)
         if former.current and self._nodes is None and len(known) == len(self._kept):
             self.current = True
             self._choose(self.again)
+
+    def inherit(self, former: Keeping) -> None:
+        """Take over what counts where shards may be others, as values and in memory."""
+        for kept, before in self._known_to(former):
+            kept.inherit(before)
+
+    def _known_to(self, former: Keeping) -> list[tuple[KeptTransport, KeptTransport]]:
+        before = {kept.segment: kept for kept in former._kept}
+        return [(kept, before[kept.segment]) for kept in self._kept if kept.segment in before]

@@ -71,7 +71,7 @@ def make_transports(
             custom.append(segment)
             continue
         if coded:
-            kind = coded_gather(codec)
+            kind = coded_gather(codec, keeps)
         elif keeps and segment.transport is not Transport.LOCAL:
             kind = KeptTransport
         elif straight and segment.transport is Transport.PACKED:
@@ -86,11 +86,15 @@ def make_transports(
     return found
 
 
-def coded_gather(name: str | None) -> type[SegmentTransport]:
-    """The transport of a format."""
-    from fsdp2.core.gather.coded import CODED  # who does not use it does not load it
-
+def coded_gather(name: str | None, differences: bool = False) -> type[SegmentTransport]:
+    """The transport of a format; who does not use one does not load it."""
     assert name is not None
+    if differences:
+        from fsdp2.core.gather.differences import DIFFERENCES
+
+        return DIFFERENCES[name]
+    from fsdp2.core.gather.coded import CODED
+
     return CODED[name]
 
 

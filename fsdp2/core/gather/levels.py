@@ -10,7 +10,7 @@ rows alone: (N - 1) / N of 1 / L of the parameters, over N nodes of L ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -53,7 +53,7 @@ class NodeRows(GatherTransport):
             pieces.segments, shard, self.rows, between, kernels, None, device
         )
         self._own = Route(self._transports)
-        self._inside: Sequence[Launch] = ()
+        self._inside = Route(())
         self.casts = bool(self._own.copying)
 
     def route(self, transports: Sequence[GatherTransport], load: Load | None) -> Route:
@@ -63,9 +63,10 @@ class NodeRows(GatherTransport):
             transports: those of the gather inside.
             load: what copies masters from the host first, if they live there.
         """
-        self._inside = Route(transports).gathers
+        self._inside = inside = Route(transports)
         route = Route([self, *transports], load)
         route.gathers = [self.gather]
+        route.copying = [each for each in route.copying if each not in inside.copying]
         return route
 
     def acquire(self) -> None:
@@ -79,7 +80,10 @@ class NodeRows(GatherTransport):
 
     def gather(self) -> Work | None:
         works = [work for launch in self._own.gathers if (work := launch()) is not None]
-        following = _Following(works, self._own.finishing, self._inside)
+        inside = self._inside
+        landing = [each.copy_out for each in self._own.finishing]
+        landing += [each.copy_in for each in inside.copying]  # of node rows, which are there then
+        following = _Following(works, landing, inside.gathers)
         if works:
             return following
         following.go_on()
@@ -109,7 +113,7 @@ class _Following:
     def __init__(
         self,
         works: list[Work],
-        landing: Sequence[GatherTransport],
+        landing: Sequence[Callable[[], None]],
         inside: Sequence[Launch],
     ) -> None:
         self.works = works
@@ -130,8 +134,8 @@ class _Following:
     def go_on(self) -> None:
         """Put what has arrived into node rows, and gather inside."""
         while self._landing:
-            self._landing[-1].copy_out()
-            self._landing.pop()
+            self._landing[0]()
+            self._landing.pop(0)
         while self._inside:
             work = self._inside[0]()
             self._inside.pop(0)

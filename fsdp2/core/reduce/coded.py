@@ -61,7 +61,7 @@ class CodedReduce(PackingReduce):
         if context.spec.feedback:
             starts, slots = context.flat.starts, context.slots
             places = [(start, s.shard_numel) for start, s in zip(starts, slots, strict=True)]
-            units = Units(dtype, size, self.before)
+            units = Units(size, self.before)
             self.feedback = Feedback(codec, units, self.width, places, self.kernels)
 
     @classmethod

@@ -3,17 +3,17 @@
     gradients + residual ── encode ──> message ── decode ──> what the receivers add
     residual = gradients + residual - what the receivers add
 
-A rank has a residual for each rank that it sends to: [ranks, n] in the reduce dtype, as its
-gradients are padded and interleaved. That is a whole gradient of the unit, on each rank. fp32 would
-keep the residual of bf16 gradients to more digits; what is lost, 1/256 of the residual, is small
-beside what the codec leaves out anew.
+A rank has a residual for each rank that it sends to: [ranks, n], as its gradients are padded and
+interleaved. That is a whole gradient of the unit, on each rank. So it is kept in bf16, which has
+the range of fp32: of what a message leaves out, 1/512 is then lost.
 
-Of a block that is not finite the residual becomes zero: the message has told the receivers.
+Of a block that is not finite the residual becomes zero: the message has told the receivers. A
+residual is sent with gradients or without: where no rank had a gradient, it is dropped with them.
 
 Residuals belong to parameters. A reduction that is bound anew takes over those of the parameters
-that both reduce, where a rank's piece, the reduce dtype and the division before the sum are as they
-were: what is kept is gradients then, whatever codec left them out. Others begin at zero. So do all
-of a reduction that an exception has ended half way.
+that both reduce, where a rank's piece and the division before the sum are as they were: what is
+kept is gradients then, whatever codec left them out. Others begin at zero. So do all of a reduction
+that an exception has ended while it wrote them.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from torch import Tensor
 from fsdp2.core.codecs.codec import Codec
 from fsdp2.core.device.kernels import Kernels
 
+DTYPE = torch.bfloat16
+
 
 class Units(NamedTuple):
     """What residuals are: of equal units, one may be taken over for another.
 
     Attributes:
-        dtype: the reduce dtype.
         ranks: how many ranks gradients are sent to.
         before: what they were divided by before.
     """
 
-    dtype: torch.dtype
     ranks: int
     before: float | None
 
@@ -88,7 +88,7 @@ class Feedback:
         if self._residual is None or self._torn:
             shape = (self.units.ranks, self._width)
             with torch.inference_mode(False):
-                self._residual = self._kernels.zeros(shape, self.units.dtype, "residuals")
+                self._residual = self._kernels.zeros(shape, DTYPE, "residuals")
             self._torn = False
         return self._residual
 
@@ -119,22 +119,21 @@ class Feedback:
 
         Args:
             message: [ranks, bytes], to be sent.
-            rows: [ranks, n], the gradients; the residuals are added to them.
+            rows: [ranks, n], the gradients; what is left of them and of the residuals, then.
         """
         residual, transform = self._residual, self._kernels.transform
         assert residual is not None
         self._kernels.add_many([rows], [residual])
         transform(self._codec.encode, message, rows)
+        transform(self._codec.take_off, rows, message)
         self._torn = True
-        transform(self._codec.decode, residual, message)
-        transform(leave_rest, residual, rows)
+        transform(keep_finite, residual, rows)
         self._torn = False
 
 
-def leave_rest(decoded: Tensor, rows: Tensor) -> None:
-    """Of what was to be sent and what is decoded, the difference; 0 where that is not finite."""
-    torch.sub(rows, decoded, out=decoded)
-    decoded.nan_to_num_(0.0, 0.0, 0.0)
+def keep_finite(residual: Tensor, rest: Tensor) -> None:
+    """Keep what is left; 0 where that is not finite."""
+    residual.copy_(rest).nan_to_num_(0.0, 0.0, 0.0)
 
 
 Fed = tuple[Sequence[object], Feedback]

@@ -80,7 +80,6 @@ class Bindable(Protocol):
     params: list[ShardedParam]
     options: GroupOptions
     layout: GroupLayout | None
-    pieces: GroupLayout | None
     shard: FlatBuffer
     runtime: Runtime
     collectives: Collectives
@@ -93,6 +92,10 @@ class Bindable(Protocol):
     @property
     def between(self) -> Collectives | None:
         """Of the ranks that hold pieces of the same rows."""
+
+    @property
+    def pieces(self) -> GroupLayout | None:
+        """Where these are."""
 
     @property
     def shard_layout(self) -> GroupLayout | None:
@@ -191,6 +194,8 @@ class Bound:
         self.reductions: list[Reduction] = [] if former is None else former.reductions
         self.bind_reductions(group, waiting)
         self._bind_shards(group)
+        if self.keeping is not None and former is not None and former.keeping is not None:
+            self.keeping.inherit(former.keeping)
         if self.mirror is not None:
             self.mirror.release()
         if self.nodes is not None:

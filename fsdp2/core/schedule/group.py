@@ -74,8 +74,6 @@ class ParamGroup:
             their own.
         smaller_group: the group to reshard to after forward, if not this one or none.
         layout: where each parameter's rows are; ``None`` where a move of them was interrupted.
-        pieces: where the pieces of these rows are that this rank keeps, with masters sharded over
-            two levels; ``None`` elsewhere.
         shard: this rank's rows of all parameters but extended ones, as ``layout`` says, or their
             pieces.
         bound: all that binding has made of it; ``None`` before the first use.
@@ -100,7 +98,6 @@ class ParamGroup:
         "offload",
         "options",
         "params",
-        "pieces",
         "reducers",
         "replicas",
         "runtime",
@@ -129,7 +126,6 @@ class ParamGroup:
         self._gathered_event: Event = None
         self._loaded_event: Event = None
         self.layout: GroupLayout | None = None
-        self.pieces: GroupLayout | None = None
         self.shard: FlatBuffer
         self.adopt()
 
@@ -223,6 +219,11 @@ class ParamGroup:
         return self.runtime.between
 
     @property
+    def pieces(self) -> GroupLayout | None:
+        """Where the pieces of these rows are that this rank keeps; ``None`` where it keeps all."""
+        return None if self.layout is None else self._pieces_of(self.layout)
+
+    @property
     def shard_layout(self) -> GroupLayout | None:
         """Where what optimizers step is in the flat shard: of rows, or of their pieces."""
         return self.pieces or self.layout
@@ -254,7 +255,7 @@ class ParamGroup:
             with torch.no_grad():
                 for slot, target in zip(segment.slots, targets, strict=True):
                     self.params[slot.index].adopt(slot, target)
-        self.layout, self.pieces = layout, pieces
+        self.layout = layout
         self.shard = shard
 
     def _plan(self, shapes: Sequence[ParamShape]) -> GroupLayout:

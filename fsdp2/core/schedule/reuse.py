@@ -25,17 +25,19 @@ class Reuse:
 
     Args:
         groups: those.
+        everyones: all groups below the root, whose gradients tell of a step, too.
 
     Attributes:
         groups: those.
         zeroed: whether the user has dropped gradients since a forward began.
     """
 
-    __slots__ = ("_steps", "_versions", "groups", "zeroed")
+    __slots__ = ("_everyones", "_steps", "_versions", "groups", "zeroed")
 
-    def __init__(self, groups: Sequence[ParamGroup]) -> None:
+    def __init__(self, groups: Sequence[ParamGroup], everyones: Sequence[ParamGroup]) -> None:
         self.groups = groups
         self.zeroed = False
+        self._everyones = everyones
         self._steps = -1
         self._versions: list[int] = []
 
@@ -58,7 +60,7 @@ class Reuse:
 
         A parameter has a gradient on all ranks or on none (I15).
         """
-        for group in self.groups:
+        for group in self._everyones:
             reductions = () if group.bound is None else group.bound.reductions
             if group.accumulates or any(r.gradients.delivered() for r in reductions):
                 return True

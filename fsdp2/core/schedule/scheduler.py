@@ -161,7 +161,7 @@ class Scheduler:
         self.groups = [group for unit in self.units for group in unit.own_groups]
         self.connected = False
         keeping = [group for group in self.groups if group.keeps_rows]
-        self.reuse = Reuse(keeping) if keeping else None
+        self.reuse = Reuse(keeping, self.groups) if keeping else None
         put_around(self.units, ProfiledGroup, self.ranges)
         self._offloaded = [group for group in self.groups if group.offload is not None]
         if self._offloaded and all(known() is not self for known in offloading):
@@ -266,7 +266,12 @@ class Scheduler:
             now.starts.append(len(now.finished))
 
     def _check_capture(self, root: Unit, expects_backward: bool) -> None:
-        """A CUDA graph replays addresses, and memory that comes and goes has others by then."""
+        """A CUDA graph replays addresses, and memory that comes and goes has others by then.
+
+        It also replays the gathers that are recorded, or their absence.
+        """
+        if self.reuse is not None:
+            self.reuse.forget()
         for group in self.groups:
             options = group.options
             if not options.keep_storage or (expects_backward and not options.keep_gradients):
