@@ -35,6 +35,9 @@ class WireFormat(TypedDict, total=False):
 
     gather: str | None
     reduce: str | None
+    differences: bool
+    feedback: bool
+    rotate: bool
     exact: Exact | None
     exact_below: int
 
