@@ -34,7 +34,7 @@ from fsdp2.interop import (
     OffloadPolicy,
 )
 from fsdp2.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
-from fsdp2.sharding.meshes import FSDPMeshInfo, ShardPlacementResult
+from fsdp2.sharding.meshes import FSDPMeshInfo, Levels, ShardPlacementResult
 
 if TYPE_CHECKING:
     from fsdp2 import checkpoint, optim, xla
@@ -83,6 +83,7 @@ __all__ = [
     "FSDPModule",
     "GradientReductionHandle",
     "GroupReport",
+    "Levels",
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
     "NonFiniteGradientError",

@@ -49,7 +49,7 @@ from fsdp2.sharding.assembly import (
     move_buffers,
     streams_for,
 )
-from fsdp2.sharding.meshes import default_mesh, resolve_axes
+from fsdp2.sharding.meshes import Levels, default_mesh, resolve_axes
 from fsdp2.sharding.planned import Pending, Taken, join_others, plan_taken
 from fsdp2.sharding.selection import PlacementFn
 from fsdp2.sharding.state_dicts import watch_state_dicts
@@ -61,7 +61,7 @@ M = TypeVar("M", bound=nn.Module)
 def fully_shard(
     module: M,
     *,
-    mesh: DeviceMesh | None = ...,
+    mesh: DeviceMesh | Levels | None = ...,
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: PlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy | None = ...,
@@ -75,7 +75,7 @@ def fully_shard(
 def fully_shard(
     module: list[nn.Module],
     *,
-    mesh: DeviceMesh | None = ...,
+    mesh: DeviceMesh | Levels | None = ...,
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: PlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy | None = ...,
@@ -88,7 +88,7 @@ def fully_shard(
 def fully_shard(
     module: nn.Module | list[nn.Module],
     *,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Levels | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy | None = MixedPrecisionPolicy(),  # noqa: B008  # frozen
@@ -107,7 +107,8 @@ def fully_shard(
         module: a module, or a list of modules that share one group: gathered before the first of
             them runs, freed after the last.
         mesh: device mesh to shard over. 1-D: (shard,). 2-D: (replicate, shard), which is HSDP:
-            parameters are sharded over the second dim and copied along the first. ``None``
+            parameters are sharded over the second dim and copied along the first. `Levels` of a
+            2-D mesh (between, inside): masters are sharded over both dims. ``None``
             (default): all ranks of the default process group, which is started from torchrun's
             environment if there is none.
         reshard_after_forward: ``True`` frees the gathered parameters after forward and gathers
@@ -190,7 +191,7 @@ class PlannedCall:
 def plan_call(
     module: object,
     *,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Levels | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,

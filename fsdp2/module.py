@@ -865,6 +865,35 @@ class FSDPModule(TorchIdentity):
         """
         self._change(recurse=recurse, keep_gradients=bool(keep))
 
+    def set_keep_rows(self, keep: bool, *, recurse: bool = True) -> None:
+        """Choose whether what was gathered from afar is kept from micro-batch to micro-batch.
+
+        With `Levels` these are the rows that the ranks of a node gather from, ``1 / ranks of a
+        node`` of the parameters, in the dtype of compute: parameters then cross nodes once per
+        optimizer step. They are kept unless this says ``False``, and freed after each gather then.
+        With ``reshard_after_forward=<int>`` they are the shards of the smaller group, which are
+        kept if this says ``True``: later micro-batches gather from them, too. Elsewhere nothing
+        changes.
+
+        Kept rows count until shards may have changed: an optimizer steps, gradients are dropped, a
+        forward without gradients begins or ends, a state dict is loaded, a parameter's version
+        shows a write, or the user calls ``reshard()``. Who writes shards by other routes in between
+        (``.data``, a collective) calls ``reshard()``.
+
+        Args:
+            keep: whether they are kept.
+            recurse: whether units below follow. Default ``True``.
+
+        Example::
+
+            fully_shard(block, reshard_after_forward=8)
+            block.set_keep_rows(True)
+        """
+        for record in self._records(recurse):
+            record.unit.change(keep_rows=bool(keep))
+            if record.scheduler is not None:
+                record.scheduler.refresh()
+
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Choose whether collectives' buffers come from the process group; not recursive.
 

@@ -15,8 +15,9 @@ from torch import nn
 
 from fsdp2.core.config import Wire
 from fsdp2.core.gather.coded import CODED as GATHERS
-from fsdp2.core.layout.layout import Segment, Slot, Transport
+from fsdp2.core.layout.layout import COLLECTIVE_ALIGN_BYTES, Segment, Slot, Transport
 from fsdp2.core.modules.registry import record_of
+from fsdp2.core.pieces import round_up
 from fsdp2.core.reduce.coded import CODED as REDUCTIONS
 from fsdp2.core.reduce.feedback import DTYPE as FEEDBACK_DTYPE
 from fsdp2.core.schedule.group import ParamGroup
@@ -57,6 +58,15 @@ class GroupReport:
         reduce_format: the same of gradients, and what is done beside, as in "int4 rotated".
         residual_bytes: bytes of what error feedback keeps on each rank, from the first backward on.
         exact: names in the model of the parameters that travel as they are beside those.
+        levels: nodes, and ranks of a node, where masters are sharded over both (`fsdp2.Levels`):
+            what is above counts inside a node then; ``None`` elsewhere.
+        between_gathers: all-gathers between nodes of a step of one micro-batch: one if node rows
+            are kept, which more micro-batches do not add to.
+        between_bytes: bytes that these and one reduce-scatter between nodes put together and take
+            on each rank, padding and marks included.
+        flattened: names of the mesh dims that the shard axis was flattened from
+            (`DataParallelMeshDims`): its collectives know no nodes, as ranks hold pieces in the
+            order of ranks, node by node; `fsdp2.Levels` shards so that they do.
         kept_bytes: bytes of the rows that stay on each rank behind a gather, which others reuse.
         reused_bytes: how many of ``gathered_bytes`` travel in a step's first gather alone.
     """
@@ -79,6 +89,10 @@ class GroupReport:
     reduce_format: str | None = None
     residual_bytes: int = 0
     exact: Sequence[str] = ()
+    levels: tuple[int, int] | None = None
+    between_gathers: int = 0
+    between_bytes: int = 0
+    flattened: Sequence[str] = ()
     kept_bytes: int = 0
     reused_bytes: int = 0
 
@@ -141,6 +155,12 @@ def _row(found: GroupReport) -> tuple[str, ...]:
         said += [f"{amount(found.residual_bytes)} of residuals"] if found.residual_bytes else []
         said += [f"{len(found.exact)} exact"] if found.exact else []
         how += f" ({', '.join(said)})"
+    if found.levels is not None:
+        nodes, local = found.levels
+        often = "once" if found.between_gathers == 1 else f"{found.between_gathers} times"
+        how += f" in nodes of {local}, {amount(found.between_bytes)} between {nodes} ({often})"
+    if found.flattened:
+        how += f" (over {' x '.join(found.flattened)} at once)"
     if found.packed:
         reasons = dict.fromkeys(found.packed.values())
         how += f" ({len(found.packed)} packed: {'; '.join(reasons)})"
@@ -223,8 +243,11 @@ def group_reports(model: nn.Module) -> list[GroupReport]:
 def _report(
     group: ParamGroup, name: str, params: Mapping[nn.Parameter, str], window: int, gathers: int
 ) -> GroupReport:
-    layout = group.layout
+    layout, masters = group.layout, group.shard_layout
     assert layout is not None
+    assert masters is not None
+    between = gathers if group.between is not None and not group.keeps_rows else 1
+    dims = group.params[0].axes.dims
     ranks = layout.world_size
     trained = {i for i, param in enumerate(group.params) if param.sharded.requires_grad}
     gathered = kept = reused = 0
@@ -246,9 +269,9 @@ def _report(
         name=name,
         num_params=len(group.params),
         numel=sum(slot.numel for slot in layout.slots),
-        shard_bytes=layout.shard_bytes,
+        shard_bytes=masters.shard_bytes,
         unsharded_bytes=layout.gathered_bytes,
-        padding_bytes=layout.padding_bytes,
+        padding_bytes=masters.padding_bytes,
         copied_bytes=layout.copied_bytes,
         transport=layout.transports,
         dims={
@@ -265,6 +288,10 @@ def _report(
         reduce_format=_reduce_format(wire) if sharded else None,
         residual_bytes=_residuals(group, trained) if coded and wire.feedback else 0,
         exact=[params.get(p.sharded, p.name) for p in group.params if p.exact] if coded else (),
+        levels=None if group.between is None else (group.between.size, ranks),
+        between_gathers=0 if group.between is None else between,
+        between_bytes=_between(group, trained, between),
+        flattened=() if dims is None or len(dims.shard_names) < 2 else dims.shard_names,
         kept_bytes=kept,
         reused_bytes=reused,
     )
@@ -331,6 +358,29 @@ def _reduced_numel(
                 found = exact if whole or group.params[slot.index].exact else coded
                 found[dtype] += slot.shard_numel
     return exact, coded
+
+
+def _between(group: ParamGroup, trained: Set[int], gathers: int) -> int:
+    """Bytes of a step's collectives between nodes."""
+    pieces, between = group.pieces, group.between
+    if pieces is None or between is None:
+        return 0
+    gathered = 0
+    reduced: Counter[torch.dtype] = Counter()  # bytes by reduce dtype: a collective each
+    members: Counter[torch.dtype] = Counter()
+    for segment in pieces.segments:
+        gathered += segment.shard_numel * segment.full_dtype.itemsize
+        for slot in segment.slots:
+            if slot.index in trained:
+                param = group.params[slot.index]
+                dtype = group.options.precision.reduce_dtype or param.grad_dtype
+                reduced[dtype] += slot.shard_numel * dtype.itemsize
+                members[dtype] += 1
+    rows = sum(
+        round_up(nbytes + members[dtype] * dtype.itemsize, COLLECTIVE_ALIGN_BYTES)
+        for dtype, nbytes in reduced.items()
+    )
+    return (gathers * gathered + rows) * between.size
 
 
 def _why_packed(group: ParamGroup, slot: Slot) -> str:

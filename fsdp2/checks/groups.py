@@ -216,6 +216,10 @@ class CheckedGroup(Layer):
             if collectives.size > 1:
                 assert collectives.group is not None
                 Checks.agree(collectives.group, self.base.device, self._gather_step())
+            between = self.base.between
+            if between is not None and smaller is None and not self.base.reuses_rows:
+                assert between.group is not None
+                Checks.agree(between.group, self.base.device, self._gather_step())
         self.below.start_unshard()
 
     def reduce(
@@ -233,7 +237,10 @@ class CheckedGroup(Layer):
         if pending is not None:
             self.base.streams.wait(Lane.COMPUTE, pending.done, "compute after reduction")
         rows = [
-            r.transport.views(job.flat) if job.flat is not None else job.outputs for r, job in jobs
+            job.outputs
+            if job.flat is None or self.base.between is not None
+            else r.transport.views(job.flat)
+            for r, job in jobs
         ]
         after = [_finite(tensor) for tensors in rows for tensor in tensors]
         self._refuse_non_finite(names, before, after, all_reduce)
@@ -395,6 +402,10 @@ class CheckedGroup(Layer):
         if all_reduce and self.base.replicas is not None and self.base.replicas.size > 1:
             step = Intent(f"the all-reduce {where}", details, fix)
             Checks.agree(self.base.replicas.group, self.base.device, step)
+        if all_reduce and self.base.between is not None:
+            step = Intent(f"the reduce-scatter between nodes {where}", details, fix)
+            assert self.base.between.group is not None
+            Checks.agree(self.base.between.group, self.base.device, step)
 
     def _flags(self, unit: Unit) -> dict[str, str]:
         return {
@@ -426,6 +437,10 @@ class CheckedGroup(Layer):
             work = self.base.replicas.all_reduce(bad, _SUM)
             if work is not None:
                 work.wait()
+        if all_reduce and self.base.between is not None:
+            ranks *= self.base.between.size
+            nodes = self.base.between.exchange([int(count) for count in bad.tolist()])
+            bad = torch.tensor(nodes, dtype=torch.float32, device=self.base.device).sum(0)
         counts = [int(count) for count in bad.tolist()]
         found = [
             f"'{name}' (on {start} of {ranks} ranks before the sum)"
@@ -478,7 +493,7 @@ def _before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     groups: dict[tuple[int, ...], tuple[ProcessGroup, torch.device]] = {}
     for group in all_groups():
         if any(id(param.sharded) in held for param in group.params):
-            for axis in (group.collectives, group.replicas):
+            for axis in (group.collectives, group.replicas, group.between):
                 if axis is not None and axis.size > 1:
                     shared = axis.group
                     assert shared is not None

@@ -275,6 +275,8 @@ class GroupOptions:
             coalesce.
         keep_storage: whether freeing leaves the gathered memory allocated.
         keep_gradients: whether the memory of reduced gradients stays allocated between steps.
+        keep_rows: whether rows that are gathered from inside a node, or over a smaller group, stay
+            until an optimizer steps; ``None``: those of nodes do.
         all_gather: the user's all-gather, or ``None``.
         reduce_scatter: the user's reduce-scatter, or ``None``.
         wire: formats that parameters and gradients travel in.
@@ -289,6 +291,7 @@ class GroupOptions:
     pack_below: int = PACK_BELOW
     keep_storage: bool = False
     keep_gradients: bool = False
+    keep_rows: bool | None = None
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
     wire: Wire = WHOLE

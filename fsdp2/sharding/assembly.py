@@ -88,8 +88,9 @@ def make_groups(
             streams,
             _kernels(axes.device, streams),
             axes.device,
-            None if axes.replicas is None else _replicas(axes, streams),
+            None if axes.replicas is None or axes.levels else _replicas(axes, streams),
             _effective_offload(arguments.offload, axes.device),
+            between=_between(axes, streams) if axes.levels else None,
         )
         group = ParamGroup(name, params, runtime, options)
         mark_managed(params)
@@ -124,6 +125,11 @@ def _collectives(axes: MeshAxes, streams: Streams) -> Collectives:
 def _replicas(axes: MeshAxes, streams: Streams) -> ReplicaCollectives:
     assert axes.replicas is not None
     return ReplicaCollectives(axes.replicas, streams.asynchronous)
+
+
+def _between(axes: MeshAxes, streams: Streams) -> Collectives:
+    assert axes.replicas is not None
+    return GroupCollectives(axes.replicas, axes.device, streams.asynchronous)
 
 
 def _effective_offload(

@@ -100,7 +100,7 @@ def plan_parameters(
             found_axes = axes_of_info(name, placement.mesh_info)
             key = (found_axes.group, found_axes.replicas)
             own = meshes.setdefault(key, found_axes)
-            if key == (axes.group, axes.replicas):
+            if key == (axes.group, axes.replicas) and not axes.levels:
                 own = axes
             placement = placement.placement
         check_shardable(name, param, own)
@@ -134,7 +134,7 @@ def _cut(param: nn.Parameter, axes: MeshAxes, dims: tuple[int, ...] | None) -> C
     if isinstance(param, DTensor):  # the largest piece, which all ranks know (I1)
         pieces = param._spec.num_shards_map
         shape = tuple(ceil_div(n, p) for n, p in zip(param.shape, pieces, strict=True))
-    bands = not isinstance(param, DTensor)  # whose mesh has no dim to split
+    bands = not (isinstance(param, DTensor) or axes.levels)  # whose mesh has no dim to split
     return default_cut(shape, axes.size, param.element_size(), dims, bands)
 
 

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPolicy
+from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.streams import Event, Lane, Streams
 from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.layout.layout import ROWS, Cut
@@ -104,6 +105,7 @@ class Simulation:
         coalesces: whether the backend coalesces.
         precision: mixed precision, which adds casts.
         copies: ranks of the replicate axis.
+        levels: whether these hold pieces of the shards, not copies, where there are several.
         offload: whether shards and gradients live in CPU memory, and of which kind.
         smaller: to how many ranks' shards forward frees, where that divides a group's ranks.
         options: what else a user may change about groups. Default: nothing, and no parameter is
@@ -129,6 +131,7 @@ class Simulation:
         options: GroupOptions | None = None,
         window: int = 1,
         check: Check | None = None,
+        levels: bool = False,
     ) -> None:
         self.root = root
         self.device = device
@@ -138,7 +141,8 @@ class Simulation:
         self._precision = precision or MixedPrecisionPolicy()
         self._grad_dtype = self._precision.param_dtype or torch.float32
         self._options = replace(options or GroupOptions(pack_below=0), precision=self._precision)
-        self._replicas = VirtualReplicas(device, copies) if copies > 1 else None
+        self._replicas = VirtualReplicas(device, copies) if copies > 1 and not levels else None
+        self._nodes = copies if levels else 1
         self._offload = offload
         self._smaller = smaller
         for node in root.walk():
@@ -182,7 +186,7 @@ class Simulation:
         group = ParamGroup(
             name,
             cast(list[ShardedParam], params),
-            self._runtime(VirtualCollectives(self.device, world_size, coalesces)),
+            self._runtime(world_size, coalesces),
             self._options,
         )
         smaller = self._smaller
@@ -192,12 +196,24 @@ class Simulation:
             group.set_smaller_group(SmallerGroup(neighbours, mesh))
         return group
 
-    def _runtime(self, collectives: Any) -> Runtime:
+    def _runtime(self, world_size: int, coalesces: bool) -> Runtime:
         """Of things on paper: they do what the real ones do, of tensors on paper."""
         device: Any = self.device
+        collectives: Any = VirtualCollectives(device, world_size, coalesces)
+        between = VirtualCollectives(device, self._nodes, coalesces)
+        crosses = self._nodes > 1 and world_size > 1
         replicas: Any = self._replicas
         gradients: Any = PaperGradients
-        return Runtime(collectives, device, device, device, replicas, self._offload, gradients)
+        return Runtime(
+            collectives,
+            device,
+            device,
+            device,
+            replicas,
+            self._offload,
+            gradients,
+            cast(Collectives, between) if crosses else None,
+        )
 
     # ---- an iteration
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp2 import CPUOffloadPolicy, Levels, MixedPrecisionPolicy
 from fsdp2.checkpoint import staging
 from fsdp2.core.device.streams import DeviceStreams
 from fsdp2.core.modules.registry import require_record
@@ -154,11 +154,12 @@ CASES: dict[str, tuple[dict[str, Any], Change | None]] = {
 }
 
 
-def _build(mesh: DeviceMesh, case: str) -> nn.Module:
+def _build(mesh: DeviceMesh, case: str, levels: bool = False) -> nn.Module:
     arguments, change = CASES[case]
     torch.manual_seed(0)
     model = Model().to(mesh.device_type)
-    parity.shard(parity.OURS, model, mesh=mesh, **arguments)
+    where = Levels(mesh) if levels else mesh
+    parity.shard(parity.OURS, model, mesh=where, **arguments)
     # The small parameters stand for large ones; in other cases norms and biases for small ones.
     model.set_packing_threshold(0 if case == "usual" else SMALL)
     if change is not None:
@@ -215,15 +216,16 @@ def _compare(
     shape: tuple[int, ...],
     accumulate: int = 1,
     change: Callable[[Any], None] = _as_it_is,
+    levels: bool = False,
 ) -> None:
     """Train on the CPU, then on the device; nothing may be out of order, and all bits are equal."""
     with coalescing():
         plain = _mesh("cpu", backend, shape)
-        model = _build(plain, case)
+        model = _build(plain, case, levels)
         change(model)
         expected = _train(model, plain, accumulate)
     mesh = _mesh(device.NAME, backend, shape)
-    model = _build(mesh, case)
+    model = _build(mesh, case, levels)
     change(model)
     kinds = {kind for r in fsdp2.group_reports(model) for kind in r.transport.split("+")}
     coded = "coded" in case  # what is not, is small, and packed
@@ -255,6 +257,13 @@ def test_same_bits_as_on_the_cpu(case: str, backend: str) -> None:
 def test_replicated(case: str) -> None:
     """Two sums of two ranks: one order only."""
     _compare(case, group.COALESCING, (2, 2))
+
+
+@pytest.mark.parametrize("case", ["usual", "mixed", "offloaded", "kept gradients", "hooked"])
+@workers.ranks(4)
+def test_levels(case: str) -> None:
+    """Gathers and reductions of two levels, on the lanes of one."""
+    _compare(case, group.COALESCING, (2, 2), accumulate=2, change=_use_some, levels=True)
 
 
 @pytest.mark.parametrize("case", ["usual", "mixed", "offloaded", "kept gradients"])

@@ -55,6 +55,7 @@ def random_settings(
     def hook(flat: VirtualTensor) -> None:
         device.run("hook", [flat], [flat])
 
+    apart = random.Random(repr(rng.getstate()[1][:3]))  # of later draws: schedules stay the same
     options = GroupOptions(
         divide_factor=rng.choice((None, None, 3.0)),
         sum_only=rng.random() < 0.2,
@@ -63,6 +64,7 @@ def random_settings(
         keep_storage=rng.random() < 0.15,
         keep_gradients=rng.random() < 0.2,
         all_reduce_hook=hook if rng.random() < 0.2 else None,  # type: ignore[arg-type]  # simulated
+        keep_rows=apart.choice((None, None, True, False)),
     )
     return {
         "world_size": rng.choice(ranks),
@@ -72,6 +74,7 @@ def random_settings(
         "offload": rng.choice(OFFLOADS),
         "smaller": rng.choice((None, None, 2)),
         "options": options,
+        "levels": apart.random() < 0.5,
     }
 
 
@@ -175,11 +178,11 @@ def calls_of(root: Node) -> Counter[Node]:
 _HOMES = (Lane.COMPUTE, HOST)  # of memory: invariant I2
 _LANES: dict[str, tuple[Place, ...]] = {
     "gradient": (Lane.COMPUTE,),
-    "copy_out": (Lane.COMPUTE,),
-    "chunk_cat": (Lane.COMPUTE,),
+    "copy_out": (Lane.COMPUTE, Lane.ALL_GATHER),  # there, into node rows
+    "chunk_cat": (Lane.COMPUTE, Lane.ALL_REDUCE),  # there, of sums of a node
     "load": (Lane.COPY_IN,),
     "all_gather": (Lane.ALL_GATHER,),
-    "reduce_scatter": (Lane.REDUCE,),
+    "reduce_scatter": (Lane.REDUCE, Lane.ALL_REDUCE),  # there, between nodes
     "all_reduce": (Lane.ALL_REDUCE,),
     "to_host": (Lane.REDUCE, Lane.ALL_REDUCE),
 }
@@ -264,6 +267,7 @@ class Watch:
         self._kept_for_good = self.live()
         self._fills = any(g.options.reduce_unused for u in units for g in u.own_groups)
         self._keeps_storage = any(g.options.keep_storage for u in units for g in u.own_groups)
+        self._keeps_rows = any(g.keeps_rows for u in units for g in u.own_groups)
         self._keeps_gradients = any(g.options.keep_gradients for u in units for g in u.own_groups)
 
     # ---- while it runs
@@ -475,6 +479,8 @@ class Watch:
             if name.startswith("gathered") and self._keeps_storage:
                 del live[name]
             if name in ("kept gradient", "host gradient") and self._keeps_gradients:
+                del live[name]
+            if name.startswith(("node rows", "rows of the smaller")) and self._keeps_rows:
                 del live[name]
         live.pop("residuals", None)  # made by the first reduction with error feedback, and kept
         for name in () if padding else ("padding", "marks"):

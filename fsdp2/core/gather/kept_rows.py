@@ -12,6 +12,7 @@ does calls `forget` (`fsdp2.core.schedule.reuse`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from fsdp2.core.gather.transport import GatherTransport, Load, PackedTransport, Route
 
@@ -58,6 +59,16 @@ class _Again(GatherTransport):
         self.copy_out = kept.put  # type: ignore[method-assign]  # a call less
 
 
+class Nearby(Protocol):
+    """Rows in front of a gather, `fsdp2.core.gather.levels.NodeRows`."""
+
+    def route(self, transports: Sequence[GatherTransport], load: Load | None) -> Route:
+        """A gather that fills them first."""
+
+    def free(self) -> None:
+        """Free them, where they are there."""
+
+
 class Keeping(GatherTransport):
     """Which route a group's next gather takes: it is the last transport of the fresh one.
 
@@ -65,6 +76,8 @@ class Keeping(GatherTransport):
         transports: of the group.
         load: as for `Route`.
         choose: called with the route that the next gather is to take.
+        nodes: rows of a node that others than kept ones are gathered from, if there are any: they
+            stay, too.
 
     Attributes:
         fresh: the route with collectives, of gathers after which rows are kept.
@@ -79,14 +92,19 @@ class Keeping(GatherTransport):
         transports: Sequence[GatherTransport],
         load: Load | None,
         choose: Callable[[Route], None],
+        nodes: Nearby | None = None,
     ) -> None:
         self._choose = choose
         self._kept = [t for t in transports if isinstance(t, KeptTransport)]
         others = [t for t in transports if not t.keeps]
-        self.fresh = Route([*transports, self], load)
+        self._nodes = nodes
+        if nodes is None:
+            self.fresh = Route([*transports, self], load)
+            load = load if others else None
+        else:
+            self.fresh, load = nodes.route([*transports, self], load), None
         self.fresh.acquiring.append(self)  # told when a gather begins
-        loads = load if any(not t.keeps for t in transports) else None
-        self.again = Route([*map(_Again, self._kept), *others], loads)
+        self.again = Route([*map(_Again, self._kept), *others], load)
         self.current = self._counts = False
 
     @property
@@ -109,6 +127,11 @@ class Keeping(GatherTransport):
         self._counts = self.current = False
         self._choose(self.fresh)
 
+    def free(self) -> None:
+        """Give memory back that the next gather brings anew, where nobody is reading it."""
+        if self._nodes is not None and not self.current:
+            self._nodes.free()
+
     def lose(self) -> None:
         """The same, where a gather may have stopped half way."""
         self.forget()
@@ -120,7 +143,7 @@ class Keeping(GatherTransport):
         known = self._known_to(former)
         for kept, before in known:
             kept.follow(before)
-        if former.current and len(known) == len(self._kept):
+        if former.current and self._nodes is None and len(known) == len(self._kept):
             self.current = True
             self._choose(self.again)
 

@@ -329,13 +329,13 @@ class ShardedParam:
 
         Args:
             slot: the parameter's place in the layout.
-            target: ``slot.local_shape(rank)``.
+            target: ``slot.local_shape(axes.piece_rank)``.
         """
         if not target.is_meta:
             if self._whole is None:
                 rows = self.laid_out(self.local)
             else:
-                rows = slot.part(self._whole, self.axes.rank)
+                rows = slot.part(self._whole, self.axes.piece_rank)
             target.copy_(rows)
         self._wrap(self.as_seen(target))
 

@@ -11,6 +11,7 @@
     division         where to divide: before the collectives, inside them, after them
     rows             where this rank's rows lie in a flat result, and views of them in few calls
     presence_marks   who had a gradient
+    levels           the reduce-scatter between nodes that stands where HSDP all-reduces
     partial_sums     sums that wait for the all-reduce over replicas, and that all-reduce
     result           from the sums to what is delivered: hook, division, cast, copy to the host
     kept_gradients   gradients whose memory stays from step to step

@@ -8,7 +8,8 @@
       reduce       reduce-scatter over the shard axis                                REDUCE
       unstage      put what it wrote where the rows belong                           REDUCE
       keep         instead of all that follows: add to the partial sums              REDUCE
-      all-reduce   over the replicate axis, partial sums included                    ALL_REDUCE
+      all-reduce   over the replicate axis, partial sums included; or between nodes
+                   a reduce-scatter (`levels`)                                       ALL_REDUCE
       hook         the user's                                                        ALL_REDUCE
       divide       after the sum                                                     (last lane)
       cast         to the gradient's dtype                                           (last lane)
@@ -102,6 +103,7 @@ class ReduceTransport:
         staging: what the collective reads, if gradients are copied there.
         feedback: what messages of fewer bytes have left out, if that is kept.
         scatter: the bound collective.
+        shape: of the flat result.
     """
 
     carries_marks = True
@@ -121,6 +123,7 @@ class ReduceTransport:
         self.marks = context.marks
         self.grad_dtype, self.reduce_dtype = spec.grad_dtype, spec.reduce_dtype
         self.before = context.division.before
+        self.shape = flat.shape
         self._runs = flat.runs
         self._pieces: Sequence[tuple[int, ...]] = ()  # shapes that the collective takes instead
         self._unread = None if self.marks is None else self.marks.unread
@@ -491,7 +494,11 @@ def reduce_inline(group: ReducedGroup, jobs: list[tuple[Reduction, Job]], all_re
         _run(program.inline, reduction, job, group.name)
 
 
-COLLECTIVES = {"reduce": "reduce-scatter", "all_reduce": "all-reduce"}
+COLLECTIVES = {
+    "reduce": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "scatter_between": "reduce-scatter between nodes",
+}
 """Names of the steps that communicate, and what they do."""
 
 

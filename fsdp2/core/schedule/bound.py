@@ -30,13 +30,16 @@ from fsdp2.core.device.streams import Streams
 from fsdp2.core.gather.extension import ExtensionContext, ExtensionTransport, make_extension
 from fsdp2.core.gather.kept_rows import Keeping
 from fsdp2.core.gather.kinds import make_transports
-from fsdp2.core.gather.smaller_group import SmallerGroup, SmallerRows
+from fsdp2.core.gather.levels import NodeRows
+from fsdp2.core.gather.smaller_group import KeepingSmaller, SmallerGroup, SmallerRows
 from fsdp2.core.gather.transport import GatherTransport, Load, Route
-from fsdp2.core.layout.layout import GroupLayout, Slot, Transport
+from fsdp2.core.layout.layout import GroupLayout, Segment, Slot, Transport
+from fsdp2.core.layout.levels import node_segments
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.params.gradients import Gradients, gradients_of
 from fsdp2.core.params.param import ShardedParam, Swap, compute_dtype
 from fsdp2.core.reduce.binding import hand_over, make_reductions
+from fsdp2.core.reduce.levels import Pieces
 from fsdp2.core.reduce.reduction import Reduction
 from fsdp2.core.reduce.spec import ReductionSpec, is_direct, reduction_spec
 
@@ -54,6 +57,8 @@ class Runtime:
         kernels: memory and copies of the device.
         device: where the group computes.
         replicas: collectives of the replicate axis, if there is one.
+        between: those of the ranks that hold pieces of the same rows, with masters sharded over
+            two levels.
         offload: where shards and gradients live in CPU memory apart from the device.
         gradients_of: the gradients of parameters that are reduced alike.
     """
@@ -65,6 +70,7 @@ class Runtime:
     replicas: Replicas | None = None
     offload: CPUOffloadPolicy | None = None
     gradients_of: Callable[[Sequence[ShardedParam]], Gradients] = gradients_of
+    between: Collectives | None = None
 
 
 class Bindable(Protocol):
@@ -84,6 +90,18 @@ class Bindable(Protocol):
     smaller_group: SmallerGroup | None
 
     @property
+    def between(self) -> Collectives | None:
+        """Of the ranks that hold pieces of the same rows."""
+
+    @property
+    def pieces(self) -> GroupLayout | None:
+        """Where these are."""
+
+    @property
+    def shard_layout(self) -> GroupLayout | None:
+        """Where what optimizers step is in the flat shard."""
+
+    @property
     def keeps_rows(self) -> bool:
         """Whether rows stay behind a gather."""
 
@@ -100,6 +118,7 @@ class Bound:
         current: whether parameters and buffers are still as they were bound.
         full: the gathered rows, between acquire and release.
         mirror: the device's copy of offloaded shards, while a gather reads them (decision 8).
+        nodes: rows that are gathered from inside a node, with masters sharded over two levels.
         keeping: rows of earlier gathers, where they are kept, and who chooses ``route``.
         keeps_mirror: whether gathered parameters are views of it.
         extension: the transport of parameters with all-gather hooks.
@@ -123,6 +142,7 @@ class Bound:
 
     __slots__ = (
         "__weakref__",
+        "_load",
         "current",
         "extension",
         "full",
@@ -130,6 +150,7 @@ class Bound:
         "keeps_mirror",
         "locals",
         "mirror",
+        "nodes",
         "rebinds",
         "reduces_frozen",
         "reductions",
@@ -148,7 +169,9 @@ class Bound:
     )
 
     def __init__(self, group: Bindable, former: Bound | None, waiting: bool) -> None:
+        layout = group.shard_layout
         assert group.layout is not None
+        assert layout is not None
         kernels = group.runtime.kernels
         self.current = True
         self.full: TransientBuffer = kernels.transient(
@@ -156,13 +179,11 @@ class Bound:
         )
         self.mirror: TransientBuffer | None = None
         if group.offload is not None:
-            self.mirror = kernels.transient(group.layout.shard_bytes, f"shards of {group.name}")
+            self.mirror = kernels.transient(layout.shard_bytes, f"shards of {group.name}")
             self.mirror.acquire()
         self.extension = self._extension_of(group)
         self.keeping: Keeping | None = None
         self._bind_transports(group)
-        if self.keeping is not None and former is not None and former.keeping is not None:
-            self.keeping.inherit(former.keeping)
         self.to_sharded: list[Swap] = []
         self.to_unsharded: list[Swap] = []
         self.unsharded: list[nn.Parameter] = []
@@ -173,8 +194,12 @@ class Bound:
         self.reductions: list[Reduction] = [] if former is None else former.reductions
         self.bind_reductions(group, waiting)
         self._bind_shards(group)
+        if self.keeping is not None and former is not None and former.keeping is not None:
+            self.keeping.inherit(former.keeping)
         if self.mirror is not None:
             self.mirror.release()
+        if self.nodes is not None:
+            self.nodes.rows.release()
         self.full.release()
         self.references = self.count_references(group.params)
 
@@ -187,6 +212,8 @@ class Bound:
         self._bind_shards(group)
         if self.mirror is not None:
             self.mirror.release()
+        if self.nodes is not None:
+            self.nodes.rows.release()
         if not group.options.keep_storage:  # memory that is kept stays in place
             self.full.release()
         self.references = self.count_references(group.params)
@@ -200,40 +227,59 @@ class Bound:
         )
 
     def _bind_transports(self, group: Bindable) -> None:
-        assert group.layout is not None
+        layout, masters = group.layout, group.shard_layout
+        assert layout is not None
+        assert masters is not None
         load = None
-        if self.mirror is not None and group.layout.shard_bytes:
-            nbytes = group.layout.shard_bytes
-            load = Load(self.mirror, group.shard, nbytes, group.runtime.kernels)
+        if self.mirror is not None and masters.shard_bytes:
+            load = Load(self.mirror, group.shard, masters.shard_bytes, group.runtime.kernels)
+        shard = group.shard if self.mirror is None else self.mirror
+        segments: Sequence[Segment] = layout.segments
+        self.nodes: NodeRows | None = None
+        if group.between is not None:
+            kernels = group.runtime.kernels
+            self.nodes = NodeRows(group.name, masters, shard, group.between, kernels, group.device)
+            shard, segments = self.nodes.rows, node_segments(layout)
         self.transports: list[GatherTransport] = make_transports(
-            [s for s in group.layout.segments if s.transport is not Transport.EXTENSION],
-            group.shard if self.mirror is None else self.mirror,
+            [s for s in segments if s.transport is not Transport.EXTENSION],
+            shard,
             self.full,
             group.collectives,
             group.runtime.kernels,
             group.options.all_gather,
             group.device,
             group.options.wire.gather,
-            group.keeps_rows,
+            group.options.wire.differences,
         )
         if self.extension is not None:
             self.extension.run_on(group.collectives, group.runtime.kernels)
             self.extension.comm = group.options.all_gather
             self.transports.append(self.extension)
-        self.route = Route(self.transports, load)
-        if group.keeps_rows:
-            self._keep_rows(load)
+        if self.nodes is None:
+            self.route = Route(self.transports, load)
+        else:
+            self.route = self.nodes.route(self.transports, load)
+        self._load = load
         self.keeps_mirror = any(transport.aliases for transport in self.transports)
 
-    def _keep_rows(self, load: Load | None) -> None:
+    def _keep_rows(self, group: Bindable) -> None:
         """Let gathers reuse rows, those that were there before too."""
         former, bound = self.keeping, weakref.ref(self)
+        self.keeping = None
+        if not group.keeps_rows:
+            return
 
         def choose(route: Route) -> None:
             if (found := bound()) is not None:
                 found.route = route
 
-        self.keeping = Keeping(self.transports, load, choose)
+        common = self.transports, self._load, choose
+        if self.smaller is not None and group.options.keep_rows:
+            self.keeping = KeepingSmaller(*common, self.smaller, self.nodes)
+        else:
+            self.keeping = Keeping(*common, self.nodes)
+            if self.nodes is not None:
+                self.nodes.stays = True
         self.route = self.keeping.fresh
         if former is not None:
             self.keeping.follow(former)
@@ -270,7 +316,8 @@ class Bound:
         self.sharded = [param.sharded for param in group.params]
         self.sharded_flags = list(map(requires_grad, self.sharded))
         self.smaller: SmallerRows | None = None
-        if group.smaller_group is not None and group.layout is not None and not self.keeping:
+        whole = group.options.wire.differences  # rows of all ranks stay
+        if group.smaller_group is not None and group.layout is not None and not whole:
             self.smaller = SmallerRows(
                 group.smaller_group,
                 group.layout,
@@ -281,6 +328,7 @@ class Bound:
                 group.device,
                 group.options.pack_below,
             )
+        self._keep_rows(group)
 
     def bind_reductions(self, group: Bindable, waiting: bool) -> None:
         """Build the reduction steps of the parameters that require grad now.
@@ -314,7 +362,9 @@ class Bound:
                         specs[key] = spec
                     direct = is_direct(spec, slot, segment.transport)
                     members.append((spec, param, slot, direct))
-        runtime = group.runtime
+        runtime, pieces = group.runtime, None
+        if group.between is not None and group.pieces is not None:
+            pieces = Pieces(group.between, {slot.index: slot for slot in group.pieces.slots})
         with torch.inference_mode(False):  # tensors that a later backward writes to
             made = make_reductions(
                 members,
@@ -323,6 +373,7 @@ class Bound:
                 group.replicas,
                 runtime.kernels,
                 group.layout.once,
+                pieces,
             )
             hand_over(self.reductions, made)
         self.reductions = kept + made
