@@ -56,6 +56,8 @@ class MeshAxes:
         device: the device that holds gathered parameters, and shards unless they are offloaded.
         full: the full SPMD mesh that parameters must be DTensors on, if its dims were named.
         dims: the names.
+        whole: whether parameters stay whole beside others that are sharded over the same ranks: their
+            gradients are all-reduced together (`fsdp2.core.schedule.whole`).
     """
 
     mesh: DeviceMesh
@@ -67,12 +69,13 @@ class MeshAxes:
     copies: int = 1
     full: DeviceMesh | None = None
     dims: DataParallelMeshDims | None = None
+    whole: bool = False
 
     def placements(self, cut: Cut) -> tuple[Placement, ...]:
         """Placements on ``mesh``, or on that of a cut in bands, of a parameter that is so cut."""
-        copies: tuple[Placement, ...] = (Replicate(),) if self.replicas is not None else ()
         if self.group is None:
-            return copies
+            return (Replicate(),) * self.mesh.ndim
+        copies: tuple[Placement, ...] = (Replicate(),) if self.replicas is not None else ()
         bands = (Shard(0),) if cut.bands > 1 else ()
         return (*copies, *bands, Shard(cut.dim))
 
