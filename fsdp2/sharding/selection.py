@@ -188,9 +188,9 @@ def _check_extension(name: str, param: nn.Parameter, axes: MeshAxes, cut: Cut) -
 def _check_plain(name: str, param: nn.Parameter) -> None:
     if is_extended(local_of(param)):
         raise ValueError(
-            f"shard_placement_fn returned Replicate() for parameter '{name}', whose tensor subclass "
-            f"says itself what is gathered (all-gather hooks), and nothing of a whole parameter is; "
-            f"let it return a Shard or None for it"
+            f"shard_placement_fn returned Replicate() for parameter '{name}', whose tensor "
+            f"subclass says itself what is gathered (all-gather hooks), and nothing of a whole "
+            f"parameter is; let it return a Shard or None for it"
         )
 
 

@@ -29,7 +29,8 @@ from fsdp2.interop import MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.module import FSDPModule
 from fsdp2.sharding.meshes import default_mesh, node_mesh
 from fsdp2.sharding.planned import Pending
-from fsdp2.sharding.selection import PlacementFn, whole_below as small_whole
+from fsdp2.sharding.selection import PlacementFn
+from fsdp2.sharding.selection import whole_below as small_whole
 from fsdp2.wrap.choices import Policy, chosen_modules
 
 Strategy = Literal["zero3", "zero2", "zero1", "replicated", "hybrid", "hybrid-zero2"]

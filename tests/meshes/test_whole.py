@@ -229,4 +229,3 @@ def test_state_is_the_same_on_all_ranks() -> None:
         both: list[Any] = [None, None]
         dist.all_gather_object(both, local.detach().numpy().tobytes())
         assert both[0] == both[1]
-

@@ -56,8 +56,8 @@ class MeshAxes:
         device: the device that holds gathered parameters, and shards unless they are offloaded.
         full: the full SPMD mesh that parameters must be DTensors on, if its dims were named.
         dims: the names.
-        whole: whether parameters stay whole beside others that are sharded over the same ranks: their
-            gradients are all-reduced together (`fsdp2.core.schedule.whole`).
+        whole: whether parameters stay whole beside others that are sharded over the same ranks:
+            their gradients are all-reduced together (`fsdp2.core.schedule.whole`).
     """
 
     mesh: DeviceMesh

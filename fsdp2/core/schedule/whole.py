@@ -132,7 +132,9 @@ class Family:
     def job(self, taken: dict[Reduction, Job]) -> Job:
         """One job of what the groups had; zeros for a group that had nothing."""
         jobs = [taken.get(part) or part.absent() for _, part in self.parts]
-        joined = Job([g for job in jobs for g in job.grads], [p for job in jobs for p in job.present])
+        joined = Job(
+            [g for job in jobs for g in job.grads], [p for job in jobs for p in job.present]
+        )
         joined.seeks = False in joined.present
         return joined
 
