@@ -29,6 +29,7 @@ if __package__ in (None, ""):  # run as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks import (
+    accuracy,
     block_collectives,
     budget,
     checkpoint,
@@ -288,11 +289,18 @@ def _checkpoint(results: dict[str, Any], device: str) -> list[Section]:
 
 def _slow_link(results: dict[str, Any], device: str) -> list[Section]:
     options = results["options"]
-    where = f"{options['nodes']} nodes, {options['mbit']:g} Mbit/s"
+    where = slow_link.where(options)
     header, rows = slow_link.table(results)
     bars = {"step": {name: _bar(each["step"]) for name, each in results["rounds"].items()}}
     title = f"Step over a slow network, {options['preset']}, {options['precision']}, {where}"
     return [Section(title, header, rows, results["ratios"], bars=bars)]
+
+
+def _accuracy(results: dict[str, Any], device: str) -> list[Section]:
+    options = results["options"]
+    header, rows = accuracy.table(results["losses"])
+    title = f"Held-out loss by format, {options['preset']}, {options['steps']} steps"
+    return [Section(title, header, rows)]
 
 
 def _imports(results: dict[str, Any], device: str) -> list[Section]:
@@ -330,6 +338,7 @@ READERS: dict[str, Callable[[Any, str], list[Section]]] = {
     "imports": _imports,
     "checkpoint": _checkpoint,
     "slow_link": _slow_link,
+    "accuracy": _accuracy,
 }
 
 
