@@ -125,6 +125,10 @@ def fully_shard(
             pads too much, it is another one, or ``(Shard(0), Shard(d))`` on a mesh of two shard
             dims if that pads less or needs no copies. A parameter on two dims is on another mesh
             than the rest: torch's clipping refuses that, `fsdp2.clip_grad_norm_` takes it.
+            ``Replicate()`` leaves a parameter whole on every rank of the mesh: it is never
+            gathered, and its gradients are all-reduced at the end of backward, together with those
+            of all such parameters below the root (`fsdp2.whole_below`). Its optimizer state is
+            whole, too. Ranks must initialise it alike.
         mp_policy: dtypes of compute, reduction and outputs. ``None`` means the default, which casts
             nothing.
         offload_policy: `CPUOffloadPolicy` keeps shards, gradients and optimizer states in CPU

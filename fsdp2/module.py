@@ -223,7 +223,8 @@ class FSDPModule(TorchIdentity):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose whether backward sums gradients over replicas (HSDP).
 
-        Where there are no replicas, nothing changes.
+        Where there are no replicas, nothing changes. Parameters that stay whole on every rank
+        (``Replicate()`` from ``shard_placement_fn``) have the other ranks as replicas.
 
         Args:
             requires_all_reduce: ``False`` only reduce-scatters each backward's gradients, and adds

@@ -23,14 +23,14 @@ pytestmark = pytest.mark.ranks
 SMALL = 2 * models.DIM
 
 
-def made(seed: int = 0, whole: bool = True, flat: bool = False) -> tuple[Any, Any]:
+def made(seed: int = 0, whole: bool = True, flat: bool = False, **options: Any) -> tuple[Any, Any]:
     """Sharded where there are ranks."""
     model: nn.Module = models.seeded(models.Nested, seed)
     if dist.is_initialized():
         placed = fsdp2.whole_below(SMALL) if whole else None
         parity.shard(parity.OURS, model, shard_placement_fn=placed)
     if flat:
-        return model, fsdp2.optim.FlatOptimizer(model, torch.optim.AdamW, lr=0.1)
+        return model, fsdp2.optim.FlatOptimizer(model, torch.optim.AdamW, lr=0.1, **options)
     return model, torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
 
 
@@ -102,12 +102,15 @@ def test_files(tmp_path: Path, flat: bool) -> None:
 
 @ranks(2)
 def test_flat_optimizer() -> None:
+    """Also stepped in backward: whole parameters at its end."""
     seen = []
-    for flat in (False, True):
-        model, optimizer = made(flat=flat)
+    for options in ({}, {"flat": True}, {"flat": True, "step_in_backward": True}):
+        model, optimizer = made(**options)
         train(model, optimizer, 1)
         seen.append(everything(model, optimizer))
-    parity.assert_close(*seen, parity.REORDERED_FP32, "plain optimizer")
+    plain, flat, early = seen
+    parity.assert_close(flat, plain, parity.REORDERED_FP32, "plain optimizer")
+    parity.assert_equal(early, flat, "in backward")
 
 
 def _penalised(whole: bool) -> Any:
