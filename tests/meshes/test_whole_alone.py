@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fsdp2
 from fsdp2.core.device.streams import Lane
+from fsdp2.core.modules.registry import require_record
 from fsdp2.planning.planner import plan
-from fsdp2.testing.null_group import init_null_group, null_mesh
+from fsdp2.testing.null_group import init_null_group, null_mesh, null_world
 
 pytestmark = pytest.mark.alone
 
@@ -318,3 +320,44 @@ def test_a_plan() -> None:
     names = Counter(note.name for note in notes)
     assert names["all-reduce"] == 1, names
     assert [n.lane for n in notes if n.name == "all-reduce"] == [Lane.ALL_REDUCE]
+
+
+@pytest.mark.parametrize(
+    ("dims", "ranks"),
+    [
+        ({"shard": "shard"}, 2),
+        ({"shard": "shard", "replicate": "copy"}, 4),
+        ({"shard": ("copy", "shard")}, 4),
+    ],
+    ids=["shard", "hsdp", "joined"],
+)
+def test_on_a_full_mesh(dims: dict[str, Any], ranks: int) -> None:
+    """A DTensor on the whole SPMD mesh keeps its placements, data-parallel dims included."""
+    with null_world(8):
+        names = ("copy", "shard", "tp")
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
+        layer = nn.Linear(4, 4)
+        placed = {"weight": Shard(1), "bias": Replicate()}
+        for name, param in list(layer.named_parameters()):
+            on_mesh = distribute_tensor(
+                param.detach(), mesh, [Replicate(), Replicate(), placed[name]], src_data_rank=None
+            )
+            setattr(layer, name, nn.Parameter(on_mesh))
+        fsdp2.fully_shard(
+            layer,
+            mesh=mesh,
+            dp_mesh_dims=fsdp2.DataParallelMeshDims(**dims),
+            shard_placement_fn=fsdp2.whole_below(8),
+        )
+        bias: Any = layer.bias
+        assert bias.device_mesh == mesh
+        assert bias.placements == (Replicate(), Replicate(), Replicate())
+        (whole,) = [group for group in fsdp2.group_reports(layer) if group.transport == "whole"]
+        assert whole.numel == 4
+        axes = next(
+            param.axes
+            for group in require_record(layer).unit.own_groups
+            for param in group.params
+            if param.axes.whole
+        )
+        assert axes.copies == ranks
