@@ -199,9 +199,7 @@ def machines(folder: Path = RESULTS) -> str:
     return "\n".join(sorted(lines))
 
 
-def tables(
-    table: Callable[[Any], str], runs: Sequence[str], folder: Path = RESULTS
-) -> str:
+def tables(table: Callable[[Any], str], runs: Sequence[str], folder: Path = RESULTS) -> str:
     """The tables of runs, one after the other; of each its newest file."""
     files = [file for run in runs if (file := newest(run, folder)) is not None]
     return "\n\n".join(
