@@ -43,6 +43,7 @@ from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.states import SHARDED
 from fsdp2.core.schedule.unit import PrefetchTime, Unit
+from fsdp2.core.schedule.whole import is_whole
 from fsdp2.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.interop import TORCHS, TorchIdentity, replicated_parameters
 from fsdp2.sharding.assembly import (
@@ -222,7 +223,8 @@ class FSDPModule(TorchIdentity):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose whether backward sums gradients over replicas (HSDP).
 
-        Where there are no replicas, nothing changes.
+        Where there are no replicas, nothing changes. Parameters that stay whole on every rank
+        (``Replicate()`` from ``shard_placement_fn``) have the other ranks as replicas.
 
         Args:
             requires_all_reduce: ``False`` only reduce-scatters each backward's gradients, and adds
@@ -960,6 +962,7 @@ class FSDPModule(TorchIdentity):
 
     def _one_group(self, method: str) -> ParamGroup | None:
         groups = require_record(self).unit.own_groups
+        groups = [group for group in groups if not is_whole(group)] or groups
         if len(groups) > 1:
             raise ValueError(
                 f"{method} cannot be used on a unit whose parameters are on several meshes "
