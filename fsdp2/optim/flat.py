@@ -156,13 +156,13 @@ class FlatOptimizer(torch.optim.Optimizer):
                     key: _part_of(value, run, param, start) for key, value in inner.items()
                 }
         for param, state in self._loaded.items():
-            found[param] = {key: _wrapped(value, param) for key, value in state.items()}
+            found[param] = {key: wrapped(value, param) for key, value in state.items()}
         ordered = (param for group in self.param_groups for param in group["params"])
         return defaultdict(dict, {param: found[param] for param in ordered if param in found})
 
     @state.setter
     def state(self, state: Mapping[torch.Tensor, ParamState]) -> None:
-        self._loaded = {param: _localized(kept) for param, kept in state.items()}
+        self._loaded = {param: localized(kept) for param, kept in state.items()}
         self._runs = []
         self._stale = True
 
@@ -187,10 +187,10 @@ class FlatOptimizer(torch.optim.Optimizer):
             fits = self._set_gradients()
             assert fits
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update(_options(group))
+            inner.update(options_of(group))
         self._inner.step()
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            group.update(_options(inner))  # a class may keep count there
+            group.update(options_of(inner))  # a class may keep count there
         for run in self._runs:
             run.drop_gradient()
         return loss
@@ -204,12 +204,12 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _cut(self) -> None:
         """Make the runs anew, from where parameters are, what state and whether gradients."""
-        states = {param: _localized(state) for param, state in self.state.items()}
+        states = {param: localized(state) for param, state in self.state.items()}
         places = _places(self._model)
         cut = [list(_runs_of(group["params"], places, states)) for group in self.param_groups]
         self._inner = self._make_inner(
             [
-                {"params": [run.flat for run in runs], **_options(group)}
+                {"params": [run.flat for run in runs], **options_of(group)}
                 for group, runs in zip(self.param_groups, cut, strict=True)
             ]
         )
@@ -310,7 +310,7 @@ def _shown(given: object) -> str:
     return repr(given) if isinstance(given, str | float | type) else f"a {type(given).__name__}"
 
 
-def _options(group: ParamGroupOptions) -> ParamGroupOptions:
+def options_of(group: ParamGroupOptions) -> ParamGroupOptions:
     """What a parameter group says of how its parameters are stepped."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
@@ -427,14 +427,16 @@ def _part_of(value: object, run: _Run, param: torch.Tensor, start: int) -> objec
         return value
     if value.shape != run.flat.shape or value.dim() == 0:
         return value.clone()  # a step count: each parameter has its own
-    return _wrapped(separate(value, start, tuple(local_of(param).shape)), param)
+    return wrapped(separate(value, start, tuple(local_of(param).shape)), param)
 
 
-def _wrapped(value: object, param: torch.Tensor) -> object:
+def wrapped(value: object, param: torch.Tensor) -> object:
+    """State as users see it: what has a value for each of this rank's elements is a DTensor."""
     if _is_elementwise(value, param) and isinstance(param, DTensor):
         return wrap_local(value, with_dtype(param._spec, value.dtype))
     return value
 
 
-def _localized(state: ParamState) -> ParamState:
+def localized(state: ParamState) -> ParamState:
+    """The way back: rows in place of DTensors."""
     return {key: local_of(value) for key, value in state.items()}
