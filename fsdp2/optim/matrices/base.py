@@ -329,10 +329,14 @@ class _Plan:
 
     def fits(self, groups: Iterable[ParamGroupOptions]) -> bool:
         """Whether parameters are those that it was made for."""
-        return all(
-            a[0] == b[0] and (a[1] is b[1] or a[1] == b[1])  # type: ignore[index]
-            for a, b in zip(self.specs, found, strict=True)
-        ) if len(found := _specs(groups)) == len(self.specs) else False
+        return (
+            all(
+                a[0] == b[0] and (a[1] is b[1] or a[1] == b[1])  # type: ignore[index]
+                for a, b in zip(self.specs, found, strict=True)
+            )
+            if len(found := _specs(groups)) == len(self.specs)
+            else False
+        )
 
     def waves(
         self,
@@ -342,7 +346,9 @@ class _Plan:
     ) -> list[Wave]:
         """What travels where these members have gradients; those that had none get owners now."""
         if present not in self._known:
-            found = [m for m, is_there in zip(self.members.listed, present, strict=True) if is_there]
+            found = [
+                m for m, is_there in zip(self.members.listed, present, strict=True) if is_there
+            ]
             self._known[present] = self._made(found, weigh, batched)
         self._last = self._known[present]
         return self._last

@@ -1,9 +1,9 @@
 """Boxes of a parameter's elements: the one that a rank holds, and those that are matrices.
 
-    W [6, 4], rows on 2 ranks          boxes of ranks   rows 0-2 | rows 3-5
-    split(W) = W.chunk(3)              matrices         rows 0-1, 2-3, 4-5
-    a message                          an intersection of both: row 3 goes from rank 1 to the owner
-                                       of the second matrix, row 2 from rank 0
+W [6, 4], rows on 2 ranks          boxes of ranks   rows 0-2 | rows 3-5
+split(W) = W.chunk(3)              matrices         rows 0-1, 2-3, 4-5
+a message                          an intersection of both: row 3 goes from rank 1 to the owner
+                                   of the second matrix, row 2 from rank 0
 """
 
 from __future__ import annotations

@@ -88,9 +88,7 @@ class _Message:
         self._line = line
         self._received = received
         self._sent = sent
-        self._input = torch.empty(
-            sum(_sizes(sent)), dtype=line.dtype, device=line.device
-        )
+        self._input = torch.empty(sum(_sizes(sent)), dtype=line.dtype, device=line.device)
 
     def fill(self, values: Callable[[_Piece], torch.Tensor]) -> None:
         """Copy each part in."""

@@ -1,8 +1,8 @@
 """Parameters as a step of whole matrices sees them, and the ranks that it exchanges rows with.
 
-    member   a parameter: its matrices, how it is spread, this rank's rows and gradient
-    line     ranks among which messages of one dtype travel; members of the same ranks share it
-    present  members of which some rank has a gradient: ranks agree, a few numbers for each line
+member   a parameter: its matrices, how it is spread, this rank's rows and gradient
+line     ranks among which messages of one dtype travel; members of the same ranks share it
+present  members of which some rank has a gradient: ranks agree, a few numbers for each line
 """
 
 from __future__ import annotations

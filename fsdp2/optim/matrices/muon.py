@@ -1,9 +1,9 @@
 """Muon over sharded parameters: each rank orthogonalizes its own matrices, and no others.
 
-    momentum_buffer   sharded as the parameter; lerp of it and the gradient on each rank's rows
-    bf16 rows         travel to the owner: torch's Muon casts to bf16 before anything else, too
-    Newton-Schulz     of whole matrices, those of one shape by one call
-    bf16 updates      travel back; weight decay and the step itself are on rows
+momentum_buffer   sharded as the parameter; lerp of it and the gradient on each rank's rows
+bf16 rows         travel to the owner: torch's Muon casts to bf16 before anything else, too
+Newton-Schulz     of whole matrices, those of one shape by one call
+bf16 updates      travel back; weight decay and the step itself are on rows
 """
 
 from __future__ import annotations
@@ -147,9 +147,7 @@ class Muon(MatrixOptimizer):
             return buffers
         return list(torch._foreach_lerp(list(grads), buffers, momentum))
 
-    def update(
-        self, gradient: torch.Tensor, state: Any, group: ParamGroupOptions
-    ) -> torch.Tensor:
+    def update(self, gradient: torch.Tensor, state: Any, group: ParamGroupOptions) -> torch.Tensor:
         """One matrix, orthogonalized."""
         return self.update_stack(gradient[None], [state], group)[0]
 
