@@ -13,10 +13,8 @@ alone, as plain tensors under ``matrix0.…`` of the parameter's state.
 from __future__ import annotations
 
 import fnmatch
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -28,9 +26,10 @@ from fsdp2.optim.flat import ParamGroupOptions, ParamState, wrapped
 from fsdp2.optim.matrices import exchange
 from fsdp2.optim.matrices.blocks import Split, matrices_of
 from fsdp2.optim.matrices.elementwise import Elementwise
-from fsdp2.optim.matrices.exchange import Item, Stack, Wave
-from fsdp2.optim.matrices.members import Line, Member, Members, first_group, resolved
-from fsdp2.optim.matrices.owners import Load, Owners, assign, join_units
+from fsdp2.optim.matrices.exchange import Item, Stack
+from fsdp2.optim.matrices.members import Member, Members, resolved
+from fsdp2.optim.matrices.owners import Owners
+from fsdp2.optim.matrices.plan import Plan, specs_of
 
 Params = Iterable[torch.Tensor] | Iterable[ParamGroupOptions] | Iterable[tuple[str, torch.Tensor]]
 """What torch's optimizers take."""
@@ -85,7 +84,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._batched = batched
         self._is_elementwise: list[bool] = []  # by parameter group
         self._names: list[tuple[torch.Tensor, str]] = []
-        self._plan: _Plan | None = None
+        self._plan: Plan | None = None
         given = list(params.named_parameters()) if isinstance(params, nn.Module) else list(params)
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         self._drops_names = isinstance(params, nn.Module)
@@ -190,9 +189,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 )
             self._names.append((param, name))
             sides[side].append(param if self._drops_names else given)
-        for side, members in enumerate(sides):
-            if members or (not listed and not side):
-                self._add(members, bool(side), options if not side or kind else {})
+        for is_elementwise, members in zip((False, True), sides, strict=True):
+            if members or (not listed and not is_elementwise):
+                own = {} if is_elementwise and not kind else options
+                self._add(members, is_elementwise, own)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None) -> Any:
@@ -255,19 +255,18 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if plan.is_loaded:
             plan.is_loaded = False
             for item in plan.foreign():
-                _MatrixState(self.state, item).clear()
+                if item.member.param in self.state:  # which ranks keep in one order
+                    _MatrixState(self.state, item).clear()
         exchange.run(waves, _Step(self, dict(zip(plan.members.listed, gradients, strict=True))))
 
-    def _bind(self) -> _Plan:
+    def _bind(self) -> Plan:
         names = {id(resolved(param)): name for param, name in self._names}
         members = Members(self._split, cast(Any, self.travels_as))
-        specs: list[object] = []
         for place, group in enumerate(self.param_groups):
             if not self._is_elementwise[place]:
                 for param in group["params"]:
                     members.add(param, names.get(id(param), ""), place)
-        specs = _specs(self.param_groups)
-        return _Plan(members, specs)
+        return Plan(members, specs_of(self.param_groups))
 
     def _weigh(self, item: Item) -> tuple[float, int]:
         itemsize = item.member.line.dtype.itemsize
@@ -298,116 +297,6 @@ class _Choice:
                     f"elementwise={pattern!r} is the name of no parameter; pass the model or its "
                     f"named_parameters(), and names as these have them"
                 )
-
-
-def _specs(groups: Iterable[ParamGroupOptions]) -> list[object]:
-    """What a plan is made of: if one is another, so is the plan."""
-    return [
-        (id(param), param._spec if isinstance(param, DTensor) else None)
-        for group in groups
-        for param in first_group(group)
-    ]
-
-
-@dataclass(eq=False)
-class _Plan:
-    """Who owns what, and what travels.
-
-    Attributes:
-        members: all parameters with matrices.
-        specs: of what it was made.
-        is_loaded: whether state was replaced since it was looked at.
-    """
-
-    members: Members
-    specs: list[object]
-    is_loaded: bool = True
-    _items: dict[Member, list[Item]] = field(default_factory=dict)
-    _loads: dict[Line, Load] = field(default_factory=dict)
-    _known: dict[tuple[bool, ...], list[Wave]] = field(default_factory=dict)
-    _last: list[Wave] = field(default_factory=list)
-
-    def fits(self, groups: Iterable[ParamGroupOptions]) -> bool:
-        """Whether parameters are those that it was made for."""
-        return (
-            all(
-                a[0] == b[0] and (a[1] is b[1] or a[1] == b[1])  # type: ignore[index]
-                for a, b in zip(self.specs, found, strict=True)
-            )
-            if len(found := _specs(groups)) == len(self.specs)
-            else False
-        )
-
-    def waves(
-        self,
-        present: tuple[bool, ...],
-        weigh: Callable[[Item], tuple[float, int]],
-        batched: bool,
-    ) -> list[Wave]:
-        """What travels where these members have gradients; those that had none get owners now."""
-        if present not in self._known:
-            found = [
-                m for m, is_there in zip(self.members.listed, present, strict=True) if is_there
-            ]
-            self._known[present] = self._made(found, weigh, batched)
-        self._last = self._known[present]
-        return self._last
-
-    def _made(
-        self, members: Sequence[Member], weigh: Callable[[Item], tuple[float, int]], batched: bool
-    ) -> list[Wave]:
-        waves: list[Wave] = []
-        for line in self.members.lines:
-            ranks = len(line.order)
-            load = self._loads.setdefault(line, Load.of(ranks))
-            units = list(_units(m for m in members if m.line is line))
-            weights = [[weigh(Item(*key, 0)) for key in _matrices(unit)] for unit in units]
-            for run in join_units(weights, ranks):
-                joined = [member for index in run for member in units[index]]
-                fresh = [m for m in joined if m not in self._items]
-                if fresh:
-                    self.is_loaded = True
-                    keys = list(_matrices(fresh))
-                    owners = assign([weigh(Item(*key, 0)) for key in keys], load)
-                    for key, owner in zip(keys, owners, strict=True):
-                        self._items.setdefault(key[0], []).append(Item(*key, owner))
-                waves.append(Wave([i for m in joined for i in self._items[m]], line, batched))
-        return waves
-
-    def foreign(self) -> Iterator[Item]:
-        """Matrices that other ranks own."""
-        for member, items in self._items.items():
-            yield from (item for item in items if item.owner != member.line.position)
-
-    def owners(self) -> list[Owners]:
-        """How matrices are shared out."""
-        waves = [wave.line for wave in self._last]
-        return [
-            Owners(
-                line.ranks,
-                tuple(load.flops),
-                tuple(load.nbytes),
-                tuple(load.matrices),
-                waves.count(line),
-            )
-            for line, load in self._loads.items()
-        ]
-
-
-def _units(members: Iterable[Member]) -> Iterator[list[Member]]:
-    """Runs of members of one unit; one that is of none is a run by itself."""
-    run: list[Member] = []
-    for member in members:
-        if run and (member.unit is None or member.unit != run[-1].unit):
-            yield run
-            run = []
-        run.append(member)
-    if run:
-        yield run
-
-
-def _matrices(members: Iterable[Member]) -> Iterator[tuple[Member, int]]:
-    return ((member, n) for member in members for n in range(len(member.matrices)))
 
 
 class _MatrixState(MutableMapping[str, Any]):

@@ -111,8 +111,9 @@ class _Message:
         """The parts that were received."""
         if self._work is not None:
             self._work.wait()
-        del self._input
-        yield from _parts(self._received, self._output)
+        output = self._output
+        del self._input, self._output, self._work  # read once, and then gone
+        yield from _parts(self._received, output)
 
 
 class Step(Protocol):
@@ -200,11 +201,14 @@ class Wave:
         step.write(self.members, {piece.item: values for piece, values in message.wait()})
 
 
+_Outgoing = tuple[Wave, _Message]
+
+
 def run(waves: Sequence[Wave], step: Step) -> None:
     """Update all matrices; ranks start messages in one order, whatever they own."""
     unit = max((wave.all_nbytes for wave in waves), default=0)
     incoming = waves[0].start(step) if waves else None
-    outgoing: tuple[Wave, _Message] | None = None
+    outgoing: _Outgoing | None = None
     for index, wave in enumerate(waves):
         if outgoing is not None and 2 * wave.nbytes + outgoing[0].nbytes > 2 * unit:
             outgoing = _finished(outgoing, step)  # no room for three
@@ -220,10 +224,12 @@ def run(waves: Sequence[Wave], step: Step) -> None:
     _finished(outgoing, step)
 
 
-def _finished(outgoing: tuple[Wave, _Message] | None, step: Step) -> None:
+def _finished(outgoing: _Outgoing | None, step: Step) -> _Outgoing | None:
+    """Nothing is under way any more: the type is what the caller's variable has."""
     if outgoing is not None:
         wave, message = outgoing
         wave.finish(message, step)
+    return None
 
 
 def _updates(stacks: deque[Stack], count: int, step: Step) -> list[Stack]:

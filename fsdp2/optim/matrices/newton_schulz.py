@@ -10,6 +10,8 @@ last one, as libraries choose kernels by shape.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -34,12 +36,8 @@ def _orthogonalized(
     a, b, c = coefficients
     tall = given.shape[-2] > given.shape[-1]
     x = given.mT if tall else given
-    if x.dim() == 2:
-        x.div_(x.norm().clamp(min=eps))
-        multiplied = torch.addmm
-    else:
-        x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps))
-        multiplied = torch.baddbmm
+    x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps))
+    multiplied: Callable[..., torch.Tensor] = torch.addmm if x.dim() == 2 else torch.baddbmm
     for _ in range(steps):
         gram = x @ x.mT
         polynomial = multiplied(gram, gram, gram, beta=b, alpha=c)
