@@ -68,7 +68,7 @@ def test_state_is_torchs() -> None:
     assert momentum.placements == param.placements
     found = [group.keys() for group in optimizer.param_groups]
     assert found == [each.param_groups[0].keys() for each in theirs]
-    expected = {name: p for name, p in whole.named_parameters()}
+    expected = dict(whole.named_parameters())
     for name, each in model.named_parameters():
         own = next(opt.state[expected[name]] for opt in theirs if expected[name] in opt.state)
         assert optimizer.state[each].keys() == own.keys(), name
@@ -122,7 +122,9 @@ def test_other_meshes(by: str, tmp_path: Path) -> None:
 
 
 def _dcp(folder: str, saved: Any, loaded: Any) -> None:
-    dcp.save(dict(zip(("model", "optim"), get_state_dict(*saved), strict=True)), checkpoint_id=folder)
+    dcp.save(
+        dict(zip(("model", "optim"), get_state_dict(*saved), strict=True)), checkpoint_id=folder
+    )
     state = dict(zip(("model", "optim"), get_state_dict(*loaded), strict=True))
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(*loaded, model_state_dict=state["model"], optim_state_dict=state["optim"])

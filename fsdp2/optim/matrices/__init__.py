@@ -16,6 +16,6 @@ parameter rows <──all-to-all── updates
 
 from fsdp2.optim.matrices.base import MatrixOptimizer
 from fsdp2.optim.matrices.muon import Muon
-from fsdp2.optim.matrices.owners import Owners
+from fsdp2.optim.matrices.owners import MatrixOwners
 
-__all__ = ["MatrixOptimizer", "Muon", "Owners"]
+__all__ = ["MatrixOptimizer", "MatrixOwners", "Muon"]

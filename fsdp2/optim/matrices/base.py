@@ -15,7 +15,7 @@ from __future__ import annotations
 import fnmatch
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, cast
+from typing import cast, overload
 
 import torch
 from torch import nn
@@ -27,12 +27,21 @@ from fsdp2.optim.matrices import exchange
 from fsdp2.optim.matrices.blocks import Split, matrices_of
 from fsdp2.optim.matrices.elementwise import Elementwise
 from fsdp2.optim.matrices.exchange import Item, Stack
-from fsdp2.optim.matrices.members import Member, Members, resolved
-from fsdp2.optim.matrices.owners import Owners
-from fsdp2.optim.matrices.plan import Plan, specs_of
+from fsdp2.optim.matrices.members import MatrixMembers, Member, resolved
+from fsdp2.optim.matrices.owners import MatrixOwners
+from fsdp2.optim.matrices.plan import StepPlan, specs_of
 
 Params = Iterable[torch.Tensor] | Iterable[ParamGroupOptions] | Iterable[tuple[str, torch.Tensor]]
 """What torch's optimizers take."""
+
+Given = torch.Tensor | tuple[str, torch.Tensor]
+"""A parameter, with its name or without."""
+
+MatrixState = MutableMapping[str, object]
+"""What an optimizer keeps for one matrix, on its owner."""
+
+RowUpdate = tuple[torch.Tensor, torch.Tensor, tuple[int, int]]
+"""A view of rows, their updates, and the shape of the whole matrix."""
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 
@@ -70,7 +79,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         params: nn.Module | Params,
-        defaults: dict[str, Any],
+        defaults: Mapping[str, object],
         *,
         elementwise: Choice = (),
         elementwise_class: OptimizerClass = torch.optim.AdamW,
@@ -84,17 +93,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._batched = batched
         self._is_elementwise: list[bool] = []  # by parameter group
         self._names: list[tuple[torch.Tensor, str]] = []
-        self._plan: Plan | None = None
+        self._plan: StepPlan | None = None
         given = list(params.named_parameters()) if isinstance(params, nn.Module) else list(params)
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         self._drops_names = isinstance(params, nn.Module)
-        super().__init__(cast(Any, groups), defaults)
+        super().__init__(cast(Params, groups), dict(defaults))
         self._choice.check([name for _, name in self._names])
 
     # ---- what a subclass says
 
     def update(
-        self, gradient: torch.Tensor, state: MutableMapping[str, Any], group: ParamGroupOptions
+        self, gradient: torch.Tensor, state: MatrixState, group: ParamGroupOptions
     ) -> torch.Tensor:
         """The update of a matrix, on its owner: what is subtracted, times the step size.
 
@@ -103,12 +112,15 @@ class MatrixOptimizer(torch.optim.Optimizer):
             state: of this matrix: empty in the first step, kept from step to step.
             group: options.
         """
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} has no update(gradient, state, group); implement it: it "
+            f"returns what is subtracted from a matrix, times the learning rate"
+        )
 
     def update_stack(
         self,
         gradients: torch.Tensor,
-        states: Sequence[MutableMapping[str, Any]],
+        states: Sequence[MatrixState],
         group: ParamGroupOptions,
     ) -> torch.Tensor:
         """The updates of matrices of one shape, [k, rows, columns]: here one by one."""
@@ -140,12 +152,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def step_size(self, shape: tuple[int, int], group: ParamGroupOptions) -> float:
         """What updates of matrices of ``shape`` are multiplied by: here the learning rate."""
-        return float(cast(Any, group["lr"]))
+        return number_of(group, "lr")
 
     def write_rows(
         self,
         rows: torch.Tensor,
-        updates: Sequence[tuple[torch.Tensor, torch.Tensor, tuple[int, int]]],
+        updates: Sequence[RowUpdate],
         group: ParamGroupOptions,
     ) -> None:
         """Step this rank's rows of a parameter: here weight decay, then updates.
@@ -155,19 +167,18 @@ class MatrixOptimizer(torch.optim.Optimizer):
             updates: of each matrix a view of its elements in ``rows``, their updates, its shape.
             group: options.
         """
-        decay = cast(Any, group.get("weight_decay", 0.0))
-        if decay:
-            rows.mul_(1 - float(cast(Any, group["lr"])) * decay)
+        if group.get("weight_decay"):
+            rows.mul_(1 - number_of(group, "lr") * number_of(group, "weight_decay"))
         for view, update, shape in updates:
             view.add_(update.to(view.device), alpha=-self.step_size(shape, group))
 
     # ---- what users see
 
-    def owners(self) -> list[Owners]:
+    def owners(self) -> list[MatrixOwners]:
         """How matrices are shared out, for each mesh; empty before the first step."""
         return [] if self._plan is None else self._plan.owners()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroupOptions) -> None:
         """As ``torch.optim.Optimizer.add_param_group``; may add two, one of them element-wise.
 
         Args:
@@ -175,9 +186,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """
         options = {k: v for k, v in param_group.items() if k not in ("params", "elementwise")}
         kind = param_group.get("elementwise")
-        params = param_group["params"]
+        params = cast("torch.Tensor | Iterable[Given]", param_group["params"])
         listed = [params] if isinstance(params, torch.Tensor) else list(params)
-        sides: tuple[list[Any], list[Any]] = [], []
+        sides: tuple[list[Given], list[Given]] = [], []
         for given in listed:
             name, param = given if isinstance(given, tuple) else ("", given)
             side = self._is_no_matrix(name, param) if kind is None else bool(kind)
@@ -194,8 +205,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 own = {} if is_elementwise and not kind else options
                 self._add(members, is_elementwise, own)
 
+    @overload
+    def step(self, closure: None = ...) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
     @torch.no_grad()
-    def step(self, closure: Callable[[], object] | None = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Step every parameter that has a gradient.
 
         Args:
@@ -213,10 +230,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._step_matrices()
         return loss
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_plan": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         """What ``load_state_dict`` ends with, and a copy begins with."""
         super().__setstate__(state)
         if self._plan is not None:
@@ -224,7 +241,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     # ---- groups
 
-    def _add(self, members: list[Any], is_elementwise: bool, options: dict[str, Any]) -> None:
+    def _add(self, members: list[Given], is_elementwise: bool, options: ParamGroupOptions) -> None:
         defaults = self.defaults
         try:
             if is_elementwise:
@@ -256,21 +273,26 @@ class MatrixOptimizer(torch.optim.Optimizer):
             plan.is_loaded = False
             for item in plan.foreign():
                 if item.member.param in self.state:  # which ranks keep in one order
-                    _MatrixState(self.state, item).clear()
+                    _StateOfMatrix(self.state, item).clear()
         exchange.run(waves, _Step(self, dict(zip(plan.members.listed, gradients, strict=True))))
 
-    def _bind(self) -> Plan:
+    def _bind(self) -> StepPlan:
         names = {id(resolved(param)): name for param, name in self._names}
-        members = Members(self._split, cast(Any, self.travels_as))
+        members = MatrixMembers(self._split, self.travels_as)
         for place, group in enumerate(self.param_groups):
             if not self._is_elementwise[place]:
                 for param in group["params"]:
                     members.add(param, names.get(id(param), ""), place)
-        return Plan(members, specs_of(self.param_groups))
+        return StepPlan(members, specs_of(self.param_groups))
 
     def _weigh(self, item: Item) -> tuple[float, int]:
         itemsize = item.member.line.dtype.itemsize
         return self.flops(*item.matrix.shape), item.matrix.box.numel * itemsize
+
+
+def number_of(group: ParamGroupOptions, name: str) -> float:
+    """An option that is a number, perhaps in a tensor."""
+    return float(cast(float, group[name]))
 
 
 class _Choice:
@@ -299,17 +321,17 @@ class _Choice:
                 )
 
 
-class _MatrixState(MutableMapping[str, Any]):
+class _StateOfMatrix(MatrixState):
     """State of one matrix, in that of its parameter, under names of its own."""
 
-    def __init__(self, state: MutableMapping[Any, ParamState], item: Item) -> None:
+    def __init__(self, state: MutableMapping[torch.Tensor, ParamState], item: Item) -> None:
         self._state = state[item.member.param]
         self._prefix = f"matrix{item.number}."
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: str) -> object:
         return self._state[self._prefix + key]
 
-    def __setitem__(self, key: str, value: Any) -> None:
+    def __setitem__(self, key: str, value: object) -> None:
         self._state[self._prefix + key] = value
 
     def __delitem__(self, key: str) -> None:
@@ -359,14 +381,14 @@ class _Step:
     def update(self, stack: Stack) -> torch.Tensor:
         """What `MatrixOptimizer.update_stack` makes of matrices."""
         optimizer = self._optimizer
-        states = [_MatrixState(optimizer.state, item) for item in stack.items]
+        states = [_StateOfMatrix(optimizer.state, item) for item in stack.items]
         group = optimizer.param_groups[stack.items[0].member.group]
         return optimizer.update_stack(stack.matrices, states, group)
 
     def write(self, members: Sequence[Member], updates: dict[Item, torch.Tensor]) -> None:
         """Let `MatrixOptimizer.write_rows` step each parameter."""
         optimizer = self._optimizer
-        of_member: defaultdict[Member, list[Any]] = defaultdict(list)
+        of_member: defaultdict[Member, list[RowUpdate]] = defaultdict(list)
         for item, values in updates.items():
             own = item.member.spread.own
             held = item.held_by(item.member.spread.position).within(own)

@@ -118,14 +118,24 @@ def matrices_of(name: str, shape: torch.Size, split: Split | None) -> tuple[Matr
         return (Matrix(Box.whole(shape), (shape[0], shape[1])),)
     if isinstance(chosen, torch.Tensor):
         chosen = [chosen] if chosen.dim() == 2 else chosen.unbind()
-    matrices = tuple(_matrix(name, whole, part) for part in chosen)
+    matrices = []
+    for part in chosen:
+        matrix = _matrix(whole, part)
+        if matrix is None:
+            shown = tuple(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__
+            raise ValueError(
+                f"split() returned {shown} for '{name}', which is no block of the weight with two "
+                f"dims; return views of it: slices without steps, chunks, unbind(), transposed or "
+                f"not"
+            )
+        matrices.append(matrix)
     found = sum(matrix.box.numel for matrix in matrices)
     if found != whole.numel() or _overlap([matrix.box for matrix in matrices]):
         raise ValueError(
             f"split() cut '{name}' {tuple(shape)} into matrices that do not have each element "
             f"once; return views that together are the weight, or None to leave it as it is"
         )
-    return matrices
+    return tuple(matrices)
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:
@@ -143,16 +153,15 @@ def _overlap(boxes: Sequence[Box]) -> bool:
     return any(a.meet(b).numel for a, b in itertools.combinations(boxes, 2))
 
 
-def _matrix(name: str, whole: torch.Tensor, part: torch.Tensor) -> Matrix:
-    """Where a view of ``whole`` lies in it."""
-    is_view = (
-        isinstance(part, torch.Tensor)
-        and part.dim() == 2
-        and part.untyped_storage()._cdata == whole.untyped_storage()._cdata
-    )
-    runs = _runs(whole, part) if is_view else None
+def _matrix(whole: torch.Tensor, part: object) -> Matrix | None:
+    """Where a view of ``whole`` lies in it; ``None`` of what is no matrix in it."""
+    if not isinstance(part, torch.Tensor) or part.dim() != 2:
+        return None
+    if part.untyped_storage()._cdata != whole.untyped_storage()._cdata:
+        return None
+    runs = _runs(whole, part)
     if runs is None:
-        raise _no_block(name, part)
+        return None
     offset, starts, lengths = part.storage_offset(), [], [1] * whole.dim()
     for dim, stride in enumerate(whole.stride()):
         starts.append(offset // stride if whole.shape[dim] > 1 else 0)
@@ -162,18 +171,10 @@ def _matrix(name: str, whole: torch.Tensor, part: torch.Tensor) -> Matrix:
             lengths[dim] = length
     box = Box(tuple(starts), tuple(lengths))
     if box.meet(Box.whole(whole.shape)) != box:
-        raise _no_block(name, part)
+        return None
     rows, columns = (min(run, default=0) for run in runs)
     transposed = bool(runs[0]) and bool(runs[1]) and rows > columns
     return Matrix(box, (part.shape[0], part.shape[1]), transposed)
-
-
-def _no_block(name: str, part: object) -> ValueError:
-    shown = tuple(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__
-    return ValueError(
-        f"split() returned {shown} for '{name}', which is no block of the weight with two dims; "
-        f"return views of it: slices without steps, chunks, unbind(), transposed or not"
-    )
 
 
 def _runs(whole: torch.Tensor, part: torch.Tensor) -> list[dict[int, int]] | None:

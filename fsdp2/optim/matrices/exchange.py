@@ -116,7 +116,7 @@ class _Message:
         yield from _parts(self._received, output)
 
 
-class Step(Protocol):
+class MatrixStep(Protocol):
     """What an optimizer does with rows and matrices."""
 
     def rows_to_send(self, members: Sequence[Member]) -> dict[Member, torch.Tensor]:
@@ -163,7 +163,7 @@ class Wave:
         self.nbytes = sum(item.matrix.box.numel for item in self._mine) * line.dtype.itemsize
         self.all_nbytes = sum(item.matrix.box.numel for item in items) * line.dtype.itemsize
 
-    def start(self, step: Step) -> _Message:
+    def start(self, step: MatrixStep) -> _Message:
         """Send this rank's rows to owners."""
         rows = step.rows_to_send(self.members)
         message = _Message(self.line, self._to_owners, self._to_me)
@@ -196,7 +196,7 @@ class Wave:
         message.start()
         return message
 
-    def finish(self, message: _Message, step: Step) -> None:
+    def finish(self, message: _Message, step: MatrixStep) -> None:
         """Write what came back."""
         step.write(self.members, {piece.item: values for piece, values in message.wait()})
 
@@ -204,7 +204,7 @@ class Wave:
 _Outgoing = tuple[Wave, _Message]
 
 
-def run(waves: Sequence[Wave], step: Step) -> None:
+def run(waves: Sequence[Wave], step: MatrixStep) -> None:
     """Update all matrices; ranks start messages in one order, whatever they own."""
     unit = max((wave.all_nbytes for wave in waves), default=0)
     incoming = waves[0].start(step) if waves else None
@@ -224,7 +224,7 @@ def run(waves: Sequence[Wave], step: Step) -> None:
     _finished(outgoing, step)
 
 
-def _finished(outgoing: _Outgoing | None, step: Step) -> _Outgoing | None:
+def _finished(outgoing: _Outgoing | None, step: MatrixStep) -> _Outgoing | None:
     """Nothing is under way any more: the type is what the caller's variable has."""
     if outgoing is not None:
         wave, message = outgoing
@@ -232,7 +232,7 @@ def _finished(outgoing: _Outgoing | None, step: Step) -> _Outgoing | None:
     return None
 
 
-def _updates(stacks: deque[Stack], count: int, step: Step) -> list[Stack]:
+def _updates(stacks: deque[Stack], count: int, step: MatrixStep) -> list[Stack]:
     """Update the next stacks, of which nothing is kept but the updates."""
     found = []
     for _ in range(count):

@@ -8,10 +8,12 @@ present  members of which some rank has a gradient: ranks agree, a few numbers f
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -24,8 +26,9 @@ from fsdp2.core.device.process_groups import (
     ranks_of,
 )
 from fsdp2.core.layout.mesh import device_of, local_of
+from fsdp2.core.modules.registry import units_by_param
 from fsdp2.core.params.aliases import REPLACED
-from fsdp2.core.params.param import OWNER
+from fsdp2.core.schedule.unit import Unit
 from fsdp2.optim.flat import ParamGroupOptions
 from fsdp2.optim.matrices.blocks import Matrix, Split, Spread, matrices_of, plain_spread, spread_of
 
@@ -62,7 +65,7 @@ class Member:
         param: it.
         name: as the user's model has it; empty where nobody told.
         group: its parameter group's place.
-        unit: the unit that it belongs to; ``None`` if to none.
+        unit: the one that it belongs to; ``None`` if to none.
         matrices: in it.
         spread: over ranks.
         line: the ranks.
@@ -71,7 +74,7 @@ class Member:
     param: torch.Tensor
     name: str
     group: int
-    unit: str | None
+    unit: Unit | None
     matrices: tuple[Matrix, ...]
     spread: Spread
     line: Line
@@ -102,7 +105,7 @@ class Member:
         return local_of(grad)
 
 
-class Members:
+class MatrixMembers:
     """The members of an optimizer, in its order.
 
     Args:
@@ -110,15 +113,18 @@ class Members:
         travels_as: the dtype of messages, by that of gradients.
     """
 
-    def __init__(self, split: Split | None, travels_as: functools.partial[torch.dtype]) -> None:
+    def __init__(
+        self, split: Split | None, travels_as: Callable[[torch.dtype], torch.dtype]
+    ) -> None:
         self._split = split
         self._travels_as = travels_as
+        self._units = units_by_param()
         self._lines: dict[object, Line] = {}
         self.listed: list[Member] = []
 
     def add(self, param: torch.Tensor, name: str, group: int) -> None:
         """Add one; its process group may be made, which all of its ranks do together."""
-        unit: str | None = param.__dict__.get(OWNER)
+        unit = self._units.get(cast(nn.Parameter, param))
         if isinstance(param, DTensor):
             spread = spread_of(name, param._spec, local_of(param).shape)
             device, mesh = device_of(param.device_mesh), param.device_mesh

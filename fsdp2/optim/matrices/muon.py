@@ -10,13 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import cast
 
 import torch
 from torch import nn
 
 from fsdp2.optim.flat import ParamGroupOptions, ParamState
-from fsdp2.optim.matrices.base import Choice, MatrixOptimizer, OptimizerClass, Params
+from fsdp2.optim.matrices.base import (
+    Choice,
+    MatrixOptimizer,
+    MatrixState,
+    OptimizerClass,
+    Params,
+    number_of,
+)
 from fsdp2.optim.matrices.blocks import Split
 from fsdp2.optim.matrices.newton_schulz import COEFFICIENTS, EPS, STEPS, flops, orthogonalized
 
@@ -136,7 +143,7 @@ class Muon(MatrixOptimizer):
         group: ParamGroupOptions,
     ) -> list[torch.Tensor]:
         """The momentum, with this step's gradient in it; with Nesterov, once more."""
-        momentum = float(group["momentum"])  # type: ignore[arg-type]
+        momentum = number_of(group, "momentum")
         buffers = []
         for grad, state in zip(grads, states, strict=True):
             if "momentum_buffer" not in state:
@@ -147,17 +154,18 @@ class Muon(MatrixOptimizer):
             return buffers
         return list(torch._foreach_lerp(list(grads), buffers, momentum))
 
-    def update(self, gradient: torch.Tensor, state: Any, group: ParamGroupOptions) -> torch.Tensor:
+    def update(
+        self, gradient: torch.Tensor, state: MatrixState, group: ParamGroupOptions
+    ) -> torch.Tensor:
         """One matrix, orthogonalized."""
         return self.update_stack(gradient[None], [state], group)[0]
 
     def update_stack(
-        self, gradients: torch.Tensor, states: Sequence[Any], group: ParamGroupOptions
+        self, gradients: torch.Tensor, states: Sequence[MatrixState], group: ParamGroupOptions
     ) -> torch.Tensor:
         """Matrices of one shape, orthogonalized."""
-        coefficients: Any = group["ns_coefficients"]
-        steps: Any = group["ns_steps"]
-        eps: Any = group["eps"]
+        coefficients = cast("tuple[float, float, float]", group["ns_coefficients"])
+        steps, eps = cast(int, group["ns_steps"]), number_of(group, "eps")
         return orthogonalized(gradients, coefficients, steps, eps)
 
     def step_size(self, shape: tuple[int, int], group: ParamGroupOptions) -> float:

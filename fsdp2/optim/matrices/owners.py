@@ -1,7 +1,7 @@
 """Which rank owns a matrix, and which units' matrices travel together.
 
-    unit 0   q k v o up down ──┐ one wave, if the rank with most work has at most half as much again
-    unit 1   q k v o up down ──┘ as the mean; else units are joined, within a bound of memory
+    unit 0   q k v o up down ──┐ one wave, if the rank with most work has a fifth more than the
+    unit 1   q k v o up down ──┘ mean at most; else units are joined, within a bound of memory
     wave     the longest first, each to the rank that has least to do so far
 
 Facts that all ranks share decide alone: shapes, and how many ranks there are.
@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-BALANCED = 1.5
+BALANCED = 1.2
 """Work of the busiest rank over the mean, above which a wave takes the next unit along."""
 
 
 @dataclass(frozen=True)
-class Owners:
+class MatrixOwners:
     """How matrices are shared out among the ranks of a mesh.
 
     Attributes:
@@ -42,7 +42,7 @@ class Owners:
 
 
 @dataclass
-class Load:
+class Tally:
     """What ranks have to do so far.
 
     Attributes:
@@ -56,7 +56,7 @@ class Load:
     matrices: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, ranks: int) -> Load:
+    def of(cls, ranks: int) -> Tally:
         """Nothing yet."""
         return cls([0.0] * ranks, [0] * ranks, [0] * ranks)
 
@@ -75,7 +75,7 @@ Weight = tuple[float, int]
 """FLOPs and bytes of a matrix."""
 
 
-def assign(weights: Sequence[Weight], load: Load) -> list[int]:
+def assign(weights: Sequence[Weight], load: Tally) -> list[int]:
     """The owner of each matrix, added to ``load``."""
     owners = [0] * len(weights)
     for index in sorted(range(len(weights)), key=lambda i: (-weights[i][0], -weights[i][1], i)):
@@ -111,7 +111,7 @@ def join_units(units: Sequence[Sequence[Weight]], ranks: int) -> list[range]:
 
 def _spread(wave: Sequence[Weight], ranks: int) -> tuple[float, int]:
     """Of a wave alone: work of the busiest over the mean, and bytes of who owns most."""
-    load = Load.of(ranks)
+    load = Tally.of(ranks)
     assign(wave, load)
     total = sum(load.flops)
     return (max(load.flops) * ranks / total if total else 1.0), max(load.nbytes)

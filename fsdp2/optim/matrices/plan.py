@@ -15,8 +15,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fsdp2.optim.flat import ParamGroupOptions
 from fsdp2.optim.matrices.exchange import Item, Wave
-from fsdp2.optim.matrices.members import Line, Member, Members, first_group
-from fsdp2.optim.matrices.owners import Load, Owners, Weight, assign, join_units
+from fsdp2.optim.matrices.members import Line, MatrixMembers, Member, first_group
+from fsdp2.optim.matrices.owners import MatrixOwners, Tally, Weight, assign, join_units
 
 Weigh = Callable[[Item], Weight]
 
@@ -34,7 +34,7 @@ def specs_of(groups: Iterable[ParamGroupOptions]) -> Specs:
 
 
 @dataclass(eq=False)
-class Plan:
+class StepPlan:
     """Who owns what, and what travels.
 
     Attributes:
@@ -43,11 +43,11 @@ class Plan:
         is_loaded: whether state was replaced since it was looked at.
     """
 
-    members: Members
+    members: MatrixMembers
     specs: Specs
     is_loaded: bool = True
     _items: dict[Member, list[Item]] = field(default_factory=dict)
-    _loads: dict[Line, Load] = field(default_factory=dict)
+    _loads: dict[Line, Tally] = field(default_factory=dict)
     _known: dict[tuple[bool, ...], list[Wave]] = field(default_factory=dict)
     _last: list[Wave] = field(default_factory=list)
 
@@ -79,7 +79,7 @@ class Plan:
         waves: list[Wave] = []
         for line in self.members.lines:
             ranks = len(line.order)
-            load = self._loads.setdefault(line, Load.of(ranks))
+            load = self._loads.setdefault(line, Tally.of(ranks))
             units = list(_units(m for m in members if m.line is line))
             weights = [[weigh(Item(*key, 0)) for key in _matrices(unit)] for unit in units]
             for run in join_units(weights, ranks):
@@ -99,11 +99,11 @@ class Plan:
         for member, items in self._items.items():
             yield from (item for item in items if item.owner != member.line.position)
 
-    def owners(self) -> list[Owners]:
+    def owners(self) -> list[MatrixOwners]:
         """How matrices are shared out."""
         waves = [wave.line for wave in self._last]
         return [
-            Owners(
+            MatrixOwners(
                 line.ranks,
                 tuple(load.flops),
                 tuple(load.nbytes),
