@@ -32,6 +32,7 @@ from fsdp2 import (
     Plan,
     checkpoint,
     fully_shard,
+    optim,
     plan,
     trace,
 )
@@ -167,20 +168,35 @@ def _set_up(options: Options, ranks: GivenRanks, corpus: data.Corpus) -> Run:
     launch.init_process_group(ranks, options.backend, device)
     model = build_model(options, device, parallel.make_mesh(options))
     params = list(model.parameters())
-    optimizer = make_optimizer(params, options.lr)
+    optimizer = make_optimizer(model, options)
     dp_rank = parallel.data_parallel_rank(options, ranks.rank)
     return Run(options, ranks.rank, dp_rank, device, corpus, model, params, optimizer)
 
 
-def make_optimizer(params: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-    """AdamW of what is trained."""
-    return torch.optim.AdamW(
-        [param for param in params if param.requires_grad],
-        lr=lr,
-        betas=(0.9, 0.95),
-        weight_decay=0.1,
-        fused=True,
+ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+
+
+def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
+    """What steps the parameters that are trained.
+
+    Muon's steps are as large as AdamW's here, so that one learning rate is for both.
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if options.optimizer == "adamw":
+        return make_adamw((param for _, param in trained), options.lr)
+    return optim.Muon(
+        trained,
+        lr=options.lr,
+        adjust_lr_fn="match_rms_adamw",
+        elementwise=lambda name, _: name.startswith(("embed.", "head.")),
+        elementwise_options={**ADAMW, "lr": options.lr},
     )
+
+
+def make_adamw(params: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    """AdamW of what is trained."""
+    trained = [param for param in params if param.requires_grad]
+    return torch.optim.AdamW(trained, lr=lr, **ADAMW)  # type: ignore[arg-type]  # of several types
 
 
 def build_model(options: Options, device: torch.device, mesh: DeviceMesh) -> Transformer:
@@ -243,7 +259,7 @@ def plan_step(options: Options) -> Plan:
             make_batch,
             shard=shard,
             loss=lambda model, batch: token_losses(model(batch[0]), batch[1]).mean(),
-            optimizer=lambda params: make_optimizer(params, options.lr),
+            optimizer=lambda params: make_adamw(params, options.lr),
             mesh=ranks if options.replicate > 1 else ranks[1],
             hardware=options.plan,
             accumulate=options.grad_accum,
