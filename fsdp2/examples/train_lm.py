@@ -173,20 +173,22 @@ def _set_up(options: Options, ranks: GivenRanks, corpus: data.Corpus) -> Run:
     return Run(options, ranks.rank, dp_rank, device, corpus, model, params, optimizer)
 
 
+MUON_RATE = 3.0  # AdamW's early steps are larger than the norm that Muon's are adjusted to
+
 ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
 
 def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
     """What steps the parameters that are trained.
 
-    Muon's steps are as large as AdamW's here, so that one learning rate is for both.
+    The learning rate is AdamW's; of Muon's matrices it is `MUON_RATE` times that.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if options.optimizer == "adamw":
         return make_adamw((param for _, param in trained), options.lr)
     return optim.Muon(
         trained,
-        lr=options.lr,
+        lr=options.lr * MUON_RATE,
         adjust_lr_fn="match_rms_adamw",
         elementwise=lambda name, _: name.startswith(("embed.", "head.")),
         elementwise_options={**ADAMW, "lr": options.lr},
@@ -280,8 +282,9 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 def train_step(run: Run, step: int) -> Tensor:
     """One optimizer step; this rank's mean loss, fp64 [] on the device, not yet waited for."""
     options = run.options
+    rate = learning_rate(step, options.steps, options.lr)
     for group in run.optimizer.param_groups:
-        group["lr"] = learning_rate(step, options.steps, options.lr)
+        group["lr"] = rate * MUON_RATE if "ns_steps" in group else rate
     run.optimizer.zero_grad(set_to_none=True)
     batch = data.global_batch(
         run.corpus.train, options.seed, step, options.batch_size, options.seq_len
