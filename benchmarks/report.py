@@ -37,6 +37,7 @@ from benchmarks import (
     imports,
     instructions,
     memory,
+    muon,
     padding,
     page,
     planned_steps,
@@ -295,6 +296,16 @@ def _slow_link(results: dict[str, Any], device: str) -> list[Section]:
     return [Section(title, header, rows, results["ratios"], bars=bars)]
 
 
+def _muon(results: dict[str, Any], device: str) -> list[Section]:
+    options = results["options"]
+    header, rows = muon.table(results)
+    if "losses" in results:
+        return [Section(f"Held-out loss of train_lm, {options['preset']}", header, rows)]
+    bars = {"step": {name: _bar(each) for name, each in results["rounds"].items()}}
+    title = f"Step of Muon, {options['units']} units of width {options['dim']}, ms"
+    return [Section(title, header, rows, results["ratios"], bars=bars)]
+
+
 def _imports(results: dict[str, Any], device: str) -> list[Section]:
     kept = "without" if results["options"]["without_bytecode"] else "with"
     header, rows = imports.report(results["imports"])
@@ -330,6 +341,7 @@ READERS: dict[str, Callable[[Any, str], list[Section]]] = {
     "imports": _imports,
     "checkpoint": _checkpoint,
     "slow_link": _slow_link,
+    "muon": _muon,
 }
 
 
