@@ -53,6 +53,12 @@ RUNS: dict[str, tuple[str, ...]] = {
     "memory": ("memory.py",),
     "padding": ("padding.py",),
     "collective_cost": ("collective_cost.py",),
+    "slow_link": ("slow_link.py",),
+    "slow_link_accumulated": ("slow_link.py", "--grad-accum", "4"),
+    "slow_link_gigabit": ("slow_link.py", "--mbit", "1000"),
+    "slow_link_four": ("slow_link.py", "--nodes", "4"),
+    "slow_link_pairs": ("slow_link.py", "--ranks-per-node", "2", "--grad-accum", "4"),
+    "accuracy": ("accuracy.py",),
 }
 """What `--measure` runs, by the last part of the file's name."""
 

@@ -36,10 +36,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks import options as common
 from benchmarks import stats, variants, workers
-from fsdp2.examples import data
+from fsdp2.examples import data, parallel
 from fsdp2.examples import options as example
-from fsdp2.examples.model import PRESETS, Block, Transformer, reset_parameters
-from fsdp2.examples.train_lm import Run, train_step
+from fsdp2.examples.model import PRESETS, Transformer, reset_parameters
+from fsdp2.examples.train_lm import Run, build_model, make_optimizer, train_step
 
 RANKS = 2
 WARMUP_STEPS = 5
@@ -78,25 +78,36 @@ def bursts(run: Run, warmup: int) -> workers.Handler:
 
 
 def make_run(variant: str, rank: int, arguments: list[str], ranks: int = RANKS) -> Run:
-    """What `train_lm` sets up on this rank, sharded by ``variant``'s `fully_shard`."""
+    """What `train_lm` sets up on this rank, by ``variant``'s `fully_shard`.
+
+    Args:
+        variant: "fsdp2" or "torch".
+        rank: of this process.
+        arguments: of `train_lm`. torch's `fully_shard` takes the precision of them alone.
+        ranks: how many there are.
+    """
     options = example.parse(arguments, example.GivenRanks(rank, ranks, rank, ranks))
     device = torch.device("cpu")
     corpus = data.load_corpus(options.data, min_bytes=options.seq_len + 1)
-    fully_shard, policy = variants.fsdp2_api(variant)
-    keywords: dict[str, Any] = {"mesh": init_device_mesh("cpu", (ranks,))}
+    if variant == "fsdp2":
+        model = build_model(options, device, parallel.make_mesh(options))
+    else:
+        model = Transformer(options.model)
+        for name, part in model.parts():
+            reset_parameters(part, options.model, options.seed, prefix=name)
+        _shard_by_torch(model, options)
+    params = list(model.parameters())
+    optimizer = make_optimizer(model, options)
+    return Run(options, rank, rank, device, corpus, model, params, optimizer)
+
+
+def _shard_by_torch(model: Transformer, options: example.Options) -> None:
+    fully_shard, policy = variants.fsdp2_api("torch")
+    keywords: dict[str, Any] = {"mesh": init_device_mesh("cpu", (options.world_size,))}
     if options.precision == "bf16":
         keywords["mp_policy"] = policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = Transformer(options.model)
-    for name, part in model.parts():
-        reset_parameters(part, options.model, options.seed, prefix=name)
-        if isinstance(part, Block):
-            fully_shard(part, **keywords)
-    fully_shard(model, **keywords)
-    params = list(model.parameters())
-    optimizer = torch.optim.AdamW(
-        params, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
-    return Run(options, rank, rank, device, corpus, model, params, optimizer)
+    for part in (*model.blocks, model):
+        fully_shard(part, **keywords)
 
 
 # ---------------------------------------------------------------------------------------------

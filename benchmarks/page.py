@@ -15,10 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import scaling, stats, targets
+from benchmarks import accuracy, scaling, slow_link, stats, targets
 from benchmarks.files import RESULTS, ROOT, RUNS, machine, newest
 
-PAGES = tuple(ROOT / path for path in ("docs/benchmarks.md", "README.md", "docs/compile.md"))
+PAGES = tuple(
+    ROOT / path
+    for path in (
+        *("docs/benchmarks.md", "README.md", "docs/compile.md"),
+        "docs/guides/slow_network.md",
+    )
+)
 FIGURES = ROOT / "docs" / "figures"
 TITLES = {
     "none": "not sharded",
@@ -193,12 +199,25 @@ def machines(folder: Path = RESULTS) -> str:
     return "\n".join(sorted(lines))
 
 
+def tables(table: Callable[[Any], str], runs: Sequence[str], folder: Path = RESULTS) -> str:
+    """The tables of runs, one after the other; of each its newest file."""
+    files = [file for run in runs if (file := newest(run, folder)) is not None]
+    return "\n\n".join(
+        f"{file.where}{'' if file.quiet else ', on a busy machine'}; {table(file.results)}"
+        for file in files
+    )
+
+
+SLOW = [run for run in RUNS if run.startswith("slow_link")]
+
 MADE: dict[str, Callable[[Path], str]] = {
     "targets": targets.table,
     "blocks": partial(targets.blocks, "blocks"),
     "instructions": partial(targets.blocks, "instructions"),
     "machines": machines,
     "figures": partial(targets.quoted, "README.md"),
+    "slow links": partial(tables, slow_link.page_table, SLOW),
+    "losses": partial(tables, accuracy.page_table, ["accuracy"]),
     "compiled": partial(targets.quoted, "docs/compile.md"),
 }
 """What stands between marks on the pages."""

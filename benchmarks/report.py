@@ -29,6 +29,7 @@ if __package__ in (None, ""):  # run as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks import (
+    accuracy,
     block_collectives,
     budget,
     checkpoint,
@@ -289,7 +290,7 @@ def _checkpoint(results: dict[str, Any], device: str) -> list[Section]:
 
 def _slow_link(results: dict[str, Any], device: str) -> list[Section]:
     options = results["options"]
-    where = f"{options['nodes']} nodes, {options['mbit']:g} Mbit/s"
+    where = slow_link.where(options)
     header, rows = slow_link.table(results)
     bars = {"step": {name: _bar(each["step"]) for name, each in results["rounds"].items()}}
     title = f"Step over a slow network, {options['preset']}, {options['precision']}, {where}"
@@ -304,6 +305,13 @@ def _muon(results: dict[str, Any], device: str) -> list[Section]:
     bars = {"step": {name: _bar(each) for name, each in results["rounds"].items()}}
     title = f"Step of Muon, {options['units']} units of width {options['dim']}, ms"
     return [Section(title, header, rows, results["ratios"], bars=bars)]
+
+
+def _accuracy(results: dict[str, Any], device: str) -> list[Section]:
+    options = results["options"]
+    header, rows = accuracy.table(results["losses"])
+    title = f"Held-out loss by format, {options['preset']}, {options['steps']} steps"
+    return [Section(title, header, rows)]
 
 
 def _imports(results: dict[str, Any], device: str) -> list[Section]:
@@ -342,6 +350,7 @@ READERS: dict[str, Callable[[Any, str], list[Section]]] = {
     "checkpoint": _checkpoint,
     "slow_link": _slow_link,
     "muon": _muon,
+    "accuracy": _accuracy,
 }
 
 

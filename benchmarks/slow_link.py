@@ -1,21 +1,24 @@
 """The training step of `train_lm` over a slow network: torch's FSDP2, fsdp2, and fewer bytes.
 
-    python benchmarks/slow_link.py                        # 2 nodes, 200 Mbit/s
+    python benchmarks/slow_link.py                        # 2 nodes of one rank, 200 Mbit/s
     python benchmarks/slow_link.py --mbit 1000 --nodes 4
+    python benchmarks/slow_link.py --ranks-per-node 2 --grad-accum 4
     python benchmarks/slow_link.py --precision fp32 --json FILE
 
-The nodes are network namespaces of this machine, of one rank each, joined by a bridge in another
-one. Their links send as many bits per second as ``--mbit`` says (`tc`, token bucket filter), in
-each direction. It needs Linux, root, `ip` and `tc` (iproute2), makes the namespaces itself, and
-removes them at its end. Nothing of the machine's own network is touched.
+The nodes are network namespaces of this machine, joined by a bridge in another one. Their links
+send as many bits per second as ``--mbit`` says (`tc`, token bucket filter), in each direction; the
+ranks of one node reach each other at the speed of memory. It needs Linux, root, `ip` and `tc`
+(iproute2), makes the namespaces itself, and removes them at its end. Nothing of the machine's own
+network is touched.
 
-    rank 0 in a namespace ── link of 200 Mbit/s ──┐
-                                                  ├── bridge
-    rank 1 in a namespace ── link of 200 Mbit/s ──┘
+    ranks 0, 1 in a namespace ── link of 200 Mbit/s ──┐
+                                                      ├── bridge
+    ranks 2, 3 in a namespace ── link of 200 Mbit/s ──┘
 
-Model, text, batch and step are those of `benchmarks/gloo.py`. Per variant: ms per step, bytes that
-a node sends per step (as the link counts them, headers included), the ratio to torch's FSDP2, and
-the loss after the last round. Variants take turns; those that wait send nothing.
+Model, text, batch and step are those of `benchmarks/gloo.py`; "one process" trains on the same
+batches by itself, and sends nothing. Per variant: ms per step, bytes that a node sends per step (as
+its link counts them, headers included), the ratio to torch's FSDP2, and the loss after the last
+round. Variants take turns; those that wait send nothing.
 """
 
 from __future__ import annotations
@@ -35,17 +38,20 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import fsdp2
 from benchmarks import gloo, stats, workers
 from benchmarks import options as common
 
-FORMATS: dict[str, dict[str, str]] = {
-    "bf16 sums": {"reduce": "bf16"},
-    "8-bit sums": {"reduce": "int8"},
-    "8-bit weights and bf16 sums": {"gather": "int8", "reduce": "bf16"},
-    "8 bit": {"gather": "int8", "reduce": "int8"},
+ONE = "one process"
+VARIANTS: dict[str, tuple[str, ...]] = {
+    ONE: (),
+    "torch": (),
+    "fsdp2": (),
+    "bf16 sums": ("--wire", "bf16-sums"),
+    "8-bit sums": ("--wire", "int8-sums"),
+    "8-bit weights and bf16 sums": ("--wire", "int8-weights"),
+    "8 bit": ("--wire", "int8"),
 }
-VARIANTS = ("torch", "fsdp2", *FORMATS)
+"""Options of `train_lm` by variant; torch's has none of ours."""
 TIMEOUT = datetime.timedelta(minutes=3)
 WARMUP_STEPS = 2
 INTERFACE = "fsdp2"  # of each node, in its namespace
@@ -57,14 +63,10 @@ SENT = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
 
 
 def make_worker(spec: dict[str, Any]) -> workers.Handler:
-    ranks = spec["ranks"]
+    ranks, variant = spec["ranks"], spec["variant"]
     rank = workers.join_ranks(spec, ranks, TIMEOUT)
-    variant = spec["variant"]
     sharded_by = "torch" if variant == "torch" else "fsdp2"
     run = gloo.make_run(sharded_by, rank, spec["arguments"], ranks)
-    if variant in FORMATS:
-        assert isinstance(run.model, fsdp2.FSDPModule)
-        run.model.set_wire_format(**FORMATS[variant])
     burst = gloo.bursts(run, WARMUP_STEPS)
 
     def handle(request: dict[str, Any]) -> dict[str, Any]:
@@ -143,21 +145,26 @@ def _remove(name: str) -> None:
 def pools(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The ranks of every variant, each in its node."""
     arguments = ["--preset", options.preset, "--precision", options.precision, "--threads", "1"]
+    arguments += ["--grad-accum", str(options.grad_accum)]
     with ExitStack() as stack:
         nodes = stack.enter_context(network(options.nodes, options.mbit))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdp2-slow-")))
         found = {}
         for number, variant in enumerate(options.variants):
-            common = {"variant": variant, "arguments": arguments, "ranks": options.nodes}
+            where = [node for node in nodes for _ in range(options.ranks_per_node)]
+            if variant == ONE:
+                where = where[:1]
+            common = {"variant": variant, "arguments": [*arguments, *VARIANTS[variant]]}
             specs = {
                 f"{variant}, rank {rank}": {
                     **common,
+                    "ranks": len(where),
                     "rank": rank,
                     "store": str(folder / str(number)),
                     "prefix": ["ip", "netns", "exec", node],
                     "environment": {"GLOO_SOCKET_IFNAME": INTERFACE},
                 }
-                for rank, node in enumerate(nodes)
+                for rank, node in enumerate(where)
             }
             own = stack.enter_context(workers.pool("slow_link", specs, at_once=True))
             found[variant] = workers.Ranks(list(own.values()))
@@ -205,13 +212,29 @@ def table(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[object, .
     return ("variant", "ms per step", "MB sent per node", "times torch's speed", "loss"), rows
 
 
+def where(options: dict[str, Any]) -> str:
+    """How many nodes, ranks and micro-batches, and how fast links are."""
+    ranks, batches = options["ranks_per_node"], options["grad_accum"]
+    return (
+        f"{options['nodes']} nodes of {ranks} rank{'s' if ranks > 1 else ''}, links of "
+        f"{options['mbit']:g} Mbit/s, {batches} micro-batch{'es' if batches > 1 else ''} per step"
+    )
+
+
+def page_table(results: dict[str, Any]) -> str:
+    """Where it ran, and the table in Markdown."""
+    return f"{where(results['options'])}:\n\n{stats.markdown(*table(results))}"
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The training step of train_lm, slow network.")
-    parser.add_argument("--nodes", type=int, default=2, help="of one rank each (default 2)")
+    parser.add_argument("--nodes", type=int, default=2, help="default 2")
+    parser.add_argument("--ranks-per-node", type=int, default=1, help="default 1")
+    parser.add_argument("--grad-accum", type=int, default=1, help="micro-batches (default 1)")
     parser.add_argument("--mbit", type=float, default=200.0, help="per second (default 200)")
     parser.add_argument("--preset", choices=gloo.PRESETS, default="small")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
-    common.add_variants(parser, VARIANTS)
+    common.add_variants(parser, list(VARIANTS))
     common.add_timing(parser, 3, rounds=5, device=None, clock=False)
     return parser.parse_args(arguments)
 
@@ -222,8 +245,8 @@ def main(arguments: list[str] | None = None) -> None:
     if reason is not None:
         raise SystemExit(f"slow_link: {reason}")
     print(
-        f"train_lm --preset {options.preset}, {options.precision}, {options.nodes} nodes of one "
-        f"rank, links of {options.mbit:g} Mbit/s\n{stats.describe(stats.environment('cpu'))}\n"
+        f"train_lm --preset {options.preset}, {options.precision}, {where(vars(options))}\n"
+        f"{stats.describe(stats.environment('cpu'))}\n"
     )
     result = measure(options)
     print(stats.table(*table(result)))

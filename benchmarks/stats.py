@@ -103,12 +103,16 @@ def describe(facts: dict[str, Any]) -> str:
     return f"torch {facts['torch']}, Python {facts['python']}, {on}"
 
 
-def write_json(path: str | Path | None, device_type: str, results: object) -> None:
+def write_json(
+    path: str | Path | None, device_type: str, results: object, *, timed: bool = True
+) -> None:
     """Keep results and what they depend on in a file, if one was asked for.
 
-    Prints whether the machine was quiet: call it last.
+    Prints whether the machine was quiet, unless nothing is ``timed``: call it last.
     """
     facts = environment(device_type)
+    if not timed:
+        facts.pop("taken", None)
     if "taken" in facts:
         print(f"\nmachine: {quiet.Found(**facts['taken'])}")
     if path is None:

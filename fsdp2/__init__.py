@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from fsdp2.planning.planner import Plan, plan
     from fsdp2.reports import GroupReport, Report, group_reports, report
     from fsdp2.tracing import trace
+    from fsdp2.wire import WireFormat
     from fsdp2.wrap import (
         Choice,
         CustomPolicy,
@@ -94,6 +95,7 @@ __all__ = [
     "ShardingStateError",
     "UnitReport",
     "UnshardHandle",
+    "WireFormat",
     "always_wrap_policy",
     "any_wrap_policy",
     "checkpoint",
@@ -143,6 +145,7 @@ _LATER = {
     "planning.planner": ("Plan", "plan"),
     "reports": ("GroupReport", "Report", "group_reports", "report"),
     "tracing": ("trace",),
+    "wire": ("WireFormat",),
     "wrap": (
         *("Choice", "CustomPolicy", "ModuleWrapPolicy", "ShardReport", "UnitReport"),
         *("always_wrap_policy", "any_wrap_policy", "chosen_modules", "deferred", "enable_wrap"),

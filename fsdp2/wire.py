@@ -8,6 +8,7 @@ module.set_wire_format(gather=, reduce=, exact=, exact_below=)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypedDict
 
 from torch import nn
 
@@ -20,6 +21,21 @@ from fsdp2.core.reduce import coded as reductions
 
 Exact = Callable[[str, nn.Parameter], bool]
 """The user's choice of parameters that travel as they are, by name and parameter."""
+
+
+class WireFormat(TypedDict, total=False):
+    """Arguments of `FSDPModule.set_wire_format`, which says what each is.
+
+    Example::
+
+        slow: fsdp2.WireFormat = {"gather": "int8", "reduce": "bf16"}
+        model.set_wire_format(**slow)
+    """
+
+    gather: str | None
+    reduce: str | None
+    exact: Exact | None
+    exact_below: int
 
 
 def set_wire_format(

@@ -18,6 +18,7 @@ from typing import NoReturn
 import torch
 
 from .model import PRESETS, ModelConfig
+from .wire import FORMATS
 
 MAX_LOCAL_RANKS_PER_CPU = 16
 MAX_SEED = 2**63 - 1
@@ -98,6 +99,7 @@ class Options:
     cpu_offload: bool
     optimizer: str  # "adamw" or "muon"
     lora: int | None  # the adapters' rank; None trains the weights themselves
+    wire: str  # the format that parameters and gradients are sent in
     checkpoint: Path | None
     checkpoint_every: int
     checkpoint_async: bool
@@ -173,6 +175,7 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
         cpu_offload=args.cpu_offload,
         optimizer=args.optimizer,
         lora=args.lora,
+        wire=args.wire,
         checkpoint=args.checkpoint,
         checkpoint_every=args.checkpoint_every or 50,
         checkpoint_async=args.checkpoint_async,
@@ -315,6 +318,12 @@ def _add_parallelism(parser: argparse.ArgumentParser) -> None:
         "--cpu-offload",
         action="store_true",
         help="keep shards, gradients and optimizer states in host memory",
+    )
+    add(
+        "--wire",
+        choices=list(FORMATS),
+        default="exact",
+        help="what ranks send: numbers as they are (exact), or fewer bytes",
     )
     add(
         "--lora",

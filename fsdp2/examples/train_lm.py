@@ -41,6 +41,7 @@ from . import checkpointing, data, launch, lora, parallel, reporting
 from .checkpointing import RunState
 from .model import Block, Transformer, reset_parameters, token_losses
 from .options import GivenRanks, Options, UsageError, parse
+from .wire import FORMATS
 
 MODULE = "fsdp2.examples.train_lm"
 HELD_OUT_SEQUENCES = 128
@@ -220,7 +221,13 @@ def build_model(options: Options, device: torch.device, mesh: DeviceMesh) -> Tra
         if isinstance(part, Block):
             _shard(part, own, options, device)
     _shard(model, own, options, device)
+    _send_in(model, options.wire)
     return model
+
+
+def _send_in(model: nn.Module, wire: str) -> None:
+    if FORMATS[wire]:
+        cast(FSDPModule, model).set_wire_format(**FORMATS[wire])
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, options: Options, device: torch.device) -> None:
@@ -253,6 +260,7 @@ def plan_step(options: Options) -> Plan:
         for block in cast(Transformer, model).blocks:
             _shard(block, mesh, options, on)
         _shard(model, mesh, options, on)
+        _send_in(model, options.wire)
 
     ranks = (options.replicate, options.shard_size)
     try:
@@ -395,10 +403,11 @@ def _print_start(run: Run) -> None:
     if options.replicate * options.tp > 1:
         mesh = f" (replicate {options.replicate} x shard {options.shard_size} x tp {options.tp})"
     offloaded = ", shards on the CPU" if options.cpu_offload else ""
+    wire = "" if options.wire == "exact" else f", sent as {options.wire}"
     print(
         f"{options.preset}: {sum(p.numel() for p in run.params):,} parameters{trained}, "
         f"{options.precision}, {options.world_size} rank(s){mesh} on {options.device}{offloaded} "
-        f"over {options.backend}, {options.threads} thread(s) each\n"
+        f"over {options.backend}{wire}, {options.threads} thread(s) each\n"
         f"{corpus.source}: {corpus.num_files:,} files, {corpus.train.numel():,} bytes to train on, "
         f"{corpus.held_out.numel():,} held out\n"
         f"{options.steps} steps of {options.batch_size} x {options.seq_len} tokens in "

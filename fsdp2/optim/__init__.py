@@ -1,11 +1,14 @@
 """Optimizers of sharded parameters, and what is asked of their gradients.
 
-flat     FlatOptimizer: element-wise optimizers over the units' flat shards
-matrices Muon, and MatrixOptimizer: optimizers that look at whole matrices, each on its owner
-shards   step_shards: torch's optimizers over shards as plain tensors
-repoint  repoint_optimizer: optimizers that were made before `fully_shard`
-norms    clip_grad_norm_ and its parts
-clipping torch's own functions of norms, on shards that may be empty: for `install`
+flat         FlatOptimizer: element-wise optimizers over the units' flat shards
+runs         stretches of flat shards that it steps as one tensor each
+in_backward  what steps a unit's stretches as soon as their gradients are there
+offloaded    what steps a unit's stretches on the CPU, where the states are
+matrices     Muon, and MatrixOptimizer: optimizers that look at whole matrices, each on its owner
+shards       step_shards: torch's optimizers over shards as plain tensors
+repoint      repoint_optimizer: optimizers that were made before `fully_shard`
+norms        clip_grad_norm_ and its parts
+clipping     torch's own functions of norms, on shards that may be empty: for `install`
 """
 
 from fsdp2.optim import norms

@@ -30,6 +30,7 @@ from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.layout.mesh import local_of, locals_of
 from fsdp2.core.params.param import GATHERED
+from fsdp2.optim.in_backward import refuse_stepped
 from fsdp2.ranks.transfers import sum_over
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
@@ -85,6 +86,7 @@ def clip_grad_norm_(
         optimizer.step()
     """
     listed = _sharded(parameters)
+    refuse_stepped(listed, "clip_grad_norm_()")
     grads = _grads_of(listed)
     rows = locals_of(grads)
     total = _total_norm(_Members(listed, grads, rows), norm_type, error_if_nonfinite, foreach)

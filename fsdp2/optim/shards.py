@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2.optim.flat import ELEMENTWISE, ParamGroupOptions, ParamState
+from fsdp2.optim.flat import ELEMENTWISE
+from fsdp2.optim.runs import ParamGroupOptions, ParamState
 
 Closure = Callable[[], object]
 

@@ -308,6 +308,29 @@ def test_norms_and_flat_optimizer() -> None:
     assert all(norm > 0 for norm in norms)
 
 
+@pytest.mark.parametrize("case", ["usual", "mixed", "offloaded", "replicated"])
+@workers.ranks(2)
+def test_steps_in_backward(case: str) -> None:
+    """On the lane of the reduction, while COMPUTE goes on: the same bits, and no race."""
+    mesh = _mesh(device.NAME, group.COALESCING, (2,) if case != "replicated" else (2, 1))
+    losses = []
+    for early in (False, True):
+        model = _build(mesh, case if case != "replicated" else "usual")
+        optimizer = fsdp2.optim.FlatOptimizer(
+            model, torch.optim.AdamW, lr=1e-2, step_in_backward=early
+        )
+        device.races()
+        losses.append([])
+        for step in range(STEPS):
+            loss = model(_batch(step, mesh)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+        _assert_ordered()
+    assert losses[1] == losses[0]
+
+
 @pytest.mark.parametrize("case", ["usual", "offloaded"])
 @workers.ranks(2)
 def test_a_save_beside_training(tmp_path: Path, case: str) -> None:

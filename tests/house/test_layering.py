@@ -316,8 +316,10 @@ def test_only_tests_of_benchmarks_import_benchmarks() -> None:
     [
         ("reports", ["fsdp2.tracing.summaries"]),
         ("optim/clipping", ["fsdp2.optim", "fsdp2.optim.norms"]),
-        ("optim/norms", ["fsdp2.ranks"]),
-        ("optim/flat", []),
+        ("optim/norms", ["fsdp2.ranks", "fsdp2.optim.in_backward"]),
+        ("optim/runs", []),
+        ("optim/in_backward", ["fsdp2.optim.runs"]),
+        ("optim/offloaded", ["fsdp2.optim.runs"]),
         ("optim/repoint", []),
         ("wrapper_module", []),
         ("interop/identity", ["fsdp2.sharding"]),

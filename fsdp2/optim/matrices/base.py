@@ -22,7 +22,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core.layout.mesh import local_of
-from fsdp2.optim.flat import ParamGroupOptions, ParamState, wrapped
 from fsdp2.optim.matrices import exchange
 from fsdp2.optim.matrices.blocks import Split, matrices_of
 from fsdp2.optim.matrices.elementwise import Elementwise
@@ -30,6 +29,7 @@ from fsdp2.optim.matrices.exchange import Item, Stack
 from fsdp2.optim.matrices.members import MatrixMembers, Member, resolved
 from fsdp2.optim.matrices.owners import MatrixOwners
 from fsdp2.optim.matrices.plan import StepPlan, specs_of
+from fsdp2.optim.runs import ParamGroupOptions, ParamState, wrapped
 
 Params = Iterable[torch.Tensor] | Iterable[ParamGroupOptions] | Iterable[tuple[str, torch.Tensor]]
 """What torch's optimizers take."""

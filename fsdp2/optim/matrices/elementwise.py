@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core.layout.mesh import local_of
-from fsdp2.optim.flat import ParamGroupOptions, ParamState, localized, options_of, wrapped
+from fsdp2.optim.runs import ParamGroupOptions, ParamState, localized, options_of, wrapped
 
 States = Mapping[torch.Tensor, ParamState]
 

@@ -15,7 +15,6 @@ from typing import cast
 import torch
 from torch import nn
 
-from fsdp2.optim.flat import ParamGroupOptions, ParamState
 from fsdp2.optim.matrices.base import (
     Choice,
     MatrixOptimizer,
@@ -26,6 +25,7 @@ from fsdp2.optim.matrices.base import (
 )
 from fsdp2.optim.matrices.blocks import Split
 from fsdp2.optim.matrices.newton_schulz import COEFFICIENTS, EPS, STEPS, flops, orthogonalized
+from fsdp2.optim.runs import ParamGroupOptions, ParamState
 
 _ADJUSTED = (None, "original", "match_rms_adamw", "spectral_unclamped")
 

@@ -13,10 +13,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from fsdp2.optim.flat import ParamGroupOptions
 from fsdp2.optim.matrices.exchange import Item, Wave
 from fsdp2.optim.matrices.members import Line, MatrixMembers, Member, first_group
 from fsdp2.optim.matrices.owners import MatrixOwners, Tally, Weight, assign, join_units
+from fsdp2.optim.runs import ParamGroupOptions
 
 Weigh = Callable[[Item], Weight]
 

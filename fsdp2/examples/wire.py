@@ -1,0 +1,17 @@
+"""Formats in which parameters and gradients are sent, by the name that ``--wire`` takes.
+
+A name stands for arguments of `FSDPModule.set_wire_format`. The guide "Train over a slow network"
+says what each sends, and what it costs in accuracy.
+"""
+
+from __future__ import annotations
+
+from fsdp2 import WireFormat
+
+FORMATS: dict[str, WireFormat] = {
+    "exact": {},
+    "bf16-sums": {"reduce": "bf16"},
+    "int8-sums": {"reduce": "int8"},
+    "int8-weights": {"gather": "int8", "reduce": "bf16"},
+    "int8": {"gather": "int8", "reduce": "int8"},
+}

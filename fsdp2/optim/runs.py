@@ -1,0 +1,348 @@
+"""Stretches of flat shards that are stepped as one tensor each, in sections.
+
+    flat shard   [ a a a | b b | c | pad ]   rows of A, B and C on this rank
+    runs         [ a a a   b b   c ]         what the inner optimizer of a section steps
+    state        exp_avg: [ a a a b b c ]    rows of it are the parameters'
+
+A *run* is a stretch of one flat shard whose parameters belong to one parameter group and have been
+stepped alike. A *section* is the runs that are stepped at one time, with an inner optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from operator import attrgetter, is_
+from typing import Any, TypeGuard, cast
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass
+from torch.distributed.tensor import DTensor
+
+from fsdp2.core.device.buffers import FlatBuffer, separate
+from fsdp2.core.layout.layout import Transport
+from fsdp2.core.layout.mesh import local_of, with_dtype, wrap_local
+from fsdp2.core.modules.registry import records_below
+
+_address = torch.Tensor.data_ptr
+_is_contiguous = torch.Tensor.is_contiguous
+_dtype = attrgetter("dtype")
+
+ParamState = dict[str, Any]
+"""What an optimizer keeps for one parameter: momenta, step counts, whatever its class knows."""
+
+
+ParamGroupOptions = dict[str, object]
+"""A parameter group: the parameters, and the options that they are stepped with."""
+
+
+class Section:
+    """Runs that are stepped together: all of an optimizer's, or those of one unit's parameters.
+
+    Args:
+        make_inner: makes an optimizer of the class.
+        members: the parameters; ``None``: all of the optimizer's.
+
+    Attributes:
+        members: as they were given.
+        runs: stretches of flat shards that are stepped as one tensor each.
+        stale: whether the runs must be made anew.
+    """
+
+    def __init__(
+        self,
+        make_inner: Callable[..., torch.optim.Optimizer],
+        members: Set[torch.Tensor] | None = None,
+    ) -> None:
+        self.members = members
+        self.runs: list[Stretch] = []
+        self.stale = True
+        self._make_inner = make_inner
+        self._inner: torch.optim.Optimizer | None = None
+
+    def states(self) -> dict[torch.Tensor, ParamState]:
+        """Of each parameter, what its run has of it."""
+        found: dict[torch.Tensor, ParamState] = {}
+        for run in self.runs:
+            assert self._inner is not None
+            inner = self._inner.state.get(run.stepped, {})
+            for param, start in zip(run.params, run.starts, strict=True) if inner else ():
+                found[param] = {
+                    key: _part_of(value, run, param, start) for key, value in inner.items()
+                }
+        return found
+
+    def drop(self) -> None:
+        """Forget runs and their state."""
+        self.runs = []
+        self.stale = True
+
+    def set_gradients(self) -> bool:
+        """Give every run its gradient; ``False`` if one does not fit its parameters any more."""
+        with DisableTorchFunctionSubclass():  # which every look at a DTensor would ask for
+            return all(run.set_gradient() for run in self.runs)
+
+    def cut(
+        self,
+        groups: Sequence[ParamGroupOptions],
+        places: Mapping[torch.Tensor, tuple[FlatBuffer, int]],
+        loaded: Mapping[torch.Tensor, ParamState],
+    ) -> None:
+        """Make the runs anew, from where parameters are, what state and whether gradients.
+
+        Args:
+            groups: the optimizer's parameter groups.
+            places: where parameters lie in flat shards.
+            loaded: localized state that no run has yet.
+        """
+        states = {param: localized(state) for param, state in self.states().items()}
+        states.update(loaded)
+        cut = [
+            list(map(self.placed, _runs_of(self._own(group), places, states))) for group in groups
+        ]
+        self._inner = self._make_inner(
+            [
+                {"params": [run.stepped for run in runs], **options_of(group)}
+                for group, runs in zip(groups, cut, strict=True)
+            ]
+        )
+        self.runs = [run for runs in cut for run in runs]
+        for run in self.runs:
+            kept = [states[param] for param in run.params if param in states]
+            if kept:  # of all, or of none
+                self._inner.state[run.stepped] = self.kept(_joined(run, kept))
+        self.stale = False
+
+    def placed(self, run: Stretch) -> Stretch:
+        """A run that was made, and is to be stepped where it is."""
+        return run
+
+    def kept(self, state: ParamState) -> ParamState:
+        """State of a run that was there before, where a step wants it."""
+        return state
+
+    def _own(self, group: ParamGroupOptions) -> list[torch.Tensor]:
+        params = cast("list[torch.Tensor]", group["params"])
+        members = self.members
+        return params if members is None else [param for param in params if param in members]
+
+    def step(self, groups: Sequence[ParamGroupOptions]) -> None:
+        """Step what has a gradient, with the options that the groups have now."""
+        assert self._inner is not None
+        for group, inner in zip(groups, self._inner.param_groups, strict=True):
+            inner.update(options_of(group))
+        self._inner.step()
+        for run in self.runs:
+            run.drop_gradient()
+
+    def written(self, groups: Sequence[ParamGroupOptions]) -> list[ParamGroupOptions]:
+        """What the last step has written into groups' options: a class may keep count there."""
+        assert self._inner is not None
+        return [
+            {key: value for key, value in options_of(inner).items() if value is not group.get(key)}
+            for group, inner in zip(groups, self._inner.param_groups, strict=True)
+        ]
+
+    def hand_back(self, groups: Sequence[ParamGroupOptions]) -> None:
+        """Write into groups what a step has written there: a class may keep count in them."""
+        assert self._inner is not None
+        for group, inner in zip(groups, self._inner.param_groups, strict=True):
+            group.update(options_of(inner))
+
+
+@dataclass
+class Stretch:
+    """Parameters whose rows lie side by side, and the one tensor over them.
+
+    Attributes:
+        params: as `param_groups` has them.
+        rows: this rank's rows of each, as they were when the run was made.
+        flat: 1-D over all rows; for a single parameter its rows, of their own shape.
+        starts: where each one's rows begin in ``flat``.
+        stepped: what the inner optimizer steps: ``flat``, or what stands for it on the host.
+        sharded: whether the parameters are DTensors; one that is not is stepped as it is.
+    """
+
+    params: Sequence[torch.Tensor]
+    rows: list[torch.Tensor]
+    flat: torch.Tensor
+    starts: list[int] = field(default_factory=list)
+    sharded: bool = False
+    stepped: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        start = 0
+        for rows in self.rows:
+            self.starts.append(start)
+            start += rows.numel()
+        self.sharded = isinstance(self.params[0], DTensor)
+        self.stepped = self.flat
+
+    def set_gradient(self) -> bool:
+        """Set ``flat.grad`` from the parameters' gradients; ``False`` if the run must be cut."""
+        if not self.sharded:
+            return True
+        params = cast(Sequence[DTensor], self.params)
+        if not all(map(is_, [param._local_tensor for param in params], self.rows)):
+            return False
+        given = cast("list[DTensor | None]", [param.grad for param in params])
+        grads = [grad._local_tensor for grad in given if grad is not None]
+        if not grads:
+            self.flat.grad = None
+            return True
+        if len(grads) != len(params):
+            return False
+        grad = grads[0] if len(grads) == 1 else self._side_by_side(grads)
+        if grad.dtype != self.flat.dtype and grad.dtype != self.flat.grad_dtype:
+            self.flat.grad_dtype = grad.dtype
+        self.flat.grad = grad
+        return True
+
+    def drop_gradient(self) -> None:
+        """Leave gradients to the parameters, who alone say when they end."""
+        if self.flat is not self.params[0]:
+            self.flat.grad = None
+
+    def _side_by_side(self, grads: list[torch.Tensor]) -> torch.Tensor:
+        """All gradients as one tensor: a view, if that is how they lie."""
+        first = grads[0]
+        begin, itemsize = first.data_ptr(), first.itemsize
+        if (
+            list(map(_address, grads)) == [begin + start * itemsize for start in self.starts]
+            and all(map(_is_contiguous, grads))
+            and len(set(map(_dtype, grads))) == 1
+            and first.untyped_storage().data_ptr() == grads[-1].untyped_storage().data_ptr()
+        ):
+            return first.as_strided((self.flat.numel(),), (1,))
+        return torch.cat([grad.reshape(-1) for grad in grads])
+
+
+def options_of(group: ParamGroupOptions) -> ParamGroupOptions:
+    """What a parameter group says of how its parameters are stepped."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def places_of(model: nn.Module) -> dict[torch.Tensor, tuple[FlatBuffer, int]]:
+    """The flat shard that holds a parameter's rows, and their start in it, in bytes."""
+    found: dict[torch.Tensor, tuple[FlatBuffer, int]] = {}
+    for group in (group for record in records_below(model) for group in record.unit.own_groups):
+        for segment in group.layout.segments if group.layout is not None else ():
+            if segment.transport is Transport.EXTENSION:
+                continue  # tensor subclasses, with memory of their own
+            for slot in segment.slots:
+                if group.params[slot.index].order is not None:
+                    continue  # its rows are not in the order of the shard
+                param = group.params[slot.index].sharded
+                start = segment.shard_byte_offset + slot.shard_offset * param.dtype.itemsize
+                rows = local_of(param)
+                # Not of one that was moved since.
+                if rows.numel() and rows.data_ptr() == group.shard.storage.data_ptr() + start:
+                    found[param] = group.shard, start
+    return found
+
+
+def _runs_of(
+    params: Iterable[torch.Tensor],
+    places: Mapping[torch.Tensor, tuple[FlatBuffer, int]],
+    states: Mapping[torch.Tensor, ParamState],
+) -> Iterator[Stretch]:
+    """Cut one parameter group into runs."""
+    alone: list[torch.Tensor] = []
+    managed: dict[FlatBuffer, list[tuple[int, torch.Tensor]]] = {}
+    for param in params:
+        if param in places:
+            shard, start = places[param]
+            managed.setdefault(shard, []).append((start, param))
+        else:
+            alone.append(param)
+    for shard, members in managed.items():
+        members.sort(key=lambda member: member[0])
+        run: list[torch.Tensor] = []
+        begin = end = 0
+        for start, param in members:
+            if run and not (start == end and _alike(run[-1], param, states)):
+                yield _make_run(run, shard, begin)
+                run = []
+            if not run:
+                begin = start
+            run.append(param)
+            end = start + local_of(param).numel() * param.dtype.itemsize
+        yield _make_run(run, shard, begin)
+    for param in alone:
+        rows = local_of(param)
+        yield Stretch(
+            [param], [rows], nn.Parameter(rows.detach()) if isinstance(param, DTensor) else param
+        )
+
+
+def _make_run(params: list[torch.Tensor], shard: FlatBuffer, begin: int) -> Stretch:
+    rows = [local_of(param) for param in params]
+    if len(rows) == 1:
+        return Stretch(params, rows, nn.Parameter(rows[0].detach()))
+    total = sum(each.numel() for each in rows)
+    return Stretch(params, rows, nn.Parameter(shard.view(params[0].dtype, begin, (total,))))
+
+
+def _alike(
+    before: torch.Tensor, param: torch.Tensor, states: Mapping[torch.Tensor, ParamState]
+) -> bool:
+    """Whether two neighbours are stepped by one call: same dtype, history, and now."""
+    if before.dtype != param.dtype or (before.grad is None) != (param.grad is None):
+        return False
+    first, second = states.get(before), states.get(param)
+    if first is None or second is None:
+        return first is second
+    return first.keys() == second.keys() and all(
+        _same(first[key], second[key], before, param) for key in first
+    )
+
+
+def _same(first: object, second: object, before: torch.Tensor, param: torch.Tensor) -> bool:
+    """Whether two entries of state can become one: both a value an element, or equal."""
+    if _is_elementwise(first, before) and _is_elementwise(second, param):
+        return bool(first.dtype == second.dtype)
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return torch.equal(first, second)
+    return type(first) is type(second) and bool(first == second)
+
+
+def _is_elementwise(value: object, param: torch.Tensor) -> TypeGuard[torch.Tensor]:
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return False
+    return value.shape == local_of(param).shape
+
+
+def _joined(run: Stretch, states: Sequence[ParamState]) -> ParamState:
+    """One state for a run, of the states of its parameters."""
+    if len(states) == 1:
+        return dict(states[0])
+    joined: ParamState = {}
+    for key, value in states[0].items():
+        if _is_elementwise(value, run.params[0]):
+            joined[key] = torch.cat([state[key].reshape(-1) for state in states])
+        else:
+            joined[key] = value
+    return joined
+
+
+# ---- state by parameter
+
+
+def _part_of(value: object, run: Stretch, param: torch.Tensor, start: int) -> object:
+    """What of a run's state belongs to one parameter."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != run.flat.shape or value.dim() == 0:
+        return value.clone()  # a step count: each parameter has its own
+    return wrapped(separate(value, start, tuple(local_of(param).shape)), param)
+
+
+def wrapped(value: object, param: torch.Tensor) -> object:
+    if _is_elementwise(value, param) and isinstance(param, DTensor):
+        return wrap_local(value, with_dtype(param._spec, value.dtype))
+    return value
+
+
+def localized(state: ParamState) -> ParamState:
+    return {key: local_of(value) for key, value in state.items()}
