@@ -130,8 +130,8 @@ __all__ = [
     "trace",
     "transformer_auto_wrap_policy",
     "uninstall",
-    "wire_state",
     "whole_below",
+    "wire_state",
     "wrap_modules",
     "xla",
 ]
