@@ -103,7 +103,7 @@ def random_tree(rng: random.Random, plain: bool = False, tied: bool = True) -> N
 
     Args:
         rng: where they come from.
-        plain: whether all outputs and inputs are in use.
+        plain: whether all outputs and inputs are in use, and all parameters are sharded.
         tied: whether some nodes may use parameters of others.
     """
     budget = rng.randint(2, MAX_NODES)
@@ -130,7 +130,8 @@ def random_tree(rng: random.Random, plain: bool = False, tied: bool = True) -> N
     shuffle_calls(rng, root)
     if tied:
         tie_some(root)
-    keep_some_whole(root)
+    if not plain:
+        keep_some_whole(root)
     return root
 
 
