@@ -32,6 +32,7 @@ class NodeRows(GatherTransport):
         between: collectives of the ranks that share rows.
         kernels: memory and copies.
         device: where the rows are.
+        codec: name of the transport of coded segments.
 
     Attributes:
         rows: the buffer; allocated when this is made.
@@ -46,11 +47,12 @@ class NodeRows(GatherTransport):
         between: Collectives,
         kernels: Kernels,
         device: torch.device,
+        codec: str | None = None,
     ) -> None:
         self.rows: TransientBuffer = kernels.transient(pieces.full_bytes, f"node rows of {name}")
         self.stays = False
         self._transports = make_transports(
-            pieces.segments, shard, self.rows, between, kernels, None, device
+            pieces.segments, shard, self.rows, between, kernels, None, device, codec
         )
         self._own = Route(self._transports)
         self._inside = Route(())

@@ -134,7 +134,7 @@ def bind_reduction(
     if alone:  # nothing travels: a gradient of the result's dtype becomes ``.grad`` as it is
         gradients.keep_apart()  # autograd's, of memory of their own
         spec = replace(spec, reduce_dtype=spec.result_dtype, keep=False)
-    if spec.codec is not None:  # each rank sums by itself
+    if spec.codec is not None or spec.between_codec is not None:  # each rank sums by itself
         spec = replace(spec, sum_only=True)
     chosen = transport_of(spec, slots, direct, collectives.size, alone)
     where = (rank, collectives.size, spec.reduce_dtype, needs_flat)

@@ -80,6 +80,7 @@ class Bindable(Protocol):
     params: list[ShardedParam]
     options: GroupOptions
     layout: GroupLayout | None
+    pieces: GroupLayout | None
     shard: FlatBuffer
     runtime: Runtime
     collectives: Collectives
@@ -92,10 +93,6 @@ class Bindable(Protocol):
     @property
     def between(self) -> Collectives | None:
         """Of the ranks that hold pieces of the same rows."""
-
-    @property
-    def pieces(self) -> GroupLayout | None:
-        """Where these are."""
 
     @property
     def shard_layout(self) -> GroupLayout | None:
@@ -238,7 +235,8 @@ class Bound:
         self.nodes: NodeRows | None = None
         if group.between is not None:
             kernels = group.runtime.kernels
-            self.nodes = NodeRows(group.name, masters, shard, group.between, kernels, group.device)
+            own = group.name, masters, shard, group.between, kernels, group.device
+            self.nodes = NodeRows(*own, group.options.wire.between_gather)
             shard, segments = self.nodes.rows, node_segments(layout)
         self.transports: list[GatherTransport] = make_transports(
             [s for s in segments if s.transport is not Transport.EXTENSION],

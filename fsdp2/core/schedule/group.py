@@ -74,6 +74,8 @@ class ParamGroup:
             their own.
         smaller_group: the group to reshard to after forward, if not this one or none.
         layout: where each parameter's rows are; ``None`` where a move of them was interrupted.
+        pieces: where the pieces of these rows are that this rank keeps, with masters sharded over
+            two levels; ``None`` elsewhere.
         shard: this rank's rows of all parameters but extended ones, as ``layout`` says, or their
             pieces.
         bound: all that binding has made of it; ``None`` before the first use.
@@ -98,6 +100,7 @@ class ParamGroup:
         "offload",
         "options",
         "params",
+        "pieces",
         "reducers",
         "replicas",
         "runtime",
@@ -126,6 +129,7 @@ class ParamGroup:
         self._gathered_event: Event = None
         self._loaded_event: Event = None
         self.layout: GroupLayout | None = None
+        self.pieces: GroupLayout | None = None
         self.shard: FlatBuffer
         self.adopt()
 
@@ -219,11 +223,6 @@ class ParamGroup:
         return self.runtime.between
 
     @property
-    def pieces(self) -> GroupLayout | None:
-        """Where the pieces of these rows are that this rank keeps; ``None`` where it keeps all."""
-        return None if self.layout is None else self._pieces_of(self.layout)
-
-    @property
     def shard_layout(self) -> GroupLayout | None:
         """Where what optimizers step is in the flat shard: of rows, or of their pieces."""
         return self.pieces or self.layout
@@ -255,7 +254,7 @@ class ParamGroup:
             with torch.no_grad():
                 for slot, target in zip(segment.slots, targets, strict=True):
                     self.params[slot.index].adopt(slot, target)
-        self.layout = layout
+        self.layout, self.pieces = layout, pieces
         self.shard = shard
 
     def _plan(self, shapes: Sequence[ParamShape]) -> GroupLayout:
@@ -266,10 +265,11 @@ class ParamGroup:
         if self.between is None:
             return None
         rank, between = self.collectives.rank, self.between
-        key = ("pieces", rank, between.size, between.coalesces)
-        return layout.once(
-            key, lambda: pieces_layout(layout, rank, between.size, between.coalesces)
-        )
+        coded: frozenset[int] = frozenset()
+        if self.options.wire.between_gather is not None:
+            coded = frozenset(i for i, param in enumerate(self.params) if not param.exact)
+        facts = rank, between.size, between.coalesces, coded
+        return layout.once(("pieces", *facts), lambda: pieces_layout(layout, *facts))
 
     def _new_shard(self, layout: GroupLayout) -> FlatBuffer:
         on_meta, kernels = any(param.is_meta for param in self.params), self.runtime.kernels
@@ -282,7 +282,7 @@ class ParamGroup:
         self.rebind()
         layout = self._plan(shapes_of(self.params, self.options))
         before = self.layout
-        if layout == before:
+        if layout == before and self._pieces_of(layout) == self.pieces:
             return
         as_large = before is not None and before.shard_bytes == layout.shard_bytes
         if (
@@ -406,7 +406,7 @@ class ParamGroup:
         before = None if self.bound is None else self.layout
         BIND.debug("'%s' binds: %s", self.name, BindReason(before, shapes, moved))
         layout = self._plan(shapes)
-        if layout != self.layout or moved:
+        if layout != self.layout or moved or self._pieces_of(layout) != self.pieces:
             self._move_to(layout)
 
     def _reduce_anew(self) -> None:
