@@ -62,8 +62,8 @@ class GroupReport:
             what is above counts inside a node then; ``None`` elsewhere.
         between_gathers: all-gathers between nodes per step of one micro-batch: one if node rows
             are kept, which more micro-batches do not add to.
-        between_format: formats of gathers and reductions between nodes, as in "int8 / int4"; ``None``
-            where all travels as it is.
+        between_format: formats of gathers and reductions between nodes, as in "int8 / int4";
+            ``None`` where all travels as it is.
         between_bytes: bytes that these and one reduce-scatter between nodes put together and take
             on each rank, padding and marks included.
         flattened: names of the mesh dims that the shard axis was flattened from
