@@ -17,6 +17,7 @@ transports between nodes: no collective has both.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Set
 from dataclasses import dataclass, replace
 
@@ -76,6 +77,19 @@ def node_segments(layout: GroupLayout) -> list[Segment]:
         nbytes = found.shard_numel * found.full_dtype.itemsize
         start = round_up(start + nbytes, COLLECTIVE_ALIGN_BYTES)
     return segments
+
+
+def gaps(rows: Segment, rank: int) -> list[tuple[int, int]]:
+    """Start and length of each stretch of a rank's node rows that belongs to no parameter."""
+    found = []
+    end = 0
+    for slot in sorted(rows.slots, key=lambda slot: slot.shard_offset):
+        if slot.shard_offset > end:
+            found.append((end, slot.shard_offset - end))
+        end = slot.shard_offset + math.prod(slot.local_shape(rank))
+    if rows.shard_numel > end:
+        found.append((end, rows.shard_numel - end))
+    return found
 
 
 def pieces_layout(

@@ -238,6 +238,8 @@ class Bound:
             own = group.name, masters, shard, group.between, kernels, group.device
             self.nodes = NodeRows(*own, group.options.wire.between_gather)
             shard, segments = self.nodes.rows, node_segments(layout)
+            coded = [s for s in segments if s.transport is Transport.CODED]
+            self.nodes.fill_gaps(coded, group.collectives.rank)
         self.transports: list[GatherTransport] = make_transports(
             [s for s in segments if s.transport is not Transport.EXTENSION],
             shard,
