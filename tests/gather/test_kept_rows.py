@@ -151,6 +151,28 @@ def test_micro_batches_whose_gradients_wait(log: CallLog) -> None:
     assert gathers(log) == 0
 
 
+def test_reductions_that_are_not_waited_for(log: CallLog) -> None:
+    model = build(offload_policy=fsdp2.CPUOffloadPolicy(pin_memory=False))
+    model.set_is_last_backward(False)
+    for micro in range(3):
+        both(model)
+        assert gathers(log) == (UNITS if micro == 0 else 0)
+
+
+def test_hooks_on_gradients_may_step(log: CallLog) -> None:
+    """Of one parameter; others' gradients stay."""
+
+    def step(param: Tensor) -> None:
+        assert param.grad is not None
+        param.data.sub_(param.grad)
+
+    model = build()
+    model[1].weight.register_post_accumulate_grad_hook(step)
+    for _ in range(3):
+        both(model)
+        assert gathers(log) == UNITS
+
+
 def test_a_checkpoint_runs_again_with_the_same_rows(log: CallLog) -> None:
     from torch.utils.checkpoint import checkpoint
 
