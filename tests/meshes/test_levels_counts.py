@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -172,6 +173,26 @@ def test_the_report_tells(sent: Axes) -> None:
         counted = sent.bytes["gather between"] + sent.bytes["reduce between"]
         assert sum(group.between_bytes for group in report.groups) == counted
         assert f"between {NODES} ({times})" in str(report)
+
+
+def test_plans_tell_nodes_apart() -> None:
+    def planned(keep: bool) -> Any:
+        def shard(model: Any, mesh: Any) -> None:
+            for module in (*model, model):
+                fsdp2.fully_shard(module, mesh=fsdp2.Levels(mesh))
+            model.set_keep_rows(keep)
+
+        def build() -> nn.Module:
+            return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+        shape = (NODES, LOCAL)
+        return str(fsdp2.plan(build, lambda: torch.ones(2, WIDTH), shard=shard, mesh=shape))
+
+    assert "kept rows" in planned(True)
+    once, twice = (re.search(r"and ([\d.]+) kB to others", planned(k)) for k in (True, False))
+    assert once is not None
+    assert twice is not None
+    assert float(once[1]) < float(twice[1])
 
 
 # -- formats --------------------------------------------------------------------------------------
