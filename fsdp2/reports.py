@@ -373,7 +373,8 @@ def _between_format(wire: Wire) -> str | None:
 
 def _between(group: ParamGroup, trained: Set[int], gathers: int) -> int:
     """Bytes of a step's collectives between nodes."""
-    pieces, between, wire = group.pieces, group.between, group.options.wire
+    assert group.layout is not None
+    pieces, between, wire = group.layout.pieces, group.between, group.options.wire
     if pieces is None or between is None:
         return 0
     gathered = 0

@@ -160,11 +160,23 @@ def bind_reduction(
     crossing = None
     if between is not None:
         crossing = pieces_reduce(
-            between.of(slots), between.collectives, spec, division.replicas, kernels
+            between.of(slots),
+            between.collectives,
+            spec,
+            division.replicas,
+            kernels,
+            _coded_pieces() if spec.between_codec is not None else None,
         )
     parts = _parts(gradients, context, chosen(context), replicas, crossing, alone)
     full, partial = parts.programs()
     return Reduction(gradients, parts.transport, parts.partial_sums, parts.kept, full, partial)
+
+
+def _coded_pieces() -> type[PiecesReduce]:
+    """Who does not use it does not load it."""
+    from fsdp2.core.reduce.coded_levels import CodedPieces
+
+    return CodedPieces
 
 
 def _copies(replicas: Replicas | None, pieces: Pieces | None) -> int:

@@ -206,6 +206,7 @@ def pieces_reduce(
     spec: ReductionSpec,
     kind: ReduceKind,
     kernels: Kernels,
+    coded: type[PiecesReduce] | None = None,
 ) -> PiecesReduce:
     """The transport between nodes.
 
@@ -215,19 +216,16 @@ def pieces_reduce(
         spec: what sets the reduction's steps.
         kind: how it reduces.
         kernels: memory and copies.
+        coded: the transport of sums in fewer bytes, if they travel so.
     """
     dtype = spec.reduce_dtype
     collectives = collectives_of(dtype, collectives)
-    name = spec.between_codec if any(slot.shard_numel for slot in slots) else None
-    flat = plan_pieces(slots, collectives.rank, dtype, name is not None)
+    chosen = coded if coded is not None and any(s.shard_numel for s in slots) else PiecesReduce
+    flat = plan_pieces(slots, collectives.rank, dtype, not chosen.carries_marks)
     assert flat.marks is not None
     small = spec.hook is not None
     marks = PresenceMarks(collectives.size, flat.marks, (dtype,), small, kernels)
     division = Division(None, kind, kind, None)
     own = replace(spec, grad_dtype=dtype)
     context = ReduceContext(slots, 0, own, division, flat, marks, collectives, kernels)
-    if name is None:
-        return PiecesReduce(context)
-    from fsdp2.core.reduce.coded_levels import CodedPieces  # who does not use it does not load it
-
-    return CodedPieces(context)
+    return chosen(context)

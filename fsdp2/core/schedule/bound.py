@@ -80,7 +80,6 @@ class Bindable(Protocol):
     params: list[ShardedParam]
     options: GroupOptions
     layout: GroupLayout | None
-    pieces: GroupLayout | None
     shard: FlatBuffer
     runtime: Runtime
     collectives: Collectives
@@ -363,8 +362,9 @@ class Bound:
                     direct = is_direct(spec, slot, segment.transport)
                     members.append((spec, param, slot, direct))
         runtime, pieces = group.runtime, None
-        if group.between is not None and group.pieces is not None:
-            pieces = Pieces(group.between, {slot.index: slot for slot in group.pieces.slots})
+        if group.between is not None and group.layout.pieces is not None:
+            slots = {slot.index: slot for slot in group.layout.pieces.slots}
+            pieces = Pieces(group.between, slots)
         with torch.inference_mode(False):  # tensors that a later backward writes to
             made = make_reductions(
                 members,

@@ -74,8 +74,6 @@ class ParamGroup:
             their own.
         smaller_group: the group to reshard to after forward, if not this one or none.
         layout: where each parameter's rows are; ``None`` where a move of them was interrupted.
-        pieces: where the pieces of these rows are that this rank keeps, with masters sharded over
-            two levels; ``None`` elsewhere.
         shard: this rank's rows of all parameters but extended ones, as ``layout`` says, or their
             pieces.
         bound: all that binding has made of it; ``None`` before the first use.
@@ -100,7 +98,6 @@ class ParamGroup:
         "offload",
         "options",
         "params",
-        "pieces",
         "reducers",
         "replicas",
         "runtime",
@@ -129,7 +126,6 @@ class ParamGroup:
         self._gathered_event: Event = None
         self._loaded_event: Event = None
         self.layout: GroupLayout | None = None
-        self.pieces: GroupLayout | None = None
         self.shard: FlatBuffer
         self.adopt()
 
@@ -225,7 +221,7 @@ class ParamGroup:
     @property
     def shard_layout(self) -> GroupLayout | None:
         """Where what optimizers step is in the flat shard: of rows, or of their pieces."""
-        return self.pieces or self.layout
+        return None if self.layout is None else self.layout.pieces or self.layout
 
     def adopt(self) -> None:
         """Lay the group out and move every parameter's rows into one flat shard.
@@ -239,7 +235,7 @@ class ParamGroup:
     def _move_to(self, layout: GroupLayout) -> None:
         self.rebind()
         self.layout = None  # until all have moved: where this is interrupted, all move again
-        pieces = self._pieces_of(layout)
+        pieces = layout.pieces
         kept, cut_by = (layout, self.collectives) if pieces is None else (pieces, self.between)
         assert cut_by is not None
         shard = self._new_shard(kept)
@@ -254,22 +250,20 @@ class ParamGroup:
             with torch.no_grad():
                 for slot, target in zip(segment.slots, targets, strict=True):
                     self.params[slot.index].adopt(slot, target)
-        self.layout, self.pieces = layout, pieces
+        self.layout = layout
         self.shard = shard
 
     def _plan(self, shapes: Sequence[ParamShape]) -> GroupLayout:
-        shared = self.collectives
-        return layout_of(shapes, shared.size, shared.coalesces, self.options.pack_below)
-
-    def _pieces_of(self, layout: GroupLayout) -> GroupLayout | None:
-        if self.between is None:
-            return None
-        rank, between = self.collectives.rank, self.between
+        shared, between = self.collectives, self.between
+        layout = layout_of(shapes, shared.size, shared.coalesces, self.options.pack_below)
+        if between is None:
+            return layout
         coded: frozenset[int] = frozenset()
         if self.options.wire.between_gather is not None:
             coded = frozenset(i for i, param in enumerate(self.params) if not param.exact)
-        facts = rank, between.size, between.coalesces, coded
-        return layout.once(("pieces", *facts), lambda: pieces_layout(layout, *facts))
+        facts = shared.rank, between.size, between.coalesces, coded
+        pieces = layout.once(("pieces", *facts), lambda: pieces_layout(layout, *facts))
+        return dataclasses.replace(layout, pieces=pieces)
 
     def _new_shard(self, layout: GroupLayout) -> FlatBuffer:
         on_meta, kernels = any(param.is_meta for param in self.params), self.runtime.kernels
@@ -282,7 +276,7 @@ class ParamGroup:
         self.rebind()
         layout = self._plan(shapes_of(self.params, self.options))
         before = self.layout
-        if layout == before and self._pieces_of(layout) == self.pieces:
+        if layout == before:
             return
         as_large = before is not None and before.shard_bytes == layout.shard_bytes
         if (
@@ -406,7 +400,7 @@ class ParamGroup:
         before = None if self.bound is None else self.layout
         BIND.debug("'%s' binds: %s", self.name, BindReason(before, shapes, moved))
         layout = self._plan(shapes)
-        if layout != self.layout or moved or self._pieces_of(layout) != self.pieces:
+        if layout != self.layout or moved:
             self._move_to(layout)
 
     def _reduce_anew(self) -> None:
