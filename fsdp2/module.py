@@ -29,7 +29,13 @@ from fsdp2.comm_memory import (
     SymmetricReduceScatter,
     conflicting,
 )
-from fsdp2.core.config import EXACT_BELOW, MixedPrecisionPolicy, ShardingStateError, Wire
+from fsdp2.core.config import (
+    EXACT_BELOW,
+    Level,
+    MixedPrecisionPolicy,
+    ShardingStateError,
+    Wire,
+)
 from fsdp2.core.custom_collectives import AllGather, MemoryComms, ReduceScatter
 from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.process_groups import ProcessGroup, backend_name, with_own_group
@@ -752,6 +758,7 @@ class FSDPModule(TorchIdentity):
         differences: bool = False,
         feedback: bool = False,
         rotate: bool = False,
+        level: Level = "all",
         exact: Callable[[str, nn.Parameter], bool] | None = None,
         exact_below: int = EXACT_BELOW,
         recurse: bool = True,
@@ -804,6 +811,10 @@ class FSDPModule(TorchIdentity):
                 matrix (random signs and a Hadamard matrix) before it is coded, and its sum by the
                 inverse: single large numbers cost their neighbours less precision. Default
                 ``False``.
+            level: which level of a mesh (`fsdp2.Levels`) the formats are for: ``"inside"`` a node,
+                ``"between"`` nodes, or ``"all"`` (default). The other level stays as it is. Where
+                there is one level, or copies (HSDP), the shard axis is inside. Differences,
+                rotation and feedback are for the inside.
             exact: called once with each parameter's name below this module and the parameter;
                 those for which it returns true travel as they are. Default ``None``: none of the
                 larger ones.
@@ -827,7 +838,7 @@ class FSDPModule(TorchIdentity):
 
         wire = Wire(gather, reduce, differences, rotate=rotate, feedback=feedback)
         module, records = cast(nn.Module, self), self._records(recurse)
-        set_wire_format(module, records, wire, exact, exact_below)
+        set_wire_format(module, records, wire, exact, exact_below, level)
 
     # ---- memory
 

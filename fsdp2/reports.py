@@ -66,8 +66,10 @@ class GroupReport:
         exact: names in the model of the parameters that travel as they are beside those.
         levels: nodes, and ranks of a node, where masters are sharded over both (`fsdp2.Levels`):
             what is above counts inside a node then; ``None`` elsewhere.
-        between_gathers: all-gathers between nodes of a step of one micro-batch: one if node rows
+        between_gathers: all-gathers between nodes per step of one micro-batch: one if node rows
             are kept, which more micro-batches do not add to.
+        between_format: formats of gathers and reductions between nodes, as in "int8 / int4";
+            ``None`` where all travels as it is.
         between_bytes: bytes that these and one reduce-scatter between nodes put together and take
             on each rank, padding and marks included.
         flattened: names of the mesh dims that the shard axis was flattened from
@@ -97,6 +99,7 @@ class GroupReport:
     exact: Sequence[str] = ()
     levels: tuple[int, int] | None = None
     between_gathers: int = 0
+    between_format: str | None = None
     between_bytes: int = 0
     flattened: Sequence[str] = ()
     kept_bytes: int = 0
@@ -166,6 +169,7 @@ def _row(found: GroupReport) -> tuple[str, ...]:
     if found.levels is not None:
         nodes, local = found.levels
         often = "once" if found.between_gathers == 1 else f"{found.between_gathers} times"
+        often += f", {found.between_format}" if found.between_format else ""
         how += f" in nodes of {local}, {amount(found.between_bytes)} between {nodes} ({often})"
     if found.flattened:
         how += f" (over {' x '.join(found.flattened)} at once)"
@@ -298,6 +302,7 @@ def _report(
         exact=[params.get(p.sharded, p.name) for p in group.params if p.exact] if coded else (),
         levels=None if group.between is None else (group.between.size, ranks),
         between_gathers=0 if group.between is None else between,
+        between_format=_between_format(wire),
         between_bytes=_between(group, trained, between),
         flattened=() if dims is None or len(dims.shard_names) < 2 else dims.shard_names,
         kept_bytes=kept,
@@ -368,27 +373,47 @@ def _reduced_numel(
     return exact, coded
 
 
+def _between_format(wire: Wire) -> str | None:
+    if wire.between_gather is None and wire.between_reduce is None:
+        return None
+    return f"{wire.between_gather or 'exact'} / {wire.between_reduce or 'exact'}"
+
+
 def _between(group: ParamGroup, trained: Set[int], gathers: int) -> int:
     """Bytes of a step's collectives between nodes."""
-    pieces, between = group.pieces, group.between
+    assert group.layout is not None
+    pieces, between, wire = group.layout.pieces, group.between, group.options.wire
     if pieces is None or between is None:
         return 0
     gathered = 0
-    reduced: Counter[torch.dtype] = Counter()  # bytes by reduce dtype: a collective each
-    members: Counter[torch.dtype] = Counter()
+    numel: Counter[tuple[torch.dtype, bool]] = Counter()  # by reduce dtype, and whether coded
+    members: Counter[tuple[torch.dtype, bool]] = Counter()
     for segment in pieces.segments:
-        gathered += segment.shard_numel * segment.full_dtype.itemsize
+        itemsize = segment.full_dtype.itemsize
+        if segment.transport is Transport.CODED and wire.between_gather is not None:
+            gathered += GATHERS[wire.between_gather].row_bytes(segment.shard_numel, itemsize)
+        else:
+            gathered += segment.shard_numel * itemsize
         for slot in segment.slots:
             if slot.index in trained:
                 param = group.params[slot.index]
                 dtype = group.options.precision.reduce_dtype or param.grad_dtype
-                reduced[dtype] += slot.shard_numel * dtype.itemsize
-                members[dtype] += 1
-    rows = sum(
-        round_up(nbytes + members[dtype] * dtype.itemsize, COLLECTIVE_ALIGN_BYTES)
-        for dtype, nbytes in reduced.items()
-    )
-    return (gathers * gathered + rows) * between.size
+                key = dtype, wire.between_reduce is not None and not param.exact
+                numel[key] += slot.shard_numel
+                members[key] += 1
+    return (
+        gathers * gathered + sum(_crossing(wire, key, numel[key], members[key]) for key in numel)
+    ) * between.size
+
+
+def _crossing(wire: Wire, key: tuple[torch.dtype, bool], numel: int, members: int) -> int:
+    """Bytes that a rank gives to one node for the sums of so many elements."""
+    (dtype, coded), name = key, wire.between_reduce
+    multiple = max(COLLECTIVE_ALIGN_BYTES // dtype.itemsize, 1)
+    if not coded or name is None:
+        return round_up(numel + members, multiple) * dtype.itemsize
+    marks = round_up(members, multiple) * dtype.itemsize
+    return REDUCTIONS[name].row_bytes(round_up(numel, multiple), dtype.itemsize) + marks
 
 
 def _why_packed(group: ParamGroup, slot: Slot) -> str:

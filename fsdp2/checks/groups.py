@@ -512,7 +512,8 @@ def _said(options: GroupOptions) -> dict[str, str]:
     """A group's options, as far as ranks must share them."""
     precision, wire = options.precision, options.wire
     chosen = [n for n in ("differences", "rotate", "feedback") if getattr(wire, n)]
-    formats = (wire.gather, wire.reduce, *chosen)
+    between = (wire.between_gather, wire.between_reduce)
+    formats = (wire.gather, wire.reduce, *chosen, *(between if any(between) else ()))
     return {
         "param_dtype": str(precision.param_dtype),
         "reduce_dtype": str(precision.reduce_dtype),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import nn
@@ -249,6 +250,8 @@ class Wire:
         rotate: whether gradients are rotated before they are coded (`core.codecs.rotated`).
         feedback: whether what a message leaves out of gradients is added to the next ones
             (`core.reduce.feedback`).
+        between_gather: as ``gather``, between the nodes of two levels.
+        between_reduce: as ``reduce``, between them.
     """
 
     gather: str | None = None
@@ -256,7 +259,12 @@ class Wire:
     differences: bool = False
     rotate: bool = False
     feedback: bool = False
+    between_gather: str | None = None
+    between_reduce: str | None = None
 
+
+Level = Literal["all", "inside", "between"]
+"""Which level of a mesh formats are for."""
 
 WHOLE = Wire()
 """All parameters and gradients travel exactly."""

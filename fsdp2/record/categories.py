@@ -32,6 +32,7 @@ _OF_GATHERS = (
     "coded differences",
     "rows of the smaller group",
 )
+_OF_NODES = "node rows"
 _OF_GRADIENTS = ("sharded gradient", "kept gradient")
 
 
@@ -41,6 +42,6 @@ def category_of(name: str) -> str:
         return GATHERED
     if name in _OF_GRADIENTS:
         return GRADIENTS
-    if name == KEPT:
+    if name == KEPT or name.startswith(_OF_NODES):
         return KEPT
     return SHARDS if name == "shard" else REDUCTIONS

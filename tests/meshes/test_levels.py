@@ -109,6 +109,42 @@ def test_frozen_and_tied_and_kept_gradients() -> None:
     parity.assert_close(*done, parity.REORDERED_FP32, "HSDP")
 
 
+FORMATS = {
+    "bf16 between": ({}, {"reduce": "bf16"}),
+    "8 bits inside, 4 between": ({"gather": "int8", "reduce": "int8"}, {"reduce": "int4"}),
+    "8 bits between": ({}, {"gather": "int8", "reduce": "int8"}),
+    "differences inside": ({"gather": "int8", "differences": True}, {"gather": "int8"}),
+}
+NEAR = parity.Tolerance(rtol=0.25, atol=0.1)
+
+
+@ranks(4)
+@pytest.mark.parametrize("formats", FORMATS)
+def test_formats_of_each_level(formats: str) -> None:
+    """Near to exact training, and all ranks compute with the same bits."""
+    inside, between = FORMATS[formats]
+    steps = meshes.micro_batches(models.DIM, 1, micro=2, steps=3)
+    before = meshes.flags_in_turn(PARTIAL, FULL)
+    model = _levels(ODD)
+    model.set_wire_format(**inside, level="inside", exact_below=8)
+    model.set_wire_format(**between, level="between", exact_below=8)
+    ours = meshes.train_micro(model, steps, before=before, make_optimizer=_sgd)
+    theirs = meshes.train_micro(_hsdp(ODD), steps, before=before, make_optimizer=_sgd)
+    parity.assert_close(ours, theirs, NEAR, "exact")
+    for layer in model.layers:
+        layer.unshard()
+        weights = layer.weight.detach().contiguous()
+        everyones = [torch.empty_like(weights) for _ in range(4)]
+        dist.all_gather(everyones, weights)
+        for other in everyones:
+            parity.assert_equal(other, weights)
+        layer.reshard()
+
+
+def _sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05)
+
+
 # -- what users see -------------------------------------------------------------------------------
 
 

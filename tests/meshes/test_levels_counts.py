@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp2
 from fsdp2.core.device import buffers
 from fsdp2.testing.null_group import init_null_group
+from tests.common.errors import raises
 
 pytestmark = pytest.mark.alone
 
@@ -33,6 +35,12 @@ class Axes:
         self.bytes: Counter[str] = Counter()
 
     def __call__(self, name: str, tensors: list[torch.Tensor]) -> None:
+        if name.startswith("all_to_all"):
+            rows = tensors[0].shape[0]
+            where = {NODES: "between", LOCAL: "inside"}[rows]
+            self.calls[f"exchange {where}"] += 1
+            self.bytes[f"exchange {where}"] += tensors[0].nbytes
+            return
         half = len(tensors) // 2
         first, second = tensors[:half], tensors[half:]
         whole, part = (second, first) if name.startswith("reduce_scatter") else (first, second)
@@ -165,3 +173,84 @@ def test_the_report_tells(sent: Axes) -> None:
         counted = sent.bytes["gather between"] + sent.bytes["reduce between"]
         assert sum(group.between_bytes for group in report.groups) == counted
         assert f"between {NODES} ({times})" in str(report)
+
+
+def test_plans_tell_nodes_apart() -> None:
+    def planned(keep: bool) -> Any:
+        def shard(model: Any, mesh: Any) -> None:
+            for module in (*model, model):
+                fsdp2.fully_shard(module, mesh=fsdp2.Levels(mesh))
+            model.set_keep_rows(keep)
+
+        def build() -> nn.Module:
+            return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+        shape = (NODES, LOCAL)
+        return str(fsdp2.plan(build, lambda: torch.ones(2, WIDTH), shard=shard, mesh=shape))
+
+    assert "kept rows" in planned(True)
+    once, twice = (re.search(r"and ([\d.]+) kB to others", planned(k)) for k in (True, False))
+    assert once is not None
+    assert twice is not None
+    assert float(once[1]) < float(twice[1])
+
+
+# -- formats --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("gather", "reduce"), [("int4", None), (None, "bf16"), ("int8", "int4")])
+@pytest.mark.parametrize("inside", [None, "int8"])
+def test_bytes_of_formats_between_nodes(
+    sent: Axes, gather: str | None, reduce: str | None, inside: str | None
+) -> None:
+    model = sharded(levels(), mp_policy=HALF)
+    model.set_wire_format(gather=inside, level="inside")
+    model.set_wire_format(gather=gather, reduce=reduce, level="between")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    sent.clear()
+    step(model, optimizer)
+    rows = NUMEL // LOCAL
+    sizes = {
+        "int8": rows + 4 * NODES * (rows // NODES // 128),
+        "int4": rows // 2 + 2 * NODES * (rows // NODES // 64),
+        "bf16": 2 * rows,
+    }
+    assert sent.bytes["gather between"] == LAYERS * (sizes[gather] if gather else 2 * rows)
+    marks = LAYERS * NODES * 16
+    if reduce:
+        assert sent.bytes["exchange between"] == LAYERS * sizes[reduce]
+        assert sent.bytes["reduce between"] == marks
+    else:
+        assert sent.bytes["reduce between"] == LAYERS * 4 * rows + marks
+    (named,) = {group.between_format for group in fsdp2.report(model).groups}
+    assert named == f"{gather or 'exact'} / {reduce or 'exact'}"
+    counted = sum(sent.bytes[f"{kind} between"] for kind in ("gather", "reduce", "exchange"))
+    assert sum(group.between_bytes for group in fsdp2.report(model).groups) == counted
+    assert {group.gather_format for group in fsdp2.report(model).groups} == {inside}
+
+
+def test_formats_of_both_levels(sent: Axes) -> None:
+    model = sharded(levels(), mp_policy=HALF)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.set_wire_format(gather="int8", reduce="int8")
+    step(model, optimizer)
+    before = [param.to_local().clone() for param in model.parameters()]
+    model.set_wire_format()  # rows move back
+    step(model, optimizer)
+    sent.clear()
+    step(model, optimizer)
+    assert sent.calls["exchange between"] == 0
+    assert {group.between_format for group in fsdp2.report(model).groups} == {None}
+    assert [param.to_local().shape for param in model.parameters()] == [b.shape for b in before]
+
+
+def test_formats_that_are_refused(sent: Axes) -> None:
+    model, flat = sharded(levels()), sharded(None)
+    with raises("wire-level"):
+        model.set_wire_format(gather="int8", level="outside")
+    with raises("wire-level-of-one"):
+        flat.set_wire_format(gather="int8", level="between")
+    for arguments in ({"differences": True}, {"feedback": True, "level": "inside"}):
+        with raises("wire-between"):
+            model.set_wire_format(gather="int8", reduce="int8", **arguments)

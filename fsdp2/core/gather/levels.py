@@ -11,6 +11,7 @@ rows alone: (N - 1) / N of 1 / L of the parameters, over N nodes of L ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -19,7 +20,8 @@ from fsdp2.core.device.collectives import Collectives, Launch, Work
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.gather.kinds import make_transports
 from fsdp2.core.gather.transport import GatherTransport, Load, Route
-from fsdp2.core.layout.layout import GroupLayout
+from fsdp2.core.layout.layout import GroupLayout, Segment
+from fsdp2.core.layout.levels import gaps
 
 
 class NodeRows(GatherTransport):
@@ -32,6 +34,7 @@ class NodeRows(GatherTransport):
         between: collectives of the ranks that share rows.
         kernels: memory and copies.
         device: where the rows are.
+        codec: name of the transport of coded segments.
 
     Attributes:
         rows: the buffer; allocated when this is made.
@@ -46,13 +49,17 @@ class NodeRows(GatherTransport):
         between: Collectives,
         kernels: Kernels,
         device: torch.device,
+        codec: str | None = None,
     ) -> None:
         self.rows: TransientBuffer = kernels.transient(pieces.full_bytes, f"node rows of {name}")
         self.stays = False
+        self._kernels = kernels
         self._transports = make_transports(
-            pieces.segments, shard, self.rows, between, kernels, None, device
+            pieces.segments, shard, self.rows, between, kernels, None, device, codec
         )
         self._own = Route(self._transports)
+        self._gaps: list[torch.Tensor] = []
+        self._zeros: list[torch.Tensor] = []
         self._inside = Route(())
         self.casts = bool(self._own.copying)
 
@@ -70,6 +77,20 @@ class NodeRows(GatherTransport):
         route.copying = [each for each in route.copying if each not in inside.copying]
         return route
 
+    def fill_gaps(self, segments: Sequence[Segment], rank: int) -> None:
+        """Let what is in node rows besides parameters be zeros, as codecs of blocks read it, too.
+
+        Args:
+            segments: of node rows, those that are coded inside.
+            rank: this process's place in the node.
+        """
+        for segment in segments:
+            dtype, start = segment.full_dtype, segment.shard_byte_offset
+            for first, length in gaps(segment, rank):
+                place = start + first * dtype.itemsize
+                self._gaps.append(self.rows.view(dtype, place, (length,)))
+                self._zeros.append(self._kernels.zeros((length,), dtype, "padding"))
+
     def acquire(self) -> None:
         self.rows.acquire()
         for transport in self._own.acquiring:
@@ -83,6 +104,8 @@ class NodeRows(GatherTransport):
         works = [work for launch in self._own.gathers if (work := launch()) is not None]
         inside = self._inside
         landing = [each.copy_out for each in self._own.finishing]
+        if self._gaps:
+            landing.append(partial(self._kernels.copy_many, self._gaps, self._zeros))
         landing += [each.copy_in for each in inside.copying]  # of node rows, which are there then
         following = _Following(works, landing, inside.gathers)
         if works:

@@ -17,6 +17,8 @@ transports between nodes: no collective has both.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -77,23 +79,46 @@ def node_segments(layout: GroupLayout) -> list[Segment]:
     return segments
 
 
-def pieces_layout(layout: GroupLayout, rank: int, ranks: int, coalesces: bool) -> GroupLayout:
-    """How a rank's rows are cut once more: a segment for each of the layout's.
+def gaps(rows: Segment, rank: int) -> list[tuple[int, int]]:
+    """Start and length of each stretch of a rank's node rows that belongs to no parameter."""
+    found = []
+    end = 0
+    for slot in sorted(rows.slots, key=lambda slot: slot.shard_offset):
+        if slot.shard_offset > end:
+            found.append((end, slot.shard_offset - end))
+        end = slot.shard_offset + math.prod(slot.local_shape(rank))
+    if rows.shard_numel > end:
+        found.append((end, rows.shard_numel - end))
+    return found
+
+
+def pieces_layout(
+    layout: GroupLayout, rank: int, ranks: int, coalesces: bool, coded: Set[int] = frozenset()
+) -> GroupLayout:
+    """How a rank's rows are cut once more: a segment for each of the layout's, or two.
 
     Args:
         layout: of the group, over the ranks of a node.
         rank: this process's place in the node.
         ranks: those that share these rows: one per node.
         coalesces: whether their backend gathers many tensors in one launch.
+        coded: positions in the group of parameters that travel between nodes in fewer bytes.
     """
     segments: list[Segment] = []
     shard_bytes = full_bytes = 0
     for segment, rows in zip(layout.segments, node_segments(layout), strict=True):
         assert segment.transport is not Transport.EXTENSION  # refused before
-        found = _pieces(segment, rows, rank, ranks, coalesces, shard_bytes)
-        segments.append(found)
-        nbytes = found.shard_numel * found.shard_dtype.itemsize
-        shard_bytes = round_up(shard_bytes + nbytes, SLOT_ALIGN_BYTES)
+        for part in (False, True):
+            members = [slot for slot in segment.slots if (slot.index in coded) is part]
+            if members:
+                found = _pieces(
+                    replace(segment, slots=tuple(members)), rows, rank, ranks, coalesces
+                )
+                if part and found.shard_numel:
+                    found = replace(found, transport=Transport.CODED)
+                segments.append(replace(found, shard_byte_offset=shard_bytes))
+                nbytes = found.shard_numel * found.shard_dtype.itemsize
+                shard_bytes = round_up(shard_bytes + nbytes, SLOT_ALIGN_BYTES)
         full_bytes = rows.shard_byte_offset + rows.shard_numel * rows.full_dtype.itemsize
     if len(segments) == 1:
         shard_bytes = segments[0].shard_numel * segments[0].shard_dtype.itemsize
@@ -101,9 +126,7 @@ def pieces_layout(layout: GroupLayout, rank: int, ranks: int, coalesces: bool) -
     return GroupLayout(world, tuple(segments), shard_bytes, full_bytes, layout.payload_bytes)
 
 
-def _pieces(
-    segment: Segment, rows: Segment, rank: int, ranks: int, coalesces: bool, shard_bytes: int
-) -> Segment:
+def _pieces(segment: Segment, rows: Segment, rank: int, ranks: int, coalesces: bool) -> Segment:
     slots: list[PieceSlot] = []
     for slot in segment.slots:
         shape, cut = slot.local_shape(rank), Cut(slot.dim)
@@ -124,6 +147,6 @@ def _pieces(
         slots=tuple(slots),
         shard_numel=round_up(offset, max(COLLECTIVE_ALIGN_BYTES // itemsize, 1)),
         full_numel=rows.shard_numel,
-        shard_byte_offset=shard_bytes,
+        shard_byte_offset=0,
         full_byte_offset=rows.shard_byte_offset,
     )

@@ -57,7 +57,7 @@ class MeshAxes:
         device: the device that holds gathered parameters, and shards unless they are offloaded.
         full: the full SPMD mesh that parameters must be DTensors on, if its dims were named.
         dims: the names.
-        levels: whether the replicate axis holds pieces of the shards instead of copies
+        levels: whether the replicate axis holds pieces of the shards, and no copies of them
             (decision 29).
         whole: whether parameters stay whole beside others that are sharded over the same ranks:
             their gradients are all-reduced together (`fsdp2.core.schedule.whole`).

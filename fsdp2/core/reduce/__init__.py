@@ -3,6 +3,7 @@
     reduction        what runs in each backward: a job collected, launched, delivered
     transport        how gradients travel: direct, cast, packed, joined, custom, local
     coded            how gradients travel in fewer bytes, summed by each rank itself
+    coded_levels     the same between nodes in fewer bytes
     kinds            which of them a reduction has
     feedback         what messages leave out of gradients, added to the next ones
     program          steps by lane; what one run of them leaves from step to step

@@ -134,7 +134,7 @@ def bind_reduction(
     if alone:  # nothing travels: a gradient of the result's dtype becomes ``.grad`` as it is
         gradients.keep_apart()  # autograd's, of memory of their own
         spec = replace(spec, reduce_dtype=spec.result_dtype, keep=False)
-    if spec.codec is not None:  # each rank sums by itself
+    if spec.codec is not None or spec.between_codec is not None:  # each rank sums by itself
         spec = replace(spec, sum_only=True)
     chosen = transport_of(spec, slots, direct, collectives.size, alone)
     where = (rank, collectives.size, spec.reduce_dtype, needs_flat)
@@ -160,11 +160,23 @@ def bind_reduction(
     crossing = None
     if between is not None:
         crossing = pieces_reduce(
-            between.of(slots), between.collectives, spec, division.replicas, kernels
+            between.of(slots),
+            between.collectives,
+            spec,
+            division.replicas,
+            kernels,
+            _coded_pieces() if spec.between_codec is not None else None,
         )
     parts = _parts(gradients, context, chosen(context), replicas, crossing, alone)
     full, partial = parts.programs()
     return Reduction(gradients, parts.transport, parts.partial_sums, parts.kept, full, partial)
+
+
+def _coded_pieces() -> type[PiecesReduce]:
+    """Who does not use it does not load it."""
+    from fsdp2.core.reduce.coded_levels import CodedPieces
+
+    return CodedPieces
 
 
 def _copies(replicas: Replicas | None, pieces: Pieces | None) -> int:

@@ -55,10 +55,12 @@ class Crossing(Job):
     Attributes:
         rows: what the collective reads.
         made: for each member ``None``, or where its rows are put in the order of nodes first.
+        messages: what travels of rows that are coded, to each node and from each.
     """
 
     rows: torch.Tensor | None = None
     made: Sequence[torch.Tensor | None] = ()
+    messages: Sequence[torch.Tensor] = ()
 
 
 class PiecesReduce(PackingReduce):
@@ -112,7 +114,17 @@ class PiecesReduce(PackingReduce):
             for slot, grad, rows in zip(self.slots, job.grads, job.made, strict=True)
         ]
         self.pack(job, job.rows)
-        work = self.scatter(job.flat, job.rows.view(-1))
+        self.send(job, job.rows, job.flat)
+
+    def send(self, job: Crossing, rows: torch.Tensor, flat: torch.Tensor) -> None:
+        """Reduce and scatter what is packed.
+
+        Args:
+            job: the job.
+            rows: what is sent to each node.
+            flat: where the sums go.
+        """
+        work = self.scatter(flat, rows.view(-1))
         if work is not None:
             work.wait()
 
@@ -164,23 +176,28 @@ class BetweenNodes:
             job.found = transport.found(job.flat)
 
 
-def plan_pieces(slots: Sequence[Slot], rank: int, dtype: torch.dtype) -> FlatPlan:
+def plan_pieces(
+    slots: Sequence[Slot], rank: int, dtype: torch.dtype, marks_alone: bool = False
+) -> FlatPlan:
     """Lay out what is left between nodes: marks behind pieces, even if these are empty.
 
     Args:
         slots: the members' pieces.
         rank: among the ranks that share their rows.
         dtype: of the reduction.
+        marks_alone: whether marks have a collective of their own.
     """
     payload, starts = 0, []
     for slot in slots:
         starts.append(payload)
         payload += slot.shard_numel
     multiple = max(COLLECTIVE_ALIGN_BYTES // dtype.itemsize, 1)
-    width = round_up(payload + len(slots), multiple)
+    rows_width = round_up(payload, multiple)
+    start = rows_width if marks_alone else payload
+    width = round_up(start + len(slots), multiple)
     planned = runs([slot.local_shape(rank) for slot in slots], starts)
-    marks = MarksPlace(payload, width - payload)
-    return FlatPlan(payload, starts, width, width, marks, (width,), planned)
+    marks = MarksPlace(start, width - start)
+    return FlatPlan(payload, starts, rows_width, width, marks, (width,), planned)
 
 
 def pieces_reduce(
@@ -189,6 +206,7 @@ def pieces_reduce(
     spec: ReductionSpec,
     kind: ReduceKind,
     kernels: Kernels,
+    coded: type[PiecesReduce] | None = None,
 ) -> PiecesReduce:
     """The transport between nodes.
 
@@ -198,13 +216,16 @@ def pieces_reduce(
         spec: what sets the reduction's steps.
         kind: how it reduces.
         kernels: memory and copies.
+        coded: the transport of sums in fewer bytes, if they travel so.
     """
     dtype = spec.reduce_dtype
     collectives = collectives_of(dtype, collectives)
-    flat = plan_pieces(slots, collectives.rank, dtype)
+    chosen = coded if coded is not None and any(s.shard_numel for s in slots) else PiecesReduce
+    flat = plan_pieces(slots, collectives.rank, dtype, not chosen.carries_marks)
     assert flat.marks is not None
     small = spec.hook is not None
     marks = PresenceMarks(collectives.size, flat.marks, (dtype,), small, kernels)
     division = Division(None, kind, kind, None)
     own = replace(spec, grad_dtype=dtype)
-    return PiecesReduce(ReduceContext(slots, 0, own, division, flat, marks, collectives, kernels))
+    context = ReduceContext(slots, 0, own, division, flat, marks, collectives, kernels)
+    return chosen(context)

@@ -94,10 +94,6 @@ class Bindable(Protocol):
         """Of the ranks that hold pieces of the same rows."""
 
     @property
-    def pieces(self) -> GroupLayout | None:
-        """Where these are."""
-
-    @property
     def shard_layout(self) -> GroupLayout | None:
         """Where what optimizers step is in the flat shard."""
 
@@ -238,8 +234,11 @@ class Bound:
         self.nodes: NodeRows | None = None
         if group.between is not None:
             kernels = group.runtime.kernels
-            self.nodes = NodeRows(group.name, masters, shard, group.between, kernels, group.device)
+            own = group.name, masters, shard, group.between, kernels, group.device
+            self.nodes = NodeRows(*own, group.options.wire.between_gather)
             shard, segments = self.nodes.rows, node_segments(layout)
+            coded = [s for s in segments if s.transport is Transport.CODED]
+            self.nodes.fill_gaps(coded, group.collectives.rank)
         self.transports: list[GatherTransport] = make_transports(
             [s for s in segments if s.transport is not Transport.EXTENSION],
             shard,
@@ -363,8 +362,9 @@ class Bound:
                     direct = is_direct(spec, slot, segment.transport)
                     members.append((spec, param, slot, direct))
         runtime, pieces = group.runtime, None
-        if group.between is not None and group.pieces is not None:
-            pieces = Pieces(group.between, {slot.index: slot for slot in group.pieces.slots})
+        if group.between is not None and group.layout.pieces is not None:
+            slots = {slot.index: slot for slot in group.layout.pieces.slots}
+            pieces = Pieces(group.between, slots)
         with torch.inference_mode(False):  # tensors that a later backward writes to
             made = make_reductions(
                 members,

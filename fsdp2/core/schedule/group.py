@@ -219,14 +219,9 @@ class ParamGroup:
         return self.runtime.between
 
     @property
-    def pieces(self) -> GroupLayout | None:
-        """Where the pieces of these rows are that this rank keeps; ``None`` where it keeps all."""
-        return None if self.layout is None else self._pieces_of(self.layout)
-
-    @property
     def shard_layout(self) -> GroupLayout | None:
         """Where what optimizers step is in the flat shard: of rows, or of their pieces."""
-        return self.pieces or self.layout
+        return None if self.layout is None else self.layout.pieces or self.layout
 
     def adopt(self) -> None:
         """Lay the group out and move every parameter's rows into one flat shard.
@@ -240,7 +235,7 @@ class ParamGroup:
     def _move_to(self, layout: GroupLayout) -> None:
         self.rebind()
         self.layout = None  # until all have moved: where this is interrupted, all move again
-        pieces = self._pieces_of(layout)
+        pieces = layout.pieces
         kept, cut_by = (layout, self.collectives) if pieces is None else (pieces, self.between)
         assert cut_by is not None
         shard = self._new_shard(kept)
@@ -259,17 +254,16 @@ class ParamGroup:
         self.shard = shard
 
     def _plan(self, shapes: Sequence[ParamShape]) -> GroupLayout:
-        shared = self.collectives
-        return layout_of(shapes, shared.size, shared.coalesces, self.options.pack_below)
-
-    def _pieces_of(self, layout: GroupLayout) -> GroupLayout | None:
-        if self.between is None:
-            return None
-        rank, between = self.collectives.rank, self.between
-        key = ("pieces", rank, between.size, between.coalesces)
-        return layout.once(
-            key, lambda: pieces_layout(layout, rank, between.size, between.coalesces)
-        )
+        shared, between = self.collectives, self.between
+        layout = layout_of(shapes, shared.size, shared.coalesces, self.options.pack_below)
+        if between is None:
+            return layout
+        coded: frozenset[int] = frozenset()
+        if self.options.wire.between_gather is not None:
+            coded = frozenset(i for i, param in enumerate(self.params) if not param.exact)
+        facts = shared.rank, between.size, between.coalesces, coded
+        pieces = layout.once(("pieces", *facts), lambda: pieces_layout(layout, *facts))
+        return dataclasses.replace(layout, pieces=pieces)
 
     def _new_shard(self, layout: GroupLayout) -> FlatBuffer:
         on_meta, kernels = any(param.is_meta for param in self.params), self.runtime.kernels
