@@ -3,6 +3,7 @@
 flat         FlatOptimizer: element-wise optimizers over the units' flat shards
 runs         stretches of flat shards that it steps as one tensor each
 in_backward  what steps a unit's stretches as soon as their gradients are there
+offloaded    what steps a unit's stretches on the CPU, where the states are
 shards       step_shards: torch's optimizers over shards as plain tensors
 repoint      repoint_optimizer: optimizers that were made before `fully_shard`
 norms        clip_grad_norm_ and its parts

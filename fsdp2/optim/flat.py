@@ -19,12 +19,15 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Set
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
 
+from fsdp2.core.modules.registry import records_below
+from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.optim.in_backward import InBackward
+from fsdp2.optim.offloaded import HostSection, Staging, step_all
 from fsdp2.optim.runs import (
     ParamGroupOptions,
     ParamState,
@@ -71,12 +74,17 @@ class FlatOptimizer(torch.optim.Optimizer):
             time. `step` then steps what is left, and ends the iteration. It excludes what needs
             all gradients first: `clip_grad_norm_`, gradient scalers, closures, and several
             reductions before a step. Default ``False``.
+        offload: ``"cpu"`` keeps the states in CPU memory and steps there, unit by unit: parameters
+            and gradients go to the host while the unit before is stepped, and the parameters back.
+            Ask for kernels that are made for it (``fused=True`` where the class has it). Shards
+            that are in CPU memory are stepped where they are. Default ``None``: as the shards are.
         **options: passed on to ``optimizer_class``: ``lr``, ``betas``, ``fused`` …
 
     Raises:
         TypeError: ``model`` is not a module, or ``optimizer_class`` not a class that is known to
             be element-wise.
-        ValueError: there are no parameters, or one has ``step_in_backward`` already.
+        ValueError: there are no parameters, another optimizer steps one in backward, or
+            ``offload`` is neither ``"cpu"`` nor ``None``.
 
     `state` is a picture of the runs: tensors are views that may be written to, but step counts and
     numbers are copies.
@@ -97,9 +105,15 @@ class FlatOptimizer(torch.optim.Optimizer):
         *,
         elementwise: bool = False,
         step_in_backward: bool = False,
+        offload: Literal["cpu"] | None = None,
         **options: object,
     ) -> None:
         _check(model, optimizer_class, params)
+        if offload not in (None, "cpu"):
+            raise ValueError(
+                f"FlatOptimizer takes offload=None or 'cpu', not {offload!r}; states are kept on "
+                f"the device of the shards, or in CPU memory"
+            )
         if optimizer_class not in ELEMENTWISE and not elementwise:
             name = getattr(optimizer_class, "__name__", optimizer_class)
             raise TypeError(
@@ -113,6 +127,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._sections = [Section(self._make_inner)]
         self._loaded: dict[torch.Tensor, ParamState] = {}  # state that no run has yet
         self._in_backward: InBackward | None = None
+        self._offloads = False
+        self._staging: Staging | None = None
         # The base class takes all that the class itself would, and reads what can be read once.
         super().__init__(model.parameters() if params is None else params, {})
         devices = (param.device for group in self.param_groups for param in group["params"])
@@ -122,8 +138,13 @@ class FlatOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
+        self._offloads = offload is not None and any(
+            param.device.type != "cpu" for group in self.param_groups for param in group["params"]
+        )
         if step_in_backward:
             self._in_backward = InBackward(self)
+        elif self._offloads:
+            self.split()
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
@@ -167,6 +188,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             section.stale = True
         if self._in_backward is not None:
             self._in_backward.watch()
+        elif self._offloads:
+            self.split()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None) -> Any:
@@ -187,29 +210,60 @@ class FlatOptimizer(torch.optim.Optimizer):
         if self._in_backward is not None:
             self._in_backward.end()
         else:
-            self.step_section(self._sections[0])
-            self._sections[0].hand_back(self.param_groups)
+            self._step_sections()
         return loss
 
     @property
-    def model(self) -> nn.Module:
-        """The module whose units' shards it steps."""
-        return self._model
-
-    def add_section(self, members: Set[torch.Tensor]) -> Section:
-        """Step these parameters apart from the others."""
-        self._sections.append(Section(self._make_inner, members))
-        return self._sections[-1]
-
-    def rest_of(self, members: Set[torch.Tensor]) -> Section:
-        """The first section, of parameters that are in no other."""
-        for param, state in self._sections[0].states().items():
-            self._loaded[param] = localized(state)
-        self._sections[0] = Section(self._make_inner, members)
+    def rest(self) -> Section:
+        """The parameters that no unit has; all of them where units are not stepped apart."""
         return self._sections[0]
+
+    def split(self) -> list[tuple[ParamGroup, Section]]:
+        """Let units that have parameters of no other section be stepped apart, each by itself."""
+        rest = self._sections[0]
+        for param, state in rest.states().items():
+            self._loaded[param] = localized(state)
+        known = {p for section in self._sections[1:] for p in section.members or ()}
+        own = {p for group in self.param_groups for p in group["params"]} - known
+        made: list[tuple[ParamGroup, Section]] = []
+        for group in (g for r in records_below(self._model) for g in r.unit.own_groups):
+            members = own & {param.sharded for param in group.params}
+            if members:
+                made.append((group, self._section_of(members)))
+                own -= members
+        self._sections = [
+            Section(self._make_inner, own),
+            *self._sections[1:],
+            *(section for _, section in made),
+        ]
+        return made
+
+    def _section_of(self, members: Set[torch.Tensor]) -> Section:
+        device = next(iter(members)).device
+        if not self._offloads or device.type == "cpu":
+            return Section(self._make_inner, members)
+        if self._staging is None:
+            self._staging = Staging(device)
+        return HostSection(self._make_inner, members, self._staging)
 
     def step_section(self, section: Section) -> None:
         """Step a section's parameters that have a gradient."""
+        self._prepare(section)
+        section.step(self.param_groups)
+
+    def _step_sections(self) -> None:
+        """Step all of them; those that travel to the host, one after the other."""
+        travelling = [each for each in self._sections if isinstance(each, HostSection)]
+        for section in self._sections:
+            if section not in travelling:
+                self.step_section(section)
+        for section in travelling:
+            self._prepare(section)
+        if travelling:
+            step_all(travelling, self.param_groups)
+        self._sections[-1].hand_back(self.param_groups)
+
+    def _prepare(self, section: Section) -> None:
         if section.stale or not section.set_gradients():
             members = section.members
             known = self._loaded if members is None else self._loaded.keys() & members
@@ -217,7 +271,6 @@ class FlatOptimizer(torch.optim.Optimizer):
             section.cut(self.param_groups, places_of(self._model), loaded)
             fits = section.set_gradients()
             assert fits
-        section.step(self.param_groups)
 
 
 def _check(model: object, optimizer_class: object, params: object) -> None:

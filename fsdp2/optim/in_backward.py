@@ -16,14 +16,12 @@ then: `clip_grad_norm_` and a second reduction raise.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 from typing import Protocol, cast
 
 import torch
-from torch import nn
 
 from fsdp2.core.config import ShardingStateError
-from fsdp2.core.modules.registry import records_below
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.unit import unit_of
 from fsdp2.optim.runs import ParamGroupOptions, Section
@@ -38,14 +36,11 @@ class InSections(Protocol):
     param_groups: list[ParamGroupOptions]
 
     @property
-    def model(self) -> nn.Module:
-        """The module whose units it steps."""
+    def rest(self) -> Section:
+        """The parameters that no unit has."""
 
-    def add_section(self, members: Set[torch.Tensor]) -> Section:
-        """Step these parameters apart from the others."""
-
-    def rest_of(self, members: Set[torch.Tensor]) -> Section:
-        """Let the first section be of these parameters."""
+    def split(self) -> list[tuple[ParamGroup, Section]]:
+        """Make sections of the parameters that units have, but for those that have some."""
 
     def step_section(self, section: Section) -> None:
         """Step a section's parameters that have a gradient."""
@@ -104,13 +99,8 @@ class InBackward:
                     "another FlatOptimizer(step_in_backward=True) steps a parameter of this one; "
                     "make one optimizer with parameter groups"
                 )
-        groups = [g for record in records_below(optimizer.model) for g in record.unit.own_groups]
-        for group in groups:
-            members = own & {param.sharded for param in group.params}
-            if members:
-                self._units.append(_UnitSteps(self, group, optimizer.add_section(members)))
-                own -= members
-        self._rest = optimizer.rest_of(own)
+        for group, section in optimizer.split():
+            self._units.append(_UnitSteps(self, group, section))
 
     def step(self, section: Section) -> None:
         """Step a section whose gradients are complete, and drop them."""
@@ -127,7 +117,7 @@ class InBackward:
         assert optimizer is not None
         for unit in self._units:
             unit.end()
-        self.step(self._rest)
+        self.step(optimizer.rest)
         for group, written in zip(optimizer.param_groups, self._written, strict=True):
             group.update(written)
 

@@ -56,7 +56,7 @@ class Section:
         members: Set[torch.Tensor] | None = None,
     ) -> None:
         self.members = members
-        self.runs: list[_Run] = []
+        self.runs: list[Stretch] = []
         self.stale = True
         self._make_inner = make_inner
         self._inner: torch.optim.Optimizer | None = None
@@ -66,7 +66,7 @@ class Section:
         found: dict[torch.Tensor, ParamState] = {}
         for run in self.runs:
             assert self._inner is not None
-            inner = self._inner.state.get(run.flat, {})
+            inner = self._inner.state.get(run.stepped, {})
             for param, start in zip(run.params, run.starts, strict=True) if inner else ():
                 found[param] = {
                     key: _part_of(value, run, param, start) for key, value in inner.items()
@@ -98,10 +98,12 @@ class Section:
         """
         states = {param: localized(state) for param, state in self.states().items()}
         states.update(loaded)
-        cut = [list(_runs_of(self._own(group), places, states)) for group in groups]
+        cut = [
+            list(map(self.placed, _runs_of(self._own(group), places, states))) for group in groups
+        ]
         self._inner = self._make_inner(
             [
-                {"params": [run.flat for run in runs], **options_of(group)}
+                {"params": [run.stepped for run in runs], **options_of(group)}
                 for group, runs in zip(groups, cut, strict=True)
             ]
         )
@@ -109,8 +111,16 @@ class Section:
         for run in self.runs:
             kept = [states[param] for param in run.params if param in states]
             if kept:  # of all, or of none
-                self._inner.state[run.flat] = _joined(run, kept)
+                self._inner.state[run.stepped] = self.kept(_joined(run, kept))
         self.stale = False
+
+    def placed(self, run: Stretch) -> Stretch:
+        """A run that was made, and is to be stepped where it is."""
+        return run
+
+    def kept(self, state: ParamState) -> ParamState:
+        """State of a run that was there before, where a step wants it."""
+        return state
 
     def _own(self, group: ParamGroupOptions) -> list[torch.Tensor]:
         params = cast("list[torch.Tensor]", group["params"])
@@ -142,7 +152,7 @@ class Section:
 
 
 @dataclass
-class _Run:
+class Stretch:
     """Parameters whose rows lie side by side, and the one tensor over them.
 
     Attributes:
@@ -150,6 +160,7 @@ class _Run:
         rows: this rank's rows of each, as they were when the run was made.
         flat: 1-D over all rows; for a single parameter its rows, of their own shape.
         starts: where each one's rows begin in ``flat``.
+        stepped: what the inner optimizer steps: ``flat``, or what stands for it on the host.
         sharded: whether the parameters are DTensors; one that is not is stepped as it is.
     """
 
@@ -158,6 +169,7 @@ class _Run:
     flat: torch.Tensor
     starts: list[int] = field(default_factory=list)
     sharded: bool = False
+    stepped: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         start = 0
@@ -165,6 +177,7 @@ class _Run:
             self.starts.append(start)
             start += rows.numel()
         self.sharded = isinstance(self.params[0], DTensor)
+        self.stepped = self.flat
 
     def set_gradient(self) -> bool:
         """Set ``flat.grad`` from the parameters' gradients; ``False`` if the run must be cut."""
@@ -233,7 +246,7 @@ def _runs_of(
     params: Iterable[torch.Tensor],
     places: Mapping[torch.Tensor, tuple[FlatBuffer, int]],
     states: Mapping[torch.Tensor, ParamState],
-) -> Iterator[_Run]:
+) -> Iterator[Stretch]:
     """Cut one parameter group into runs."""
     alone: list[torch.Tensor] = []
     managed: dict[FlatBuffer, list[tuple[int, torch.Tensor]]] = {}
@@ -258,17 +271,17 @@ def _runs_of(
         yield _make_run(run, shard, begin)
     for param in alone:
         rows = local_of(param)
-        yield _Run(
+        yield Stretch(
             [param], [rows], nn.Parameter(rows.detach()) if isinstance(param, DTensor) else param
         )
 
 
-def _make_run(params: list[torch.Tensor], shard: FlatBuffer, begin: int) -> _Run:
+def _make_run(params: list[torch.Tensor], shard: FlatBuffer, begin: int) -> Stretch:
     rows = [local_of(param) for param in params]
     if len(rows) == 1:
-        return _Run(params, rows, nn.Parameter(rows[0].detach()))
+        return Stretch(params, rows, nn.Parameter(rows[0].detach()))
     total = sum(each.numel() for each in rows)
-    return _Run(params, rows, nn.Parameter(shard.view(params[0].dtype, begin, (total,))))
+    return Stretch(params, rows, nn.Parameter(shard.view(params[0].dtype, begin, (total,))))
 
 
 def _alike(
@@ -300,7 +313,7 @@ def _is_elementwise(value: object, param: torch.Tensor) -> TypeGuard[torch.Tenso
     return value.shape == local_of(param).shape
 
 
-def _joined(run: _Run, states: Sequence[ParamState]) -> ParamState:
+def _joined(run: Stretch, states: Sequence[ParamState]) -> ParamState:
     """One state for a run, of the states of its parameters."""
     if len(states) == 1:
         return dict(states[0])
@@ -316,7 +329,7 @@ def _joined(run: _Run, states: Sequence[ParamState]) -> ParamState:
 # ---- state by parameter
 
 
-def _part_of(value: object, run: _Run, param: torch.Tensor, start: int) -> object:
+def _part_of(value: object, run: Stretch, param: torch.Tensor, start: int) -> object:
     """What of a run's state belongs to one parameter."""
     if not isinstance(value, torch.Tensor):
         return value

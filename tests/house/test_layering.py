@@ -319,6 +319,7 @@ def test_only_tests_of_benchmarks_import_benchmarks() -> None:
         ("optim/norms", ["fsdp2.ranks", "fsdp2.optim.in_backward"]),
         ("optim/runs", []),
         ("optim/in_backward", ["fsdp2.optim.runs"]),
+        ("optim/offloaded", ["fsdp2.optim.runs"]),
         ("optim/repoint", []),
         ("wrapper_module", []),
         ("interop/identity", ["fsdp2.sharding"]),

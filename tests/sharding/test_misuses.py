@@ -1082,6 +1082,11 @@ def _() -> None:
     fsdp2.optim.FlatOptimizer(model, torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
 
 
+@misuse("flat-optimizer-offload")
+def _() -> None:
+    fsdp2.optim.FlatOptimizer(sharded(), torch.optim.AdamW, offload="disk")  # type: ignore[arg-type]
+
+
 @misuse("flat-optimizer-params")
 def _() -> None:
     fsdp2.optim.FlatOptimizer(sharded(), torch.optim.AdamW, 1e-3)  # type: ignore[arg-type]

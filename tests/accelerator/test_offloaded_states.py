@@ -1,0 +1,146 @@
+"""`FlatOptimizer(offload="cpu")` on the stand-in: the same bits, states on the host, no race."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import fsdp2
+from fsdp2.optim.offloaded import HostSection, Staging
+from fsdp2.testing.stand_in import device, group
+from tests.accelerator import test_lanes as lanes
+from tests.common import workers
+
+pytestmark = lanes.pytestmark
+own_ranks = lanes.own_ranks
+
+STEPS = 4
+
+
+def _optimizer(model: nn.Module, **options: Any) -> fsdp2.optim.FlatOptimizer:
+    return fsdp2.optim.FlatOptimizer(model, torch.optim.AdamW, lr=1e-2, foreach=False, **options)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _seen(model: nn.Module, optimizer: fsdp2.optim.FlatOptimizer) -> list[torch.Tensor]:
+    """Parameters and states, on the host."""
+    states = [state[key] for state in optimizer.state.values() for key in sorted(state)]
+    found = [*model.parameters(), *states]
+    return [_local(tensor).detach().cpu().clone() for tensor in found]
+
+
+def _step(model: nn.Module, optimizer: Any, mesh: Any, step: int, clips: bool = True) -> None:
+    model(lanes._batch(step, mesh)).float().square().mean().backward()
+    if clips:
+        fsdp2.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("case", ["usual", "mixed", "pinned"])
+@pytest.mark.parametrize("early", [False, True])
+@workers.ranks(2)
+def test_the_same_bits_and_no_race(case: str, early: bool) -> None:
+    """Clipped, and stepped by unit in backward; ``pinned`` has its shards on the CPU already."""
+    mesh = lanes._mesh(device.NAME, group.COALESCING, (2,))
+    seen = []
+    for options in ({}, {"offload": "cpu", "step_in_backward": early}):
+        model = lanes._build(mesh, case)
+        optimizer = _optimizer(model, **options)
+        device.races()
+        seen.append([])
+        for step in range(STEPS):
+            _step(model, optimizer, mesh, step, clips=not early)
+            seen[-1].append(_seen(model, optimizer))
+        lanes._assert_ordered()
+        if options:
+            kept = [_local(value) for state in optimizer.state.values() for value in state.values()]
+            assert {tensor.device.type for tensor in kept} == {"cpu"}
+    for ours, expected in zip(seen[1], seen[0], strict=True):
+        assert len(ours) == len(expected)
+        assert all(map(torch.equal, ours, expected))
+
+
+@workers.ranks(2)
+def test_units_leave_while_others_are_stepped() -> None:
+    """Unit 2 is on its way out before unit 1 is stepped; two slots of memory serve all units."""
+    mesh = lanes._mesh(device.NAME, group.COALESCING, (2,))
+    model = lanes._build(mesh, "usual")
+    optimizer = _optimizer(model, offload="cpu")
+    _step(model, optimizer, mesh, 0)
+    order: list[tuple[str, int]] = []
+    taken: list[object] = []
+    sections = [each for each in optimizer._sections if isinstance(each, HostSection)]
+
+    def noting(name: str) -> Callable[..., None]:
+        original = getattr(HostSection, name)
+
+        def noted(section: HostSection, *args: Any) -> None:
+            order.append((name, sections.index(section)))
+            original(section, *args)
+
+        return noted
+
+    def take(staging: Staging, nbytes: int, original: Any = Staging.take) -> object:
+        taken.append(original(staging, nbytes))
+        return taken[-1]
+
+    patched = [mock.patch.object(HostSection, name, noting(name)) for name in ("leave", "step")]
+    with patched[0], patched[1], mock.patch.object(Staging, "take", take):
+        _step(model, optimizer, mesh, 1)
+    count = len(sections)
+    expected = [("leave", 0)]
+    for number in range(count):
+        expected += [("leave", number + 1)] if number + 1 < count else []
+        expected += [("step", number)]
+    assert order == expected
+    assert count == 5
+    assert len(set(map(id, taken))) == 2
+
+
+@pytest.mark.parametrize("back", [False, True])
+@workers.ranks(2)
+def test_state_goes_to_an_optimizer_on_the_device_and_back(back: bool) -> None:
+    mesh = lanes._mesh(device.NAME, group.COALESCING, (2,))
+    options: list[dict[str, Any]] = [{}, {"offload": "cpu"}]
+    if back:
+        options.reverse()
+    whole = lanes._build(mesh, "usual")
+    expected = _optimizer(whole)
+    for step in range(STEPS):
+        _step(whole, expected, mesh, step)
+    model = lanes._build(mesh, "usual")
+    optimizer = _optimizer(model, **options[0])
+    for step in range(STEPS):
+        if step == 2:
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = _optimizer(model, **options[1])
+            optimizer.load_state_dict(saved)
+        _step(model, optimizer, mesh, step)
+    assert all(map(torch.equal, _seen(model, optimizer), _seen(whole, expected)))
+
+
+@workers.ranks(2)
+def test_parameters_that_are_written_by_hand_are_stepped_as_written() -> None:
+    """No copy on the host outlives a step."""
+    mesh = lanes._mesh(device.NAME, group.COALESCING, (2,))
+    seen = []
+    for options in ({}, {"offload": "cpu"}):
+        model = lanes._build(mesh, "usual")
+        optimizer = _optimizer(model, **options)
+        for step in range(STEPS):
+            _step(model, optimizer, mesh, step)
+            for param in model.parameters():
+                param.to_local().data.mul_(0.5)
+        seen.append(_seen(model, optimizer))
+    assert all(map(torch.equal, *seen))
