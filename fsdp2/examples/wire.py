@@ -14,4 +14,14 @@ FORMATS: dict[str, WireFormat] = {
     "int8-sums": {"reduce": "int8"},
     "int8-weights": {"gather": "int8", "reduce": "bf16"},
     "int8": {"gather": "int8", "reduce": "int8"},
+    "int8-differences": {"gather": "int8", "differences": True, "reduce": "int8"},
+    "int4-weights": {"gather": "int4", "reduce": "int8"},
+    "int4-differences": {"gather": "int4", "differences": True, "reduce": "int8"},
+    "int4": {
+        "gather": "int4",
+        "differences": True,
+        "reduce": "int4",
+        "feedback": True,
+        "rotate": True,
+    },
 }

@@ -194,6 +194,27 @@ def test_rows_are_restored_to_the_bit(dtype: torch.dtype) -> None:
     on_ranks(body, dtype=dtype)
 
 
+def test_rows_are_added_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[int, list[Tensor]] = {}
+
+    def body(rank: Rank, at_a_time: int) -> None:
+        for _ in range(3):
+            rank.gather()
+            rank.step()
+        if rank.collectives.rank == 0:
+            found[at_a_time] = rank.gather()
+        else:
+            rank.gather()
+
+    for at_a_time in (1 << 22, 1, 2 * 256):
+        monkeypatch.setattr(differences, "AT_A_TIME", at_a_time)
+        on_ranks(lambda rank, number=at_a_time: body(rank, number))  # type: ignore[misc]
+    first, *others = found.values()
+    assert len(others) == 2
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
 def test_what_was_lost_is_gathered_exactly() -> None:
     def body(rank: Rank) -> None:
         rank.gather()

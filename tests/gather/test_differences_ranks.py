@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import tempfile
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -325,3 +329,32 @@ def test_ranks_that_know_other_writes_are_named() -> None:
             model[0].reshard()
         with pytest.raises(fsdp2.RankMismatchError, match="rows of an earlier gather"):
             formats.loss_of(model, formats.batch())
+
+
+@ranks(2)
+def test_a_timeline_of_one_rank_changes_nothing() -> None:
+    """It shows one message per optimizer step, and none of a second micro-batch."""
+    gather = "int4 differences"
+    model, other = formats.sharded(gather, None), formats.sharded(gather, None)
+    _, optimizer = train(model, 2)
+    _, untraced = train(other, 2)
+    sent = []
+    with tempfile.TemporaryDirectory() as folder:
+        for step in (2, 3):
+            traced = dist.get_rank() == 0 and step == 2
+            around = fsdp2.trace(Path(folder, "step.json")) if traced else contextlib.nullcontext()
+            with around as trace:
+                for micro in range(2):
+                    formats.loss_of(model, formats.batch(micro)).backward()
+            if trace is not None:
+                sent = [s.operation for s in trace.timeline.slices]
+            optimizer.step()
+            optimizer.zero_grad()
+            continued(other, untraced, range(0, 1))
+    units = 3
+    if dist.get_rank() == 0:
+        counts = Counter(sent)
+        coded = {"subtract": units, "encode": units, "add": units}
+        assert {name: counts[name] for name in coded} == coded
+        assert counts["all-gather"] == 2 * units  # messages, and exact ones
+    assert_equal_on_ranks(model)

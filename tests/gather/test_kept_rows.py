@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ import fsdp2
 from fsdp2.core.config import GroupOptions, Wire
 from fsdp2.core.device.streams import Lane
 from fsdp2.core.gather import kept_rows
+from fsdp2.optim import FlatOptimizer, step_shards
 from fsdp2.record.notes import Await, Operation, Signal
 from fsdp2.testing.null_group import CallLog, init_null_group
 from fsdp2.testing.simulation import Node, Simulation
@@ -60,6 +61,69 @@ def both(model: nn.Module) -> None:
     forward(model).backward()
 
 
+def _stepped_by_shards(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step_shards(optimizer)
+    return optimizer
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "torch": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "flat": lambda model: FlatOptimizer(model, torch.optim.SGD, lr=0.1),
+    "shards": _stepped_by_shards,
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_steps_of_any_optimizer_are_seen(log: CallLog, kind: str) -> None:
+    model = build()
+    optimizer = OPTIMIZERS[kind](model)
+    for _ in range(3):
+        both(model)
+        assert gathers(log) == UNITS
+        optimizer.step()  # and gradients stay
+
+
+class Custom(fsdp2.AllGather):
+    """The backend's own."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
+def test_what_the_user_gathers_is_gathered_each_time(log: CallLog) -> None:
+    """Exact parameters of units with a collective of the user's; differences are not."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(UNITS)))
+    for layer in model:
+        fsdp2.fully_shard(layer)
+    fsdp2.fully_shard(model)
+    model.set_wire_format(gather="int8", differences=True, exact_below=100)
+    for layer in model:
+        layer.set_custom_all_gather(Custom())
+    for _ in range(2):
+        model(torch.ones(2, 64)).sum().backward()
+        assert gathers(log) == 3 * UNITS
+        model.zero_grad()
+    reports = fsdp2.report(model).groups
+    assert {(group.gathers, group.gathered_bytes - group.reused_bytes) for group in reports} == {
+        (2, 4 * 64)
+    }
+    assert {group.step_bytes - group.reduced_bytes for group in reports} == {
+        group.reused_bytes + 2 * 4 * 64 for group in reports
+    }
+
+
 @pytest.mark.parametrize("after_forward", [True, False, 2])
 def test_an_optimizers_step_is_one_gather(log: CallLog, after_forward: bool | int) -> None:
     """Not again in backward, nor for further micro-batches."""
@@ -85,6 +149,28 @@ def test_micro_batches_whose_gradients_wait(log: CallLog) -> None:
     for loss in losses:
         loss.backward()
     assert gathers(log) == 0
+
+
+def test_reductions_that_are_not_waited_for(log: CallLog) -> None:
+    model = build(offload_policy=fsdp2.CPUOffloadPolicy(pin_memory=False))
+    model.set_is_last_backward(False)
+    for micro in range(3):
+        both(model)
+        assert gathers(log) == (UNITS if micro == 0 else 0)
+
+
+def test_hooks_on_gradients_may_step(log: CallLog) -> None:
+    """Of one parameter; others' gradients stay."""
+
+    def step(param: Tensor) -> None:
+        assert param.grad is not None
+        param.data.sub_(param.grad)
+
+    model = build()
+    model[1].weight.register_post_accumulate_grad_hook(step)
+    for _ in range(3):
+        both(model)
+        assert gathers(log) == UNITS
 
 
 def test_a_checkpoint_runs_again_with_the_same_rows(log: CallLog) -> None:

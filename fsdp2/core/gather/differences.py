@@ -37,6 +37,9 @@ from fsdp2.core.pieces import round_up
 
 MESSAGES = "coded differences"
 
+AT_A_TIME = 1 << 22
+"""Numbers that are decoded at a time, or one rank's: a codec takes about 8 bytes for each."""
+
 
 class DifferenceGather(KeptTransport):
     """Messages of a codec hold differences.
@@ -116,15 +119,20 @@ class DifferenceGather(KeptTransport):
     def _arrive(self) -> None:
         """What was gathered becomes part of the reference, used or not."""
         if self._codes:
-            self.kernels.transform(self._add, self._reference, self._messages)
+            self.kernels.transform(self.add, self._reference, self._messages)
         if self._codes or self._exact:
             self._known, self._restored = True, False
         self._exact = self._codes = False
 
-    def _add(self, reference: Tensor, messages: Tensor) -> None:
-        decoded = torch.empty(reference.shape, dtype=torch.float32, device=reference.device)
-        self.codec.decode(decoded, messages)
-        reference.nan_to_num_(0.0, 0.0, 0.0).add_(decoded)
+    def add(self, reference: Tensor, messages: Tensor) -> None:
+        """Add decoded messages, in fp32, some rows at a time: they take memory of their own."""
+        ranks, width = reference.shape
+        rows = max(AT_A_TIME // width, 1) if width else ranks
+        for start in range(0, ranks, rows):
+            part = reference[start : start + rows]
+            decoded = torch.empty(part.shape, dtype=torch.float32, device=part.device)
+            self.codec.decode(decoded, messages[start : start + rows])
+            part.nan_to_num_(0.0, 0.0, 0.0).add_(decoded)
 
     # ---- the reference
 

@@ -1,6 +1,7 @@
 """When groups that keep rows of a gather gather anew: as soon as their shards may have changed.
 
-    a forward begins     an optimizer has stepped, or gradients are gone, since another began
+    a forward begins     an optimizer has stepped, or gradients are gone, since another began,
+                         or there are hooks on gradients, which may step
                          a parameter's version shows a write
                          it is a forward without gradients, which begins and ends so
     by the user          zero_grad(), reshard(), unshard() on the unit
@@ -41,30 +42,35 @@ class Reuse:
         self._steps = -1
         self._versions: list[int] = []
 
-    def begin_forward(self, records: bool, pending: bool) -> None:
+    def begin_forward(self, records: bool, pending: bool, reducing: bool) -> None:
         """A root's forward begins: forget rows if shards may have changed.
 
         Args:
             records: whether autograd records it.
             pending: whether forwards have run whose backward is to come.
+            reducing: whether reductions are under way, as the last backward is to come.
         """
         stepped, zeroed = self._steps != OptimizerSteps.count, self.zeroed
         versions = [param.sharded._version for group in self.groups for param in group.params]
         written = versions != self._versions
         self._steps, self._versions, self.zeroed = OptimizerSteps.count, versions, False
-        if stepped or zeroed or written or not records or not (pending or self._has_gradients()):
+        changed = stepped or zeroed or written or not records
+        if changed or not (pending or self._has_gradients(reducing)):
             self.forget()
 
-    def _has_gradients(self) -> bool:
+    def _has_gradients(self, reducing: bool) -> bool:
         """Whether what the last backward has left is still there: nobody has made a step of it.
 
-        A parameter has a gradient on all ranks or on none (I15).
+        A parameter has a gradient on all ranks or on none (I15). Hooks on gradients may have made
+        steps of some.
         """
-        for group in self._everyones:
+        if any(group.has_grad_hooks for group in self.groups):
+            return False
+        for group in () if reducing else self._everyones:
             reductions = () if group.bound is None else group.bound.reductions
             if group.accumulates or any(r.gradients.delivered() for r in reductions):
                 return True
-        return False
+        return reducing
 
     def forget(self) -> None:
         """Let all of them gather anew."""

@@ -251,7 +251,8 @@ class Scheduler:
                 if unit.phase is IDLE:
                     unit.reshard_if_outdated()
         if self.reuse is not None:
-            self.reuse.begin_forward(expects_backward, any(now.finished))
+            reducing = bool(self._in_flight.holding or self._in_flight.arriving)
+            self.reuse.begin_forward(expects_backward, any(now.finished), reducing)
         if now.holds:
             self._let_go()
         if now.kept.units:
