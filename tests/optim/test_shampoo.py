@@ -13,7 +13,7 @@ from torch import Tensor
 import fsdp2
 from tests.common import meshes, models, parity
 from tests.common.workers import ranks
-from tests.optim import test_muon
+from tests.optim import test_muon, test_muon_states
 
 pytestmark = pytest.mark.ranks
 
@@ -76,7 +76,8 @@ def test_as_unsharded() -> None:
 
 
 @ranks(4)
-def test_other_owners(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["dcp", "fsdp2"])
+def test_other_owners(by: str, tmp_path: Path) -> None:
     """Saved by owners, loaded on another mesh by whoever owns a matrix there."""
     whole, alone = built(sharded=False)
     expected = steps(whole, alone, range(4))
@@ -84,8 +85,7 @@ def test_other_owners(tmp_path: Path) -> None:
     dist.broadcast_object_list(told)
     model, optimizer = built()
     steps(model, optimizer, range(2))
-    fsdp2.checkpoint.save(told[0], model, optimizer, step=1)
     other, fresh = built(meshes.hsdp_mesh(2, 2))
-    fsdp2.checkpoint.load(told[0], other, fresh)
+    test_muon_states.carry(by, told[0], (model, optimizer), (other, fresh))
     parity.assert_equal(steps(other, fresh, range(2, 4)), expected)
     assert len(owned(fresh)) < len(owned(alone))
