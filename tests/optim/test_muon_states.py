@@ -113,15 +113,16 @@ def test_other_meshes(by: str, tmp_path: Path) -> None:
     model, optimizer = ours()
     steps(model, [optimizer], range(2))
     other, fresh = ours(meshes.hsdp_mesh(2, 2))
-    if by == "fsdp2":
-        fsdp2.checkpoint.save(folder, model, optimizer, step=1)
-        fsdp2.checkpoint.load(folder, other, fresh)
-    else:
-        _dcp(folder, (model, optimizer), (other, fresh))
+    carry(by, folder, (model, optimizer), (other, fresh))
     parity.assert_equal(steps(other, [fresh], range(2, 4)), expected)
 
 
-def _dcp(folder: str, saved: Any, loaded: Any) -> None:
+def carry(by: str, folder: str, saved: Any, loaded: Any) -> None:
+    """Save a model and an optimizer, and load them into others."""
+    if by == "fsdp2":
+        fsdp2.checkpoint.save(folder, *saved, step=1)
+        fsdp2.checkpoint.load(folder, *loaded)
+        return
     dcp.save(
         dict(zip(("model", "optim"), get_state_dict(*saved), strict=True)), checkpoint_id=folder
     )

@@ -271,9 +271,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         waves = plan.waves(plan.members.present(gradients), self._weigh, self._batched)
         if plan.is_loaded:
             plan.is_loaded = False
-            for item in plan.foreign():
+            for item in plan.items():
                 if item.member.param in self.state:  # which ranks keep in one order
-                    _StateOfMatrix(self.state, item).clear()
+                    _StateOfMatrix(self.state, item).settle()
         exchange.run(waves, _Step(self, dict(zip(plan.members.listed, gradients, strict=True))))
 
     def _bind(self) -> StepPlan:
@@ -326,6 +326,7 @@ class _StateOfMatrix(MatrixState):
 
     def __init__(self, state: MutableMapping[torch.Tensor, ParamState], item: Item) -> None:
         self._state = state[item.member.param]
+        self._is_owned = item.owner == item.member.line.position
         self._prefix = f"matrix{item.number}."
 
     def __getitem__(self, key: str) -> object:
@@ -340,6 +341,18 @@ class _StateOfMatrix(MatrixState):
     def __iter__(self) -> Iterator[str]:
         start = len(self._prefix)
         return iter([key[start:] for key in self._state if key.startswith(self._prefix)])
+
+    def settle(self) -> None:
+        """Make what was loaded plain on the owner, and drop it elsewhere.
+
+        All ranks may have all of it, and what happens to have the parameter's shape as a DTensor.
+        """
+        for key in sorted(self):
+            value = self[key]
+            if isinstance(value, DTensor):
+                self[key] = value.full_tensor()
+        if not self._is_owned:
+            self.clear()
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

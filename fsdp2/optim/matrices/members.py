@@ -190,8 +190,7 @@ def _line(
 @functools.lru_cache(maxsize=64)
 def _group_of(mesh: DeviceMesh, ranks: tuple[int, ...], world: object) -> ProcessGroup:
     """A process group of all ranks of a mesh: one that is there, or a new one."""
-    known = [default_group(), *mesh.get_all_groups()]
-    for group in known:
+    for group in (*mesh.get_all_groups(), default_group()):
         if sorted(ranks_of(group)) == sorted(ranks):
             return group
     (made,) = new_groups(mesh.get_all_groups(), device_of(mesh), [sorted(ranks)])

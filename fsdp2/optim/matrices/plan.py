@@ -6,6 +6,7 @@ owners     of a matrix from its first gradient on: frozen ones weigh nothing
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -94,10 +95,9 @@ class StepPlan:
                 waves.append(Wave([i for m in joined for i in self._items[m]], line, batched))
         return waves
 
-    def foreign(self) -> Iterator[Item]:
-        """Matrices that other ranks own."""
-        for member, items in self._items.items():
-            yield from (item for item in items if item.owner != member.line.position)
+    def items(self) -> Iterator[Item]:
+        """Matrices that have owners, in the order in which they got them."""
+        return itertools.chain.from_iterable(self._items.values())
 
     def owners(self) -> list[MatrixOwners]:
         """How matrices are shared out."""
