@@ -879,14 +879,22 @@ class FSDPModule(TorchIdentity):
         self._change(recurse=recurse, keep_gradients=bool(keep))
 
     def set_keep_rows(self, keep: bool, *, recurse: bool = True) -> None:
-        """Choose whether what was gathered from afar is kept from micro-batch to micro-batch.
+        """Choose whether what was gathered is kept from micro-batch to micro-batch.
 
-        With `Levels` these are the rows that the ranks of a node gather from, ``1 / ranks of a
-        node`` of the parameters, in the dtype of compute: parameters then cross nodes once per
-        optimizer step. They are kept unless this says ``False``, and freed after each gather then.
-        With ``reshard_after_forward=<int>`` they are the shards of the smaller group, which are
-        kept if this says ``True``: later micro-batches gather from them, too. Elsewhere nothing
-        changes.
+        ============================== ==================================== ==================
+        unit                           rows that are kept, in the dtype     default
+                                       that parameters are computed with
+        ============================== ==================================== ==================
+        `Levels`                       those that this rank's node gathers  kept
+                                       from: 1 / ranks of a node
+        ``reshard_after_forward=<int>`` those of the smaller group          not kept
+        other                          all, so that each rank has the       not kept
+                                       unit's parameters twice while they
+                                       are gathered, and once between
+        ============================== ==================================== ==================
+
+        Parameters then travel from afar once per optimizer step. Rows that are not kept are freed
+        after each gather.
 
         Kept rows count until shards may have changed: an optimizer steps, gradients are dropped, a
         forward without gradients begins or ends, a state dict is loaded, a parameter's version
@@ -900,7 +908,7 @@ class FSDPModule(TorchIdentity):
         Example::
 
             fully_shard(block, reshard_after_forward=8)
-            block.set_keep_rows(True)
+            block.set_keep_rows(True)  # groups of 8 gather from them until optimizer.step()
         """
         for record in self._records(recurse):
             record.unit.change(keep_rows=bool(keep))

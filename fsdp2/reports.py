@@ -316,9 +316,10 @@ def _gather_format(wire: Wire) -> str | None:
 
 def _stays(group: ParamGroup, segment: Segment) -> bool:
     """Whether its rows are kept behind a gather: not those that a user's code gathers."""
-    if not group.keeps_rows or segment.transport in (Transport.LOCAL, Transport.EXTENSION):
-        return False
-    return segment.transport is Transport.CODED or group.options.all_gather is None
+    if segment.transport is Transport.CODED:
+        return group.options.wire.differences
+    travels = segment.transport not in (Transport.LOCAL, Transport.EXTENSION)
+    return travels and group.keeps_whole_rows and group.options.all_gather is None
 
 
 def _row_bytes(group: ParamGroup, segment: Segment) -> int:
