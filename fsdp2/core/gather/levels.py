@@ -102,7 +102,7 @@ class NodeRows(GatherTransport):
     def gather(self) -> Work | None:
         works = [work for launch in self._own.gathers if (work := launch()) is not None]
         inside = self._inside
-        landing = [each.copy_out for each in self._own.finishing]
+        landing: list[Callable[[], object]] = [each.copy_out for each in self._own.finishing]
         if self._gaps:
             landing.append(partial(self._kernels.copy_many, self._gaps, self._zeros))
         landing += [each.copy_in for each in inside.copying]  # of node rows, which are there then
@@ -136,7 +136,7 @@ class _Following:
     def __init__(
         self,
         works: list[Work],
-        landing: Sequence[Callable[[], None]],
+        landing: Sequence[Callable[[], object]],
         inside: Sequence[Launch],
     ) -> None:
         self.works = works
