@@ -371,6 +371,29 @@ def test_steps_in_backward(case: str) -> None:
     assert losses[1] == losses[0]
 
 
+@workers.ranks(2)
+@pytest.mark.parametrize("case", ["mixed", "pinned"])
+def test_averages_of_weights(case: str) -> None:
+    """Updated, and swapped in for an evaluation between steps."""
+    seen = []
+    for kind in ("cpu", device.NAME):
+        mesh = _mesh(kind, group.COALESCING, (2,))
+        with coalescing():
+            model = _build(mesh, case)
+        ema = fsdp2.optim.EMA(model, 0.5)
+        device.races()
+        rows = []
+        for _ in range(2):
+            rows += _train(model, mesh)[-1]
+            ema.update()
+            with ema.swapped(), torch.no_grad():
+                rows.append(model(_batch(0, mesh)).float().cpu())
+        seen.append([*rows, *map(_local, ema.averages().values())])
+    _assert_ordered()
+    expected, found = seen
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
 @pytest.mark.parametrize("case", ["usual", "offloaded"])
 @workers.ranks(2)
 def test_a_save_beside_training(tmp_path: Path, case: str) -> None:
