@@ -31,7 +31,7 @@ from fsdp2.core.device.streams import (
     make_streams,
 )
 from fsdp2.core.pieces import round_up
-from fsdp2.optim.runs import ParamGroupOptions, ParamState, Stretch, Section
+from fsdp2.optim.runs import ParamGroupOptions, ParamState, Section, Stretch
 
 OUT, BACK = REDUCE, COPY_IN
 """Of streams that are the optimizer's own: one for each direction of copies."""

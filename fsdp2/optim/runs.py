@@ -227,7 +227,8 @@ def places_of(model: nn.Module) -> dict[torch.Tensor, tuple[FlatBuffer, int]]:
     """The flat shard that holds a parameter's rows, and their start in it, in bytes."""
     found: dict[torch.Tensor, tuple[FlatBuffer, int]] = {}
     for group in (group for record in records_below(model) for group in record.unit.own_groups):
-        for segment in group.layout.segments if group.layout is not None else ():
+        layout = group.shard_layout
+        for segment in layout.segments if layout is not None else ():
             if segment.transport is Transport.EXTENSION:
                 continue  # tensor subclasses, with memory of their own
             for slot in segment.slots:
