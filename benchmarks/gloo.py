@@ -97,7 +97,7 @@ def make_run(variant: str, rank: int, arguments: list[str], ranks: int = RANKS) 
             reset_parameters(part, options.model, options.seed, prefix=name)
         _shard_by_torch(model, options)
     params = list(model.parameters())
-    optimizer = make_optimizer(params, options.lr)
+    optimizer = make_optimizer(model, options)
     return Run(options, rank, rank, device, corpus, model, params, optimizer)
 
 

@@ -38,6 +38,7 @@ from benchmarks import (
     imports,
     instructions,
     memory,
+    muon,
     padding,
     page,
     planned_steps,
@@ -296,6 +297,16 @@ def _slow_link(results: dict[str, Any], device: str) -> list[Section]:
     return [Section(title, header, rows, results["ratios"], bars=bars)]
 
 
+def _muon(results: dict[str, Any], device: str) -> list[Section]:
+    options = results["options"]
+    header, rows = muon.table(results)
+    if "losses" in results:
+        return [Section(f"Held-out loss of train_lm, {options['preset']}", header, rows)]
+    bars = {"step": {name: _bar(each) for name, each in results["rounds"].items()}}
+    title = f"Step of Muon, {options['units']} units of width {options['dim']}, ms"
+    return [Section(title, header, rows, results["ratios"], bars=bars)]
+
+
 def _accuracy(results: dict[str, Any], device: str) -> list[Section]:
     options = results["options"]
     header, rows = accuracy.table(results["losses"])
@@ -338,6 +349,7 @@ READERS: dict[str, Callable[[Any, str], list[Section]]] = {
     "imports": _imports,
     "checkpoint": _checkpoint,
     "slow_link": _slow_link,
+    "muon": _muon,
     "accuracy": _accuracy,
 }
 

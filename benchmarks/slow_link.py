@@ -46,6 +46,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     ONE: (),
     "torch": (),
     "fsdp2": (),
+    "fp32 sums": ("--wire", "fp32-sums"),
     "bf16 sums": ("--wire", "bf16-sums"),
     "8-bit sums": ("--wire", "int8-sums"),
     "8-bit weights and bf16 sums": ("--wire", "int8-weights"),

@@ -35,6 +35,7 @@ from fsdp2.interop import (
 )
 from fsdp2.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 from fsdp2.sharding.meshes import FSDPMeshInfo, Levels, ShardPlacementResult
+from fsdp2.sharding.selection import whole_below
 
 if TYPE_CHECKING:
     from fsdp2 import checkpoint, optim, xla
@@ -129,6 +130,7 @@ __all__ = [
     "trace",
     "transformer_auto_wrap_policy",
     "uninstall",
+    "whole_below",
     "wire_state",
     "wrap_modules",
     "xla",

@@ -30,6 +30,7 @@ from fsdp2.core.modules.saved import hooks_for
 from fsdp2.core.params.param import PlannedParam, is_extended
 from fsdp2.core.schedule.layers import watched
 from fsdp2.core.schedule.unit import Unit
+from fsdp2.core.schedule.whole import with_whole_layers
 from fsdp2.interop import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -125,6 +126,10 @@ def fully_shard(
             pads too much, it is another one, or ``(Shard(0), Shard(d))`` on a mesh of two shard
             dims if that pads less or needs no copies. A parameter on two dims is on another mesh
             than the rest: torch's clipping refuses that, `fsdp2.clip_grad_norm_` takes it.
+            ``Replicate()`` leaves a parameter whole on every rank of the mesh: it is never
+            gathered, and its gradients are all-reduced at the end of backward, together with those
+            of all such parameters below the root (`fsdp2.whole_below`). Its optimizer state is
+            whole, too. Ranks must initialise it alike.
         mp_policy: dtypes of compute, reduction and outputs. ``None`` means the default, which casts
             nothing.
         offload_policy: `CPUOffloadPolicy` keeps shards, gradients and optimizer states in CPU
@@ -268,7 +273,7 @@ def apply_calls(calls: Sequence[PlannedCall]) -> None:
 def _apply(call: PlannedCall) -> None:
     taken, axes = call.taken, call.arguments.axes
     groups = make_groups(call.name, taken.plans, call.options, call.arguments)
-    unit = Unit(call.name, watched(groups), call.options)
+    unit = Unit(call.name, watched(with_whole_layers(groups)), call.options)
     unit.reshard_after_forward = call.reshard_after_forward
     move_buffers(taken.modules, axes.device)
     hooks, streams = hooks_for(axes.device), streams_for(axes.device)
@@ -409,6 +414,7 @@ def _checked_reshard(
         return True, None
     if value == 1:
         return False, None
+    plans = [plan for plan in plans if not plan.axes.whole]
     for size in {axes.size, *(plan.axes.size for plan in plans)}:
         if value < 1 or size % value != 0:
             raise ValueError(

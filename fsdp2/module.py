@@ -49,6 +49,7 @@ from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.states import SHARDED
 from fsdp2.core.schedule.unit import PrefetchTime, Unit
+from fsdp2.core.schedule.whole import is_whole
 from fsdp2.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.interop import TORCHS, TorchIdentity, replicated_parameters
 from fsdp2.sharding.assembly import (
@@ -228,7 +229,8 @@ class FSDPModule(TorchIdentity):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose whether backward sums gradients over replicas (HSDP).
 
-        Where there are no replicas, nothing changes.
+        Where there are no replicas, nothing changes. Parameters that stay whole on every rank
+        (``Replicate()`` from ``shard_placement_fn``) have the other ranks as replicas.
 
         Args:
             requires_all_reduce: ``False`` only reduce-scatters each backward's gradients, and adds
@@ -766,6 +768,8 @@ class FSDPModule(TorchIdentity):
         =======  ================================  ==============================================
         format   ``gather`` (parameters)           ``reduce`` (gradients)
         =======  ================================  ==============================================
+        fp32     --                                4 bytes per number, exact; for backends that
+                                                   reduce and scatter by an all-reduce (gloo)
         bf16     --                                2 bytes per number; sums are fp32's own sums of
                                                    the rounded numbers
         int8     1.03 bytes per number, a scale    the same; each rank adds in fp32, in the order
@@ -794,15 +798,15 @@ class FSDPModule(TorchIdentity):
         Args:
             gather: ``"int8"``, ``"int4"``, or ``None`` (default): parameters travel in the dtype
                 that they are computed with.
-            reduce: ``"bf16"``, ``"int8"``, ``"int4"``, or ``None`` (default): gradients travel in
-                the reduce dtype.
+            reduce: ``"fp32"``, ``"bf16"``, ``"int8"``, ``"int4"``, or ``None`` (default): gradients
+                travel in the reduce dtype.
             differences: whether messages of parameters hold differences to what was gathered last.
                 It takes memory for all parameters of each unit, in the compute dtype, on each rank,
                 and is state of training: `fsdp2.wire_state`. Default ``False``.
             feedback: whether each rank adds what its messages have left out of gradients to its
                 next ones, so that over steps nothing is left out (error feedback). It takes memory
-                for a whole gradient of each unit, in the reduce dtype, on each rank, and is state
-                of training: `fsdp2.wire_state`. Default ``False``.
+                for a whole gradient of each unit in bf16 on each rank, and is state of training:
+                `fsdp2.wire_state`. Default ``False``.
             rotate: whether each block of 128 numbers of gradients is multiplied by an orthonormal
                 matrix (random signs and a Hadamard matrix) before it is coded, and its sum by the
                 inverse: single large numbers cost their neighbours less precision. Default
@@ -875,14 +879,22 @@ class FSDPModule(TorchIdentity):
         self._change(recurse=recurse, keep_gradients=bool(keep))
 
     def set_keep_rows(self, keep: bool, *, recurse: bool = True) -> None:
-        """Choose whether what was gathered from afar is kept from micro-batch to micro-batch.
+        """Choose whether what was gathered is kept from micro-batch to micro-batch.
 
-        With `Levels` these are the rows that the ranks of a node gather from, ``1 / ranks of a
-        node`` of the parameters, in the dtype of compute: parameters then cross nodes once per
-        optimizer step. They are kept unless this says ``False``, and freed after each gather then.
-        With ``reshard_after_forward=<int>`` they are the shards of the smaller group, which are
-        kept if this says ``True``: later micro-batches gather from them, too. Elsewhere nothing
-        changes.
+        ============================== ==================================== ==================
+        unit                           rows that are kept, in the dtype     default
+                                       that parameters are computed with
+        ============================== ==================================== ==================
+        `Levels`                       those that this rank's node gathers  kept
+                                       from: 1 / ranks of a node
+        ``reshard_after_forward=<int>`` those of the smaller group          not kept
+        other                          all, so that each rank has the       not kept
+                                       unit's parameters twice while they
+                                       are gathered, and once between
+        ============================== ==================================== ==================
+
+        Parameters then travel from afar once per optimizer step. Rows that are not kept are freed
+        after each gather.
 
         Kept rows count until shards may have changed: an optimizer steps, gradients are dropped, a
         forward without gradients begins or ends, a state dict is loaded, a parameter's version
@@ -896,7 +908,7 @@ class FSDPModule(TorchIdentity):
         Example::
 
             fully_shard(block, reshard_after_forward=8)
-            block.set_keep_rows(True)
+            block.set_keep_rows(True)  # groups of 8 gather from them until optimizer.step()
         """
         for record in self._records(recurse):
             record.unit.change(keep_rows=bool(keep))
@@ -969,6 +981,7 @@ class FSDPModule(TorchIdentity):
 
     def _one_group(self, method: str) -> ParamGroup | None:
         groups = require_record(self).unit.own_groups
+        groups = [group for group in groups if not is_whole(group)] or groups
         if len(groups) > 1:
             raise ValueError(
                 f"{method} cannot be used on a unit whose parameters are on several meshes "

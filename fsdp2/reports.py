@@ -22,7 +22,11 @@ from fsdp2.core.reduce.coded import CODED as REDUCTIONS
 from fsdp2.core.reduce.feedback import DTYPE as FEEDBACK_DTYPE
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import window_of
+from fsdp2.core.schedule.whole import is_whole
 from fsdp2.tracing.summaries import amount
+
+WHOLE = "whole"
+"""How parameters travel that every rank has whole."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,8 @@ class GroupReport:
             parameters that travel packed. A reduction copies as much in front of its own, in its
             dtype.
         transport: how it is gathered: "coalesced", "packed", "coded", "local", "extension" (tensor
-            subclasses with all-gather hooks, whose bytes are not counted), or several with "+".
+            subclasses with all-gather hooks, whose bytes are not counted), or several with "+";
+            "whole" for parameters that every rank has whole: nothing is gathered.
         dims: shard dims of the parameters that are not sharded on dim 0 alone, by their name in the
             model; ``shard_placement_fn`` chose them, or dim 0 would have padded too much.
         window: how many units are gathered ahead of the one that computes; one number below a root
@@ -49,7 +54,8 @@ class GroupReport:
             forward, else 1, also where all are kept in rows that backward reuses; 0 on one rank.
         gathered_bytes: bytes that one gather's collectives put together, padding included.
         reduced_bytes: bytes that one reduction's collectives take on each rank, in the reduce
-            dtype, padding included; parameters that are frozen now left out.
+            dtype, padding included; parameters that are frozen now left out. Of "whole" parameters:
+            its part of the one all-reduce of all such groups below a root.
         packed: why parameters travel packed, by their name in the model; those that do not are not
             in it.
         gather_format: the format of parameters that travel in fewer bytes
@@ -127,7 +133,9 @@ class Report:
             "a step",
             "travels",
         )
-        rows = [_row(group) for group in self.groups]
+        whole = [group for group in self.groups if group.transport == WHOLE]
+        others = [group for group in self.groups if group.transport != WHOLE]
+        rows = [_row(group) for group in (*others, *whole)]
         total = (
             "all",
             f"{sum(g.num_params for g in self.groups):,}",
@@ -277,7 +285,7 @@ def _report(
         unsharded_bytes=layout.gathered_bytes,
         padding_bytes=masters.padding_bytes,
         copied_bytes=layout.copied_bytes,
-        transport=layout.transports,
+        transport=WHOLE if is_whole(group) else layout.transports,
         dims={
             params.get(param.sharded, param.name): param.cut.dims
             for param in group.params
@@ -308,9 +316,10 @@ def _gather_format(wire: Wire) -> str | None:
 
 def _stays(group: ParamGroup, segment: Segment) -> bool:
     """Whether its rows are kept behind a gather: not those that a user's code gathers."""
-    if not group.keeps_rows or segment.transport in (Transport.LOCAL, Transport.EXTENSION):
-        return False
-    return segment.transport is Transport.CODED or group.options.all_gather is None
+    if segment.transport is Transport.CODED:
+        return group.options.wire.differences
+    travels = segment.transport not in (Transport.LOCAL, Transport.EXTENSION)
+    return travels and group.keeps_whole_rows and group.options.all_gather is None
 
 
 def _row_bytes(group: ParamGroup, segment: Segment) -> int:

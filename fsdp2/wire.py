@@ -69,7 +69,7 @@ def set_wire_format(
     _check_level(records, wire, level)
     chosen = []
     for name, param, options in _params(module, records):
-        stays = param.sharded.numel() < exact_below
+        stays = param.axes.whole or param.sharded.numel() < exact_below
         if exact is not None and not stays:
             stays = bool(exact(name, param.sharded))
         if not stays:

@@ -14,11 +14,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import pad
 
 from fsdp2.core.gather.differences import DifferenceGather
 from fsdp2.core.layout.layout import Slot
@@ -26,6 +27,7 @@ from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.modules.registry import records_below
 from fsdp2.core.names import clean
 from fsdp2.core.params.param import ShardedParam
+from fsdp2.core.pieces import ceil_div
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import SHARDED
 
@@ -47,7 +49,7 @@ class WireState:
 
         ``residuals.<parameter>`` is a DTensor of bf16 [ranks, ranks of the shard axis, n], sharded
         on dim 0 over all ranks of the parameter's mesh: each rank has its own, for each rank that
-        it sends to. It is a view: what is written there is what the next backward adds.
+        it sends to.
 
         ``references.<parameter>`` is sharded as the parameter, of the dtype that it is computed
         with: a copy. It is the shard's own numbers where nothing was gathered yet.
@@ -74,16 +76,18 @@ class WireState:
         Args:
             state: by name.
             of: what it was, for the warning.
-            warn: whether this rank warns. Default ``None``: the first does.
+            warn: whether this rank warns. Default ``None``: the first of a mesh does.
         """
         parts = list(_parts(self._model))
+        if warn is None:
+            meshes = [value.device_mesh for part in parts for value in part.own.values()]
+            warn = not any(any(mesh.get_coordinate() or ()) for mesh in meshes)
         reset = 0
         for part in parts:
             found = {name: state[name] for name, own in part.own.items() if _fits(state, name, own)}
             part.take({name: local_of(value) for name, value in found.items()})
             reset += len(part.own) - len(found)
-        first = not dist.is_initialized() or dist.get_rank() == 0
-        if reset and (first if warn is None else warn):
+        if reset and warn:
             warnings.warn(
                 f"{of} has not all that wire formats keep between steps: {reset} of "
                 f"{sum(len(part.own) for part in parts)} tensors are missing, or are of other "
@@ -128,7 +132,7 @@ class _Part:
         take: is given this rank's part of those that were found.
     """
 
-    own: Mapping[str, Tensor]
+    own: Mapping[str, DTensor]
     take: Callable[[Mapping[str, Tensor]], None]
 
 
@@ -155,26 +159,51 @@ def _residuals(group: ParamGroup, name_of: Callable[[ShardedParam], str]) -> Ite
     for reduction in group.bound.reductions:
         feedback = reduction.transport.feedback
         if feedback is not None:
-            pairs = zip(reduction.members, feedback.columns(), strict=True)
-            own = {RESIDUALS + name_of(param): _of_each_rank(param, part) for param, part in pairs}
+            params = {RESIDUALS + name_of(param): param for param in reduction.members}
+            columns = dict(zip(params, feedback.columns(), strict=True))
+            own = {name: _of_each_rank(params[name], part) for name, part in columns.items()}
 
-            def take(found: Mapping[str, Tensor], own: Mapping[str, Tensor] = own) -> None:
-                for name, value in own.items():
+            def take(found: Mapping[str, Tensor], columns: Mapping[str, Tensor] = columns) -> None:
+                for name, part in columns.items():
                     if name in found:
-                        local_of(value).copy_(found[name])
+                        part.copy_(found[name][0, :, : part.shape[1]])
                     else:
-                        local_of(value).zero_()
+                        part.zero_()
 
             yield _Part(own, take)
 
 
 def _of_each_rank(param: ShardedParam, columns: Tensor) -> DTensor:
+    """A view of this rank's residuals; a copy where ranks of tensor parallelism have fewer."""
     assert isinstance(param.sharded, DTensor)
     mesh = param.sharded.device_mesh
-    shape = torch.Size([mesh.size(), *columns.shape])
-    stride = (columns.numel(), columns.shape[1], 1)
-    local, placements = columns.unsqueeze(0), [Shard(0)] * mesh.ndim
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    missing = _largest_piece(param) - columns.shape[1]
+    local = pad(columns, (0, missing)) if missing else columns
+    shape = torch.Size([mesh.size(), *local.shape])
+    stride = (local.numel(), local.shape[1], 1)
+    return DTensor.from_local(
+        local.unsqueeze(0),
+        mesh,
+        [Shard(0)] * mesh.ndim,
+        run_check=False,
+        shape=shape,
+        stride=stride,
+    )
+
+
+def _largest_piece(param: ShardedParam) -> int:
+    """Elements of a rank's piece, of whichever rank of tensor parallelism has the most."""
+    if param.parallel is None:
+        shape = list(param.shape)
+    else:
+        shape = list(param.parallel.shape)
+        for size, placement in zip(
+            param.parallel.mesh.shape, param.parallel.placements, strict=True
+        ):
+            if isinstance(placement, Shard):
+                shape[placement.dim] = ceil_div(shape[placement.dim], size)
+        shape = shape if param.order is None else [shape[dim] for dim in param.order]
+    return prod(param.cut.piece(tuple(shape), param.axes.size))
 
 
 def _references(group: ParamGroup, name_of: Callable[[ShardedParam], str]) -> Iterator[_Part]:

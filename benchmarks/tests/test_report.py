@@ -166,6 +166,15 @@ FILES: dict[str, tuple[Any, str]] = {
         },
         "| 8 bit | 1.00  [1.00 .. 1.00] | 1.0 | 2.00 | 1.2500 |",
     ),
+    "muon": (
+        {
+            "options": {"units": 3, "dim": 64},
+            "rounds": {"everywhere": [4.0], "fsdp2": [2.0]},
+            "facts": {"fsdp2": {"sent": 3e6, "whole": 1.0, "balance": 1.0625}},
+            "ratios": {"everywhere / fsdp2": {"median": 2.0, "min": 2.0, "max": 2.0}},
+        },
+        "| fsdp2 | 2.00  [2.00 .. 2.00] | 3.0 | 1.00 | 1.062 |",
+    ),
     "startup": (STARTUP, "### Start-up, 100 blocks of 10 parameters, fp32, ms"),
     "gloo": (GLOO, "| torch | 12.00 [10.00 .. 20.00] |"),
     "collective_cost": (

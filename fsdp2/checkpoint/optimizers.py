@@ -182,7 +182,7 @@ class OptimizerMatch:
             self._kept[at].add(own.number)
             return
         saved = self._step.states.get(own.theirs, {})
-        if saved and not own.state and not self._is_of(optimizer, self._place[own.theirs]):
+        if saved and not own.state and not self._is_of(optimizer, own):
             found.unexpected += [f"{_STATE}.{own.theirs}.{key}" for key in saved]
             self._kept[at].add(own.number)
             return
@@ -199,14 +199,18 @@ class OptimizerMatch:
             else:
                 self._slots[at].append(_Slot(own, key, unit))
 
-    def _is_of(self, optimizer: torch.optim.Optimizer, group: int) -> bool:
-        """Whether the step's states are those of such an optimizer, as far as it tells."""
-        classes = self._step.about.optimizers
+    def _is_of(self, optimizer: torch.optim.Optimizer, own: _Own) -> bool:
+        """Whether the step's states are those of such an optimizer, as far as it tells.
+
+        Groups of one optimizer may be of several kinds, each with options of its own.
+        """
+        group, classes = self._place[str(own.theirs)], self._step.about.optimizers
         if group < len(classes) and classes[group] == class_of(optimizer):
             return True
         options = {*self._theirs[group]} - {"params", "param_names"} - _SCHEDULED
+        kind = {*self._groups[own.group]} - {"params", "param_names"} - _SCHEDULED
         known = {*optimizer.defaults, *(key for each in optimizer.param_groups for key in each)}
-        return options <= known and {*optimizer.defaults} <= options
+        return options <= known and ({*optimizer.defaults} <= options or kind == options)
 
     # ---- loading
 

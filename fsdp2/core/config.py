@@ -283,8 +283,8 @@ class GroupOptions:
             coalesce.
         keep_storage: whether freeing leaves the gathered memory allocated.
         keep_gradients: whether the memory of reduced gradients stays allocated between steps.
-        keep_rows: whether rows that are gathered from inside a node, or over a smaller group, stay
-            until an optimizer steps; ``None``: those of nodes do.
+        keep_rows: whether rows that were gathered stay until an optimizer steps: a node's, a
+            smaller group's, or all; ``None``: those of nodes do.
         all_gather: the user's all-gather, or ``None``.
         reduce_scatter: the user's reduce-scatter, or ``None``.
         wire: formats that parameters and gradients travel in.

@@ -36,6 +36,7 @@ class RunState:
     text: str  # Corpus.fingerprint
     first_held_out_loss: float  # nats, before the first step
     lora: int | None = None  # rank of the adapters
+    optimizer: str = "adamw"
     format: int = _FORMAT
 
     @staticmethod
@@ -51,6 +52,7 @@ class RunState:
             text=text,
             first_held_out_loss=first_held_out_loss,
             lora=options.lora,
+            optimizer=options.optimizer,
         )
 
 
@@ -142,6 +144,10 @@ def _check_resumable(folder: Path, state: RunState, options: Options, text: str)
         raise UsageError(
             f"--resume: {path} holds a model of another configuration (preset {state.preset}, "
             f"now {options.preset})"
+        )
+    if state.optimizer != now.optimizer:
+        raise UsageError(
+            f"--resume: {path} was trained with --optimizer {state.optimizer}, not {now.optimizer}"
         )
     if state.lora != now.lora:
         was, wanted = (f"--lora {n}" if n else "no --lora" for n in (state.lora, now.lora))

@@ -97,6 +97,7 @@ class Options:
     replicate: int  # groups of ranks that each hold all shards
     tp: int  # ranks that share every layer's computation
     cpu_offload: bool
+    optimizer: str  # "adamw" or "muon"
     lora: int | None  # the adapters' rank; None trains the weights themselves
     wire: str  # the format that parameters and gradients are sent in
     checkpoint: Path | None
@@ -152,6 +153,8 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
     _check_folders(args)
     if args.plan is not None and (args.tp > 1 or args.lora is not None):
         raise UsageError("--plan knows neither --tp nor --lora: leave them out to plan the rest")
+    if args.plan is not None and args.optimizer != "adamw":
+        raise UsageError(f"--plan does not know --optimizer {args.optimizer}: leave it out")
     return Options(
         preset=args.preset,
         data=args.data,
@@ -170,6 +173,7 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
         replicate=args.replicate,
         tp=args.tp,
         cpu_offload=args.cpu_offload,
+        optimizer=args.optimizer,
         lora=args.lora,
         wire=args.wire,
         checkpoint=args.checkpoint,
@@ -254,6 +258,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--seq-len", type=count, help="tokens in a sequence")
     add("--batch-size", type=count, help="sequences in one optimizer step, over all ranks")
     add("--lr", type=rate, help="peak learning rate")
+    add(
+        "--optimizer",
+        choices=["adamw", "muon"],
+        default="adamw",
+        help="what steps the blocks' matrices; AdamW steps the rest (default: adamw)",
+    )
     add("--grad-accum", type=count, default=1, help="micro-batches the batch is split into")
     add("--activation-checkpointing", action="store_true", help="recompute blocks in backward")
     add(

@@ -32,6 +32,7 @@ from fsdp2 import (
     Plan,
     checkpoint,
     fully_shard,
+    optim,
     plan,
     trace,
 )
@@ -168,20 +169,37 @@ def _set_up(options: Options, ranks: GivenRanks, corpus: data.Corpus) -> Run:
     launch.init_process_group(ranks, options.backend, device)
     model = build_model(options, device, parallel.make_mesh(options))
     params = list(model.parameters())
-    optimizer = make_optimizer(params, options.lr)
+    optimizer = make_optimizer(model, options)
     dp_rank = parallel.data_parallel_rank(options, ranks.rank)
     return Run(options, ranks.rank, dp_rank, device, corpus, model, params, optimizer)
 
 
-def make_optimizer(params: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-    """AdamW of what is trained."""
-    return torch.optim.AdamW(
-        [param for param in params if param.requires_grad],
-        lr=lr,
-        betas=(0.9, 0.95),
-        weight_decay=0.1,
-        fused=True,
+MUON_RATE = 3.0  # AdamW's early steps are larger than the norm that Muon's are adjusted to
+
+ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+
+
+def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
+    """What steps the parameters that are trained.
+
+    The learning rate is AdamW's; of Muon's matrices it is `MUON_RATE` times that.
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if options.optimizer == "adamw":
+        return make_adamw((param for _, param in trained), options.lr)
+    return optim.Muon(
+        trained,
+        lr=options.lr * MUON_RATE,
+        adjust_lr_fn="match_rms_adamw",
+        elementwise=lambda name, _: name.startswith(("embed.", "head.")),
+        elementwise_options={**ADAMW, "lr": options.lr},
     )
+
+
+def make_adamw(params: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    """AdamW of what is trained."""
+    trained = [param for param in params if param.requires_grad]
+    return torch.optim.AdamW(trained, lr=lr, **ADAMW)  # type: ignore[arg-type]  # of several types
 
 
 def build_model(options: Options, device: torch.device, mesh: DeviceMesh) -> Transformer:
@@ -251,7 +269,7 @@ def plan_step(options: Options) -> Plan:
             make_batch,
             shard=shard,
             loss=lambda model, batch: token_losses(model(batch[0]), batch[1]).mean(),
-            optimizer=lambda params: make_optimizer(params, options.lr),
+            optimizer=lambda params: make_adamw(params, options.lr),
             mesh=ranks if options.replicate > 1 else ranks[1],
             hardware=options.plan,
             accumulate=options.grad_accum,
@@ -272,8 +290,9 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 def train_step(run: Run, step: int) -> Tensor:
     """One optimizer step; this rank's mean loss, fp64 [] on the device, not yet waited for."""
     options = run.options
+    rate = learning_rate(step, options.steps, options.lr)
     for group in run.optimizer.param_groups:
-        group["lr"] = learning_rate(step, options.steps, options.lr)
+        group["lr"] = rate * MUON_RATE if "ns_steps" in group else rate
     run.optimizer.zero_grad(set_to_none=True)
     batch = data.global_batch(
         run.corpus.train, options.seed, step, options.batch_size, options.seq_len

@@ -10,6 +10,7 @@ from fsdp2 import WireFormat
 
 FORMATS: dict[str, WireFormat] = {
     "exact": {},
+    "fp32-sums": {"reduce": "fp32"},
     "bf16-sums": {"reduce": "bf16"},
     "int8-sums": {"reduce": "int8"},
     "int8-weights": {"gather": "int8", "reduce": "bf16"},
@@ -24,4 +25,5 @@ FORMATS: dict[str, WireFormat] = {
         "feedback": True,
         "rotate": True,
     },
+    "int4-naive": {"gather": "int4", "reduce": "int4"},
 }

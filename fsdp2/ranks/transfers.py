@@ -1,4 +1,5 @@
-"""Tensors to and from the first rank of a process group, and sums: collectives of no step.
+"""Tensors to and from the first rank of a process group, messages among all of its ranks, and sums:
+collectives of no step of the schedule.
 
 They go through ``torch.distributed``'s functions, whose checks cost nothing here, and block the
 host or the current stream until they are done.
@@ -17,6 +18,27 @@ from fsdp2.core.device.process_groups import backend_name
 def sum_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Sum ``tensor`` over the ranks of ``group``, in place; the current stream waits for it."""
     dist.all_reduce(tensor, group=group)
+
+
+def exchange_messages(
+    output: torch.Tensor,
+    input_: torch.Tensor,
+    received: Sequence[int],
+    sent: Sequence[int],
+    group: dist.ProcessGroup,
+) -> dist.Work | None:
+    """Start an all-to-all of messages, one after the other in flat tensors; wait before reading.
+
+    Args:
+        output: what the ranks of ``group`` send to this one, in their order.
+        input_: what this one sends to each.
+        received: elements from each.
+        sent: elements to each.
+        group: the process group.
+    """
+    return dist.all_to_all_single(
+        output, input_, list(received), list(sent), group=group, async_op=True
+    )
 
 
 def gather_to_first(

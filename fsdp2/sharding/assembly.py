@@ -42,6 +42,7 @@ from fsdp2.core.schedule.bound import Runtime
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import Watchers, watched
 from fsdp2.core.schedule.unit import Unit, all_groups
+from fsdp2.core.schedule.whole import with_whole_layers
 from fsdp2.sharding.aliases import aliases_in, refuse_gradients
 
 _streams: dict[torch.device, Streams] = {}
@@ -141,7 +142,7 @@ def _effective_offload(
 
 def _smaller_group(axes: MeshAxes, size: int | None) -> SmallerGroup | None:
     """``None`` where backward gathers from all ranks, or not at all."""
-    if size is None or axes.size == size:
+    if size is None or axes.whole or axes.size == size:
         return None
     mesh = smaller_mesh(axes.mesh, size)
     group, asynchronous = mesh.get_group("shard"), streams_for(axes.device).asynchronous
@@ -188,7 +189,7 @@ def join_unit(groups: list[ParamGroup], unit: Unit, present: list[ParamGroup]) -
         first = alike[0]
         if first.reducers is not first.collectives:
             group.set_reducers(first.reducers)
-    unit.groups += watched(groups)
+    unit.groups += watched(with_whole_layers(groups))
 
 
 def follow_aliases(modules: tuple[nn.Module, ...]) -> None:

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parameter import UninitializedParameter
 
 from fsdp2.core.config import DataParallelMeshDims
@@ -25,6 +25,7 @@ from fsdp2.core.device.process_groups import (
     ProcessGroup,
     current_world,
     default_group,
+    new_groups,
     rank_and_size,
     serves,
 )
@@ -105,11 +106,12 @@ class ShardPlacementResult:
     """What ``shard_placement_fn`` returns for a parameter with a mesh of its own.
 
     Args:
-        placement: the shard dim, or those that it may be cut on; ``None`` for ``Shard(0)``.
+        placement: the shard dim, or those that it may be cut on; ``None`` for ``Shard(0)``;
+            ``Replicate()``: the parameter stays whole on the mesh's ranks.
         mesh_info: the mesh, for example of the expert-parallel ranks.
     """
 
-    placement: Shard | tuple[Shard, ...] | None
+    placement: Shard | tuple[Shard, ...] | Replicate | None
     mesh_info: FSDPMeshInfo
 
 
@@ -302,6 +304,35 @@ def _axes(mesh: DeviceMesh, shard: int | None, replicate: int | None) -> MeshAxe
     )
 
 
+def whole_axes(axes: MeshAxes) -> MeshAxes:
+    """The axes of parameters that stay whole on all ranks of ``axes``, shards and copies alike.
+
+    A mesh (replicate, shard) of several ranks on both dims gets a process group of all of them,
+    which they must make together.
+    """
+    group, replicas = axes.group, axes.replicas
+    if group is None or (replicas is not None and axes.size == 1):
+        every = replicas
+    elif replicas is None or axes.copies == 1:
+        every = group
+    else:
+        every = _group_of_all(axes.mesh, (group, replicas), axes.device)
+    assert every is not None
+    dims = axes.dims
+    if dims is not None:
+        dims = DataParallelMeshDims(replicate=(*dims.shard_names, *dims.replicate_names))
+    found = MeshAxes(axes.mesh, None, 1, 0, axes.device, every, every.size())
+    return replace(found, full=axes.full, dims=dims, whole=True)
+
+
+@functools.lru_cache(maxsize=64)
+def _group_of_all(
+    mesh: DeviceMesh, around: tuple[ProcessGroup, ...], device: torch.device
+) -> ProcessGroup:
+    (made,) = new_groups(around, device, [sorted(mesh.mesh.flatten().tolist())])
+    return made
+
+
 def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshAxes:
     if not hasattr(dims, "shard_names"):  # ours, or torch's
         raise TypeError(
@@ -345,7 +376,8 @@ def check_placement(name: str, param: nn.Parameter, placement: object) -> tuple[
         if type(shard) is not Shard:
             raise ValueError(
                 f"shard_placement_fn returned {placement!r} for parameter '{name}'; return a "
-                f"torch.distributed.tensor.Shard, a tuple of them, a ShardPlacementResult or None"
+                f"torch.distributed.tensor.Shard, a tuple of them, Replicate(), a "
+                f"ShardPlacementResult or None"
             )
         dim = shard.dim + param.ndim if shard.dim < 0 else shard.dim
         if not 0 <= dim < param.ndim:

@@ -30,6 +30,7 @@ from fsdp2.module import FSDPModule
 from fsdp2.sharding.meshes import Levels, default_mesh, node_mesh
 from fsdp2.sharding.planned import Pending
 from fsdp2.sharding.selection import PlacementFn
+from fsdp2.sharding.selection import whole_below as small_whole
 from fsdp2.wrap.choices import Policy, chosen_modules
 
 Strategy = Literal["zero3", "zero2", "zero1", "replicated", "hybrid", "hybrid-zero2", "levels"]
@@ -153,6 +154,7 @@ def shard_model(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     shard_placement_fn: PlacementFn | None = None,
+    whole_below: int = 0,
     ignored: Iterable[nn.Module | nn.Parameter | str] = (),
 ) -> ShardReport:
     """Shard a whole model in place: what a policy chooses, bottom-up, then the model.
@@ -191,6 +193,8 @@ def shard_model(
         mp_policy: as for `fully_shard`.
         offload_policy: as for `fully_shard`.
         shard_placement_fn: as for `fully_shard`.
+        whole_below: parameters of fewer elements stay whole on every rank, whatever places the
+            others (`fsdp2.whole_below`). Default ``0``: none.
         ignored: modules, parameters, or names of them: left alone with all that is below them.
 
     Returns:
@@ -227,7 +231,13 @@ def shard_model(
     for plan in plans:
         _check_options(plan)
     plans = _with_ties(model, plans, params, options)
-    plans = _planned([*plans, _PlannedUnit(["(root)"], [model], options)], params)
+    plans.append(_PlannedUnit(["(root)"], [model], options))
+    if whole_below:
+        for plan in plans:
+            others = plan.options["shard_placement_fn"]
+            placed = small_whole(whole_below, others)
+            plan.options = {**plan.options, "shard_placement_fn": placed}
+    plans = _planned(plans, params)
     apply_calls([call for plan in plans if (call := plan.call) is not None])
     for plan in plans:
         for member in plan.modules:

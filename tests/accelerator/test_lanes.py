@@ -37,6 +37,9 @@ SMALL = 300  # bytes of a piece: norms and biases are packed, which go along wit
 
 Change = Callable[[nn.Module, Any], None]
 
+WHOLE: dict[str, Any] = {"shard_placement_fn": fsdp2.whole_below(DIM * 4)}
+"""Norms, biases, the scale and the outlet are whole on every rank."""
+
 
 @pytest.fixture(scope="module")
 def own_ranks() -> Iterator[None]:
@@ -151,6 +154,14 @@ CASES: dict[str, tuple[dict[str, Any], Change | None]] = {
     "coded, offloaded": ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, _code),
     "coded differences": ({}, _send_differences),
     "coded differences, pinned": ({"offload_policy": CPUOffloadPolicy()}, _send_differences),
+    "whole": (WHOLE, None),
+    "whole, mixed": (
+        {**WHOLE, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+        None,
+    ),
+    "whole, offloaded": ({**WHOLE, "offload_policy": CPUOffloadPolicy()}, None),
+    "whole, kept gradients": (WHOLE, _keep_gradients),
+    "whole, hooked": (WHOLE, _hook),
 }
 
 
@@ -252,7 +263,7 @@ def test_same_bits_as_on_the_cpu(case: str, backend: str) -> None:
     _compare(case, backend, (2,))
 
 
-@pytest.mark.parametrize("case", ["usual", "mixed", "kept"])
+@pytest.mark.parametrize("case", ["usual", "mixed", "kept", "whole, mixed"])
 @workers.ranks(4)
 def test_replicated(case: str) -> None:
     """Two sums of two ranks: one order only."""
@@ -266,13 +277,21 @@ def test_levels(case: str) -> None:
     _compare(case, group.COALESCING, (2, 2), accumulate=2, change=_use_some, levels=True)
 
 
-@pytest.mark.parametrize("case", ["usual", "mixed", "offloaded", "kept gradients"])
+@pytest.mark.parametrize(
+    "case", ["usual", "mixed", "offloaded", "kept gradients", "whole, mixed", "whole, offloaded"]
+)
 @workers.ranks(2)
 def test_accumulating(case: str) -> None:
     _compare(case, group.COALESCING, (2,), accumulate=3)
 
 
-@pytest.mark.parametrize("case", ["usual", "mixed", "offloaded", "kept gradients", "hooked"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("usual", "mixed", "offloaded", "kept gradients", "hooked"),
+        *("whole", "whole, offloaded", "whole, hooked"),
+    ],
+)
 @workers.ranks(2)
 def test_gradients_that_another_rank_has(case: str) -> None:
     """The host reads who had one behind the reduction, and delivers at the end of backward."""
@@ -350,6 +369,29 @@ def test_steps_in_backward(case: str) -> None:
             losses[-1].append(loss.item())
         _assert_ordered()
     assert losses[1] == losses[0]
+
+
+@workers.ranks(2)
+@pytest.mark.parametrize("case", ["mixed", "pinned"])
+def test_averages_of_weights(case: str) -> None:
+    """Updated, and swapped in for an evaluation between steps."""
+    seen = []
+    for kind in ("cpu", device.NAME):
+        mesh = _mesh(kind, group.COALESCING, (2,))
+        with coalescing():
+            model = _build(mesh, case)
+        ema = fsdp2.optim.EMA(model, 0.5)
+        device.races()
+        rows = []
+        for _ in range(2):
+            rows += _train(model, mesh)[-1]
+            ema.update()
+            with ema.swapped(), torch.no_grad():
+                rows.append(model(_batch(0, mesh)).float().cpu())
+        seen.append([*rows, *map(_local, ema.averages().values())])
+    _assert_ordered()
+    expected, found = seen
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize("case", ["usual", "offloaded"])
@@ -568,7 +610,7 @@ def test_the_device_notices_what_is_not_waited_for() -> None:
 
 
 @workers.ranks(2)
-@pytest.mark.parametrize("case", ["usual", "mixed", "pinned"])
+@pytest.mark.parametrize("case", ["usual", "mixed", "pinned", "whole, offloaded"])
 def test_whole_tensors(case: str) -> None:
     """Between steps they are read, changed and loaded, on the device or from host memory."""
     seen = []

@@ -11,7 +11,7 @@ from fsdp2.core.codecs import rotated
 from fsdp2.core.codecs.blocks import Blocks, Bytes, Nibbles
 from fsdp2.core.codecs.codec import ALIGNMENT, NUMBERS, Codec
 from fsdp2.core.codecs.rotated import Rotated
-from fsdp2.core.codecs.rounded import Rounded
+from fsdp2.core.codecs.rounded import Rounded, Whole
 
 pytestmark = pytest.mark.alone
 
@@ -19,10 +19,10 @@ TINIEST = 2.0**-149  # of fp32
 LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 3 * 128 + 5)
 INTEGERS = (Bytes(), Nibbles())
 CPU = torch.device("cpu")
-CODECS = (*INTEGERS, Rounded(), *(Rotated(codec, CPU) for codec in INTEGERS))
+CODECS = (*INTEGERS, Whole(), Rounded(), *(Rotated(codec, CPU) for codec in INTEGERS))
 integers = pytest.mark.parametrize("codec", INTEGERS, ids=lambda codec: codec.name)
 codecs = pytest.mark.parametrize(
-    "codec", CODECS, ids=["int8", "int4", "bf16", "int8 rotated", "int4 rotated"]
+    "codec", CODECS, ids=["int8", "int4", "fp32", "bf16", "int8 rotated", "int4 rotated"]
 )
 
 
@@ -103,12 +103,19 @@ def test_bfloat16_is_off_by_half_a_step_at_most(kind: str) -> None:
     assert numbers[~finite].abs().gt(3.38e38).all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", NUMBERS)
+def test_fp32_loses_nothing(kind: str, dtype: torch.dtype) -> None:
+    numbers = numbers_of(kind, 1000).to(dtype)
+    assert torch.equal(through(Whole(), numbers), numbers)
+
+
 @codecs
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 31, 32, 63, 64, 127, 128, 2 * 128 + 3])
 def test_what_is_not_finite_stays_visible(codec: Codec, bad: float, place: int) -> None:
     numel = 2 * 128 + 4
-    block = {Bytes: 128, Nibbles: 64, Rounded: 1, Rotated: 128}[type(codec)]
+    block = {Bytes: 128, Nibbles: 64, Whole: 1, Rounded: 1, Rotated: 128}[type(codec)]
     numbers = torch.ones(2, numel)
     numbers[1, place] = bad
     found = through(codec, numbers)
@@ -150,6 +157,7 @@ def test_bytes_are_what_is_promised(codec: Codec, numel: int) -> None:
     if isinstance(codec, Rotated):  # of whole blocks
         inner, numel = codec._codec, math.ceil(numel / 128) * 128
     exact = {
+        "fp32": 4 * numel,
         "bf16": 2 * numel,
         "int8": numel + 4 * math.ceil(numel / 128),
         "int4": (32 + 2) * math.ceil(numel / 64),

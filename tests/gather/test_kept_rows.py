@@ -138,6 +138,28 @@ def test_an_optimizers_step_is_one_gather(log: CallLog, after_forward: bool | in
         optimizer.zero_grad()
 
 
+def test_rows_are_kept_on_request(log: CallLog) -> None:
+    """All of them, where no smaller group is named: the report says so, and what they take."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(UNITS)))
+    for layer in model:
+        fsdp2.fully_shard(layer)
+    fsdp2.fully_shard(model)
+    optimizer = OPTIMIZERS["torch"](model)
+    seen = []
+    for keep in (False, True, False):
+        model.set_keep_rows(keep)
+        log.clear()
+        for _ in range(2):
+            both(model)
+            both(model)
+            optimizer.step()
+            seen.append(gathers(log))
+        groups = fsdp2.report(model).groups
+        assert [group.kept_bytes for group in groups] == [keep * g.gathered_bytes for g in groups]
+        assert all(group.gathered_bytes >= 4 * 8 * 9 for group in groups)
+    assert seen == [4 * UNITS] * 2 + [UNITS] * 2 + [4 * UNITS] * 2
+
+
 def test_micro_batches_whose_gradients_wait(log: CallLog) -> None:
     model = build()
     model.set_requires_gradient_sync(False)

@@ -62,6 +62,7 @@ MESSAGES = {
     "int8": NUMEL + 4 * NUMEL // 128,
     "int4": NUMEL // 2 + 2 * NUMEL // 64,
     "bf16": 2 * NUMEL,
+    "fp32": 4 * NUMEL,
 }
 SMALL = 2 * WIDTH
 
@@ -71,7 +72,7 @@ SMALL = 2 * WIDTH
     ("gather", "reduce"),
     [
         *(("int8", None), (None, "bf16"), (None, "int8"), ("int8", "bf16"), ("int8", "int8")),
-        *(("int4", None), (None, "int4"), ("int8", "int4")),
+        *(("int4", None), (None, "int4"), ("int8", "int4"), (None, "fp32")),
     ],
 )
 def test_bytes_are_what_the_format_promises(

@@ -203,6 +203,19 @@ def test_replicas(gather: str | None, reduce: str | None) -> None:
 
 
 @ranks(2)
+@pytest.mark.parametrize("policy", [None, HALF], ids=["fp32", "mixed"])
+def test_fp32_sums_are_those_of_a_reduce_scatter(policy: fsdp2.MixedPrecisionPolicy | None) -> None:
+    """To the bit: a + b is b + a, and nothing is rounded."""
+    given = {} if policy is None else {"mp_policy": policy}
+    seen = []
+    for reduce in (None, "fp32"):
+        model = sharded(None, reduce, **given)
+        model(batch()).float().square().mean().backward()
+        seen.append([param.grad.full_tensor() for param in model.parameters()])
+    assert all(map(torch.equal, *seen))
+
+
+@ranks(2)
 @formats
 @pytest.mark.parametrize("sync", [True, False])
 def test_accumulation(gather: str | None, reduce: str | None, sync: bool) -> None:

@@ -58,6 +58,7 @@ TINY = PRESETS["tiny"]
         (["--tp", "-2"], "'-2' is not a whole number of at least 1"),
         (["--lora", "0"], "'0' is not a whole number of at least 1"),
         (["--lora", "64"], "--lora 64 is no low rank"),
+        (["--plan", "--optimizer", "muon"], "--plan does not know --optimizer muon"),
         (["--tp", "4"], "--tp 4 does not divide the 2 key/value heads of preset small"),
         (["--nproc", "6", "--replicate", "4"], "6 ranks do not divide evenly by --replicate 4"),
         (["--nproc", "5", "--tp", "2"], "5 ranks do not divide evenly by --tp 2"),
@@ -546,6 +547,7 @@ def test_resume_without_a_complete_checkpoint_starts_afresh(tmp_path: Path) -> N
         (["--seq-len", "32"], "--seq-len 64, not 32"),
         (["--steps", "2"], "already at step 3"),
         (["--lora", "8"], "trained with no --lora, and this run has --lora 8"),
+        (["--optimizer", "muon"], "trained with --optimizer adamw, not muon"),
     ],
 )
 def test_resume_refuses_another_run(tmp_path: Path, argv: list[str], says: str) -> None:

@@ -156,6 +156,14 @@ def test_bf16_stays_close(two_ranks: str) -> None:
         assert float(loss) == pytest.approx(float(expected[step]), abs=0.05)
 
 
+@pytest.mark.extended
+def test_muon_learns_and_prints_the_losses_of_one_rank() -> None:
+    muon = ("--optimizer", "muon")
+    losses = losses_of(train("--nproc", "2", *muon))
+    assert_same_losses(losses, losses_of(train("--nproc", "1", *muon)))
+    assert float(losses[STEPS]) < float(losses[1]) - 1.0
+
+
 # --- every kind of parallelism trains as one rank does -------------------------------------------
 
 FEW = 10

@@ -45,6 +45,7 @@ def make_transports(
     comm: AllGather | None,
     device: torch.device,
     codec: str | None = None,
+    differences: bool = False,
     keeps: bool = False,
 ) -> list[GatherTransport]:
     """A transport for each segment; one for all, if the user brings a collective.
@@ -60,7 +61,9 @@ def make_transports(
         comm: the user's all-gather.
         device: where its buffers are.
         codec: name of the transport of coded segments.
-        keeps: whether rows stay for the next gathers, of all that the user brings nothing for.
+        differences: whether messages of coded segments are differences to what they brought last;
+            rows of the others stay then, too.
+        keeps: whether rows stay for the next gathers, of all that travels as it is.
     """
     parts: list[SegmentTransport] = []
     custom: list[Segment] = []
@@ -71,8 +74,8 @@ def make_transports(
             custom.append(segment)
             continue
         if coded:
-            kind = coded_gather(codec, keeps)
-        elif keeps and segment.transport is not Transport.LOCAL:
+            kind = coded_gather(codec, differences)
+        elif (keeps or differences) and segment.transport is not Transport.LOCAL:
             kind = KeptTransport
         elif straight and segment.transport is Transport.PACKED:
             kind = OneSlotTransport

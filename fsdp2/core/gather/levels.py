@@ -71,8 +71,9 @@ class NodeRows(GatherTransport):
             load: what copies masters from the host first, if they live there.
         """
         self._inside = inside = Route(transports)
+        self.communicates = bool(self._own.gathers or inside.gathers)  # empty ones have none
         route = Route([self, *transports], load)
-        route.gathers = [self.gather]
+        route.gathers = [self.gather] if self.communicates else []
         route.copying = [each for each in route.copying if each not in inside.copying]
         return route
 

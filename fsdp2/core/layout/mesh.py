@@ -59,6 +59,8 @@ class MeshAxes:
         dims: the names.
         levels: whether the replicate axis holds pieces of the shards, and no copies of them
             (decision 29).
+        whole: whether parameters stay whole beside others that are sharded over the same ranks:
+            their gradients are all-reduced together (`fsdp2.core.schedule.whole`).
     """
 
     mesh: DeviceMesh
@@ -71,6 +73,7 @@ class MeshAxes:
     full: DeviceMesh | None = None
     dims: DataParallelMeshDims | None = None
     levels: bool = False
+    whole: bool = False
 
     @functools.cached_property
     def piece_rank(self) -> int:
@@ -82,11 +85,11 @@ class MeshAxes:
 
     def placements(self, cut: Cut) -> tuple[Placement, ...]:
         """Placements on ``mesh``, or on that of a cut in bands, of a parameter that is so cut."""
-        copies: tuple[Placement, ...] = (Replicate(),) if self.replicas is not None else ()
         if self.group is None:
-            return copies
+            return (Replicate(),) * self.mesh.ndim
         if self.levels:
             return (_StridedShard(cut.dim, split_factor=self.size), Shard(cut.dim))
+        copies: tuple[Placement, ...] = (Replicate(),) if self.replicas is not None else ()
         bands = (Shard(0),) if cut.bands > 1 else ()
         return (*copies, *bands, Shard(cut.dim))
 

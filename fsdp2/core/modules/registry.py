@@ -141,6 +141,16 @@ def record_of_unit(unit: Unit) -> UnitRecord | None:
     return _records.get(unit)
 
 
+def units_by_param() -> dict[nn.Parameter, Unit]:
+    """The unit that each sharded parameter of this process belongs to."""
+    return {
+        param.sharded: unit
+        for unit in list(_records)
+        for group in unit.own_groups
+        for param in group.params
+    }
+
+
 def scheduler_of(unit: Unit) -> Scheduler | None:
     """The scheduler that serves a unit; ``None`` before its root's first forward.
 

@@ -179,8 +179,9 @@ class PlannedParam:
 
 
 def axes_in(plans: list[PlannedParam]) -> list[MeshAxes]:
-    """The different axes, in the order in which parameters name them."""
-    return list({id(plan.axes): plan.axes for plan in plans}.values())
+    """The different axes, in the order in which parameters name them; those of whole ones last."""
+    found = {id(plan.axes): plan.axes for plan in plans}
+    return sorted(found.values(), key=lambda axes: axes.whole)
 
 
 def refuse_written(name: str) -> NoReturn:

@@ -17,7 +17,7 @@ import torch
 from fsdp2.core.codecs.blocks import Bytes, Nibbles
 from fsdp2.core.codecs.codec import ALIGNMENT, NUMBERS, Codec
 from fsdp2.core.codecs.rotated import BLOCK, Rotated
-from fsdp2.core.codecs.rounded import Rounded
+from fsdp2.core.codecs.rounded import Rounded, Whole
 from fsdp2.core.device.buffers import TransientBuffer
 from fsdp2.core.pieces import round_up
 from fsdp2.core.reduce.feedback import Feedback, Units
@@ -99,6 +99,12 @@ class RoundedReduce(CodedReduce):
     codec = Rounded()
 
 
+class WholeReduce(CodedReduce):
+    """Messages of fp32."""
+
+    codec = Whole()
+
+
 class BytesReduce(CodedReduce):
     """Messages of 8-bit integers, and a scale per block."""
 
@@ -112,6 +118,6 @@ class NibblesReduce(CodedReduce):
 
 
 CODED: dict[str, type[ReduceTransport]] = {
-    kind.codec.name: kind for kind in (RoundedReduce, BytesReduce, NibblesReduce)
+    kind.codec.name: kind for kind in (WholeReduce, RoundedReduce, BytesReduce, NibblesReduce)
 }
 """The transports of gradients in fewer bytes, by the name that `Wire.reduce` gives."""

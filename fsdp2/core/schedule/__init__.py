@@ -16,6 +16,7 @@
     side_doors which schedulers note that, and for how long
     graphs     graphs that backwards record, for which parameters stay in memory
     ties       groups that several units use
+    whole      parameters that are whole on every rank, whose gradients are all-reduced together
     layers     operations of a group that the scheduler calls, and layers around them on request
     profiling  a layer: ranges by unit name in a profiler's trace
 

@@ -101,6 +101,10 @@ class Bindable(Protocol):
     def keeps_rows(self) -> bool:
         """Whether rows stay behind a gather."""
 
+    @property
+    def keeps_whole_rows(self) -> bool:
+        """Whether these are the rows of all ranks."""
+
 
 class Bound:
     """All that binding makes of a group.
@@ -249,6 +253,7 @@ class Bound:
             group.device,
             group.options.wire.gather,
             group.options.wire.differences,
+            group.keeps_whole_rows,
         )
         if self.extension is not None:
             self.extension.run_on(group.collectives, group.runtime.kernels)
@@ -315,7 +320,7 @@ class Bound:
         self.sharded = [param.sharded for param in group.params]
         self.sharded_flags = list(map(requires_grad, self.sharded))
         self.smaller: SmallerRows | None = None
-        whole = group.options.wire.differences  # rows of all ranks stay
+        whole = group.keeps_whole_rows
         if group.smaller_group is not None and group.layout is not None and not whole:
             self.smaller = SmallerRows(
                 group.smaller_group,

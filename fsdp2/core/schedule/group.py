@@ -165,12 +165,17 @@ class ParamGroup:
     @property
     def keeps_rows(self) -> bool:
         """Whether rows of a gather stay, so that others reuse them (invariant I17)."""
-        if self.options.wire.differences and self.collectives.size > 1:
+        if self.between is not None and self.options.keep_rows is not False:
             return True
-        keep = self.options.keep_rows
-        if self.between is not None:
-            return keep is not False
-        return bool(keep) and self.smaller_group is not None
+        kept_near = bool(self.options.keep_rows) and self.smaller_group is not None
+        return kept_near or self.keeps_whole_rows
+
+    @property
+    def keeps_whole_rows(self) -> bool:
+        """Whether these are the rows of all ranks, not a node's or a smaller group's."""
+        near = self.between is not None or self.smaller_group is not None
+        wanted = self.options.wire.differences or (bool(self.options.keep_rows) and not near)
+        return wanted and self.collectives.size > 1
 
     @property
     def reuses_rows(self) -> bool:

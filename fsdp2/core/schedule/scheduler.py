@@ -52,6 +52,7 @@ from fsdp2.core.schedule.unit import (
     Unit,
     put_around,
 )
+from fsdp2.core.schedule.whole import together
 
 _BEFORE = PrefetchTime.BEFORE
 
@@ -168,6 +169,7 @@ class Scheduler:
             offloading.append(weakref.ref(self, offloading.remove))
         self._in_flight.window = max((unit.input_buffers for unit in self.units), default=1)
         self.window = window_of(self.units)
+        self._whole = together(self.units)
         while len(self.iteration.ahead) > self.window:
             self._free_guess(self.iteration.ahead.pop())
         self.iteration.retrace(self._misses_no_unit)
@@ -636,6 +638,8 @@ class Scheduler:
                 reshard = unit.reshard_after_backward and not self._keeps(unit, last)
                 self._finish(unit, reshard, over=True)
                 unit.phase = IDLE
+        if self._whole is not None:
+            self._whole.reduce(self._in_flight)
         if now.holds:
             for unit in self.units:
                 if unit.reshard_after_backward and unit.phase is IDLE:
@@ -692,6 +696,8 @@ class Scheduler:
         for unit in self.units:
             self._finish(unit, unit.reshard_after_backward, over=True)
             unit.phase = IDLE
+        if self._whole is not None:
+            self._whole.reduce(self._in_flight)
         self._drop_unused()
         now.forget_calls()
         now.kept.end_iteration()
@@ -705,6 +711,8 @@ class Scheduler:
     def finalize_unit(self, unit: Unit) -> None:
         """As `finalize`, for one unit; gradients are there on return."""
         self._finish(unit, unit.reshard_after_backward, over=True)
+        if self._whole is not None:
+            self._whole.reduce(self._in_flight)
         self._drain()
 
     def wait_for_reductions(self) -> None:
@@ -808,6 +816,8 @@ class Scheduler:
         self._join_lanes()
         for unit in self.units:
             unit.give_up_iteration()
+        if self._whole is not None:
+            self._whole.abandon()
         if self.calls is not None:
             self.calls.forget()
         self.iteration = Iteration()

@@ -1,0 +1,284 @@
+"""Boxes of a parameter's elements: the one that a rank holds, and those that are matrices.
+
+W [6, 4], rows on 2 ranks          boxes of ranks   rows 0-2 | rows 3-5
+split(W) = W.chunk(3)              matrices         rows 0-1, 2-3, 4-5
+a message                          an intersection of both: row 3 goes from rank 1 to the owner
+                                   of the second matrix, row 2 from rank 0
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fsdp2.core.pieces import ceil_div
+
+Split = Callable[[str, torch.Tensor], "torch.Tensor | Iterable[torch.Tensor] | None"]
+"""The user's choice of matrices in a weight, by its name and the whole of it, without values."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """Neighbouring indices in each dim of a tensor.
+
+    Attributes:
+        starts: the first of each dim.
+        lengths: how many.
+    """
+
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """All elements of a tensor."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @functools.cached_property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.lengths)
+
+    def meet(self, other: Box) -> Box:
+        """What both have; it may be empty."""
+        starts = tuple(map(max, self.starts, other.starts))
+        ends = map(min, self._ends, other._ends)
+        return Box(starts, tuple(max(0, e - s) for s, e in zip(starts, ends, strict=True)))
+
+    def within(self, outer: Box) -> Box:
+        """The same elements, counted from where ``outer`` starts."""
+        starts = tuple(s - o for s, o in zip(self.starts, outer.starts, strict=True))
+        return Box(starts, self.lengths)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A view of these elements of ``tensor``."""
+        for dim, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
+            if length != tensor.shape[dim]:
+                tensor = tensor.narrow(dim, start, length)
+        return tensor
+
+    @property
+    def _ends(self) -> Iterable[int]:
+        return (s + n for s, n in zip(self.starts, self.lengths, strict=True))
+
+
+# ---- matrices of a weight
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix in a parameter.
+
+    Attributes:
+        box: its elements.
+        shape: its rows and columns.
+        transposed: whether its columns run along dims before those of its rows.
+    """
+
+    box: Box
+    shape: tuple[int, int]
+    transposed: bool = False
+
+    def seen(self, stack: torch.Tensor) -> torch.Tensor:
+        """Blocks [k, *box.lengths] as matrices [k, rows, columns]: a view."""
+        if self.transposed:
+            return stack.reshape(len(stack), *self.shape[::-1]).mT
+        return stack.reshape(len(stack), *self.shape)
+
+    def unseen(self, stack: torch.Tensor) -> torch.Tensor:
+        """The way back; a copy where memory has another order."""
+        return (stack.mT if self.transposed else stack).reshape(len(stack), *self.box.lengths)
+
+
+def matrices_of(name: str, shape: torch.Size, split: Split | None) -> tuple[Matrix, ...]:
+    """The matrices of a parameter; none, if it is to be stepped element by element.
+
+    Args:
+        name: the parameter's.
+        shape: of the whole.
+        split: the user's choice. ``None``, also where it returns that: the parameter itself, if it
+            has two dims.
+
+    Raises:
+        ValueError: what ``split`` returned does not cut the weight into boxes.
+    """
+    whole = torch.empty(shape, device="meta")
+    chosen = None if split is None else split(name, whole)
+    if chosen is None:
+        if len(shape) != 2:
+            return ()
+        return (Matrix(Box.whole(shape), (shape[0], shape[1])),)
+    if isinstance(chosen, torch.Tensor):
+        chosen = [chosen] if chosen.dim() == 2 else chosen.unbind()
+    matrices = []
+    for part in chosen:
+        matrix = _matrix(whole, part)
+        if matrix is None:
+            shown = tuple(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__
+            raise ValueError(
+                f"split() returned {shown} for '{name}', which is no block of the weight with two "
+                f"dims; return views of it: slices without steps, chunks, unbind(), transposed or "
+                f"not"
+            )
+        matrices.append(matrix)
+    found = sum(matrix.box.numel for matrix in matrices)
+    if found != whole.numel() or _overlap([matrix.box for matrix in matrices]):
+        raise ValueError(
+            f"split() cut '{name}' {tuple(shape)} into matrices that do not have each element "
+            f"once; return views that together are the weight, or None to leave it as it is"
+        )
+    return tuple(matrices)
+
+
+def _overlap(boxes: Sequence[Box]) -> bool:
+    """Whether two share an element: boxes in the order of their first dims are neighbours."""
+    if len({box.lengths for box in boxes}) == 1:  # one grid: they are the same or apart
+        apart = {box.starts for box in boxes}
+        aligned = all(
+            start % length == 0
+            for box in boxes
+            for start, length in zip(box.starts, box.lengths, strict=True)
+            if length
+        )
+        if aligned:
+            return len(apart) != len(boxes)
+    return any(a.meet(b).numel for a, b in itertools.combinations(boxes, 2))
+
+
+def _matrix(whole: torch.Tensor, part: object) -> Matrix | None:
+    """Where a view of ``whole`` lies in it; ``None`` of what is no matrix in it."""
+    if not isinstance(part, torch.Tensor) or part.dim() != 2:
+        return None
+    if part.untyped_storage()._cdata != whole.untyped_storage()._cdata:
+        return None
+    runs = _runs(whole, part)
+    if runs is None:
+        return None
+    offset, starts, lengths = part.storage_offset(), [], [1] * whole.dim()
+    for dim, stride in enumerate(whole.stride()):
+        starts.append(offset // stride if whole.shape[dim] > 1 else 0)
+        offset -= starts[-1] * stride
+    for run in runs:
+        for dim, length in run.items():
+            lengths[dim] = length
+    box = Box(tuple(starts), tuple(lengths))
+    if box.meet(Box.whole(whole.shape)) != box:
+        return None
+    rows, columns = (min(run, default=0) for run in runs)
+    transposed = bool(runs[0]) and bool(runs[1]) and rows > columns
+    return Matrix(box, (part.shape[0], part.shape[1]), transposed)
+
+
+def _runs(whole: torch.Tensor, part: torch.Tensor) -> list[dict[int, int]] | None:
+    """Of both dims of ``part`` the dims of ``whole`` that it runs along, and how far in each."""
+    found: list[dict[int, int]] = []
+    for size, stride in zip(part.shape, part.stride(), strict=True):
+        run: dict[int, int] = {}
+        dims = [d for d in range(whole.dim()) if whole.shape[d] > 1 and whole.stride(d) == stride]
+        dim = dims[0] if dims else -1
+        while size > 1:
+            if dim < 0:
+                return None
+            length = min(size, whole.shape[dim])
+            if size % length:
+                return None
+            run[dim], size, dim = length, size // length, dim - 1
+        found.append(run)
+    return None if found[0].keys() & found[1].keys() else found
+
+
+# ---- boxes of ranks
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a parameter is spread over ranks.
+
+    Attributes:
+        ranks: all of its mesh, in the mesh's order; this rank alone of a plain parameter.
+        boxes: what each holds.
+        copies: of each which copy of the parameter it is a part of.
+        position: this rank's among them.
+    """
+
+    ranks: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    copies: tuple[tuple[int, ...], ...]
+    position: int
+
+    @property
+    def own(self) -> Box:
+        """This rank's box."""
+        return self.boxes[self.position]
+
+
+def plain_spread(shape: torch.Size) -> Spread:
+    """Of a parameter that is on no mesh: every rank steps it by itself."""
+    return Spread((), (Box.whole(shape),), ((),), 0)
+
+
+def spread_of(name: str, spec: DTensorSpec, rows: torch.Size) -> Spread:
+    """How a DTensor is spread.
+
+    Args:
+        name: the parameter's, for messages.
+        spec: its spec.
+        rows: shape of this rank's local tensor.
+
+    Raises:
+        ValueError: this rank is not part of its mesh, or its placements are none that
+            `fully_shard` makes.
+    """
+    spread = _spread(spec.mesh, spec.placements, spec.shape)
+    if spread is None or spread.own.lengths != tuple(rows):
+        raise ValueError(
+            f"'{name}' is spread as {spec.placements} with {tuple(rows)} on this rank, which an "
+            f"optimizer of whole matrices does not know; give it to an optimizer of its own"
+        )
+    return spread
+
+
+@functools.lru_cache(maxsize=512)
+def _spread(mesh: object, placements: tuple[object, ...], shape: torch.Size) -> Spread | None:
+    coordinate = mesh.get_coordinate()  # type: ignore[attr-defined]  # a DeviceMesh
+    if coordinate is None or not all(
+        isinstance(placement, Replicate | Shard | _StridedShard) for placement in placements
+    ):
+        return None
+    sizes: tuple[int, ...] = tuple(mesh.mesh.shape)  # type: ignore[attr-defined]
+    places = list(itertools.product(*map(range, sizes)))
+    return Spread(
+        tuple(mesh.mesh.flatten().tolist()),  # type: ignore[attr-defined]
+        tuple(_box_at(place, sizes, placements, shape) for place in places),
+        tuple(
+            tuple(at for at, p in zip(place, placements, strict=True) if isinstance(p, Replicate))
+            for place in places
+        ),
+        places.index(tuple(coordinate)),
+    )
+
+
+def _box_at(
+    place: tuple[int, ...],
+    sizes: tuple[int, ...],
+    placements: tuple[object, ...],
+    shape: torch.Size,
+) -> Box:
+    """What the rank at ``place`` holds: pieces of pieces, those of `_StridedShard` the last."""
+    starts, lengths = [0] * len(shape), list(shape)
+    axes = [axis for axis, p in enumerate(placements) if not isinstance(p, Replicate)]
+    for axis in sorted(axes, key=lambda axis: isinstance(placements[axis], _StridedShard)):
+        dim: int = placements[axis].dim % len(shape)  # type: ignore[attr-defined]  # a Shard
+        chunk = ceil_div(lengths[dim], sizes[axis])
+        start = min(place[axis] * chunk, lengths[dim])
+        starts[dim] += start
+        lengths[dim] = min(chunk, lengths[dim] - start)
+    return Box(tuple(starts), tuple(lengths))

@@ -1,0 +1,83 @@
+"""Parameters that are stepped element by element, inside an optimizer of matrices.
+
+    optimizer   param_groups, state           DTensors, as the element-wise class itself has them
+    twin        groups and state of rows      made anew for each step, by one object of the class
+
+torch's kernels write into the rows. State that the class makes or replaces goes back as DTensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2.core.layout.mesh import local_of
+from fsdp2.optim.runs import ParamGroupOptions, ParamState, localized, options_of, wrapped
+
+States = Mapping[torch.Tensor, ParamState]
+
+
+class Elementwise:
+    """Steps groups of parameters by a class of torch's.
+
+    Args:
+        optimizer_class: treats every element by itself.
+        options: of it.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        options: Mapping[str, object],
+    ) -> None:
+        self._twin = optimizer_class([nn.Parameter(torch.empty(0))], **options)
+
+    @property
+    def defaults(self) -> dict[str, object]:
+        """What a group of such parameters has."""
+        return dict(self._twin.defaults)
+
+    def step(self, groups: Sequence[ParamGroupOptions], state: States) -> None:
+        """Step those that have a gradient."""
+        twin = self._twin
+        rows_of: dict[torch.Tensor, torch.Tensor] = {}
+        twin.state.clear()
+        twin.param_groups = []
+        for group in groups:
+            found = []
+            for param in group["params"]:  # type: ignore[attr-defined]  # its one such entry
+                if param.grad is not None:
+                    rows = rows_of[param] = _rows_with_gradient(param)
+                    found.append(rows)
+                    if state.get(param):
+                        twin.state[rows] = localized(dict(state[param]))
+            twin.param_groups.append({**options_of(group), "params": found})
+        twin.step()
+        for group, stepped in zip(groups, twin.param_groups, strict=True):
+            group.update(options_of(stepped))  # a class may keep count there
+        for param, rows in rows_of.items():
+            kept = state[param]
+            for key, value in twin.state[rows].items():
+                if key not in kept or local_of(kept[key]) is not value:
+                    kept[key] = wrapped(value, param)
+        torch.autograd.graph.increment_version([p for p in rows_of if isinstance(p, DTensor)])
+        twin.state.clear()
+        twin.param_groups = []
+
+
+def _rows_with_gradient(param: torch.Tensor) -> torch.Tensor:
+    """This rank's rows, a leaf of their own in the same memory; a plain parameter as it is."""
+    grad = param.grad
+    if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
+        return param
+    spec = param._spec
+    if grad._spec.placements != spec.placements or grad._spec.mesh != spec.mesh:
+        grad = grad.redistribute(spec.mesh, spec.placements)
+    rows, gradient = local_of(param).detach(), local_of(grad)
+    if gradient.dtype != rows.dtype:
+        rows.grad_dtype = gradient.dtype
+    rows.grad = gradient
+    return rows

@@ -1,0 +1,291 @@
+"""Rows to the owners of matrices, and updates back: a message each way for a wave of units.
+
+    start      rows of every rank ──> those of my matrices    under way while matrices are updated
+    stacks     received rows ──> matrices of equal shape, one behind the other
+    send_back  updates ──> each rank's rows of them
+    run        wave i + 1 travels while wave i is updated
+
+What is whole on a rank at a time: its matrices of the wave that is updated, and of one that
+travels. Updates of the wave before travel while the first stack of this one is updated.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from fsdp2.optim.matrices.blocks import Box, Matrix
+from fsdp2.optim.matrices.members import Line, Member
+from fsdp2.ranks.transfers import exchange_messages
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """A matrix of a member, and the position of its owner.
+
+    Attributes:
+        member: the parameter.
+        number: of the matrix in it.
+        owner: a position in the member's `Spread`.
+    """
+
+    member: Member
+    number: int
+    owner: int
+
+    @property
+    def matrix(self) -> Matrix:
+        """Where it lies."""
+        return self.member.matrices[self.number]
+
+    def held_by(self, position: int) -> Box:
+        """What a rank holds of it, in indices of the parameter."""
+        return self.member.spread.boxes[position].meet(self.matrix.box)
+
+    def feeds(self, position: int) -> bool:
+        """Whether a rank's rows are of the owner's copy: other copies have the same."""
+        copies = self.member.spread.copies
+        return copies[position] == copies[self.owner]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a message: elements of an item."""
+
+    item: Item
+    box: Box
+
+
+@dataclass(frozen=True)
+class Stack:
+    """This rank's matrices of one shape in a wave, that are updated by one call.
+
+    Attributes:
+        items: them.
+        blocks: [items, *lengths of a box].
+    """
+
+    items: Sequence[Item]
+    blocks: torch.Tensor
+
+    @property
+    def matrices(self) -> torch.Tensor:
+        """[items, rows, columns]."""
+        return self.items[0].matrix.seen(self.blocks)
+
+
+class _Message:
+    """What a rank receives, under way: flat, one rank's part behind the other's."""
+
+    def __init__(
+        self, line: Line, sent: Sequence[Sequence[_Piece]], received: Sequence[Sequence[_Piece]]
+    ) -> None:
+        self._line = line
+        self._received = received
+        self._sent = sent
+        self._input = torch.empty(sum(_sizes(sent)), dtype=line.dtype, device=line.device)
+
+    def fill(self, values: Callable[[_Piece], torch.Tensor]) -> None:
+        """Copy each part in."""
+        for piece, flat in _parts(self._sent, self._input):
+            flat.copy_(values(piece))
+
+    def start(self) -> None:
+        """Send it."""
+        self._work = None
+        if self._line.group is None:
+            self._output = self._input
+            return
+        sizes = _sizes(self._received)
+        self._output = self._input.new_empty(sum(sizes))
+        self._work = exchange_messages(
+            self._output, self._input, sizes, _sizes(self._sent), self._line.group
+        )
+
+    def wait(self) -> Iterator[tuple[_Piece, torch.Tensor]]:
+        """The parts that were received."""
+        if self._work is not None:
+            self._work.wait()
+        output = self._output
+        del self._input, self._output, self._work  # read once, and then gone
+        yield from _parts(self._received, output)
+
+
+class MatrixStep(Protocol):
+    """What an optimizer does with rows and matrices."""
+
+    def rows_to_send(self, members: Sequence[Member]) -> dict[Member, torch.Tensor]:
+        """Of each what travels, shaped as its rows."""
+
+    def update(self, stack: Stack) -> torch.Tensor:
+        """The updates of a stack, shaped as its matrices."""
+
+    def write(self, members: Sequence[Member], updates: dict[Item, torch.Tensor]) -> None:
+        """Step rows by this rank's elements of updates; of some items it has none."""
+
+
+class Wave:
+    """Matrices that travel together.
+
+    Args:
+        items: in the order of members; the same on all ranks of ``line``.
+        line: the ranks.
+        stacked: whether matrices of equal shape are updated by one call.
+    """
+
+    def __init__(self, items: Sequence[Item], line: Line, stacked: bool) -> None:
+        me = line.position
+        self.items = items
+        self.line = line
+        self.members = list(dict.fromkeys(item.member for item in items))
+        self._mine = [item for item in items if item.owner == me]
+        self._to_owners = [
+            _pieces((item, me) for item in items if item.owner == position and item.feeds(me))
+            for position in line.order
+        ]
+        self._to_me = [
+            _pieces((item, position) for item in self._mine if item.feeds(position))
+            for position in line.order
+        ]
+        self._to_ranks = [
+            _pieces((item, position) for item in self._mine) for position in line.order
+        ]
+        self._back_to_me = [
+            _pieces((item, me) for item in items if item.owner == position)
+            for position in line.order
+        ]
+        self._stacks = _stacks(self._mine, stacked)
+        self.nbytes = sum(item.matrix.box.numel for item in self._mine) * line.dtype.itemsize
+        self.all_nbytes = sum(item.matrix.box.numel for item in items) * line.dtype.itemsize
+
+    def start(self, step: MatrixStep) -> _Message:
+        """Send this rank's rows to owners."""
+        rows = step.rows_to_send(self.members)
+        message = _Message(self.line, self._to_owners, self._to_me)
+        message.fill(lambda piece: _own(piece).of(rows[piece.item.member]))
+        message.start()
+        return message
+
+    def stacks(self, message: _Message) -> list[Stack]:
+        """This rank's matrices, whole."""
+        line = self.line
+        stacks = [
+            Stack(
+                items,
+                torch.empty(
+                    (len(items), *items[0].matrix.box.lengths), dtype=line.dtype, device=line.device
+                ),
+            )
+            for items in self._stacks
+        ]
+        blocks = _blocks(stacks)
+        for piece, values in message.wait():
+            piece.box.within(piece.item.matrix.box).of(blocks[piece.item]).copy_(values)
+        return stacks
+
+    def send_back(self, updates: Iterable[Stack]) -> _Message:
+        """Send updates to the ranks that have rows of them."""
+        blocks = _blocks(updates)
+        message = _Message(self.line, self._to_ranks, self._back_to_me)
+        message.fill(lambda piece: piece.box.within(piece.item.matrix.box).of(blocks[piece.item]))
+        message.start()
+        return message
+
+    def finish(self, message: _Message, step: MatrixStep) -> None:
+        """Write what came back."""
+        step.write(self.members, {piece.item: values for piece, values in message.wait()})
+
+
+_Outgoing = tuple[Wave, _Message]
+
+
+def run(waves: Sequence[Wave], step: MatrixStep) -> None:
+    """Update all matrices; ranks start messages in one order, whatever they own."""
+    unit = max((wave.all_nbytes for wave in waves), default=0)
+    incoming = waves[0].start(step) if waves else None
+    outgoing: _Outgoing | None = None
+    for index, wave in enumerate(waves):
+        if outgoing is not None and 2 * wave.nbytes + outgoing[0].nbytes > 2 * unit:
+            outgoing = _finished(outgoing, step)  # no room for three
+        assert incoming is not None
+        stacks = deque(wave.stacks(incoming))
+        first = 1 if len(stacks) > 1 else 0
+        updates = _updates(stacks, first, step)
+        outgoing = _finished(outgoing, step)
+        incoming = waves[index + 1].start(step) if index + 1 < len(waves) else None
+        updates += _updates(stacks, len(stacks), step)
+        outgoing = wave, wave.send_back(updates)
+        del updates
+    _finished(outgoing, step)
+
+
+def _finished(outgoing: _Outgoing | None, step: MatrixStep) -> _Outgoing | None:
+    """Nothing is under way any more: the type is what the caller's variable has."""
+    if outgoing is not None:
+        wave, message = outgoing
+        wave.finish(message, step)
+    return None
+
+
+def _updates(stacks: deque[Stack], count: int, step: MatrixStep) -> list[Stack]:
+    """Update the next stacks, of which nothing is kept but the updates."""
+    found = []
+    for _ in range(count):
+        stack = stacks.popleft()
+        update = step.update(stack)
+        found.append(Stack(stack.items, stack.items[0].matrix.unseen(update)))
+    return found
+
+
+# ---- pieces of messages
+
+
+def _pieces(held: Iterable[tuple[Item, int]]) -> list[_Piece]:
+    """What ranks hold of items, but for what is empty."""
+    found = (_Piece(item, item.held_by(position)) for item, position in held)
+    return [piece for piece in found if piece.box.numel]
+
+
+def _sizes(parts: Sequence[Sequence[_Piece]]) -> list[int]:
+    """Elements of each rank's part."""
+    return [sum(piece.box.numel for piece in part) for part in parts]
+
+
+def _parts(
+    parts: Sequence[Sequence[_Piece]], flat: torch.Tensor
+) -> Iterator[tuple[_Piece, torch.Tensor]]:
+    """Each piece with its place in a message."""
+    start = 0
+    for piece in itertools.chain.from_iterable(parts):
+        end = start + piece.box.numel
+        yield piece, flat[start:end].view(piece.box.lengths)
+        start = end
+
+
+def _own(piece: _Piece) -> Box:
+    """A piece of this rank's, counted from where its rows begin."""
+    return piece.box.within(piece.item.member.spread.own)
+
+
+def _stacks(items: Sequence[Item], stacked: bool) -> list[list[Item]]:
+    """Items that are updated by one call."""
+    found: dict[object, list[Item]] = {}
+    for item in items:
+        matrix = item.matrix
+        alike = (item.member.group, matrix.shape, matrix.box.lengths, matrix.transposed)
+        found.setdefault(alike if stacked else item, []).append(item)
+    return list(found.values())
+
+
+def _blocks(stacks: Iterable[Stack]) -> dict[Item, torch.Tensor]:
+    """The block of each item."""
+    return {
+        item: block
+        for stack in stacks
+        for item, block in zip(stack.items, stack.blocks, strict=True)
+    }

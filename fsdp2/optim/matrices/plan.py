@@ -1,0 +1,130 @@
+"""Who owns what, and what travels: decided from facts that all ranks share, and kept.
+
+waves      of the members that have gradients: made once for each such choice
+owners     of a matrix from its first gradient on: frozen ones weigh nothing
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from fsdp2.optim.matrices.exchange import Item, Wave
+from fsdp2.optim.matrices.members import Line, MatrixMembers, Member, first_group
+from fsdp2.optim.matrices.owners import MatrixOwners, Tally, Weight, assign, join_units
+from fsdp2.optim.runs import ParamGroupOptions
+
+Weigh = Callable[[Item], Weight]
+
+Specs = list[tuple[torch.Tensor, DTensorSpec | None]]
+"""Parameters, and how each is spread."""
+
+
+def specs_of(groups: Iterable[ParamGroupOptions]) -> Specs:
+    """What a plan is made of: if one is another, so is the plan."""
+    return [
+        (param, param._spec if isinstance(param, DTensor) else None)
+        for group in groups
+        for param in first_group(group)
+    ]
+
+
+@dataclass(eq=False)
+class StepPlan:
+    """Who owns what, and what travels.
+
+    Attributes:
+        members: all parameters with matrices.
+        specs: of what it was made.
+        is_loaded: whether state was replaced since it was looked at.
+    """
+
+    members: MatrixMembers
+    specs: Specs
+    is_loaded: bool = True
+    _items: dict[Member, list[Item]] = field(default_factory=dict)
+    _loads: dict[Line, Tally] = field(default_factory=dict)
+    _known: dict[tuple[bool, ...], list[Wave]] = field(default_factory=dict)
+    _last: list[Wave] = field(default_factory=list)
+
+    def fits(self, groups: Iterable[ParamGroupOptions]) -> bool:
+        """Whether parameters are those that it was made for."""
+        found = specs_of(groups)
+        if len(found) != len(self.specs):
+            return False
+        return all(
+            a is c and (b is d or b == d) for (a, b), (c, d) in zip(self.specs, found, strict=True)
+        )
+
+    def waves(
+        self,
+        present: tuple[bool, ...],
+        weigh: Weigh,
+        batched: bool,
+    ) -> list[Wave]:
+        """What travels where these members have gradients; those that had none get owners now."""
+        if present not in self._known:
+            found = [
+                m for m, is_there in zip(self.members.listed, present, strict=True) if is_there
+            ]
+            self._known[present] = self._made(found, weigh, batched)
+        self._last = self._known[present]
+        return self._last
+
+    def _made(self, members: Sequence[Member], weigh: Weigh, batched: bool) -> list[Wave]:
+        waves: list[Wave] = []
+        for line in self.members.lines:
+            ranks = len(line.order)
+            load = self._loads.setdefault(line, Tally.of(ranks))
+            units = list(_units(m for m in members if m.line is line))
+            weights = [[weigh(Item(*key, 0)) for key in _matrices(unit)] for unit in units]
+            for run in join_units(weights, ranks):
+                joined = [member for index in run for member in units[index]]
+                fresh = [m for m in joined if m not in self._items]
+                if fresh:
+                    self.is_loaded = True
+                    keys = list(_matrices(fresh))
+                    owners = assign([weigh(Item(*key, 0)) for key in keys], load)
+                    for key, owner in zip(keys, owners, strict=True):
+                        self._items.setdefault(key[0], []).append(Item(*key, owner))
+                waves.append(Wave([i for m in joined for i in self._items[m]], line, batched))
+        return waves
+
+    def items(self) -> Iterator[Item]:
+        """Matrices that have owners, in the order in which they got them."""
+        return itertools.chain.from_iterable(self._items.values())
+
+    def owners(self) -> list[MatrixOwners]:
+        """How matrices are shared out."""
+        waves = [wave.line for wave in self._last]
+        return [
+            MatrixOwners(
+                line.ranks,
+                tuple(load.flops),
+                tuple(load.nbytes),
+                tuple(load.matrices),
+                waves.count(line),
+            )
+            for line, load in self._loads.items()
+        ]
+
+
+def _units(members: Iterable[Member]) -> Iterator[list[Member]]:
+    """Runs of members of one unit; one that is of none is a run by itself."""
+    run: list[Member] = []
+    for member in members:
+        if run and (member.unit is None or member.unit != run[-1].unit):
+            yield run
+            run = []
+        run.append(member)
+    if run:
+        yield run
+
+
+def _matrices(members: Iterable[Member]) -> Iterator[tuple[Member, int]]:
+    return ((member, n) for member in members for n in range(len(member.matrices)))
