@@ -175,6 +175,16 @@ def test_the_report_tells(sent: Axes) -> None:
         assert f"between {NODES} ({times})" in str(report)
 
 
+def test_a_strategy_of_shard_model(sent: Axes) -> None:
+    model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    mesh = init_device_mesh("cpu", (NODES, LOCAL), mesh_dim_names=("node", "local"))
+    found = fsdp2.shard_model(model, {nn.Linear}, strategy="levels", mesh=mesh)
+    assert found.mesh == (NODES, LOCAL)
+    assert {unit.shard_bytes for unit in found.units[:-1]} == {4 * NUMEL // NODES // LOCAL}
+    step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert sent.calls["gather between"] == sent.calls["reduce between"] == LAYERS
+
+
 def test_plans_tell_nodes_apart() -> None:
     def planned(keep: bool) -> Any:
         def shard(model: Any, mesh: Any) -> None:
