@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import accuracy, scaling, slow_link, stats, targets
+from benchmarks import accuracy, choices, scaling, slow_link, stats, targets
 from benchmarks.files import RESULTS, ROOT, RUNS, machine, newest
 
 PAGES = tuple(
@@ -217,6 +217,7 @@ MADE: dict[str, Callable[[Path], str]] = {
     "machines": machines,
     "figures": partial(targets.quoted, "README.md"),
     "slow links": partial(tables, slow_link.page_table, SLOW),
+    "choices": choices.table,
     "losses": partial(tables, accuracy.page_table, ["accuracy"]),
     "compiled": partial(targets.quoted, "docs/compile.md"),
 }

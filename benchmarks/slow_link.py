@@ -46,10 +46,14 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     ONE: (),
     "torch": (),
     "fsdp2": (),
+    "fp32 sums": ("--wire", "fp32-sums"),
     "bf16 sums": ("--wire", "bf16-sums"),
     "8-bit sums": ("--wire", "int8-sums"),
     "8-bit weights and bf16 sums": ("--wire", "int8-weights"),
     "8 bit": ("--wire", "int8"),
+    "8-bit differences and 8-bit sums": ("--wire", "int8-differences"),
+    "4-bit differences and 8-bit sums": ("--wire", "int4-differences"),
+    "4 bit": ("--wire", "int4"),
 }
 """Options of `train_lm` by variant; torch's has none of ours."""
 TIMEOUT = datetime.timedelta(minutes=3)

@@ -34,7 +34,8 @@ from fsdp2.interop import (
     OffloadPolicy,
 )
 from fsdp2.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
-from fsdp2.sharding.meshes import FSDPMeshInfo, ShardPlacementResult
+from fsdp2.sharding.meshes import FSDPMeshInfo, Levels, ShardPlacementResult
+from fsdp2.sharding.selection import whole_below
 
 if TYPE_CHECKING:
     from fsdp2 import checkpoint, optim, xla
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from fsdp2.reports import GroupReport, Report, group_reports, report
     from fsdp2.tracing import trace
     from fsdp2.wire import WireFormat
+    from fsdp2.wire_states import WireState, wire_state
     from fsdp2.wrap import (
         Choice,
         CustomPolicy,
@@ -82,6 +84,7 @@ __all__ = [
     "FSDPModule",
     "GradientReductionHandle",
     "GroupReport",
+    "Levels",
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
     "NonFiniteGradientError",
@@ -96,6 +99,7 @@ __all__ = [
     "UnitReport",
     "UnshardHandle",
     "WireFormat",
+    "WireState",
     "always_wrap_policy",
     "any_wrap_policy",
     "checkpoint",
@@ -126,13 +130,15 @@ __all__ = [
     "trace",
     "transformer_auto_wrap_policy",
     "uninstall",
+    "whole_below",
+    "wire_state",
     "wrap_modules",
     "xla",
 ]
 
 _ROOMS = (
     *("checkpoint", "fsdp1", "full", "optim", "paper", "planning", "record", "reports", "tracing"),
-    *("wire", "wrap", "wrapper_module", "xla"),
+    *("wire", "wire_states", "wrap", "wrapper_module", "xla"),
 )
 """Modules that are attributes of this one without an import, and load when they are first used."""
 
@@ -146,6 +152,7 @@ _LATER = {
     "reports": ("GroupReport", "Report", "group_reports", "report"),
     "tracing": ("trace",),
     "wire": ("WireFormat",),
+    "wire_states": ("WireState", "wire_state"),
     "wrap": (
         *("Choice", "CustomPolicy", "ModuleWrapPolicy", "ShardReport", "UnitReport"),
         *("always_wrap_policy", "any_wrap_policy", "chosen_modules", "deferred", "enable_wrap"),

@@ -30,6 +30,7 @@ from fsdp2.core.modules.saved import hooks_for
 from fsdp2.core.params.param import PlannedParam, is_extended
 from fsdp2.core.schedule.layers import watched
 from fsdp2.core.schedule.unit import Unit
+from fsdp2.core.schedule.whole import with_whole_layers
 from fsdp2.interop import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -49,7 +50,7 @@ from fsdp2.sharding.assembly import (
     move_buffers,
     streams_for,
 )
-from fsdp2.sharding.meshes import default_mesh, resolve_axes
+from fsdp2.sharding.meshes import Levels, default_mesh, resolve_axes
 from fsdp2.sharding.planned import Pending, Taken, join_others, plan_taken
 from fsdp2.sharding.selection import PlacementFn
 from fsdp2.sharding.state_dicts import watch_state_dicts
@@ -61,7 +62,7 @@ M = TypeVar("M", bound=nn.Module)
 def fully_shard(
     module: M,
     *,
-    mesh: DeviceMesh | None = ...,
+    mesh: DeviceMesh | Levels | None = ...,
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: PlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy | None = ...,
@@ -75,7 +76,7 @@ def fully_shard(
 def fully_shard(
     module: list[nn.Module],
     *,
-    mesh: DeviceMesh | None = ...,
+    mesh: DeviceMesh | Levels | None = ...,
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: PlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy | None = ...,
@@ -88,7 +89,7 @@ def fully_shard(
 def fully_shard(
     module: nn.Module | list[nn.Module],
     *,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Levels | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy | None = MixedPrecisionPolicy(),  # noqa: B008  # frozen
@@ -107,7 +108,8 @@ def fully_shard(
         module: a module, or a list of modules that share one group: gathered before the first of
             them runs, freed after the last.
         mesh: device mesh to shard over. 1-D: (shard,). 2-D: (replicate, shard), which is HSDP:
-            parameters are sharded over the second dim and copied along the first. ``None``
+            parameters are sharded over the second dim and copied along the first. `Levels` of a
+            2-D mesh (between, inside): masters are sharded over both dims. ``None``
             (default): all ranks of the default process group, which is started from torchrun's
             environment if there is none.
         reshard_after_forward: ``True`` frees the gathered parameters after forward and gathers
@@ -124,6 +126,10 @@ def fully_shard(
             pads too much, it is another one, or ``(Shard(0), Shard(d))`` on a mesh of two shard
             dims if that pads less or needs no copies. A parameter on two dims is on another mesh
             than the rest: torch's clipping refuses that, `fsdp2.clip_grad_norm_` takes it.
+            ``Replicate()`` leaves a parameter whole on every rank of the mesh: it is never
+            gathered, and its gradients are all-reduced at the end of backward, together with those
+            of all such parameters below the root (`fsdp2.whole_below`). Its optimizer state is
+            whole, too. Ranks must initialise it alike.
         mp_policy: dtypes of compute, reduction and outputs. ``None`` means the default, which casts
             nothing.
         offload_policy: `CPUOffloadPolicy` keeps shards, gradients and optimizer states in CPU
@@ -190,7 +196,7 @@ class PlannedCall:
 def plan_call(
     module: object,
     *,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Levels | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
@@ -267,7 +273,7 @@ def apply_calls(calls: Sequence[PlannedCall]) -> None:
 def _apply(call: PlannedCall) -> None:
     taken, axes = call.taken, call.arguments.axes
     groups = make_groups(call.name, taken.plans, call.options, call.arguments)
-    unit = Unit(call.name, watched(groups), call.options)
+    unit = Unit(call.name, watched(with_whole_layers(groups)), call.options)
     unit.reshard_after_forward = call.reshard_after_forward
     move_buffers(taken.modules, axes.device)
     hooks, streams = hooks_for(axes.device), streams_for(axes.device)
@@ -408,6 +414,7 @@ def _checked_reshard(
         return True, None
     if value == 1:
         return False, None
+    plans = [plan for plan in plans if not plan.axes.whole]
     for size in {axes.size, *(plan.axes.size for plan in plans)}:
         if value < 1 or size % value != 0:
             raise ValueError(

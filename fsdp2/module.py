@@ -29,7 +29,13 @@ from fsdp2.comm_memory import (
     SymmetricReduceScatter,
     conflicting,
 )
-from fsdp2.core.config import EXACT_BELOW, MixedPrecisionPolicy, ShardingStateError
+from fsdp2.core.config import (
+    EXACT_BELOW,
+    Level,
+    MixedPrecisionPolicy,
+    ShardingStateError,
+    Wire,
+)
 from fsdp2.core.custom_collectives import AllGather, MemoryComms, ReduceScatter
 from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.process_groups import ProcessGroup, backend_name, with_own_group
@@ -43,6 +49,7 @@ from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.states import SHARDED
 from fsdp2.core.schedule.unit import PrefetchTime, Unit
+from fsdp2.core.schedule.whole import is_whole
 from fsdp2.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.interop import TORCHS, TorchIdentity, replicated_parameters
 from fsdp2.sharding.assembly import (
@@ -222,7 +229,8 @@ class FSDPModule(TorchIdentity):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose whether backward sums gradients over replicas (HSDP).
 
-        Where there are no replicas, nothing changes.
+        Where there are no replicas, nothing changes. Parameters that stay whole on every rank
+        (``Replicate()`` from ``shard_placement_fn``) have the other ranks as replicas.
 
         Args:
             requires_all_reduce: ``False`` only reduce-scatters each backward's gradients, and adds
@@ -747,6 +755,10 @@ class FSDPModule(TorchIdentity):
         *,
         gather: str | None = None,
         reduce: str | None = None,
+        differences: bool = False,
+        feedback: bool = False,
+        rotate: bool = False,
+        level: Level = "all",
         exact: Callable[[str, nn.Parameter], bool] | None = None,
         exact_below: int = EXACT_BELOW,
         recurse: bool = True,
@@ -756,28 +768,53 @@ class FSDPModule(TorchIdentity):
         =======  ================================  ==============================================
         format   ``gather`` (parameters)           ``reduce`` (gradients)
         =======  ================================  ==============================================
+        fp32     --                                4 bytes per number, exact; for backends that
+                                                   reduce and scatter by an all-reduce (gloo)
         bf16     --                                2 bytes per number; sums are fp32's own sums of
                                                    the rounded numbers
         int8     1.03 bytes per number, a scale    the same; each rank adds in fp32, in the order
                  per 128 numbers                   of ranks
+        int4     0.53 bytes per number, a scale    the same; lossy
+                 per 64 numbers; lossy
         =======  ================================  ==============================================
 
-        A number in ``"int8"`` is off by 1/254 of the largest magnitude of its block at most. All
-        ranks compute with the same bits: a rank's own part passes the format, too. The sharded
-        parameters, which the optimizer sees, stay exact. Infinities and NaN come out as NaN of
-        their block, or in bf16 as they are. Gradients go by one all-to-all per reduction in place
-        of a reduce-scatter; what follows it, such as an all-reduce over replicas or a copy to the
-        CPU, has the reduce dtype. Rows that `fully_shard` keeps for ``reshard_after_forward=<int>``
-        are gathered as they are.
+        A number in ``"int8"`` is off by 1/254 of the largest magnitude of its block at most, one in
+        ``"int4"`` by 1/14 (7 %): too much for the weights of most models. All ranks compute with
+        the same bits: a rank's own part passes the format, too. The sharded parameters, which the
+        optimizer sees, stay exact. Infinities and NaN come out as NaN of their block, or in bf16
+        as they are. Gradients go by one all-to-all per reduction in place of a reduce-scatter; what
+        follows it, such as an all-reduce over replicas or a copy to the CPU, has the reduce dtype.
+        Rows that `fully_shard` keeps for ``reshard_after_forward=<int>`` are gathered as they are.
+
+        With ``differences`` messages hold what parameters differ by from what was gathered last,
+        which stays on each rank: errors are those of a step's change of the weights, and do not add
+        up. What stays is reused, too: parameters travel once per optimizer step, neither again in
+        backward nor for further micro-batches, until they may have been written (see the guide on
+        slow networks, and call ``zero_grad()`` or ``reshard()`` after writes through ``.data``).
 
         It counts from the next gather on. All ranks must choose alike. Parameters that stay exact
         have collectives of their own.
 
         Args:
-            gather: ``"int8"``, or ``None`` (default): parameters travel in the dtype that they are
-                computed with.
-            reduce: ``"bf16"``, ``"int8"``, or ``None`` (default): gradients travel in the reduce
-                dtype.
+            gather: ``"int8"``, ``"int4"``, or ``None`` (default): parameters travel in the dtype
+                that they are computed with.
+            reduce: ``"fp32"``, ``"bf16"``, ``"int8"``, ``"int4"``, or ``None`` (default): gradients
+                travel in the reduce dtype.
+            differences: whether messages of parameters hold differences to what was gathered last.
+                It takes memory for all parameters of each unit, in the compute dtype, on each rank,
+                and is state of training: `fsdp2.wire_state`. Default ``False``.
+            feedback: whether each rank adds what its messages have left out of gradients to its
+                next ones, so that over steps nothing is left out (error feedback). It takes memory
+                for a whole gradient of each unit in bf16 on each rank, and is state of training:
+                `fsdp2.wire_state`. Default ``False``.
+            rotate: whether each block of 128 numbers of gradients is multiplied by an orthonormal
+                matrix (random signs and a Hadamard matrix) before it is coded, and its sum by the
+                inverse: single large numbers cost their neighbours less precision. Default
+                ``False``.
+            level: which level of a mesh (`fsdp2.Levels`) the formats are for: ``"inside"`` a node,
+                ``"between"`` nodes, or ``"all"`` (default). The other level stays as it is. Where
+                there is one level, or copies (HSDP), the shard axis is inside. Differences,
+                rotation and feedback are for the inside.
             exact: called once with each parameter's name below this module and the parameter;
                 those for which it returns true travel as they are. Default ``None``: none of the
                 larger ones.
@@ -786,9 +823,10 @@ class FSDPModule(TorchIdentity):
             recurse: whether units below follow. Default ``True``.
 
         Raises:
-            ValueError: a format is not known, or a parameter that is not left exact cannot travel
-                in it: its dtypes are not fp32, bf16 or fp16, or its tensor subclass has all-gather
-                hooks. Nothing is changed then.
+            ValueError: a format is not known, ``feedback`` or ``rotate`` is given without
+                ``reduce``, ``differences`` without ``gather``, or a parameter that is not left
+                exact cannot travel in the format: its dtypes are not fp32, bf16 or fp16, or its
+                tensor subclass has all-gather hooks. Nothing is changed then.
 
         Example::
 
@@ -798,8 +836,9 @@ class FSDPModule(TorchIdentity):
         """
         from fsdp2.wire import set_wire_format  # who does not use it does not load it
 
-        chosen = (gather, reduce, exact, exact_below)
-        set_wire_format(cast(nn.Module, self), self._records(recurse), *chosen)
+        wire = Wire(gather, reduce, differences, rotate=rotate, feedback=feedback)
+        module, records = cast(nn.Module, self), self._records(recurse)
+        set_wire_format(module, records, wire, exact, exact_below, level)
 
     # ---- memory
 
@@ -838,6 +877,43 @@ class FSDPModule(TorchIdentity):
             model.set_keep_gradient_storage(True)
         """
         self._change(recurse=recurse, keep_gradients=bool(keep))
+
+    def set_keep_rows(self, keep: bool, *, recurse: bool = True) -> None:
+        """Choose whether what was gathered is kept from micro-batch to micro-batch.
+
+        ============================== ==================================== ==================
+        unit                           rows that are kept, in the dtype     default
+                                       that parameters are computed with
+        ============================== ==================================== ==================
+        `Levels`                       those that this rank's node gathers  kept
+                                       from: 1 / ranks of a node
+        ``reshard_after_forward=<int>`` those of the smaller group          not kept
+        other                          all, so that each rank has the       not kept
+                                       unit's parameters twice while they
+                                       are gathered, and once between
+        ============================== ==================================== ==================
+
+        Parameters then travel from afar once per optimizer step. Rows that are not kept are freed
+        after each gather.
+
+        Kept rows count until shards may have changed: an optimizer steps, gradients are dropped, a
+        forward without gradients begins or ends, a state dict is loaded, a parameter's version
+        shows a write, or the user calls ``reshard()``. Who writes shards by other routes in between
+        (``.data``, a collective) calls ``reshard()``.
+
+        Args:
+            keep: whether they are kept.
+            recurse: whether units below follow. Default ``True``.
+
+        Example::
+
+            fully_shard(block, reshard_after_forward=8)
+            block.set_keep_rows(True)  # groups of 8 gather from them until optimizer.step()
+        """
+        for record in self._records(recurse):
+            record.unit.change(keep_rows=bool(keep))
+            if record.scheduler is not None:
+                record.scheduler.refresh()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Choose whether collectives' buffers come from the process group; not recursive.
@@ -905,6 +981,7 @@ class FSDPModule(TorchIdentity):
 
     def _one_group(self, method: str) -> ParamGroup | None:
         groups = require_record(self).unit.own_groups
+        groups = [group for group in groups if not is_whole(group)] or groups
         if len(groups) > 1:
             raise ValueError(
                 f"{method} cannot be used on a unit whose parameters are on several meshes "
@@ -940,6 +1017,8 @@ class FSDPModule(TorchIdentity):
         if unreduced and record.scheduler is not None:
             # They may still add to partial sums, and deliver gradients, which must go as well.
             record.scheduler.wait_for_reductions()
+        if record.scheduler is not None and record.scheduler.reuse is not None:
+            record.scheduler.reuse.zeroed = True
         original = self._fsdp2_original
         as_torch = all(getattr(original, name) is getattr(nn.Module, name) for name in _WALKS)
         if set_to_none and as_torch:

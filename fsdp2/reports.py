@@ -13,13 +13,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from fsdp2.core.config import Wire
 from fsdp2.core.gather.coded import CODED as GATHERS
-from fsdp2.core.layout.layout import Segment, Slot, Transport
+from fsdp2.core.layout.layout import COLLECTIVE_ALIGN_BYTES, Segment, Slot, Transport
 from fsdp2.core.modules.registry import record_of
+from fsdp2.core.pieces import round_up
 from fsdp2.core.reduce.coded import CODED as REDUCTIONS
+from fsdp2.core.reduce.feedback import DTYPE as FEEDBACK_DTYPE
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import window_of
+from fsdp2.core.schedule.whole import is_whole
 from fsdp2.tracing.summaries import amount
+
+WHOLE = "whole"
+"""How parameters travel that every rank has whole."""
 
 
 @dataclass(frozen=True)
@@ -37,22 +44,39 @@ class GroupReport:
             parameters that travel packed. A reduction copies as much in front of its own, in its
             dtype.
         transport: how it is gathered: "coalesced", "packed", "coded", "local", "extension" (tensor
-            subclasses with all-gather hooks, whose bytes are not counted), or several with "+".
+            subclasses with all-gather hooks, whose bytes are not counted), or several with "+";
+            "whole" for parameters that every rank has whole: nothing is gathered.
         dims: shard dims of the parameters that are not sharded on dim 0 alone, by their name in the
             model; ``shard_placement_fn`` chose them, or dim 0 would have padded too much.
         window: how many units are gathered ahead of the one that computes; one number below a root
             (`FSDPModule.set_prefetch_window`).
         gathers: all-gathers of a step of one micro-batch: 2 where parameters are freed after
-            forward, else 1; 0 on one rank.
+            forward, else 1, also where all are kept in rows that backward reuses; 0 on one rank.
         gathered_bytes: bytes that one gather's collectives put together, padding included.
         reduced_bytes: bytes that one reduction's collectives take on each rank, in the reduce
-            dtype, padding included; parameters that are frozen now left out.
+            dtype, padding included; parameters that are frozen now left out. Of "whole" parameters:
+            its part of the one all-reduce of all such groups below a root.
         packed: why parameters travel packed, by their name in the model; those that do not are not
             in it.
         gather_format: the format of parameters that travel in fewer bytes
-            (`FSDPModule.set_wire_format`), ``None`` where all travel as they are.
-        reduce_format: the same of gradients.
+            (`FSDPModule.set_wire_format`), ``None`` where all travel as they are; "int8
+            differences" where messages hold these.
+        reduce_format: the same of gradients, and what is done beside, as in "int4 rotated".
+        residual_bytes: bytes of what error feedback keeps on each rank, from the first backward on.
         exact: names in the model of the parameters that travel as they are beside those.
+        levels: nodes, and ranks of a node, where masters are sharded over both (`fsdp2.Levels`):
+            what is above counts inside a node then; ``None`` elsewhere.
+        between_gathers: all-gathers between nodes per step of one micro-batch: one if node rows
+            are kept, which more micro-batches do not add to.
+        between_format: formats of gathers and reductions between nodes, as in "int8 / int4";
+            ``None`` where all travels as it is.
+        between_bytes: bytes that these and one reduce-scatter between nodes put together and take
+            on each rank, padding and marks included.
+        flattened: names of the mesh dims that the shard axis was flattened from
+            (`DataParallelMeshDims`): its collectives know no nodes, as ranks hold pieces in the
+            order of ranks, node by node; `fsdp2.Levels` shards so that they do.
+        kept_bytes: bytes of the rows that stay on each rank behind a gather, which others reuse.
+        reused_bytes: how many of ``gathered_bytes`` travel in a step's first gather alone.
     """
 
     name: str
@@ -71,12 +95,21 @@ class GroupReport:
     packed: Mapping[str, str] = field(default_factory=dict)
     gather_format: str | None = None
     reduce_format: str | None = None
+    residual_bytes: int = 0
     exact: Sequence[str] = ()
+    levels: tuple[int, int] | None = None
+    between_gathers: int = 0
+    between_format: str | None = None
+    between_bytes: int = 0
+    flattened: Sequence[str] = ()
+    kept_bytes: int = 0
+    reused_bytes: int = 0
 
     @property
     def step_bytes(self) -> int:
         """Bytes of the collectives of a step of one micro-batch, of whole tensors."""
-        return self.gathers * self.gathered_bytes + self.reduced_bytes
+        again = max(self.gathers - 1, 0) * (self.gathered_bytes - self.reused_bytes)
+        return min(self.gathers, 1) * self.gathered_bytes + again + self.reduced_bytes
 
 
 @dataclass(frozen=True)
@@ -100,7 +133,9 @@ class Report:
             "a step",
             "travels",
         )
-        rows = [_row(group) for group in self.groups]
+        whole = [group for group in self.groups if group.transport == WHOLE]
+        others = [group for group in self.groups if group.transport != WHOLE]
+        rows = [_row(group) for group in (*others, *whole)]
         total = (
             "all",
             f"{sum(g.num_params for g in self.groups):,}",
@@ -126,8 +161,18 @@ class Report:
 def _row(found: GroupReport) -> tuple[str, ...]:
     how = found.transport
     if found.gather_format or found.reduce_format:
-        names = f"{found.gather_format or 'exact'} / {found.reduce_format or 'exact'}"
-        how += f" ({names}{f', {len(found.exact)} exact' if found.exact else ''})"
+        said = [f"{found.gather_format or 'exact'} / {found.reduce_format or 'exact'}"]
+        said += [f"keeps {amount(found.kept_bytes)}"] if found.kept_bytes else []
+        said += [f"{amount(found.residual_bytes)} of residuals"] if found.residual_bytes else []
+        said += [f"{len(found.exact)} exact"] if found.exact else []
+        how += f" ({', '.join(said)})"
+    if found.levels is not None:
+        nodes, local = found.levels
+        often = "once" if found.between_gathers == 1 else f"{found.between_gathers} times"
+        often += f", {found.between_format}" if found.between_format else ""
+        how += f" in nodes of {local}, {amount(found.between_bytes)} between {nodes} ({often})"
+    if found.flattened:
+        how += f" (over {' x '.join(found.flattened)} at once)"
     if found.packed:
         reasons = dict.fromkeys(found.packed.values())
         how += f" ({len(found.packed)} packed: {'; '.join(reasons)})"
@@ -210,14 +255,20 @@ def group_reports(model: nn.Module) -> list[GroupReport]:
 def _report(
     group: ParamGroup, name: str, params: Mapping[nn.Parameter, str], window: int, gathers: int
 ) -> GroupReport:
-    layout = group.layout
+    layout, masters = group.layout, group.shard_layout
     assert layout is not None
+    assert masters is not None
+    between = gathers if group.between is not None and not group.keeps_rows else 1
+    dims = group.params[0].axes.dims
     ranks = layout.world_size
     trained = {i for i, param in enumerate(group.params) if param.sharded.requires_grad}
-    gathered = 0
+    gathered = kept = reused = 0
     packed = {}
     for segment in layout.segments:
         gathered += _row_bytes(group, segment) * ranks
+        if _stays(group, segment):
+            reused += _row_bytes(group, segment) * ranks
+            kept += segment.shard_numel * segment.full_dtype.itemsize * ranks
         for slot in segment.slots:
             if segment.transport is Transport.PACKED:
                 param = group.params[slot.index]
@@ -230,25 +281,45 @@ def _report(
         name=name,
         num_params=len(group.params),
         numel=sum(slot.numel for slot in layout.slots),
-        shard_bytes=layout.shard_bytes,
+        shard_bytes=masters.shard_bytes,
         unsharded_bytes=layout.gathered_bytes,
-        padding_bytes=layout.padding_bytes,
+        padding_bytes=masters.padding_bytes,
         copied_bytes=layout.copied_bytes,
-        transport=layout.transports,
+        transport=WHOLE if is_whole(group) else layout.transports,
         dims={
             params.get(param.sharded, param.name): param.cut.dims
             for param in group.params
             if param.cut.dims != (0,)
         },
         window=window,
-        gathers=gathers if sharded else 0,
+        gathers=(1 if reused == gathered else gathers) if sharded else 0,
         gathered_bytes=gathered if sharded else 0,
         reduced_bytes=_reduced(group, trained) if sharded or group.replicas is not None else 0,
         packed=packed,
-        gather_format=wire.gather if sharded else None,
-        reduce_format=wire.reduce if sharded else None,
+        gather_format=_gather_format(wire) if sharded else None,
+        reduce_format=_reduce_format(wire) if sharded else None,
+        residual_bytes=_residuals(group, trained) if coded and wire.feedback else 0,
         exact=[params.get(p.sharded, p.name) for p in group.params if p.exact] if coded else (),
+        levels=None if group.between is None else (group.between.size, ranks),
+        between_gathers=0 if group.between is None else between,
+        between_format=_between_format(wire),
+        between_bytes=_between(group, trained, between),
+        flattened=() if dims is None or len(dims.shard_names) < 2 else dims.shard_names,
+        kept_bytes=kept,
+        reused_bytes=reused,
     )
+
+
+def _gather_format(wire: Wire) -> str | None:
+    return f"{wire.gather} differences" if wire.differences else wire.gather
+
+
+def _stays(group: ParamGroup, segment: Segment) -> bool:
+    """Whether its rows are kept behind a gather: not those that a user's code gathers."""
+    if segment.transport is Transport.CODED:
+        return group.options.wire.differences
+    travels = segment.transport not in (Transport.LOCAL, Transport.EXTENSION)
+    return travels and group.keeps_whole_rows and group.options.all_gather is None
 
 
 def _row_bytes(group: ParamGroup, segment: Segment) -> int:
@@ -260,25 +331,90 @@ def _row_bytes(group: ParamGroup, segment: Segment) -> int:
     return numel * itemsize
 
 
+def _reduce_format(wire: Wire) -> str | None:
+    if wire.reduce is None:
+        return None
+    return wire.reduce + " rotated" * wire.rotate + " with feedback" * wire.feedback
+
+
 def _reduced(group: ParamGroup, trained: Set[int]) -> int:
     """Bytes that one reduction's collectives take."""
-    layout, wire = group.layout, group.options.wire.reduce
+    layout, wire = group.layout, group.options.wire
     assert layout is not None
-    exact = 0
-    coded: Counter[torch.dtype] = Counter()  # by reduce dtype: those are one message
+    exact, coded = _reduced_numel(group, trained)
+    nbytes = sum(numel * dtype.itemsize for dtype, numel in exact.items())
+    if wire.reduce is not None:
+        row_bytes = REDUCTIONS[wire.reduce].row_bytes
+        nbytes += sum(row_bytes(n, dtype.itemsize, wire.rotate) for dtype, n in coded.items())
+    return nbytes * layout.world_size
+
+
+def _residuals(group: ParamGroup, trained: Set[int]) -> int:
+    """Bytes of a residual for each rank."""
+    assert group.layout is not None
+    _, coded = _reduced_numel(group, trained)
+    return sum(coded.values()) * group.layout.world_size * FEEDBACK_DTYPE.itemsize
+
+
+def _reduced_numel(
+    group: ParamGroup, trained: Set[int]
+) -> tuple[Counter[torch.dtype], Counter[torch.dtype]]:
+    """Elements of a rank's pieces by reduce dtype: of exact gradients, and of one message each."""
+    layout = group.layout
+    assert layout is not None
+    exact: Counter[torch.dtype] = Counter()
+    coded: Counter[torch.dtype] = Counter()
     for segment in layout.segments:
         dtype = group.options.precision.reduce_dtype or segment.full_dtype
         for slot in segment.slots:
             if slot.index in trained:
-                if wire is None or layout.world_size == 1 or group.params[slot.index].exact:
-                    exact += slot.shard_numel * dtype.itemsize
-                else:
-                    coded[dtype] += slot.shard_numel
-    if wire is not None:
-        exact += sum(
-            REDUCTIONS[wire].row_bytes(numel, dtype.itemsize) for dtype, numel in coded.items()
-        )
-    return exact * layout.world_size
+                whole = group.options.wire.reduce is None or layout.world_size == 1
+                found = exact if whole or group.params[slot.index].exact else coded
+                found[dtype] += slot.shard_numel
+    return exact, coded
+
+
+def _between_format(wire: Wire) -> str | None:
+    if wire.between_gather is None and wire.between_reduce is None:
+        return None
+    return f"{wire.between_gather or 'exact'} / {wire.between_reduce or 'exact'}"
+
+
+def _between(group: ParamGroup, trained: Set[int], gathers: int) -> int:
+    """Bytes of a step's collectives between nodes."""
+    assert group.layout is not None
+    pieces, between, wire = group.layout.pieces, group.between, group.options.wire
+    if pieces is None or between is None:
+        return 0
+    gathered = 0
+    numel: Counter[tuple[torch.dtype, bool]] = Counter()  # by reduce dtype, and whether coded
+    members: Counter[tuple[torch.dtype, bool]] = Counter()
+    for segment in pieces.segments:
+        itemsize = segment.full_dtype.itemsize
+        if segment.transport is Transport.CODED and wire.between_gather is not None:
+            gathered += GATHERS[wire.between_gather].row_bytes(segment.shard_numel, itemsize)
+        else:
+            gathered += segment.shard_numel * itemsize
+        for slot in segment.slots:
+            if slot.index in trained:
+                param = group.params[slot.index]
+                dtype = group.options.precision.reduce_dtype or param.grad_dtype
+                key = dtype, wire.between_reduce is not None and not param.exact
+                numel[key] += slot.shard_numel
+                members[key] += 1
+    return (
+        gathers * gathered + sum(_crossing(wire, key, numel[key], members[key]) for key in numel)
+    ) * between.size
+
+
+def _crossing(wire: Wire, key: tuple[torch.dtype, bool], numel: int, members: int) -> int:
+    """Bytes that a rank gives to one node for the sums of so many elements."""
+    (dtype, coded), name = key, wire.between_reduce
+    multiple = max(COLLECTIVE_ALIGN_BYTES // dtype.itemsize, 1)
+    if not coded or name is None:
+        return round_up(numel + members, multiple) * dtype.itemsize
+    marks = round_up(members, multiple) * dtype.itemsize
+    return REDUCTIONS[name].row_bytes(round_up(numel, multiple), dtype.itemsize) + marks
 
 
 def _why_packed(group: ParamGroup, slot: Slot) -> str:

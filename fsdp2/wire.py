@@ -1,6 +1,6 @@
 """Which parameters and gradients travel in fewer bytes: `FSDPModule.set_wire_format`.
 
-module.set_wire_format(gather=, reduce=, exact=, exact_below=)
+module.set_wire_format(gather=, reduce=, differences=, rotate=, feedback=, exact=, exact_below=)
   all arguments and parameters are looked at  ──> each parameter is exact, or not
                                               ──> each unit's `Wire`: bound at its next gather
 """
@@ -8,13 +8,15 @@ module.set_wire_format(gather=, reduce=, exact=, exact_below=)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TypedDict
 
 from torch import nn
 
 from fsdp2.core.codecs.codec import check_coded
-from fsdp2.core.config import GroupOptions, Wire
+from fsdp2.core.config import GroupOptions, Level, Wire
 from fsdp2.core.gather import coded as gathers
+from fsdp2.core.gather.differences import DIFFERENCES
 from fsdp2.core.modules.registry import UnitRecord
 from fsdp2.core.params.param import ShardedParam, compute_dtype
 from fsdp2.core.reduce import coded as reductions
@@ -34,6 +36,9 @@ class WireFormat(TypedDict, total=False):
 
     gather: str | None
     reduce: str | None
+    differences: bool
+    feedback: bool
+    rotate: bool
     exact: Exact | None
     exact_below: int
 
@@ -41,18 +46,30 @@ class WireFormat(TypedDict, total=False):
 def set_wire_format(
     module: nn.Module,
     records: Sequence[UnitRecord],
-    gather: str | None,
-    reduce: str | None,
+    wire: Wire,
     exact: Exact | None,
     exact_below: int,
+    level: Level = "all",
 ) -> None:
     """Let the units of ``records`` send fewer bytes; see `FSDPModule.set_wire_format`."""
-    _check_name("gather", gather, gathers.CODED)
-    _check_name("reduce", reduce, reductions.CODED)
-    wire = Wire(gather, reduce)
+    _check_name("gather", wire.gather, gathers.CODED)
+    _check_name("reduce", wire.reduce, reductions.CODED)
+    if wire.differences and wire.gather not in DIFFERENCES:
+        names = ", ".join(map(repr, DIFFERENCES))
+        raise ValueError(
+            f"set_wire_format(differences=True) is for parameters that travel in one of {names}; "
+            f"give their format as gather="
+        )
+    for name in ("rotate", "feedback"):
+        if getattr(wire, name) and wire.reduce is None:
+            raise ValueError(
+                f"set_wire_format({name}=True) is for gradients that travel in fewer bytes; give "
+                f"their format as reduce="
+            )
+    _check_level(records, wire, level)
     chosen = []
     for name, param, options in _params(module, records):
-        stays = param.sharded.numel() < exact_below
+        stays = param.axes.whole or param.sharded.numel() < exact_below
         if exact is not None and not stays:
             stays = bool(exact(name, param.sharded))
         if not stays:
@@ -61,7 +78,46 @@ def set_wire_format(
     for param, stays in chosen:
         param.exact = stays
     for record in records:
-        record.unit.change(wire=wire)
+        record.unit.change(wire=_of_level(record, wire, level))
+    for scheduler in {record.scheduler for record in records}:
+        if scheduler is not None:
+            scheduler.refresh()  # which knows the groups that keep rows
+
+
+def _has_levels(record: UnitRecord) -> bool:
+    return any(group.between is not None for group in record.unit.own_groups)
+
+
+def _of_level(record: UnitRecord, wire: Wire, level: Level) -> Wire:
+    """The unit's formats of both levels, where one is left as it is."""
+    if not _has_levels(record):
+        return record.unit.options.wire if level == "between" else wire
+    now = record.unit.options.wire
+    if level == "between":
+        return replace(now, between_gather=wire.gather, between_reduce=wire.reduce)
+    gather, reduce = wire.gather, wire.reduce
+    if level == "inside":
+        gather, reduce = now.between_gather, now.between_reduce
+    return replace(wire, between_gather=gather, between_reduce=reduce)
+
+
+def _check_level(records: Sequence[UnitRecord], wire: Wire, level: Level) -> None:
+    if level not in ("all", "inside", "between"):
+        raise ValueError(f"set_wire_format takes level='all', 'inside' or 'between', not {level!r}")
+    levels = any(map(_has_levels, records))
+    if level == "between" and not levels:
+        raise ValueError(
+            "set_wire_format(level='between') is for units that are sharded over two levels "
+            "(fsdp2.Levels), and none of these is; what copies sum up (HSDP) travels exactly: "
+            "leave level= out"
+        )
+    for name in ("differences", "rotate", "feedback"):
+        if levels and getattr(wire, name) and (level != "inside" or name == "feedback"):
+            raise ValueError(
+                f"set_wire_format({name}=True) is not for what travels between nodes, and feedback "
+                f"not for units that are sharded over two levels (fsdp2.Levels); give "
+                f"level='inside', or leave it out"
+            )
 
 
 def _check_name(side: str, name: str | None, known: Iterable[str]) -> None:

@@ -50,6 +50,7 @@ from fsdp2.checkpoint.state import (
     as_list,
     as_module,
     first_of,
+    is_whole,
     read_below,
     rng_states,
     set_rng_states,
@@ -62,6 +63,7 @@ from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.module import FSDPModule
+from fsdp2.wire_states import wire_state
 
 
 @dataclass
@@ -506,12 +508,22 @@ class _Load:
             )
             if self._optimizer is not None:
                 self._optimizer.load(out)
+            self._read_wire()
         rank = self._wanted.call.rank
         path, metadata = self._step.path, self._step.metadata
         if self._wanted.rng:
             set_rng_states(read_below(path, metadata, f"rng.{rank}"))
         self.extra = unpacked(self._manifest.extra, read_below(path, metadata, "extra"))
         self.rank_extra = _rank_extra(path, metadata, rank)
+
+    def _read_wire(self) -> None:
+        """What wire formats keep between steps, now that parameters are there."""
+        wire = wire_state(self._wanted.model)
+        own, saved = wire.state_dict(), self._step.saved
+        found = {n: v for n, v in own.items() if is_whole(saved.get(f"wire.{n}"), v)}
+        self._step.read((f"wire.{name}", value) for name, value in found.items())
+        step = f"step {self._manifest.step} of '{self.store}'"
+        wire.take(found, step, warn=self._wanted.call.is_first)
 
 
 def _read_in_place(state: Nested) -> Iterator[tuple[str, Tensor]]:

@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -67,6 +67,7 @@ from fsdp2.checkpoint.values import Packed, Value, packed
 from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.ranks.channels import LostRankError, SideChannel
+from fsdp2.wire_states import RESIDUALS, wire_state
 
 LOG = logging.getLogger("fsdp2.checkpoint")
 
@@ -559,6 +560,8 @@ class _Save:
         self._content, self._shared = extra.content, tuple(extra.shared)
         self._has_optimizer = bool(asked.optimizers)
         state = state_of(asked)
+        if wire := self._of_these_ranks(wire_state(asked.model).state_dict()):
+            state["wire"] = wire
         state["extra"] = {
             name: value
             for name, value in extra.tensors.items()
@@ -576,6 +579,15 @@ class _Save:
             trained = {k: v for k, v in flat.items() if k.startswith("optimizer.state.")}
             trained |= {f"model.{name}": param for name, param in named_parameters(asked.model)}
             self._copy = _copied(flat, trained)
+
+    def _of_these_ranks(self, wire: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Residuals are those of each rank: a replica by itself has some, which no load takes."""
+        return {
+            name: value
+            for name, value in wire.items()
+            if isinstance(value, DTensor)
+            if not name.startswith(RESIDUALS) or value.device_mesh.size() <= self._call.size
+        }
 
     def start(self) -> Saving:
         """Write, now or in a thread of its own."""

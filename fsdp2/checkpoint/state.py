@@ -5,6 +5,8 @@ buffers.<name>                            buffers that are not persistent, on re
 optimizer.state.<parameter>.<key>         the names of torch's get_optimizer_state_dict
 optimizer.param_groups                    with names in the place of parameters
 states.<name>.<key>                       tensors besides the model's, such as averages of weights
+wire.residuals.<name>                     what error feedback adds to the next gradients
+wire.references.<name>                    what the next differences of weights are to
 rng.<rank>.<device>                       states of random number generators
 extra.<place>                             tensors of the user's
 rank_extra.<rank>.<place>                 the same, of each rank
@@ -22,6 +24,7 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from typing import Any, TypeAlias
 
 import torch
@@ -336,6 +339,14 @@ class Differences:
             sorted({name for part in parts for name in part.retyped}),
             sorted({name for part in parts for name in part.conflicting}),
         )
+
+
+def is_whole(saved: object, like: Tensor) -> bool:
+    """Whether every element of such a tensor was saved: not if a replica alone has saved it."""
+    if not isinstance(saved, TensorStorageMetadata) or tuple(saved.size) != tuple(like.shape):
+        return False
+    count = sum(prod(chunk.sizes) for chunk in saved.chunks)
+    return saved.properties.dtype == like.dtype and count == like.numel()
 
 
 # ---- DCP's reader, which runs no code

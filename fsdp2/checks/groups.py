@@ -203,6 +203,10 @@ class CheckedGroup(Layer):
         """Look at what was written, agree on the all-gather, then issue it."""
         if self.state is GroupState.RESHARDED:
             self._refuse_written(stays=True)
+        elif self.base.reuses_rows:
+            self._refuse_lost()
+        elif self.base.keeps_rows:
+            Checks.contents.pop(self.base, None)  # what the gather brings counts from now on
         if Checks.current().check_ranks:
             smaller = self.base.smaller_group if self.state is GroupState.RESHARDED else None
             collectives = self.base.collectives if smaller is None else smaller.collectives
@@ -212,6 +216,10 @@ class CheckedGroup(Layer):
             if collectives.size > 1:
                 assert collectives.group is not None
                 Checks.agree(collectives.group, self.base.device, self._gather_step())
+            between = self.base.between
+            if between is not None and smaller is None and not self.base.reuses_rows:
+                assert between.group is not None
+                Checks.agree(between.group, self.base.device, self._gather_step())
         self.below.start_unshard()
 
     def reduce(
@@ -229,7 +237,10 @@ class CheckedGroup(Layer):
         if pending is not None:
             self.base.streams.wait(Lane.COMPUTE, pending.done, "compute after reduction")
         rows = [
-            r.transport.views(job.flat) if job.flat is not None else job.outputs for r, job in jobs
+            job.outputs
+            if job.flat is None or self.base.between is not None
+            else r.transport.views(job.flat)
+            for r, job in jobs
         ]
         after = [_finite(tensor) for tensors in rows for tensor in tensors]
         self._refuse_non_finite(names, before, after, all_reduce)
@@ -241,7 +252,7 @@ class CheckedGroup(Layer):
         """Finish the all-gather, and note what it has brought."""
         self.below.finish_unshard()
         if Checks.current().check_writes:
-            Checks.contents[self.base] = self._contents()
+            self._note_contents()
 
     def take_back(self, stays: bool = True) -> None:
         """Look at what was written while the group stayed gathered."""
@@ -253,7 +264,7 @@ class CheckedGroup(Layer):
         self._refuse_written()
         self.below.shard_smaller()
         if self.state is GroupState.RESHARDED and self.base in Checks.contents:
-            Checks.contents[self.base] = self._contents()
+            self._note_contents()
 
     def reshard(self) -> None:
         """Look at what was written, then free."""
@@ -279,6 +290,33 @@ class CheckedGroup(Layer):
         ]
         return Contents([own for own, _ in pairs], [full for _, full in pairs])
 
+    def _note_contents(self) -> Contents:
+        """Note what is there now; rows that are kept are of the shards that were gathered."""
+        before, now = Checks.contents.get(self.base), self._contents()
+        if before is not None and self.base.keeps_rows:
+            Checks.contents[self.base] = Contents(before.shards, now.registered)
+        else:
+            Checks.contents[self.base] = now
+        return now
+
+    def _refuse_lost(self) -> None:
+        """Raise on all ranks alike where a forward computes with rows of shards as they were."""
+        before, scheduler = Checks.contents.get(self.base), scheduler_of(unit_of(self.base))
+        if before is None or scheduler is None or scheduler.iteration.in_backward:
+            return  # backward computes with what forward has used
+        params = self._compared_params()
+        sums = [_checksum(param.local) for param in params]
+        own = list(map(int, map(operator.ne, before.shards, sums)))
+        for param, by_rank in zip(
+            params, zip(*self.base.collectives.exchange(own), strict=True), strict=True
+        ):
+            if any(by_rank):
+                raise ShardingStateError(
+                    f"parameter '{param.name}' was written while its unit keeps rows of an earlier "
+                    f"gather, by a route that no version counter shows; call reshard() on its "
+                    f"module after you write"
+                )
+
     def _compared_params(self) -> list[ShardedParam]:
         """Of others a gather may bring what it likes."""
         return [p for p in self.base.params if not (p.is_meta or p.is_extended or p.is_its_shard)]
@@ -292,7 +330,7 @@ class CheckedGroup(Layer):
         before = Checks.contents.get(self.base)
         if before is None or self.state not in (GroupState.UNSHARDED, GroupState.RESHARDED):
             return
-        now = Checks.contents[self.base] = self._contents()
+        now = self._note_contents()
         sharded = map(operator.ne, before.shards, now.shards) if stays else ()
         written = [*map(operator.ne, before.registered, now.registered), *sharded]
         own = list(map(int, written))
@@ -343,6 +381,8 @@ class CheckedGroup(Layer):
                 moment = f"during the forward of '{running.name or '(root)'}'"
             details["torch.is_grad_enabled()"] = str(torch.is_grad_enabled())
         details.update(self._flags(unit))
+        if self.base.keeps_rows:
+            details["rows of an earlier gather"] = "used" if self.base.reuses_rows else "not used"
         what = f"the all-gather of '{self.base.name}' {moment}, {self._iteration()}"
         return Intent(what, details)
 
@@ -362,6 +402,10 @@ class CheckedGroup(Layer):
         if all_reduce and self.base.replicas is not None and self.base.replicas.size > 1:
             step = Intent(f"the all-reduce {where}", details, fix)
             Checks.agree(self.base.replicas.group, self.base.device, step)
+        if all_reduce and self.base.between is not None:
+            step = Intent(f"the reduce-scatter between nodes {where}", details, fix)
+            assert self.base.between.group is not None
+            Checks.agree(self.base.between.group, self.base.device, step)
 
     def _flags(self, unit: Unit) -> dict[str, str]:
         return {
@@ -393,6 +437,10 @@ class CheckedGroup(Layer):
             work = self.base.replicas.all_reduce(bad, _SUM)
             if work is not None:
                 work.wait()
+        if all_reduce and self.base.between is not None:
+            ranks *= self.base.between.size
+            nodes = self.base.between.exchange([int(count) for count in bad.tolist()])
+            bad = torch.tensor(nodes, dtype=torch.float32, device=self.base.device).sum(0)
         counts = [int(count) for count in bad.tolist()]
         found = [
             f"'{name}' (on {start} of {ranks} ranks before the sum)"
@@ -445,7 +493,7 @@ def _before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
     groups: dict[tuple[int, ...], tuple[ProcessGroup, torch.device]] = {}
     for group in all_groups():
         if any(id(param.sharded) in held for param in group.params):
-            for axis in (group.collectives, group.replicas):
+            for axis in (group.collectives, group.replicas, group.between):
                 if axis is not None and axis.size > 1:
                     shared = axis.group
                     assert shared is not None
@@ -462,7 +510,10 @@ def _before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
 
 def _said(options: GroupOptions) -> dict[str, str]:
     """A group's options, as far as ranks must share them."""
-    precision = options.precision
+    precision, wire = options.precision, options.wire
+    chosen = [n for n in ("differences", "rotate", "feedback") if getattr(wire, n)]
+    between = (wire.between_gather, wire.between_reduce)
+    formats = (wire.gather, wire.reduce, *chosen, *(between if any(between) else ()))
     return {
         "param_dtype": str(precision.param_dtype),
         "reduce_dtype": str(precision.reduce_dtype),
@@ -471,7 +522,7 @@ def _said(options: GroupOptions) -> dict[str, str]:
         "reduce_scatter_unused_params": str(options.reduce_unused),
         "the all-gather": type(options.all_gather).__name__,
         "the reduce-scatter": type(options.reduce_scatter).__name__,
-        "the formats of `set_wire_format`": f"{options.wire.gather}, {options.wire.reduce}",
+        "the formats of `set_wire_format`": ", ".join(map(str, formats)),
     }
 
 

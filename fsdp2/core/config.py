@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import nn
@@ -245,11 +246,25 @@ class Wire:
     Attributes:
         gather: name of an entry of `core.gather.coded.CODED`; ``None``: as they are computed with.
         reduce: name of an entry of `core.reduce.coded.CODED`; ``None``: in the reduce dtype.
+        differences: whether messages hold differences to what was gathered last, which stays.
+        rotate: whether gradients are rotated before they are coded (`core.codecs.rotated`).
+        feedback: whether what a message leaves out of gradients is added to the next ones
+            (`core.reduce.feedback`).
+        between_gather: as ``gather``, between the nodes of two levels.
+        between_reduce: as ``reduce``, between them.
     """
 
     gather: str | None = None
     reduce: str | None = None
+    differences: bool = False
+    rotate: bool = False
+    feedback: bool = False
+    between_gather: str | None = None
+    between_reduce: str | None = None
 
+
+Level = Literal["all", "inside", "between"]
+"""Which level of a mesh formats are for."""
 
 WHOLE = Wire()
 """All parameters and gradients travel exactly."""
@@ -268,6 +283,8 @@ class GroupOptions:
             coalesce.
         keep_storage: whether freeing leaves the gathered memory allocated.
         keep_gradients: whether the memory of reduced gradients stays allocated between steps.
+        keep_rows: whether rows that were gathered stay until an optimizer steps: a node's, a
+            smaller group's, or all; ``None``: those of nodes do.
         all_gather: the user's all-gather, or ``None``.
         reduce_scatter: the user's reduce-scatter, or ``None``.
         wire: formats that parameters and gradients travel in.
@@ -282,6 +299,7 @@ class GroupOptions:
     pack_below: int = PACK_BELOW
     keep_storage: bool = False
     keep_gradients: bool = False
+    keep_rows: bool | None = None
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
     wire: Wire = WHOLE

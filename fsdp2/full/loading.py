@@ -395,7 +395,7 @@ def _give_memory(item: _Item, device: torch.device) -> None:
 def _from_first_replica(selected: SelectedParam, rows: torch.Tensor) -> None:
     """Of HSDP: the shards of the first replica to the others."""
     param = selected.param
-    if param.axes.replicas is not None and rows.numel():
+    if param.axes.replicas is not None and not param.axes.levels and rows.numel():
         sent = rows.detach().to(param.axes.device).contiguous()
         MeshRanks.of_group(param.axes.replicas, param.axes.device).spread(sent)
         rows.detach().copy_(sent)

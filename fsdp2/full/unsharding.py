@@ -259,10 +259,13 @@ def levels_of(param: ShardedParam) -> ParamLevels:
             levels.append(level)
             if dim is not None:
                 dims.add(dim)
-    if axes.replicas is not None:
-        copies = axes.replicas
+    copies, dim = axes.replicas, slot.dim
+    if copies is not None and not axes.levels:
         levels.append(Level(copies, axes.copies, copies.rank(), None, lambda _: False))
     levels.append(Level(axes.group, axes.size, axes.rank, slot.part, _order_of(slot)))
+    if copies is not None and axes.levels:  # pieces of these rows
+        part, order = _chunks(dim, axes.copies), _chunks_order(dim, axes.copies)
+        levels.append(Level(copies, axes.copies, axes.piece_rank, part, order))
     return ParamLevels(param.name, tuple(levels), axes.device, frozenset(dims), shape)
 
 

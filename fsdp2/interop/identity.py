@@ -234,7 +234,9 @@ class GroupStandIn(_StandIn):
     def mesh_info(self) -> object:
         if self._mesh_info is None:
             axes = self._group.params[0].axes
-            if axes.replicas is None:
+            if axes.levels:  # torch knows no such kind: the dim that is gathered over
+                self._mesh_info = _common.FSDPMeshInfo(axes.mesh, shard_mesh_dim=1)
+            elif axes.replicas is None:
                 self._mesh_info = _common.FSDPMeshInfo(axes.mesh, shard_mesh_dim=0)
             elif axes.group is None:
                 self._mesh_info = _common.DDPMeshInfo(axes.mesh, replicate_mesh_dim=0)

@@ -5,6 +5,7 @@ runs         stretches of flat shards that it steps as one tensor each
 in_backward  what steps a unit's stretches as soon as their gradients are there
 offloaded    what steps a unit's stretches on the CPU, where the states are
 matrices     Muon, and MatrixOptimizer: optimizers that look at whole matrices, each on its owner
+ema          EMA: averages of weights, as the shards are
 shards       step_shards: torch's optimizers over shards as plain tensors
 repoint      repoint_optimizer: optimizers that were made before `fully_shard`
 norms        clip_grad_norm_ and its parts
@@ -12,9 +13,18 @@ clipping     torch's own functions of norms, on shards that may be empty: for `i
 """
 
 from fsdp2.optim import norms
+from fsdp2.optim.ema import EMA
 from fsdp2.optim.flat import FlatOptimizer
 from fsdp2.optim.matrices import MatrixOptimizer, Muon
 from fsdp2.optim.repoint import repoint_optimizer
 from fsdp2.optim.shards import step_shards
 
-__all__ = ["FlatOptimizer", "MatrixOptimizer", "Muon", "norms", "repoint_optimizer", "step_shards"]
+__all__ = [
+    "EMA",
+    "FlatOptimizer",
+    "MatrixOptimizer",
+    "Muon",
+    "norms",
+    "repoint_optimizer",
+    "step_shards",
+]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp2.core.layout.layout import Slot
+from fsdp2.core.layout.levels import own_slot
 from fsdp2.core.layout.mesh import local_of, with_dtype, wrap_local
 from fsdp2.core.modules.registrations import Registrations
 from fsdp2.core.params.aliases import REPLACED
@@ -74,6 +74,10 @@ def _moved(value: object, old: nn.Parameter, managed: ShardedParam) -> object:
     if not isinstance(value, torch.Tensor) or value.shape != param.shape:
         return value
     if not isinstance(value, DTensor):
+        if managed.axes.levels:
+            slot = own_slot(managed.axes, managed.shape, managed.cut)
+            rows = slot.part(managed.laid_out(value), managed.axes.piece_rank)
+            return wrap_local(managed.as_seen(rows).clone(), with_dtype(param._spec, value.dtype))
         moved = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
         moved._local_tensor = moved._local_tensor.clone()  # not a view that keeps the whole alive
         return moved
@@ -83,6 +87,6 @@ def _moved(value: object, old: nn.Parameter, managed: ShardedParam) -> object:
         return value
     # A gradient's copy may be a sum that is still to be made, as gradients of norms are.
     whole = local_of(value.redistribute(placements=old.placements))
-    slot = Slot(0, managed.shape, managed.cut, managed.axes.size, 0, 0)
-    rows = slot.part(whole, managed.axes.rank).clone()
+    slot = own_slot(managed.axes, managed.shape, managed.cut)
+    rows = slot.part(whole, managed.axes.piece_rank).clone()
     return wrap_local(rows, with_dtype(param._spec, value.dtype))

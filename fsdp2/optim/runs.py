@@ -10,6 +10,7 @@ stepped alike. A *section* is the runs that are stepped at one time, with an inn
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
@@ -98,9 +99,8 @@ class Section:
         """
         states = {param: localized(state) for param, state in self.states().items()}
         states.update(loaded)
-        cut = [
-            list(map(self.placed, _runs_of(self._own(group), places, states))) for group in groups
-        ]
+        alike = functools.partial(_alike, states=states)
+        cut = [list(map(self.placed, runs_of(self._own(group), places, alike))) for group in groups]
         self._inner = self._make_inner(
             [
                 {"params": [run.stepped for run in runs], **options_of(group)}
@@ -227,7 +227,8 @@ def places_of(model: nn.Module) -> dict[torch.Tensor, tuple[FlatBuffer, int]]:
     """The flat shard that holds a parameter's rows, and their start in it, in bytes."""
     found: dict[torch.Tensor, tuple[FlatBuffer, int]] = {}
     for group in (group for record in records_below(model) for group in record.unit.own_groups):
-        for segment in group.layout.segments if group.layout is not None else ():
+        layout = group.shard_layout
+        for segment in layout.segments if layout is not None else ():
             if segment.transport is Transport.EXTENSION:
                 continue  # tensor subclasses, with memory of their own
             for slot in segment.slots:
@@ -242,12 +243,18 @@ def places_of(model: nn.Module) -> dict[torch.Tensor, tuple[FlatBuffer, int]]:
     return found
 
 
-def _runs_of(
+def runs_of(
     params: Iterable[torch.Tensor],
     places: Mapping[torch.Tensor, tuple[FlatBuffer, int]],
-    states: Mapping[torch.Tensor, ParamState],
+    alike: Callable[[torch.Tensor, torch.Tensor], bool],
 ) -> Iterator[Stretch]:
-    """Cut one parameter group into runs."""
+    """Cut parameters into runs.
+
+    Args:
+        params: the parameters.
+        places: where those lie that are in flat shards.
+        alike: whether two neighbours may be in one run.
+    """
     alone: list[torch.Tensor] = []
     managed: dict[FlatBuffer, list[tuple[int, torch.Tensor]]] = {}
     for param in params:
@@ -261,7 +268,7 @@ def _runs_of(
         run: list[torch.Tensor] = []
         begin = end = 0
         for start, param in members:
-            if run and not (start == end and _alike(run[-1], param, states)):
+            if run and not (start == end and alike(run[-1], param)):
                 yield _make_run(run, shard, begin)
                 run = []
             if not run:

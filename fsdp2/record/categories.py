@@ -5,15 +5,34 @@ from __future__ import annotations
 SHARDS = "shards"
 GATHERED = "gathered"
 GRADIENTS = "gradients"
+KEPT = "kept rows"
 REDUCTIONS = "reduction buffers"
 ACTIVATIONS = "activations"
 OPTIMIZER = "optimizer"
 TEMPORARY = "temporary"
 MODEL = "buffers"
 
-CATEGORIES = (SHARDS, GATHERED, GRADIENTS, REDUCTIONS, ACTIVATIONS, OPTIMIZER, TEMPORARY, MODEL)
+CATEGORIES = (
+    SHARDS,
+    GATHERED,
+    KEPT,
+    GRADIENTS,
+    REDUCTIONS,
+    ACTIVATIONS,
+    OPTIMIZER,
+    TEMPORARY,
+    MODEL,
+)
 
-_OF_GATHERS = ("gathered ", "shards of ", "all-gather output", "rows of the smaller group")
+_OF_GATHERS = (
+    "gathered ",
+    "shards of ",
+    "all-gather output",
+    "coded shards",
+    "coded differences",
+    "rows of the smaller group",
+)
+_OF_NODES = "node rows"
 _OF_GRADIENTS = ("sharded gradient", "kept gradient")
 
 
@@ -23,4 +42,6 @@ def category_of(name: str) -> str:
         return GATHERED
     if name in _OF_GRADIENTS:
         return GRADIENTS
+    if name == KEPT or name.startswith(_OF_NODES):
+        return KEPT
     return SHARDS if name == "shard" else REDUCTIONS

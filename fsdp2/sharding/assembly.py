@@ -42,6 +42,7 @@ from fsdp2.core.schedule.bound import Runtime
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import Watchers, watched
 from fsdp2.core.schedule.unit import Unit, all_groups
+from fsdp2.core.schedule.whole import with_whole_layers
 from fsdp2.sharding.aliases import aliases_in, refuse_gradients
 
 _streams: dict[torch.device, Streams] = {}
@@ -88,8 +89,9 @@ def make_groups(
             streams,
             _kernels(axes.device, streams),
             axes.device,
-            None if axes.replicas is None else _replicas(axes, streams),
+            None if axes.replicas is None or axes.levels else _replicas(axes, streams),
             _effective_offload(arguments.offload, axes.device),
+            between=_between(axes, streams) if axes.levels else None,
         )
         group = ParamGroup(name, params, runtime, options)
         mark_managed(params)
@@ -126,6 +128,11 @@ def _replicas(axes: MeshAxes, streams: Streams) -> ReplicaCollectives:
     return ReplicaCollectives(axes.replicas, streams.asynchronous)
 
 
+def _between(axes: MeshAxes, streams: Streams) -> Collectives:
+    assert axes.replicas is not None
+    return GroupCollectives(axes.replicas, axes.device, streams.asynchronous)
+
+
 def _effective_offload(
     offload: CPUOffloadPolicy | None, device: torch.device
 ) -> CPUOffloadPolicy | None:
@@ -135,7 +142,7 @@ def _effective_offload(
 
 def _smaller_group(axes: MeshAxes, size: int | None) -> SmallerGroup | None:
     """``None`` where backward gathers from all ranks, or not at all."""
-    if size is None or axes.size == size:
+    if size is None or axes.whole or axes.size == size:
         return None
     mesh = smaller_mesh(axes.mesh, size)
     group, asynchronous = mesh.get_group("shard"), streams_for(axes.device).asynchronous
@@ -182,7 +189,7 @@ def join_unit(groups: list[ParamGroup], unit: Unit, present: list[ParamGroup]) -
         first = alike[0]
         if first.reducers is not first.collectives:
             group.set_reducers(first.reducers)
-    unit.groups += watched(groups)
+    unit.groups += watched(with_whole_layers(groups))
 
 
 def follow_aliases(modules: tuple[nn.Module, ...]) -> None:

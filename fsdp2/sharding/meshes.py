@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parameter import UninitializedParameter
 
 from fsdp2.core.config import DataParallelMeshDims
@@ -25,10 +25,12 @@ from fsdp2.core.device.process_groups import (
     ProcessGroup,
     current_world,
     default_group,
+    new_groups,
     rank_and_size,
     serves,
 )
 from fsdp2.core.layout.mesh import MeshAxes, device_of, joined, local_of, memory_order
+from fsdp2.core.params.param import is_extended
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,48 @@ class FSDPMeshInfo:
     replicate_mesh_dim: int | None = None
 
 
+class Levels:
+    """A mesh (between, inside) whose two dims parameters are sharded over, for ``mesh=``.
+
+    Parameters are gathered and gradients are reduced inside: along the second dim, as a node's
+    ranks. Masters, the last micro-batch's gradients and optimizer states are sharded over all
+    ranks: dim 0 of a parameter is cut into a piece for each rank of a node, and each piece into one
+    for each node.
+
+    A dim of one rank is no level: parameters are sharded along the other then, on a mesh of it.
+
+    Args:
+        mesh: a 2-D device mesh (between, inside).
+
+    Raises:
+        TypeError: ``mesh`` is not a DeviceMesh.
+        ValueError: it has not two dims.
+
+    Example::
+
+        mesh = init_device_mesh("cuda", (4, 8), mesh_dim_names=("node", "local"))
+        fully_shard(block, mesh=Levels(mesh))
+    """
+
+    __slots__ = ("mesh",)
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(
+                f"Levels takes a DeviceMesh (between, inside), not {type(mesh).__name__}; make one "
+                f"with init_device_mesh('cuda', (nodes, ranks of a node))"
+            )
+        if mesh.ndim != 2:
+            raise ValueError(
+                f"Levels takes a 2-D mesh (between, inside), but got one of shape "
+                f"{tuple(mesh.shape)}; make one with init_device_mesh, or pass the mesh itself"
+            )
+        self.mesh = mesh
+
+    def __repr__(self) -> str:
+        return f"Levels({self.mesh})"
+
+
 class MeshInfo(Protocol):
     """A mesh and its data-parallel dims: ours, or an object of torch's with these attributes."""
 
@@ -62,11 +106,12 @@ class ShardPlacementResult:
     """What ``shard_placement_fn`` returns for a parameter with a mesh of its own.
 
     Args:
-        placement: the shard dim, or those that it may be cut on; ``None`` for ``Shard(0)``.
+        placement: the shard dim, or those that it may be cut on; ``None`` for ``Shard(0)``;
+            ``Replicate()``: the parameter stays whole on the mesh's ranks.
         mesh_info: the mesh, for example of the expert-parallel ranks.
     """
 
-    placement: Shard | tuple[Shard, ...] | None
+    placement: Shard | tuple[Shard, ...] | Replicate | None
     mesh_info: FSDPMeshInfo
 
 
@@ -170,7 +215,7 @@ def _mesh_of_groups(
     return DeviceMesh(device_type, torch.tensor(groups), mesh_dim_names=("group", "shard"))["shard"]
 
 
-def resolve_axes(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> MeshAxes:
+def resolve_axes(mesh: DeviceMesh | Levels, dims: DataParallelMeshDims | None = None) -> MeshAxes:
     """The data-parallel axes of ``mesh``.
 
     Raises:
@@ -178,16 +223,19 @@ def resolve_axes(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> 
         ValueError: it has more than two dims and none is named, a name is not one of its dims, or
             this process is not part of it.
     """
+    if isinstance(mesh, Levels):
+        if dims is not None:
+            raise ValueError(
+                "fully_shard(mesh=Levels(…)) takes no dp_mesh_dims, as DTensors on a full mesh "
+                "cannot be sharded over two levels yet; pass one of them"
+            )
+        return _axes_of_levels(mesh.mesh)
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"fully_shard(mesh=…) takes a torch.distributed.device_mesh.DeviceMesh, not "
             f"{type(mesh).__name__}; make one with init_device_mesh('cuda', (world_size,))"
         )
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"rank {rank_and_size()[0]} is not part of the mesh {mesh}; call fully_shard only on "
-            f"the ranks that the mesh names"
-        )
+    _check_member(mesh)
     if dims is not None:
         return _named_axes(mesh, dims)
     if mesh.ndim not in (1, 2):
@@ -199,6 +247,28 @@ def resolve_axes(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> 
     if mesh.ndim == 1:
         return _axes(mesh, shard=0, replicate=None)
     return _axes(mesh, shard=1, replicate=0)
+
+
+def _check_member(mesh: DeviceMesh) -> None:
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {rank_and_size()[0]} is not part of the mesh {mesh}; call fully_shard only on "
+            f"the ranks that the mesh names"
+        )
+
+
+def _axes_of_levels(mesh: DeviceMesh) -> MeshAxes:
+    _check_member(mesh)
+    for dim in (0, 1):
+        if mesh.size(dim) == 1:
+            group = mesh.get_group(1 - dim)
+            return _axes(_line_mesh(mesh.device_type, group), 0, None)
+    return replace(_axes(mesh, shard=1, replicate=0), levels=True)
+
+
+@functools.lru_cache(maxsize=64)
+def _line_mesh(device_type: str, group: ProcessGroup) -> DeviceMesh:
+    return DeviceMesh.from_group(group, device_type)
 
 
 def axes_of_info(name: str, info: MeshInfo) -> MeshAxes:
@@ -232,6 +302,35 @@ def _axes(mesh: DeviceMesh, shard: int | None, replicate: int | None) -> MeshAxe
         replicas,
         1 if replicas is None else replicas.size(),
     )
+
+
+def whole_axes(axes: MeshAxes) -> MeshAxes:
+    """The axes of parameters that stay whole on all ranks of ``axes``, shards and copies alike.
+
+    A mesh (replicate, shard) of several ranks on both dims gets a process group of all of them,
+    which they must make together.
+    """
+    group, replicas = axes.group, axes.replicas
+    if group is None or (replicas is not None and axes.size == 1):
+        every = replicas
+    elif replicas is None or axes.copies == 1:
+        every = group
+    else:
+        every = _group_of_all(axes.mesh, (group, replicas), axes.device)
+    assert every is not None
+    dims = axes.dims
+    if dims is not None:
+        dims = DataParallelMeshDims(replicate=(*dims.shard_names, *dims.replicate_names))
+    found = MeshAxes(axes.mesh, None, 1, 0, axes.device, every, every.size())
+    return replace(found, full=axes.full, dims=dims, whole=True)
+
+
+@functools.lru_cache(maxsize=64)
+def _group_of_all(
+    mesh: DeviceMesh, around: tuple[ProcessGroup, ...], device: torch.device
+) -> ProcessGroup:
+    (made,) = new_groups(around, device, [sorted(mesh.mesh.flatten().tolist())])
+    return made
 
 
 def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshAxes:
@@ -277,7 +376,8 @@ def check_placement(name: str, param: nn.Parameter, placement: object) -> tuple[
         if type(shard) is not Shard:
             raise ValueError(
                 f"shard_placement_fn returned {placement!r} for parameter '{name}'; return a "
-                f"torch.distributed.tensor.Shard, a tuple of them, a ShardPlacementResult or None"
+                f"torch.distributed.tensor.Shard, a tuple of them, Replicate(), a "
+                f"ShardPlacementResult or None"
             )
         dim = shard.dim + param.ndim if shard.dim < 0 else shard.dim
         if not 0 <= dim < param.ndim:
@@ -298,6 +398,13 @@ def check_shardable(name: str, param: nn.Parameter, axes: MeshAxes) -> None:
     """Raise, naming the parameter, if it is of a kind that cannot be sharded over ``axes``."""
     if axes.full is not None:
         _check_on_full_mesh(name, param, axes)
+    elif axes.levels and (isinstance(param, DTensor) or is_extended(local_of(param))):
+        what = "a DTensor already" if isinstance(param, DTensor) else "of a class with hooks"
+        raise ValueError(
+            f"parameter '{name}' is {what}, and cannot be sharded over two levels yet; pass the "
+            f"2-D mesh itself for copies between nodes (HSDP), or let shard_placement_fn return a "
+            f"ShardPlacementResult with another mesh for it"
+        )
     elif isinstance(param, DTensor):
         _check_apart(name, param, axes)
     if isinstance(param, UninitializedParameter):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2.core.config import MixedPrecisionPolicy
 from fsdp2.core.device.process_groups import ProcessGroup
@@ -29,10 +29,44 @@ from fsdp2.sharding.meshes import (
     axes_of_info,
     check_placement,
     check_shardable,
+    whole_axes,
 )
 
-PlacementFn = Callable[[nn.Parameter], Shard | tuple[Shard, ...] | ShardPlacementResult | None]
+Placed = Shard | tuple[Shard, ...] | Replicate | ShardPlacementResult | None
+"""What is chosen for a parameter."""
+
+PlacementFn = Callable[[nn.Parameter], Placed]
 """What ``shard_placement_fn`` is."""
+
+
+def whole_below(numel: int, otherwise: PlacementFn | None = None) -> PlacementFn:
+    """A ``shard_placement_fn`` that leaves small parameters whole on every rank.
+
+    They are never gathered, and their gradients are all-reduced together, once per backward.
+
+    Args:
+        numel: parameters of fewer elements stay whole.
+        otherwise: what places the others. ``None`` (default): the default placements.
+
+    Raises:
+        ValueError: ``numel`` is negative.
+
+    Example::
+
+        fully_shard(block, shard_placement_fn=fsdp2.whole_below(16_384))
+    """
+    if numel < 0:
+        raise ValueError(
+            f"whole_below takes the number of elements below which parameters stay whole, not "
+            f"{numel}; pass 0 to shard all of them"
+        )
+
+    def choose(param: nn.Parameter) -> Placed:
+        if param.numel() < numel:
+            return Replicate()
+        return None if otherwise is None else otherwise(param)
+
+    return choose
 
 
 class NamedEntry(NamedTuple):
@@ -91,6 +125,7 @@ def plan_parameters(
     """A plan for each parameter; raises, naming it, if one cannot be sharded."""
     plans = []
     meshes: dict[tuple[ProcessGroup | None, ProcessGroup | None], MeshAxes] = {}
+    whole: dict[int, MeshAxes] = {}  # of axes' ids
     for param, entries in found.items():
         name = entries[0].name
         _check_unowned(entries[0], param)
@@ -100,9 +135,14 @@ def plan_parameters(
             found_axes = axes_of_info(name, placement.mesh_info)
             key = (found_axes.group, found_axes.replicas)
             own = meshes.setdefault(key, found_axes)
-            if key == (axes.group, axes.replicas):
+            if key == (axes.group, axes.replicas) and not axes.levels:
                 own = axes
             placement = placement.placement
+        if isinstance(placement, Replicate):
+            _check_plain(name, param)
+            if id(own) not in whole:
+                whole[id(own)] = whole_axes(own)
+            own, placement = whole[id(own)], None
         check_shardable(name, param, own)
         _check_renormalised(name, entries)
         dims = None if placement is None else check_placement(name, param, placement)
@@ -134,7 +174,7 @@ def _cut(param: nn.Parameter, axes: MeshAxes, dims: tuple[int, ...] | None) -> C
     if isinstance(param, DTensor):  # the largest piece, which all ranks know (I1)
         pieces = param._spec.num_shards_map
         shape = tuple(ceil_div(n, p) for n, p in zip(param.shape, pieces, strict=True))
-    bands = not isinstance(param, DTensor)  # whose mesh has no dim to split
+    bands = not (isinstance(param, DTensor) or axes.levels)  # whose mesh has no dim to split
     return default_cut(shape, axes.size, param.element_size(), dims, bands)
 
 
@@ -143,6 +183,15 @@ def _check_extension(name: str, param: nn.Parameter, axes: MeshAxes, cut: Cut) -
     check_hooks(name, local, cut, local.shape[cut.dim] % axes.size == 0)
     if is_extended(local):
         _ = axes.shard_mesh  # its hooks get this mesh, which must have a name
+
+
+def _check_plain(name: str, param: nn.Parameter) -> None:
+    if is_extended(local_of(param)):
+        raise ValueError(
+            f"shard_placement_fn returned Replicate() for parameter '{name}', whose tensor "
+            f"subclass says itself what is gathered (all-gather hooks), and nothing of a whole "
+            f"parameter is; let it return a Shard or None for it"
+        )
 
 
 def _check_unowned(entry: NamedEntry, param: nn.Parameter) -> None:

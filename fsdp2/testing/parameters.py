@@ -130,7 +130,7 @@ class VirtualParam(PaperParam):
         self.cut = cut
         self.dtype = dtype
         self.requires_grad = True
-        self.sharded = SimpleNamespace(requires_grad=True)
+        self.sharded = SimpleNamespace(requires_grad=True, _version=0)
         self.unsharded: VirtualUnsharded | None = None
         self.rows: VirtualTensor | None = None
         self.gathered: VirtualTensor | None = None

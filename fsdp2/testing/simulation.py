@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPolicy
+from fsdp2.core.device.collectives import Collectives, Replicas
 from fsdp2.core.device.streams import Event, Lane, Streams
 from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.layout.layout import ROWS, Cut
@@ -24,9 +25,11 @@ from fsdp2.core.params.param import ShardedParam
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.schedule.bound import Runtime
 from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.layers import GroupOperations
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.ties import lend, tied_group
 from fsdp2.core.schedule.unit import Phase, Unit
+from fsdp2.core.schedule.whole import WholeGroup
 from fsdp2.record.notes import USER
 from fsdp2.testing.parameters import PaperGradients, VirtualParam
 from fsdp2.testing.phases import CheckedUnit
@@ -52,6 +55,7 @@ class Node:
         calls: positions in ``children``, in the order its forward calls them.
         shapes: shapes of its own parameters; none gives a unit without groups.
         more: shapes of parameters on meshes of their own, of half as many ranks: a group each.
+        whole: shapes of parameters that stay whole on all ranks: one group.
         cut: how a parameter of a shape is sharded over so many ranks.
         reshard_after_forward: as for `fully_shard`.
         grad_to_input: whether its inputs require grad, so that it sees its backward's end.
@@ -66,6 +70,7 @@ class Node:
     calls: list[int] = field(default_factory=list)
     shapes: Shapes = ((8, 8), (8,))
     more: Sequence[Shapes] = ()
+    whole: Shapes = ()
     cut: Callable[[tuple[int, ...], int], Cut] = lambda shape, ranks: ROWS
     reshard_after_forward: bool | None = None
     grad_to_input: bool = True
@@ -104,6 +109,7 @@ class Simulation:
         coalesces: whether the backend coalesces.
         precision: mixed precision, which adds casts.
         copies: ranks of the replicate axis.
+        levels: whether these hold pieces of the shards, not copies, where there are several.
         offload: whether shards and gradients live in CPU memory, and of which kind.
         smaller: to how many ranks' shards forward frees, where that divides a group's ranks.
         options: what else a user may change about groups. Default: nothing, and no parameter is
@@ -129,6 +135,7 @@ class Simulation:
         options: GroupOptions | None = None,
         window: int = 1,
         check: Check | None = None,
+        levels: bool = False,
     ) -> None:
         self.root = root
         self.device = device
@@ -138,7 +145,9 @@ class Simulation:
         self._precision = precision or MixedPrecisionPolicy()
         self._grad_dtype = self._precision.param_dtype or torch.float32
         self._options = replace(options or GroupOptions(pack_below=0), precision=self._precision)
-        self._replicas = VirtualReplicas(device, copies) if copies > 1 else None
+        self._replicas = VirtualReplicas(device, copies) if copies > 1 and not levels else None
+        self._nodes = copies if levels else 1
+        self._every = VirtualReplicas(device, world_size * copies)
         self._offload = offload
         self._smaller = smaller
         for node in root.walk():
@@ -163,7 +172,12 @@ class Simulation:
         for number, shapes in enumerate(node.more, 1):
             name, ranks = f"{node.name}/{number}", max(world_size // 2, 1)
             groups.append(self._make_group(node, name, shapes, ranks, coalesces))
-        node.unit = CheckedUnit(node.name, groups, self._options)
+        operations: list[GroupOperations] = [*groups]
+        if node.whole:
+            group = self._make_group(node, f"{node.name}/whole", node.whole, 1, coalesces)
+            group.set_replicas(cast(Replicas, self._every))
+            operations.append(WholeGroup(group))
+        node.unit = CheckedUnit(node.name, operations, self._options)
         node.unit.reshard_after_forward = node.reshard_after_forward
 
     def _make_group(
@@ -182,7 +196,7 @@ class Simulation:
         group = ParamGroup(
             name,
             cast(list[ShardedParam], params),
-            self._runtime(VirtualCollectives(self.device, world_size, coalesces)),
+            self._runtime(world_size, coalesces),
             self._options,
         )
         smaller = self._smaller
@@ -192,12 +206,24 @@ class Simulation:
             group.set_smaller_group(SmallerGroup(neighbours, mesh))
         return group
 
-    def _runtime(self, collectives: Any) -> Runtime:
+    def _runtime(self, world_size: int, coalesces: bool) -> Runtime:
         """Of things on paper: they do what the real ones do, of tensors on paper."""
         device: Any = self.device
+        collectives: Any = VirtualCollectives(device, world_size, coalesces)
+        between = VirtualCollectives(device, self._nodes, coalesces)
+        crosses = self._nodes > 1 and world_size > 1
         replicas: Any = self._replicas
         gradients: Any = PaperGradients
-        return Runtime(collectives, device, device, device, replicas, self._offload, gradients)
+        return Runtime(
+            collectives,
+            device,
+            device,
+            device,
+            replicas,
+            self._offload,
+            gradients,
+            cast(Collectives, between) if crosses else None,
+        )
 
     # ---- an iteration
 

@@ -416,6 +416,7 @@ def _run_on(
         kernels=kernels,
         streams=streams,
         replicas=replicas,
+        between=None if group.between is None else of(group.between),
     )
     group.run_on(runtime, of(group.reducers))
 

@@ -52,6 +52,7 @@ BETWEEN = "between units"
 CATEGORIES = (
     "shards",
     "optimizer",
+    "kept rows",
     "gradients",
     "gathered",
     "reduction buffers",

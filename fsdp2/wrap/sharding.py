@@ -27,12 +27,13 @@ from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.unit import operations_of
 from fsdp2.interop import MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.module import FSDPModule
-from fsdp2.sharding.meshes import default_mesh, node_mesh
+from fsdp2.sharding.meshes import Levels, default_mesh, node_mesh
 from fsdp2.sharding.planned import Pending
 from fsdp2.sharding.selection import PlacementFn
+from fsdp2.sharding.selection import whole_below as small_whole
 from fsdp2.wrap.choices import Policy, chosen_modules
 
-Strategy = Literal["zero3", "zero2", "zero1", "replicated", "hybrid", "hybrid-zero2"]
+Strategy = Literal["zero3", "zero2", "zero1", "replicated", "hybrid", "hybrid-zero2", "levels"]
 
 
 class _StrategyOptions(NamedTuple):
@@ -50,6 +51,7 @@ _STRATEGIES: dict[str, _StrategyOptions] = {
     "replicated": _StrategyOptions(2, False, True),
     "hybrid": _StrategyOptions(2, None, True),
     "hybrid-zero2": _StrategyOptions(2, False, True),
+    "levels": _StrategyOptions(2, None, True),
 }
 
 _OPTIONS = (
@@ -96,7 +98,7 @@ class ShardReport:
 
     Attributes:
         strategy: the strategy.
-        mesh: shape of the mesh: (shard,) or (replicate, shard).
+        mesh: shape of the mesh: (shard,), (replicate, shard) or (between, inside).
         units: in the order in which they were made, the root last.
         ignored: names of parameters that were left alone.
     """
@@ -152,6 +154,7 @@ def shard_model(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     shard_placement_fn: PlacementFn | None = None,
+    whole_below: int = 0,
     ignored: Iterable[nn.Module | nn.Parameter | str] = (),
 ) -> ShardReport:
     """Shard a whole model in place: what a policy chooses, bottom-up, then the model.
@@ -171,6 +174,7 @@ def shard_model(
     ``replicated``   (ranks, 1)           no          as ``zero2``; gradients are all-reduced
     ``hybrid``       (replicate, shard)   as zero3    the mesh
     ``hybrid-zero2`` (replicate, shard)   as zero2    the mesh, as ``zero2``
+    ``levels``       (between, inside)    as zero3    ``mesh=Levels(mesh)``
     ================ ==================== =========== ====================================
 
     Gradients are reduced in each backward. With accumulation, call
@@ -183,12 +187,14 @@ def shard_model(
             module ``mesh``, ``reshard_after_forward``, ``shard_placement_fn``, ``mp_policy`` and
             ``offload_policy`` of its own. ``None``: the model is one unit.
         strategy: see the table. Default ``"zero3"``.
-        mesh: 1-D, or (replicate, shard) for ``replicated``, whose shard dim is 1, and hybrids.
-            ``None`` (default): all ranks; for hybrids, shards within ``LOCAL_WORLD_SIZE`` ranks,
-            which torchrun sets, and copies across.
+        mesh: 1-D, or (replicate, shard) for ``replicated``, whose shard dim is 1, and hybrids, or
+            (between, inside) for ``levels``. ``None`` (default): all ranks; for the latter, nodes
+            of ``LOCAL_WORLD_SIZE`` ranks, which torchrun sets.
         mp_policy: as for `fully_shard`.
         offload_policy: as for `fully_shard`.
         shard_placement_fn: as for `fully_shard`.
+        whole_below: parameters of fewer elements stay whole on every rank, whatever places the
+            others (`fsdp2.whole_below`). Default ``0``: none.
         ignored: modules, parameters, or names of them: left alone with all that is below them.
 
     Returns:
@@ -208,8 +214,9 @@ def shard_model(
             f"shard_model(strategy=…) takes one of {', '.join(_STRATEGIES)}, not {strategy!r}"
         )
     modules, params = _ignored(model, ignored)
+    chosen = _mesh_of(strategy, settings, mesh)
     options: dict[str, Any] = {
-        "mesh": _mesh_of(strategy, settings, mesh),
+        "mesh": Levels(chosen) if strategy == "levels" else chosen,
         "reshard_after_forward": settings.frees_forward,
         "shard_placement_fn": shard_placement_fn,
         "mp_policy": mp_policy,
@@ -224,7 +231,13 @@ def shard_model(
     for plan in plans:
         _check_options(plan)
     plans = _with_ties(model, plans, params, options)
-    plans = _planned([*plans, _PlannedUnit(["(root)"], [model], options)], params)
+    plans.append(_PlannedUnit(["(root)"], [model], options))
+    if whole_below:
+        for plan in plans:
+            others = plan.options["shard_placement_fn"]
+            placed = small_whole(whole_below, others)
+            plan.options = {**plan.options, "shard_placement_fn": placed}
+    plans = _planned(plans, params)
     apply_calls([call for plan in plans if (call := plan.call) is not None])
     for plan in plans:
         for member in plan.modules:
@@ -233,7 +246,7 @@ def shard_model(
         if not settings.frees_backward:
             _show_gradients(plan.modules[0])
     names = tuple(name for name, param in model.named_parameters() if param in params)
-    shape = tuple(options["mesh"].shape)
+    shape = tuple(chosen.shape)
     return ShardReport(strategy, shape, tuple(_report(plan) for plan in plans), names)
 
 
@@ -276,7 +289,7 @@ def _mesh_of(strategy: str, settings: _StrategyOptions, mesh: DeviceMesh | None)
     if isinstance(mesh, DeviceMesh):
         wrong = mesh.ndim != settings.mesh_dims
         if wrong or (strategy == "replicated" and mesh.size(1) != 1):
-            wanted = {"replicated": "(ranks, 1)"}.get(
+            wanted = {"replicated": "(ranks, 1)", "levels": "(between, inside)"}.get(
                 strategy, "(shard,)" if settings.mesh_dims == 1 else "(replicate, shard)"
             )
             raise ValueError(
@@ -294,7 +307,8 @@ def _default_mesh(strategy: str, settings: _StrategyOptions) -> DeviceMesh:
         names = ("replicate", "shard")
         return init_device_mesh(world.device_type, (world.size(), 1), mesh_dim_names=names)
     caller = f"shard_model(strategy={strategy!r})"
-    return node_mesh(device_of(world), None, caller, "pass mesh")
+    names = ("between", "inside") if strategy == "levels" else ("replicate", "shard")
+    return node_mesh(device_of(world), None, caller, "pass mesh", names)
 
 
 def _check_options(plan: _PlannedUnit) -> None:
@@ -407,12 +421,13 @@ def _report(plan: _PlannedUnit) -> UnitReport:
     record = next(record for m in plan.modules if (record := record_of(m)) is not None)
     unit, precision = record.unit, require_record(plan.modules[0]).unit.options.precision
     layouts = [group.layout for group in unit.own_groups if group.layout is not None]
+    kept = [layout for group in unit.own_groups if (layout := group.shard_layout) is not None]
     reshard = plan.options["reshard_after_forward"]
     return UnitReport(
         names=tuple(plan.names),
         num_params=0 if plan.call is None else len(plan.call.taken.plans),
         numel=sum(slot.numel for layout in layouts for slot in layout.slots),
-        shard_bytes=sum(layout.shard_bytes for layout in layouts),
+        shard_bytes=sum(layout.shard_bytes for layout in kept),
         reshard_after_forward=(
             None if reshard is None and plan.names == ["(root)"] else reshard is None or reshard
         ),

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp2 import CPUOffloadPolicy, Levels, MixedPrecisionPolicy
 from fsdp2.checkpoint import staging
 from fsdp2.core.device.streams import DeviceStreams
 from fsdp2.core.modules.registry import require_record
@@ -36,6 +36,9 @@ DIM, HIDDEN, STEPS = 16, 32, 4
 SMALL = 300  # bytes of a piece: norms and biases are packed, which go along with the weights
 
 Change = Callable[[nn.Module, Any], None]
+
+WHOLE: dict[str, Any] = {"shard_placement_fn": fsdp2.whole_below(DIM * 4)}
+"""Norms, biases, the scale and the outlet are whole on every rank."""
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +129,14 @@ def _code(model: nn.Module, _: Any) -> None:
     model.set_wire_format(gather="int8", reduce="bf16", exact_below=SMALL)
 
 
+def _send_differences(model: nn.Module, _: Any) -> None:
+    model.set_wire_format(gather="int4", differences=True, exact_below=SMALL)
+
+
+def _feed_back(model: nn.Module, _: Any) -> None:
+    model.set_wire_format(reduce="int4", rotate=True, feedback=True, exact_below=SMALL)
+
+
 CASES: dict[str, tuple[dict[str, Any], Change | None]] = {
     "usual": ({}, None),
     "mixed": ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, None),
@@ -138,15 +149,28 @@ CASES: dict[str, tuple[dict[str, Any], Change | None]] = {
     "kept gradients": ({}, _keep_gradients),
     "hooked": ({}, _hook),
     "coded": ({}, _code),
+    "fed back": ({}, _feed_back),
+    "fed back, mixed": ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, _feed_back),
     "coded, offloaded": ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, _code),
+    "coded differences": ({}, _send_differences),
+    "coded differences, pinned": ({"offload_policy": CPUOffloadPolicy()}, _send_differences),
+    "whole": (WHOLE, None),
+    "whole, mixed": (
+        {**WHOLE, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+        None,
+    ),
+    "whole, offloaded": ({**WHOLE, "offload_policy": CPUOffloadPolicy()}, None),
+    "whole, kept gradients": (WHOLE, _keep_gradients),
+    "whole, hooked": (WHOLE, _hook),
 }
 
 
-def _build(mesh: DeviceMesh, case: str) -> nn.Module:
+def _build(mesh: DeviceMesh, case: str, levels: bool = False) -> nn.Module:
     arguments, change = CASES[case]
     torch.manual_seed(0)
     model = Model().to(mesh.device_type)
-    parity.shard(parity.OURS, model, mesh=mesh, **arguments)
+    where = Levels(mesh) if levels else mesh
+    parity.shard(parity.OURS, model, mesh=where, **arguments)
     # The small parameters stand for large ones; in other cases norms and biases for small ones.
     model.set_packing_threshold(0 if case == "usual" else SMALL)
     if change is not None:
@@ -203,15 +227,16 @@ def _compare(
     shape: tuple[int, ...],
     accumulate: int = 1,
     change: Callable[[Any], None] = _as_it_is,
+    levels: bool = False,
 ) -> None:
     """Train on the CPU, then on the device; nothing may be out of order, and all bits are equal."""
     with coalescing():
         plain = _mesh("cpu", backend, shape)
-        model = _build(plain, case)
+        model = _build(plain, case, levels)
         change(model)
         expected = _train(model, plain, accumulate)
     mesh = _mesh(device.NAME, backend, shape)
-    model = _build(mesh, case)
+    model = _build(mesh, case, levels)
     change(model)
     kinds = {kind for r in fsdp2.group_reports(model) for kind in r.transport.split("+")}
     coded = "coded" in case  # what is not, is small, and packed
@@ -238,20 +263,35 @@ def test_same_bits_as_on_the_cpu(case: str, backend: str) -> None:
     _compare(case, backend, (2,))
 
 
-@pytest.mark.parametrize("case", ["usual", "mixed", "kept"])
+@pytest.mark.parametrize("case", ["usual", "mixed", "kept", "whole, mixed"])
 @workers.ranks(4)
 def test_replicated(case: str) -> None:
     """Two sums of two ranks: one order only."""
     _compare(case, group.COALESCING, (2, 2))
 
 
-@pytest.mark.parametrize("case", ["usual", "mixed", "offloaded", "kept gradients"])
+@pytest.mark.parametrize("case", ["usual", "mixed", "offloaded", "kept gradients", "hooked"])
+@workers.ranks(4)
+def test_levels(case: str) -> None:
+    """Gathers and reductions of two levels, on the lanes of one."""
+    _compare(case, group.COALESCING, (2, 2), accumulate=2, change=_use_some, levels=True)
+
+
+@pytest.mark.parametrize(
+    "case", ["usual", "mixed", "offloaded", "kept gradients", "whole, mixed", "whole, offloaded"]
+)
 @workers.ranks(2)
 def test_accumulating(case: str) -> None:
     _compare(case, group.COALESCING, (2,), accumulate=3)
 
 
-@pytest.mark.parametrize("case", ["usual", "mixed", "offloaded", "kept gradients", "hooked"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("usual", "mixed", "offloaded", "kept gradients", "hooked"),
+        *("whole", "whole, offloaded", "whole, hooked"),
+    ],
+)
 @workers.ranks(2)
 def test_gradients_that_another_rank_has(case: str) -> None:
     """The host reads who had one behind the reduction, and delivers at the end of backward."""
@@ -329,6 +369,29 @@ def test_steps_in_backward(case: str) -> None:
             losses[-1].append(loss.item())
         _assert_ordered()
     assert losses[1] == losses[0]
+
+
+@workers.ranks(2)
+@pytest.mark.parametrize("case", ["mixed", "pinned"])
+def test_averages_of_weights(case: str) -> None:
+    """Updated, and swapped in for an evaluation between steps."""
+    seen = []
+    for kind in ("cpu", device.NAME):
+        mesh = _mesh(kind, group.COALESCING, (2,))
+        with coalescing():
+            model = _build(mesh, case)
+        ema = fsdp2.optim.EMA(model, 0.5)
+        device.races()
+        rows = []
+        for _ in range(2):
+            rows += _train(model, mesh)[-1]
+            ema.update()
+            with ema.swapped(), torch.no_grad():
+                rows.append(model(_batch(0, mesh)).float().cpu())
+        seen.append([*rows, *map(_local, ema.averages().values())])
+    _assert_ordered()
+    expected, found = seen
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize("case", ["usual", "offloaded"])
@@ -547,7 +610,7 @@ def test_the_device_notices_what_is_not_waited_for() -> None:
 
 
 @workers.ranks(2)
-@pytest.mark.parametrize("case", ["usual", "mixed", "pinned"])
+@pytest.mark.parametrize("case", ["usual", "mixed", "pinned", "whole, offloaded"])
 def test_whole_tensors(case: str) -> None:
     """Between steps they are read, changed and loaded, on the device or from host memory."""
     seen = []

@@ -12,10 +12,13 @@ import torch
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPolicy
 from fsdp2.core.device.streams import Lane
+from fsdp2.core.gather import kept_rows
 from fsdp2.core.layout.layout import ROWS, Cut
 from fsdp2.core.progress import OptimizerSteps
+from fsdp2.core.schedule.layers import GroupOperations, layers_of
 from fsdp2.core.schedule.ties import tied_group
 from fsdp2.core.schedule.unit import Phase, Unit
+from fsdp2.core.schedule.whole import WholeGroup
 from fsdp2.record.notes import HOST, Allocation, Place, operations
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualDevice, VirtualTensor
@@ -54,6 +57,7 @@ def random_settings(
     def hook(flat: VirtualTensor) -> None:
         device.run("hook", [flat], [flat])
 
+    apart = random.Random(repr(rng.getstate()[1][:3]))  # of later draws: schedules stay the same
     options = GroupOptions(
         divide_factor=rng.choice((None, None, 3.0)),
         sum_only=rng.random() < 0.2,
@@ -62,6 +66,7 @@ def random_settings(
         keep_storage=rng.random() < 0.15,
         keep_gradients=rng.random() < 0.2,
         all_reduce_hook=hook if rng.random() < 0.2 else None,  # type: ignore[arg-type]  # simulated
+        keep_rows=apart.choice((None, None, True, False)),
     )
     return {
         "world_size": rng.choice(ranks),
@@ -71,6 +76,7 @@ def random_settings(
         "offload": rng.choice(OFFLOADS),
         "smaller": rng.choice((None, None, 2)),
         "options": options,
+        "levels": apart.random() < 0.5,
     }
 
 
@@ -97,7 +103,7 @@ def random_tree(rng: random.Random, plain: bool = False, tied: bool = True) -> N
 
     Args:
         rng: where they come from.
-        plain: whether all outputs and inputs are in use.
+        plain: whether all outputs and inputs are in use, and all parameters are sharded.
         tied: whether some nodes may use parameters of others.
     """
     budget = rng.randint(2, MAX_NODES)
@@ -124,7 +130,17 @@ def random_tree(rng: random.Random, plain: bool = False, tied: bool = True) -> N
     shuffle_calls(rng, root)
     if tied:
         tie_some(root)
+    if not plain:
+        keep_some_whole(root)
     return root
+
+
+def keep_some_whole(root: Node) -> None:
+    """In one tree of four, some nodes have parameters that stay whole."""
+    rng = random.Random(repr([(node.name, node.shapes, node.calls) for node in root.walk()]))
+    if rng.random() < 0.25:
+        for node in root.walk():
+            node.whole = rng.choice(((), ((8,),), ((5,), (3, 2))))
 
 
 def tie_some(root: Node) -> None:
@@ -160,7 +176,9 @@ def calls_below(node: Node) -> int:
 
 def communicates(node: Node) -> bool:
     """Whether its parameters have elements, so that there is something to gather and reduce."""
-    return any(0 not in shape for shapes in (node.shapes, *node.more) for shape in shapes)
+    return any(
+        0 not in shape for shapes in (node.shapes, *node.more, node.whole) for shape in shapes
+    )
 
 
 def calls_of(root: Node) -> Counter[Node]:
@@ -174,11 +192,11 @@ def calls_of(root: Node) -> Counter[Node]:
 _HOMES = (Lane.COMPUTE, HOST)  # of memory: invariant I2
 _LANES: dict[str, tuple[Place, ...]] = {
     "gradient": (Lane.COMPUTE,),
-    "copy_out": (Lane.COMPUTE,),
-    "chunk_cat": (Lane.COMPUTE,),
+    "copy_out": (Lane.COMPUTE, Lane.ALL_GATHER),  # there, into node rows
+    "chunk_cat": (Lane.COMPUTE, Lane.ALL_REDUCE),  # there, of sums of a node
     "load": (Lane.COPY_IN,),
     "all_gather": (Lane.ALL_GATHER,),
-    "reduce_scatter": (Lane.REDUCE,),
+    "reduce_scatter": (Lane.REDUCE, Lane.ALL_REDUCE),  # there, between nodes
     "all_reduce": (Lane.ALL_REDUCE,),
     "to_host": (Lane.REDUCE, Lane.ALL_REDUCE),
 }
@@ -190,9 +208,16 @@ def _unit_of(group: str) -> str:
 
 
 def is_gathered(unit: Unit) -> bool:
-    """Whether parameters are that no other unit uses, which would gather and free them, too."""
-    untied = [group for group in unit.groups if tied_group(group) is None]
-    return any(not group.state.needs_gather for group in untied)
+    """Whether parameters are that no other unit uses, which would gather and free them, too.
+
+    Whole ones do not count: a hook that writes them frees what was gathered ahead.
+    """
+    own = [g for g in unit.groups if tied_group(g) is None and not _is_whole(g)]
+    return any(not group.state.needs_gather for group in own)
+
+
+def _is_whole(group: GroupOperations) -> bool:
+    return any(isinstance(layer, WholeGroup) for layer in layers_of(group))
 
 
 class InterruptError(Exception):
@@ -245,6 +270,7 @@ class Watch:
             for number, shapes in enumerate((node.shapes, *node.more))
             if any(0 in shape for shape in shapes)
         }
+        self._whole = {f"{node.name}/whole" for node in root.walk() if node.whole}
         self._kept: set[Unit] = set()  # by the last backward, whatever the flags are now
         self.sim = Simulation(
             root,
@@ -263,6 +289,7 @@ class Watch:
         self._kept_for_good = self.live()
         self._fills = any(g.options.reduce_unused for u in units for g in u.own_groups)
         self._keeps_storage = any(g.options.keep_storage for u in units for g in u.own_groups)
+        self._keeps_rows = any(g.keeps_rows for u in units for g in u.own_groups)
         self._keeps_gradients = any(g.options.keep_gradients for u in units for g in u.own_groups)
 
     # ---- while it runs
@@ -280,6 +307,8 @@ class Watch:
         elif operation in ("reshard", "free what is outdated") and name in self._arriving:
             self._arriving.discard(name)
             self.wasted += 1
+        elif operation == "reduce" and name in self._whole:
+            self._reduces_whole(name)
         elif operation == "reduce":
             unit = next(u for u in self.sim.scheduler.units if u.name == _unit_of(name))
             known = self._owed | self._hollow | (self._partial if unit.all_reduce else set())
@@ -287,6 +316,14 @@ class Watch:
                 self._say(f"{name} is reduced without new gradients")
             (self._partial.discard if unit.all_reduce else self._partial.add)(name)
             self._owed.discard(name)
+
+    def _reduces_whole(self, leader: str) -> None:
+        """Those of all units that all-reduce now go together, by the name of the first."""
+        units = [u for u in self.sim.scheduler.units if u.sync and u.all_reduce]
+        due = {group.name for unit in units for group in unit.own_groups} & self._whole
+        if leader not in due or not (due & self._owed or self._fills):
+            self._say(f"{leader} is reduced without new gradients of whole parameters")
+        self._owed -= due
 
     def _follow_gradients(self) -> None:
         trace = self.device.trace
@@ -344,10 +381,11 @@ class Watch:
     def discard_gradients(self) -> None:
         """What ``zero_grad()`` does of those that are not reduced: they are gone."""
         called = [group for unit in self.sim.scheduler.units for group in unit.groups]
-        tied = [group for group in called if tied_group(group) is not None]
-        names = {f"gradient {param.name}" for group in tied for param in group.params}
+        waiting = [g for g in called if tied_group(g) is not None or g.base.name in self._whole]
+        params = [param.name for group in waiting for param in group.params]
+        names = {f"{what} {name}" for name in params for what in ("gradient", "accumulated")}
         for op in operations(self.device.trace):
-            if op.kind == "gradient":
+            if op.kind in ("gradient", "copy"):
                 self._excused |= {b for b in op.writes if b.name in names}
         for group in called:
             group.discard_gradients()
@@ -368,8 +406,10 @@ class Watch:
     def check_reduced(self) -> None:
         """After a backward: no unit that syncs has gradients left, every other keeps its own."""
         self._follow_gradients()
-        syncing = {unit.name for unit in self.sim.scheduler.units if unit.sync}
+        units = self.sim.scheduler.units
+        syncing = {unit.name for unit in units if unit.sync}
         left = {name for name in self._owed if _unit_of(name) in syncing}
+        left -= self._whole & {f"{unit.name}/whole" for unit in units if not unit.all_reduce}
         if left:
             self._say(f"{sorted(left)} have gradients that were not reduced")
 
@@ -462,19 +502,24 @@ class Watch:
         """After an iteration in which nothing is kept: no allocation came or went.
 
         Gathered memory may stay where ``keep_storage`` says so, that of gradients where
-        ``keep_gradients`` does.
+        ``keep_gradients`` does, that of rows that are kept always.
 
         Args:
             padding: ``False`` where frozen parameters changed the reductions, which own it and
                 their marks.
         """
         live, wanted = self.live(), Counter(self._kept_for_good)
+        del live[kept_rows.ROWS]
         for name in list(live):
             if name.startswith("gathered") and self._keeps_storage:
                 del live[name]
             if name in ("kept gradient", "host gradient") and self._keeps_gradients:
                 del live[name]
-        for name in () if padding else ("padding", "marks"):
+            if name.startswith(("node rows", "rows of the smaller")) and self._keeps_rows:
+                del live[name]
+        live.pop("residuals", None)  # made by the first reduction with error feedback, and kept
+        # Whole parameters' reduction of all is bound at the end of the first backward.
+        for name in () if padding and not self._whole else ("padding", "marks"):
             live.pop(name, None)
             wanted.pop(name, None)
         if live != wanted:

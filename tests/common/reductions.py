@@ -65,6 +65,8 @@ class Setup:
     keep: bool = False
     pack_below: int = 0
     codec: str | None = None
+    rotate: bool = False
+    feedback: bool = False
 
     @property
     def spec(self) -> ReductionSpec:
@@ -79,6 +81,8 @@ class Setup:
             self.to_host,
             keep=self.keep,
             codec=self.codec,
+            rotate=self.rotate,
+            feedback=self.feedback,
         )
 
     def slots(self, size: int) -> list[Slot]:

@@ -7,14 +7,23 @@ import math
 import pytest
 import torch
 
-from fsdp2.core.codecs.blocks import BLOCK, LARGEST, Blocks
+from fsdp2.core.codecs import rotated
+from fsdp2.core.codecs.blocks import Blocks, Bytes, Nibbles
 from fsdp2.core.codecs.codec import ALIGNMENT, NUMBERS, Codec
-from fsdp2.core.codecs.rounded import Rounded
+from fsdp2.core.codecs.rotated import Rotated
+from fsdp2.core.codecs.rounded import Rounded, Whole
 
 pytestmark = pytest.mark.alone
 
 TINIEST = 2.0**-149  # of fp32
-LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5)
+LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 3 * 128 + 5)
+INTEGERS = (Bytes(), Nibbles())
+CPU = torch.device("cpu")
+CODECS = (*INTEGERS, Whole(), Rounded(), *(Rotated(codec, CPU) for codec in INTEGERS))
+integers = pytest.mark.parametrize("codec", INTEGERS, ids=lambda codec: codec.name)
+codecs = pytest.mark.parametrize(
+    "codec", CODECS, ids=["int8", "int4", "fp32", "bf16", "int8 rotated", "int4 rotated"]
+)
 
 
 def coded(codec: Codec, numbers: torch.Tensor) -> torch.Tensor:
@@ -30,7 +39,7 @@ def through(codec: Codec, numbers: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def numbers_of(kind: str, numel: int, rows: int = 3) -> torch.Tensor:
+def numbers_of(kind: str, numel: int, rows: int = 3, largest: int = 127) -> torch.Tensor:
     generator = torch.Generator().manual_seed(numel)
     found = torch.randn(rows, numel, generator=generator)
     if kind == "zeros":
@@ -44,28 +53,44 @@ def numbers_of(kind: str, numel: int, rows: int = 3) -> torch.Tensor:
     elif kind == "the largest":
         found = found.sign() * torch.finfo(torch.float32).max
     elif kind == "halves":  # the middle between two codes
-        found = torch.arange(rows * numel).view(rows, numel).remainder(LARGEST) + 0.5
-        found[:, 0] = LARGEST
+        found = torch.arange(rows * numel).view(rows, numel).remainder(largest) + 0.5
+        found[:, 0] = largest
     return found
 
 
 KINDS = ("normal", "zeros", "one outlier", "all magnitudes", "denormals", "the largest", "halves")
 
 
-def blocks_of(numbers: torch.Tensor) -> torch.Tensor:
-    missing = -numbers.shape[1] % BLOCK
+def blocks_of(numbers: torch.Tensor, block: int) -> torch.Tensor:
+    missing = -numbers.shape[1] % block
     padded = torch.nn.functional.pad(numbers.double(), (0, missing))
-    return padded.unflatten(1, (-1, BLOCK))
+    return padded.unflatten(1, (-1, block))
 
 
+@integers
 @pytest.mark.parametrize("numel", LENGTHS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_are_off_by_half_a_step_at_most(kind: str, numel: int) -> None:
-    numbers = numbers_of(kind, numel)
-    wrong = blocks_of(through(Blocks(), numbers).double() - numbers.double()).abs()
-    largest = blocks_of(numbers).abs().amax(2, keepdim=True)
-    slack = 1 + 2.0**-20  # quotients and products of fp32 are rounded, too
-    assert (wrong <= largest / (2 * LARGEST) * slack + 64 * TINIEST).all()
+def test_blocks_are_off_by_half_a_step_at_most(codec: Blocks, kind: str, numel: int) -> None:
+    numbers = numbers_of(kind, numel, largest=codec.largest)
+    found = through(codec, numbers)
+    assert found.isfinite().all()
+    wrong = blocks_of(found.double() - numbers.double(), codec.block).abs()
+    largest = blocks_of(numbers, codec.block).abs().amax(2, keepdim=True)
+    facts = torch.finfo(codec.scale_dtype)  # scales are rounded, too
+    slack = (1 + facts.eps) * (1 + 2.0**-20)  # and so are quotients and products of fp32
+    least = facts.smallest_normal * facts.eps
+    bound = largest / (2 * codec.largest) * slack + (codec.largest + 1) / 2 * least
+    assert (wrong <= bound).all()
+
+
+@integers
+def test_every_code_comes_back(codec: Blocks) -> None:
+    """In each place of a block: those of 4 bits share their bytes."""
+    whole = torch.arange(-codec.largest, codec.largest + 1).float()
+    for shift in range(codec.block):
+        numbers = whole.repeat(codec.block)[shift : shift + 3 * codec.block].unsqueeze(0).clone()
+        numbers[:, :: codec.block] = codec.largest  # so that scales are 1
+        assert torch.equal(through(codec, numbers), numbers)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("denormals", "halves")])
@@ -78,23 +103,32 @@ def test_bfloat16_is_off_by_half_a_step_at_most(kind: str) -> None:
     assert numbers[~finite].abs().gt(3.38e38).all()
 
 
-@pytest.mark.parametrize("codec", [Blocks(), Rounded()], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", NUMBERS)
+def test_fp32_loses_nothing(kind: str, dtype: torch.dtype) -> None:
+    numbers = numbers_of(kind, 1000).to(dtype)
+    assert torch.equal(through(Whole(), numbers), numbers)
+
+
+@codecs
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("place", [0, BLOCK - 1, BLOCK, 2 * BLOCK + 3])
+@pytest.mark.parametrize("place", [0, 31, 32, 63, 64, 127, 128, 2 * 128 + 3])
 def test_what_is_not_finite_stays_visible(codec: Codec, bad: float, place: int) -> None:
-    numbers = torch.ones(2, 2 * BLOCK + 4)
+    numel = 2 * 128 + 4
+    block = {Bytes: 128, Nibbles: 64, Whole: 1, Rounded: 1, Rotated: 128}[type(codec)]
+    numbers = torch.ones(2, numel)
     numbers[1, place] = bad
     found = through(codec, numbers)
     assert not found[1, place].isfinite()
     assert found[0].isfinite().all()
-    same = torch.arange(2 * BLOCK + 4) // BLOCK == place // BLOCK  # a block is one number's, all
+    same = torch.arange(numel) // block == place // block  # a block is one number's, all
     assert found[1, ~same].isfinite().all()
-    sums = torch.empty(2 * BLOCK + 4)
+    sums = torch.empty(numel)
     codec.total(sums, coded(codec, numbers))
     assert not sums[place].isfinite()
 
 
-@pytest.mark.parametrize("codec", [Blocks(), Rounded()], ids=lambda codec: codec.name)
+@codecs
 @pytest.mark.parametrize("dtype", NUMBERS)
 @pytest.mark.parametrize("numel", LENGTHS)
 def test_sums_are_those_of_the_decoded_rows(codec: Codec, dtype: torch.dtype, numel: int) -> None:
@@ -107,31 +141,106 @@ def test_sums_are_those_of_the_decoded_rows(codec: Codec, dtype: torch.dtype, nu
         expected += row
     sums = torch.empty(numel, dtype=dtype)
     codec.total(sums, message)
-    torch.testing.assert_close(sums, expected.to(dtype), rtol=1e-6, atol=1e-6)
+    close = {"rtol": 1e-6, "atol": 1e-6}
+    if isinstance(codec, Rotated):  # sums are rotated back, not numbers
+        close = {"rtol": torch.finfo(dtype).eps, "atol": 1e-5}
+    torch.testing.assert_close(sums, expected.to(dtype), **close)
     again = torch.empty(numel, dtype=dtype)
     codec.total(again, message)
     assert torch.equal(sums, again)
 
 
-@pytest.mark.parametrize("codec", [Blocks(), Rounded()], ids=lambda codec: codec.name)
+@codecs
 @pytest.mark.parametrize("numel", [*LENGTHS, 100_000])
 def test_bytes_are_what_is_promised(codec: Codec, numel: int) -> None:
-    exact = 2 * numel if codec.name == "bf16" else numel + 4 * math.ceil(numel / BLOCK)
+    inner = codec
+    if isinstance(codec, Rotated):  # of whole blocks
+        inner, numel = codec._codec, math.ceil(numel / 128) * 128
+    exact = {
+        "fp32": 4 * numel,
+        "bf16": 2 * numel,
+        "int8": numel + 4 * math.ceil(numel / 128),
+        "int4": (32 + 2) * math.ceil(numel / 64),
+    }[inner.name]
     assert exact <= codec.nbytes(numel) < exact + ALIGNMENT
     assert codec.nbytes(numel) % ALIGNMENT == 0
 
 
-@pytest.mark.parametrize("codec", [Blocks(), Rounded()], ids=lambda codec: codec.name)
+@codecs
 def test_a_row_does_not_depend_on_the_others(codec: Codec) -> None:
     numbers = numbers_of("normal", 300)
+    if isinstance(codec, Rotated):  # but for how a product of matrices is rounded
+        pair = (through(codec, numbers)[1:2], through(codec, numbers[1:2]))
+        torch.testing.assert_close(*pair, rtol=0, atol=0.6 * codec._codec.largest**-1)
+        return
     assert torch.equal(coded(codec, numbers)[1:2], coded(codec, numbers[1:2]))
 
 
-@pytest.mark.parametrize("codec", [Blocks(), Rounded()], ids=lambda codec: codec.name)
+@codecs
 def test_nothing_is_waited_for(codec: Codec) -> None:
     """On a device without memory a number that the host reads would raise."""
+    if isinstance(codec, Rotated):
+        codec = Rotated(codec._codec, torch.device("meta"))
     numbers = torch.empty(4, 300, device="meta")
     message = torch.empty(4, codec.nbytes(300), dtype=torch.uint8, device="meta")
     codec.encode(message, numbers)
     codec.decode(numbers, message)
     codec.total(torch.empty(300, device="meta"), message)
+
+
+# ---- rotation
+
+
+def test_the_rotation_is_orthonormal_and_the_same_for_all() -> None:
+    matrix = rotated.rotation(CPU)
+    assert rotated.rotation(CPU) is matrix
+    torch.testing.assert_close(matrix @ matrix.T, torch.eye(128))
+    assert matrix.abs().sub(128**-0.5).abs().max() < 1e-7
+    signs = (matrix[:, 0] > 0).tolist()  # of Python's generator, whatever torch and machine
+    assert sum(sign << i for i, sign in enumerate(signs)) == 0xDE473D943FDC8C54AA2534707388C019
+
+
+@integers
+@pytest.mark.parametrize("numel", LENGTHS)
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind not in ("denormals", "the largest")]
+)
+def test_rotated_blocks_are_off_as_much_as_their_rotation(
+    codec: Blocks, kind: str, numel: int
+) -> None:
+    """In the length of a block, which a rotation leaves as it is."""
+    numbers = numbers_of(kind, numel, largest=codec.largest)
+    if kind == "all magnitudes":
+        numbers = numbers.clamp(-1e36, 1e36)
+    wrong = blocks_of(through(Rotated(codec, CPU), numbers).double() - numbers.double(), 128)
+    turned = blocks_of(numbers, 128) @ rotated.rotation(CPU).double()
+    largest = turned.unflatten(2, (-1, codec.block)).abs().amax(3)
+    steps = (largest / (2 * codec.largest)).square().sum(2) * codec.block
+    slack = 1 + torch.finfo(codec.scale_dtype).eps + 2.0**-10
+    assert (wrong.square().sum(2).sqrt() <= steps.sqrt() * slack + 2.0**-120).all()
+
+
+@integers
+def test_an_outlier_costs_its_neighbours_less_when_rotated(codec: Blocks) -> None:
+    numbers = torch.randn(4, 4096, generator=torch.Generator().manual_seed(0))
+    numbers[:, 5::128] = 100.0
+
+    def error(by: Codec) -> float:
+        return float((through(by, numbers) - numbers).square().mean().sqrt())
+
+    assert error(Rotated(codec, CPU)) < error(codec) / 1.4
+
+
+@integers
+def test_sums_of_rotated_numbers_are_rotated_back_once(codec: Blocks) -> None:
+    numbers = numbers_of("normal", 300, rows=4)
+    by = Rotated(codec, CPU)
+    sums = torch.empty(300)
+    by.total(sums, coded(by, numbers))
+    largest = (blocks_of(numbers, 128) @ rotated.rotation(CPU).double()).abs().amax()
+    # A step each, of 128 numbers at most, in the length of a block
+    bound = 4 * float(largest) / (2 * codec.largest) * 128**0.5 * 1.01
+    assert (
+        blocks_of((sums.double() - numbers.double().sum(0)).unsqueeze(0), 128).norm(dim=-1).max()
+        <= bound
+    )

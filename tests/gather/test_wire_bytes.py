@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2
-from fsdp2.core.codecs.blocks import BLOCK
 from fsdp2.testing.null_group import init_null_group
 
 pytestmark = pytest.mark.alone
@@ -43,11 +42,15 @@ def sent() -> Iterator[Bytes]:
 
 
 def step(
-    sent: Bytes, gather: str | None, reduce: str | None, policy: fsdp2.MixedPrecisionPolicy
+    sent: Bytes,
+    gather: str | None,
+    reduce: str | None,
+    policy: fsdp2.MixedPrecisionPolicy,
+    **options: bool,
 ) -> nn.Module:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.LayerNorm(WIDTH))
     fsdp2.fully_shard(model, mp_policy=policy, reshard_after_forward=True)
-    model.set_wire_format(gather=gather, reduce=reduce)
+    model.set_wire_format(gather=gather, reduce=reduce, **options)
     model(torch.ones(2, WIDTH)).sum().backward()
     sent.seen.clear(), sent.calls.clear()
     model(torch.ones(2, WIDTH)).sum().backward()
@@ -55,14 +58,22 @@ def step(
 
 
 NUMEL = WIDTH * WIDTH
-SCALES = 4 * NUMEL // BLOCK
+MESSAGES = {
+    "int8": NUMEL + 4 * NUMEL // 128,
+    "int4": NUMEL // 2 + 2 * NUMEL // 64,
+    "bf16": 2 * NUMEL,
+    "fp32": 4 * NUMEL,
+}
 SMALL = 2 * WIDTH
 
 
 @pytest.mark.parametrize("policy", [fsdp2.MixedPrecisionPolicy(), HALF], ids=["fp32", "mixed"])
 @pytest.mark.parametrize(
     ("gather", "reduce"),
-    [("int8", None), (None, "bf16"), (None, "int8"), ("int8", "bf16"), ("int8", "int8")],
+    [
+        *(("int8", None), (None, "bf16"), (None, "int8"), ("int8", "bf16"), ("int8", "int8")),
+        *(("int4", None), (None, "int4"), ("int8", "int4"), (None, "fp32")),
+    ],
 )
 def test_bytes_are_what_the_format_promises(
     sent: Bytes, gather: str | None, reduce: str | None, policy: fsdp2.MixedPrecisionPolicy
@@ -70,9 +81,8 @@ def test_bytes_are_what_the_format_promises(
     model = step(sent, gather, reduce, policy)
     (group,) = fsdp2.report(model).groups
     size = (policy.param_dtype or torch.float32).itemsize
-    messages = {"int8": NUMEL + SCALES, "bf16": 2 * NUMEL}
-    weights = messages[gather] if gather else size * NUMEL
-    gradients = messages[reduce] if reduce else 0
+    weights = MESSAGES[gather] if gather else size * NUMEL
+    gradients = MESSAGES[reduce] if reduce else 0
     gathered = sent.seen["all_gather_single"] + sent.seen["all_gather_single_coalesced"]
     assert gathered == 2 * (weights + size * SMALL)
     assert sent.seen["all_to_all_single"] == gradients
@@ -99,3 +109,53 @@ def test_who_does_not_use_it_sends_the_same_collectives(sent: Bytes) -> None:
         plain.calls.clear()
         model(torch.ones(2, WIDTH)).sum().backward()
     assert asked == plain.calls
+
+
+def test_differences_are_sent_once_per_optimizer_step(sent: Bytes) -> None:
+    """The first gather is exact; a step's backward and further micro-batches gather nothing."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    for layer in model:
+        fsdp2.fully_shard(layer, mp_policy=HALF)
+    fsdp2.fully_shard(model, mp_policy=HALF)
+    model.set_wire_format(gather="int4", reduce="int8", differences=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    groups = fsdp2.report(model).groups
+    x = torch.ones(2, WIDTH)
+
+    def gathered() -> int:
+        found = sent.seen["all_gather_single"] + sent.seen["all_gather_single_coalesced"]
+        sent.seen.clear()
+        return found
+
+    small = 3 * 2 * WIDTH
+    model(x).sum().backward()
+    assert gathered() == 3 * 2 * NUMEL + small  # bf16
+    for _ in range(2):
+        optimizer.step()
+        optimizer.zero_grad()
+        for micro in range(3):
+            model(x).sum().backward()
+            message = 3 * (NUMEL // 2 + 2 * NUMEL // 64) + small
+            assert gathered() == (message if micro == 0 else 0)
+            assert message == sum(group.gathered_bytes for group in groups)
+    assert {group.gather_format for group in groups} == {"int4 differences"}
+    assert {(group.gathers, group.reused_bytes) for group in groups} == {
+        (1, group.gathered_bytes) for group in groups
+    }
+    kept = sum(r.unit.own_groups[0].bound.keeping.nbytes for r in model._records(True)[1:])
+    assert sum(group.kept_bytes for group in groups) == kept == 3 * 2 * NUMEL + small
+    assert "(int4 differences / int8, keeps 131.58 kB, 1 exact)" in str(fsdp2.report(model))
+
+
+@pytest.mark.parametrize("options", [{"rotate": True}, {"feedback": True}])
+def test_options_of_gradients_send_the_same(sent: Bytes, options: dict[str, bool]) -> None:
+    """Of whole blocks; what they cost is kernels, and memory for residuals."""
+    plain = fsdp2.report(step(sent, None, "int4", HALF)).groups[0]
+    calls, seen = Counter(sent.calls), Counter(sent.seen)
+    model = step(sent, None, "int4", HALF, **options)
+    assert (sent.calls, sent.seen) == (calls, seen)
+    found = fsdp2.report(model)
+    assert found.groups[0].step_bytes == plain.step_bytes
+    assert found.groups[0].residual_bytes == (2 * NUMEL if "feedback" in options else 0)
+    said = "int4 rotated" if "rotate" in options else "int4 with feedback, 131.07 kB of residuals"
+    assert f"(exact / {said}, 2 exact)" in str(found)

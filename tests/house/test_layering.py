@@ -325,6 +325,7 @@ def test_only_tests_of_benchmarks_import_benchmarks() -> None:
         ("interop/identity", ["fsdp2.sharding"]),
         ("comm_memory", []),
         ("wire", []),
+        ("wire_states", []),
         (
             "module",
             [
@@ -462,7 +463,7 @@ def test_the_room_of_checkpoints_stands_on_public_modules() -> None:
     others |= {"core.layout.layout", "sharding.cuts", "xla.files", "xla.shards"}  # of `convert`
     others |= {"core.device.buffers", "core.layout.mesh", "core.modules.registry"}
     others |= {"core.progress", "core.modules.optimizers"}  # what reads shards beside training
-    others |= {"ranks.channels", "core.device.process_groups", "core.pieces"}
+    others |= {"ranks.channels", "core.device.process_groups", "core.pieces", "wire_states"}
     for path in room.glob("*.py"):
         assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
         assert all(_below(m, "checkpoint") or m in others for m in _own_modules(path)), path

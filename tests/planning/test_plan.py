@@ -28,7 +28,15 @@ from fsdp2.planning.costs import costs_of
 from fsdp2.planning.hardware import Attained, Contention, Hardware, Measured
 from fsdp2.planning.memory import Ledger
 from fsdp2.planning.planner import Plan, plan
-from fsdp2.record.categories import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER, REDUCTIONS, SHARDS
+from fsdp2.record.categories import (
+    ACTIVATIONS,
+    GATHERED,
+    GRADIENTS,
+    KEPT,
+    OPTIMIZER,
+    REDUCTIONS,
+    SHARDS,
+)
 from fsdp2.record.notes import HOST, Await, Operation, Signal
 from fsdp2.testing.null_group import null_world
 from fsdp2.testing.stand_in import device
@@ -778,22 +786,57 @@ def test_a_report_of_a_sharded_model() -> None:
     assert text.splitlines()[-1].startswith("all")
 
 
-@pytest.mark.parametrize(("gather", "reduce"), [("int8", "bf16"), ("int8", None), (None, "int8")])
-def test_fewer_bytes_are_planned(gather: str | None, reduce: str | None) -> None:
-    """Planned collectives have the bytes that the report tells."""
+@pytest.mark.parametrize(
+    "formats",
+    [
+        {"gather": "int8", "reduce": "bf16"},
+        {"gather": "int8"},
+        {"reduce": "int4", "rotate": True},
+        {"reduce": "int4", "feedback": True},
+    ],
+)
+def test_fewer_bytes_are_planned(formats: dict[str, Any]) -> None:
+    """Planned collectives have the bytes that the report tells, and memory those of residuals."""
 
     def shard(model: nn.Module, mesh: DeviceMesh) -> None:
         for layer in model.children():
             fsdp2.fully_shard(layer, mesh=mesh)
-        fsdp2.fully_shard(model, mesh=mesh).set_wire_format(gather=gather, reduce=reduce)
+        fsdp2.fully_shard(model, mesh=mesh).set_wire_format(**formats)
 
     made = planned(shard=shard, units=None, optimizer=sgd)
     exact = planned(optimizer=sgd)
     moved, whole = ({unit.name: unit.nbytes for unit in each.units} for each in (made, exact))
+    reduce = formats.get("reduce")
+    added = " rotated" * formats.get("rotate", 0) + " with feedback" * formats.get("feedback", 0)
     for group in made.rehearsal.reports:
-        assert (group.gather_format, group.reduce_format) == (gather, reduce)
+        assert group.gather_format == formats.get("gather")
+        assert group.reduce_format == (reduce and reduce + added)
         assert 0 <= moved[group.name] - group.step_bytes < 1024  # marks
         assert moved[group.name] < 0.8 * whole[group.name]
+        assert group.residual_bytes == (2 * WEIGHT // 4 if formats.get("feedback") else 0)
+    kept = sum(group.residual_bytes for group in made.rehearsal.reports)
+    before = [each.memory.before.categories.get(REDUCTIONS, 0) for each in (made, exact)]
+    assert abs(before[0] - before[1] - kept) < 1024
+
+
+@pytest.mark.parametrize("gather", ["int8", "int4"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_differences_are_planned(gather: str, accumulate: int) -> None:
+    """One message per step; what is kept is there between steps."""
+
+    def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+        for layer in model.children():
+            fsdp2.fully_shard(layer, mesh=mesh)
+        fsdp2.fully_shard(model, mesh=mesh).set_wire_format(gather=gather, differences=True)
+
+    made = planned(shard=shard, units=None, optimizer=sgd, accumulate=accumulate)
+    moved = {unit.name: unit.nbytes for unit in made.units}
+    for group in made.rehearsal.reports:
+        assert (group.gather_format, group.gathers) == (f"{gather} differences", 1)
+        assert group.reused_bytes == group.gathered_bytes
+        assert 0 <= moved[group.name] - group.step_bytes < 1024  # marks; others are not synced
+    kept = sum(group.kept_bytes for group in made.rehearsal.reports)
+    assert made.memory.before.categories[KEPT] == kept > 0
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_its_memory_is_used_in_order(scenario: str, monkeypatch: pytest.MonkeyPa
     )
 
 
-@pytest.mark.parametrize("name", ["bf16", "int8"])
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("scenario", ["steady", "accumulation", "replicated", "changing"])
 def test_formats_use_their_memory_in_order(
     scenario: str, name: str, monkeypatch: pytest.MonkeyPatch

@@ -262,6 +262,11 @@ def _() -> None:
     DataParallelMeshDims("dp", "dp")
 
 
+@misuse("whole-below")
+def _() -> None:
+    fsdp2.whole_below(-1)
+
+
 @at_fully_shard("reshard-type")
 def _() -> Any:
     return linear(), {"reshard_after_forward": "yes"}
@@ -320,7 +325,13 @@ def _() -> Any:
 
 @at_fully_shard("placement-type")
 def _() -> Any:
-    return linear(), {"shard_placement_fn": lambda _: Replicate()}
+    return linear(), {"shard_placement_fn": lambda _: Partial()}
+
+
+@at_fully_shard("placement-whole-extension")
+def _() -> Any:
+    layer = tensors.extend(linear(), tensors.Aliased)
+    return layer, {"shard_placement_fn": lambda _: Replicate()}
 
 
 @at_fully_shard("placement-empty")

@@ -143,7 +143,7 @@ NOT_OF_WRAPPERS: dict[str, str] = {
     **dict.fromkeys(
         (
             *("placement-function", "placement-type", "placement-empty", "placement-dim"),
-            *("placement-mesh", "hooks-uneven"),
+            *("placement-mesh", "placement-whole-extension", "hooks-uneven"),
         ),
         "a wrapper takes no shard_placement_fn",
     ),

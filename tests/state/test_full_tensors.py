@@ -82,7 +82,11 @@ def _parallel(model: Any) -> Any:
 def _ways() -> dict[str, Callable[[Any], Any]]:
     """How to shard a model on this many ranks."""
     if dist.get_world_size() < 4:
-        return {"flat": partial(parity.shard, parity.OURS)}
+        placed = fsdp2.whole_below(100)
+        return {
+            "flat": partial(parity.shard, parity.OURS),
+            "whole": partial(parity.shard, parity.OURS, shard_placement_fn=placed),
+        }
     tp = meshes.mesh("shard", "tp", shape=(2, 2))
     return {
         "hsdp": partial(parity.shard, parity.OURS, mesh=meshes.hsdp_mesh(2, 2)),

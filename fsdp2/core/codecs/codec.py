@@ -48,7 +48,7 @@ class Codec(ABC):
     """A format of numbers on the wire.
 
     Attributes:
-        name: the name that `set_wire_format` takes.
+        name: the name that `set_wire_format` takes, if it has one.
     """
 
     name: ClassVar[str]
@@ -69,6 +69,12 @@ class Codec(ABC):
     @abstractmethod
     def decode(self, numbers: Tensor, message: Tensor) -> None:
         """Write the numbers that ``message`` holds; as for `encode`."""
+
+    def take_off(self, numbers: Tensor, message: Tensor) -> None:
+        """Subtract the numbers that ``message`` holds, in fp32; as for `encode`."""
+        decoded = torch.empty_like(numbers, dtype=torch.float32)
+        self.decode(decoded, message)
+        numbers.sub_(decoded)
 
     @abstractmethod
     def total(self, sums: Tensor, message: Tensor) -> None:

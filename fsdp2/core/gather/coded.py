@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from fsdp2.core.codecs.blocks import Blocks
+from fsdp2.core.codecs.blocks import Bytes, Nibbles
 from fsdp2.core.codecs.codec import NUMBERS, Codec
 from fsdp2.core.device.collectives import Work
 from fsdp2.core.gather.transport import PackedTransport, SegmentTransport
@@ -74,11 +74,19 @@ class CodedGather(PackedTransport):
         self._coded.release()
 
 
-class BlocksGather(CodedGather):
+class BytesGather(CodedGather):
     """Messages of 8-bit integers, and a scale per block."""
 
-    codec = Blocks()
+    codec = Bytes()
 
 
-CODED: dict[str, type[SegmentTransport]] = {BlocksGather.codec.name: BlocksGather}
+class NibblesGather(CodedGather):
+    """Messages of 4-bit integers, and a scale per block: much is lost of weights."""
+
+    codec = Nibbles()
+
+
+CODED: dict[str, type[SegmentTransport]] = {
+    kind.codec.name: kind for kind in (BytesGather, NibblesGather)
+}
 """The transports of segments that travel in fewer bytes, by the name that `Wire.gather` gives."""

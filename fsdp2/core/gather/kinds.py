@@ -13,6 +13,7 @@ from fsdp2.core.custom_collectives import AllGather
 from fsdp2.core.device.buffers import Buffer, TransientBuffer
 from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.kernels import Kernels
+from fsdp2.core.gather.kept_rows import KeptTransport
 from fsdp2.core.gather.transport import (
     BoundPackedTransport,
     CoalescedTransport,
@@ -44,6 +45,8 @@ def make_transports(
     comm: AllGather | None,
     device: torch.device,
     codec: str | None = None,
+    differences: bool = False,
+    keeps: bool = False,
 ) -> list[GatherTransport]:
     """A transport for each segment; one for all, if the user brings a collective.
 
@@ -58,6 +61,9 @@ def make_transports(
         comm: the user's all-gather.
         device: where its buffers are.
         codec: name of the transport of coded segments.
+        differences: whether messages of coded segments are differences to what they brought last;
+            rows of the others stay then, too.
+        keeps: whether rows stay for the next gathers, of all that travels as it is.
     """
     parts: list[SegmentTransport] = []
     custom: list[Segment] = []
@@ -68,7 +74,9 @@ def make_transports(
             custom.append(segment)
             continue
         if coded:
-            kind = coded_gather(codec)
+            kind = coded_gather(codec, differences)
+        elif (keeps or differences) and segment.transport is not Transport.LOCAL:
+            kind = KeptTransport
         elif straight and segment.transport is Transport.PACKED:
             kind = OneSlotTransport
         else:
@@ -81,11 +89,15 @@ def make_transports(
     return found
 
 
-def coded_gather(name: str | None) -> type[SegmentTransport]:
-    """The transport of a format."""
-    from fsdp2.core.gather.coded import CODED  # who does not use it does not load it
-
+def coded_gather(name: str | None, differences: bool = False) -> type[SegmentTransport]:
+    """The transport of a format; who does not use one does not load it."""
     assert name is not None
+    if differences:
+        from fsdp2.core.gather.differences import DIFFERENCES
+
+        return DIFFERENCES[name]
+    from fsdp2.core.gather.coded import CODED
+
     return CODED[name]
 
 

@@ -14,7 +14,7 @@ the slots of the larger one: its padding is never longer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,8 +25,9 @@ from fsdp2.core.custom_collectives import AllGather
 from fsdp2.core.device.buffers import TransientBuffer
 from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.kernels import Kernels
+from fsdp2.core.gather.kept_rows import Keeping, Nearby
 from fsdp2.core.gather.kinds import make_transports
-from fsdp2.core.gather.transport import Route
+from fsdp2.core.gather.transport import GatherTransport, Load, Route
 from fsdp2.core.layout.layout import (
     COLLECTIVE_ALIGN_BYTES,
     Cut,
@@ -108,7 +109,12 @@ class SmallerRows:
     Attributes:
         route: transports of backward's gather.
         swaps: the stores that register the parameters of this form.
+        stays: whether the rows are kept for gathers of other micro-batches.
+        kept: called when the rows are there.
     """
+
+    stays = False
+    kept: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -173,10 +179,59 @@ class SmallerRows:
 
     def keep(self) -> None:
         """Copy this rank's rows out of the gathered buffer."""
+        if self.stays:
+            return
         self._rows.acquire()
         self._kernels.copy_many(self._targets, self._sources)
+        if self.kept is not None:
+            self.kept()
 
     def release(self) -> None:
-        """Free them, where they are there."""
-        if self._rows.allocated:
+        """Free them, where they are there and do not stay."""
+        if self._rows.allocated and not self.stays:
             self._rows.release()
+
+
+class KeepingSmaller(Keeping):
+    """As `Keeping`, of rows of a smaller group: what a forward has left there is gathered again.
+
+    Args:
+        transports: of the group.
+        load: as for `Route`.
+        choose: as for `Keeping`.
+        smaller: the rows.
+        nodes: rows of a node in front of the gather of all, if there are any: they do not stay.
+    """
+
+    def __init__(
+        self,
+        transports: Sequence[GatherTransport],
+        load: Load | None,
+        choose: Callable[[Route], None],
+        smaller: SmallerRows,
+        nodes: Nearby | None,
+    ) -> None:
+        super().__init__(transports, load, choose, nodes)
+        self._smaller = smaller
+        self.again = smaller.route
+        smaller.kept = self._stay
+
+    def copy_out(self) -> None:
+        """A gather of all is finished: its rows are copied when forward is over."""
+
+    def follow(self, former: Keeping) -> None:
+        """Nothing: rows of a smaller group are in other memory with each bind."""
+
+    def _stay(self) -> None:
+        if self._counts:
+            self.current = self._smaller.stays = True
+            self._choose(self.again)
+
+    def forget(self) -> None:
+        super().forget()
+        self._smaller.stays = False
+
+    def free(self) -> None:
+        super().free()
+        if not self.current:
+            self._smaller.release()

@@ -45,6 +45,7 @@ class GatherTransport:
         casts: whether copy_in does anything.
         early: whether the gathered buffer must be there before the collective.
         communicates: whether there is a collective.
+        keeps: whether its rows stay for the next gathers (`fsdp2.core.gather.kept_rows`).
         stages: whether acquire, copy_out or release do anything.
         aliases: whether gathered parameters are views of the shard.
         gather: runs the collective; returns what must be waited for, or ``None``.
@@ -54,6 +55,7 @@ class GatherTransport:
     casts = False
     early = False
     communicates = True
+    keeps = False
     stages = True
     aliases = False
     gather: Launch
@@ -225,7 +227,10 @@ class PackedTransport(SegmentTransport):
     Attributes:
         output: what the collective writes.
         input: what it reads.
+        output_name: of the memory of ``output``.
     """
+
+    output_name = "all-gather output"
 
     def _bind(self) -> None:
         segment, collectives, kernels = self.segment, self.collectives, self.kernels
@@ -239,7 +244,7 @@ class PackedTransport(SegmentTransport):
         # One kernel splits whole rows only. Where little else is in them, it goes to waste.
         wasted = rest if 0 < rest * WASTED_AT_MOST <= columns else 0
         nbytes = ranks * (width + wasted) * self._itemsize
-        self._packed = kernels.transient(nbytes, "all-gather output")
+        self._packed = kernels.transient(nbytes, self.output_name)
         self.output = self._packed.view(self._wire, 0, (ranks * width,))
         if self.casts:
             start = collectives.rank * width * self._itemsize

@@ -1,6 +1,7 @@
 """Where every element of a parameter lives, as plain numbers.
 
     layout  a group's flat shard and gathered buffer: offsets, padding, transports
+    levels  pieces of pieces, where masters are sharded over two levels of a mesh
     mesh    from a mesh and a cut to DTensor placements
     logs    what is logged of layouts, binds and the schedule
 

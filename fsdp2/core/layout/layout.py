@@ -333,6 +333,8 @@ class GroupLayout:
         full_bytes: bytes of the gathered buffer, padding and alignment included.
         payload_bytes: bytes of the parameters in the flat shards, in the shards' dtypes, padding
             excluded.
+        pieces: where the pieces of a rank's rows are that it keeps, with masters sharded over two
+            levels (`fsdp2.core.layout.levels`); ``None`` elsewhere.
     """
 
     world_size: int
@@ -340,6 +342,7 @@ class GroupLayout:
     shard_bytes: int
     full_bytes: int
     payload_bytes: int
+    pieces: GroupLayout | None = None
     _common: dict[Hashable, object] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

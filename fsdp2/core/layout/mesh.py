@@ -3,6 +3,7 @@
     DeviceMesh                     MeshAxes                        a plain parameter's placements
       (shard,)                ──>  shard                           (Shard(d),)
       (replicate, shard)      ──>  shard and replicate: HSDP       (Replicate(), Shard(d))
+      (between, inside), levels ──> shard twice                (_StridedShard(d, L), Shard(d))
       any, DataParallelMeshDims ─> the dims it names               those of the full mesh
 
     cut in bands (`Cut`): on the mesh (bands, shard)               (Shard(0), Shard(d))
@@ -56,6 +57,10 @@ class MeshAxes:
         device: the device that holds gathered parameters, and shards unless they are offloaded.
         full: the full SPMD mesh that parameters must be DTensors on, if its dims were named.
         dims: the names.
+        levels: whether the replicate axis holds pieces of the shards, and no copies of them
+            (decision 29).
+        whole: whether parameters stay whole beside others that are sharded over the same ranks:
+            their gradients are all-reduced together (`fsdp2.core.schedule.whole`).
     """
 
     mesh: DeviceMesh
@@ -67,12 +72,24 @@ class MeshAxes:
     copies: int = 1
     full: DeviceMesh | None = None
     dims: DataParallelMeshDims | None = None
+    levels: bool = False
+    whole: bool = False
+
+    @functools.cached_property
+    def piece_rank(self) -> int:
+        """This process's position among the ranks that a slot of the flat shard is cut for."""
+        if not self.levels:
+            return self.rank
+        assert self.replicas is not None
+        return self.replicas.rank()
 
     def placements(self, cut: Cut) -> tuple[Placement, ...]:
         """Placements on ``mesh``, or on that of a cut in bands, of a parameter that is so cut."""
-        copies: tuple[Placement, ...] = (Replicate(),) if self.replicas is not None else ()
         if self.group is None:
-            return copies
+            return (Replicate(),) * self.mesh.ndim
+        if self.levels:
+            return (_StridedShard(cut.dim, split_factor=self.size), Shard(cut.dim))
+        copies: tuple[Placement, ...] = (Replicate(),) if self.replicas is not None else ()
         bands = (Shard(0),) if cut.bands > 1 else ()
         return (*copies, *bands, Shard(cut.dim))
 

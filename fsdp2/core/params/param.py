@@ -179,8 +179,9 @@ class PlannedParam:
 
 
 def axes_in(plans: list[PlannedParam]) -> list[MeshAxes]:
-    """The different axes, in the order in which parameters name them."""
-    return list({id(plan.axes): plan.axes for plan in plans}.values())
+    """The different axes, in the order in which parameters name them; those of whole ones last."""
+    found = {id(plan.axes): plan.axes for plan in plans}
+    return sorted(found.values(), key=lambda axes: axes.whole)
 
 
 def refuse_written(name: str) -> NoReturn:
@@ -329,13 +330,13 @@ class ShardedParam:
 
         Args:
             slot: the parameter's place in the layout.
-            target: ``slot.local_shape(rank)``.
+            target: ``slot.local_shape(axes.piece_rank)``.
         """
         if not target.is_meta:
             if self._whole is None:
                 rows = self.laid_out(self.local)
             else:
-                rows = slot.part(self._whole, self.axes.rank)
+                rows = slot.part(self._whole, self.axes.piece_rank)
             target.copy_(rows)
         self._wrap(self.as_seen(target))
 

@@ -23,6 +23,7 @@ from fsdp2.core.params.gradients import Gradients
 from fsdp2.core.reduce.division import Division, plan_division
 from fsdp2.core.reduce.kept_gradients import KeptGradients
 from fsdp2.core.reduce.kinds import transport_of
+from fsdp2.core.reduce.levels import BetweenNodes, Pieces, PiecesReduce, pieces_reduce
 from fsdp2.core.reduce.partial_sums import AllReduce, PartialSums
 from fsdp2.core.reduce.presence_marks import PresenceMarks
 from fsdp2.core.reduce.program import Program, Step
@@ -57,6 +58,7 @@ def make_reductions(
     replicas: Replicas | None,
     kernels: Kernels,
     once: Once,
+    pieces: Pieces | None = None,
 ) -> list[Reduction]:
     """A reduction for all parameters of equal specs, in the order of their first.
 
@@ -68,6 +70,8 @@ def make_reductions(
         replicas: of the replicate axis, if there is one.
         kernels: memory and copies.
         once: what the group shares with alike ones (`GroupLayout.once`).
+        pieces: what of the rows this rank keeps, with masters sharded over two levels. Default:
+            all.
     """
     families: dict[ReductionSpec, Family[P]] = {}
     known: dict[int, Family[P]] = {}  # most have one and the same: it need not be hashed
@@ -86,6 +90,7 @@ def make_reductions(
             replicas,
             kernels,
             once,
+            pieces,
         )
         for spec, (direct_ones, packed_ones) in families.items()
     ]
@@ -100,6 +105,7 @@ def bind_reduction(
     replicas: Replicas | None,
     kernels: Kernels,
     once: Once = anew,
+    pieces: Pieces | None = None,
 ) -> Reduction:
     """The reduction of members that are reduced alike.
 
@@ -113,29 +119,34 @@ def bind_reduction(
         replicas: of the replicate axis, if there is one.
         kernels: memory and copies.
         once: what the group shares with alike ones; nothing by default.
+        pieces: as for `make_reductions`.
     """
     collectives = collectives_of(spec.reduce_dtype, collectives)
+    rank, between = collectives.rank, pieces
+    if between is not None and not any(slot.shard_numel for slot in slots):
+        slots, rank, between = between.of(slots), between.collectives.rank, None
     if replicas is not None:
         empty = not any(slot.shard_numel for slot in slots)
         alike = replicas.size == 1 or empty
         replicas = None if alike else replicas_of(spec.reduce_dtype, replicas)
-    needs_flat = replicas is not None or spec.hook is not None
+    needs_flat = replicas is not None or spec.hook is not None or between is not None
     alone = collectives.size == 1 and not needs_flat and not spec.to_host
     if alone:  # nothing travels: a gradient of the result's dtype becomes ``.grad`` as it is
         gradients.keep_apart()  # autograd's, of memory of their own
         spec = replace(spec, reduce_dtype=spec.result_dtype, keep=False)
-    if spec.codec is not None:  # each rank sums by itself
+    if spec.codec is not None or spec.between_codec is not None:  # each rank sums by itself
         spec = replace(spec, sum_only=True)
     chosen = transport_of(spec, slots, direct, collectives.size, alone)
-    where = (collectives.rank, collectives.size, spec.reduce_dtype, needs_flat)
+    where = (rank, collectives.size, spec.reduce_dtype, needs_flat)
     ways = (direct == len(slots), not chosen.carries_marks)
     flat = once(
         ("flat result", tuple(slot.index for slot in slots), where, ways),
         lambda: plan_flat(slots, *where, *ways),
     )
+    copies = _copies(replicas, between)
     division = once(
-        _facts(spec, collectives, replicas, flat, alone),
-        lambda: _division(spec, collectives, replicas, flat, alone),
+        _facts(spec, collectives, copies, flat, alone),
+        lambda: _division(spec, collectives, copies, flat, alone),
     )
     marks = None
     if flat.marks is not None:
@@ -146,20 +157,58 @@ def bind_reduction(
         if not chosen.carries_marks:
             marks.scatter = collectives.bind_reduce_scatter(division.kind)
     context = ReduceContext(slots, direct, spec, division, flat, marks, collectives, kernels)
-    parts = _parts(gradients, context, chosen(context), replicas, alone)
+    crossing = None
+    if between is not None:
+        crossing = pieces_reduce(
+            between.of(slots),
+            between.collectives,
+            spec,
+            division.replicas,
+            kernels,
+            _coded_pieces() if spec.between_codec is not None else None,
+        )
+    parts = _parts(gradients, context, chosen(context), replicas, crossing, alone)
     full, partial = parts.programs()
     return Reduction(gradients, parts.transport, parts.partial_sums, parts.kept, full, partial)
+
+
+def _coded_pieces() -> type[PiecesReduce]:
+    """Who does not use it does not load it."""
+    from fsdp2.core.reduce.coded_levels import CodedPieces
+
+    return CodedPieces
+
+
+def _copies(replicas: Replicas | None, pieces: Pieces | None) -> int:
+    """Ranks that the sums of a node, or of a shard axis, are summed over."""
+    if pieces is not None:
+        return pieces.collectives.size
+    return 1 if replicas is None else replicas.size
+
+
+def hand_over(former: Sequence[Reduction], made: Sequence[Reduction]) -> None:
+    """Give residuals of error feedback to the reductions that are bound in place of others.
+
+    Args:
+        former: what was bound until now.
+        made: what is bound in place of any of them.
+    """
+    fed = [(r.members, feedback) for r in former if (feedback := r.transport.feedback) is not None]
+    if fed:
+        for reduction in made:
+            new = reduction.transport.feedback
+            if new is not None:
+                new.take_over(reduction.members, fed)
 
 
 def _facts(
     spec: ReductionSpec,
     collectives: Collectives,
-    replicas: Replicas | None,
+    copies: int,
     flat: FlatPlan,
     alone: bool,
 ) -> Hashable:
     """What `_division` depends on."""
-    copies = 1 if replicas is None else replicas.size
     own = (spec.reduce_dtype, spec.factor, spec.sum_only, bool(flat.payload), alone)
     return ("division", *own, collectives.size, collectives.premultiplies, copies)
 
@@ -167,11 +216,10 @@ def _facts(
 def _division(
     spec: ReductionSpec,
     collectives: Collectives,
-    replicas: Replicas | None,
+    copies: int,
     flat: FlatPlan,
     alone: bool,
 ) -> Division:
-    copies = 1 if replicas is None else replicas.size
     factor, ranks = spec.factor, collectives.size * copies
     if factor is None and ranks == 1:
         factor = 1.0
@@ -198,6 +246,7 @@ class Parts:
         marks: who had a gradient; ``None`` where one rank knows.
         partial_sums: what reductions without all-reduce leave.
         all_reduce: the sum over replicas, if there are any.
+        between: the reduce-scatter between nodes, where masters are sharded over two levels.
         hook: the user's, if there is one.
         after: the division after the sums, if there is one.
         result: where a cast, or a copy to the host, goes.
@@ -211,6 +260,7 @@ class Parts:
     marks: PresenceMarks | None
     partial_sums: PartialSums
     all_reduce: AllReduce | None
+    between: BetweenNodes | None
     hook: Hook | None
     after: DivisionAfter | None
     result: Result
@@ -221,7 +271,8 @@ class Parts:
     def programs(self) -> tuple[Program, Program]:
         """The full program, and the partial one; the same where there are no replicas."""
         full = self.full()
-        partial = full if self.all_reduce is None else self.partial()
+        sums_later = self.all_reduce is not None or self.between is not None
+        partial = self.partial() if sums_later else full
         if self.marks is not None:
             full.seeking = self.full(self.marks)
             partial.seeking = full.seeking if partial is full else self.partial(self.marks)
@@ -241,10 +292,12 @@ class Parts:
 
         # COMPUTE
         on_device = None if to_host else kept
-        if on_device is not None and not self.spec.casts:
+        if on_device is not None and not self.spec.casts and self.between is None:
             self._stage(compute, seeks, on_device.hold_flat)
         else:
             self._stage(compute, seeks, self.transport.allocate)
+        if self.between is not None:
+            compute.append(self.between.allocate_pieces)
         if self.spec.casts:
             compute.append(
                 self.result.allocate_result if on_device is None else on_device.hold_result
@@ -257,6 +310,9 @@ class Parts:
         if self.all_reduce is not None:
             all_reduce.append(self.partial_sums.add)
             all_reduce.append(self.all_reduce.all_reduce)
+        if self.between is not None:
+            all_reduce.append(self.partial_sums.add)
+            all_reduce.append(self.between.scatter_between)
         if self.hook is not None:
             if seeks is not None:  # before a hook that may lose marks
                 all_reduce.append(seeks.fetch)
@@ -319,26 +375,33 @@ def _parts(
     context: ReduceContext,
     transport: ReduceTransport,
     replicas: Replicas | None,
+    crossing: PiecesReduce | None,
     alone: bool,
 ) -> Parts:
-    spec, flat, marks, kernels = context.spec, context.flat, context.marks, context.kernels
-    division, views = context.division, transport.views
-    result = Result(flat.shape, spec.result_dtype, spec.pin, views, kernels)
+    spec, marks, kernels, division = context.spec, context.marks, context.kernels, context.division
+    last = transport if crossing is None else crossing  # leaves the sums
+    views, shape = last.views, last.shape
+    result = Result(shape, spec.result_dtype, spec.pin, views, kernels)
     kept = None
     make: Callable[[], torch.Tensor]
     if spec.keep and spec.to_host:
-        make = functools.partial(kernels.host_empty, flat.shape, spec.result_dtype, spec.pin)
+        make = functools.partial(kernels.host_empty, shape, spec.result_dtype, spec.pin)
         kept = KeptGradients(gradients, make, views, result.to_host, kernels)
     elif spec.keep:
-        make = kernels.bind_empty(flat.shape, spec.result_dtype, "kept gradient")
-        otherwise = result.allocate_result if spec.casts else transport.allocate
+        make = kernels.bind_empty(shape, spec.result_dtype, "kept gradient")
+        otherwise = result.allocate_result if spec.casts else last.allocate
         kept = KeptGradients(gradients, make, views, otherwise, kernels)
+    between = None
+    if crossing is not None and marks is not None:
+        in_place = kept is not None and not (spec.to_host or spec.casts)
+        between = BetweenNodes(crossing, marks, kept if in_place else None)
     return Parts(
         spec,
         transport,
         marks,
         PartialSums(kernels),
         None if replicas is None else AllReduce(replicas, division.replicas),
+        between,
         None if spec.hook is None else Hook(spec.hook),
         None if division.after is None else DivisionAfter(division.after, kernels),
         result,

@@ -14,11 +14,13 @@ from typing import ClassVar
 
 import torch
 
-from fsdp2.core.codecs.blocks import Blocks
+from fsdp2.core.codecs.blocks import Bytes, Nibbles
 from fsdp2.core.codecs.codec import ALIGNMENT, NUMBERS, Codec
-from fsdp2.core.codecs.rounded import Rounded
+from fsdp2.core.codecs.rotated import BLOCK, Rotated
+from fsdp2.core.codecs.rounded import Rounded, Whole
 from fsdp2.core.device.buffers import TransientBuffer
 from fsdp2.core.pieces import round_up
+from fsdp2.core.reduce.feedback import Feedback, Units
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import ReduceContext, ReduceTransport
 from fsdp2.core.reduce.transport import PackingReduce
@@ -44,7 +46,11 @@ class CodedReduce(PackingReduce):
         super()._bind(context)
         size, dtype = self.collectives.size, self.reduce_dtype
         assert dtype in NUMBERS
-        nbytes = self.codec.nbytes(self.width)
+        codec = self.codec
+        if context.spec.rotate:
+            codec = Rotated(codec, context.spec.device or torch.device("cpu"))
+        self._encode, self._total = codec.encode, codec.total
+        nbytes = codec.nbytes(self.width)
         start = round_up(size * self.width * dtype.itemsize, ALIGNMENT)
         self.staging = staging = self.kernels.transient(start + 2 * size * nbytes, STAGING)
         self._rows = staging.view(dtype, 0, (size, self.width))
@@ -52,12 +58,19 @@ class CodedReduce(PackingReduce):
         self._received = staging.view(torch.uint8, start + size * nbytes, (size, nbytes))
         staging.release()
         self._exchange = self.collectives.bind_all_to_all(self._received, self._sent)
+        if context.spec.feedback:
+            starts, slots = context.flat.starts, context.slots
+            places = [(start, s.shard_numel) for start, s in zip(starts, slots, strict=True)]
+            units = Units(size, self.before)
+            self.feedback = Feedback(codec, units, self.width, places, self.kernels)
 
     @classmethod
-    def row_bytes(cls, numel: int, itemsize: int) -> int:
-        return cls.codec.nbytes(numel)
+    def row_bytes(cls, numel: int, itemsize: int, rotate: bool = False) -> int:
+        return cls.codec.nbytes(round_up(numel, BLOCK) if rotate else numel)
 
     def stage(self, job: Job) -> None:
+        if self.feedback is not None:
+            self.feedback.hold()
         self.staging.acquire()
         self.pack(job, self._rows)
 
@@ -66,7 +79,10 @@ class CodedReduce(PackingReduce):
         self.kernels.divide(self._rows, self.before)
 
     def reduce(self, job: Job) -> None:
-        self.kernels.transform(self.codec.encode, self._sent, self._rows)
+        if self.feedback is None:
+            self.kernels.transform(self._encode, self._sent, self._rows)
+        else:
+            self.feedback.encode(self._sent, self._rows)
         work = self._exchange()
         if work is not None:
             work.wait()
@@ -74,7 +90,7 @@ class CodedReduce(PackingReduce):
     def unstage(self, job: Job) -> None:
         assert job.flat is not None
         sums = job.flat.narrow(0, 0, self.width)
-        self.kernels.transform(self.codec.total, sums, self._received)
+        self.kernels.transform(self._total, sums, self._received)
 
 
 class RoundedReduce(CodedReduce):
@@ -83,13 +99,25 @@ class RoundedReduce(CodedReduce):
     codec = Rounded()
 
 
-class BlocksReduce(CodedReduce):
+class WholeReduce(CodedReduce):
+    """Messages of fp32."""
+
+    codec = Whole()
+
+
+class BytesReduce(CodedReduce):
     """Messages of 8-bit integers, and a scale per block."""
 
-    codec = Blocks()
+    codec = Bytes()
+
+
+class NibblesReduce(CodedReduce):
+    """Messages of 4-bit integers, and a scale per block."""
+
+    codec = Nibbles()
 
 
 CODED: dict[str, type[ReduceTransport]] = {
-    kind.codec.name: kind for kind in (RoundedReduce, BlocksReduce)
+    kind.codec.name: kind for kind in (WholeReduce, RoundedReduce, BytesReduce, NibblesReduce)
 }
 """The transports of gradients in fewer bytes, by the name that `Wire.reduce` gives."""

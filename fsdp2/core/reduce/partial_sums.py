@@ -53,8 +53,8 @@ class PartialSums:
         """Add the sums that wait to this reduction's, on ALL_REDUCE."""
         if self.flat is not None:
             assert job.flat is not None
-            job.partial, self.flat = self.flat, None
-            self.kernels.add_many([job.flat], [job.partial])
+            job.partial, sums, self.flat = self.flat, self.flat, None
+            self.kernels.add_many([job.flat], [sums])
 
 
 class AllReduce:

@@ -43,6 +43,7 @@ class PresenceMarks:
 
     Attributes:
         start: as `MarksPlace` says.
+        width: as it says.
         sent: what a rank sends that has all gradients, by dtype.
         unread: the same in the reduction's dtype, and where the sums go that nobody reads; only
             where they travel apart.
@@ -50,7 +51,7 @@ class PresenceMarks:
         kernels: as it was given.
     """
 
-    __slots__ = ("_dtype", "_ranks", "_width", "kernels", "scatter", "sent", "start", "unread")
+    __slots__ = ("_dtype", "_ranks", "kernels", "scatter", "sent", "start", "unread", "width")
 
     def __init__(
         self,
@@ -61,36 +62,36 @@ class PresenceMarks:
         kernels: Kernels,
     ) -> None:
         self.kernels = kernels
-        self.start, self._width = place
+        self.start, self.width = place
         self._ranks, self._dtype = ranks, dtypes[0]
         value = SMALL if small and all(dtype in _WIDE for dtype in dtypes) else 1.0
-        numel = ranks * self._width
+        numel = ranks * self.width
         self.sent = {
             dtype: kernels.constant(numel, value, dtype, "marks") for dtype in dict.fromkeys(dtypes)
         }
         self.unread: tuple[torch.Tensor, torch.Tensor] | None = None
         if self.start is None:
-            ignored = kernels.zeros((self._width,), self._dtype, "marks")
+            ignored = kernels.zeros((self.width,), self._dtype, "marks")
             self.unread = self.sent[self._dtype], ignored
         self.scatter: Scatter | None = None
 
     def of(self, job: Job) -> tuple[torch.Tensor, torch.Tensor]:
         """What this rank sends, and where in the flat result the sums go."""
-        return job.marks or (self.sent[self._dtype], self._within(job.flat))
+        return job.marks or (self.sent[self._dtype], self.within(job.flat))
 
     # ---- steps
 
     def mark(self, job: Job) -> None:
         """Of a job that seeks, on COMPUTE: what this rank sends, and where it finds the sums."""
-        kernels, shape = self.kernels, (self._ranks, self._width)
+        kernels, shape = self.kernels, (self._ranks, self.width)
         marks = kernels.zeros(shape, self._dtype, "marks of some")
         every = self.sent[self._dtype].view(*shape)
         for member, there in enumerate(job.present):
             if there:
                 kernels.copy(marks.narrow(1, member, 1), every.narrow(1, member, 1))
-        found = zeros = kernels.zeros((self._width,), self._dtype, "sums of marks")
+        found = zeros = kernels.zeros((self.width,), self._dtype, "sums of marks")
         if self.start is not None:
-            found = self._within(job.flat)
+            found = self.within(job.flat)
             kernels.copy(found, zeros)
         job.marks, job.found = (marks.view(-1), found), found
 
@@ -113,7 +114,8 @@ class PresenceMarks:
         found = [any(number != 0 for number in of_one) for of_one in numbers]
         return [there and not here for here, there in zip(job.present, found, strict=False)]
 
-    def _within(self, flat: torch.Tensor | None) -> torch.Tensor:
+    def within(self, flat: torch.Tensor | None) -> torch.Tensor:
+        """Where their sums are in the flat result."""
         assert flat is not None
         assert self.start is not None
-        return flat.narrow(0, self.start, self._width)
+        return flat.narrow(0, self.start, self.width)

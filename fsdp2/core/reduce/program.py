@@ -51,7 +51,8 @@ class Job:
         flat: the flat tensor that they are views of, in the reduce dtype.
         scattered: what the collective writes where that is not ``flat``, which gets a copy.
         result: the same in the gradient's dtype.
-        partial: partial sums that were added, alive until the reduction is over.
+        partial: partial sums that were added, and what else is alive until the reduction is over.
+        between: what travels between nodes, from when its memory is there to when it has.
         kept: the memory that the result is in, if that is kept.
         sums: gradients that the outputs were added to; a hook may have dropped them meanwhile.
     """
@@ -67,7 +68,8 @@ class Job:
     flat: torch.Tensor | None = field(default=None, init=False)
     scattered: torch.Tensor | None = field(default=None, init=False)
     result: torch.Tensor | None = field(default=None, init=False)
-    partial: torch.Tensor | None = field(default=None, init=False)
+    partial: object = field(default=None, init=False)
+    between: object = field(default=None, init=False)
     kept: KeptMemory | None = field(default=None, init=False)
     sums: Tensors = field(default=(), init=False)
 

@@ -8,7 +8,8 @@
       reduce       reduce-scatter over the shard axis                                REDUCE
       unstage      put what it wrote where the rows belong                           REDUCE
       keep         instead of all that follows: add to the partial sums              REDUCE
-      all-reduce   over the replicate axis, partial sums included                    ALL_REDUCE
+      all-reduce   over the replicate axis, partial sums included; or between nodes
+                   a reduce-scatter (`levels`)                                       ALL_REDUCE
       hook         the user's                                                        ALL_REDUCE
       divide       after the sum                                                     (last lane)
       cast         to the gradient's dtype                                           (last lane)
@@ -30,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
@@ -49,6 +50,9 @@ from fsdp2.core.reduce.presence_marks import PresenceMarks
 from fsdp2.core.reduce.program import Job, Program, Scatter, Step
 from fsdp2.core.reduce.rows import FlatPlan
 from fsdp2.core.reduce.spec import ReductionSpec
+
+if TYPE_CHECKING:  # who does not use it does not load it
+    from fsdp2.core.reduce.feedback import Feedback
 
 # ---- how gradients travel
 
@@ -97,7 +101,9 @@ class ReduceTransport:
         unstages: whether ``unstage`` does anything.
         frees: whether ``release`` does anything.
         staging: what the collective reads, if gradients are copied there.
+        feedback: what messages of fewer bytes have left out, if that is kept.
         scatter: the bound collective.
+        shape: of the flat result.
     """
 
     carries_marks = True
@@ -106,6 +112,7 @@ class ReduceTransport:
     unstages = False
     frees = False
     staging: TransientBuffer | None = None
+    feedback: Feedback | None = None
     scatter: Scatter
 
     def __init__(self, context: ReduceContext) -> None:
@@ -116,6 +123,7 @@ class ReduceTransport:
         self.marks = context.marks
         self.grad_dtype, self.reduce_dtype = spec.grad_dtype, spec.reduce_dtype
         self.before = context.division.before
+        self.shape = flat.shape
         self._runs = flat.runs
         self._pieces: Sequence[tuple[int, ...]] = ()  # shapes that the collective takes instead
         self._unread = None if self.marks is None else self.marks.unread
@@ -127,7 +135,7 @@ class ReduceTransport:
         """Make the buffers and views that every reduction uses, and bind the collective."""
 
     @classmethod
-    def row_bytes(cls, numel: int, itemsize: int) -> int:
+    def row_bytes(cls, numel: int, itemsize: int, rotate: bool = False) -> int:
         """Bytes that one rank gives to another for the sums of ``numel`` elements."""
         return numel * itemsize
 
@@ -486,7 +494,11 @@ def reduce_inline(group: ReducedGroup, jobs: list[tuple[Reduction, Job]], all_re
         _run(program.inline, reduction, job, group.name)
 
 
-COLLECTIVES = {"reduce": "reduce-scatter", "all_reduce": "all-reduce"}
+COLLECTIVES = {
+    "reduce": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "scatter_between": "reduce-scatter between nodes",
+}
 """Names of the steps that communicate, and what they do."""
 
 

@@ -31,6 +31,9 @@ class ReductionSpec:
         device: where its buffers are.
         keep: whether gradients' memory is kept for the next step.
         codec: name of the format, if gradients travel in fewer bytes.
+        between_codec: the same of sums between nodes.
+        rotate: whether they are rotated before.
+        feedback: whether what a message leaves out is added to the next one.
     """
 
     grad_dtype: torch.dtype
@@ -45,6 +48,9 @@ class ReductionSpec:
     device: torch.device | None = None
     keep: bool = False
     codec: str | None = None
+    between_codec: str | None = None
+    rotate: bool = False
+    feedback: bool = False
 
     @property
     def casts(self) -> bool:
@@ -75,6 +81,7 @@ def reduction_spec(
         from fsdp2.core.codecs.codec import check_coded  # who needs none loads none
 
         check_coded(param.name, (grad, reduce), codec)
+    between = None if param.exact else options.wire.between_reduce
     comm = options.reduce_scatter
     hook = options.all_reduce_hook
     if hook is not None and options.all_reduce_hook_stream is not None:
@@ -92,6 +99,9 @@ def reduction_spec(
         device=device,
         keep=options.keep_gradients,
         codec=codec,
+        between_codec=between,
+        rotate=codec is not None and options.wire.rotate,
+        feedback=codec is not None and options.wire.feedback,
     )
 
 

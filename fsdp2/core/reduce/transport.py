@@ -29,6 +29,7 @@ from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import ReduceContext, ReduceTransport
 
 STAGING = "reduce-scatter input"
+RANK_MAJOR = "rank-major gradient"
 
 
 class DirectReduce(ReduceTransport):
@@ -121,7 +122,8 @@ class PackingReduce(ReduceTransport):
                 if slot.shard_numel
             ]
         if self.carries_marks and job.marks is not None:
-            parts.append(job.marks[0].to(dtype))
+            sent = job.marks[0]
+            parts.append(sent if sent.dtype is dtype else sent.to(dtype))
         elif dtype in self._pads:
             parts.append(self._pads[dtype])
         self.kernels.chunk_cat(parts, 0, self.collectives.size, out=rows)
@@ -129,10 +131,14 @@ class PackingReduce(ReduceTransport):
 
     def _rank_major(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor:
         """A gradient sharded on a later dim, as rows of one rank's piece each: [ranks, n]."""
-        size, bands, outer, inner = self.collectives.size, slot.cut.bands, slot.outer, slot.inner
+        size = self.collectives.size
         if slot.in_order:
             return grad.reshape(size, slot.shard_numel)
-        rows = self.kernels.zeros((size, slot.shard_numel), grad.dtype, "rank-major gradient")
+        rows = self.kernels.zeros((size, slot.shard_numel), grad.dtype, RANK_MAJOR)
+        return self._fill(slot, grad, rows)
+
+    def _fill(self, slot: Slot, grad: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        bands, outer, inner = slot.cut.bands, slot.outer, slot.inner
         pieces = rows.view(bands, slot.per_band, slot.shard_numel)
         for ranks, first, length in slot.blocks():
             source = grad.narrow(slot.dim, first * slot.chunk, ranks * length)

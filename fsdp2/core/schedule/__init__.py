@@ -3,6 +3,7 @@
     scheduler  order, prefetch and windows of the units below one root
     iteration  what lasts from the first forward to the end of the last backward
     kept       units that a forward has left unsharded, and what users write meanwhile
+    reuse      when groups that keep rows of a gather gather anew
     in_flight  reductions on their way, and the memory that they hold
     unit       what one call of fully_shard made, and its flags
     moves      notices of its phases, while somebody watches
@@ -15,6 +16,7 @@
     side_doors which schedulers note that, and for how long
     graphs     graphs that backwards record, for which parameters stay in memory
     ties       groups that several units use
+    whole      parameters that are whole on every rank, whose gradients are all-reduced together
     layers     operations of a group that the scheduler calls, and layers around them on request
     profiling  a layer: ranges by unit name in a profiler's trace
 

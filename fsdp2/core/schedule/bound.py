@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -27,14 +28,18 @@ from fsdp2.core.device.collectives import Collectives, Replicas
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import Streams
 from fsdp2.core.gather.extension import ExtensionContext, ExtensionTransport, make_extension
+from fsdp2.core.gather.kept_rows import Keeping
 from fsdp2.core.gather.kinds import make_transports
-from fsdp2.core.gather.smaller_group import SmallerGroup, SmallerRows
+from fsdp2.core.gather.levels import NodeRows
+from fsdp2.core.gather.smaller_group import KeepingSmaller, SmallerGroup, SmallerRows
 from fsdp2.core.gather.transport import GatherTransport, Load, Route
-from fsdp2.core.layout.layout import GroupLayout, Slot, Transport
+from fsdp2.core.layout.layout import GroupLayout, Segment, Slot, Transport
+from fsdp2.core.layout.levels import node_segments
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.params.gradients import Gradients, gradients_of
 from fsdp2.core.params.param import ShardedParam, Swap, compute_dtype
-from fsdp2.core.reduce.binding import make_reductions
+from fsdp2.core.reduce.binding import hand_over, make_reductions
+from fsdp2.core.reduce.levels import Pieces
 from fsdp2.core.reduce.reduction import Reduction
 from fsdp2.core.reduce.spec import ReductionSpec, is_direct, reduction_spec
 
@@ -52,6 +57,8 @@ class Runtime:
         kernels: memory and copies of the device.
         device: where the group computes.
         replicas: collectives of the replicate axis, if there is one.
+        between: those of the ranks that hold pieces of the same rows, with masters sharded over
+            two levels.
         offload: where shards and gradients live in CPU memory apart from the device.
         gradients_of: the gradients of parameters that are reduced alike.
     """
@@ -63,6 +70,7 @@ class Runtime:
     replicas: Replicas | None = None
     offload: CPUOffloadPolicy | None = None
     gradients_of: Callable[[Sequence[ShardedParam]], Gradients] = gradients_of
+    between: Collectives | None = None
 
 
 class Bindable(Protocol):
@@ -81,6 +89,22 @@ class Bindable(Protocol):
     device: torch.device
     smaller_group: SmallerGroup | None
 
+    @property
+    def between(self) -> Collectives | None:
+        """Of the ranks that hold pieces of the same rows."""
+
+    @property
+    def shard_layout(self) -> GroupLayout | None:
+        """Where what optimizers step is in the flat shard."""
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether rows stay behind a gather."""
+
+    @property
+    def keeps_whole_rows(self) -> bool:
+        """Whether these are the rows of all ranks."""
+
 
 class Bound:
     """All that binding makes of a group.
@@ -94,6 +118,8 @@ class Bound:
         current: whether parameters and buffers are still as they were bound.
         full: the gathered rows, between acquire and release.
         mirror: the device's copy of offloaded shards, while a gather reads them (decision 8).
+        nodes: rows that are gathered from inside a node, with masters sharded over two levels.
+        keeping: rows of earlier gathers, where they are kept, and who chooses ``route``.
         keeps_mirror: whether gathered parameters are views of it.
         extension: the transport of parameters with all-gather hooks.
         transports: all transports.
@@ -116,12 +142,15 @@ class Bound:
 
     __slots__ = (
         "__weakref__",
+        "_load",
         "current",
         "extension",
         "full",
+        "keeping",
         "keeps_mirror",
         "locals",
         "mirror",
+        "nodes",
         "rebinds",
         "reduces_frozen",
         "reductions",
@@ -140,7 +169,9 @@ class Bound:
     )
 
     def __init__(self, group: Bindable, former: Bound | None, waiting: bool) -> None:
+        layout = group.shard_layout
         assert group.layout is not None
+        assert layout is not None
         kernels = group.runtime.kernels
         self.current = True
         self.full: TransientBuffer = kernels.transient(
@@ -148,9 +179,10 @@ class Bound:
         )
         self.mirror: TransientBuffer | None = None
         if group.offload is not None:
-            self.mirror = kernels.transient(group.layout.shard_bytes, f"shards of {group.name}")
+            self.mirror = kernels.transient(layout.shard_bytes, f"shards of {group.name}")
             self.mirror.acquire()
         self.extension = self._extension_of(group)
+        self.keeping: Keeping | None = None
         self._bind_transports(group)
         self.to_sharded: list[Swap] = []
         self.to_unsharded: list[Swap] = []
@@ -162,8 +194,12 @@ class Bound:
         self.reductions: list[Reduction] = [] if former is None else former.reductions
         self.bind_reductions(group, waiting)
         self._bind_shards(group)
+        if self.keeping is not None and former is not None and former.keeping is not None:
+            self.keeping.inherit(former.keeping)
         if self.mirror is not None:
             self.mirror.release()
+        if self.nodes is not None:
+            self.nodes.rows.release()
         self.full.release()
         self.references = self.count_references(group.params)
 
@@ -176,6 +212,8 @@ class Bound:
         self._bind_shards(group)
         if self.mirror is not None:
             self.mirror.release()
+        if self.nodes is not None:
+            self.nodes.rows.release()
         if not group.options.keep_storage:  # memory that is kept stays in place
             self.full.release()
         self.references = self.count_references(group.params)
@@ -189,27 +227,66 @@ class Bound:
         )
 
     def _bind_transports(self, group: Bindable) -> None:
-        assert group.layout is not None
+        layout, masters = group.layout, group.shard_layout
+        assert layout is not None
+        assert masters is not None
         load = None
-        if self.mirror is not None and group.layout.shard_bytes:
-            nbytes = group.layout.shard_bytes
-            load = Load(self.mirror, group.shard, nbytes, group.runtime.kernels)
+        if self.mirror is not None and masters.shard_bytes:
+            load = Load(self.mirror, group.shard, masters.shard_bytes, group.runtime.kernels)
+        shard = group.shard if self.mirror is None else self.mirror
+        segments: Sequence[Segment] = layout.segments
+        self.nodes: NodeRows | None = None
+        if group.between is not None:
+            kernels = group.runtime.kernels
+            own = group.name, masters, shard, group.between, kernels, group.device
+            self.nodes = NodeRows(*own, group.options.wire.between_gather)
+            shard, segments = self.nodes.rows, node_segments(layout)
+            coded = [s for s in segments if s.transport is Transport.CODED]
+            self.nodes.fill_gaps(coded, group.collectives.rank)
         self.transports: list[GatherTransport] = make_transports(
-            [s for s in group.layout.segments if s.transport is not Transport.EXTENSION],
-            group.shard if self.mirror is None else self.mirror,
+            [s for s in segments if s.transport is not Transport.EXTENSION],
+            shard,
             self.full,
             group.collectives,
             group.runtime.kernels,
             group.options.all_gather,
             group.device,
             group.options.wire.gather,
+            group.options.wire.differences,
+            group.keeps_whole_rows,
         )
         if self.extension is not None:
             self.extension.run_on(group.collectives, group.runtime.kernels)
             self.extension.comm = group.options.all_gather
             self.transports.append(self.extension)
-        self.route = Route(self.transports, load)
+        if self.nodes is None:
+            self.route = Route(self.transports, load)
+        else:
+            self.route = self.nodes.route(self.transports, load)
+        self._load = load
         self.keeps_mirror = any(transport.aliases for transport in self.transports)
+
+    def _keep_rows(self, group: Bindable) -> None:
+        """Let gathers reuse rows, those that were there before too."""
+        former, bound = self.keeping, weakref.ref(self)
+        self.keeping = None
+        if not group.keeps_rows:
+            return
+
+        def choose(route: Route) -> None:
+            if (found := bound()) is not None:
+                found.route = route
+
+        common = self.transports, self._load, choose
+        if self.smaller is not None and group.options.keep_rows:
+            self.keeping = KeepingSmaller(*common, self.smaller, self.nodes)
+        else:
+            self.keeping = Keeping(*common, self.nodes)
+            if self.nodes is not None:
+                self.nodes.stays = True
+        self.route = self.keeping.fresh
+        if former is not None:
+            self.keeping.follow(former)
 
     def _bind_params(self, group: Bindable) -> None:
         """Make the gathered parameters, and the stores that register either form.
@@ -243,7 +320,8 @@ class Bound:
         self.sharded = [param.sharded for param in group.params]
         self.sharded_flags = list(map(requires_grad, self.sharded))
         self.smaller: SmallerRows | None = None
-        if group.smaller_group is not None and group.layout is not None:
+        whole = group.keeps_whole_rows
+        if group.smaller_group is not None and group.layout is not None and not whole:
             self.smaller = SmallerRows(
                 group.smaller_group,
                 group.layout,
@@ -254,6 +332,7 @@ class Bound:
                 group.device,
                 group.options.pack_below,
             )
+        self._keep_rows(group)
 
     def bind_reductions(self, group: Bindable, waiting: bool) -> None:
         """Build the reduction steps of the parameters that require grad now.
@@ -287,16 +366,22 @@ class Bound:
                         specs[key] = spec
                     direct = is_direct(spec, slot, segment.transport)
                     members.append((spec, param, slot, direct))
-        runtime = group.runtime
+        runtime, pieces = group.runtime, None
+        if group.between is not None and group.layout.pieces is not None:
+            slots = {slot.index: slot for slot in group.layout.pieces.slots}
+            pieces = Pieces(group.between, slots)
         with torch.inference_mode(False):  # tensors that a later backward writes to
-            self.reductions = kept + make_reductions(
+            made = make_reductions(
                 members,
                 runtime.gradients_of,
                 group.reducers,
                 group.replicas,
                 runtime.kernels,
                 group.layout.once,
+                pieces,
             )
+            hand_over(self.reductions, made)
+        self.reductions = kept + made
 
     @property
     def has_partial_sums(self) -> bool:

@@ -58,10 +58,15 @@ def connect_groups(groups: Sequence[ParamGroup], expects_backward: bool) -> bool
     now: list[Link] = []
     later: list[Link] = []
     for group in groups:
-        now += _links(group, [group.collectives.group])
+        now += _links(group, _used_in_forward(group))
         later += _links(group, _used_in_backward(group))
     _connect(_unconnected(now + later if expects_backward else now))
     return not _unconnected(later)
+
+
+def _used_in_forward(group: ParamGroup) -> list[ProcessGroup | None]:
+    between = None if group.between is None else group.between.group
+    return [group.collectives.group, between]
 
 
 def _used_in_backward(group: ParamGroup) -> list[ProcessGroup | None]:

@@ -29,6 +29,7 @@ from fsdp2.core.gather.launch import Launched, gather_inline, gather_on_lanes
 from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.gather.transport import Route
 from fsdp2.core.layout.layout import GroupLayout, ParamShape, Transport, layout_of
+from fsdp2.core.layout.levels import pieces_layout
 from fsdp2.core.layout.logs import BIND, BindReason
 from fsdp2.core.params.gradients import COUNTS_ARE_TRUE
 from fsdp2.core.params.param import (
@@ -73,7 +74,8 @@ class ParamGroup:
             their own.
         smaller_group: the group to reshard to after forward, if not this one or none.
         layout: where each parameter's rows are; ``None`` where a move of them was interrupted.
-        shard: this rank's rows of all parameters but extended ones, as ``layout`` says.
+        shard: this rank's rows of all parameters but extended ones, as ``layout`` says, or their
+            pieces.
         bound: all that binding has made of it; ``None`` before the first use.
         stale: whether the next gather has something to bind.
     """
@@ -161,6 +163,27 @@ class ParamGroup:
         return self.state is UNSHARDED
 
     @property
+    def keeps_rows(self) -> bool:
+        """Whether rows of a gather stay, so that others reuse them (invariant I17)."""
+        if self.between is not None and self.options.keep_rows is not False:
+            return True
+        kept_near = bool(self.options.keep_rows) and self.smaller_group is not None
+        return kept_near or self.keeps_whole_rows
+
+    @property
+    def keeps_whole_rows(self) -> bool:
+        """Whether these are the rows of all ranks, not a node's or a smaller group's."""
+        near = self.between is not None or self.smaller_group is not None
+        wanted = self.options.wire.differences or (bool(self.options.keep_rows) and not near)
+        return wanted and self.collectives.size > 1
+
+    @property
+    def reuses_rows(self) -> bool:
+        """Whether the next gather communicates nothing of what is kept."""
+        keeping = None if self.bound is None or self.stale else self.bound.keeping
+        return keeping is not None and keeping.current
+
+    @property
     def accumulates(self) -> bool:
         """Whether gradients of backwards without sync, or partial sums, are waiting."""
         return self._accumulated or (self.bound is not None and self.bound.has_partial_sums)
@@ -195,6 +218,16 @@ class ParamGroup:
 
     # ---- layout and binding
 
+    @property
+    def between(self) -> Collectives | None:
+        """Of the ranks that hold pieces of the same rows, with masters sharded over two levels."""
+        return self.runtime.between
+
+    @property
+    def shard_layout(self) -> GroupLayout | None:
+        """Where what optimizers step is in the flat shard: of rows, or of their pieces."""
+        return None if self.layout is None else self.layout.pieces or self.layout
+
     def adopt(self) -> None:
         """Lay the group out and move every parameter's rows into one flat shard.
 
@@ -207,24 +240,35 @@ class ParamGroup:
     def _move_to(self, layout: GroupLayout) -> None:
         self.rebind()
         self.layout = None  # until all have moved: where this is interrupted, all move again
-        shard = self._new_shard(layout)
-        rows = layout.rows_of(self.collectives.rank)
-        for segment, places in zip(layout.segments, rows, strict=True):
+        pieces = layout.pieces
+        kept, cut_by = (layout, self.collectives) if pieces is None else (pieces, self.between)
+        assert cut_by is not None
+        shard = self._new_shard(kept)
+        rows = kept.rows_of(cut_by.rank)
+        for segment, places in zip(kept.segments, rows, strict=True):
             if segment.transport is Transport.EXTENSION:
                 for slot in segment.slots:
                     self.params[slot.index].adopt_extended(slot, self.offload)
                 continue
             start, numel = segment.shard_byte_offset, segment.shard_numel
-            pieces = shard.pieces(segment.shard_dtype, start, numel, places)
+            targets = shard.pieces(segment.shard_dtype, start, numel, places)
             with torch.no_grad():
-                for slot, piece in zip(segment.slots, pieces, strict=True):
-                    self.params[slot.index].adopt(slot, piece)
+                for slot, target in zip(segment.slots, targets, strict=True):
+                    self.params[slot.index].adopt(slot, target)
         self.layout = layout
         self.shard = shard
 
     def _plan(self, shapes: Sequence[ParamShape]) -> GroupLayout:
-        shared = self.collectives
-        return layout_of(shapes, shared.size, shared.coalesces, self.options.pack_below)
+        shared, between = self.collectives, self.between
+        layout = layout_of(shapes, shared.size, shared.coalesces, self.options.pack_below)
+        if between is None:
+            return layout
+        coded: frozenset[int] = frozenset()
+        if self.options.wire.between_gather is not None:
+            coded = frozenset(i for i, param in enumerate(self.params) if not param.exact)
+        facts = shared.rank, between.size, between.coalesces, coded
+        pieces = layout.once(("pieces", *facts), lambda: pieces_layout(layout, *facts))
+        return dataclasses.replace(layout, pieces=pieces)
 
     def _new_shard(self, layout: GroupLayout) -> FlatBuffer:
         on_meta, kernels = any(param.is_meta for param in self.params), self.runtime.kernels
@@ -240,7 +284,11 @@ class ParamGroup:
         if layout == before:
             return
         as_large = before is not None and before.shard_bytes == layout.shard_bytes
-        if as_large and all(param.is_meta and not param.is_extended for param in self.params):
+        if (
+            as_large
+            and self.between is None
+            and all(param.is_meta and not param.is_extended for param in self.params)
+        ):
             self.layout = layout
         else:
             self._move_to(layout)
@@ -263,6 +311,7 @@ class ParamGroup:
         if options is self.options:
             return
         self.stale = self.stale or options.all_gather is not self.options.all_gather
+        self.stale = self.stale or options.keep_rows is not self.options.keep_rows
         repacked = options.pack_below != self.options.pack_below
         repacked = repacked or options.wire is not self.options.wire
         self.options = options
@@ -333,8 +382,9 @@ class ParamGroup:
             return
         self._require_sharded("bind")
         meet(self.collectives.group, self.device, self.name)
-        if self.replicas is not None:
-            meet(self.replicas.group, self.device, self.name)
+        for others in (self.replicas, self.between):
+            if others is not None:
+                meet(others.group, self.device, self.name)
         if bound is not None and bound.current:
             BIND.debug("'%s' binds: another way to gather was chosen", self.name)
             bound.reroute(self)
@@ -493,17 +543,28 @@ class ParamGroup:
             return True
         return any(map(operator.gt, bound.count_references(self.params), bound.references))
 
+    def forget_rows(self) -> None:
+        """Let the next gather bring rows anew: shards may have changed; no-op if none are kept."""
+        if self.bound is not None and self.bound.keeping is not None:
+            self.bound.keeping.forget()
+            if self.state not in (GATHERING, RESHARDED):  # nobody reads them, or will in backward
+                self.bound.keeping.free()
+
     def _follow_smaller(self) -> None:
         for param in self.params:
             param.follow_smaller()
 
     def abandon(self) -> None:
         """Free what an exception left half way; COMPUTE is behind the other lanes."""
+        if self.bound is not None and self.bound.keeping is not None:
+            self.bound.keeping.lose()
         self.reshard()
         if self.bound is not None:
             self._release_full(self.bound)
             for reduction in self.bound.reductions:
                 reduction.abandon()
+            if self.bound.nodes is not None:
+                self.bound.nodes.free()
 
     def settle(self) -> None:
         """Block the host until no copy reads shards that it may write then (I8)."""

@@ -41,6 +41,7 @@ from fsdp2.core.schedule.iteration import Iteration
 from fsdp2.core.schedule.layers import GroupOperations
 from fsdp2.core.schedule.profiling import ProfiledGroup
 from fsdp2.core.schedule.retrace import NOWHERE, running_node
+from fsdp2.core.schedule.reuse import Reuse
 from fsdp2.core.schedule.states import GATHERING, HIDDEN, SHARDED, UNSHARDED
 from fsdp2.core.schedule.unit import (
     BACKWARD,
@@ -51,6 +52,7 @@ from fsdp2.core.schedule.unit import (
     Unit,
     put_around,
 )
+from fsdp2.core.schedule.whole import together
 
 _BEFORE = PrefetchTime.BEFORE
 
@@ -132,6 +134,7 @@ class Scheduler:
         groups: all parameter groups, for what is no operation.
         unreduced: whether a group may hold gradients of backwards without sync, or partial sums.
         connected: whether the process groups of all groups have communicators.
+        reuse: groups that keep rows of their gathers; ``None`` where none does.
         ranges: whether groups mark their operations for a profiler; compared with the profiler's
             own flag, without a call, when a forward or backward begins.
     """
@@ -158,12 +161,15 @@ class Scheduler:
         """Take up what counts for all units: their flags, and which groups they have."""
         self.groups = [group for unit in self.units for group in unit.own_groups]
         self.connected = False
+        keeping = [group for group in self.groups if group.keeps_rows]
+        self.reuse = Reuse(keeping, self.groups) if keeping else None
         put_around(self.units, ProfiledGroup, self.ranges)
         self._offloaded = [group for group in self.groups if group.offload is not None]
         if self._offloaded and all(known() is not self for known in offloading):
             offloading.append(weakref.ref(self, offloading.remove))
         self._in_flight.window = max((unit.input_buffers for unit in self.units), default=1)
         self.window = window_of(self.units)
+        self._whole = together(self.units)
         while len(self.iteration.ahead) > self.window:
             self._free_guess(self.iteration.ahead.pop())
         self.iteration.retrace(self._misses_no_unit)
@@ -246,6 +252,9 @@ class Scheduler:
             for unit in self.units:
                 if unit.phase is IDLE:
                     unit.reshard_if_outdated()
+        if self.reuse is not None:
+            reducing = bool(self._in_flight.holding or self._in_flight.arriving)
+            self.reuse.begin_forward(expects_backward, any(now.finished), reducing)
         if now.holds:
             self._let_go()
         if now.kept.units:
@@ -260,7 +269,12 @@ class Scheduler:
             now.starts.append(len(now.finished))
 
     def _check_capture(self, root: Unit, expects_backward: bool) -> None:
-        """A CUDA graph replays addresses, and memory that comes and goes has others by then."""
+        """A CUDA graph replays addresses, and memory that comes and goes has others by then.
+
+        It also replays the gathers that are recorded, or their absence.
+        """
+        if self.reuse is not None:
+            self.reuse.forget()
         for group in self.groups:
             options = group.options
             if not options.keep_storage or (expects_backward and not options.keep_gradients):
@@ -404,6 +418,8 @@ class Scheduler:
             now.without_groups.add(root)
         if not now.records:
             now.kept.show_shards(now.holds)
+            if self.reuse is not None:
+                self.reuse.forget()
         self._order.end(root)
         self._drop_unused()  # at the loss, only what is kept on request is gathered
         if not now.records:  # whoever evaluates may write shards next, by hand
@@ -622,6 +638,8 @@ class Scheduler:
                 reshard = unit.reshard_after_backward and not self._keeps(unit, last)
                 self._finish(unit, reshard, over=True)
                 unit.phase = IDLE
+        if self._whole is not None:
+            self._whole.reduce(self._in_flight)
         if now.holds:
             for unit in self.units:
                 if unit.reshard_after_backward and unit.phase is IDLE:
@@ -678,6 +696,8 @@ class Scheduler:
         for unit in self.units:
             self._finish(unit, unit.reshard_after_backward, over=True)
             unit.phase = IDLE
+        if self._whole is not None:
+            self._whole.reduce(self._in_flight)
         self._drop_unused()
         now.forget_calls()
         now.kept.end_iteration()
@@ -691,6 +711,8 @@ class Scheduler:
     def finalize_unit(self, unit: Unit) -> None:
         """As `finalize`, for one unit; gradients are there on return."""
         self._finish(unit, unit.reshard_after_backward, over=True)
+        if self._whole is not None:
+            self._whole.reduce(self._in_flight)
         self._drain()
 
     def wait_for_reductions(self) -> None:
@@ -745,6 +767,7 @@ class Scheduler:
                 ahead.remove(unit)
         for group in unit.groups:
             if group.state is SHARDED:
+                group.base.forget_rows()
                 group.bind()  # also where a backward raised, and parameters were replaced since
         self.unshard(unit)
 
@@ -793,6 +816,8 @@ class Scheduler:
         self._join_lanes()
         for unit in self.units:
             unit.give_up_iteration()
+        if self._whole is not None:
+            self._whole.abandon()
         if self.calls is not None:
             self.calls.forget()
         self.iteration = Iteration()

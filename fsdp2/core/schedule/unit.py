@@ -213,6 +213,7 @@ class Unit:
         """Free it for a user, who may have had its gathered parameters at hand."""
         for group in self.groups:
             group.take_back(stays=False)
+            group.base.forget_rows()
         self.claimed = False
         self.reshard()
 

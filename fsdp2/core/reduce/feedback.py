@@ -1,0 +1,140 @@
+"""Error feedback: what a message leaves out of gradients is added to those of the next one.
+
+    gradients + residual ── encode ──> message ── decode ──> what the receivers add
+    residual = gradients + residual - what the receivers add
+
+A rank has a residual for each rank that it sends to: [ranks, n], as its gradients are padded and
+interleaved. That is a whole gradient of the unit, on each rank. So it is kept in bf16, which has
+the range of fp32: of what a message leaves out, 1/512 is then lost.
+
+Of a block that is not finite the residual becomes zero: the message has told the receivers. A
+residual is sent with gradients or without: where no rank had a gradient, it is dropped with them.
+
+Residuals belong to parameters. A reduction that is bound anew takes over those of the parameters
+that both reduce, where a rank's piece and the division before the sum are as they were: what is
+kept is gradients then, whatever codec left them out. Others begin at zero. So do all of a reduction
+that an exception has ended while it wrote them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp2.core.codecs.codec import Codec
+from fsdp2.core.device.kernels import Kernels
+
+DTYPE = torch.bfloat16
+
+
+class Units(NamedTuple):
+    """What residuals are: of equal units, one may be taken over for another.
+
+    Attributes:
+        ranks: how many ranks gradients are sent to.
+        before: what they were divided by before.
+    """
+
+    ranks: int
+    before: float | None
+
+
+class Feedback:
+    """The residuals of one reduction.
+
+    Args:
+        codec: what makes its messages.
+        units: of the residuals.
+        width: numbers that each rank is sent.
+        places: of each member, where its numbers begin among these, and how many there are.
+        kernels: memory and copies.
+
+    Attributes:
+        units: as they were given.
+        places: as they were given.
+    """
+
+    __slots__ = ("_codec", "_kernels", "_residual", "_torn", "_width", "places", "units")
+
+    def __init__(
+        self,
+        codec: Codec,
+        units: Units,
+        width: int,
+        places: Sequence[tuple[int, int]],
+        kernels: Kernels,
+    ) -> None:
+        self._codec, self._kernels, self._width = codec, kernels, width
+        self.units = units
+        self.places = tuple(places)
+        self._residual: Tensor | None = None
+        self._torn = False  # while it is neither the old one nor the new one
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether there is nothing yet to feed back."""
+        return self._residual is None or self._torn
+
+    def columns(self) -> list[Tensor]:
+        """The residuals of each member, [ranks, n]: views of what the next reduction adds."""
+        residual = self.hold()
+        return [residual.narrow(1, start, numel) for start, numel in self.places]
+
+    def hold(self) -> Tensor:
+        """The memory of residuals, on COMPUTE: made where it is not there."""
+        if self._residual is None or self._torn:
+            shape = (self.units.ranks, self._width)
+            with torch.inference_mode(False):
+                self._residual = self._kernels.zeros(shape, DTYPE, "residuals")
+            self._torn = False
+        return self._residual
+
+    def take_over(self, members: Sequence[object], former: Sequence[Fed]) -> None:
+        """Have the residuals of reductions that were bound before, as far as they are of members.
+
+        Args:
+            members: of this reduction.
+            former: the members and the feedback of those.
+        """
+        there = [(m, old) for m, old in former if not old.is_zero and old.units == self.units]
+        for others, old in there:
+            if (old.places, old._width) == (self.places, self._width) and [*members] == [*others]:
+                self._residual = old._residual
+                return
+        known = {
+            id(member): column
+            for others, old in there
+            for member, column in zip(others, old.columns(), strict=True)
+        }
+        for member, (start, numel) in zip(members, self.places, strict=True):
+            source = known.get(id(member))
+            if source is not None and source.shape[1] == numel:
+                self._kernels.copy(self.hold().narrow(1, start, numel), source)
+
+    def encode(self, message: Tensor, rows: Tensor) -> None:
+        """Encode gradients and residuals, on REDUCE, and keep what is left out.
+
+        Args:
+            message: [ranks, bytes], to be sent.
+            rows: [ranks, n], the gradients; what is left of them and of the residuals, then.
+        """
+        residual, transform = self._residual, self._kernels.transform
+        assert residual is not None
+        self._kernels.add_many([rows], [residual])
+        transform(self._codec.encode, message, rows)
+        transform(self._codec.take_off, rows, message)
+        self._torn = True
+        transform(keep_finite, residual, rows)
+        self._torn = False
+
+
+def keep_finite(residual: Tensor, rest: Tensor) -> None:
+    """Keep what is left; 0 where that is not finite."""
+    residual.copy_(rest).nan_to_num_(0.0, 0.0, 0.0)
+
+
+Fed = tuple[Sequence[object], Feedback]
+"""The members of a reduction, and its feedback."""

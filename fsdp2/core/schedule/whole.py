@@ -1,0 +1,228 @@
+"""Parameters that are whole on every rank: their gradients are all-reduced together.
+
+    unit    groups ──> WholeGroup ──> ParamGroup   [norm.weight]      nothing is gathered
+    unit    groups ──> WholeGroup ──> ParamGroup   [norm.weight]
+                           └── gradients stay where autograd left them
+    end of backward        Together ──> one flat all-reduce for all of them ──> each ``.grad``
+
+A unit's end leaves the gradients of such a group alone, or adds them up in the reduce dtype where
+no all-reduce follows in this backward. The end of backward takes those of all units that all-reduce
+now (invariant I10). What is taken of a group is what its own reductions collect; one reduction of
+all members is bound besides, and runs. Which members it has follows from units' flags and from what
+the groups are bound to, so that all ranks have the same (invariant I1).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Sequence
+
+import torch
+
+from fsdp2.core.params.param import ShardedParam
+from fsdp2.core.reduce.binding import bind_reduction
+from fsdp2.core.reduce.program import Job
+from fsdp2.core.reduce.reduction import Reduction
+from fsdp2.core.reduce.spec import ReductionSpec, reduction_spec
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.in_flight import InFlight
+from fsdp2.core.schedule.layers import GroupOperations, Layer, layers_of
+from fsdp2.core.schedule.states import GATHERING, SHARDED
+from fsdp2.core.schedule.unit import Unit
+
+Part = tuple[ParamGroup, Reduction]
+"""A reduction of a group's own, of which the members are reduced together with others."""
+
+
+class WholeGroup(Layer):
+    """A layer around a group of whole parameters: their gradients wait for the end of backward.
+
+    Args:
+        below: the group.
+
+    Attributes:
+        fills: whether its absent gradients are to be taken as zeros.
+        unit: the unit that it belongs to, once a scheduler serves that.
+    """
+
+    __slots__ = ("fills", "unit")
+
+    height = -1  # below the layer of a tied group, which says when its gradients are complete
+
+    def __init__(self, below: GroupOperations) -> None:
+        super().__init__(below)
+        self.fills = False
+        self.unit: weakref.ref[Unit] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is sharded: what is there to reduce, the end of backward takes."""
+        return self.base.state is SHARDED
+
+    def collect(
+        self, all_reduce: bool, fill: bool, again: bool = False
+    ) -> list[tuple[Reduction, Job]]:
+        """Nothing yet: add up what a later backward, or another call's, is to be added to."""
+        self.fills = self.fills or fill
+        unit = None if self.unit is None else self.unit()
+        if not all_reduce or (unit is not None and unit.visits):
+            self.below.accumulate()
+        return []
+
+    def take(self) -> list[tuple[Reduction, Job]]:
+        """Take the gradients that are there; empty where there are none."""
+        fill, self.fills = self.fills, False
+        return self.base.collect(True, fill)
+
+    def discard_gradients(self) -> None:
+        """Drop gradients that are not reduced yet."""
+        self.fills = False
+        self.below.discard_gradients()
+
+
+def with_whole_layers(groups: Sequence[ParamGroup]) -> list[GroupOperations]:
+    """New groups, those of whole parameters with their layer."""
+    return [WholeGroup(group) if is_whole(group) else group for group in groups]
+
+
+def is_whole(group: ParamGroup) -> bool:
+    """Whether a group is of whole parameters."""
+    return any(param.axes.whole for param in group.params)
+
+
+class Family:
+    """Whole parameters below a root that are all-reduced in one flat tensor.
+
+    Args:
+        parts: the reductions of groups' own, of which it has the members.
+        spec: what sets the steps of all of them.
+
+    Attributes:
+        parts: as they were given.
+        leader: the first of the groups, through whose layers it is reduced.
+        joint: the reduction of all members.
+        name: of the leader.
+        params: all members.
+        streams: the device's lanes.
+    """
+
+    def __init__(self, parts: Sequence[Part], spec: ReductionSpec) -> None:
+        self.parts = parts
+        self.leader = leader = parts[0][0]
+        self.name, self.streams = leader.name, leader.streams
+        self.params: list[ShardedParam] = [m for _, part in parts for m in part.members]
+        slots = [slot for _, part in parts for slot in part.transport.slots]
+        runtime = leader.runtime
+        with torch.inference_mode(False):  # tensors that a later backward writes to
+            self.joint = bind_reduction(
+                runtime.gradients_of(self.params),
+                slots,
+                0,
+                spec,
+                leader.collectives,
+                leader.replicas,
+                runtime.kernels,
+            )
+
+    @property
+    def has_grad_hooks(self) -> bool:
+        """Whether users' hooks run when gradients are delivered: they may write the shards."""
+        return any(group.has_grad_hooks for group, _ in self.parts)
+
+    def job(self, taken: dict[Reduction, Job]) -> Job:
+        """One job of what the groups had; zeros for a group that had nothing."""
+        jobs = [taken.get(part) or part.absent() for _, part in self.parts]
+        joined = Job(
+            [g for job in jobs for g in job.grads], [p for job in jobs for p in job.present]
+        )
+        joined.seeks = False in joined.present
+        return joined
+
+
+class Together:
+    """The whole parameters below a root.
+
+    Args:
+        members: units, and the layer of a group of each.
+    """
+
+    def __init__(self, members: Sequence[tuple[Unit, WholeGroup]]) -> None:
+        self._members = members
+        self._bound: list[Part] = []  # what the families are bound to
+        self._families: list[Family] = []
+        for unit, layer in members:
+            layer.unit = weakref.ref(unit)
+
+    def reduce(self, in_flight: InFlight) -> None:
+        """All-reduce the gradients that are there, of the units that do so now.
+
+        Ranks that have none take no part, as in the reduction of a unit. Ranks that have any do,
+        with all families of the same ranks.
+
+        Args:
+            in_flight: the window of reductions, which gets these.
+        """
+        due = [layer for unit, layer in self._members if unit.sync and unit.all_reduce]
+        taken: dict[Reduction, Job] = {}
+        axes: set[Hashable] = set()
+        for layer in due:
+            jobs = layer.take()
+            if jobs:
+                taken.update(jobs)
+                axes.add(_axis(layer.base))
+        if not taken:
+            return
+        units = {layer.base: unit for unit, layer in self._members}
+        for layer in due:
+            if layer.base.state is GATHERING and layer.base.has_grad_hooks:
+                layer.base.reshard()  # what is gathered ahead, and a hook writes
+        for family in self._bind(due):
+            if _axis(family.leader) in axes:
+                if in_flight.holding:
+                    in_flight.make_room(family.params, True)
+                operations = units[family.leader].operations_of(family.leader)
+                pending = operations.reduce([(family.joint, family.job(taken))], True)
+                if pending is not None:
+                    pending.group = family
+                    in_flight.holding.append(pending)
+
+    def abandon(self) -> None:
+        """Let go of what an exception left half way."""
+        for family in self._families:
+            family.joint.abandon()
+
+    def _bind(self, due: Sequence[WholeGroup]) -> list[Family]:
+        """The families, made anew where any group was bound anew, or others are due."""
+        parts = [
+            (layer.base, part)
+            for layer in due
+            if layer.base.bound is not None
+            for part in layer.base.bound.reductions
+        ]
+        if parts != self._bound:
+            families: dict[Hashable, tuple[ReductionSpec, list[Part]]] = {}
+            for group, part in parts:
+                member = part.members[0]
+                spec = reduction_spec(group.options, member, group.offload, group.device)
+                families.setdefault((_axis(group), spec), (spec, []))[1].append((group, part))
+            self._families = [Family(found, spec) for spec, found in families.values()]
+            self._bound = parts
+        return self._families
+
+
+def _axis(group: ParamGroup) -> Hashable:
+    """The ranks that a group's gradients are summed over, and where."""
+    return group.device, None if group.replicas is None else group.replicas.group
+
+
+def together(units: Sequence[Unit]) -> Together | None:
+    """The whole parameters of these units; ``None`` where there are none."""
+    members = [
+        (unit, layer)
+        for unit in units
+        for group in unit.groups
+        if not group.is_alias
+        for layer in layers_of(group)
+        if isinstance(layer, WholeGroup)
+    ]
+    return Together(members) if members else None

@@ -1,0 +1,392 @@
+"""Averages of weights over steps, kept as the shards are: one tensor per stretch of a flat shard.
+
+    flat shard   [ a a a | b b | c | pad ]   rows of A, B and C on this rank
+    average      [ a a a   b b   c ]         one lerp; rows of it are the parameters' averages
+    swapped()    average <── exchanged ──> flat shard
+
+No rank needs the rows of another, so an update communicates nothing and gathers nothing. Replicas
+average the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from operator import is_
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2.core.config import ShardingStateError
+from fsdp2.core.device.buffers import separate
+from fsdp2.core.layout.mesh import local_of, with_dtype, wrap_local
+from fsdp2.core.names import clean
+from fsdp2.core.params.param import ShardedParam, is_extended
+from fsdp2.full.loading import require_writable, rewritten
+from fsdp2.full.selection import SelectedParam, selected_params
+from fsdp2.optim.runs import Stretch, places_of, runs_of
+
+Decay = float | Callable[[int], float] | None
+"""The weight of the average so far, that by the number of updates, or the plain mean."""
+
+CHUNK = 1 << 20
+"""Elements that are exchanged at a time, through memory of so many."""
+
+
+class EMA:
+    """An exponential moving average of a sharded model's weights, or their plain mean (SWA).
+
+    The first update copies the weights, as ``torch.optim.swa_utils.AveragedModel`` does. Each later
+    one makes ``average = decay * average + (1 - decay) * weight``, in one kernel for each stretch
+    of a flat shard. Nothing is gathered or sent. A rank has the averages of its own rows: a shard
+    more, in ``dtype`` on ``device``.
+
+    Args:
+        model: a module, sharded or with sharded modules in it, or none; its parameters have memory.
+        decay: from 0 to 1; or a function of the number of updates so far, which returns that;
+            ``None``: the plain mean of all weights (SWA). Default 0.999.
+        dtype: of the averages of floating-point weights. ``None`` (default): the weights' own. A
+            bf16 weight moves its average by less than half of its last bit where ``decay`` is near
+            1: give ``torch.float32`` then.
+        device: of the averages, for example "cpu". ``None`` (default): that of the shards.
+        buffers: whether floating-point buffers are averaged, too. Default ``False``: buffers stay
+            the model's, in `swapped` too.
+
+    Attributes:
+        model: the module.
+        updates: how many there were.
+
+    Raises:
+        ValueError: ``decay`` is not as above, or a parameter has no memory or is of a tensor
+            subclass with all-gather hooks.
+
+    Example::
+
+        ema = fsdp2.optim.EMA(model, 0.999)
+        for batch in batches:
+            loss(model(batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ema.update()
+        with ema.swapped():
+            evaluate(model)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: Decay = 0.999,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        buffers: bool = False,
+    ) -> None:
+        if decay is not None and not callable(decay):
+            _checked(decay)
+        self.model = model
+        self.updates = 0
+        self._decay = decay
+        self._dtype, self._buffers = dtype, buffers
+        self._device = None if device is None else torch.device(device)
+        self._swapped = False
+        self._names: dict[str, torch.Tensor] = {}
+        self._managed: list[tuple[ShardedParam, torch.Tensor]] = []
+        self._averages: list[_Average] = []
+        self._cut()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the weights as they are now into the average: call it behind ``optimizer.step()``.
+
+        Raises:
+            ValueError: the function of the number of updates returned no number from 0 to 1.
+            ShardingStateError: the averages are swapped in.
+        """
+        self._require_apart("update")
+        weight = self._weight()
+        self._follow()
+        together: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], ...]] = {}
+        for each in self._averages:
+            if weight == 1 or not each.lerps:
+                each.average.copy_(each.weights)
+            elif each.is_beside:
+                key = (each.average.dtype, each.average.device)
+                averages, weights = together.setdefault(key, ([], []))
+                averages.append(each.average)
+                weights.append(each.weights)
+            else:
+                each.average.lerp_(each.weights.to(each.average), weight)
+        for averages, weights in together.values():
+            torch._foreach_lerp_(averages, weights, weight)
+        self.updates += 1
+
+    @contextmanager
+    def swapped(self) -> Iterator[nn.Module]:
+        """The model with the averages as its weights, for evaluation and export; a context manager.
+
+        Shards and averages are exchanged in place, by pieces. Where they differ in dtype or device,
+        the weights are kept beside the averages meanwhile, which takes a shard more there. What is
+        written to parameters inside is not kept. On leaving, also by an exception, the model has
+        its weights again. All ranks enter and leave it together, if inside they gather anything.
+
+        Raises:
+            ShardingStateError: a forward, a backward or `gathered` is under way, or the averages
+                are swapped in already.
+        """
+        self._require_apart("swapped")
+        require_writable(self.model, "EMA.swapped")
+        self._follow()
+        with rewritten(self.model), torch.no_grad():
+            for each in self._averages:
+                each.swap_in()
+        self._swapped = True
+        try:
+            yield self.model
+        finally:
+            with rewritten(self.model), torch.no_grad():
+                for each in self._averages:
+                    each.swap_out()
+            self._swapped = False
+
+    # ---- by name
+
+    def averages(self) -> dict[str, torch.Tensor]:
+        """The averages by the names of parameters, and of buffers if they are averaged.
+
+        DTensors sharded as the parameters are, over the memory of the averages: pass them to
+        ``fsdp2.checkpoint.save(states={"ema": …})``, and to `load`, which fills them. A tied
+        parameter has its first name alone.
+
+        Raises:
+            ShardingStateError: the averages are swapped in.
+        """
+        self._require_apart("averages")
+        self._follow()
+        parts = self._parts()
+        found: dict[str, torch.Tensor] = {}
+        for name, param in self._names.items():
+            part = parts[id(param)]
+            if isinstance(param, DTensor):
+                found[name] = wrap_local(part, with_dtype(param._spec, part.dtype))
+            else:
+                found[name] = part
+        return found
+
+    def state_dict(self) -> dict[str, object]:
+        """The averages by name, and the number of updates; for ``torch.distributed.checkpoint``.
+
+        Raises:
+            ShardingStateError: the averages are swapped in.
+        """
+        return {"updates": self.updates, "averages": self.averages()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Take over what `state_dict` gave, in this run or another of as many ranks.
+
+        Args:
+            state: of a model of the same names and shapes, sharded in the same way.
+
+        Raises:
+            ValueError: it has other names, or a tensor of another shape or other placements;
+                nothing has changed then.
+            ShardingStateError: the averages are swapped in.
+        """
+        given = cast("Mapping[str, torch.Tensor]", state["averages"])
+        own = self.averages()
+        wrong = sorted(own.keys() ^ given.keys())
+        wrong += [name for name in own if name in given and not _alike(own[name], given[name])]
+        if wrong:
+            raise ValueError(
+                f"EMA.load_state_dict got averages that do not fit this model: {wrong[0]}"
+                f"{f' and {len(wrong) - 1} more' if len(wrong) > 1 else ''}; load what was "
+                f"sharded in another way with fsdp2.checkpoint or torch.distributed.checkpoint"
+            )
+        for name, tensor in own.items():
+            local_of(tensor).copy_(local_of(given[name]))
+        self.updates = int(cast(int, state["updates"]))
+
+    # ---- where they are
+
+    def _weight(self) -> float:
+        """Of the weights in this update."""
+        if not self.updates:
+            return 1.0
+        if self._decay is None:
+            return 1 / (self.updates + 1)
+        decay = self._decay(self.updates) if callable(self._decay) else self._decay
+        return 1 - _checked(decay)
+
+    def _require_apart(self, method: str) -> None:
+        if self._swapped:
+            raise ShardingStateError(
+                f"EMA.{method}() was called while the averages are the model's weights; call it "
+                f"behind the end of `with ema.swapped()`"
+            )
+
+    def _follow(self) -> None:
+        """Cut averages anew where parameters have moved, or are others."""
+        replaced = any(param.sharded is not known for param, known in self._managed)
+        if replaced or not all(each.fits() for each in self._averages):
+            self._cut()
+
+    def _parts(self) -> dict[int, torch.Tensor]:
+        """This rank's rows of each average, by the id of the parameter or buffer."""
+        return {
+            id(param): separate(each.average, start, tuple(local_of(param).shape))
+            for each in self._averages
+            for param, start in zip(each.params, each.starts, strict=True)
+        }
+
+    @torch.no_grad()
+    def _cut(self) -> None:
+        """Make the averages anew, from where parameters are; what was averaged so far stays."""
+        former = {name: self._parts()[id(param)] for name, param in self._names.items()}
+        selection = selected_params(self.model, recurse=True)
+        self._managed = [(selected.param, selected.param.sharded) for selected in selection]
+        names = _tensors_of(self.model, selection, self._buffers)
+        for name, tensor in names.items():
+            _check_averaged(name, tensor)
+        stretches = runs_of(names.values(), places_of(self.model), _of_one_dtype)
+        with torch.inference_mode(False):
+            averages = [_Average(run, self._dtype, self._device) for run in stretches]
+        self._averages, self._names = averages, names
+        parts = self._parts()
+        for name, part in former.items():
+            if name in names:
+                parts[id(names[name])].copy_(part)
+
+
+class _Average:
+    """The average of a stretch: of parameters that lie side by side, or of one tensor.
+
+    Args:
+        stretch: the parameters, and the tensor over their rows.
+        dtype: of the average, if its weights are of a floating-point dtype.
+        device: of the average.
+
+    Attributes:
+        params: the parameters.
+        starts: where each one's rows begin.
+        weights: the tensor over their rows.
+        average: the same of the averages.
+        lerps: whether it is an average at all: of integers, it is what they were last.
+    """
+
+    def __init__(
+        self, stretch: Stretch, dtype: torch.dtype | None, device: torch.device | None
+    ) -> None:
+        self.params, self.starts, self._rows = stretch.params, stretch.starts, stretch.rows
+        self.weights = weights = stretch.flat.detach()
+        self.lerps = weights.is_floating_point() or weights.is_complex()
+        chosen = dtype if weights.is_floating_point() else None
+        # Of its own layout: permuted rows are averaged as they lie.
+        self.average = torch.empty_like(
+            weights,
+            dtype=chosen or weights.dtype,
+            device=device or weights.device,
+            memory_format=torch.contiguous_format,
+        )
+        self.average.copy_(weights)
+        self._kept: torch.Tensor | None = None
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether weights and average are of one dtype, on one device."""
+        weights, average = self.weights, self.average
+        return weights.dtype == average.dtype and weights.device == average.device
+
+    def fits(self) -> bool:
+        """Whether the parameters' rows still are where they were."""
+        return all(map(is_, map(_rows_of, self.params), self._rows))
+
+    def swap_in(self) -> None:
+        """Let the weights be the averages."""
+        if self.is_beside:
+            _exchange(self.weights, self.average)
+            return
+        self._kept = self.weights.to(self.average.device, copy=True)
+        self.weights.copy_(self.average)
+
+    def swap_out(self) -> None:
+        """Let the weights be what they were."""
+        if self._kept is None:
+            _exchange(self.weights, self.average)
+            return
+        self.weights.copy_(self._kept)
+        self._kept = None
+
+
+def _exchange(first: torch.Tensor, second: torch.Tensor) -> None:
+    """Exchange the contents of two tensors of one shape, by pieces."""
+    if not first.is_contiguous():
+        kept = first.clone()
+        first.copy_(second)
+        second.copy_(kept)
+        return
+    pieces = zip(first.view(-1).split(CHUNK), second.view(-1).split(CHUNK), strict=True)
+    for one, other in pieces:
+        kept = one.clone()
+        one.copy_(other)
+        other.copy_(kept)
+
+
+def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _of_one_dtype(before: torch.Tensor, param: torch.Tensor) -> bool:
+    return before.dtype == param.dtype
+
+
+def _tensors_of(
+    model: nn.Module, selection: list[SelectedParam], buffers: bool
+) -> dict[str, torch.Tensor]:
+    """Sharded parameters, other ones, and buffers if wanted: each once, by its first name."""
+    managed = {id(form) for selected in selection for form in selected.param.forms()}
+    found = {selected.names[0]: selected.param.sharded for selected in selection}
+    tensors: dict[str, torch.Tensor] = dict(found)
+    for name, param in model.named_parameters():
+        if id(param) not in managed:
+            tensors[clean(name)] = param
+    for name, buffer in model.named_buffers() if buffers else ():
+        if buffer.is_floating_point():
+            tensors[clean(name)] = buffer
+    return tensors
+
+
+def _check_averaged(name: str, tensor: torch.Tensor) -> None:
+    local = local_of(tensor)
+    if local.is_meta:
+        raise ValueError(
+            f"EMA cannot average '{name}', which is on the meta device; make it when the model's "
+            f"parameters have memory"
+        )
+    if is_extended(local):
+        raise ValueError(
+            f"EMA cannot average '{name}', whose tensor subclass has all-gather hooks "
+            f"({type(local).__name__}); average the model from before it was converted"
+        )
+
+
+def _checked(decay: float) -> float:
+    if not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
+        raise ValueError(
+            f"EMA takes a decay from 0 to 1, or a function of the number of updates that returns "
+            f"one, or None for the plain mean, not {decay!r}; pass for example 0.999"
+        )
+    return decay
+
+
+def _alike(own: torch.Tensor, given: object) -> bool:
+    """Whether a tensor can be copied into another, row by row."""
+    if not isinstance(given, torch.Tensor) or isinstance(own, DTensor) != isinstance(
+        given, DTensor
+    ):
+        return False
+    placed = getattr(own, "placements", None)
+    if placed != getattr(given, "placements", None):
+        return False
+    return own.shape == given.shape and local_of(own).shape == local_of(given).shape

@@ -1,0 +1,260 @@
+"""What `set_wire_format` adds to the state of training.
+
+    residuals.<parameter>    what messages have left out of gradients (feedback=True)
+    references.<parameter>   what the next differences of weights are to (differences=True)
+
+    wire_state(model).state_dict()  ──>  DTensors by these names
+    wire_state(model).load_state_dict(…)  ──>  taken, or given up where ranks or layouts differ
+
+It is no part of ``model.state_dict()``, whose names stay the model's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import pad
+
+from fsdp2.core.gather.differences import DifferenceGather
+from fsdp2.core.layout.layout import Slot
+from fsdp2.core.layout.mesh import local_of
+from fsdp2.core.modules.registry import records_below
+from fsdp2.core.names import clean
+from fsdp2.core.params.param import ShardedParam
+from fsdp2.core.pieces import ceil_div
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.states import SHARDED
+
+RESIDUALS, REFERENCES = "residuals.", "references."
+
+
+class WireState:
+    """The state of a model's wire formats, as `torch.distributed.checkpoint` saves what has state.
+
+    Args:
+        model: has the units.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What is to be saved, or to be read into. All ranks call it.
+
+        ``residuals.<parameter>`` is a DTensor of bf16 [ranks, ranks of the shard axis, n], sharded
+        on dim 0 over all ranks of the parameter's mesh: each rank has its own, for each rank that
+        it sends to.
+
+        ``references.<parameter>`` is sharded as the parameter, of the dtype that it is computed
+        with: a copy. It is the shard's own numbers where nothing was gathered yet.
+
+        Empty where no unit has either, or nothing travels.
+        """
+        return {name: value for part in _parts(self._model) for name, value in part.own.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take what another `state_dict` had; after the model has its parameters.
+
+        Residuals of other ranks, or of other pieces of a parameter, are of no use: those begin at
+        zero then. Where a reference is missing, the next gather is an exact one. The first rank
+        warns of either.
+
+        Args:
+            state: by name; what the model has not is ignored.
+        """
+        self.take(state, "the state")
+
+    def take(self, state: Mapping[str, Tensor], of: str, warn: bool | None = None) -> None:
+        """As `load_state_dict`.
+
+        Args:
+            state: by name.
+            of: what it was, for the warning.
+            warn: whether this rank warns. Default ``None``: the first of a mesh does.
+        """
+        parts = list(_parts(self._model))
+        if warn is None:
+            meshes = [value.device_mesh for part in parts for value in part.own.values()]
+            warn = not any(any(mesh.get_coordinate() or ()) for mesh in meshes)
+        reset = 0
+        for part in parts:
+            found = {name: state[name] for name, own in part.own.items() if _fits(state, name, own)}
+            part.take({name: local_of(value) for name, value in found.items()})
+            reset += len(part.own) - len(found)
+        if reset and warn:
+            warnings.warn(
+                f"{of} has not all that wire formats keep between steps: {reset} of "
+                f"{sum(len(part.own) for part in parts)} tensors are missing, or are of other "
+                f"ranks, pieces or dtypes; their residuals begin at zero, and their parameters are "
+                f"gathered exactly once",
+                stacklevel=3,
+            )
+
+
+def wire_state(model: nn.Module) -> WireState:
+    """What a run must save of its wire formats to go on as if it had not been interrupted.
+
+    ``fsdp2.checkpoint.save`` and ``load`` do it by themselves. With torch's:
+
+    Example::
+
+        state = {"model": get_model_state_dict(model), "wire": fsdp2.wire_state(model)}
+        torch.distributed.checkpoint.save(state, checkpoint_id="step-100")
+
+    Args:
+        model: its units are sharded.
+    """
+    return WireState(model)
+
+
+def _fits(state: Mapping[str, Tensor], name: str, own: Tensor) -> bool:
+    found = state.get(name)
+    if found is None or found.shape != own.shape or found.dtype != own.dtype:
+        return False
+    return local_of(found).shape == local_of(own).shape
+
+
+# ---- what there is
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tensors that are taken together.
+
+    Attributes:
+        own: by name.
+        take: is given this rank's part of those that were found.
+    """
+
+    own: Mapping[str, DTensor]
+    take: Callable[[Mapping[str, Tensor]], None]
+
+
+def _parts(model: nn.Module) -> Iterator[_Part]:
+    names = {id(param): clean(name) for name, param in model.named_parameters()}
+
+    def name_of(param: ShardedParam) -> str:
+        found = names.get(id(param.sharded)) or names.get(id(param.unsharded))
+        return found or param.name
+
+    for record in records_below(model):
+        for group in record.unit.own_groups:
+            wire = group.options.wire
+            if group.state is SHARDED and (wire.feedback or wire.differences):
+                group.bind()
+            if wire.feedback:
+                yield from _residuals(group, name_of)
+            if wire.differences:
+                yield from _references(group, name_of)
+
+
+def _residuals(group: ParamGroup, name_of: Callable[[ShardedParam], str]) -> Iterator[_Part]:
+    assert group.bound is not None
+    for reduction in group.bound.reductions:
+        feedback = reduction.transport.feedback
+        if feedback is not None:
+            params = {RESIDUALS + name_of(param): param for param in reduction.members}
+            columns = dict(zip(params, feedback.columns(), strict=True))
+            own = {name: _of_each_rank(params[name], part) for name, part in columns.items()}
+
+            def take(found: Mapping[str, Tensor], columns: Mapping[str, Tensor] = columns) -> None:
+                for name, part in columns.items():
+                    if name in found:
+                        part.copy_(found[name][0, :, : part.shape[1]])
+                    else:
+                        part.zero_()
+
+            yield _Part(own, take)
+
+
+def _of_each_rank(param: ShardedParam, columns: Tensor) -> DTensor:
+    """A view of this rank's residuals; a copy where ranks of tensor parallelism have fewer."""
+    assert isinstance(param.sharded, DTensor)
+    mesh = param.sharded.device_mesh
+    missing = _largest_piece(param) - columns.shape[1]
+    local = pad(columns, (0, missing)) if missing else columns
+    shape = torch.Size([mesh.size(), *local.shape])
+    stride = (local.numel(), local.shape[1], 1)
+    return DTensor.from_local(
+        local.unsqueeze(0),
+        mesh,
+        [Shard(0)] * mesh.ndim,
+        run_check=False,
+        shape=shape,
+        stride=stride,
+    )
+
+
+def _largest_piece(param: ShardedParam) -> int:
+    """Elements of a rank's piece, of whichever rank of tensor parallelism has the most."""
+    if param.parallel is None:
+        shape = list(param.shape)
+    else:
+        shape = list(param.parallel.shape)
+        for size, placement in zip(
+            param.parallel.mesh.shape, param.parallel.placements, strict=True
+        ):
+            if isinstance(placement, Shard):
+                shape[placement.dim] = ceil_div(shape[placement.dim], size)
+        shape = shape if param.order is None else [shape[dim] for dim in param.order]
+    return prod(param.cut.piece(tuple(shape), param.axes.size))
+
+
+def _references(group: ParamGroup, name_of: Callable[[ShardedParam], str]) -> Iterator[_Part]:
+    assert group.bound is not None
+    for transport in group.bound.transports:
+        if isinstance(transport, DifferenceGather):
+            rows = transport.own_rows() or _shards(group, transport.segment.slots)
+            slots = {REFERENCES + name_of(group.params[slot.index]): slot for slot, _ in rows}
+            own = {
+                name: _like(group.params[slot.index], part.to(transport.segment.full_dtype))
+                for (name, slot), (_, part) in zip(slots.items(), rows, strict=True)
+            }
+
+            def take(
+                found: Mapping[str, Tensor],
+                slots: Mapping[str, Slot] = slots,
+                transport: DifferenceGather = transport,
+            ) -> None:
+                _restore(group, transport, slots, found)
+
+            yield _Part(own, take)
+
+
+def _shards(group: ParamGroup, slots: tuple[Slot, ...]) -> list[tuple[Slot, Tensor]]:
+    params = [(slot, group.params[slot.index]) for slot in slots]
+    return [(slot, param.laid_out(param.local).detach()) for slot, param in params]
+
+
+def _like(param: ShardedParam, rows: Tensor) -> DTensor:
+    sharded = param.sharded
+    assert isinstance(sharded, DTensor)
+    return DTensor.from_local(
+        param.as_seen(rows.clone()).to(sharded.device),
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=sharded.shape,
+        stride=sharded.stride(),
+    )
+
+
+def _restore(
+    group: ParamGroup,
+    transport: DifferenceGather,
+    slots: Mapping[str, Slot],
+    found: Mapping[str, Tensor],
+) -> None:
+    """Let the next differences be to what was found; gather exactly where anything is missing."""
+    assert group.bound is not None
+    if group.bound.keeping is not None:
+        group.bound.keeping.lose()
+    if len(found) == len(slots):
+        params = {name: group.params[slot.index] for name, slot in slots.items()}
+        transport.restore([(slots[n], params[n].laid_out(found[n])) for n in slots])

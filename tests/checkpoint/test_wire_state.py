@@ -1,0 +1,314 @@
+"""Residuals of error feedback are state: a run that goes on is the run that was never stopped."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import fsdp2
+from fsdp2 import checkpoint
+from tests.common import meshes, models
+from tests.common.workers import ranks
+
+pytestmark = pytest.mark.ranks
+
+HALF = 3  # steps before the checkpoint, and after it
+FED = {"reduce": "int4", "rotate": True, "feedback": True}
+BOTH = {"gather": "int4", "differences": True, **FED}
+
+
+def make(seed: int = 0, mesh: DeviceMesh | None = None, **formats: Any) -> nn.Module:
+    model = models.seeded(models.MLP, seed=seed)
+    arguments = {} if mesh is None else {"mesh": mesh}
+    for layer in model.layers:
+        fsdp2.fully_shard(layer, **arguments)
+    fsdp2.fully_shard(model, **arguments)
+    model.set_wire_format(**(formats or FED), exact_below=20)
+    return model
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    width = next(iter(model.parameters())).shape[1]
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        model(torch.randn(4, width, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [param.full_tensor().detach().clone() for param in model.parameters()]
+
+
+def kept(model: nn.Module) -> dict[str, Tensor]:
+    state = fsdp2.wire_state(model).state_dict()
+    assert all(isinstance(value, DTensor) for value in state.values())
+    return {name: value.to_local().clone() for name, value in state.items()}
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
+
+
+def uninterrupted(
+    mesh: DeviceMesh | None = None, **formats: Any
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    model = make(mesh=mesh, **formats)
+    train(model, adam(model), range(2 * HALF))
+    return weights(model), kept(model)
+
+
+@ranks(2)
+@pytest.mark.parametrize("formats", [FED, BOTH], ids=["feedback", "and differences"])
+@pytest.mark.parametrize("by", ["save", "async_save", "dcp"])
+def test_a_run_that_goes_on_is_one_that_was_not_stopped(
+    tmp_path: Path, by: str, formats: dict[str, Any]
+) -> None:
+    expected, left = uninterrupted(**formats)
+    model = make(**formats)
+    optimizer = adam(model)
+    train(model, optimizer, range(HALF))
+    before = kept(model)
+    assert all(value.any() for value in before.values())
+    if by == "dcp":
+        dcp.save(_all_of(model, optimizer), checkpoint_id=tmp_path)
+    elif by == "save":
+        checkpoint.save(tmp_path, model, optimizer, step=HALF)
+    else:
+        saving = checkpoint.async_save(tmp_path, model, optimizer, step=HALF)
+        train(model, optimizer, range(HALF, 2 * HALF))  # which writes other residuals
+        saving.result()
+    other = make(seed=1, **formats)
+    its = adam(other)
+    if by == "dcp":
+        state = _all_of(other, its)
+        dcp.load(state, checkpoint_id=tmp_path)
+        set_model_state_dict(other, state["model"])
+        set_optimizer_state_dict(other, its, state["optimizer"])
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            checkpoint.load(tmp_path, other, its)
+    assert same(kept(other), before)
+    train(other, its, range(HALF, 2 * HALF))
+    assert all(map(torch.equal, weights(other), expected))
+    assert same(kept(other), left)
+
+
+def _all_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "wire": fsdp2.wire_state(model),
+    }
+
+
+@ranks(2)
+def test_without_residuals_the_run_is_another(tmp_path: Path) -> None:
+    """So that the test above tells anything."""
+    expected, _ = uninterrupted()
+    model = make()
+    optimizer = adam(model)
+    train(model, optimizer, range(HALF))
+    for value in fsdp2.wire_state(model).state_dict().values():
+        value.to_local().zero_()
+    train(model, optimizer, range(HALF, 2 * HALF))
+    assert not all(map(torch.equal, weights(model), expected))
+
+
+@ranks(4)
+def test_each_replica_has_its_own(tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    expected, left = uninterrupted(mesh)
+    model = make(mesh=mesh)
+    optimizer = adam(model)
+    train(model, optimizer, range(HALF))
+    checkpoint.save(tmp_path, model, optimizer, step=HALF)
+    replica = mesh["shard"].get_group()
+    if dist.get_rank() < 2:  # which has no residuals of the other
+        checkpoint.save(tmp_path / "one", model, optimizer, step=HALF, process_group=replica)
+    dist.barrier()
+    other = make(seed=1, mesh=mesh)
+    its = adam(other)
+    checkpoint.load(tmp_path, other, its)
+    train(other, its, range(HALF, 2 * HALF))
+    assert all(map(torch.equal, weights(other), expected))
+    assert same(kept(other), left)
+    assert _warned(lambda: checkpoint.load(tmp_path / "one", other, its))
+    assert not any(value.any() for value in kept(other).values())
+
+
+def _warned(load: Any) -> bool:
+    """Whether the first rank warns that residuals begin at zero, and no other does."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        load()
+    said = [str(each.message) for each in seen if "residuals" in str(each.message)]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, said)
+    assert not any(found[1:])
+    assert len(found[0]) <= 1
+    return bool(found[0])
+
+
+@ranks(4)
+def test_of_other_ranks_and_settings_they_begin_at_zero(tmp_path: Path) -> None:
+    """Two ranks' into four; a step without any; a model without feedback takes a step with them."""
+    pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard"))["shard"]
+    whole = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+    model = make(mesh=pair)
+    optimizer = adam(model)
+    train(model, optimizer, range(1))
+    if dist.get_rank() < 2:
+        checkpoint.save(tmp_path / "two", model, step=1, process_group=pair.get_group())
+    plain = make(mesh=whole, reduce="int4")
+    checkpoint.save(tmp_path / "none", plain, step=1)
+    dist.barrier()
+    other = make(mesh=whole)
+    for name in ("two", "none"):
+        train(other, adam(other), range(1))
+        assert any(value.any() for value in kept(other).values())
+        assert _warned(lambda name=name: checkpoint.load(tmp_path / name, other))
+        assert not any(value.any() for value in kept(other).values())
+    assert not _warned(lambda: checkpoint.load(tmp_path / "two", plain))
+    state = fsdp2.wire_state(model).state_dict()
+    train(other, adam(other), range(1))
+    assert _warned(lambda: fsdp2.wire_state(other).load_state_dict(state))
+    assert not any(value.any() for value in kept(other).values())
+
+
+@ranks(2)
+def test_it_is_no_part_of_the_models_state(tmp_path: Path) -> None:
+    model = make()
+    train(model, adam(model), range(1))
+    names = [name for name, _ in model.named_parameters()]
+    assert sorted(model.state_dict()) == sorted(names)
+    assert sorted(get_model_state_dict(model)) == sorted(names)
+    assert fsdp2.wire_state(make(reduce="int4")).state_dict() == {}
+    found = fsdp2.wire_state(model).state_dict()
+    assert all(name.removeprefix("residuals.") in names for name in found)
+    for value in found.values():
+        assert value.shape[:2] == (2, 2)
+        assert value.dtype is torch.bfloat16
+
+
+@ranks(2)
+def test_other_kinds_of_checkpoints_leave_them_out(tmp_path: Path) -> None:
+    model = make()
+    train(model, adam(model), range(1))
+    checkpoint.save(tmp_path / "run", model, step=1)
+    checkpoint.export(tmp_path / "out", model)
+    if dist.get_rank() == 0:
+        checkpoint.verify(tmp_path / "run", 1)
+        checkpoint.convert(tmp_path / "run", tmp_path / "model.pt", to_kind="torch")
+        found = torch.load(tmp_path / "model.pt")
+        assert "wire" not in str(sorted(found))
+
+
+@ranks(4)
+def test_references_are_sharded_anew(tmp_path: Path) -> None:
+    """Two ranks' into four: the same numbers, of which each rank has other rows."""
+    pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard"))["shard"]
+    whole = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+    formats = {"gather": "int4", "differences": True}
+    model = make(mesh=pair, **formats)
+    train(model, adam(model), range(3))
+    if dist.get_rank() < 2:
+        checkpoint.save(tmp_path, model, step=1, process_group=pair.get_group())
+    dist.barrier()
+    other = make(seed=1, mesh=whole, **formats)
+    train(other, adam(other), range(1))
+    assert not _warned(lambda: checkpoint.load(tmp_path, other))
+    saved, found = (fsdp2.wire_state(each).state_dict() for each in (model, other))
+    assert saved.keys() == found.keys()
+    for name, param in other.named_parameters():
+        if param.numel() >= 20:
+            reference = found[f"references.{name}"].full_tensor()
+            before = saved[f"references.{name}"].full_tensor()
+            assert dist.get_rank() >= 2 or torch.equal(reference, before)  # those have not saved
+            assert not torch.equal(reference, param.full_tensor())  # 4 bits have left out
+    train(other, adam(other), range(1))
+    checkpoint.save(tmp_path, plain := make(mesh=whole), step=2)
+    assert _warned(lambda: checkpoint.load(tmp_path, other))
+    for name, param in plain.named_parameters():
+        if param.numel() >= 20:  # the next gather is exact
+            found = fsdp2.wire_state(other).state_dict()[f"references.{name}"]
+            assert torch.equal(found.full_tensor(), param.full_tensor())
+
+
+@ranks(4)
+def test_ranks_of_tensor_parallelism_have_their_own(tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+
+    def parallel(seed: int) -> nn.Module:
+        model = models.seeded(meshes.ParallelModel, seed=seed)
+        meshes.parallelize(model, mesh["model"], "sequence")
+        for block in model.blocks:
+            fsdp2.fully_shard(block, mesh=mesh["data"])
+        fsdp2.fully_shard(model, mesh=mesh["data"])
+        model.set_wire_format(**BOTH, exact_below=100)
+        return model
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+        for step in numbers:
+            generator = torch.Generator().manual_seed(10 * step + mesh.get_local_rank("data"))
+            ids = torch.randint(model.embed.num_embeddings, (2, 9), generator=generator)
+            meshes.parallel_loss(model, ids).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model = parallel(0)
+    optimizer = adam(model)
+    steps(model, optimizer, range(HALF))
+    checkpoint.save(tmp_path, model, optimizer, step=1)
+    before = kept(model)
+    steps(model, optimizer, range(HALF, 2 * HALF))
+    other = parallel(1)
+    its = adam(other)
+    checkpoint.load(tmp_path, other, its)
+    assert same(kept(other), before)
+    steps(other, its, range(HALF, 2 * HALF))
+    assert all(map(torch.equal, weights(other), weights(model)))
+    assert same(kept(other), kept(model))
+
+
+@ranks(4)
+def test_uneven_tensor_parallelism(tmp_path: Path) -> None:
+    """One of its ranks has fewer rows, and so smaller pieces to send."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+
+    def made() -> nn.Module:
+        model = nn.Sequential(models.seeded(lambda: nn.Linear(12, 7, bias=False)))
+        parallelize_module(model, mesh["model"], {"0": ColwiseParallel(output_layouts=Shard(-1))})
+        fsdp2.fully_shard(model, mesh=mesh["data"])
+        model.set_wire_format(reduce="int4", feedback=True, exact_below=10)
+        return model
+
+    model = made()
+    model(torch.randn(4, 12)).square().sum().backward()
+    before = kept(model)
+    assert all(value.any() for value in before.values())
+    checkpoint.save(tmp_path, model, step=1)
+    other = made()
+    assert not _warned(lambda: checkpoint.load(tmp_path, other))
+    assert same(kept(other), before)

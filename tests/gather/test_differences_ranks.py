@@ -1,0 +1,360 @@
+"""Differences among real ranks: equal bits, near to exact training, in every setting."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import fsdp2
+from fsdp2.core.gather.differences import DifferenceGather
+from tests.common.workers import ranks
+from tests.gather import test_wire_format as formats
+
+pytestmark = pytest.mark.ranks
+
+DIFFERENCES = ("int8 differences", "int4 differences")
+STEPS = 6
+
+
+def train(
+    model: nn.Module, steps: int = STEPS, micro: int = 1, sync: bool = True, first: int = 0
+) -> tuple[list[float], torch.optim.Optimizer]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return continued(model, optimizer, range(first, first + steps), micro, sync), optimizer
+
+
+def continued(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    micro: int = 1,
+    sync: bool = True,
+) -> list[float]:
+    losses = []
+    for step in steps:
+        for number in range(micro):
+            model.set_requires_gradient_sync(sync or number == micro - 1)
+            loss = formats.loss_of(model, formats.batch(step * micro + number))
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_equal_on_ranks(model: nn.Sequential) -> None:
+    for name, value in formats.gathered_weights(model).items():
+        first, *others = formats.everyones(value.float())
+        assert all(torch.equal(first, other) for other in others), name
+
+
+def near(model: nn.Sequential, gather: str) -> None:
+    """Gathered weights are off by less than a format's part of a few steps' change."""
+    exact = [param.full_tensor() for param in model.parameters()]
+    for value in formats.gathered_weights(model).values():
+        same = [param for param in exact if param.shape == value.shape]
+        wrong = min((param.to(value.dtype) - value).abs().max() for param in same)
+        rounding = 2**-9 if value.dtype is not torch.float32 else 1e-6
+        assert wrong <= 4e-3 * (1 / 254 if "8" in gather else 1 / 13) + rounding
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "kept": {"reshard_after_forward": False},
+    "smaller group": {"reshard_after_forward": 1},
+    "offloaded": {"offload_policy": fsdp2.CPUOffloadPolicy(pin_memory=False)},
+    "mixed": {"mp_policy": formats.HALF},
+    "columns": {"shard_placement_fn": formats.by_columns},
+}
+
+
+@ranks(2, extended=(3, 4))
+@pytest.mark.parametrize("gather", DIFFERENCES)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_training_is_beside_exact_training(gather: str, setting: str) -> None:
+    arguments = SETTINGS[setting]
+    model = formats.sharded(gather, None, **arguments)
+    exact = formats.sharded(None, None, **arguments)
+    found, expected = train(model)[0], train(exact)[0]
+    torch.testing.assert_close(found, expected, rtol=0.01, atol=0)
+    assert_equal_on_ranks(model)
+    near(model, gather)
+
+
+@ranks(4)
+@pytest.mark.parametrize("gather", DIFFERENCES)
+def test_replicas_have_equal_references(gather: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = formats.sharded(gather, "int8", mesh=mesh)
+    train(model)
+    assert_equal_on_ranks(model)
+    near(model, gather)
+
+
+@ranks(2)
+@pytest.mark.parametrize("sync", [True, False])
+def test_micro_batches(sync: bool) -> None:
+    gather = "int4 differences"
+    model, exact = formats.sharded(gather, None), formats.sharded(None, None)
+    found, expected = train(model, micro=3, sync=sync)[0], train(exact, micro=3, sync=sync)[0]
+    torch.testing.assert_close(found, expected, rtol=0.01, atol=0)
+    assert_equal_on_ranks(model)
+
+
+class Averages:
+    """Averages of weights, swapped in for an evaluation."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.params = list(model.parameters())
+        self.values = [param.detach().clone() for param in self.params]
+
+    def update(self) -> None:
+        torch._foreach_lerp_(
+            [v.to_local() for v in self.values], [p.detach().to_local() for p in self.params], 0.1
+        )
+
+    def swap(self) -> None:
+        """By a route that no version counter shows."""
+        for param, value in zip(self.params, self.values, strict=True):
+            rows, other = param.data.to_local(), value.to_local()
+            kept = rows.clone()
+            rows.copy_(other)
+            other.copy_(kept)
+
+
+def whole_loss(model: nn.Module) -> float:
+    """Of the weights that the shards hold."""
+    plain = formats.build()
+    for mine, param in zip(plain.parameters(), model.parameters(), strict=True):
+        mine.data.copy_(param.full_tensor())
+    return formats.loss_of(plain, formats.batch(9)).item()
+
+
+@ranks(2)
+@pytest.mark.parametrize("gather", DIFFERENCES)
+def test_averages_are_swapped_in_for_evaluations(gather: str) -> None:
+    model = formats.sharded(gather, None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    averages = Averages(model)
+    for step in range(4):
+        continued(model, optimizer, range(step, step + 1))
+        averages.update()
+        averages.swap()
+        expected = whole_loss(model)
+        with torch.no_grad():
+            found = [formats.loss_of(model, formats.batch(9)).item() for _ in range(5)]
+        assert found[-1] == pytest.approx(expected, rel=1e-4)
+        averages.swap()
+        expected = whole_loss(model)
+        loss = formats.loss_of(model, formats.batch(9))  # with weights, not averages
+        coarse = 2e-3 if "int8" in gather else 0.05  # one message of all that was swapped
+        assert loss.item() == pytest.approx(expected, rel=coarse)
+        loss.backward()
+    assert_equal_on_ranks(model)
+
+
+STEPPED = {
+    "operators": lambda param: param.sub_(0.05 * param.grad),
+    "data": lambda param: param.data.sub_(0.05 * param.grad),
+    "local tensors": lambda param: param.to_local().detach().sub_(0.05 * param.grad.to_local()),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("route", STEPPED)
+@pytest.mark.parametrize("drops", ["model", "none", "before backward"])
+def test_steps_by_hand(route: str, drops: str) -> None:
+    model, exact = formats.sharded("int8 differences", None), formats.sharded(None, None)
+    losses: list[list[float]] = []
+    for each in (model, exact):
+        seen = []
+        for step in range(5):
+            loss = formats.loss_of(each, formats.batch(step))
+            if drops == "before backward":
+                each.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                for param in each.parameters():
+                    STEPPED[route](param)
+            if drops == "model":
+                each.zero_grad()
+            elif drops == "none":
+                for param in each.parameters():
+                    param.grad = None
+            seen.append(loss.item())
+        losses.append(seen)
+    torch.testing.assert_close(*losses, rtol=1e-3, atol=0)
+
+
+@ranks(2)
+def test_recomputation_reads_the_same_rows() -> None:
+    """To the bit what a model without checkpoints computes."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.block, x, use_reentrant=False)
+
+    plain = formats.sharded("int4 differences", None)
+    wrapped = formats.build()
+    for index in range(2):
+        wrapped[index] = Checkpointed(wrapped[index])
+        fsdp2.fully_shard(wrapped[index])
+    fsdp2.fully_shard(wrapped)
+    formats.coded(wrapped, "int4 differences", None)
+    assert train(plain)[0] == train(wrapped)[0]
+
+
+@ranks(2)
+def test_parameters_that_are_made_late_and_frozen_or_tied() -> None:
+    with torch.device("meta"):
+        model = formats.build()
+    model[1].up.weight = model[0].up.weight
+    model[0].down.weight.requires_grad_(False)
+    for block in model[:2]:
+        fsdp2.fully_shard(block)
+    fsdp2.fully_shard(model)
+    formats.coded(model, "int4 differences", None)
+    model.to_empty(device="cpu")
+    torch.manual_seed(dist.get_rank())
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(0, 0.1)
+    losses = train(model)[0]
+    assert losses[-1] < losses[0]
+    assert_equal_on_ranks(model)
+
+
+@ranks(2)
+def test_a_checkpoint_of_weights_is_loaded() -> None:
+    """Exactly, whatever was gathered before."""
+    model = formats.sharded("int4 differences", None)
+    saved = copy.deepcopy(model.state_dict())
+    train(model)
+    model.load_state_dict(saved)
+    exact = formats.build()
+    found = formats.loss_of(model, formats.batch()).item()
+    assert found == formats.loss_of(exact, formats.batch()).item()
+
+
+@ranks(2, extended=(3,))
+@pytest.mark.parametrize("weights_first", [True, False])
+@pytest.mark.parametrize("setting", ["plain", "mixed"])
+def test_references_are_restored(weights_first: bool, setting: str) -> None:
+    """To the bit what goes on without an interruption."""
+    arguments = SETTINGS[setting]
+    model = formats.sharded("int4 differences", None, **arguments)
+    _, optimizer = train(model, 3)
+    weights = copy.deepcopy(model.state_dict())
+    moments = copy.deepcopy(optimizer.state_dict())
+    rows = [[(slot, r.clone()) for slot, r in each.own_rows()] for each in transports(model)]
+    expected = continued(model, optimizer, range(3, 6))
+
+    other = formats.sharded("int4 differences", None, **arguments)
+    _, again = train(other, 1, first=50)
+    if weights_first:
+        other.load_state_dict(weights)
+        for record in other._records(True):
+            for group in record.unit.own_groups:
+                group.bind()
+    for each, saved in zip(transports(other), rows, strict=True):
+        each.restore(saved)
+    if not weights_first:
+        other.load_state_dict(weights)
+    again.load_state_dict(moments)
+    assert continued(other, again, range(3, 6)) == expected
+    for mine, its in zip(
+        formats.gathered_weights(model).values(),
+        formats.gathered_weights(other).values(),
+        strict=True,
+    ):
+        assert torch.equal(mine, its)
+
+
+def transports(model: nn.Module) -> list[DifferenceGather]:
+    groups = [group for record in model._records(True) for group in record.unit.own_groups]
+    found = [transport for group in groups for transport in group.bound.transports]
+    return [transport for transport in found if isinstance(transport, DifferenceGather)]
+
+
+@ranks(2)
+def test_nan_is_seen_and_over_when_weights_are_restored() -> None:
+    model = formats.sharded("int8 differences", None)
+    x = formats.batch()
+    formats.loss_of(model, x)
+    weight = model[0].up.weight
+    kept = weight.to_local()[3, 3].item()
+    weight.to_local().detach()[3, 3] = float("nan")
+    with torch.no_grad():
+        assert formats.loss_of(model, x).isnan()
+    weight.to_local().detach()[3, 3] = kept
+    with torch.no_grad():
+        for _ in range(5):
+            loss = formats.loss_of(model, x)
+    assert loss.item() == pytest.approx(formats.loss_of(formats.build(), x).item(), rel=1e-4)
+
+
+@ranks(2)
+def test_ranks_are_checked() -> None:
+    with fsdp2.debug(check_ranks=True, check_writes=True):
+        train(formats.sharded("int4 differences", None), micro=2)
+    with fsdp2.debug(check_ranks=True):
+        model = formats.sharded(None, None)
+        differences = dist.get_rank() == 1
+        model.set_wire_format(gather="int8", differences=differences, exact_below=100)
+        with pytest.raises(fsdp2.RankMismatchError, match="differences"):
+            formats.loss_of(model, formats.batch())
+
+
+@ranks(2)
+def test_ranks_that_know_other_writes_are_named() -> None:
+    with fsdp2.debug(check_ranks=True):
+        model = formats.sharded("int8 differences", None)
+        formats.loss_of(model, formats.batch()).backward()
+        if dist.get_rank() == 1:
+            model[0].reshard()
+        with pytest.raises(fsdp2.RankMismatchError, match="rows of an earlier gather"):
+            formats.loss_of(model, formats.batch())
+
+
+@ranks(2)
+def test_a_timeline_of_one_rank_changes_nothing() -> None:
+    """It shows one message per optimizer step, and none of a second micro-batch."""
+    gather = "int4 differences"
+    model, other = formats.sharded(gather, None), formats.sharded(gather, None)
+    _, optimizer = train(model, 2)
+    _, untraced = train(other, 2)
+    sent = []
+    with tempfile.TemporaryDirectory() as folder:
+        for step in (2, 3):
+            traced = dist.get_rank() == 0 and step == 2
+            around = fsdp2.trace(Path(folder, "step.json")) if traced else contextlib.nullcontext()
+            with around as trace:
+                for micro in range(2):
+                    formats.loss_of(model, formats.batch(micro)).backward()
+            if trace is not None:
+                sent = [s.operation for s in trace.timeline.slices]
+            optimizer.step()
+            optimizer.zero_grad()
+            continued(other, untraced, range(0, 1))
+    units = 3
+    if dist.get_rank() == 0:
+        counts = Counter(sent)
+        coded = {"subtract": units, "encode": units, "add": units}
+        assert {name: counts[name] for name in coded} == coded
+        assert counts["all-gather"] == 2 * units  # messages, and exact ones
+    assert_equal_on_ranks(model)

@@ -1,0 +1,376 @@
+"""Rows that are kept until shards change: which gathers communicate, and which must not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp2
+from fsdp2.core.config import GroupOptions, Wire
+from fsdp2.core.device.streams import Lane
+from fsdp2.core.gather import kept_rows
+from fsdp2.optim import FlatOptimizer, step_shards
+from fsdp2.record.notes import Await, Operation, Signal
+from fsdp2.testing.null_group import CallLog, init_null_group
+from fsdp2.testing.simulation import Node, Simulation
+from fsdp2.testing.virtual import VirtualDevice
+from tests.common import scenarios
+from tests.common.errors import raises
+
+pytestmark = pytest.mark.alone
+
+GATHER = "all_gather_single"
+KEEPS = Wire(differences=True)  # all parameters travel as they are
+UNITS = 3
+
+
+@pytest.fixture
+def log() -> Iterator[CallLog]:
+    found = CallLog()
+    init_null_group(4, observer=found)
+    yield found
+    dist.destroy_process_group()
+
+
+def build(**arguments: object) -> nn.Sequential:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(UNITS)))
+    for layer in model:
+        fsdp2.fully_shard(layer, **arguments)  # type: ignore[arg-type]
+    fsdp2.fully_shard(model)
+    for record in model._records(True):
+        record.unit.change(wire=KEEPS)
+    return model
+
+
+def gathers(log: CallLog) -> int:
+    found = log.counts().get(GATHER, 0)
+    log.clear()
+    return found
+
+
+def forward(model: nn.Module) -> Tensor:
+    done: Tensor = model(torch.ones(2, 8)).sum()
+    return done
+
+
+def both(model: nn.Module) -> None:
+    forward(model).backward()
+
+
+def _stepped_by_shards(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step_shards(optimizer)
+    return optimizer
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "torch": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "flat": lambda model: FlatOptimizer(model, torch.optim.SGD, lr=0.1),
+    "shards": _stepped_by_shards,
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_steps_of_any_optimizer_are_seen(log: CallLog, kind: str) -> None:
+    model = build()
+    optimizer = OPTIMIZERS[kind](model)
+    for _ in range(3):
+        both(model)
+        assert gathers(log) == UNITS
+        optimizer.step()  # and gradients stay
+
+
+class Custom(fsdp2.AllGather):
+    """The backend's own."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
+def test_what_the_user_gathers_is_gathered_each_time(log: CallLog) -> None:
+    """Exact parameters of units with a collective of the user's; differences are not."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(UNITS)))
+    for layer in model:
+        fsdp2.fully_shard(layer)
+    fsdp2.fully_shard(model)
+    model.set_wire_format(gather="int8", differences=True, exact_below=100)
+    for layer in model:
+        layer.set_custom_all_gather(Custom())
+    for _ in range(2):
+        model(torch.ones(2, 64)).sum().backward()
+        assert gathers(log) == 3 * UNITS
+        model.zero_grad()
+    reports = fsdp2.report(model).groups
+    assert {(group.gathers, group.gathered_bytes - group.reused_bytes) for group in reports} == {
+        (2, 4 * 64)
+    }
+    assert {group.step_bytes - group.reduced_bytes for group in reports} == {
+        group.reused_bytes + 2 * 4 * 64 for group in reports
+    }
+
+
+@pytest.mark.parametrize("after_forward", [True, False, 2])
+def test_an_optimizers_step_is_one_gather(log: CallLog, after_forward: bool | int) -> None:
+    """Not again in backward, nor for further micro-batches."""
+    model = build(reshard_after_forward=after_forward)
+    log.clear()  # of the mesh of smaller groups
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        for micro in range(3):
+            both(model)
+            assert gathers(log) == (UNITS if micro == 0 else 0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_rows_are_kept_on_request(log: CallLog) -> None:
+    """All of them, where no smaller group is named: the report says so, and what they take."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(UNITS)))
+    for layer in model:
+        fsdp2.fully_shard(layer)
+    fsdp2.fully_shard(model)
+    optimizer = OPTIMIZERS["torch"](model)
+    seen = []
+    for keep in (False, True, False):
+        model.set_keep_rows(keep)
+        log.clear()
+        for _ in range(2):
+            both(model)
+            both(model)
+            optimizer.step()
+            seen.append(gathers(log))
+        groups = fsdp2.report(model).groups
+        assert [group.kept_bytes for group in groups] == [keep * g.gathered_bytes for g in groups]
+        assert all(group.gathered_bytes >= 4 * 8 * 9 for group in groups)
+    assert seen == [4 * UNITS] * 2 + [UNITS] * 2 + [4 * UNITS] * 2
+
+
+def test_micro_batches_whose_gradients_wait(log: CallLog) -> None:
+    model = build()
+    model.set_requires_gradient_sync(False)
+    both(model)
+    assert gathers(log) == UNITS
+    both(model)
+    assert gathers(log) == 0
+    losses = [forward(model) for _ in range(2)]  # a pipeline's
+    for loss in losses:
+        loss.backward()
+    assert gathers(log) == 0
+
+
+def test_reductions_that_are_not_waited_for(log: CallLog) -> None:
+    model = build(offload_policy=fsdp2.CPUOffloadPolicy(pin_memory=False))
+    model.set_is_last_backward(False)
+    for micro in range(3):
+        both(model)
+        assert gathers(log) == (UNITS if micro == 0 else 0)
+
+
+def test_hooks_on_gradients_may_step(log: CallLog) -> None:
+    """Of one parameter; others' gradients stay."""
+
+    def step(param: Tensor) -> None:
+        assert param.grad is not None
+        param.data.sub_(param.grad)
+
+    model = build()
+    model[1].weight.register_post_accumulate_grad_hook(step)
+    for _ in range(3):
+        both(model)
+        assert gathers(log) == UNITS
+
+
+def test_a_checkpoint_runs_again_with_the_same_rows(log: CallLog) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    model = build()
+    x = torch.ones(2, 8, requires_grad=True)
+    checkpoint(model, x, use_reentrant=False).sum().backward()
+    assert gathers(log) == UNITS
+
+
+def _write(model: nn.Module, write: Callable[[nn.Parameter], object]) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            write(param)
+
+
+def _by_data_and_none(model: nn.Module) -> None:
+    def step(param: nn.Parameter) -> None:
+        assert param.grad is not None
+        param.data.sub_(param.grad)
+        param.grad = None
+
+    _write(model, step)
+
+
+def _zeroed_in_forward(model: nn.Module) -> None:
+    """As whoever drops gradients between a forward and its backward, and then steps by hand."""
+    loss = forward(model)
+    model.zero_grad()
+    loss.backward()
+    _write(model, lambda param: param.data.sub_(param.grad))
+
+
+def _evaluate(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+
+
+def _unshard(model: nn.Module) -> None:
+    for module in (*model, model):
+        module.unshard()
+        module.reshard()
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Module], object], int]] = {
+    "an operator writes": (lambda model: _write(model, lambda param: param.mul_(0.5)), 0),
+    "one operator": (lambda model: _write(model[0], lambda param: param.mul_(0.5)), 0),
+    "by hand, gradients dropped": (_by_data_and_none, 0),
+    "by hand, dropped in between": (_zeroed_in_forward, 0),
+    "zero_grad": (lambda model: model.zero_grad(), 0),
+    "in place": (lambda model: model.zero_grad(set_to_none=False), 0),
+    "an evaluation": (_evaluate, UNITS),
+    "loaded": (lambda model: model.load_state_dict(model.state_dict()), 0),
+    "cast": (lambda model: model.double().float(), 0),
+    "reshard": (lambda model: [module.reshard() for module in (*model, model)], 0),
+    "unshard": (_unshard, UNITS),
+    "given up": (lambda model: model.reset_iter_state(), 0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_may_have_changed_is_gathered_again(log: CallLog, change: str) -> None:
+    model = build()
+    both(model)
+    both(model)
+    assert gathers(log) == UNITS
+    do, during = CHANGES[change]
+    do(model)
+    assert gathers(log) == during
+    both(model)
+    assert gathers(log) == UNITS
+
+
+def test_a_forward_that_raises_ends_it(log: CallLog) -> None:
+    model = build()
+    both(model)
+    gathers(log)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 7))
+    both(model)
+    assert gathers(log) == UNITS
+
+
+def test_it_can_be_switched_off_and_memory_goes(log: CallLog) -> None:
+    model = build()
+    both(model)
+    (group,) = model[0]._records(False)[0].unit.own_groups
+    assert group.bound is not None
+    assert group.bound.keeping is not None
+    assert group.bound.keeping.nbytes >= 8 * 9 * 4
+    for record in model._records(True):
+        record.unit.change(wire=Wire())
+    gathers(log)
+    both(model)
+    both(model)
+    assert gathers(log) == 4 * UNITS
+    assert group.bound.keeping is None
+
+
+def test_another_way_to_gather_takes_rows_over(log: CallLog) -> None:
+    """As a trace does, which one rank alone may start."""
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    both(model)
+    optimizer.step()
+    both(model)
+    gathers(log)
+    for record in model._records(True):
+        for group in record.unit.own_groups:
+            group.run_on(group.runtime, group.reducers)
+    both(model)
+    assert gathers(log) == 0
+    optimizer.step()
+    both(model)
+    assert gathers(log) == UNITS
+
+
+def test_a_cuda_graph_records_gathers(log: CallLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be replayed after any step."""
+    model = build()
+    model.set_keep_unsharded_storage(True)
+    model.set_keep_gradient_storage(True)
+    both(model)
+    both(model)
+    gathers(log)
+    scheduler = model._records(False)[0].scheduler
+    assert scheduler is not None
+    monkeypatch.setattr(type(scheduler.streams), "captures", lambda _: True, raising=False)
+    both(model)
+    assert gathers(log) == UNITS
+
+
+def test_a_step_of_others_counts_for_frozen_units(log: CallLog) -> None:
+    model = build()
+    for layer in model[:2]:
+        layer.requires_grad_(False)
+    for _ in range(2):
+        both(model)
+    assert gathers(log) == UNITS
+    model[2].zero_grad()
+    both(model)
+    assert gathers(log) == UNITS
+
+
+def test_nothing_is_launched_for_rows_that_are_there() -> None:
+    """No lane but COMPUTE has anything to do, and none is waited for."""
+    device = VirtualDevice()
+    root = Node("root", children=[Node("a"), Node("b")], calls=[0, 1])
+    sim = Simulation(root, device, options=GroupOptions(wire=KEEPS))
+    sim.iteration(step=False)
+    start = len(device.trace)
+    sim.forward()
+    found = device.trace[start:]
+    assert {note.kind for note in found if isinstance(note, Operation)} >= {"copy_out"}
+    assert {note.lane for note in found if isinstance(note, Operation)} == {Lane.COMPUTE}
+    assert not [note for note in found if isinstance(note, Await | Signal)]
+    assert device.races == []
+
+
+def test_checked_writes(log: CallLog) -> None:
+    """By a route that no version shows, in the middle of an accumulation."""
+    with fsdp2.debug(check_writes=True):
+        model = build()
+        for _ in range(2):
+            both(model)
+        model[1].weight.data.mul_(0.5)
+        with raises("written-kept-rows"):
+            forward(model)
+        model.reset_iter_state()
+        both(model)
+        loss = forward(model)
+        model[1].weight.data.mul_(0.5)  # backward computes with what forward has used
+        loss.backward()
+        model[1].reshard()
+        both(model)
+
+
+@pytest.mark.parametrize("scenario", ["steady", "changing", "offloaded", "stepping"])
+def test_memory_of_rows_is_used_in_order(scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert scenarios.staged_in_order(scenario, kept_rows.ROWS, monkeypatch, wire=KEEPS)
