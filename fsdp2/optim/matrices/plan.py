@@ -19,6 +19,9 @@ from fsdp2.optim.matrices.members import Line, MatrixMembers, Member, first_grou
 from fsdp2.optim.matrices.owners import MatrixOwners, Tally, Weight, assign, join_units
 from fsdp2.optim.runs import ParamGroupOptions
 
+KEPT = 16
+"""Choices of members with gradients whose waves are kept: experts without tokens make many."""
+
 Weigh = Callable[[Item], Weight]
 
 Specs = list[tuple[torch.Tensor, DTensorSpec | None]]
@@ -69,6 +72,8 @@ class StepPlan:
     ) -> list[Wave]:
         """What travels where these members have gradients; those that had none get owners now."""
         if present not in self._known:
+            if len(self._known) >= KEPT:
+                del self._known[next(iter(self._known))]
             found = [
                 m for m, is_there in zip(self.members.listed, present, strict=True) if is_there
             ]
