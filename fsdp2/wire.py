@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
+import torch
 from torch import nn
 
 from fsdp2.core.codecs.codec import check_coded
-from fsdp2.core.config import GroupOptions, Level, Wire
+from fsdp2.core.config import EXACT_BELOW, GroupOptions, Level, MixedPrecisionPolicy, Wire
 from fsdp2.core.gather import coded as gathers
 from fsdp2.core.gather.differences import DIFFERENCES
+from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.modules.registry import UnitRecord
-from fsdp2.core.params.param import ShardedParam, compute_dtype
+from fsdp2.core.params.param import PlannedParam, ShardedParam, compute_dtype, is_extended
 from fsdp2.core.reduce import coded as reductions
 
 Exact = Callable[[str, nn.Parameter], bool]
@@ -39,6 +41,7 @@ class WireFormat(TypedDict, total=False):
     differences: bool
     feedback: bool
     rotate: bool
+    level: Level
     exact: Exact | None
     exact_below: int
 
@@ -52,28 +55,15 @@ def set_wire_format(
     level: Level = "all",
 ) -> None:
     """Let the units of ``records`` send fewer bytes; see `FSDPModule.set_wire_format`."""
-    _check_name("gather", wire.gather, gathers.CODED)
-    _check_name("reduce", wire.reduce, reductions.CODED)
-    if wire.differences and wire.gather not in DIFFERENCES:
-        names = ", ".join(map(repr, DIFFERENCES))
-        raise ValueError(
-            f"set_wire_format(differences=True) is for parameters that travel in one of {names}; "
-            f"give their format as gather="
-        )
-    for name in ("rotate", "feedback"):
-        if getattr(wire, name) and wire.reduce is None:
-            raise ValueError(
-                f"set_wire_format({name}=True) is for gradients that travel in fewer bytes; give "
-                f"their format as reduce="
-            )
-    _check_level(records, wire, level)
+    _check_wire(wire)
+    _check_level(any(map(_has_levels, records)), wire, level)
     chosen = []
     for name, param, options in _params(module, records):
-        stays = param.axes.whole or param.sharded.numel() < exact_below
-        if exact is not None and not stays:
-            stays = bool(exact(name, param.sharded))
+        stays = param.axes.whole or _stays(name, param.sharded, exact, exact_below)
         if not stays:
-            _check(name, param, options, wire)
+            computed = compute_dtype(options, param)
+            reduced = options.precision.reduce_dtype or param.grad_dtype
+            _check(name, _Numbers(param.dtype, computed, reduced, param.is_extended), wire)
         chosen.append((param, stays))
     for param, stays in chosen:
         param.exact = stays
@@ -101,10 +91,77 @@ def _of_level(record: UnitRecord, wire: Wire, level: Level) -> Wire:
     return replace(wire, between_gather=gather, between_reduce=reduce)
 
 
-def _check_level(records: Sequence[UnitRecord], wire: Wire, level: Level) -> None:
+def check_planned(
+    module: nn.Module,
+    planned: Sequence[tuple[PlannedParam, MixedPrecisionPolicy]],
+    chosen: WireFormat,
+) -> None:
+    """Raise what `FSDPModule.set_wire_format` would raise once parameters are sharded as planned.
+
+    Args:
+        module: the module that it is to be called on.
+        planned: parameters of units to be, and their policies.
+        chosen: its arguments.
+
+    Raises:
+        ValueError: as for the setter, or an argument that it does not have.
+    """
+    for key in chosen.keys() - WireFormat.__annotations__.keys():
+        raise ValueError(
+            f"shard_model(wire=…) takes the arguments of set_wire_format, and {key!r} is none; use "
+            f"{', '.join(WireFormat.__annotations__)}"
+        )
+    exact, below = chosen.get("exact"), chosen.get("exact_below", EXACT_BELOW)
+    wire = wire_of(chosen)
+    _check_wire(wire)
+    _check_level(any(plan.axes.levels for plan, _ in planned), wire, chosen.get("level", "all"))
+    names = {param: name for name, param in module.named_parameters()}
+    for plan, policy in planned:
+        name, dtype = names.get(plan.param, plan.name), plan.param.dtype
+        if plan.axes.whole or _stays(name, plan.param, exact, below):
+            continue
+        computed = (plan.dtype_override or policy.param_dtype) if dtype.is_floating_point else None
+        reduced = policy.reduce_dtype or dtype
+        extended = is_extended(local_of(plan.param))
+        _check(name, _Numbers(dtype, computed or dtype, reduced, extended), wire)
+
+
+def wire_of(chosen: WireFormat) -> Wire:
+    """The formats that arguments name."""
+    return Wire(
+        chosen.get("gather"),
+        chosen.get("reduce"),
+        chosen.get("differences", False),
+        rotate=chosen.get("rotate", False),
+        feedback=chosen.get("feedback", False),
+    )
+
+
+def _stays(name: str, param: nn.Parameter, exact: Exact | None, exact_below: int) -> bool:
+    """Whether a parameter travels as it is."""
+    return param.numel() < exact_below or (exact is not None and bool(exact(name, param)))
+
+
+def _check_wire(wire: Wire) -> None:
+    _check_name("gather", wire.gather, gathers.CODED)
+    _check_name("reduce", wire.reduce, reductions.CODED)
+    if wire.differences and wire.gather not in DIFFERENCES:
+        names = ", ".join(map(repr, DIFFERENCES))
+        raise ValueError(
+            f"set_wire_format(differences=True) is for parameters that travel in one of {names}; "
+            f"give their format as gather="
+        )
+    for name in ("rotate", "feedback"):
+        if getattr(wire, name) and wire.reduce is None:
+            raise ValueError(
+                f"set_wire_format({name}=True) is for gradients that travel in fewer bytes; give "
+                f"their format as reduce="
+            )
+
+
+def _check_level(levels: bool, wire: Wire, level: Level) -> None:
     if level not in ("all", "inside", "between"):
         raise ValueError(f"set_wire_format takes level='all', 'inside' or 'between', not {level!r}")
-    levels = any(map(_has_levels, records))
     if level == "between" and not levels:
         raise ValueError(
             "set_wire_format(level='between') is for units that are sharded over two levels "
@@ -138,16 +195,27 @@ def _params(
                 yield found or param.name, param, group.options
 
 
-def _check(name: str, param: ShardedParam, options: GroupOptions, wire: Wire) -> None:
-    computed = compute_dtype(options, param)
+class _Numbers(NamedTuple):
+    """Dtypes of a parameter: of its shard, as gathered, and of its gradients' sums.
+
+    Attributes:
+        extended: whether its tensor subclass has all-gather hooks.
+    """
+
+    shard: torch.dtype
+    computed: torch.dtype
+    reduced: torch.dtype
+    extended: bool
+
+
+def _check(name: str, numbers: _Numbers, wire: Wire) -> None:
     if wire.gather is not None:
-        if param.is_extended:
+        if numbers.extended:
             raise ValueError(
                 f"parameter '{name}' cannot travel as {wire.gather}, since its tensor subclass "
                 f"says itself what is gathered (all-gather hooks); leave it exact by the argument "
                 f"exact= of set_wire_format"
             )
-        check_coded(name, (param.dtype, computed), wire.gather)
+        check_coded(name, (numbers.shard, numbers.computed), wire.gather)
     if wire.reduce is not None:
-        reduced = options.precision.reduce_dtype or param.grad_dtype
-        check_coded(name, (computed, reduced), wire.reduce)
+        check_coded(name, (numbers.computed, numbers.reduced), wire.reduce)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -32,6 +32,9 @@ from fsdp2.sharding.planned import Pending
 from fsdp2.sharding.selection import PlacementFn
 from fsdp2.sharding.selection import whole_below as small_whole
 from fsdp2.wrap.choices import Policy, chosen_modules
+
+if TYPE_CHECKING:
+    from fsdp2.wire import WireFormat
 
 Strategy = Literal["zero3", "zero2", "zero1", "replicated", "hybrid", "hybrid-zero2", "levels"]
 
@@ -155,6 +158,7 @@ def shard_model(
     offload_policy: OffloadPolicy | None = None,
     shard_placement_fn: PlacementFn | None = None,
     whole_below: int = 0,
+    wire: WireFormat | None = None,
     ignored: Iterable[nn.Module | nn.Parameter | str] = (),
 ) -> ShardReport:
     """Shard a whole model in place: what a policy chooses, bottom-up, then the model.
@@ -195,6 +199,8 @@ def shard_model(
         shard_placement_fn: as for `fully_shard`.
         whole_below: parameters of fewer elements stay whole on every rank, whatever places the
             others (`fsdp2.whole_below`). Default ``0``: none.
+        wire: arguments of `FSDPModule.set_wire_format`, which is called on the model then:
+            parameters and gradients travel in fewer bytes. Default ``None``: as they are.
         ignored: modules, parameters, or names of them: left alone with all that is below them.
 
     Returns:
@@ -238,7 +244,12 @@ def shard_model(
             placed = small_whole(whole_below, others)
             plan.options = {**plan.options, "shard_placement_fn": placed}
     plans = _planned(plans, params)
-    apply_calls([call for plan in plans if (call := plan.call) is not None])
+    calls = [call for plan in plans if (call := plan.call) is not None]
+    if wire is not None:
+        _check_wire(model, calls, wire)
+    apply_calls(calls)
+    if wire is not None and isinstance(model, FSDPModule):
+        model.set_wire_format(**wire)
     for plan in plans:
         for member in plan.modules:
             if isinstance(member, FSDPModule):
@@ -319,6 +330,13 @@ def _check_options(plan: _PlannedUnit) -> None:
                 f"not have; use mesh, reshard_after_forward, shard_placement_fn, mp_policy, "
                 f"offload_policy"
             )
+
+
+def _check_wire(model: nn.Module, calls: Sequence[PlannedCall], wire: WireFormat) -> None:
+    from fsdp2.wire import check_planned  # who does not use it does not load it
+
+    planned = [(plan, call.options.precision) for call in calls for plan in call.taken.plans]
+    check_planned(model, planned, wire)
 
 
 # ---- units

@@ -61,6 +61,43 @@ def _state(model: nn.Module) -> dict[str, Any]:
     return found
 
 
+WRONG_FORMATS: dict[str, tuple[str, fsdp2.WireFormat]] = {
+    "no format": ("wire-format-unknown", {"gather": "int2"}),
+    "alone": ("wire-format-alone", {"feedback": True}),
+    "differences of nothing": ("wire-format-differences", {"differences": True}),
+    "level": ("wire-level-of-one", {"gather": "int8", "level": "between"}),
+    "dtype": ("wire-format-dtype", {"gather": "int8", "exact_below": 0}),
+    "no argument": ("wire-argument", {"gathers": "int8"}),  # type: ignore[typeddict-unknown-key]
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_FORMATS)
+def test_shard_model_with_a_format(kind: str, sent: list[str]) -> None:
+    """The last parameter is of a dtype that no format takes."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
+    before = _state(model)
+    entry, wire = WRONG_FORMATS[kind]
+    with raises(entry):
+        fsdp2.shard_model(model, {nn.Linear}, wire=wire)
+    assert _state(model) == before
+    assert sent == []
+
+
+def test_shard_model_calls_the_setter(sent: list[str]) -> None:
+    """What is left exact by name may be of any dtype."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
+    wire: fsdp2.WireFormat = {
+        "gather": "int8",
+        "reduce": "bf16",
+        "exact": lambda name, _: name.startswith("1."),
+        "exact_below": 5,
+    }
+    fsdp2.shard_model(model, {nn.Linear}, wire=wire)
+    groups = {group.name: group for group in fsdp2.report(model).groups}
+    assert [groups[name].exact for name in ("0", "1")] == [["0.bias"], ["1.weight", "1.bias"]]
+    assert {(g.gather_format, g.reduce_format) for g in groups.values()} == {("int8", "bf16")}
+
+
 @pytest.mark.parametrize("entry", OF_A_MODULE)
 def test_shard_model(entry: str, sent: list[str]) -> None:
     """The last unit but one is wrong: those before it stay as they are."""
