@@ -157,7 +157,10 @@ FILES: dict[str, tuple[Any, str]] = {
     ),
     "slow_link": (
         {
-            "options": {"nodes": 2, "mbit": 200.0, "preset": "small", "precision": "bf16"},
+            "options": {
+                **{"nodes": 2, "ranks_per_node": 1, "mbit": 200.0, "grad_accum": 1},
+                **{"preset": "small", "precision": "bf16"},
+            },
             "rounds": {
                 "torch": {"step": [2.0], "sent": [3e6], "loss": [1.5]},
                 "8 bit": {"step": [1.0], "sent": [1e6], "loss": [1.25]},
@@ -165,6 +168,13 @@ FILES: dict[str, tuple[Any, str]] = {
             "ratios": {"torch / 8 bit": {"median": 2.0, "min": 2.0, "max": 2.0}},
         },
         "| 8 bit | 1.00  [1.00 .. 1.00] | 1.0 | 2.00 | 1.2500 |",
+    ),
+    "accuracy": (
+        {
+            "options": {"preset": "small", "steps": 20},
+            "losses": {"exact": {"0": 2.0, "1": 4.0}, "int8": {"0": 1.5, "1": 3.0}},
+        },
+        "| int8 | 2.2500 | 1.5000 .. 3.0000 | 2 | 0.7500 |",
     ),
     "muon": (
         {
