@@ -55,6 +55,12 @@ BYTE, NIBBLE = 1 + 4 / 128, 1 / 2 + 2 / 64
 CHOICES = (
     Choice("none", "fsdp2", "", _gathered_twice(2, 4)),
     Choice('`reduce="fp32"`', "fp32 sums", "", _gathered_twice(2, 4)),
+    Choice(
+        '`Levels` (or `set_keep_rows(True)`), and `reduce="fp32"`',
+        "levels and fp32 sums",
+        "",
+        _gathered_once(2, 4),
+    ),
     Choice('`reduce="bf16"`', "bf16 sums", "bf16-sums", _gathered_twice(2, 2)),
     Choice('`gather="int8", reduce="int8"`', "8 bit", "int8", _gathered_twice(BYTE, BYTE)),
     Choice(

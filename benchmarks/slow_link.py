@@ -54,6 +54,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "8-bit differences and 8-bit sums": ("--wire", "int8-differences"),
     "4-bit differences and 8-bit sums": ("--wire", "int4-differences"),
     "4 bit": ("--wire", "int4"),
+    "levels": ("--levels",),
+    "levels and fp32 sums": ("--levels", "--wire", "fp32-sums"),
+    "levels and 8-bit sums": ("--levels", "--wire", "int8-sums"),
 }
 """Options of `train_lm` by variant; torch's has none of ours."""
 TIMEOUT = datetime.timedelta(minutes=3)
@@ -158,7 +161,10 @@ def pools(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             where = [node for node in nodes for _ in range(options.ranks_per_node)]
             if variant == ONE:
                 where = where[:1]
-            common = {"variant": variant, "arguments": [*arguments, *VARIANTS[variant]]}
+            own_arguments = [*arguments, *VARIANTS[variant]]
+            if "--levels" in own_arguments:
+                own_arguments += ["--replicate", str(options.nodes)]
+            common = {"variant": variant, "arguments": own_arguments}
             specs = {
                 f"{variant}, rank {rank}": {
                     **common,

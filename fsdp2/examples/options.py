@@ -95,6 +95,7 @@ class Options:
     activation_checkpointing: bool
     reshard_after_forward: bool | None
     replicate: int  # groups of ranks that each hold all shards
+    levels: bool  # whether these groups share the masters, and hold only what they compute with
     tp: int  # ranks that share every layer's computation
     cpu_offload: bool
     optimizer: str  # "adamw" or "muon"
@@ -150,6 +151,8 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
     world_size = world_size_of(args.nproc, ranks, default)
     _check_world_size(world_size, micro_batch, args.replicate, args.tp, args.preset)
     local_world_size = ranks.local_world_size if ranks else world_size
+    if args.levels and (args.replicate < 2 or args.tp > 1 or args.plan is not None):
+        raise UsageError("--levels needs --replicate R of 2 or more, and knows no --tp or --plan")
     _check_folders(args)
     if args.plan is not None and (args.tp > 1 or args.lora is not None):
         raise UsageError("--plan knows neither --tp nor --lora: leave them out to plan the rest")
@@ -171,6 +174,7 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
             args.reshard_after_forward
         ],
         replicate=args.replicate,
+        levels=args.levels,
         tp=args.tp,
         cpu_offload=args.cpu_offload,
         optimizer=args.optimizer,
@@ -306,6 +310,11 @@ def _add_parallelism(parser: argparse.ArgumentParser) -> None:
         default=1,
         metavar="R",
         help="HSDP: R groups of ranks, each holding all shards (default: 1)",
+    )
+    add(
+        "--levels",
+        action="store_true",
+        help="with --replicate: shard masters and optimizer states over all ranks",
     )
     add(
         "--tp",

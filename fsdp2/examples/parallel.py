@@ -24,6 +24,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from fsdp2 import Levels
+
 from .lora import LoRALinear
 from .model import RMSNorm
 from .options import Options
@@ -42,10 +44,13 @@ def make_mesh(options: Options) -> DeviceMesh:
     return mesh
 
 
-def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
+def data_parallel_mesh(mesh: DeviceMesh, levels: bool = False) -> DeviceMesh | Levels:
     """The part of `mesh` that `fully_shard` takes: all but tensor parallelism."""
     names = mesh.mesh_dim_names or ()
-    return mesh["replicate", "shard"] if "replicate" in names else mesh["shard"]
+    if "replicate" not in names:
+        return mesh["shard"]
+    both = mesh["replicate", "shard"]
+    return Levels(both) if levels else both
 
 
 def data_parallel_rank(options: Options, rank: int) -> int:

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp2 import (
     CPUOffloadPolicy,
     FSDPModule,
+    Levels,
     MixedPrecisionPolicy,
     OffloadPolicy,
     Plan,
@@ -210,7 +211,7 @@ def build_model(options: Options, device: torch.device, mesh: DeviceMesh) -> Tra
     """
     with torch.device("meta"):
         model = Transformer(options.model, options.activation_checkpointing)
-    own = parallel.data_parallel_mesh(mesh)
+    own = parallel.data_parallel_mesh(mesh, options.levels)
     for name, part in model.parts():
         part.to_empty(device=device)
         reset_parameters(part, options.model, options.seed, prefix=name)
@@ -222,6 +223,8 @@ def build_model(options: Options, device: torch.device, mesh: DeviceMesh) -> Tra
             _shard(part, own, options, device)
     _shard(model, own, options, device)
     _send_in(model, options.wire)
+    if options.levels:
+        cast(FSDPModule, model).set_keep_rows(True)  # also where a group is one rank
     return model
 
 
@@ -230,7 +233,9 @@ def _send_in(model: nn.Module, wire: str) -> None:
         cast(FSDPModule, model).set_wire_format(**FORMATS[wire])
 
 
-def _shard(module: nn.Module, mesh: DeviceMesh, options: Options, device: torch.device) -> None:
+def _shard(
+    module: nn.Module, mesh: DeviceMesh | Levels, options: Options, device: torch.device
+) -> None:
     policy = MixedPrecisionPolicy()
     if options.precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -401,7 +406,8 @@ def _print_start(run: Run) -> None:
     trained = f" ({sum(p.numel() for p in run.trained):,} trained)" if options.lora else ""
     mesh = ""
     if options.replicate * options.tp > 1:
-        mesh = f" (replicate {options.replicate} x shard {options.shard_size} x tp {options.tp})"
+        outer = "levels" if options.levels else "replicate"
+        mesh = f" ({outer} {options.replicate} x shard {options.shard_size} x tp {options.tp})"
     offloaded = ", shards on the CPU" if options.cpu_offload else ""
     wire = "" if options.wire == "exact" else f", sent as {options.wire}"
     print(
