@@ -58,7 +58,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "slow_link_gigabit": ("slow_link.py", "--mbit", "1000"),
     "slow_link_four": ("slow_link.py", "--nodes", "4"),
     "slow_link_pairs": ("slow_link.py", "--ranks-per-node", "2", "--grad-accum", "4"),
-    "accuracy": ("accuracy.py",),
+    "accuracy": ("accuracy.py", "--formats", "exact,bf16-sums,int8,int4,int4-naive"),
 }
 """What `--measure` runs, by the last part of the file's name."""
 
