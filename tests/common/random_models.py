@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -68,7 +69,7 @@ def random_settings(
         all_reduce_hook=hook if rng.random() < 0.2 else None,  # type: ignore[arg-type]  # simulated
         keep_rows=apart.choice((None, None, True, False)),
     )
-    return {
+    settings: dict[str, Any] = {
         "world_size": rng.choice(ranks),
         "coalesces": rng.random() < 0.6,
         "precision": rng.choice(PRECISIONS),
@@ -78,6 +79,19 @@ def random_settings(
         "options": options,
         "levels": apart.random() < 0.5,
     }
+    if not _keeps_near_rows(settings):
+        settings["options"] = replace(options, keep_rows=None)
+    return settings
+
+
+def _keeps_near_rows(settings: dict[str, Any]) -> bool:
+    """Whether rows that are kept are a node's or a smaller group's in each group of a node.
+
+    Groups that keep all rows gather once per step: other rules count those.
+    """
+    smaller, levels = settings["smaller"], settings["levels"] and settings["copies"] > 1
+    sizes = {settings["world_size"], max(settings["world_size"] // 2, 1)} - {1}  # `Node.more`
+    return levels or all(smaller and smaller < size and size % smaller == 0 for size in sizes)
 
 
 def random_flags(rng: random.Random, sim: Simulation) -> None:

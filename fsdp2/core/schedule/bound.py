@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
-from fsdp2.core.device.buffers import FlatBuffer, TransientBuffer
+from fsdp2.core.device.buffers import Buffer, FlatBuffer, TransientBuffer
 from fsdp2.core.device.collectives import Collectives, Replicas
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import Streams
@@ -295,11 +295,14 @@ class Bound:
         """
         with torch.inference_mode(False), torch.no_grad():
             for transport in self.transports:
+                memory: Buffer = self.full
+                if transport.aliases:
+                    memory = group.shard if self.mirror is None else self.mirror
                 for slot, gathered in transport.parameters():
                     param = group.params[slot.index]
                     param.materialize(gathered)
                     assert param.unsharded is not None
-                    self.full.keep_valid(local_of(param.unsharded))
+                    memory.keep_valid(local_of(param.unsharded))
                     self._bind_swaps(param)
 
     def _bind_swaps(self, param: ShardedParam) -> None:
