@@ -26,6 +26,7 @@ _COUNTED = (
     *("--shrink", "8", "--cases", "32x9,llama,moe,lora"),
     *("--variants", "none,torch,fsdp2,packed"),
 )
+_FEW = "one process,torch,fsdp2,fp32 sums,8 bit,4 bit,levels,levels and fp32 sums"
 RUNS: dict[str, tuple[str, ...]] = {
     "host_cost": ("host_cost.py", "--no-scaling", "--rounds", "15"),
     "scaling": (
@@ -56,8 +57,11 @@ RUNS: dict[str, tuple[str, ...]] = {
     "slow_link": ("slow_link.py",),
     "slow_link_accumulated": ("slow_link.py", "--grad-accum", "4"),
     "slow_link_gigabit": ("slow_link.py", "--mbit", "1000"),
-    "slow_link_four": ("slow_link.py", "--nodes", "4"),
-    "slow_link_pairs": ("slow_link.py", "--ranks-per-node", "2", "--grad-accum", "4"),
+    "slow_link_four": ("slow_link.py", "--nodes", "4", "--variants", _FEW),
+    "slow_link_pairs": (
+        *("slow_link.py", "--ranks-per-node", "2", "--grad-accum", "4"),
+        *("--variants", _FEW),
+    ),
     "accuracy": ("accuracy.py", "--formats", "exact,bf16-sums,int8,int4,int4-naive"),
 }
 """What `--measure` runs, by the last part of the file's name."""
