@@ -42,6 +42,7 @@ def _resident() -> int:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.extended
 def test_memory_is_flat_over_200_saves(tmp_path: Path, overlap: bool) -> None:
     """Neither Python's objects, nor threads, files or pages grow; a state has 3 MiB."""
     model = nn.Linear(512, 512)

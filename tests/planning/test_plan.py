@@ -473,6 +473,7 @@ def test_settings_that_fit_are_found() -> None:
     assert "nothing that was tried fits 1 B" in str(nothing)
 
 
+@pytest.mark.extended
 def test_what_needs_more_than_what_does_not_fit_is_not_tried() -> None:
     """Every setting that is left out needs more than one that was tried, and that did not fit."""
     shape = presets.PRESETS["tiny"]

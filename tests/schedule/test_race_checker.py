@@ -159,6 +159,7 @@ def _wait_labels() -> set[str]:
     return labels
 
 
+@pytest.mark.extended
 def test_every_needed_wait_is_missed_and_no_other() -> None:
     """And every wait in the core's source is needed somewhere."""
     dropped = _drop_each_wait()
