@@ -62,6 +62,8 @@ RUNS: dict[str, tuple[str, ...]] = {
         *("slow_link.py", "--ranks-per-node", "2", "--grad-accum", "4"),
         *("--variants", _FEW),
     ),
+    "muon": ("muon.py",),
+    "muon_losses": ("muon.py", "--losses"),
     "accuracy": ("accuracy.py", "--formats", "exact,bf16-sums,int8,int4,int4-naive"),
 }
 """What `--measure` runs, by the last part of the file's name."""

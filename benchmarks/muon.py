@@ -216,6 +216,20 @@ def table(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[object, .
     return ("variant", "ms per step", "MB sent", "whole units", "busiest / mean"), rows
 
 
+def page_table(result: dict[str, Any]) -> str:
+    """What ran, and the table in Markdown."""
+    options = result["options"]
+    if "losses" in result:
+        ran = f"held-out loss of `train_lm --preset {options['preset']}`, nats per byte"
+    else:
+        ran = f"{options['units']} units of width {options['dim']}, {options['ranks']} ranks"
+    ratios = "; ".join(
+        f"{name}: {found['median']:.2f} [{found['min']:.2f} .. {found['max']:.2f}]"
+        for name, found in result.get("ratios", {}).items()
+    )
+    return f"{ran}:\n\n{stats.markdown(*table(result))}" + (f"\n\n{ratios}" if ratios else "")
+
+
 def _mean(losses: dict[str, float]) -> float:
     return statistics.fmean(losses.values())
 
