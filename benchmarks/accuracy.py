@@ -96,8 +96,10 @@ def write(options: argparse.Namespace, losses: Losses) -> None:
 
 
 def page_table(results: dict[str, Any]) -> str:
-    """The table in Markdown."""
-    return stats.markdown(*table(results["losses"]))
+    """What ran, and the table in Markdown."""
+    options = results["options"]
+    ran = f"`train_lm --preset {options['preset']}`, {options['steps']} steps, {RANKS} ranks"
+    return f"{ran}:\n\n{stats.markdown(*table(results['losses']))}"
 
 
 def table(losses: Losses) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
