@@ -229,7 +229,7 @@ class FSDPModule(TorchIdentity):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose whether backward sums gradients over replicas (HSDP).
 
-        Where there are no replicas, nothing changes. Parameters that stay whole on every rank
+        Without replicas nothing changes. Parameters that stay whole on every rank
         (``Replicate()`` from ``shard_placement_fn``) have the other ranks as replicas.
 
         Args:
@@ -788,7 +788,7 @@ class FSDPModule(TorchIdentity):
 
         With ``differences`` messages hold what parameters differ by from what was gathered last,
         which stays on each rank: errors are those of a step's change of the weights, and do not add
-        up. What stays is reused, too: parameters travel once per optimizer step, neither again in
+        up. Kept rows are reused, too: parameters travel once per optimizer step, neither again in
         backward nor for further micro-batches, until they may have been written (see the guide on
         slow networks, and call ``zero_grad()`` or ``reshard()`` after writes through ``.data``).
 
@@ -898,8 +898,8 @@ class FSDPModule(TorchIdentity):
 
         Kept rows count until shards may have changed: an optimizer steps, gradients are dropped, a
         forward without gradients begins or ends, a state dict is loaded, a parameter's version
-        shows a write, or the user calls ``reshard()``. Who writes shards by other routes in between
-        (``.data``, a collective) calls ``reshard()``.
+        shows a write, or the user calls ``reshard()``. A user who writes shards by other routes in
+        between (``.data``, a collective) calls ``reshard()``.
 
         Args:
             keep: whether they are kept.

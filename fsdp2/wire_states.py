@@ -45,7 +45,7 @@ class WireState:
         self._model = model
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What is to be saved, or to be read into. All ranks call it.
+        """State to be saved, or to be read into. All ranks call it.
 
         ``residuals.<parameter>`` is a DTensor of bf16 [ranks, ranks of the shard axis, n], sharded
         on dim 0 over all ranks of the parameter's mesh: each rank has its own, for each rank that
@@ -62,7 +62,7 @@ class WireState:
         """Take what another `state_dict` had; after the model has its parameters.
 
         Residuals of other ranks, or of other pieces of a parameter, are of no use: those begin at
-        zero then. Where a reference is missing, the next gather is an exact one. The first rank
+        zero then. If a reference is missing, the next gather is an exact one. The first rank
         warns of either.
 
         Args:
@@ -98,7 +98,7 @@ class WireState:
 
 
 def wire_state(model: nn.Module) -> WireState:
-    """What a run must save of its wire formats to go on as if it had not been interrupted.
+    """State that a run must save of its wire formats to go on as if it had not been interrupted.
 
     ``fsdp2.checkpoint.save`` and ``load`` do it by themselves. With torch's:
 

@@ -517,7 +517,7 @@ class _Load:
         self.rank_extra = _rank_extra(path, metadata, rank)
 
     def _read_wire(self) -> None:
-        """What wire formats keep between steps, now that parameters are there."""
+        """Load what wire formats keep between steps, now that parameters are there."""
         wire = wire_state(self._wanted.model)
         own, saved = wire.state_dict(), self._step.saved
         found = {n: v for n, v in own.items() if is_whole(saved.get(f"wire.{n}"), v)}

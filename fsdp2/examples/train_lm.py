@@ -181,7 +181,7 @@ ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
 
 def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
-    """What steps the parameters that are trained.
+    """The optimizer of the parameters that are trained.
 
     The learning rate is AdamW's; of Muon's matrices it is `MUON_RATE` times that.
     """

@@ -126,7 +126,7 @@ class EMA:
     def swapped(self) -> Iterator[nn.Module]:
         """The model with the averages as its weights, for evaluation and export; a context manager.
 
-        Shards and averages are exchanged in place, by pieces. Where they differ in dtype or device,
+        Shards and averages are exchanged in place, by pieces. If they differ in dtype or device,
         the weights are kept beside the averages meanwhile, which takes a shard more there. What is
         written to parameters inside is not kept. On leaving, also by an exception, the model has
         its weights again. All ranks enter and leave it together, if inside they gather anything.
@@ -211,7 +211,7 @@ class EMA:
     # ---- where they are
 
     def _weight(self) -> float:
-        """Of the weights in this update."""
+        """The share of the weights in this update."""
         if not self.updates:
             return 1.0
         if self._decay is None:

@@ -7,7 +7,7 @@
 
 Gradients that a reduction delivered lie side by side in the order of a run (`fsdp2.optim.runs`), so
 that the run's gradient is a view of them; otherwise they are copied side by side for that step.
-Where only some parameters of a run have a gradient, it is cut in two for good: the others are not
+If only some parameters of a run have a gradient, it is cut in two for good: the others are not
 stepped.
 
 Nothing but memory is shared out differently: state dicts are those of the plain optimizer

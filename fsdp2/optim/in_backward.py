@@ -27,7 +27,7 @@ from fsdp2.core.schedule.unit import unit_of
 from fsdp2.optim.runs import ParamGroupOptions, Section
 
 STEPPED = "_fsdp2_stepped_in_backward"
-"""Of a parameter: the optimizer that steps it in backward, by a weak reference."""
+"""A mark of a parameter: the optimizer that steps it in backward, by a weak reference."""
 
 
 class InSections(Protocol):

@@ -34,7 +34,7 @@ from fsdp2.core.pieces import round_up
 from fsdp2.optim.runs import ParamGroupOptions, ParamState, Section, Stretch
 
 OUT, BACK = REDUCE, COPY_IN
-"""Of streams that are the optimizer's own: one for each direction of copies."""
+"""Lanes of streams that are the optimizer's own: one for each direction of copies."""
 
 ALIGNMENT = 64
 """Bytes; of what lies in staging memory, for the CPU's vector registers."""
@@ -60,7 +60,7 @@ class _Slot:
 
 
 class Staging:
-    """What units travel through: two directions, and memory for two units.
+    """The way of units to the host and back: two directions, and memory for two units.
 
     Args:
         device: where the shards are.
@@ -170,7 +170,7 @@ def _bytes_of(run: Stretch) -> int:
 def _views(
     runs: Sequence[Stretch], memory: torch.Tensor
 ) -> Iterator[tuple[Stretch, torch.Tensor, torch.Tensor]]:
-    """Of each run its parameters' and its gradient's place in host memory."""
+    """Places in host memory of each run's parameters and gradient."""
     start = 0
     for run in runs:
         grad = run.flat.grad

@@ -63,7 +63,7 @@ class Section:
         self._inner: torch.optim.Optimizer | None = None
 
     def states(self) -> dict[torch.Tensor, ParamState]:
-        """Of each parameter, what its run has of it."""
+        """State of each parameter, out of its run's."""
         found: dict[torch.Tensor, ParamState] = {}
         for run in self.runs:
             assert self._inner is not None
@@ -137,7 +137,7 @@ class Section:
             run.drop_gradient()
 
     def written(self, groups: Sequence[ParamGroupOptions]) -> list[ParamGroupOptions]:
-        """What the last step has written into groups' options: a class may keep count there."""
+        """Options of groups that the last step has written: a class may keep count there."""
         assert self._inner is not None
         return [
             {key: value for key, value in options_of(inner).items() if value is not group.get(key)}
@@ -219,7 +219,7 @@ class Stretch:
 
 
 def options_of(group: ParamGroupOptions) -> ParamGroupOptions:
-    """What a parameter group says of how its parameters are stepped."""
+    """Options of a parameter group, without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
@@ -337,7 +337,7 @@ def _joined(run: Stretch, states: Sequence[ParamState]) -> ParamState:
 
 
 def _part_of(value: object, run: Stretch, param: torch.Tensor, start: int) -> object:
-    """What of a run's state belongs to one parameter."""
+    """The part of a run's state that belongs to one parameter."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.shape != run.flat.shape or value.dim() == 0:

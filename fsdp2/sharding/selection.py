@@ -33,7 +33,7 @@ from fsdp2.sharding.meshes import (
 )
 
 Placed = Shard | tuple[Shard, ...] | Replicate | ShardPlacementResult | None
-"""What is chosen for a parameter."""
+"""A choice for a parameter."""
 
 PlacementFn = Callable[[nn.Parameter], Placed]
 """What ``shard_placement_fn`` is."""

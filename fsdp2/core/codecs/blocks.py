@@ -42,7 +42,7 @@ class Blocks(Codec):
     scale_dtype: ClassVar[torch.dtype]
 
     def nbytes(self, numel: int) -> int:
-        """Of codes, and of a scale per block."""
+        """Codes, and a scale per block."""
         return round_up(self._scale_bytes(numel) + self.code_bytes(numel), ALIGNMENT)
 
     @abstractmethod

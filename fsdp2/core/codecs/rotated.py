@@ -23,7 +23,7 @@ from fsdp2.core.pieces import round_up
 BLOCK = 128
 """Numbers that are rotated together: a block of 8 bits, or two of 4."""
 SEED = 35
-"""Of the signs. Python says which numbers follow from a seed, in all versions alike."""
+"""The seed of the signs. Python says which numbers follow from a seed, in all versions alike."""
 
 
 class Rotated(Codec):
@@ -31,8 +31,8 @@ class Rotated(Codec):
 
     The largest magnitude of a block that holds one outlier falls to 1/11 of it. The other numbers
     of the block are then off by less, and the outlier by more: the error is as large for each.
-    What is not finite comes back as NaN of all 128. So do magnitudes above 3e37, whose rotation may
-    leave the range of fp32.
+    A number that is not finite comes back as NaN of all 128. So do magnitudes above 3e37, whose
+    rotation may leave the range of fp32.
 
     The matrix is made in the first use: its copy to a device is over when its call returns.
 
@@ -47,7 +47,7 @@ class Rotated(Codec):
         self._matrix: Tensor | None = None
 
     def nbytes(self, numel: int) -> int:
-        """Of whole blocks."""
+        """Bytes of whole blocks."""
         return self._codec.nbytes(round_up(numel, BLOCK))
 
     def encode(self, message: Tensor, numbers: Tensor) -> None:

@@ -7,7 +7,7 @@
 
 Weights change by little from step to step: a difference has small numbers, of which few bits are
 enough. All ranks, the owner too, add the same messages to the same reference by the same operators,
-so that all have equal bits. What a message leaves out is in the owner's next difference: errors do
+so that all have equal bits. The rest of a message is in the owner's next difference: errors do
 not add up, and the reference is off by what the last message has left out, and by the rounding of
 the compute dtype.
 
@@ -16,7 +16,7 @@ the compute dtype.
     restored, own rows alone          one exact all-gather of these rows, and one of differences
     there                             one all-gather of differences
 
-Where it is not finite, as a weight was, all ranks take it for zero from the next message on: it
+If it is not finite, as a weight was, all ranks take it for zero from the next message on: it
 follows the weights again. A message that nobody waits for, as a prefetch was wrong, is added too.
 """
 
@@ -117,7 +117,7 @@ class DifferenceGather(KeptTransport):
         self._coded.release()
 
     def _arrive(self) -> None:
-        """What was gathered becomes part of the reference, used or not."""
+        """Let what was gathered become part of the reference, used or not."""
         if self._codes:
             self.kernels.transform(self.add, self._reference, self._messages)
         if self._codes or self._exact:
@@ -146,9 +146,10 @@ class DifferenceGather(KeptTransport):
             self._known, self._restored = former._known, former._restored
 
     def inherit(self, former: KeptTransport) -> None:
-        """What was restored waits for its first gather, whichever of weights is loaded first.
+        """Let what was restored wait for its first gather, whichever of weights is loaded first.
 
-        What was gathered is of other weights: a difference to it would be large, and of few bits.
+        The reference that was gathered is of other weights: a difference to it would be large, and
+        of few bits.
         """
         if isinstance(former, DifferenceGather) and former._restored:
             self.follow(former)
@@ -183,7 +184,7 @@ class DifferenceGather(KeptTransport):
 
 
 def subtract(numbers: Tensor, reference: Tensor) -> None:
-    """What is to be added to ``reference``, as `DifferenceGather` adds it."""
+    """Numbers to be added to ``reference``, as `DifferenceGather` adds it."""
     numbers.sub_(torch.nan_to_num(reference.float(), 0.0, 0.0, 0.0))
 
 

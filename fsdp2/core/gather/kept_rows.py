@@ -44,7 +44,7 @@ class KeptTransport(PackedTransport):
         return self._packed.allocated
 
     def lose(self) -> None:
-        """What a gather has brought is not whole."""
+        """Take rows for lost: a gather may have stopped half way."""
 
     def release(self) -> None:
         """The rows stay."""

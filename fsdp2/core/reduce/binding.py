@@ -173,7 +173,7 @@ def bind_reduction(
 
 
 def _coded_pieces() -> type[PiecesReduce]:
-    """Who does not use it does not load it."""
+    """The module, loaded by whoever uses it."""
     from fsdp2.core.reduce.coded_levels import CodedPieces
 
     return CodedPieces

@@ -7,7 +7,7 @@ A rank has a residual for each rank that it sends to: [ranks, n], as its gradien
 interleaved. That is a whole gradient of the unit, on each rank. So it is kept in bf16, which has
 the range of fp32: of what a message leaves out, 1/512 is then lost.
 
-Of a block that is not finite the residual becomes zero: the message has told the receivers. A
+The residual of a block that is not finite becomes zero: the message has told the receivers. A
 residual is sent with gradients or without: where no rank had a gradient, it is dropped with them.
 
 Residuals belong to parameters. A reduction that is bound anew takes over those of the parameters
@@ -31,7 +31,7 @@ DTYPE = torch.bfloat16
 
 
 class Units(NamedTuple):
-    """What residuals are: of equal units, one may be taken over for another.
+    """Facts of residuals: of equal units, one may be taken over for another.
 
     Attributes:
         ranks: how many ranks gradients are sent to.

@@ -33,7 +33,7 @@ STAGING = "reduce-scatter input between nodes"
 
 @dataclass(frozen=True)
 class Pieces:
-    """Where the pieces of a group's rows are kept.
+    """Places of the pieces of a group's rows.
 
     Attributes:
         collectives: of the ranks that share rows.
@@ -139,7 +139,7 @@ class PiecesReduce(PackingReduce):
 
 
 class BetweenNodes:
-    """What stands where HSDP all-reduces.
+    """The step that stands where HSDP all-reduces.
 
     Args:
         transport: how sums travel.

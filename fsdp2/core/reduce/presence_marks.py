@@ -115,7 +115,7 @@ class PresenceMarks:
         return [there and not here for here, there in zip(job.present, found, strict=False)]
 
     def within(self, flat: torch.Tensor | None) -> torch.Tensor:
-        """Where their sums are in the flat result."""
+        """The place of their sums in the flat result."""
         assert flat is not None
         assert self.start is not None
         return flat.narrow(0, self.start, self.width)

@@ -91,11 +91,11 @@ class Bindable(Protocol):
 
     @property
     def between(self) -> Collectives | None:
-        """Of the ranks that hold pieces of the same rows."""
+        """Collectives of the ranks that hold pieces of the same rows."""
 
     @property
     def shard_layout(self) -> GroupLayout | None:
-        """Where what optimizers step is in the flat shard."""
+        """The layout of what optimizers step in the flat shard."""
 
     @property
     def keeps_rows(self) -> bool:

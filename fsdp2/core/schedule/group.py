@@ -220,12 +220,12 @@ class ParamGroup:
 
     @property
     def between(self) -> Collectives | None:
-        """Of the ranks that hold pieces of the same rows, with masters sharded over two levels."""
+        """Collectives of the ranks with pieces of the same rows, where masters have two levels."""
         return self.runtime.between
 
     @property
     def shard_layout(self) -> GroupLayout | None:
-        """Where what optimizers step is in the flat shard: of rows, or of their pieces."""
+        """The layout of what optimizers step in the flat shard: of rows, or of their pieces."""
         return None if self.layout is None else self.layout.pieces or self.layout
 
     def adopt(self) -> None:

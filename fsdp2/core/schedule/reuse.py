@@ -8,7 +8,7 @@
     of a group           it is bound again; an exception has ended an iteration
 
 Else the rows are what a gather would bring (invariant I17). All of these are facts that ranks share
-(I1): none of them is seen on one rank alone, and nobody waits for a device. What a user writes by a
+(I1): none of them is seen on one rank alone, and nobody waits for a device. A write of a user by a
 route that no version counter shows (``.data``, ``numpy()``, a collective), and without any of
 these, would be lost; ``fsdp2.debug(check_writes=True)`` refuses it.
 """

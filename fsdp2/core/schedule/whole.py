@@ -7,7 +7,7 @@
 
 A unit's end leaves the gradients of such a group alone, or adds them up in the reduce dtype where
 no all-reduce follows in this backward. The end of backward takes those of all units that all-reduce
-now (invariant I10). What is taken of a group is what its own reductions collect; one reduction of
+now (invariant I10). A group gives what its own reductions collect; one reduction of
 all members is bound besides, and runs. Which members it has follows from units' flags and from what
 the groups are bound to, so that all ranks have the same (invariant I1).
 """

@@ -32,13 +32,13 @@ from fsdp2.optim.matrices.plan import StepPlan, specs_of
 from fsdp2.optim.runs import ParamGroupOptions, ParamState, wrapped
 
 Params = Iterable[torch.Tensor] | Iterable[ParamGroupOptions] | Iterable[tuple[str, torch.Tensor]]
-"""What torch's optimizers take."""
+"""Parameters or groups, as torch's optimizers take them."""
 
 Given = torch.Tensor | tuple[str, torch.Tensor]
 """A parameter, with its name or without."""
 
 MatrixState = MutableMapping[str, object]
-"""What an optimizer keeps for one matrix, on its owner."""
+"""State that an optimizer keeps for one matrix, on its owner."""
 
 RowUpdate = tuple[torch.Tensor, torch.Tensor, tuple[int, int]]
 """A view of rows, their updates, and the shape of the whole matrix."""
@@ -133,7 +133,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         states: Sequence[ParamState],
         group: ParamGroupOptions,
     ) -> list[torch.Tensor]:
-        """What travels to owners, of this rank's rows: here the gradients.
+        """Numbers that travel to owners, of this rank's rows: here the gradients.
 
         Args:
             grads: rows; must not be overwritten.
@@ -147,11 +147,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return dtype
 
     def flops(self, rows: int, columns: int) -> float:
-        """Of one update, by which owners are chosen: here a product with the smaller square."""
+        """Work of one update, which owners are chosen by: a product with the smaller square."""
         return 2.0 * rows * columns * min(rows, columns)
 
     def step_size(self, shape: tuple[int, int], group: ParamGroupOptions) -> float:
-        """What updates of matrices of ``shape`` are multiplied by: here the learning rate."""
+        """The factor of updates of matrices of ``shape``: here the learning rate."""
         return number_of(group, "lr")
 
     def write_rows(

@@ -48,7 +48,7 @@ class Box:
         return math.prod(self.lengths)
 
     def meet(self, other: Box) -> Box:
-        """What both have; it may be empty."""
+        """The part that both have; it may be empty."""
         starts = tuple(map(max, self.starts, other.starts))
         ends = map(min, self._ends, other._ends)
         return Box(starts, tuple(max(0, e - s) for s, e in zip(starts, ends, strict=True)))
@@ -154,7 +154,7 @@ def _overlap(boxes: Sequence[Box]) -> bool:
 
 
 def _matrix(whole: torch.Tensor, part: object) -> Matrix | None:
-    """Where a view of ``whole`` lies in it; ``None`` of what is no matrix in it."""
+    """The place of a view of ``whole`` in it; ``None`` for what is no matrix in it."""
     if not isinstance(part, torch.Tensor) or part.dim() != 2:
         return None
     if part.untyped_storage()._cdata != whole.untyped_storage()._cdata:
@@ -178,7 +178,7 @@ def _matrix(whole: torch.Tensor, part: object) -> Matrix | None:
 
 
 def _runs(whole: torch.Tensor, part: torch.Tensor) -> list[dict[int, int]] | None:
-    """Of both dims of ``part`` the dims of ``whole`` that it runs along, and how far in each."""
+    """Dims of ``whole`` that both dims of ``part`` run along, and how far in each."""
     found: list[dict[int, int]] = []
     for size, stride in zip(part.shape, part.stride(), strict=True):
         run: dict[int, int] = {}
@@ -221,7 +221,7 @@ class Spread:
 
 
 def plain_spread(shape: torch.Size) -> Spread:
-    """Of a parameter that is on no mesh: every rank steps it by itself."""
+    """The plan of a parameter that is on no mesh: every rank steps it by itself."""
     return Spread((), (Box.whole(shape),), ((),), 0)
 
 
@@ -272,7 +272,7 @@ def _box_at(
     placements: tuple[object, ...],
     shape: torch.Size,
 ) -> Box:
-    """What the rank at ``place`` holds: pieces of pieces, those of `_StridedShard` the last."""
+    """The part of the rank at ``place``: pieces of pieces, those of `_StridedShard` the last."""
     starts, lengths = [0] * len(shape), list(shape)
     axes = [axis for axis, p in enumerate(placements) if not isinstance(p, Replicate)]
     for axis in sorted(axes, key=lambda axis: isinstance(placements[axis], _StridedShard)):

@@ -37,7 +37,7 @@ class Elementwise:
 
     @property
     def defaults(self) -> dict[str, object]:
-        """What a group of such parameters has."""
+        """Options of a group of such parameters."""
         return dict(self._twin.defaults)
 
     def step(self, groups: Sequence[ParamGroupOptions], state: States) -> None:

@@ -40,11 +40,11 @@ class Item:
 
     @property
     def matrix(self) -> Matrix:
-        """Where it lies."""
+        """The matrix that it is a part of."""
         return self.member.matrices[self.number]
 
     def held_by(self, position: int) -> Box:
-        """What a rank holds of it, in indices of the parameter."""
+        """The part of a rank, in indices of the parameter."""
         return self.member.spread.boxes[position].meet(self.matrix.box)
 
     def feeds(self, position: int) -> bool:
@@ -80,7 +80,7 @@ class Stack:
 
 
 class _Message:
-    """What a rank receives, under way: flat, one rank's part behind the other's."""
+    """Messages to a rank, under way: flat, one rank's part behind the other's."""
 
     def __init__(
         self, line: Line, sent: Sequence[Sequence[_Piece]], received: Sequence[Sequence[_Piece]]
@@ -117,10 +117,10 @@ class _Message:
 
 
 class MatrixStep(Protocol):
-    """What an optimizer does with rows and matrices."""
+    """The work of an optimizer on rows and matrices."""
 
     def rows_to_send(self, members: Sequence[Member]) -> dict[Member, torch.Tensor]:
-        """Of each what travels, shaped as its rows."""
+        """Numbers of each that travel, shaped as its rows."""
 
     def update(self, stack: Stack) -> torch.Tensor:
         """The updates of a stack, shaped as its matrices."""
@@ -246,7 +246,7 @@ def _updates(stacks: deque[Stack], count: int, step: MatrixStep) -> list[Stack]:
 
 
 def _pieces(held: Iterable[tuple[Item, int]]) -> list[_Piece]:
-    """What ranks hold of items, but for what is empty."""
+    """Parts of items that ranks hold, but for empty ones."""
     found = (_Piece(item, item.held_by(position)) for item, position in held)
     return [piece for piece in found if piece.box.numel]
 

@@ -143,7 +143,7 @@ class MatrixMembers:
         return list(self._lines.values())
 
     def present(self, gradients: Sequence[torch.Tensor | None]) -> tuple[bool, ...]:
-        """Of each member whether any rank of its line has a gradient; the same on all of them."""
+        """Whether any rank of each member's line has a gradient; the same on all of them."""
         found = [gradient is not None for gradient in gradients]
         asked: set[tuple[int, ...]] = set()
         for line in self.lines:

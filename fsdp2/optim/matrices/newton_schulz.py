@@ -46,6 +46,6 @@ def _orthogonalized(
 
 
 def flops(rows: int, columns: int, steps: int) -> float:
-    """Of one matrix: two products with it a step, and one of the smaller square."""
+    """FLOPs of one matrix: two products with it a step, and one of the smaller square."""
     small, large = sorted((rows, columns))
     return steps * (4.0 * small * small * large + 2.0 * small**3)

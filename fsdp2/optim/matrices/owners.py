@@ -43,7 +43,7 @@ class MatrixOwners:
 
 @dataclass
 class Tally:
-    """What ranks have to do so far.
+    """Work of ranks so far.
 
     Attributes:
         flops: of each rank.
@@ -110,7 +110,7 @@ def join_units(units: Sequence[Sequence[Weight]], ranks: int) -> list[range]:
 
 
 def _spread(wave: Sequence[Weight], ranks: int) -> tuple[float, int]:
-    """Of a wave alone: work of the busiest over the mean, and bytes of who owns most."""
+    """Work of a wave's busiest rank over the mean, and bytes of the rank that owns most."""
     load = Tally.of(ranks)
     assign(wave, load)
     total = sum(load.flops)

@@ -1,4 +1,4 @@
-"""Who owns what, and what travels: decided from facts that all ranks share, and kept.
+"""Owners, and what travels: decided from facts that all ranks share, and kept.
 
 waves      of the members that have gradients: made once for each such choice
 owners     of a matrix from its first gradient on: frozen ones weigh nothing
@@ -29,7 +29,7 @@ Specs = list[tuple[torch.Tensor, DTensorSpec | None]]
 
 
 def specs_of(groups: Iterable[ParamGroupOptions]) -> Specs:
-    """What a plan is made of: if one is another, so is the plan."""
+    """Facts that a plan is made of: if one is another, so is the plan."""
     return [
         (param, param._spec if isinstance(param, DTensor) else None)
         for group in groups
@@ -39,7 +39,7 @@ def specs_of(groups: Iterable[ParamGroupOptions]) -> Specs:
 
 @dataclass(eq=False)
 class StepPlan:
-    """Who owns what, and what travels.
+    """Owners, and what travels.
 
     Attributes:
         members: all parameters with matrices.
@@ -70,7 +70,7 @@ class StepPlan:
         weigh: Weigh,
         batched: bool,
     ) -> list[Wave]:
-        """What travels where these members have gradients; those that had none get owners now."""
+        """Messages where these members have gradients; those that had none get owners now."""
         if present not in self._known:
             if len(self._known) >= KEPT:
                 del self._known[next(iter(self._known))]
