@@ -21,6 +21,7 @@ import datetime
 import json
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,8 @@ Losses = dict[str, dict[str, float]]
 
 
 def make_worker(spec: dict[str, Any]) -> workers.Handler:
-    rank = workers.join_ranks(spec, RANKS, TIMEOUT)
-    run = gloo.make_run("fsdp2", rank, spec["arguments"])
+    rank = workers.join_ranks(spec, spec["ranks"], TIMEOUT)
+    run = gloo.make_run("fsdp2", rank, spec["arguments"], spec["ranks"])
 
     def handle(request: dict[str, Any]) -> dict[str, Any]:
         for step in range(run.options.steps):
@@ -62,17 +63,34 @@ def make_worker(spec: dict[str, Any]) -> workers.Handler:
     return handle
 
 
+def trained(
+    arguments: Sequence[str], ranks: int = RANKS, evaluate: Sequence[str] = ()
+) -> dict[str, float]:
+    """Held-out losses of one run of `train_lm`.
+
+    Args:
+        arguments: of `train_lm`.
+        ranks: gloo ranks of one thread.
+        evaluate: formats that weights are sent in for more losses, which have their names.
+
+    Returns:
+        The loss after the last step, as "loss", and these.
+    """
+    spec = {"arguments": [*arguments, "--threads", "1"], "ranks": ranks}
+    with workers.rank_pools("accuracy", {"run": spec}, ranks) as pools:
+        return pools["run"].ask(evaluate=list(evaluate))
+
+
 def train(options: argparse.Namespace, wire: str, seed: int) -> dict[str, float]:
     """The held-out losses of one run, by the column that they are of."""
-    arguments = ["--preset", options.preset, "--steps", str(options.steps), "--threads", "1"]
+    arguments = ["--preset", options.preset, "--steps", str(options.steps)]
     arguments += ["--precision", options.precision, "--seed", str(seed), "--wire", wire]
     arguments += ["--batch-size", str(options.batch_size)]
     arguments += ["--data", options.data] if options.data else []
-    with workers.rank_pools("accuracy", {wire: {"arguments": arguments}}, RANKS) as pools:
-        answer = pools[wire].ask(evaluate=list(SENT) if wire == EXACT else [])
-    found = {wire: float(answer["loss"])}
+    answer = trained(arguments, evaluate=list(SENT) if wire == EXACT else ())
+    found = {wire: answer["loss"]}
     if wire == EXACT:
-        found.update({name: float(answer[gather]) for gather, name in SENT.items()})
+        found.update({name: answer[gather] for gather, name in SENT.items()})
     return found
 
 

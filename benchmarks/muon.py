@@ -26,9 +26,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
-import re
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,8 +41,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fsdp2
+from benchmarks import accuracy, stats, workers
 from benchmarks import options as common
-from benchmarks import stats, workers
 from fsdp2.optim.matrices import exchange
 from fsdp2.optim.matrices.newton_schulz import COEFFICIENTS, EPS, STEPS, orthogonalized
 
@@ -236,14 +234,9 @@ def _mean(losses: dict[str, float]) -> float:
 
 def train(options: argparse.Namespace, optimizer: str, seed: int) -> float:
     """The held-out loss of one run of `train_lm`."""
-    command = [sys.executable, "-m", "fsdp2.examples.train_lm", "--preset", options.preset]
-    command += ["--optimizer", optimizer, "--seed", str(seed), "--nproc", str(options.ranks)]
-    command += ["--threads", "1", "--device", "cpu"]
-    command += ["--steps", str(options.train_steps)] if options.train_steps else []
-    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=workers.ROOT)
-    found = re.search(r"held-out loss, final +([\d.]+) nats", done.stdout)
-    assert found is not None, done.stdout
-    return float(found[1])
+    arguments = ["--preset", options.preset, "--optimizer", optimizer, "--seed", str(seed)]
+    arguments += ["--steps", str(options.train_steps)] if options.train_steps else []
+    return accuracy.trained(arguments, options.ranks)["loss"]
 
 
 def measure_losses(options: argparse.Namespace) -> dict[str, Any]:
@@ -283,7 +276,7 @@ def main(arguments: list[str] | None = None) -> None:
         result = measure(options)
     print(stats.table(*table(result)))
     stats.print_ratios(result.get("ratios", {}))
-    stats.write_json(options.json, "cpu", result)
+    stats.write_json(options.json, "cpu", result, timed=not options.losses)
 
 
 if __name__ == "__main__":
