@@ -3,6 +3,7 @@
     transport      how a segment travels: coalesced, packed, local, custom
     coded          how a segment travels in fewer bytes
     differences    the same, as differences to what was gathered last
+    messages       what both send: a message of each rank, and the collective of them
     kinds          which of them a segment has
     kept_rows      rows that the next gathers reuse, and the two routes of a group that keeps them
     extension      the transport of tensor subclasses that say themselves what travels

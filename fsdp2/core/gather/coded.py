@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-
 from fsdp2.core.codecs.blocks import Bytes, Nibbles
 from fsdp2.core.codecs.codec import NUMBERS, Codec
 from fsdp2.core.device.collectives import Work
+from fsdp2.core.gather.messages import Messages
 from fsdp2.core.gather.transport import PackedTransport, SegmentTransport
 
 MESSAGES = "coded shards"
@@ -36,20 +35,13 @@ class CodedGather(PackedTransport):
         self.casts = True  # it encodes in front of the collective
         width = segment.shard_numel
         nbytes = self.codec.nbytes(width)
-        self._coded = self.kernels.transient(ranks * nbytes, MESSAGES)
-        self._messages = self._coded.view(torch.uint8, 0, (ranks, nbytes))
-        self._own = self._coded.view(torch.uint8, self.collectives.rank * nbytes, (1, nbytes))
+        self._messages = Messages(nbytes, self.collectives, self.kernels, MESSAGES)
         self._packed.acquire()
         self._numbers = self._packed.view(segment.full_dtype, 0, (ranks, width))
         shard = (segment.shard_dtype, segment.shard_byte_offset, (1, width))
         self._shards = self._shard.view(*shard)
-        flat = (ranks * nbytes,)
-        self._gather = self.collectives.bind_all_gather(
-            self._coded.view(torch.uint8, 0, flat),
-            self._coded.view(torch.uint8, self.collectives.rank * nbytes, (nbytes,)),
-        )
         self._packed.release()
-        self._coded.release()
+        self._messages.memory.release()
 
     @classmethod
     def row_bytes(cls, numel: int, itemsize: int) -> int:
@@ -57,21 +49,21 @@ class CodedGather(PackedTransport):
 
     def acquire(self) -> None:
         super().acquire()
-        self._coded.acquire()
+        self._messages.memory.acquire()
 
     def copy_in(self) -> None:
-        self.kernels.transform(self.codec.encode, self._own, self._shards)
+        self.kernels.transform(self.codec.encode, self._messages.own, self._shards)
 
     def gather(self) -> Work | None:
-        return self._gather()
+        return self._messages.gather()
 
     def copy_out(self) -> None:
-        self.kernels.transform(self.codec.decode, self._numbers, self._messages)
+        self.kernels.transform(self.codec.decode, self._numbers, self._messages.every)
         super().copy_out()
 
     def release(self) -> None:
         super().release()
-        self._coded.release()
+        self._messages.memory.release()
 
 
 class BytesGather(CodedGather):

@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 
 from fsdp2.core.codecs.blocks import Bytes, Nibbles
-from fsdp2.core.codecs.codec import ALIGNMENT, Codec
+from fsdp2.core.codecs.codec import Codec
 from fsdp2.core.device.collectives import Work
 from fsdp2.core.gather.kept_rows import KeptTransport
+from fsdp2.core.gather.messages import Messages
 from fsdp2.core.layout.layout import Slot
-from fsdp2.core.pieces import round_up
 
 MESSAGES = "coded differences"
 
@@ -58,11 +58,7 @@ class DifferenceGather(KeptTransport):
         self._exact = self._codes = False  # what a gather that has begun brings
         width = segment.shard_numel
         nbytes = self.codec.nbytes(width)
-        begin = round_up(ranks * nbytes, ALIGNMENT)
-        self._coded = self.kernels.transient(begin + 4 * width, MESSAGES)
-        self._messages = self._coded.view(torch.uint8, 0, (ranks, nbytes))
-        self._own = self._coded.view(torch.uint8, rank * nbytes, (1, nbytes))
-        self._numbers = self._coded.view(torch.float32, begin, (1, width))
+        self._messages = Messages(nbytes, self.collectives, self.kernels, MESSAGES, width)
         shard = (segment.shard_dtype, segment.shard_byte_offset, (1, width))
         self._shards = self._shard.view(*shard)
         self._packed.acquire()
@@ -73,12 +69,8 @@ class DifferenceGather(KeptTransport):
             self._packed.view(segment.full_dtype, 0, (ranks * width,)),
             self._packed.view(segment.full_dtype, start, (width,)),
         )
-        self._gather_messages = self.collectives.bind_all_gather(
-            self._coded.view(torch.uint8, 0, (ranks * nbytes,)),
-            self._coded.view(torch.uint8, rank * nbytes, (nbytes,)),
-        )
         self._packed.release()
-        self._coded.release()
+        self._messages.memory.release()
 
     @classmethod
     def row_bytes(cls, numel: int, itemsize: int) -> int:
@@ -90,22 +82,23 @@ class DifferenceGather(KeptTransport):
         super().acquire()
         self._exact, self._codes = not self._known, self._known or self._restored
         if self._codes:
-            self._coded.acquire()
+            self._messages.memory.acquire()
 
     def copy_in(self) -> None:
         kernels = self.kernels
         if not self._codes:
             kernels.copy(self._own_row, self._shards)
             return
-        kernels.copy(self._numbers, self._shards)
-        kernels.transform(subtract, self._numbers, self._own_row)
-        kernels.transform(self.codec.encode, self._own, self._numbers)
+        messages = self._messages
+        kernels.copy(messages.numbers, self._shards)
+        kernels.transform(subtract, messages.numbers, self._own_row)
+        kernels.transform(self.codec.encode, messages.own, messages.numbers)
 
     def gather(self) -> Work | None:
         if not self._exact:
-            return self._gather_messages()
+            return self._messages.gather()
         first = self._gather_all()
-        second = self._gather_messages() if self._codes else None
+        second = self._messages.gather() if self._codes else None
         return _Both(first, second) if first is not None and second is not None else first
 
     def copy_out(self) -> None:
@@ -114,12 +107,12 @@ class DifferenceGather(KeptTransport):
 
     def release(self) -> None:
         self._arrive()  # unless it has
-        self._coded.release()
+        self._messages.memory.release()
 
     def _arrive(self) -> None:
         """Let what was gathered become part of the reference, used or not."""
         if self._codes:
-            self.kernels.transform(self.add, self._reference, self._messages)
+            self.kernels.transform(self.add, self._reference, self._messages.every)
         if self._codes or self._exact:
             self._known, self._restored = True, False
         self._exact = self._codes = False
