@@ -35,6 +35,8 @@ from fsdp2.core.layout.layout import (
     Segment,
     Slot,
     Transport,
+    can_coalesce,
+    side_by_side,
 )
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.params.param import ShardedParam, Swap
@@ -71,24 +73,19 @@ def smaller_segment(
         pack_below: bytes of a piece below which what is packed stays so. Default 0: none does.
     """
     itemsize = segment.full_dtype.itemsize
-    slots: list[Slot] = []
-    offset = 0
     cut = [replace(slot, cut=Cut(slot.dim), world_size=world_size) for slot in segment.slots]
-    for slot in sorted(cut, key=lambda slot: not slot.in_order):  # as in a packed segment
-        smaller = replace(slot, shard_offset=offset)
-        slots.append(smaller)
-        offset += smaller.shard_numel
-    aligned = all(s.in_order and s.shard_numel and s.aligned(itemsize) for s in slots)
+    slots, numel = side_by_side(cut)
+    straight = coalesces and can_coalesce(slots, itemsize)
     large = segment.transport is Transport.COALESCED or all(
         slot.shard_numel * itemsize >= pack_below for slot in slots
     )
     multiple = max(COLLECTIVE_ALIGN_BYTES // itemsize, 1)
     return replace(
         segment,
-        transport=Transport.COALESCED if coalesces and aligned and large else Transport.PACKED,
+        transport=Transport.COALESCED if straight and large else Transport.PACKED,
         shard_dtype=segment.full_dtype,
         slots=tuple(slots),
-        shard_numel=round_up(offset, multiple),
+        shard_numel=round_up(numel, multiple),
         shard_byte_offset=shard_byte_offset,
     )
 

@@ -23,8 +23,8 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeVar, cast
 
@@ -34,6 +34,7 @@ from fsdp2.core.device.buffers import Strided, row_major
 from fsdp2.core.pieces import ceil_div, round_up
 
 T = TypeVar("T")
+AnySlot = TypeVar("AnySlot", bound="Slot")
 
 COLLECTIVE_ALIGN_BYTES = 16
 """NCCL moves chunks of a multiple of 16 bytes with vector loads, others element by element."""
@@ -395,6 +396,25 @@ class GroupLayout:
     def padding_bytes(self) -> int:
         """Bytes of the flat shard, over all ranks, that hold no parameter, divided by ranks."""
         return self.shard_bytes - ceil_div(self.payload_bytes, self.world_size)
+
+
+def side_by_side(slots: Iterable[AnySlot]) -> tuple[list[AnySlot], int]:
+    """Slots of a packed segment: those in order first, each behind the other in the shard.
+
+    Returns:
+        The slots with their offsets, and how many elements they take.
+    """
+    placed: list[AnySlot] = []
+    offset = 0
+    for slot in sorted(slots, key=lambda slot: not slot.in_order):
+        placed.append(replace(slot, shard_offset=offset))
+        offset += slot.shard_numel
+    return placed, offset
+
+
+def can_coalesce(slots: Iterable[Slot], itemsize: int) -> bool:
+    """Whether each slot is gathered into its place, with no copy afterwards."""
+    return all(slot.in_order and slot.shard_numel and slot.aligned(itemsize) for slot in slots)
 
 
 def pick_transport(param: ParamShape, world_size: int, coalesces: bool) -> Transport:

@@ -31,6 +31,8 @@ from fsdp2.core.layout.layout import (
     Segment,
     Slot,
     Transport,
+    can_coalesce,
+    side_by_side,
 )
 from fsdp2.core.layout.mesh import MeshAxes
 from fsdp2.core.pieces import round_up
@@ -127,25 +129,19 @@ def pieces_layout(
 
 
 def _pieces(segment: Segment, rows: Segment, rank: int, ranks: int, coalesces: bool) -> Segment:
-    slots: list[PieceSlot] = []
+    cut: list[PieceSlot] = []
     for slot in segment.slots:
-        shape, cut = slot.local_shape(rank), Cut(slot.dim)
-        slots.append(PieceSlot(slot.index, shape, cut, ranks, 0, slot.shard_offset, slot, rank))
-    slots.sort(key=lambda slot: not slot.in_order)  # as in a packed segment
-    offset = 0
-    for position, slot in enumerate(slots):
-        slots[position] = replace(slot, shard_offset=offset)
-        offset += slot.shard_numel
+        shape, part = slot.local_shape(rank), Cut(slot.dim)
+        cut.append(PieceSlot(slot.index, shape, part, ranks, 0, slot.shard_offset, slot, rank))
+    slots, numel = side_by_side(cut)
     itemsize = min(segment.shard_dtype.itemsize, segment.full_dtype.itemsize)
-    straight = coalesces and all(
-        slot.in_order and slot.shard_numel and slot.aligned(itemsize) for slot in slots
-    )
+    straight = coalesces and can_coalesce(slots, itemsize)
     return Segment(
         transport=Transport.COALESCED if straight else Transport.PACKED,
         shard_dtype=segment.shard_dtype,
         full_dtype=segment.full_dtype,
         slots=tuple(slots),
-        shard_numel=round_up(offset, max(COLLECTIVE_ALIGN_BYTES // itemsize, 1)),
+        shard_numel=round_up(numel, max(COLLECTIVE_ALIGN_BYTES // itemsize, 1)),
         full_numel=rows.shard_numel,
         shard_byte_offset=0,
         full_byte_offset=rows.shard_byte_offset,
