@@ -2,8 +2,8 @@
 
 flat         FlatOptimizer: element-wise optimizers over the units' flat shards
 runs         stretches of flat shards that it steps as one tensor each
-in_backward  what steps a unit's stretches as soon as their gradients are there
-offloaded    what steps a unit's stretches on the CPU, where the states are
+in_backward  what steps a unit's runs as soon as their gradients are there
+offloaded    what steps a unit's runs on the CPU, where the states are
 matrices     Muon, and MatrixOptimizer: optimizers that look at whole matrices, each on its owner
 ema          EMA: averages of weights, as the shards are
 shards       step_shards: torch's optimizers over shards as plain tensors

@@ -1,4 +1,4 @@
-"""Averages of weights over steps, kept as the shards are: one tensor per stretch of a flat shard.
+"""Averages of weights over steps, kept as the shards are: one tensor per run of a flat shard.
 
     flat shard   [ a a a | b b | c | pad ]   rows of A, B and C on this rank
     average      [ a a a   b b   c ]         one lerp; rows of it are the parameters' averages
@@ -26,7 +26,7 @@ from fsdp2.core.names import clean
 from fsdp2.core.params.param import ShardedParam, is_extended
 from fsdp2.full.loading import require_writable, rewritten
 from fsdp2.full.selection import SelectedParam, selected_params
-from fsdp2.optim.runs import Stretch, places_of, runs_of
+from fsdp2.optim.runs import FlatRun, places_of, runs_of
 
 Decay = float | Callable[[int], float] | None
 """The weight of the average so far, that by the number of updates, or the plain mean."""
@@ -39,7 +39,7 @@ class EMA:
     """An exponential moving average of a sharded model's weights, or their plain mean (SWA).
 
     The first update copies the weights, as ``torch.optim.swa_utils.AveragedModel`` does. Each later
-    one makes ``average = decay * average + (1 - decay) * weight``, in one kernel for each stretch
+    one makes ``average = decay * average + (1 - decay) * weight``, in one kernel for each run
     of a flat shard. Nothing is gathered or sent. A rank has the averages of its own rows: a shard
     more, in ``dtype`` on ``device``.
 
@@ -249,9 +249,9 @@ class EMA:
         names = _tensors_of(self.model, selection, self._buffers)
         for name, tensor in names.items():
             _check_averaged(name, tensor)
-        stretches = runs_of(names.values(), places_of(self.model), _of_one_dtype)
+        found = runs_of(names.values(), places_of(self.model), _of_one_dtype)
         with torch.inference_mode(False):
-            averages = [_Average(run, self._dtype, self._device) for run in stretches]
+            averages = [_Average(run, self._dtype, self._device) for run in found]
         self._averages, self._names = averages, names
         parts = self._parts()
         for name, part in former.items():
@@ -260,10 +260,10 @@ class EMA:
 
 
 class _Average:
-    """The average of a stretch: of parameters that lie side by side, or of one tensor.
+    """The average of a run: of parameters that lie side by side, or of one tensor.
 
     Args:
-        stretch: the parameters, and the tensor over their rows.
+        run: the parameters, and the tensor over their rows.
         dtype: of the average, if its weights are of a floating-point dtype.
         device: of the average.
 
@@ -276,13 +276,13 @@ class _Average:
     """
 
     def __init__(
-        self, stretch: Stretch, dtype: torch.dtype | None, device: torch.device | None
+        self, run: FlatRun, dtype: torch.dtype | None, device: torch.device | None
     ) -> None:
-        self.params, self.starts, self._rows = stretch.params, stretch.starts, stretch.rows
-        self.weights = weights = stretch.flat.detach()
+        self.params, self.starts, self._rows = run.params, run.starts, run.rows
+        self.weights = weights = run.flat.detach()
         self.lerps = weights.is_floating_point() or weights.is_complex()
         chosen = dtype if weights.is_floating_point() else None
-        # Of its own layout: permuted rows are averaged as they lie.
+        # It has the layout of the weights: permuted rows are averaged as they lie.
         self.average = torch.empty_like(
             weights,
             dtype=chosen or weights.dtype,

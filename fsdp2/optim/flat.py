@@ -253,14 +253,14 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _step_sections(self) -> None:
         """Step all of them; those that travel to the host, one after the other."""
-        travelling = [each for each in self._sections if isinstance(each, HostSection)]
+        hosted: list[HostSection] = []
         for section in self._sections:
-            if section not in travelling:
-                self.step_section(section)
-        for section in travelling:
             self._prepare(section)
-        if travelling:
-            step_all(travelling, self.param_groups)
+            if isinstance(section, HostSection):
+                hosted.append(section)
+            else:
+                section.step(self.param_groups)
+        step_all(hosted, self.param_groups)
         self._sections[-1].hand_back(self.param_groups)
 
     def _prepare(self, section: Section) -> None:

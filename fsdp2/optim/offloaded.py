@@ -31,7 +31,7 @@ from fsdp2.core.device.streams import (
     make_streams,
 )
 from fsdp2.core.pieces import round_up
-from fsdp2.optim.runs import ParamGroupOptions, ParamState, Section, Stretch
+from fsdp2.optim.runs import FlatRun, ParamGroupOptions, ParamState, Section
 
 OUT, BACK = REDUCE, COPY_IN
 """Lanes of streams that are the optimizer's own: one for each direction of copies."""
@@ -101,7 +101,7 @@ class HostSection(Section):
         self._slot: _Slot | None = None  # where it is while it is under way
         self._left: Event = None
 
-    def placed(self, run: Stretch) -> Stretch:
+    def placed(self, run: FlatRun) -> FlatRun:
         """Let a parameter in CPU memory stand for the run; a step gives it memory."""
         home = torch.empty(0, dtype=run.flat.dtype)
         run.stepped = nn.Parameter(home, requires_grad=run.flat.requires_grad)
@@ -153,23 +153,23 @@ class HostSection(Section):
 
 def step_all(sections: Sequence[HostSection], groups: Sequence[ParamGroupOptions]) -> None:
     """Step sections, each on its way out while the one before it is stepped."""
-    for section, following in zip(sections, [*sections[1:], None], strict=True):
-        if section is sections[0]:
-            section.leave()
-        if following is not None:
-            following.leave()
+    if sections:
+        sections[0].leave()
+    for index, section in enumerate(sections):
+        if index + 1 < len(sections):
+            sections[index + 1].leave()
         section.step(groups)
 
 
-def _bytes_of(run: Stretch) -> int:
+def _bytes_of(run: FlatRun) -> int:
     grad = run.flat.grad
     assert grad is not None
     return round_up(run.flat.nbytes, ALIGNMENT) + round_up(grad.nbytes, ALIGNMENT)
 
 
 def _views(
-    runs: Sequence[Stretch], memory: torch.Tensor
-) -> Iterator[tuple[Stretch, torch.Tensor, torch.Tensor]]:
+    runs: Sequence[FlatRun], memory: torch.Tensor
+) -> Iterator[tuple[FlatRun, torch.Tensor, torch.Tensor]]:
     """Places in host memory of each run's parameters and gradient."""
     start = 0
     for run in runs:

@@ -31,7 +31,7 @@ _is_contiguous = torch.Tensor.is_contiguous
 _dtype = attrgetter("dtype")
 
 ParamState = dict[str, Any]
-"""What an optimizer keeps for one parameter: momenta, step counts, whatever its class knows."""
+"""State that an optimizer keeps for one parameter: momenta, step counts, whatever its class has."""
 
 
 ParamGroupOptions = dict[str, object]
@@ -57,7 +57,7 @@ class Section:
         members: Set[torch.Tensor] | None = None,
     ) -> None:
         self.members = members
-        self.runs: list[Stretch] = []
+        self.runs: list[FlatRun] = []
         self.stale = True
         self._make_inner = make_inner
         self._inner: torch.optim.Optimizer | None = None
@@ -114,7 +114,7 @@ class Section:
                 self._inner.state[run.stepped] = self.kept(_joined(run, kept))
         self.stale = False
 
-    def placed(self, run: Stretch) -> Stretch:
+    def placed(self, run: FlatRun) -> FlatRun:
         """A run that was made, and is to be stepped where it is."""
         return run
 
@@ -152,7 +152,7 @@ class Section:
 
 
 @dataclass
-class Stretch:
+class FlatRun:
     """Parameters whose rows lie side by side, and the one tensor over them.
 
     Attributes:
@@ -237,7 +237,7 @@ def places_of(model: nn.Module) -> dict[torch.Tensor, tuple[FlatBuffer, int]]:
                 param = group.params[slot.index].sharded
                 start = segment.shard_byte_offset + slot.shard_offset * param.dtype.itemsize
                 rows = local_of(param)
-                # Not of one that was moved since.
+                # One that was moved since has no place.
                 if rows.numel() and rows.data_ptr() == group.shard.storage.data_ptr() + start:
                     found[param] = group.shard, start
     return found
@@ -247,7 +247,7 @@ def runs_of(
     params: Iterable[torch.Tensor],
     places: Mapping[torch.Tensor, tuple[FlatBuffer, int]],
     alike: Callable[[torch.Tensor, torch.Tensor], bool],
-) -> Iterator[Stretch]:
+) -> Iterator[FlatRun]:
     """Cut parameters into runs.
 
     Args:
@@ -278,17 +278,17 @@ def runs_of(
         yield _make_run(run, shard, begin)
     for param in alone:
         rows = local_of(param)
-        yield Stretch(
+        yield FlatRun(
             [param], [rows], nn.Parameter(rows.detach()) if isinstance(param, DTensor) else param
         )
 
 
-def _make_run(params: list[torch.Tensor], shard: FlatBuffer, begin: int) -> Stretch:
+def _make_run(params: list[torch.Tensor], shard: FlatBuffer, begin: int) -> FlatRun:
     rows = [local_of(param) for param in params]
     if len(rows) == 1:
-        return Stretch(params, rows, nn.Parameter(rows[0].detach()))
+        return FlatRun(params, rows, nn.Parameter(rows[0].detach()))
     total = sum(each.numel() for each in rows)
-    return Stretch(params, rows, nn.Parameter(shard.view(params[0].dtype, begin, (total,))))
+    return FlatRun(params, rows, nn.Parameter(shard.view(params[0].dtype, begin, (total,))))
 
 
 def _alike(
@@ -320,7 +320,7 @@ def _is_elementwise(value: object, param: torch.Tensor) -> TypeGuard[torch.Tenso
     return value.shape == local_of(param).shape
 
 
-def _joined(run: Stretch, states: Sequence[ParamState]) -> ParamState:
+def _joined(run: FlatRun, states: Sequence[ParamState]) -> ParamState:
     """One state for a run, of the states of its parameters."""
     if len(states) == 1:
         return dict(states[0])
@@ -336,7 +336,7 @@ def _joined(run: Stretch, states: Sequence[ParamState]) -> ParamState:
 # ---- state by parameter
 
 
-def _part_of(value: object, run: Stretch, param: torch.Tensor, start: int) -> object:
+def _part_of(value: object, run: FlatRun, param: torch.Tensor, start: int) -> object:
     """The part of a run's state that belongs to one parameter."""
     if not isinstance(value, torch.Tensor):
         return value

@@ -54,8 +54,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     A subclass implements `update`, and what else it wants to: `before_exchange` for state that is
     sharded like the parameters, `step_size`, `flops`, `travels_as`, `update_stack`. All ranks of a
-    parameter's mesh must step together. Where some of them have no gradient of a parameter, it
-    counts as zeros there; where none has one, the parameter is not stepped.
+    parameter's mesh must step together. If some of them have no gradient of a parameter, it
+    counts as zeros there; if none has one, the parameter is not stepped.
 
     Args:
         params: the model, or what torch's optimizers take: see `Muon`.

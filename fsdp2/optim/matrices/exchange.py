@@ -5,7 +5,7 @@
     send_back  updates ──> each rank's rows of them
     run        wave i + 1 travels while wave i is updated
 
-What is whole on a rank at a time: its matrices of the wave that is updated, and of one that
+A rank has two waves of its matrices whole at a time: the one that is updated, and one that
 travels. Updates of the wave before travel while the first stack of this one is updated.
 """
 
