@@ -3,6 +3,7 @@
     Example::                  a fenced block of Python under "Example"
         fully_shard(block)
     `fully_shard`              a link to the name's entry, where the API reference has one
+    ====  ====                 a table
     ``param.grad``             code: Markdown reads it alike
 """
 
@@ -22,6 +23,12 @@ _BLOCK = re.compile(
     re.MULTILINE,
 )
 _NAME = re.compile(r"(?<![`\w])`(?P<name>[A-Za-z_][\w.]*)`(?!`)")
+
+
+_TABLE = re.compile(
+    r"^(?P<rule> *=+(?: +=+)+)\n(?P<head>.*?)\n(?P=rule)\n(?P<body>.*?)\n(?P=rule)$",
+    re.MULTILINE | re.DOTALL,
+)
 
 
 def documented() -> dict[str, str]:
@@ -44,6 +51,28 @@ def _fenced(match: re.Match[str]) -> str:
     return textwrap.indent(block, indent, lambda line: line.strip() != "")
 
 
+def _table(match: re.Match[str]) -> str:
+    """A table whose columns are where the rule is; a line without a first cell goes on."""
+    rule = match["rule"]
+    starts = [column.start() for column in re.finditer("=+", rule)]
+    ends = [*starts[1:], None]
+
+    def rows(text: str) -> list[list[str]]:
+        found: list[list[str]] = []
+        for line in text.splitlines():
+            cells = [line[start:end].strip() for start, end in zip(starts, ends, strict=True)]
+            if cells[0] or not found:
+                found.append(cells)
+            else:
+                found[-1] = [f"{a} {b}".strip() for a, b in zip(found[-1], cells, strict=True)]
+        return found
+
+    (head,) = rows(match["head"])
+    lines = [head, ["---"] * len(head), *rows(match["body"])]
+    indent = " " * starts[0]
+    return "\n".join(f"{indent}| {' | '.join(cells)} |" for cells in lines)
+
+
 def as_markdown(text: str, names: dict[str, str]) -> str:
     """A docstring's text, as Markdown.
 
@@ -51,7 +80,7 @@ def as_markdown(text: str, names: dict[str, str]) -> str:
         text: of the docstring, without its indentation.
         names: those that the reference has (`documented`).
     """
-    text = _BLOCK.sub(_fenced, text + "\n")
+    text = _TABLE.sub(_table, _BLOCK.sub(_fenced, text + "\n"))
     return _NAME.sub(
         lambda match: f"[`{match['name']}`][{names[match['name']]}]"
         if match["name"] in names

@@ -1,9 +1,11 @@
-"""What the docs site adds to the Markdown files of docs: four things that mkdocs calls.
+"""What the docs site adds to the Markdown files of docs: what mkdocs calls.
 
 on_config         guides that `nav` does not list, and the decisions, are appended to it
 on_files          CONTRIBUTING.md and CHANGELOG.md of the top level are pages, too
 on_page_markdown  links to files outside docs lead to the repository;
-                  errors.md is replaced by the page for users (`error_pages`)
+                  errors.md is replaced by the page for users (`error_pages`);
+                  api/index.md gets its table of names
+on_page_content   the table of contents beside the errors lists sections, not 300 errors
 
 A link to a file that is not there is a warning, and with it an error of `mkdocs build --strict`.
 """
@@ -36,7 +38,7 @@ _CODE = re.compile(r"^(?:```|~~~).*?^(?:```|~~~)", re.MULTILINE | re.DOTALL)
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """List the decisions, and the guides that nobody has listed."""
-    config.nav = [_with_decisions(entry) for entry in config.nav]
+    config.nav[:] = [_with_decisions(entry) for entry in config.nav]
     listed = set(_pages(config.nav))
     missing = sorted(
         path.relative_to(DOCS).as_posix()
@@ -80,6 +82,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     source = page.file.src_uri
     if source == "errors.md":
         return error_pages.page()
+    if source == "api/index.md":
+        return markdown + _table_of_names(config.nav)
     folder = "" if source in TOP_LEVEL else posixpath.join("docs", posixpath.dirname(source))
 
     def rewritten(match: re.Match[str]) -> str:
@@ -94,6 +98,28 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{config.repo_url}/{kind}/main/{target}{anchor}"
 
     return _outside_code(markdown, lambda text: _LINK.sub(rewritten, text))
+
+
+def _table_of_names(nav: list[Any]) -> str:
+    """Every name of the API pages, by page."""
+    lines = ["| page | names |", "|---|---|"]
+    for name in _pages(next(entry["API"] for entry in nav if "API" in entry))[1:]:
+        text = (DOCS / name).read_text(encoding="utf-8")
+        title = text.partition("\n")[0].removeprefix("# ")
+        page = posixpath.basename(name)
+        names = re.findall(r"^::: (fsdp2\.([\w.]+))$", text, re.MULTILINE)
+        links = ", ".join(f"[`{short}`]({page}#{full})" for full, short in names)
+        lines.append(f"| [{title}]({page}) | {links} |")
+    return "\n".join(lines) + "\n"
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Shorten the table of contents of the errors; headings and search keep all of them."""
+    if page.file.src_uri == "errors.md":
+        _, *sections = next(iter(page.toc)).children
+        for section in sections:
+            section.children.clear()
+    return html
 
 
 def _outside_code(markdown: str, change: Any) -> str:
