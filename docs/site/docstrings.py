@@ -1,10 +1,10 @@
 """The docstrings of fsdp2 as Markdown, for mkdocstrings: what reStructuredText writes otherwise.
 
-    Example::                  a fenced block of Python under "Example"
-        fully_shard(block)
-    `fully_shard`              a link to the name's entry, where the API reference has one
-    ====  ====                 a table
-    ``param.grad``             code: Markdown reads it alike
+Example::                  a fenced block of Python under "Example"
+    fully_shard(block)
+`fully_shard`              a link to the name's entry, where the API reference has one
+====  ====                 a table
+``param.grad``             code: Markdown reads it alike
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def as_markdown(text: str, names: dict[str, str]) -> str:
     """
     text = _TABLE.sub(_table, _BLOCK.sub(_fenced, text + "\n"))
     return _NAME.sub(
-        lambda match: f"[`{match['name']}`][{names[match['name']]}]"
-        if match["name"] in names
-        else match[0],
+        lambda match: (
+            f"[`{match['name']}`][{names[match['name']]}]" if match["name"] in names else match[0]
+        ),
         text,
     )
 

@@ -19,22 +19,25 @@ _ENTRY = re.compile(
     r"  > (?P<message>[^\n]+)\n",
     re.MULTILINE,
 )
+_LINES = re.MULTILINE | re.DOTALL
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 INTRODUCTION = """\
 # Errors
 
-Copy a part of your message that has no name in it into the search field above, or look for it on this page. Slanted
-words stand for what varies. The address of an error is its id, as in `errors/#child-after-parent`.
+Copy a part of your message that has no name in it into the search field above, or look for it
+on this page. Slanted words stand for what varies. The address of an error is its id, as in
+`errors/#child-after-parent`.
 
 - A message names the parameter or the module, and says after the semicolon what to do.
-- When an error is raised, nothing has been changed or sent. Exceptions are errors of a collective, of values such as NaN,
-  and of initialisation.
+- When an error is raised, nothing has been changed or sent. Exceptions are errors of a
+  collective, of values such as NaN, and of initialisation.
 - If all ranks share the fact that is wrong, all of them raise.
 - `ShardingStateError` is a `RuntimeError`.
 
-Two things look like misuse and are not. You may change `requires_grad` at any time: the next forward follows it. A forward
-inside backward is a recomputation, which activation checkpointing needs.
+Two things look like misuse and are not. You may change `requires_grad` at any time: the next
+forward follows it. A forward inside backward is a recomputation, which activation checkpointing
+needs.
 
 ## The most likely errors
 
@@ -79,5 +82,5 @@ def _heading(entry: re.Match[str]) -> str:
 
 def _explained(text: str) -> str:
     """Names for the two parts of an explanation: what fails, and what does not."""
-    cause, example, rest = re.split(r"(^```python\n.*?^```\n)", text, 1, re.MULTILINE | re.DOTALL)
+    cause, example, rest = re.split(r"(^```python\n.*?^```\n)", text, maxsplit=1, flags=_LINES)
     return f"**Cause.** {cause}{example}\n**Fix.** {rest.strip()}\n"

@@ -33,6 +33,7 @@ TOP_LEVEL = ("CONTRIBUTING.md", "CHANGELOG.md")
 log = logging.getLogger("mkdocs.hooks.fsdp2")
 
 _LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s:]+)(?P<anchor>#[^)\s]*)?(?=\))")
+_FOR_TESTS = re.compile(r"^<!-- (?:given|not run): .*?-->\n+", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"^(?:```|~~~).*?^(?:```|~~~)", re.MULTILINE | re.DOTALL)
 
 
@@ -85,6 +86,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if source == "api/index.md":
         return markdown + _table_of_names(config.nav)
     folder = "" if source in TOP_LEVEL else posixpath.join("docs", posixpath.dirname(source))
+
+    markdown = _FOR_TESTS.sub("", markdown)
 
     def rewritten(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(folder, match["path"]))

@@ -1,4 +1,4 @@
-"""docs/errors_explained.md: the first example of each section raises its error, the second works."""
+"""docs/errors_explained.md: each section's first example raises its error, the second works."""
 
 from __future__ import annotations
 
