@@ -62,7 +62,7 @@ def reach(url: str) -> tuple[FileSystem, str]:
         from fsspec.core import url_to_fs
     except ImportError as error:
         raise CheckpointError(
-            f"'{url}' is on a store, which the package fsspec reaches; pip install 'fsdp2[fsspec]' "
+            f"'{url}' is on a store, which the package fsspec reaches; pip install fsspec "
             f"and the store's own package"
         ) from error
     try:
