@@ -4,9 +4,9 @@
     python -m tests.common.prose docs/guide.md      # of these files
     python -m tests.common.prose --bounds           # the number of findings per file, as JSON
 
-The rules are `RULES`. Code, links' addresses, quoted messages, headings, tables that a command writes
-(between ``<!-- name -->`` and ``<!-- end -->``) and drawings are not prose. A file that has findings
-has a bound in `upper_bounds.json` under ``prose``; a file without a bound has none.
+The rules are `RULES`. Code, links' addresses, quoted messages, headings, drawings, and tables that a
+command writes (between ``<!-- name -->`` and ``<!-- end -->``) are not prose. A file with findings
+has a bound in `upper_bounds.json` under ``prose``; a file without a bound must have no findings.
 """
 
 from __future__ import annotations
@@ -202,16 +202,17 @@ def of_page(text: str) -> Iterator[Paragraph]:
 
 
 def _is_no_prose(line: str) -> bool:
-    quoted = line.lstrip().startswith((">", "#", "![")) or line.startswith("- **") and "` · `" in line
-    return quoted or line.startswith("    ") or bool(_DRAWING.search(line))
+    error = line.startswith("- **") and "` · `" in line  # an entry of docs/errors.md
+    quoted = line.lstrip().startswith((">", "#", "!["))
+    return error or quoted or line.startswith("    ") or bool(_DRAWING.search(line))
 
 
 def of_source(text: str) -> Iterator[Paragraph]:
     """The docstrings of a module, of what it defines, and below what it assigns."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(node.value.value, str):
-                yield from _of_docstring(node.lineno, node.value.value)
+            value = node.value.value
+            yield from _of_docstring(node.lineno, value) if isinstance(value, str) else ()
 
 
 def _of_docstring(first: int, text: str) -> Iterator[Paragraph]:
