@@ -166,8 +166,8 @@ _HOMES = {name: home for home, names in _LATER.items() for name in names}
 
 
 def _load(name: str) -> object:
-    """Load the attribute that `_ROOMS` or `_LATER` lists as ``name``; it is an ordinary attribute from
-    then on.
+    """Load the attribute that `_ROOMS` or `_LATER` lists as ``name``, and keep it as an ordinary
+    attribute.
 
     Raises:
         AttributeError: neither lists it.

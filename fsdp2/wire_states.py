@@ -36,7 +36,7 @@ RESIDUALS, REFERENCES = "residuals.", "references."
 
 
 class WireState:
-    """The state of a model's wire formats, as an object that `torch.distributed.checkpoint` can save.
+    """The state of a model's wire formats, which `torch.distributed.checkpoint` can save.
 
     Args:
         model: the model that contains the units.

@@ -4,9 +4,9 @@
     python -m tests.common.prose docs/guide.md      # of these files
     python -m tests.common.prose --bounds           # the number of findings per file, as JSON
 
-The rules are `RULES`. Code, links' addresses, quoted messages, headings, drawings, and tables that a
-command writes (between ``<!-- name -->`` and ``<!-- end -->``) are not prose. A file with findings
-has a bound in `upper_bounds.json` under ``prose``; a file without a bound must have no findings.
+The rules are `RULES`. Code, links' addresses, quoted messages, headings, drawings, and tables that
+a command writes (between ``<!-- name -->`` and ``<!-- end -->``) are not prose. A file with
+findings has a bound in `upper_bounds.json` under ``prose``; others must have no findings.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def _rule(name: str, pattern: str, advice: str, bad: str, good: str) -> Rule:
 
 _START = r"(?:^|(?<=[.!?] )|(?<=[.!?]\*\* ))"
 _COUNTED = (
-    r"(?:(?:\d|one|two|three|four) \w+|one|once|twice|ms|µs|bytes?|[kMGT]i?B|GB/s|FLOPs|tokens"
-    r"|instructions|kernels?|copies|launches|allocations?|all-gathers|collectives|microseconds"
+    r"(?:(?:\d|two|three|four) \w+s|one (?:launch|call|copy)|one|once|twice|ms|µs|bytes?"
+    r"|[kMGT]i?B|GB/s|FLOPs|tokens|instructions|kernels?|copies|launches|allocations?|all-gathers|collectives|microseconds"
     r"|events|graphs?|pieces?|entries|numbers?|optimizers?|DTensors?|rows?)"
 )
 _PER = (
@@ -243,7 +243,7 @@ def findings(path: str, text: str) -> list[Finding]:
     paragraphs = of_page(text) if path.endswith(".md") else of_source(text)
     return [
         Finding(path, line, rule, paragraph[max(0, found.start() - 30) : found.end() + 40])
-        for line, paragraph in paragraphs
+        for line, paragraph in sorted(paragraphs)
         for rule in RULES
         for found in rule.pattern.finditer(paragraph)
     ]
