@@ -1,8 +1,7 @@
 """The state that wire formats add to the state of training.
 
     residuals.<parameter>    rounding errors of gradient messages (feedback=True)
-    references.<parameter>   the values to which the next messages are differences
-    (differences=True)
+    references.<parameter>   the base of the next differences of weights (differences=True)
 
     wire_state(model).state_dict()  ──>  DTensors by these names
     wire_state(model).load_state_dict(…)  ──>  loaded, or dropped if ranks or layouts differ

@@ -1,8 +1,8 @@
 """Retention of steps: those that a branch replaces, and those that `keep` removes.
 
-    100  200  300      load(step=200), train on, save(step=230) 100  200  (300)  230         300 is
-    replaced: durably marked before 230 exists keep=2:  200  230            replaced steps are
-    removed first, then older ones
+    100  200  300      load(step=200), train on, save(step=230)
+    100  200  (300)  230         300 is replaced: durably marked before 230 exists
+    keep=2:  200  230            replaced steps are removed first, then older ones
 
 A crash between the mark and the step leaves 200 as the newest, as the user requested.
 """

@@ -1,6 +1,6 @@
 """The contents of a model and an optimizer, by name, read without any change.
 
-    module ── _parameters ──> unsharded, during a forward   a state dict reshards these between steps
+    module ── _parameters ──> unsharded, during a forward   a state dict reshards them in between
     group  ── params ──────> sharded, at any time           ─> used here
 
 Nothing communicates, runs hooks or registers anything, so that another thread may read while a

@@ -1,10 +1,10 @@
 """Selection of the modules of a model that become units.
 
-policies     rules that select modules: by class, by size, by a function of the user choices
-the selection of a policy in a model: the modules, bottom-up, with their options sharding
-`shard_model`: the selected modules and the model itself, by a strategy deferring    `deferred`: a
-model that is sharded while it is constructed annotations  `enable_wrap` and `wrap`: modules that a
-model's own code marks
+policies     rules that select modules: by class, by size, by a function of the user
+choices      the selection of a policy in a model: the modules, bottom-up, with their options
+sharding     `shard_model`: the selected modules and the model itself, by a strategy
+deferring    `deferred`: a model that is sharded while it is constructed
+annotations  `enable_wrap` and `wrap`: modules that a model's own code marks
 
 The names, arguments and selections match ``torch.distributed.fsdp.wrap``. Policies of torch are
 accepted by their interface: nothing here imports torch's FSDP.

@@ -2,7 +2,8 @@
 
     a function   called top-down to select modules to descend into, bottom-up to select units;
                  elements of selected modules do not count for the enclosing ones
-    an object    returns its whole selection at once classes      as ModuleWrapPolicy
+    an object    returns its whole selection at once
+    classes      as ModuleWrapPolicy
 
 The selection never contains the model itself: the caller wraps it last.
 """

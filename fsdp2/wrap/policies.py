@@ -1,9 +1,9 @@
 """Rules that select the modules that become units.
 
-    objects      ModuleWrapPolicy, CustomPolicy        see all modules of a model at once functions
-    size_based_auto_wrap_policy, …        are called twice for each module:
-                   recurse=True    descend into the module? recurse=False   make it a unit, given
-                   the number of its remaining elements?
+    objects      ModuleWrapPolicy, CustomPolicy        see all modules of a model at once
+    functions    size_based_auto_wrap_policy, …        are called twice for each module:
+                   recurse=True    descend into the module?
+                   recurse=False   make it a unit, given the number of its remaining elements?
 
 Functions with further arguments get them with ``functools.partial``. Names, arguments and
 selections match ``torch.distributed.fsdp.wrap``.
