@@ -168,10 +168,11 @@ _HOMES = {name: home for home, names in _LATER.items() for name in names}
 
 
 def _load(name: str) -> object:
-    """What `_ROOMS` or `_LATER` has under ``name``; from then on an attribute like any other.
+    """Load the attribute that `_ROOMS` or `_LATER` lists as ``name``, and keep it as an ordinary
+    attribute.
 
     Raises:
-        AttributeError: neither has it.
+        AttributeError: neither lists it.
     """
     if name in _ROOMS:
         return importlib.import_module(f"{__name__}.{name}")

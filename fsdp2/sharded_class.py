@@ -29,13 +29,13 @@ _set_class: Callable[[object, type], None] = vars(object)["__class__"].__set__
 
 
 def sharded_class(module: nn.Module) -> type:
-    """``FSDP<Original>`` for a module's class: made once, and found to fit; changes nothing.
+    """``FSDP<Original>`` for a module's class: created once, and checked to fit; changes nothing.
 
     Args:
-        module: any module; the class that a sharded one has is returned as it is.
+        module: any module; for a sharded one, its class is returned unchanged.
 
     Raises:
-        TypeError: Python makes no such class, or ``module`` cannot be given it.
+        TypeError: Python cannot create the class, or ``module`` cannot be assigned it.
     """
     original = type(module)
     if issubclass(original, FSDPModule):
@@ -83,7 +83,7 @@ def _attempts(original: type) -> Iterator[Callable[[], type]]:
 
 
 def _plain_maker(metaclass: type, of_user: type) -> Callable[..., type]:
-    """Makes classes of a metaclass with Python's own code alone."""
+    """Creates classes of a metaclass with only Python's own code."""
     own: object = abc.ABCMeta if issubclass(of_user, abc.ABCMeta) else type
     made: Callable[..., type] = functools.partial(own.__new__, metaclass)
     return made

@@ -1,8 +1,8 @@
-"""Which parameters and gradients travel in fewer bytes: `FSDPModule.set_wire_format`.
+"""The wire formats of parameters and gradients: `FSDPModule.set_wire_format`.
 
 module.set_wire_format(gather=, reduce=, differences=, rotate=, feedback=, exact=, exact_below=)
-  all arguments and parameters are looked at  ──> each parameter is exact, or not
-                                              ──> each unit's `Wire`: bound at its next gather
+  checks all arguments and parameters  ──> each parameter is exact, or not
+                                       ──> each unit's `Wire`: bound at its next all-gather
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fsdp2.core.params.param import PlannedParam, ShardedParam, compute_dtype, i
 from fsdp2.core.reduce import coded as reductions
 
 Exact = Callable[[str, nn.Parameter], bool]
-"""The user's choice of parameters that travel as they are, by name and parameter."""
+"""The user's choice of parameters that are sent without a format, by name and parameter."""
 
 
 class WireFormat(TypedDict, total=False):
-    """Arguments of `FSDPModule.set_wire_format`, which says what each is.
+    """Arguments of `FSDPModule.set_wire_format`, which describes them.
 
     Example::
 
@@ -55,7 +55,7 @@ def set_wire_format(
     exact_below: int,
     level: Level = "all",
 ) -> None:
-    """Let the units of ``records`` send fewer bytes; see `FSDPModule.set_wire_format`."""
+    """Set the wire formats of the units in ``records``; see `FSDPModule.set_wire_format`."""
     _check_wire(wire)
     _check_level(any(map(_has_levels, records)), wire, level)
     chosen = []
@@ -80,7 +80,7 @@ def _has_levels(record: UnitRecord) -> bool:
 
 
 def _of_level(record: UnitRecord, wire: Wire, level: Level) -> Wire:
-    """The unit's formats of both levels, where one is left as it is."""
+    """The unit's formats on both levels, if one of them is unchanged."""
     if not _has_levels(record):
         return record.unit.options.wire if level == "between" else wire
     now = record.unit.options.wire
@@ -100,12 +100,12 @@ def check_planned(
     """Raise what `FSDPModule.set_wire_format` would raise once parameters are sharded as planned.
 
     Args:
-        module: the module that it is to be called on.
-        planned: parameters of units to be, and their policies.
+        module: the module on which the setter will be called.
+        planned: parameters of planned units, and their policies.
         chosen: its arguments.
 
     Raises:
-        ValueError: as for the setter, or an argument that it does not have.
+        ValueError: as for the setter, or for an unknown argument.
     """
     for key in chosen.keys() - WireFormat.__annotations__.keys():
         raise coded(
@@ -141,7 +141,7 @@ def wire_of(chosen: WireFormat) -> Wire:
 
 
 def _stays(name: str, param: nn.Parameter, exact: Exact | None, exact_below: int) -> bool:
-    """Whether a parameter travels as it is."""
+    """Whether a parameter is sent without a format."""
     return param.numel() < exact_below or (exact is not None and bool(exact(name, param)))
 
 

@@ -20,10 +20,10 @@ from fsdp2.core.errors import coded
 from fsdp2.core.schedule.unit import Unit
 
 INSIDE = "_fsdp_wrapped_module"
-"""Under which a wrapper holds its module, as torch's and XLA's."""
+"""The attribute under which a wrapper holds its module, as torch's and XLA's do."""
 
 PREFIX = f"{INSIDE}."
-"""What names have for each wrapper around."""
+"""The prefix that each wrapper adds to names."""
 
 Members = Sequence[tuple[nn.Module, str]]
 """Modules, and what names of their parameters begin with: ``""``, or a name and a dot."""
@@ -50,7 +50,7 @@ class WrapperModule(nn.Module):
         return found
 
     def __getattr__(self, name: str) -> Any:
-        """Of the wrapper, else of the module inside."""
+        """Return the wrapper's attribute, otherwise that of the module inside."""
         try:
             return nn.Module.__getattr__(self, name)
         except AttributeError:
@@ -60,7 +60,7 @@ class WrapperModule(nn.Module):
             return getattr(inside, name)
 
     def __getitem__(self, key: object) -> Any:
-        """Of the module inside, such as an ``nn.Sequential``."""
+        """Index the module inside, such as an ``nn.Sequential``."""
         inside: Any = self._inside
         return inside[key]
 

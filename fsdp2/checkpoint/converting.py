@@ -1,14 +1,14 @@
-"""`convert`: from one kind of checkpoint to another, on one process, a block of a tensor at a time.
+"""`convert`: from one kind of checkpoint to another, in one process, a block of a tensor at a time.
 
     steps          a folder of steps, or one step of it        ┐            ┌─> steps
     dcp            a folder of torch.distributed.checkpoint    │            ├─> dcp
     torch, fsdp1   a file of torch.save                        ├─ Contents ─┼─> torch, fsdp1
     ranks          torch FSDP1's sharded state dicts, a file   │            │
-                   of torch.save a rank                        │            │
-    xla            a file of `fsdp2.xla` a rank                │            ├─> xla
+                   of torch.save per rank                      │            │
+    xla            a file of `fsdp2.xla` per rank              │            ├─> xla
     safetensors    a file, or a folder of Hugging Face's       ┘            └─> safetensors
 
-What is written stands beside its place until it is whole and durable.
+The target is written next to its final path until it is complete and durable.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ T = TypeVar("T")
 
 @dataclass
 class Converted:
-    """What `convert` has done.
+    """The result of `convert`.
 
     Attributes:
-        from_kind: what the source was.
-        to_kind: what the target is.
-        step: of the source or the target, where one of them is a folder of steps.
-        left: what the target's kind does not have: "optimizer", "rng", "extra", "states",
-            "rank_extra", and names of the model's that are no tensors.
+        from_kind: the kind of the source.
+        to_kind: the kind of the target.
+        step: of the source or the target, if one of them is a folder of steps.
+        left: parts that the target's kind does not support: "optimizer", "rng", "extra", "states",
+            "rank_extra", and names of the model's entries that are not tensors.
     """
 
     from_kind: str
@@ -102,35 +102,35 @@ def convert(
     ranks: int = 1,
     progress: Progress | None = None,
 ) -> Converted:
-    """Make a checkpoint of another kind, on one process, without a process group or a model.
+    """Change a checkpoint into another kind, in one process, without a process group or a model.
 
     Kinds: "steps", of `save`; "dcp", a folder of `torch.distributed.checkpoint`, also with sharded
     state dicts of torch's FSDP1 and FSDP2; "torch", one file of ``torch.save`` with {"model": …,
     "optimizer": …}, the optimizer's parameters by number, as without sharding; "fsdp1", the same
-    file by name, as of FSDP1's FULL_STATE_DICT; "ranks", SHARDED_STATE_DICT in a file of
-    ``torch.save`` a rank; "xla", files of `fsdp2.xla`; "safetensors". "ranks" is only read.
+    file by name, as with FSDP1's FULL_STATE_DICT; "ranks", SHARDED_STATE_DICT in one file of
+    ``torch.save`` per rank; "xla", files of `fsdp2.xla`; "safetensors". "ranks" can only be read.
 
-    Memory holds 1 MiB of a tensor at a time; one tensor, where ranks have cut it on another dim
-    than the first. No code that a file holds is run. Of a step, hashes are compared before.
+    Memory holds 1 MiB of a tensor at a time; or one tensor, if ranks have sharded it on a dim other
+    than the first. No code from a file runs. The hashes of a step are compared first.
 
     Args:
         source: a file, a folder, or a pattern of files of ranks ("run/ckpt_rank-*.pth").
-        target: a file or a folder that is not there yet; of kind "steps" also one that has other
-            steps. It is there when it is complete and durable.
-        from_kind: what the source is. Default ``None``: recognised by what is there.
-        to_kind: what the target becomes. Default ``None``: "steps" if it is such a folder,
-            "safetensors" and "torch" by the ending of its name.
+        target: a file or a folder that does not exist yet; for kind "steps" also a folder with
+            other steps. It exists only when it is complete and durable.
+        from_kind: the kind of the source. Default ``None``: recognised from its files.
+        to_kind: the kind of the target. Default ``None``: "steps" if it is such a folder,
+            "safetensors" and "torch" by the suffix of its name.
         step: of the source, by default the newest; for a target of kind "steps" also the step to
-            make, which must be given if the source is of another kind.
-        ranks: how many files an "xla" target has. Default 1.
-        progress: is called with bytes done and bytes in all, ever so often. Default ``None``.
+            create, which is required if the source is of another kind.
+        ranks: the number of files of an "xla" target. Default 1.
+        progress: called repeatedly with bytes done and total bytes. Default ``None``.
 
     Returns:
-        Kinds, step, and what the target could not take.
+        Kinds, step, and the parts that the target does not support.
 
     Raises:
-        CheckpointError: the source is of no kind or of several, is broken, or does not say what
-            belongs to which name; the target is there. Nothing has been written then.
+        CheckpointError: the source is of no kind or of several, is broken, or does not assign
+            states to names; or the target exists. Nothing was written in this case.
 
     Example::
 
@@ -177,7 +177,7 @@ def _one_sentence(source: Path, target: Path) -> Iterator[None]:
 
 
 def kind_of(path: Path) -> str:
-    """The kind of what is there.
+    """The kind of the checkpoint at a path.
 
     Raises:
         CheckpointError: it is of none or of several.
@@ -230,7 +230,7 @@ def _kinds_of_folder(path: Path) -> list[str]:
 
 
 def _kinds_of_files(paths: Sequence[Path]) -> list[str]:
-    """Of files of ranks."""
+    """The kinds of files of ranks."""
     kinds = {"xla" if _is_xla(read_file(path)) else "ranks" for path in paths}
     return sorted(kinds)
 
@@ -646,7 +646,7 @@ def _write_dcp(
 
 
 def _write_xla(folder: Path, contents: Contents, ranks: int, progress: Progress | None) -> None:
-    """A file a rank, cut on the dims that wrappers cut on."""
+    """One file per rank, sharded on the dims that wrappers shard."""
     if not isinstance(ranks, int) or ranks < 1:
         raise coded(
             CheckpointError,
@@ -683,7 +683,7 @@ def _write_xla(folder: Path, contents: Contents, ranks: int, progress: Progress 
 def _rows(
     model: Mapping[str, Entry], infos: Mapping[str, Any], ranks: int, rank: int
 ) -> dict[str, Entry]:
-    """What one rank has of each; tied ones stay tied."""
+    """One rank's rows of each; tied ones stay tied."""
     made: dict[Entry, Entry] = {}
     for name, value in model.items():
         info = infos.get(name)

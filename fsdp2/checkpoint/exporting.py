@@ -1,12 +1,12 @@
 """`export`: a folder that Hugging Face's libraries load, written by all ranks at once.
 
-1. every rank   what it has of which tensor            ─> all ranks: files, headers, offsets
+1. every rank   which parts of which tensors it has    ─> all ranks: files, headers, offsets
 2. rank 0       files with headers and lengths            .exporting-OUT/
-3. every rank   its slices, at their offsets; what it has written is synced
+3. every rank   its slices, at their offsets; syncs what it has written
 4. rank 0       the folder synced, renamed                .exporting-OUT -> OUT
 
-Nothing is gathered, and nothing is put together afterwards. A rank stages at most 8 MiB of a live
-model; of a saved step, one saved piece of a tensor at a time.
+Nothing is gathered, and nothing is merged afterwards. A rank stages at most 8 MiB of a live model;
+of a saved step, one saved piece of a tensor at a time.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export` has made.
+    """The result of `export`.
 
     Attributes:
         folder: the folder.
         files: its safetensors files.
         nbytes: bytes of all files.
-        tied: names that were left out, each with the name under which its values are.
+        tied: names that were left out, each with the name under which its values are stored.
     """
 
     folder: Path
@@ -83,39 +83,40 @@ def export(
     progress: Progress | None = None,
     process_group: ProcessGroup | None = None,
 ) -> Exported:
-    """Write a model's parameters and persistent buffers as Hugging Face's libraries read them.
+    """Write a model's parameters and persistent buffers in the format of Hugging Face's libraries.
 
-    One file ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and an index. Every rank
-    of the process group calls it, with the same arguments, between steps; without a process group
-    one process does. Each rank writes its own slices, and of a tensor that several ranks have
-    one of them. The folder is there when it is complete and durable, and not before. What a crash
-    leaves is ``.exporting-FOLDER`` beside it, which the next call removes.
+    It writes one file ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and an index.
+    Every rank of the process group calls it, with the same arguments, between steps; without a
+    process group, a single process does. Each rank writes its own slices; if several ranks have a
+    tensor, one of them writes it. The folder exists only when it is complete and durable. A crash
+    leaves ``.exporting-FOLDER`` next to it, which the next call removes.
 
-    The package ``safetensors`` is not needed: it has no writer for several processes. The bytes are
-    those that it writes. Shards that are not cut on dim 0 are written run by run: the shorter the
+    The package ``safetensors`` is not needed: it has no writer for several processes. The bytes
+    equal those that it writes. Shards on a dim other than 0 are written run by run: the shorter the
     runs, the slower.
 
     Args:
-        folder: where it will be; it must not be there yet. All ranks must see it.
-        source: a model, sharded in any way or not at all; or a folder of steps, as of `save`, a URL
-            too, whose tensors the ranks share out, piece by piece.
-        step: of a folder of steps: which. Default ``None``: the newest complete one.
+        folder: the target, which must not exist yet. All ranks must see it.
+        source: a model, sharded in any way or not at all; or a folder of steps, as for `save`, or
+            its URL, whose tensors the ranks divide among them, piece by piece.
+        step: the step of a folder of steps. Default ``None``: the newest complete one.
         format: "safetensors".
-        dtype: floating-point tensors are cast to it. Default ``None``: their own.
-        shard_size: of tensors in a file, at most: bytes, or "5GB" (10**9) or "5GiB" (2**30). A
-            larger tensor has a file of its own. Default "5GB".
-        names: the model's name of a tensor -> its name in the files; ``None`` leaves it out.
+        dtype: floating-point tensors are cast to it. Default ``None``: no cast.
+        shard_size: maximum size of the tensors in a file: bytes, or "5GB" (10**9) or "5GiB"
+            (2**30). A larger tensor gets its own file. Default "5GB".
+        names: maps the model's name of a tensor to its name in the files; ``None`` leaves it out.
             Default: the same.
-        progress: called with the bytes that this rank has written, and that it will write.
-        process_group: as of `save`.
+        progress: called with the bytes that this rank has written, and the total that it will
+            write.
+        process_group: as for `save`.
 
     Returns:
-        The folder, its files, and which tied names stand for others. A tied tensor is written once,
-        under the name that comes first, and the metadata of its file have the others, as
-        ``safetensors.torch.save_model`` has them. A saved step has all names, and knows no ties.
+        The folder, its files, and the tied names that represent others. A tied tensor is written
+        once, under its first name, and the metadata of its file list the others, as with
+        ``safetensors.torch.save_model``. A saved step has all names and does not record ties.
 
     Raises:
-        CheckpointError: on all ranks alike; the folder is not there then.
+        CheckpointError: on all ranks; the folder does not exist in this case.
 
     Example::
 
@@ -151,15 +152,15 @@ def export(
 
 @dataclass(frozen=True)
 class _Facts:
-    """What a rank tells the others.
+    """A rank's message to the others.
 
     Attributes:
         arguments: which must be the same on all.
         shard_bytes: one of them.
         tensors: by the name in the files, in order; dtypes as they will be there.
         sources: the source's name of each.
-        boxes: what it has of each; none of one of which it has nothing.
-        whole: names of those that every rank has whole, such as buffers.
+        boxes: its parts of each tensor; tensors without a part are absent.
+        whole: names of those that every rank holds in full, such as buffers.
         tied: names of the files for others of them.
     """
 
@@ -174,7 +175,7 @@ class _Facts:
 
 @dataclass(frozen=True)
 class _Shared:
-    """What all ranks know then; the same on each.
+    """The facts that all ranks then know; the same on each.
 
     Attributes:
         tensors: by name, in order.
@@ -321,12 +322,12 @@ class _Export(ABC):
         )
 
     def whole(self) -> set[str]:
-        """Of what every rank has whole the first rank's is meant."""
+        """For tensors that every rank holds in full, the first rank's copy is used."""
         return set()
 
     @abstractmethod
     def parts(self, name: str) -> Iterator[tuple[Box, Callable[[], Tensor]]]:
-        """What this rank has of a tensor, and how to get it."""
+        """This rank's parts of a tensor, and how to read them."""
 
     def write(self, writer: Writer, shared: _Shared, progress: Progress | None) -> None:
         mapped = self.mapped()
@@ -349,7 +350,7 @@ class _Export(ABC):
 
 @dataclass
 class _LiveJob(_Export):
-    """Of a model."""
+    """The export of a model."""
 
     held: dict[str, Held] = field(default_factory=dict)
 
@@ -385,7 +386,7 @@ class _LiveJob(_Export):
 
 @dataclass
 class _SavedJob(_Export):
-    """Of a saved step: pieces go round the ranks."""
+    """The export of a saved step: ranks take pieces in turn."""
 
     path: AnyPath = Path()
     metadata: Metadata = field(default_factory=lambda: Metadata({}))

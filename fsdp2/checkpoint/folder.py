@@ -1,6 +1,6 @@
-"""A folder of steps: which are complete, what they hold, whether their bytes are still the same.
+"""A folder of steps: which are complete, their contents, whether their bytes are unchanged.
 
-`stores` and `remote` say what lies where.
+`stores` and `remote` define the positions of files.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ LOG = logging.getLogger("fsdp2.checkpoint")
 FORMAT = 1
 
 Progress = Callable[[int, int], object]
-"""Takes bytes that are done, and bytes in all."""
+"""Called with bytes done and total bytes."""
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a step consists of.
+    """The contents of a step.
 
     Attributes:
         step: its number.
-        ranks: how many ranks have written it.
+        ranks: the number of ranks that wrote it.
         files: by name, [bytes, checksum] of every file but this one.
-        extra: what the user added; a tensor in it is {"tensor": place}.
+        extra: the user's values; a tensor in it is {"tensor": position}.
         has_optimizer: whether an optimizer was saved.
-        torch: the version that has written it.
-        metric: what `Keep` compares, if that was given.
-        hash: what the checksums are; see `files.Checksum`.
-        digest: SHA-256 of all of this without it.
-        format: of the folder; another one is refused.
+        torch: the version that wrote it.
+        metric: the value that `Keep` compares, if given.
+        hash: the type of the checksums; see `files.Checksum`.
+        digest: SHA-256 of all other fields.
+        format: of the folder; any other one raises.
     """
 
     step: int
@@ -85,7 +85,7 @@ class Manifest:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is what was written."""
+        """Whether it is unchanged since it was written."""
         return self.digest == self._digest()
 
 
@@ -108,9 +108,9 @@ def any_path(path: PathLike) -> AnyPath:
 
 
 def steps(folder: PathLike) -> list[int]:
-    """The complete steps of a folder, oldest first; none where there is no folder.
+    """Return the complete steps of a folder, oldest first; an empty list if there is no folder.
 
-    A step that a branch has replaced is not among them: see `replaced`.
+    It does not contain steps that a branch has replaced: see `replaced`.
 
     Example::
 
@@ -121,11 +121,11 @@ def steps(folder: PathLike) -> list[int]:
 
 
 def replaced(folder: PathLike) -> dict[int, str]:
-    """The complete steps that a branch has replaced, and by what.
+    """Return the complete steps that a branch has replaced, and the reason.
 
-    After ``load(step=200)``, the next save of that model replaces all steps behind 200: it is the
-    newest then. What is replaced is loaded by its number alone, is the first that ``keep`` removes,
-    and gives way to a save of its number.
+    After ``load(step=200)``, the next save of that model replaces all steps after 200: it is then
+    the newest. A replaced step is loaded only by its number, is the first that ``keep`` removes,
+    and is overwritten by a save with its number.
 
     Example::
 
@@ -136,7 +136,7 @@ def replaced(folder: PathLike) -> dict[int, str]:
 
 
 def unfinished(folder: PathLike) -> list[str]:
-    """Names of what a save or a removal has left half-done; `remove` removes them.
+    """Return the names of incomplete saves and removals; `remove` removes them.
 
     Do not call `remove` for them while a save into the folder runs.
     """
@@ -144,10 +144,10 @@ def unfinished(folder: PathLike) -> list[str]:
 
 
 def read_manifest(store: Store, step: int | None) -> Manifest:
-    """The manifest of a complete step; without ``step`` of the newest.
+    """The manifest of a complete step; without ``step``, of the newest.
 
     Raises:
-        CheckpointError: there is no such step, or it is not one that this version reads.
+        CheckpointError: there is no such step, or this version cannot read it.
     """
     known = store.steps()
     there = step is not None and store.has(step)  # also one that a branch has replaced
@@ -314,18 +314,18 @@ def newest_readable(store: Store, verify: bool) -> Manifest:
 def verify(
     folder: PathLike, step: int | None = None, *, progress: Progress | None = None
 ) -> list[str]:
-    """Read every byte of a step, and name the files that are not what was saved.
+    """Read every byte of a step, and return the files that differ from what was saved.
 
-    Local: call it on one rank, or in no job at all.
+    Local: call it on one rank, or without a job.
 
     Args:
-        folder: as of `save`.
+        folder: as for `save`.
         step: the step. Default ``None``: all complete ones.
-        progress: called with bytes read and bytes in all. Default ``None``.
+        progress: called with bytes read and total bytes. Default ``None``.
 
     Returns:
-        A line for each file that is missing, cut short or changed, which begins with its path;
-        empty if everything is as it was saved.
+        One line for each file that is missing, truncated or changed, which begins with its path;
+        empty if all files are unchanged.
 
     Raises:
         CheckpointError: there is no such step.
@@ -374,16 +374,17 @@ def _changed(
 
 
 def remove(folder: PathLike, step: int | None = None) -> list[str]:
-    """Remove a complete step, or all that is half-done.
+    """Remove a complete step, or all incomplete data.
 
-    Local: call it on one rank, while nobody saves into the folder.
+    Local: call it on one rank, while no job saves into the folder.
 
     Args:
-        folder: as of `save`.
-        step: the step to remove. Default ``None``: whatever `unfinished` names, and no step.
+        folder: as for `save`.
+        step: the step to remove. Default ``None``: everything that `unfinished` returns, and no
+            step.
 
     Returns:
-        Names of the folders that are gone.
+        Names of the removed folders.
 
     Raises:
         CheckpointError: there is no such step.

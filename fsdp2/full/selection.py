@@ -168,11 +168,11 @@ def settle(selection: Iterable[SelectedParam], with_grads: bool) -> None:
 
 
 class MeshRanks:
-    """What all ranks of the meshes of some parameters say, axis by axis.
+    """Exchanges among all ranks of the meshes of some parameters, axis by axis.
 
     Args:
         params: the parameters; the same on all ranks.
-        mesh: where there are none, whose ranks are meant.
+        mesh: the mesh whose ranks take part if there are no parameters.
 
     Attributes:
         device: of its collectives.
@@ -196,7 +196,7 @@ class MeshRanks:
 
     @classmethod
     def of_group(cls, group: ProcessGroup, device: torch.device) -> MeshRanks:
-        """Of the ranks of one process group."""
+        """Exchanges among the ranks of one process group."""
         made = cls(())
         made._use({group: device})
         return made
