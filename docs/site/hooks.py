@@ -1,6 +1,6 @@
 """What the docs site adds to the Markdown files of docs: what mkdocs calls.
 
-on_config         guides that `nav` does not list, and the decisions, are appended to it
+on_config         decisions take their folder's place in `nav`; pages that it lacks are further guides
 on_files          CONTRIBUTING.md and CHANGELOG.md of the top level are pages, too
 on_page_markdown  links to files outside docs lead to the repository;
                   errors.md is replaced by the page for users (`error_pages`);
@@ -29,6 +29,7 @@ import error_pages
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 TOP_LEVEL = ("CONTRIBUTING.md", "CHANGELOG.md")
+HIDDEN = ("errors_explained.md",)  # a part of the page of errors
 
 log = logging.getLogger("mkdocs.hooks.fsdp2")
 
@@ -38,14 +39,11 @@ _CODE = re.compile(r"^(?:```|~~~).*?^(?:```|~~~)", re.MULTILINE | re.DOTALL)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """List the decisions, and the guides that nobody has listed."""
+    """List the decisions, and the pages that `nav` lacks."""
     config.nav[:] = [_with_decisions(entry) for entry in config.nav]
-    listed = set(_pages(config.nav))
-    missing = sorted(
-        path.relative_to(DOCS).as_posix()
-        for path in (DOCS / "guides").glob("*.md")
-        if path.relative_to(DOCS).as_posix() not in listed
-    )
+    listed = {*_pages(config.nav), *HIDDEN}
+    pages = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+    missing = [page for page in pages if page not in listed]
     if missing:
         (guides,) = (entry["Guides"] for entry in config.nav if "Guides" in entry)
         guides.append({"More": missing})
