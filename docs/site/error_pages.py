@@ -25,9 +25,10 @@ _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 INTRODUCTION = """\
 # Errors
 
-Copy a part of your message that has no name in it into the search field above, or look for it
-on this page. Slanted words stand for what varies. The address of an error is its id, as in
-`errors/#child-after-parent`.
+A message ends in the code of its error in brackets, such as `[child-after-parent]`. The exception
+has it as `error.code`, and it is the address of the entry here: `errors/#child-after-parent`. If
+you have no code, search for a part of the message without names. Slanted words stand for what
+varies.
 
 - A message names the parameter or the module, and says after the semicolon what to do.
 - When an error is raised, nothing has been changed or sent. Exceptions are errors of a

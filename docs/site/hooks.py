@@ -1,6 +1,7 @@
 """What the docs site adds to the Markdown files of docs: what mkdocs calls.
 
-on_config         decisions take their folder's place in `nav`; pages that it lacks are further guides
+on_config         decisions take their folder's place in `nav`;
+                  pages that it lacks are further guides
 on_files          CONTRIBUTING.md and CHANGELOG.md of the top level are pages, too
 on_page_markdown  links to files outside docs lead to the repository;
                   errors.md is replaced by the page for users (`error_pages`);
