@@ -266,7 +266,7 @@ def _told(
     verify: bool,
     options: tuple[object, ...],
 ) -> tuple[tuple[object, ...], Manifest | None, PathLike]:
-    """The facts on which ranks must agree, rank 0's manifest, and this rank's path of the folder."""
+    """The facts on which ranks must agree, rank 0's manifest, and this rank's folder."""
     place, step = _place_of(folder, step)
     store = store_of(place)
     as_module(model)  # which raises on all ranks
