@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core import config
 from fsdp2.core.config import GroupOptions
+from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import MeshAxes
 from fsdp2.core.modules.engine import watch_backwards
 from fsdp2.core.modules.optimizers import watch_optimizers
@@ -298,33 +299,45 @@ def _apply(call: PlannedCall) -> None:
 
 def _checked_modules(module: object, pending: Pending | None) -> tuple[nn.Module, ...]:
     if not isinstance(module, nn.Module | Iterable):
-        raise TypeError(
-            f"fully_shard takes a module or a list of modules, not {type(module).__name__}"
+        raise coded(
+            TypeError,
+            "not-a-module-or-list",
+            f"fully_shard takes a module or a list of modules, not {type(module).__name__}",
         )
     modules = (module,) if isinstance(module, nn.Module) else tuple(module)
     if not modules:
-        raise ValueError("fully_shard got an empty list; pass at least one module")
+        raise coded(
+            ValueError, "empty-list", "fully_shard got an empty list; pass at least one module"
+        )
     for position, member in enumerate(modules):
         if not isinstance(member, nn.Module):
-            raise TypeError(
+            raise coded(
+                TypeError,
+                "not-a-module",
                 f"fully_shard takes a list of modules, but one in it is a {type(member).__name__}; "
-                f"leave it out"
+                f"leave it out",
             )
         if any(member is other for other in modules[:position]):
-            raise ValueError(
-                f"fully_shard got the same {type(member).__name__} twice in one list; list it once"
+            raise coded(
+                ValueError,
+                "listed-twice",
+                f"fully_shard got the same {type(member).__name__} twice in one list; list it once",
             )
         if record_of(member) is not None or (pending is not None and member in pending.modules):
-            raise ValueError(
-                f"fully_shard was already called on this {type(member).__name__}; call it once"
+            raise coded(
+                ValueError,
+                "applied-twice",
+                f"fully_shard was already called on this {type(member).__name__}; call it once",
             )
         check_untouched(member)
         _check_wrappers(member)
         containers = (nn.ModuleList, nn.ModuleDict)
         if isinstance(member, containers) and type(member).forward is nn.Module.forward:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "container",
                 f"{type(member).__name__} has no forward, so nothing would gather its "
-                f"parameters; call fully_shard on its modules, or on a list of them"
+                f"parameters; call fully_shard on its modules, or on a list of them",
             )
     inner = {below for member in modules for below in modules_below(member)[1:]}
     outer = tuple(member for member in modules if member not in inner)
@@ -340,16 +353,20 @@ def _check_wrappers(module: nn.Module) -> None:
         return
     for name, below in module.named_modules():
         if isinstance(below, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "wrapped",
                 f"'{name or '(root)'}' is a {type(below).__name__}, which copies parameters and "
                 f"reduces gradients itself; call fully_shard on its .module instead, with a 2-D "
-                f"mesh (replicate, shard) for copies"
+                f"mesh (replicate, shard) for copies",
             )
         if isinstance(below, torch.jit.ScriptModule):
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "scripted",
                 f"'{name or '(root)'}' is a {type(below).__name__}, whose code cannot be given "
                 f"other parameters; call fully_shard on the module before torch.jit, or use "
-                f"torch.compile"
+                f"torch.compile",
             )
 
 
@@ -357,18 +374,22 @@ def _checked_ignored(ignored: object) -> set[nn.Parameter]:
     params = set(ignored) if isinstance(ignored, Iterable) else {ignored}
     for param in params - {None}:
         if not isinstance(param, nn.Parameter):
-            raise TypeError(
+            raise coded(
+                TypeError,
+                "ignored-type",
                 f"fully_shard(ignored_params=…) takes a set of parameters, but got a "
-                f"{type(param).__name__}; pass for example set(module.parameters())"
+                f"{type(param).__name__}; pass for example set(module.parameters())",
             )
     return {param for param in params if isinstance(param, nn.Parameter)}
 
 
 def _check_callable(choose: object) -> None:
     if choose is not None and not callable(choose):
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "placement-function",
             f"fully_shard(shard_placement_fn=…) takes a function of a parameter, not "
-            f"{choose!r}; pass for example lambda param: Shard(1)"
+            f"{choose!r}; pass for example lambda param: Shard(1)",
         )
 
 
@@ -379,9 +400,11 @@ def _checked_policy(policy: object) -> config.MixedPrecisionPolicy:
         return policy
     names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     if type(policy).__name__ != "MixedPrecisionPolicy" or not hasattr(policy, names[-1]):
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "policy-type",
             f"fully_shard(mp_policy=…) takes a fsdp2.MixedPrecisionPolicy, not "
-            f"{type(policy).__name__}"
+            f"{type(policy).__name__}",
         )
     override = getattr(policy, "param_dtype_override_fn", None)  # torch's own, of any version
     return MixedPrecisionPolicy(
@@ -399,8 +422,10 @@ def _checked_offload(policy: Any) -> config.CPUOffloadPolicy | None:
         return CPUOffloadPolicy(policy.pin_memory)
     if kind == "OffloadPolicy":
         return None
-    raise TypeError(
-        f"fully_shard(offload_policy=…) takes a fsdp2.CPUOffloadPolicy or nothing, not {kind}"
+    raise coded(
+        TypeError,
+        "offload-type",
+        f"fully_shard(offload_policy=…) takes a fsdp2.CPUOffloadPolicy or nothing, not {kind}",
     )
 
 
@@ -411,8 +436,10 @@ def _checked_reshard(
     if value is None or isinstance(value, bool):
         return value, None
     if not isinstance(value, int):
-        raise ValueError(
-            f"reshard_after_forward={value!r} is neither a bool nor an int; pass True or False"
+        raise coded(
+            ValueError,
+            "reshard-type",
+            f"reshard_after_forward={value!r} is neither a bool nor an int; pass True or False",
         )
     if value == axes.size:
         return True, None
@@ -421,9 +448,11 @@ def _checked_reshard(
     plans = [plan for plan in plans if not plan.axes.whole]
     for size in {axes.size, *(plan.axes.size for plan in plans)}:
         if value < 1 or size % value != 0:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "reshard-size",
                 f"reshard_after_forward={value} does not divide the {size} ranks that parameters "
-                f"are sharded over; pass True, False, or a divisor such as the GPUs of a node"
+                f"are sharded over; pass True, False, or a divisor such as the GPUs of a node",
             )
     for plan in plans:
         if isinstance(plan.param, DTensor) or is_extended(plan.param):
@@ -432,8 +461,10 @@ def _checked_reshard(
                 if isinstance(plan.param, DTensor)
                 else "has all-gather hooks"
             )
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "reshard-smaller-group",
                 f"reshard_after_forward={value} cannot be used with parameter '{plan.name}', which "
-                f"{what}; pass True or False"
+                f"{what}; pass True or False",
             )
     return True, value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fsdp2.core.errors import coded
 from fsdp2.core.modules.dynamo import uncompiled_methods
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.unit import Unit
@@ -41,9 +42,11 @@ class GradientReductionHandle:
         if scheduler is None:
             return
         if scheduler.resets != self._resets:
-            raise RuntimeError(
+            raise coded(
+                RuntimeError,
+                "handle-outlived",
                 "the gradients that this handle waits for were dropped by reset_iter_state(); run "
-                "the iteration again"
+                "the iteration again",
             )
         scheduler.wait_for_reductions()
         self._scheduler = None

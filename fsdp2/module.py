@@ -29,16 +29,11 @@ from fsdp2.comm_memory import (
     SymmetricReduceScatter,
     conflicting,
 )
-from fsdp2.core.config import (
-    EXACT_BELOW,
-    Level,
-    MixedPrecisionPolicy,
-    ShardingStateError,
-    Wire,
-)
+from fsdp2.core.config import EXACT_BELOW, Level, MixedPrecisionPolicy, Wire
 from fsdp2.core.custom_collectives import AllGather, MemoryComms, ReduceScatter
 from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.process_groups import ProcessGroup, backend_name, with_own_group
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules.dynamo import uncompiled_methods
 from fsdp2.core.modules.frames import forward_method
 from fsdp2.core.modules.optimizers import watch_optimizers
@@ -156,9 +151,11 @@ class FSDPModule(TorchIdentity):
         record = require_record(self)
         if record.scheduler is not None:
             if not record.unit.is_root:
-                raise ShardingStateError(
+                raise coded(
+                    ShardingStateError,
+                    "reset-not-root",
                     f"reset_iter_state() was called on '{record.unit.name}', which is not the "
-                    f"root; call it on the module whose forward you call"
+                    f"root; call it on the module whose forward you call",
                 )
             record.scheduler.reset()
 
@@ -320,14 +317,18 @@ class FSDPModule(TorchIdentity):
         _require_root(self, "finalize_backward")
         _require_outside(scheduler, "finalize_backward")
         if not scheduler.manual:
-            raise RuntimeError(
+            raise coded(
+                RuntimeError,
+                "not-manual",
                 "finalize_backward() was called on a module whose backwards end by themselves; "
-                "call set_manual_backward_finalization(True) before them"
+                "call set_manual_backward_finalization(True) before them",
             )
         if scheduler.iteration.unawaited:
-            raise RuntimeError(
+            raise coded(
+                RuntimeError,
+                "finalized-twice",
                 "finalize_backward() was called before the handle of the last one was waited for; "
-                "call its wait()"
+                "call its wait()",
             )
         scheduler.finalize(wait=not async_op)
         return GradientReductionHandle(scheduler) if async_op else None
@@ -369,9 +370,11 @@ class FSDPModule(TorchIdentity):
             ValueError: it is not a bool.
         """
         if not isinstance(reshard_after_forward, bool):
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "set-reshard-type",
                 f"set_reshard_after_forward takes a bool, not {reshard_after_forward!r}; give a "
-                f"number of ranks to fully_shard(reshard_after_forward=…)"
+                f"number of ranks to fully_shard(reshard_after_forward=…)",
             )
         for record in records_below(self, recurse):
             choose_reshard(record, reshard_after_forward)
@@ -449,9 +452,13 @@ class FSDPModule(TorchIdentity):
             model.set_prefetch_window(2)
         """
         if isinstance(units, bool) or not isinstance(units, int):
-            raise TypeError(f"set_prefetch_window takes an int, not {units!r}")
+            raise coded(
+                TypeError, "window-type", f"set_prefetch_window takes an int, not {units!r}"
+            )
         if units < 1:
-            raise ValueError(f"set_prefetch_window takes 1 or more, not {units}")
+            raise coded(
+                ValueError, "window-value", f"set_prefetch_window takes 1 or more, not {units}"
+            )
         records = records_below(self, recurse)
         for record in records:
             record.unit.prefetch_window = units
@@ -483,8 +490,10 @@ class FSDPModule(TorchIdentity):
         """
         times = {time.value: time for time in PrefetchTime}
         if when not in times:
-            raise ValueError(
-                f"set_backward_prefetch takes 'before', 'after' or 'never', not {when!r}"
+            raise coded(
+                ValueError,
+                "backward-prefetch",
+                f"set_backward_prefetch takes 'before', 'after' or 'never', not {when!r}",
             )
         records = records_below(self, recurse)
         for record in records:
@@ -530,9 +539,11 @@ class FSDPModule(TorchIdentity):
             self._change(divide_factor=None)
             return
         if not isinstance(factor, int | float) or not 0 < factor < math.inf:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "divide-factor",
                 f"set_gradient_divide_factor takes a positive number, not {factor!r}; pass for "
-                f"example 1.0 to sum over the ranks"
+                f"example 1.0 to sum over the ranks",
             )
         self._change(divide_factor=float(factor))
 
@@ -611,15 +622,19 @@ class FSDPModule(TorchIdentity):
             ValueError: the unit has parameters on several meshes, or replicas and a stream.
         """
         if hook is not None and not callable(hook):
-            raise TypeError(
+            raise coded(
+                TypeError,
+                "reduce-hook-type",
                 f"set_all_reduce_hook takes a function of a tensor, not {hook!r}; pass None to "
-                f"take a hook away"
+                f"take a hook away",
             )
         group = self._one_group("set_all_reduce_hook")
         if stream is not None and group is not None and group.replicas is not None:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "reduce-hook-stream",
                 "set_all_reduce_hook(stream=…) cannot be used with a replicate axis, whose "
-                "all-reduce stream runs the hook; leave stream out"
+                "all-reduce stream runs the hook; leave stream out",
             )
         self._change(all_reduce_hook=hook, all_reduce_hook_stream=stream)
 
@@ -718,12 +733,16 @@ class FSDPModule(TorchIdentity):
             ValueError: it is below 1.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(
-                f"set_reduce_scatter_max_input_buffers takes an int, not {max_input_buffers!r}"
+            raise coded(
+                TypeError,
+                "input-buffers-type",
+                f"set_reduce_scatter_max_input_buffers takes an int, not {max_input_buffers!r}",
             )
         if max_input_buffers < 1:
-            raise ValueError(
-                f"set_reduce_scatter_max_input_buffers takes 1 or more, not {max_input_buffers}"
+            raise coded(
+                ValueError,
+                "input-buffers-value",
+                f"set_reduce_scatter_max_input_buffers takes 1 or more, not {max_input_buffers}",
             )
         for record in self._records(recurse):
             record.unit.input_buffers = max_input_buffers
@@ -757,11 +776,17 @@ class FSDPModule(TorchIdentity):
             model.set_packing_threshold(64 << 10)
         """
         if isinstance(nbytes, bool) or not isinstance(nbytes, int):
-            raise TypeError(
-                f"set_packing_threshold takes an int, a number of bytes, not {nbytes!r}"
+            raise coded(
+                TypeError,
+                "packing-type",
+                f"set_packing_threshold takes an int, a number of bytes, not {nbytes!r}",
             )
         if nbytes < 0:
-            raise ValueError(f"set_packing_threshold takes 0 or more bytes, not {nbytes}")
+            raise coded(
+                ValueError,
+                "packing-value",
+                f"set_packing_threshold takes 0 or more bytes, not {nbytes}",
+            )
         self._change(recurse=recurse, pack_below=nbytes)
 
     def set_wire_format(
@@ -967,16 +992,22 @@ class FSDPModule(TorchIdentity):
         """
         method = "set_symm_mem_for_comm"
         if backend != "NCCL":
-            raise ValueError(f"{method} takes the backend 'NCCL', not {backend!r}; leave it out")
+            raise coded(
+                ValueError,
+                "symmetric-backend",
+                f"{method} takes the backend 'NCCL', not {backend!r}; leave it out",
+            )
         self._check_memory(method, SymmetricMemory, enable=True)
         found = [(group, process_group(group)) for group in self._groups(recurse=False)]
         groups = [(group, shared) for group, shared in found if shared is not None]
         for group, shared in groups:
             used = backend_name(shared, group.device)
             if "nccl" not in used:
-                raise ValueError(
+                raise coded(
+                    ValueError,
+                    "symmetric-needs-nccl",
                     f"{method} needs process groups of the NCCL backend, but those of "
-                    f"'{group.name}' are of '{used}', which has no symmetric memory; leave it out"
+                    f"'{group.name}' are of '{used}', which has no symmetric memory; leave it out",
                 )
         comms = MemoryComms(
             SymmetricAllGather(backend), SymmetricReduceScatter(backend), only_sums=True
@@ -999,10 +1030,12 @@ class FSDPModule(TorchIdentity):
         groups = require_record(self).unit.own_groups
         groups = [group for group in groups if not is_whole(group)] or groups
         if len(groups) > 1:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "several-meshes",
                 f"{method} cannot be used on a unit whose parameters are on several meshes "
                 f"({len(groups)} groups), since it would not know which one is meant; call "
-                f"fully_shard on the modules of one mesh apart from the others"
+                f"fully_shard on the modules of one mesh apart from the others",
             )
         return groups[0] if groups else None
 
@@ -1010,9 +1043,11 @@ class FSDPModule(TorchIdentity):
         for group in self._groups(recurse=False) if enable else ():
             comm = conflicting((group.options.all_gather, group.options.reduce_scatter), memory)
             if comm is not None:
-                raise ValueError(
+                raise coded(
+                    ValueError,
+                    "memory-beside-custom",
                     f"{method} cannot be used where {type(comm).__name__} runs the collectives of "
-                    f"'{group.name}', which allocates their buffers itself; use one of the two"
+                    f"'{group.name}', which allocates their buffers itself; use one of the two",
                 )
 
     def _change(self, recurse: bool = False, **options: object) -> None:
@@ -1060,15 +1095,19 @@ class FSDPModule(TorchIdentity):
         return result
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "deep-copy",
             f"{type(self).__name__} cannot be deep-copied: its parameters belong to a process "
-            f"group; copy the model before fully_shard, or copy its state_dict()"
+            f"group; copy the model before fully_shard, or copy its state_dict()",
         )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "pickle",
             f"{type(self).__name__} cannot be pickled: its parameters belong to a process group; "
-            f"save its state_dict() with torch.distributed.checkpoint or torch.save"
+            f"save its state_dict() with torch.distributed.checkpoint or torch.save",
         )
 
 
@@ -1086,9 +1125,11 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """
     for module in modules:
         if not isinstance(module, FSDPModule):
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "share-plain",
                 f"share_comm_ctx takes sharded modules, but got a {type(module).__name__}; call "
-                f"fully_shard on it"
+                f"fully_shard on it",
             )
 
 
@@ -1106,9 +1147,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     method = getattr(module, method_name, None)
     if not callable(method):
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "forward-method",
             f"{type(module).__name__} has no method '{method_name}'; pass the name of one that it "
-            f"has, for example 'generate'"
+            f"has, for example 'generate'",
         )
     wrapped = forward_method(require_record(module), method)
     setattr(module, method_name, wrapped.__get__(module, type(module)))
@@ -1125,18 +1168,22 @@ def _scheduler(module: object) -> Scheduler:
 def _require_root(module: object, method: str) -> None:
     unit = require_record(module).unit
     if not unit.is_root:
-        raise RuntimeError(
+        raise coded(
+            RuntimeError,
+            "not-root",
             f"{method}() was called on '{unit.name}', which is not the root; call it on the "
-            f"module whose forward you call"
+            f"module whose forward you call",
         )
 
 
 def _require_outside(scheduler: Scheduler, method: str) -> None:
     if scheduler.is_running:
         during = "backward" if scheduler.iteration.in_backward else "forward"
-        raise RuntimeError(
+        raise coded(
+            RuntimeError,
+            "while-running",
             f"{method}() was called during {during}; call it after its end, or after an exception "
-            f"call reset_iter_state() first"
+            f"call reset_iter_state() first",
         )
 
 
@@ -1148,24 +1195,30 @@ def _own_scheduler(record: UnitRecord) -> Scheduler:
 def _checked_targets(modules: Iterable[FSDPModule]) -> list[Unit]:
     # A slice of a ModuleList is a module; a sharded Sequential would be its layers.
     if not isinstance(modules, Iterable) or isinstance(modules, FSDPModule | str):
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "prefetch-type",
             f"prefetch lists are lists of sharded modules, not {type(modules).__name__}; pass "
-            f"[module]"
+            f"[module]",
         )
     modules = list(modules)
     for module in modules:
         if not isinstance(module, FSDPModule):
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "prefetch-plain",
                 f"prefetch lists hold sharded modules, but got a {type(module).__name__}; call "
-                f"fully_shard on it"
+                f"fully_shard on it",
             )
     return [require_record(module).unit for module in modules]
 
 
 def _checked_comm(comm: C, method: str) -> C:
     if not callable(comm) or not callable(getattr(comm, "allocate", None)):
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "custom-type",
             f"{method} takes an object with allocate() and __call__(), not "
-            f"{type(comm).__name__}; subclass fsdp2.AllGather or fsdp2.ReduceScatter"
+            f"{type(comm).__name__}; subclass fsdp2.AllGather or fsdp2.ReduceScatter",
         )
     return comm

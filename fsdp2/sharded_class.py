@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
+from fsdp2.core.errors import coded
 from fsdp2.module import FSDPModule
 
 _made: dict[type, type] = {}
@@ -61,9 +62,11 @@ def _fitting(module: nn.Module, original: type) -> type:
             _set_class(module, original)
             return kind
     assert refused is not None
-    raise TypeError(
+    raise coded(
+        TypeError,
+        "class-resists",
         f"{original.__name__} cannot become the subclass that fully_shard makes of it "
-        f"({refused}); call fully_shard on a module around it, or on the modules inside it"
+        f"({refused}); call fully_shard on a module around it, or on the modules inside it",
     ) from refused
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from fsdp2.core.codecs.codec import check_coded
 from fsdp2.core.config import EXACT_BELOW, GroupOptions, Level, MixedPrecisionPolicy, Wire
+from fsdp2.core.errors import coded
 from fsdp2.core.gather import coded as gathers
 from fsdp2.core.gather.differences import DIFFERENCES
 from fsdp2.core.layout.mesh import local_of
@@ -107,9 +108,11 @@ def check_planned(
         ValueError: as for the setter, or for an unknown argument.
     """
     for key in chosen.keys() - WireFormat.__annotations__.keys():
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "wire-argument",
             f"shard_model(wire=…) takes the arguments of set_wire_format, and {key!r} is none; use "
-            f"{', '.join(WireFormat.__annotations__)}"
+            f"{', '.join(WireFormat.__annotations__)}",
         )
     exact, below = chosen.get("exact"), chosen.get("exact_below", EXACT_BELOW)
     wire = wire_of(chosen)
@@ -147,40 +150,56 @@ def _check_wire(wire: Wire) -> None:
     _check_name("reduce", wire.reduce, reductions.CODED)
     if wire.differences and wire.gather not in DIFFERENCES:
         names = ", ".join(map(repr, DIFFERENCES))
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "wire-format-differences",
             f"set_wire_format(differences=True) is for parameters that travel in one of {names}; "
-            f"give their format as gather="
+            f"give their format as gather=",
         )
     for name in ("rotate", "feedback"):
         if getattr(wire, name) and wire.reduce is None:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "wire-format-alone",
                 f"set_wire_format({name}=True) is for gradients that travel in fewer bytes; give "
-                f"their format as reduce="
+                f"their format as reduce=",
             )
 
 
 def _check_level(levels: bool, wire: Wire, level: Level) -> None:
     if level not in ("all", "inside", "between"):
-        raise ValueError(f"set_wire_format takes level='all', 'inside' or 'between', not {level!r}")
+        raise coded(
+            ValueError,
+            "wire-level",
+            f"set_wire_format takes level='all', 'inside' or 'between', not {level!r}",
+        )
     if level == "between" and not levels:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "wire-level-of-one",
             "set_wire_format(level='between') is for units that are sharded over two levels "
             "(fsdp2.Levels), and none of these is; what copies sum up (HSDP) travels exactly: "
-            "leave level= out"
+            "leave level= out",
         )
     for name in ("differences", "rotate", "feedback"):
         if levels and getattr(wire, name) and (level != "inside" or name == "feedback"):
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "wire-between",
                 f"set_wire_format({name}=True) is not for what travels between nodes, and feedback "
                 f"not for units that are sharded over two levels (fsdp2.Levels); give "
-                f"level='inside', or leave it out"
+                f"level='inside', or leave it out",
             )
 
 
 def _check_name(side: str, name: str | None, known: Iterable[str]) -> None:
     if name is not None and name not in known:
         names = ", ".join(map(repr, known))
-        raise ValueError(f"set_wire_format takes {side}=None or one of {names}, not {name!r}")
+        raise coded(
+            ValueError,
+            "wire-format-unknown",
+            f"set_wire_format takes {side}=None or one of {names}, not {name!r}",
+        )
 
 
 def _params(
@@ -211,10 +230,12 @@ class _Numbers(NamedTuple):
 def _check(name: str, numbers: _Numbers, wire: Wire) -> None:
     if wire.gather is not None:
         if numbers.extended:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "wire-format-extension",
                 f"parameter '{name}' cannot travel as {wire.gather}, since its tensor subclass "
                 f"says itself what is gathered (all-gather hooks); leave it exact by the argument "
-                f"exact= of set_wire_format"
+                f"exact= of set_wire_format",
             )
         check_coded(name, (numbers.shard, numbers.computed), wire.gather)
     if wire.reduce is not None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2.core.errors import coded
 from fsdp2.core.schedule.unit import Unit
 
 INSIDE = "_fsdp_wrapped_module"
@@ -107,9 +108,11 @@ def check_resets(members: Members) -> None:
     """
     for member, prefix in members:
         if not callable(getattr(member, "reset_parameters", None)):
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "meta-no-reset",
                 f"'{prefix.removesuffix('.') or '(root)'}' is on the meta device, and its class "
-                f"{type(member).__name__} has no reset_parameters(); pass param_init_fn"
+                f"{type(member).__name__} has no reset_parameters(); pass param_init_fn",
             )
 
 
@@ -145,9 +148,11 @@ def check_values(members: Members, ignored: Set[torch.Tensor] = frozenset()) -> 
         for key, tensor in tensors_of(member):
             if tensor.is_meta and tensor not in ignored:
                 name = prefix + key
-                raise ValueError(
+                raise coded(
+                    ValueError,
+                    "meta-left",
                     f"'{name}' is still on the meta device behind param_init_fn; let it "
-                    f"give each parameter memory, for example with to_empty(), and initialise it"
+                    f"give each parameter memory, for example with to_empty(), and initialise it",
                 )
 
 

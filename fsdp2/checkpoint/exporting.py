@@ -39,8 +39,8 @@ from fsdp2.checkpoint.folder import (
 from fsdp2.checkpoint.state import Held, Reader, held_by, read_chunk
 from fsdp2.checkpoint.stores import AnyPath, PathLike, disk_path, local_path
 from fsdp2.checkpoint.tensors import About, Layout, Writer, plan
-from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.core.errors import CheckpointError, coded
 
 Names = Callable[[str], str | None]
 """A model's name of a tensor -> its name in the files; ``None``: it is not there."""
@@ -191,9 +191,11 @@ class _Shared:
     def of(cls, facts: Sequence[_Facts]) -> _Shared:
         """Raises what cannot be written, from what all have told: on all ranks alike."""
         if any(other.arguments != facts[0].arguments for other in facts):
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "export-arguments",
                 f"export() got other arguments on other ranks "
-                f"({[other.arguments for other in facts]}); pass the same on all"
+                f"({[other.arguments for other in facts]}); pass the same on all",
             )
         tensors: dict[str, About] = {}
         sources: dict[str, str] = {}
@@ -201,15 +203,19 @@ class _Shared:
         for other in facts:
             for name, about in other.tensors.items():
                 if tensors.setdefault(name, about) != about:
-                    raise CheckpointError(
+                    raise coded(
+                        CheckpointError,
+                        "export-models",
                         f"'{name}' is {about} on one rank and {tensors[name]} on another; build "
-                        f"the same model on all ranks"
+                        f"the same model on all ranks",
                     )
             for name, own in other.sources.items():
                 if sources.setdefault(name, own) != own:
-                    raise CheckpointError(
+                    raise coded(
+                        CheckpointError,
+                        "export-clash-on-ranks",
                         f"export(names=…) made '{name}' of '{sources[name]}' and of '{own}' on "
-                        f"another rank; return another name for one, or None to leave it out"
+                        f"another rank; return another name for one, or None to leave it out",
                     )
             tied |= other.tied
         tied = {name: kept for name, kept in tied.items() if name not in tensors}
@@ -232,9 +238,11 @@ def _owners(facts: Sequence[_Facts], tensors: Mapping[str, About]) -> dict[tuple
         elements[name] += math.prod(box[1])
     for name, about in tensors.items():
         if elements[name] != math.prod(about.shape):
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "export-incomplete",
                 f"the ranks have {elements[name]} of {math.prod(about.shape)} elements of "
-                f"'{name}'; call export() on all ranks of the model's meshes"
+                f"'{name}'; call export() on all ranks of the model's meshes",
             )
     return found
 
@@ -272,14 +280,18 @@ class _Export(ABC):
             if other is None:
                 continue
             if not isinstance(other, str):
-                raise CheckpointError(
+                raise coded(
+                    CheckpointError,
+                    "export-name",
                     f"export(names=…) made {other!r} of '{name}'; return a string, or None to "
-                    f"leave it out"
+                    f"leave it out",
                 )
             if other in taken:
-                raise CheckpointError(
+                raise coded(
+                    CheckpointError,
+                    "export-clash",
                     f"export(names=…) made '{other}' of '{taken[other]}' and of '{name}'; return "
-                    f"another name for one, or None to leave it out"
+                    f"another name for one, or None to leave it out",
                 )
             taken[other] = name
             found[name] = other
@@ -346,15 +358,19 @@ class _LiveJob(_Export):
         self.held, self.tied, others = held_by(model)
         for name in others:
             if self.names(name) is not None:
-                raise CheckpointError(
+                raise coded(
+                    CheckpointError,
+                    "export-no-tensor",
                     f"'{name}' is no tensor, and safetensors knows tensors alone; pass names= that "
-                    f"returns None for it"
+                    f"returns None for it",
                 )
         for name, held in self.held.items():
             if held.local.is_meta and self.names(name) is not None:
-                raise CheckpointError(
+                raise coded(
+                    CheckpointError,
+                    "export-meta",
                     f"'{name}' is on the meta device and has no values; give it some before "
-                    f"export()"
+                    f"export()",
                 )
             self.tensors[name] = About(held.shape, held.dtype)
             if held.local.numel():
@@ -391,9 +407,11 @@ class _SavedJob(_Export):
             if not isinstance(about, TensorStorageMetadata):
                 if self.names(name) is None:
                     continue
-                raise CheckpointError(
+                raise coded(
+                    CheckpointError,
+                    "export-no-tensor",
                     f"'{name}' is no tensor, and safetensors knows tensors alone; pass names= that "
-                    f"returns None for it"
+                    f"returns None for it",
                 )
             self.tensors[name] = About(tuple(about.size), about.properties.dtype)
             for chunk in about.chunks:
@@ -427,23 +445,35 @@ def _facts(
 ) -> _Facts:
     """Check the arguments, look at the source; the job is put into ``jobs``."""
     if format != "safetensors":
-        raise CheckpointError(f"export(format=…) takes 'safetensors', not {format!r}")
+        raise coded(
+            CheckpointError,
+            "export-format",
+            f"export(format=…) takes 'safetensors', not {format!r}",
+        )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise CheckpointError(f"export(dtype=…) takes a floating-point dtype or None, not {dtype}")
+        raise coded(
+            CheckpointError,
+            "export-dtype",
+            f"export(dtype=…) takes a floating-point dtype or None, not {dtype}",
+        )
     shard_bytes = _bytes_in(shard_size)
     local_path(out)
     if out.exists() or out.is_symlink():
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "export-there",
             f"'{out}' is there already, and export() replaces nothing; name another folder, or "
-            f"remove it"
+            f"remove it",
         )
     job: _LiveJob | _SavedJob
     named = names or (lambda name: name)
     if isinstance(source, nn.Module):
         if step is not None:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "export-step-of-model",
                 f"export(step={step}) is of a folder of steps, but was given a model; leave step "
-                f"out, or pass the folder"
+                f"out, or pass the folder",
             )
         job = _LiveJob(call, named, dtype)
         job.take(source)
@@ -466,8 +496,11 @@ def _bytes_in(size: int | str) -> int:
         units = _BINARY if binary else _UNITS
         bytes_ = int(float(number) * units.get(unit.upper(), 0))
     if bytes_ < 1:
-        raise CheckpointError(
-            f"export(shard_size=…) takes bytes, or a string such as '5GB' or '500MiB', not {size!r}"
+        raise coded(
+            CheckpointError,
+            "export-shard-size",
+            f"export(shard_size=…) takes bytes, or a string such as '5GB' or '500MiB', not "
+            f"{size!r}",
         )
     return bytes_
 
@@ -481,9 +514,11 @@ def _begin(out: Path, writing: Path, layout: Layout, writer: Writer) -> None:
     above = next(path for path in out.absolute().parents if path.is_dir())
     free = files.free_bytes(above)
     if free < layout.total:
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "export-disk",
             f"'{out}' will have {layout.total:,} bytes, and the disk of '{above}' has {free:,} "
-            f"free; make room, or name a folder on another disk"
+            f"free; make room, or name a folder on another disk",
         )
     files.make_folders(out.parent)
     files.DISK.make_folder(writing)

@@ -29,7 +29,7 @@ from fsdp2.checkpoint.stores import (
     local_path,
     step_name,
 )
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError, coded
 
 LOG = logging.getLogger("fsdp2.checkpoint")
 
@@ -152,25 +152,35 @@ def read_manifest(store: Store, step: int | None) -> Manifest:
     known = store.steps()
     there = step is not None and store.has(step)  # also one that a branch has replaced
     if not known and not there:
-        raise CheckpointError(
-            f"'{store}' has no complete step; pass the folder that save() was given"
+        raise coded(
+            CheckpointError,
+            "ckpt-none",
+            f"'{store}' has no complete step; pass the folder that save() was given",
         )
     if step is not None and not there:
-        raise CheckpointError(f"'{store}' has no complete step {step}; load one of {known}")
+        raise coded(
+            CheckpointError,
+            "ckpt-unknown-step",
+            f"'{store}' has no complete step {step}; load one of {known}",
+        )
     number = known[-1] if step is None else step
     path = store.folder(number) / MANIFEST
     try:
         content = json.loads(path.read_bytes().decode())
         version, kind = content["format"], content.get("hash", HASH)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"'{path}' is no manifest of a step; load another step, or the folder's copy"
+        raise coded(
+            CheckpointError,
+            "ckpt-no-manifest",
+            f"'{path}' is no manifest of a step; load another step, or the folder's copy",
         ) from error
     if version != FORMAT or kind != HASH:
         about = version if kind == HASH else f"{version} with {kind}"
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-format",
             f"'{path}' is of format {about}, and this version reads format {FORMAT}; load it "
-            f"with the version of fsdp2 that has written it"
+            f"with the version of fsdp2 that has written it",
         )
     try:
         manifest = Manifest(**content)
@@ -180,8 +190,10 @@ def read_manifest(store: Store, step: int | None) -> Manifest:
     except (TypeError, ValueError, AttributeError, RecursionError):
         whole = False
     if not whole:
-        raise CheckpointError(
-            f"'{path}' is not what save() wrote there; load another step, or the folder's copy"
+        raise coded(
+            CheckpointError,
+            "ckpt-manifest-changed",
+            f"'{path}' is not what save() wrote there; load another step, or the folder's copy",
         )
     return manifest
 
@@ -213,9 +225,11 @@ def broken_values(place: AnyPath) -> Iterator[None]:
     except (CheckpointError, OSError):
         raise
     except Exception as error:  # files may be broken in any way
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-value-broken",
             f"'{os.fspath(place)}' holds a value that no save has written "
-            f"({type(error).__name__}); load another step, or copy its files again"
+            f"({type(error).__name__}); load another step, or copy its files again",
         ) from error
 
 
@@ -236,13 +250,17 @@ def check_files(store: Store, manifest: Manifest) -> None:
     for name, (length, _) in manifest.files.items():
         path = place / name
         if name not in there:
-            raise CheckpointError(
-                f"'{path}' is missing; load another step, or copy all files of this one"
+            raise coded(
+                CheckpointError,
+                "ckpt-file-missing",
+                f"'{path}' is missing; load another step, or copy all files of this one",
             )
         if there[name] != length:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-file-short",
                 f"'{path}' has {there[name]} bytes of {length}; load another step, or "
-                f"copy the file again"
+                f"copy the file again",
             )
 
 
@@ -255,9 +273,11 @@ def check_hashes(store: Store, manifest: Manifest, names: Iterable[str]) -> None
     for name in names:
         path = store.folder(manifest.step) / name
         if files.hash_of(path) != manifest.files[name][1]:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-file-changed",
                 f"'{path}' has other bytes than were saved; load another step, or copy the file "
-                f"again"
+                f"again",
             )
 
 
@@ -283,9 +303,11 @@ def newest_readable(store: Store, verify: bool) -> Manifest:
             LOG.warning("step %d of '%s' cannot be read (%s); an older one is", step, store, error)
         else:
             return manifest
-    raise CheckpointError(
+    raise coded(
+        CheckpointError,
+        "ckpt-none-readable",
         f"'{store}' has no complete step that can be read, of {known}; pass the folder that save() "
-        f"was given, or a copy of it"
+        f"was given, or a copy of it",
     )
 
 
@@ -374,6 +396,10 @@ def remove(folder: PathLike, step: int | None = None) -> list[str]:
         return names
     if not store.has(step):
         known = store.steps()
-        raise CheckpointError(f"'{store}' has no complete step {step}; pass one of {known}")
+        raise coded(
+            CheckpointError,
+            "ckpt-remove",
+            f"'{store}' has no complete step {step}; pass one of {known}",
+        )
     store.remove_steps([step])
     return [step_name(step)]

@@ -59,8 +59,8 @@ from fsdp2.checkpoint.state import (
 from fsdp2.checkpoint.stores import STEP, AnyPath, PathLike, Store, is_url, local_path
 from fsdp2.checkpoint.transforms import Sources, Transform, Transforms, rows_of
 from fsdp2.checkpoint.values import Value, unpacked
-from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.core.errors import CheckpointError, coded
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.module import FSDPModule
 from fsdp2.wire_states import wire_state
@@ -177,9 +177,11 @@ def load(
         lambda: _told(call, folder, model, optimizer, step, fallback, verify, options)
     )
     if any(asked != told[0][0] for asked, _, _ in told):
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-load-ranks-differ",
             f"load() got other folders, steps, optimizers or options on other ranks "
-            f"({[asked for asked, _, _ in told]}); pass the same on all"
+            f"({[asked for asked, _, _ in told]}); pass the same on all",
         )
     manifest = told[0][1]
     assert manifest is not None
@@ -211,11 +213,13 @@ def _require_alike(
     if rng == "if_saved":
         refused = replace(left, missing=[n for n in left.missing if not n.startswith("rng.")])
     if refused:
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-differs",
             f"step {step} of '{folder}' is not of this model: missing {left.missing}, "
             f"unexpected {left.unexpected}, of other shapes {left.reshaped}, of other dtypes "
             f"{left.retyped}, with several values for one {left.conflicting}; pass strict=False to "
-            f"load what is alike"
+            f"load what is alike",
         )
 
 
@@ -294,10 +298,12 @@ def _check_kind(store: Store, given: PathLike) -> None:
     """If the folder holds a checkpoint of another kind instead of steps, raise with that kind."""
     kind = None if is_url(given) or store.steps() else _kind_at(local_path(given))
     if kind not in (None, "steps"):
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-other-kind",
             f"'{given}' is a checkpoint of kind '{kind}', and load() takes a folder of steps; call "
             f"fsdp2.checkpoint.convert('{given}', FOLDER, to_kind='steps', step=0) once, and load "
-            f"FOLDER"
+            f"FOLDER",
         )
 
 
@@ -364,9 +370,11 @@ class _Load:
         """
         if not self.store.has(self._manifest.step):
             place = self.store.folder(self._manifest.step)
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-not-shared",
                 f"rank {self._wanted.call.rank} does not see '{place}', which rank 0 has listed; "
-                f"pass a folder on a file system that all ranks share"
+                f"pass a folder on a file system that all ranks share",
             )
         check_files(self.store, self._manifest)
         wanted = self._wanted
@@ -482,9 +490,11 @@ class _Load:
     def _compare_optimizers(self, found: Differences) -> None:
         wanted = self._wanted
         if not self._manifest.has_optimizer:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-no-optimizer",
                 f"step {self._manifest.step} of '{self.store}' was saved without an optimizer; "
-                f"load it without one"
+                f"load it without one",
             )
         self._optimizer = OptimizerMatch(
             self._step, wanted.model, wanted.optimizers, wanted.transforms.plain(), wanted.cast

@@ -25,8 +25,8 @@ from fsdp2.checkpoint.state import Differences, Held, held_by
 from fsdp2.checkpoint.stores import PathLike
 from fsdp2.checkpoint.tensors import Catalogue, Reader, catalogue
 from fsdp2.checkpoint.unsaved import recomputed, unsaved
-from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.core.errors import CheckpointError, coded
 from fsdp2.full.loading import require_writable, rewritten
 
 _PIECE = 1 << 20  # elements that are compared at once
@@ -87,10 +87,12 @@ def load_pretrained(
     job = _PretrainedLoad(model, found, names or (lambda name: name))
     left = Differences.over_ranks(call.together(job.compare))
     if left and strict:
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "pretrained-differs",
             f"'{folder}' is not of this model: missing {left.missing}, unexpected "
             f"{left.unexpected}, of other shapes {left.reshaped}, of other dtypes {left.retyped}; "
-            f"pass names= that maps them, or strict=False to load what is alike"
+            f"pass names= that maps them, or strict=False to load what is alike",
         )
     call.together(lambda: job.check(left.left()))
     call.together(lambda: job.read(left.left()))
@@ -143,9 +145,11 @@ class _PretrainedLoad:
             path = self._found.folder / name
             seen = files.length_of(path) if path.is_file() else None
             if seen != length:
-                raise CheckpointError(
+                raise coded(
+                    CheckpointError,
+                    "pretrained-files",
                     f"'{path}' has {seen} bytes on one rank and {length} on another; let all ranks "
-                    f"see the same folder"
+                    f"see the same folder",
                 )
 
     def _alike(self, name: str, held: Held, source: str, differences: Differences) -> bool:
@@ -168,9 +172,11 @@ class _PretrainedLoad:
                 first, *others = self._sources[name]
                 for other in others:
                     if not _equal(reader, first, other, held[name]):
-                        raise CheckpointError(
+                        raise coded(
+                            CheckpointError,
+                            "pretrained-tied",
                             f"'{first}' and '{other}' are tied in the model, but differ in "
-                            f"'{self._found.folder}'; pass names= that returns None for one"
+                            f"'{self._found.folder}'; pass names= that returns None for one",
                         )
         for name, part in held.items():
             if part.local.is_meta and name not in loaded:
@@ -187,10 +193,12 @@ class _PretrainedLoad:
             self._refuse_unset(name)
 
     def _refuse_unset(self, name: str) -> NoReturn:
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "pretrained-no-values",
             f"'{name}' is on the meta device and not in '{self._found.folder}', so that it would "
             f"have no values; give its module a reset_parameters(), or a module around it an "
-            f"_init_weights(module), that sets it, or build the model in fsdp2.deferred(…)"
+            f"_init_weights(module), that sets it, or build the model in fsdp2.deferred(…)",
         )
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ from torch import nn
 
 from fsdp2.checkpoint.folder import read_manifest, store_of
 from fsdp2.checkpoint.stores import Failures, PathLike, Store, step_name
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError, coded
 
 LOG = logging.getLogger("fsdp2.checkpoint")
 # No `warnings`: where they are errors, a step that is durable would be told as one that is not.
@@ -64,9 +64,11 @@ def best_step(folder: PathLike, *, highest: bool = False) -> int:
     store = store_of(folder)
     ranked = _ranked(store, store.steps(), highest)
     if not ranked:
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-no-metric",
             f"'{store}' has no complete step with a metric; pass metric= to save(), or load the "
-            f"newest step"
+            f"newest step",
         )
     return ranked[0]
 
@@ -113,9 +115,11 @@ class Stay:
         numbers = [keep.newest, keep.best] if isinstance(keep, Keep) else [0, 0]
         whole = all(isinstance(each, int) and not isinstance(each, bool) for each in numbers)
         if isinstance(self.asked, bool) or not whole or numbers[0] < 1 or numbers[1] < 0:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-keep",
                 f"save(keep=…) takes a number of steps from 1, a Keep of such, or None, not "
-                f"{self.asked!r}"
+                f"{self.asked!r}",
             )
 
 

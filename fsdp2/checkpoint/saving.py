@@ -64,8 +64,8 @@ from fsdp2.checkpoint.state import (
 )
 from fsdp2.checkpoint.stores import INDEX, AnyPath, Attempt, PathLike, Store
 from fsdp2.checkpoint.values import Packed, Value, packed
-from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.core.errors import CheckpointError, coded, resaid
 from fsdp2.ranks.channels import LostRankError, SideChannel
 from fsdp2.wire_states import RESIDUALS, wire_state
 
@@ -307,8 +307,10 @@ class Saving:
             TimeoutError: it has not ended yet.
         """
         if not self._wait(timeout):
-            raise TimeoutError(
-                f"step {self.step} is not durable after {timeout} seconds; wait for longer"
+            raise coded(
+                TimeoutError,
+                "ckpt-not-yet",
+                f"step {self.step} is not durable after {timeout} seconds; wait for longer",
             )
         end = self._end
         before, end.before = end.before, None
@@ -317,15 +319,19 @@ class Saving:
         if end.failure is not None:
             end.failure.told = True
             if before is not None:
-                raise CheckpointError(
+                raise coded(
+                    CheckpointError,
+                    "ckpt-both-failed",
                     f"step {self.step} has failed ({end.failure.error}), and so has the save "
-                    f"before it ({before.error}); mend that and save again"
+                    f"before it ({before.error}); mend that and save again",
                 ) from end.failure.error
             raise end.failure.error
         if before is not None:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-before-failed",
                 f"step {self.step} is durable, but the save before it has failed "
-                f"({before.error}); train on, or save again"
+                f"({before.error}); train on, or save again",
             ) from before.error
         assert end.path is not None
         return end.path
@@ -615,7 +621,9 @@ class _Save:
             if self._copy is not None:
                 LOG.error("%s", error)  # in case that nobody asks
         except BaseException as error:
-            self._end = _End(failure=_Failure(CheckpointError(str(error))), before=self._untold)
+            self._end = _End(
+                failure=_Failure(resaid(CheckpointError, str(error))), before=self._untold
+            )
             raise
         finally:
             self._held.close()
@@ -686,9 +694,11 @@ class _Save:
         """See that the step may be written; rank 0 holds the folder, and clears it of old tries."""
         store, step = self._store, self._step
         if store.has(step) and step not in {*left_behind(store, self._origin()), *store.replaced()}:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-step-there",
                 f"'{store}' has step {step} already; save another, or call "
-                f"fsdp2.checkpoint.remove(folder, {step}) before"
+                f"fsdp2.checkpoint.remove(folder, {step}) before",
             )
         store.prepare()
         if self._call.is_first and self._is_ours is None:
@@ -700,9 +710,11 @@ class _Save:
     def _decide(self, told: list[_Written]) -> Sequence[_Answer]:
         facts = [written.facts for written in told]
         if any(other != facts[0] for other in facts):
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-ranks-differ",
                 f"save() got other steps, folders, keep or DTensors in extra on other ranks "
-                f"({facts}); pass the same on all"
+                f"({facts}); pass the same on all",
             )
         plans = [written.local for written in told]
         if all(plan is not None for plan in plans):
@@ -746,9 +758,11 @@ class _Save:
             metric=self._stay.metric,
         )
         if self._is_ours is not None and not self._is_ours():
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-taken-over",
                 f"another job has taken '{self._store}' over, as nothing was seen of this one for "
-                f"{LEASE} seconds; stop one of the two, or give each a folder of its own"
+                f"{LEASE} seconds; stop one of the two, or give each a folder of its own",
             )
         replaced = branch(self._store, self._step, self._origin())
         try:
@@ -783,9 +797,11 @@ def _check_parts(plans: list[SavePlan]) -> None:
             found[index.fqn] = found.get(index.fqn, 0) + item.tensor_data.chunk.sizes.numel()
     for name, size in sizes.items():
         if found[name] < size:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-parts",
                 f"the ranks that save have {found[name]} of {size} elements of '{name}'; pass a "
-                f"process_group that has all ranks of the model's meshes, or a whole replica"
+                f"process_group that has all ranks of the model's meshes, or a whole replica",
             )
 
 
@@ -813,8 +829,10 @@ def _is_of_a_value(item: WriteItem, paths: Mapping[str, tuple[Any, ...]]) -> boo
 
 def _check(step: int) -> None:
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise CheckpointError(
-            f"save(step=…) takes a whole number that is not negative, not {step!r}"
+        raise coded(
+            CheckpointError,
+            "ckpt-step",
+            f"save(step=…) takes a whole number that is not negative, not {step!r}",
         )
 
 
@@ -824,9 +842,11 @@ def _packed(argument: str, value: Value) -> Packed:
     if argument == "rank_extra" and found.shared:
         wrong.append(f"a DTensor at '{found.shared[0][0]}'")
     if wrong:
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-extra",
             f"save({argument}=…) has {wrong[0]}, which only running code, or the same ranks, would "
-            f"load; pass numbers, strings, bytes, tensors, numpy's arrays, and containers of them"
+            f"load; pass numbers, strings, bytes, tensors, numpy's arrays, and containers of them",
         )
     return found
 

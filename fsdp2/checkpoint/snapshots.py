@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError, coded
 from fsdp2.core.layout.mesh import local_of, wrap_local
 from fsdp2.core.modules.registry import records_below
 from fsdp2.core.names import clean
@@ -186,9 +186,11 @@ def optimizer_state(
         state = _state_of_one(optimizer, names)
         own = {name for group in state["param_groups"] for name in group["params"]}
         if own & seen:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-two-optimizers",
                 f"two optimizers have parameter '{min(own & seen)}', whose states have one name; "
-                f"give it to one of them, or save them in two folders"
+                f"give it to one of them, or save them in two folders",
             )
         seen |= own
         found["state"].update(state["state"])
@@ -233,10 +235,12 @@ def name_of(param: torch.Tensor, names: Mapping[int, str]) -> str:
         CheckpointError: it has none.
     """
     if id(param) not in names:
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-foreign-parameter",
             f"the optimizer has a parameter of shape {tuple(getattr(param, 'shape', ()))} that the "
             f"model does not have now; make the optimizer of model.parameters(), or call "
-            f"model.reshard() before"
+            f"model.reshard() before",
         )
     return names[id(param)]
 

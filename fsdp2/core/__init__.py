@@ -1,7 +1,8 @@
 """The engine of fsdp2: eight rooms and some modules; each imports only those before it.
 
 custom_collectives  the user's own collectives: their interface
-config              the user's choices, as frozen values; the exceptions
+config              the user's choices, as frozen values
+errors              the exceptions, and the code of each message
 progress            optimizer steps counted; the message for a failed collective
 names               names without the prefixes of wrappers
 pieces              lengths split into equal pieces, and rounded up

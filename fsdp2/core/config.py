@@ -1,4 +1,4 @@
-"""The user's choices, as frozen values, and the exceptions that fsdp2 raises (decision 11).
+"""The user's choices, as frozen values (decision 11).
 
     MixedPrecisionPolicy ──┐
     OffloadPolicy ─────────┼──> fully_shard ──> a unit keeps frozen GroupOptions for its groups;
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fsdp2.core.custom_collectives import AllGather, ReduceScatter
+from fsdp2.core.errors import coded
 
 EXACT_BELOW = 16384
 """Elements below which parameters are sent without a format: norms, biases, routers of a few
@@ -31,45 +32,6 @@ counts each as at least 16 KiB of a channel's traffic (enqueue.cc: ncclPrepareTa
 scheduleCollTasksToPlan; 32 KiB in some versions). Users found many small ones slow: 980 grouped
 reduce-scatters 116 s, concatenated 1.6 s (nvidia/nccl#725).
 """
-
-
-class ShardingStateError(RuntimeError):
-    """A call is not possible in the current state of its module.
-
-    For example, a parameter group cannot reshard parameters whose all-gather is still running. The
-    message names the module, its state and the call that resolves it.
-    """
-
-
-class RankMismatchError(ShardingStateError):
-    """Ranks are about to run different collectives, which would hang.
-
-    `fsdp2.debug(check_ranks=True)` raises it on all ranks before anything is launched. The message
-    names the unit and the step of each rank.
-    """
-
-
-class CommunicationError(RuntimeError):
-    """A collective of a unit failed, for example because a rank did not arrive in time.
-
-    The message names the unit, the operation, whether forward or backward ran, and the iteration;
-    ``__cause__`` is the backend's exception.
-    """
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be saved, found or loaded.
-
-    `fsdp2.checkpoint` raises it on all ranks with the same message. Complete steps are unchanged.
-    """
-
-
-class NonFiniteGradientError(FloatingPointError):
-    """A unit's gradients contain NaN or infinity.
-
-    `fsdp2.debug(check_nan=True)` raises it on all ranks of the unit before an optimizer can use the
-    gradients. The message names the parameters.
-    """
 
 
 @dataclass(frozen=True)
@@ -116,23 +78,29 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         override = self.param_dtype_override_fn
         if override is not None and not callable(override):
-            raise TypeError(
+            raise coded(
+                TypeError,
+                "policy-override-type",
                 f"MixedPrecisionPolicy(param_dtype_override_fn={override!r}) is not callable; pass "
-                f"a function of a parameter that returns a torch.dtype or None"
+                f"a function of a parameter that returns a torch.dtype or None",
             )
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(self, name)
             if dtype is None:
                 continue
             if not isinstance(dtype, torch.dtype):
-                raise TypeError(
+                raise coded(
+                    TypeError,
+                    "policy-value",
                     f"MixedPrecisionPolicy({name}={dtype!r}) is not a torch.dtype; pass for "
-                    f"example {name}=torch.bfloat16"
+                    f"example {name}=torch.bfloat16",
                 )
             if not dtype.is_floating_point:
-                raise ValueError(
+                raise coded(
+                    ValueError,
+                    "policy-integer",
                     f"MixedPrecisionPolicy({name}={dtype}) is not a floating-point dtype; pass "
-                    f"for example {name}=torch.bfloat16"
+                    f"for example {name}=torch.bfloat16",
                 )
 
     def overridden_dtype(self, name: str, param: torch.Tensor) -> torch.dtype | None:
@@ -148,9 +116,11 @@ class MixedPrecisionPolicy:
         if chosen is None or chosen == self.param_dtype:
             return None
         if chosen != param.dtype:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "policy-override-value",
                 f"param_dtype_override_fn returned {chosen!r} for parameter '{name}'; return None, "
-                f"the policy's {self.param_dtype} or the parameter's own {param.dtype}"
+                f"the policy's {self.param_dtype} or the parameter's own {param.dtype}",
             )
         return param.dtype
 
@@ -211,14 +181,18 @@ class DataParallelMeshDims:
 
     def __post_init__(self) -> None:
         if self.shard is None and self.replicate is None:
-            raise ValueError(
-                "DataParallelMeshDims names no mesh dim; pass shard=, replicate= or both"
+            raise coded(
+                ValueError,
+                "dims-none",
+                "DataParallelMeshDims names no mesh dim; pass shard=, replicate= or both",
             )
         names = (*self.shard_names, *self.replicate_names)
         if len(set(names)) < len(names):
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "dims-twice",
                 f"DataParallelMeshDims names a mesh dim twice in {names}; name each once, in "
-                f"shard= or in replicate="
+                f"shard= or in replicate=",
             )
 
     @property

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fsdp2.core.config import RankMismatchError, ShardingStateError
+from fsdp2.core.errors import RankMismatchError, ShardingStateError, coded
 from fsdp2.core.params.aliases import REPLACED
 from fsdp2.core.params.param import GATHERED, WHOLE, ShardedParam, is_extended, store_of
 from fsdp2.core.progress import OptimizerSteps
@@ -343,9 +343,11 @@ def require_released(selection: Iterable[SelectedParam], function: str) -> None:
     """
     for selected in selection:
         if selected.param in _holds:
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "inside-gathered",
                 f"{function}() was called inside gathered(), which holds parameter "
-                f"'{selected.names[0]}'; leave the context first"
+                f"'{selected.names[0]}'; leave the context first",
             )
 
 
@@ -410,7 +412,11 @@ def gathered(
             model.head.weight /= model.head.weight.norm(dim=1, keepdim=True)
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"gathered(dtype=…) takes a torch.dtype or None, not {dtype!r}")
+        raise coded(
+            TypeError,
+            "gathered-dtype",
+            f"gathered(dtype=…) takes a torch.dtype or None, not {dtype!r}",
+        )
     settings = GatheredOptions(writeback, rank0_only, offload_to_cpu, with_grads, dtype)
     selection = selected_params(module, recurse)
     require_idle(selection, "gathered")
@@ -447,9 +453,11 @@ def _open(
     depths = [len(_holds.get(selected.param, ())) for selected in selection]
     facts = (settings, [selected.names for selected in selection], depths)
     if not ranks.is_alike(facts):
-        raise RankMismatchError(
+        raise coded(
+            RankMismatchError,
+            "gathered-ranks-differ",
             "ranks called gathered() with different arguments, or for different parameters; call "
-            "it on all ranks alike"
+            "it on all ranks alike",
         )
     gradients = _checked_gradients(holds, gradients, settings, ranks)
     opened: list[Hold] = []
@@ -480,10 +488,12 @@ def _checked_gradients(
     most = ranks.largest([*there, *absent])
     for hold, some, none in zip(holds, most[: len(there)], most[len(there) :], strict=True):
         if some and none:
-            raise RankMismatchError(
+            raise coded(
+                RankMismatchError,
+                "gathered-gradient",
                 f"parameter '{hold.selected.names[0]}' has a gradient on some ranks, but not on "
                 f"all; call gathered() without with_grads, or set_reduce_scatter_unused_params "
-                f"before backward"
+                f"before backward",
             )
     return [bool(some) for some in most[: len(there)]]
 
@@ -494,19 +504,25 @@ def _write(holds: Sequence[Hold], settings: GatheredOptions, ranks: MeshRanks, s
     gradients = [int(settings.with_grads and hold.left_gradient()) for hold in holds]
     worst, *gradients = ranks.largest([own, *gradients])
     for name, problem in problems.items():
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "gathered-shape",
             f"parameter '{name}' {problem}, so that gathered() wrote nothing back; copy new values "
-            f"into it"
+            f"into it",
         )
     if worst == _STEPPED:
-        raise ShardingStateError(
+        raise coded(
+            ShardingStateError,
+            "gathered-stepped",
             "an optimizer stepped inside gathered(), which would be overwritten, so that nothing "
-            "was written back; step outside of it, or call it with writeback=False"
+            "was written back; step outside of it, or call it with writeback=False",
         )
     if worst:
-        raise ShardingStateError(
+        raise coded(
+            ShardingStateError,
+            "gathered-other-rank",
             "another rank left gathered() with an exception, so that nothing was written back; see "
-            "what it raised"
+            "what it raised",
         )
     for hold, gradient in zip(holds, gradients, strict=True):
         hold.write(bool(gradient))

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core.config import RankMismatchError
+from fsdp2.core.errors import RankMismatchError, coded
 from fsdp2.core.layout.mesh import wrap_local
 from fsdp2.core.names import clean
 from fsdp2.core.params.param import is_extended
@@ -119,9 +119,11 @@ def load_from_rank0(
     """
     selection = selected_params(model, recurse=True)
     if not selection:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "load-unsharded",
             "load_from_rank0() got a model without sharded parameters; call fully_shard on it, or "
-            "use load_state_dict()"
+            "use load_state_dict()",
         )
     require_idle(selection, "load_from_rank0")
     require_released(selection, "load_from_rank0")
@@ -137,9 +139,11 @@ def load_from_rank0(
             values = {clean(name): value for name, value in full_state_dict.items()}
     verdict = _Verdict(*json.loads(ranks.told(json.dumps(verdict))))
     if verdict.problem:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "load-refused",
             f"load_from_rank0() wrote nothing, as rank 0 found that {verdict.problem}; pass it "
-            f"a full state dict of this model, or strict=False for one with other names"
+            f"a full state dict of this model, or strict=False for one with other names",
         )
     _write_all(items, values, set(verdict.missing), ranks)
     return IncompatibleKeys(list(verdict.missing), list(verdict.unexpected))
@@ -183,9 +187,11 @@ def sync_module_states(model: nn.Module, *, mesh: DeviceMesh | None = None) -> N
     meta = [item.names[0] for item in items if item.tensor.is_meta]
     found = ranks.told(meta[0] if meta and ranks.is_first else "")
     if found:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "sync-meta",
             f"sync_module_states() found '{found}' on the meta device on rank 0; give it values "
-            f"there, with to_empty() and an initialisation"
+            f"there, with to_empty() and an initialisation",
         )
     settle(selection, with_grads=False)
     for group in {selected.group: None for selected in selection}:
@@ -273,9 +279,11 @@ def _own(member: nn.Module) -> Iterator[tuple[str, torch.Tensor | None, bool]]:
 def _require_alike(items: list[_Item], ranks: MeshRanks, function: str) -> None:
     facts = [(item.names, tuple(item.tensor.shape), str(item.tensor.dtype)) for item in items]
     if not ranks.is_alike((function, facts)):
-        raise RankMismatchError(
+        raise coded(
+            RankMismatchError,
+            "models-differ",
             f"{function}() was called on models that differ in names, shapes or dtypes; build the "
-            f"same model on all ranks, and call it on all of them"
+            f"same model on all ranks, and call it on all of them",
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from fsdp2.core.config import RankMismatchError, ShardingStateError
+from fsdp2.core.errors import RankMismatchError, ShardingStateError, coded
 from fsdp2.core.names import clean
 from fsdp2.core.params.param import is_extended
 from fsdp2.core.progress import OptimizerSteps
@@ -74,7 +74,11 @@ def full_parameters(
             engine.update_weight(name, tensor)      # on other ranks the loop has no turns
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"full_parameters(dtype=…) takes a torch.dtype or None, not {dtype!r}")
+        raise coded(
+            TypeError,
+            "stream-dtype",
+            f"full_parameters(dtype=…) takes a torch.dtype or None, not {dtype!r}",
+        )
     selection = selected_params(module, recurse=True)
     require_idle(selection, "full_parameters")
     require_released(selection, "full_parameters")
@@ -82,9 +86,11 @@ def full_parameters(
     ranks = MeshRanks(selected.param for selected in selection)
     facts = (rank0_only, str(dtype), with_buffers, [selected.names for selected in selection])
     if not ranks.is_alike(facts):
-        raise RankMismatchError(
+        raise coded(
+            RankMismatchError,
+            "stream-ranks-differ",
             "ranks called full_parameters() with different arguments, or on different models; call "
-            "it on all ranks alike"
+            "it on all ranks alike",
         )
     copies = [] if rank0_only and not ranks.is_first else _copies(module, selection, with_buffers)
     return _stream(selection, copies, ranks, rank0_only, offload_to_cpu, dtype)
@@ -135,14 +141,18 @@ def _meet(ranks: MeshRanks, steps: int) -> None:
     """Every rank is here, and the model is what it was."""
     found = ranks.largest([_HERE if steps == OptimizerSteps.ended else _CHANGED])[0]
     if found == _CHANGED:
-        raise ShardingStateError(
+        raise coded(
+            ShardingStateError,
+            "stream-stepped",
             "an optimizer stepped while full_parameters() was under way, so that its tensors would "
-            "be of different steps; run it to its end first"
+            "be of different steps; run it to its end first",
         )
     if found == _GONE:
-        raise RankMismatchError(
+        raise coded(
+            RankMismatchError,
+            "stream-left",
             "another rank has left full_parameters() before its end; let all ranks run through it, "
-            "also those that get nothing"
+            "also those that get nothing",
         )
 
 

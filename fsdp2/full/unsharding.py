@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.collectives import GroupCollectives
 from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.layout import Slot
 from fsdp2.core.layout.mesh import MeshAxes
 from fsdp2.core.params.param import ShardedParam, is_extended
@@ -148,9 +148,12 @@ class ParamLevels:
             shape = shapes[-1]
             shapes.append(shape if level.part is None else _part_shape(level, shape, level.rank))
         if shapes[-1] != tuple(rows.shape):
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "subclass-parts",
                 f"parameter '{self.name}' is of a tensor subclass with a part of shape "
-                f"{tuple(rows.shape)}, which is not cut as the parameter is; pass names= without it"
+                f"{tuple(rows.shape)}, which is not cut as the parameter is; pass names= without "
+                f"it",
             )
         return shapes
 
@@ -293,9 +296,11 @@ def _parallel_levels(param: ShardedParam, axes: MeshAxes) -> Iterator[tuple[Leve
             part, order = _chunks(dim, size), _chunks_order(dim, size)
             yield Level(group, size, rank, part, order), dim
         else:
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "strided-parallel",
                 f"parameter '{param.name}' is {placement} on a tensor-parallel mesh, which "
-                f"cannot be made whole here; pass names= without it, and call its full_tensor()"
+                f"cannot be made whole here; pass names= without it, and call its full_tensor()",
             )
 
 

@@ -12,6 +12,8 @@ from contextvars import ContextVar
 
 from torch import nn
 
+from fsdp2.core.errors import coded
+
 Wrapper = Callable[..., nn.Module]
 """A class or function: takes a module and options, returns the module to use in its place."""
 
@@ -36,14 +38,18 @@ def enable_wrap(*, wrapper_cls: Wrapper, **wrapper_kwargs: object) -> Iterator[N
             model = Model()  # whose __init__ says self.block = wrap(Block())
     """
     if not callable(wrapper_cls):
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "wrapper-class",
             f"enable_wrap(wrapper_cls=…) takes a class or a function of a module, not "
-            f"{wrapper_cls!r}; pass for example fully_shard"
+            f"{wrapper_cls!r}; pass for example fully_shard",
         )
     if _enabled.get() is not None:
-        raise NotImplementedError(
+        raise coded(
+            NotImplementedError,
+            "wrap-nested",
             "enable_wrap was entered inside enable_wrap, so that modules would have two wrappers; "
-            "leave the outer one first"
+            "leave the outer one first",
         )
     token = _enabled.set((wrapper_cls, wrapper_kwargs))
     try:

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from fsdp2.core.errors import coded
 from fsdp2.core.modules.walks import walk
 from fsdp2.wrap.policies import ModuleWrapPolicy, Options, WrapFunction, WrapPolicy
 
@@ -257,7 +258,9 @@ def _checked(policy: object) -> WrapPolicy | WrapFunction | None:
         return policy
     if not kind and isinstance(policy, Iterable):
         return ModuleWrapPolicy(policy)
-    raise TypeError(
+    raise coded(
+        TypeError,
+        "wrap-policy",
         f"a wrap policy is a ModuleWrapPolicy, a CustomPolicy, a function of (module, recurse, "
-        f"nonwrapped_numel), or classes of modules, not {policy!r}; pass for example [Block]"
+        f"nonwrapped_numel), or classes of modules, not {policy!r}; pass for example [Block]",
     )

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2.api import fully_shard, plan_calls
-from fsdp2.core.config import ShardingStateError
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.mesh import device_of
 from fsdp2.core.modules.registry import record_of, require_record
 from fsdp2.core.modules.walks import managed_modules
@@ -222,10 +222,12 @@ class _Construction:
         for unit in units:
             if self._versions[unit] != [param._version for param in _shards(unit)]:
                 name = require_record(unit).unit.title
-                raise ShardingStateError(
+                raise coded(
+                    ShardingStateError,
+                    "deferred-written",
                     f"a constructor wrote into '{name}' after that was sharded, which is not what "
                     f"it does to a whole block; initialise it in its own constructor, by "
-                    f"self.apply(…), or in deferred(init_fn=…)"
+                    f"self.apply(…), or in deferred(init_fn=…)",
                 )
 
 
@@ -233,10 +235,12 @@ def _check_memory(member: nn.Module, prefix: str) -> None:
     for key, param in member._parameters.items():
         if param is not None and param.is_meta:
             name = prefix + key
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "deferred-meta",
                 f"parameter '{name}' is on the meta device, so that its constructor "
                 f"gave it no values; pass deferred(init_fn=…), or construct without the meta "
-                f"device, as one block at a time is whole anyway"
+                f"device, as one block at a time is whole anyway",
             )
 
 

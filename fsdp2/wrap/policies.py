@@ -16,6 +16,8 @@ from typing import Protocol
 
 from torch import nn
 
+from fsdp2.core.errors import coded
+
 Options = dict[str, object]
 """The options of a wrapper call, besides the module."""
 
@@ -54,9 +56,11 @@ class ModuleWrapPolicy:
         self._module_classes = set(module_classes)
         for found in self._module_classes:
             if not (isinstance(found, type) and issubclass(found, nn.Module)):
-                raise TypeError(
+                raise coded(
+                    TypeError,
+                    "wrap-classes",
                     f"ModuleWrapPolicy takes classes of modules, but one is {found!r}; pass for "
-                    f"example [TransformerBlock]"
+                    f"example [TransformerBlock]",
                 )
 
     def _run_policy(
@@ -109,9 +113,11 @@ class CustomPolicy:
                 continue
             answer: object = self._lambda_fn(module)
             if not isinstance(answer, bool | Mapping):
-                raise ValueError(
+                raise coded(
+                    ValueError,
+                    "wrap-answer",
                     f"the function of CustomPolicy returned {answer!r} for '{name or '(root)'}'; "
-                    f"return True, False, or a dict of options"
+                    f"return True, False, or a dict of options",
                 )
             if answer:
                 own = answer if isinstance(answer, Mapping) else {}

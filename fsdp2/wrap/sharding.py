@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2.api import PlannedCall, apply_calls, plan_call
 from fsdp2.core.config import CPUOffloadPolicy
+from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import device_of
 from fsdp2.core.modules.registry import record_of, require_record
 from fsdp2.core.schedule.group import ParamGroup
@@ -217,8 +218,10 @@ def shard_model(
     """
     settings = _STRATEGIES.get(strategy)
     if settings is None:
-        raise ValueError(
-            f"shard_model(strategy=…) takes one of {', '.join(_STRATEGIES)}, not {strategy!r}"
+        raise coded(
+            ValueError,
+            "strategy",
+            f"shard_model(strategy=…) takes one of {', '.join(_STRATEGIES)}, not {strategy!r}",
         )
     modules, params = _ignored(model, ignored)
     chosen = _mesh_of(strategy, settings, mesh)
@@ -278,14 +281,18 @@ def _ignored(
         found: object = below.get(item) if isinstance(item, str) else item
         if not isinstance(found, nn.Module | nn.Parameter) or found not in present:
             what = repr(item) if isinstance(item, str) else f"a {type(item).__name__}"
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "ignored-unknown",
                 f"shard_model(ignored=…) names {what}, which is no module or parameter of the "
-                f"model; pass those of this model, or their names in it"
+                f"model; pass those of this model, or their names in it",
             )
         if found is model:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "ignored-model",
                 "shard_model(ignored=…) names the model itself, so that nothing is left to shard; "
-                "name modules or parameters in it"
+                "name modules or parameters in it",
             )
         if isinstance(found, nn.Module):
             modules |= set(found.modules())
@@ -304,9 +311,11 @@ def _mesh_of(strategy: str, settings: _StrategyOptions, mesh: DeviceMesh | None)
             wanted = {"replicated": "(ranks, 1)", "levels": "(between, inside)"}.get(
                 strategy, "(shard,)" if settings.mesh_dims == 1 else "(replicate, shard)"
             )
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "strategy-mesh",
                 f"shard_model(strategy={strategy!r}) takes a mesh {wanted}, but got one of shape "
-                f"{tuple(mesh.shape)}; pass another mesh, or another strategy"
+                f"{tuple(mesh.shape)}; pass another mesh, or another strategy",
             )
     return mesh
 
@@ -326,10 +335,12 @@ def _default_mesh(strategy: str, settings: _StrategyOptions) -> DeviceMesh:
 def _check_options(plan: _PlannedUnit) -> None:
     for key in plan.options:
         if key not in _OPTIONS:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "policy-option",
                 f"the policy gives '{plan.names[0]}' the option {key!r}, which shard_model does "
                 f"not have; use mesh, reshard_after_forward, shard_placement_fn, mp_policy, "
-                f"offload_policy"
+                f"offload_policy",
             )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fsdp2.checks.agreement import LOOK_INTERVAL, Agreement, Intent
-from fsdp2.core.config import RankMismatchError
+from fsdp2.core.errors import RankMismatchError
 
 pytestmark = pytest.mark.alone
 
