@@ -196,7 +196,7 @@ def async_save(
 
     A failed save does not prevent the next one, and is always reported. If the next was called
     before ``result()`` of the failed one, ``result()`` of the next also raises, once. If you called
-    ``result()`` of neither, the call after the next raises. Any `save` raises, too.
+    ``result()`` of neither, the call after the next raises. Each `save` raises, too.
 
     Args:
         folder: as for `save`, like all other arguments.
