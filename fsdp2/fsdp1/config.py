@@ -36,7 +36,7 @@ class TwinOfTorchs(Enum):
 
 
 class ShardingStrategy(TwinOfTorchs):
-    """What a wrapper shards, and over which ranks.
+    """The parameters that a wrapper shards, and the ranks over which it does so.
 
     - ``FULL_SHARD``: parameters, gradients and optimizer states. Forward reshards parameters.
     - ``SHARD_GRAD_OP``: the same, but parameters stay unsharded from forward to backward.

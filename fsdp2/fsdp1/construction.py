@@ -61,7 +61,7 @@ def own_modules(
 
 @dataclass(frozen=True)
 class Ignored:
-    """What a wrapper leaves alone.
+    """The modules and parameters that a wrapper does not manage.
 
     Attributes:
         modules: with all that is below them, except wrappers.
@@ -76,7 +76,7 @@ def ignored_of(
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[nn.Module] | Iterable[nn.Parameter] | None,
 ) -> Ignored:
-    """What the two arguments name.
+    """The modules and parameters that the two arguments name.
 
     Raises:
         ValueError: both are given, or they name wrappers, or both parameters and modules.

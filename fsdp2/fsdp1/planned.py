@@ -57,7 +57,7 @@ Completed = Callable[..., Given]
 
 @dataclass(frozen=True)
 class ResolvedOptions:
-    """What a wrapper's arguments come to."""
+    """A wrapper's arguments, resolved."""
 
     strategy: ShardingStrategy
     offload: CPUOffloadPolicy | None
@@ -96,16 +96,16 @@ class WrapperPlan:
 
 
 def plan_wrapper(module: nn.Module, given: Given, completed: Completed) -> WrapperPlan:
-    """What a wrapper's arguments mean for a module; changes nothing, but makes meshes.
+    """Resolve a wrapper's arguments for a module; changes nothing, except that it creates meshes.
 
     Args:
-        module: what is to be wrapped.
+        module: the module to wrap.
         given: the arguments.
-        completed: what gives the arguments of a wrapper below their defaults.
+        completed: adds defaults to the arguments of a wrapper below.
 
     Raises:
-        TypeError: an argument is of the wrong type.
-        ValueError: arguments do not fit together or with the module.
+        TypeError: an argument has the wrong type.
+        ValueError: arguments are inconsistent with each other or with the module.
     """
     _check_module(module)
     options = _resolved(module, given)
@@ -209,7 +209,9 @@ _INHERITED = (
 def _chosen_below(
     module: nn.Module, policy: Policy, options: ResolvedOptions, given: Given
 ) -> tuple[dict[nn.Module, dict[str, Any]], list[nn.Module]]:
-    """What a policy chooses below, with arguments; and what stays in full precision."""
+    """The modules below that a policy selects, with arguments; and those that stay in full
+    precision.
+    """
     check_nothing_wrapped(module)
     precision, ignored = options.precision, options.ignored
     apart: tuple[type[nn.Module], ...] = ()
