@@ -122,8 +122,8 @@ def fully_shard(
         shard_placement_fn: called with each parameter. It returns the ``Shard`` to use, ``None``
             for the default, or a `ShardPlacementResult` with a separate mesh for the parameter.
             Each dim may be uneven. The default is ``Shard(0)``, unless equal pieces of dim 0 pad
-            more than 3 % of the parameter and more than 1 MiB over all ranks; in that case it is
-            the dim that pads least. A tuple of ``Shard`` lists the allowed dims: fsdp2 uses the first,
+            more than 3 % of the parameter and more than 1 MiB over all ranks; then it is the dim
+            that pads least. A tuple of ``Shard`` lists the allowed dims: fsdp2 uses the first,
             unless it pads too much by the same rule. It then uses another one, or ``(Shard(0),
             Shard(d))`` on a mesh of two shard dims if that pads less or needs no copies. A
             parameter sharded on two dims is on a different mesh from the rest: torch's clipping

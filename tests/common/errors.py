@@ -31,6 +31,9 @@ _ENTRY = re.compile(
     re.MULTILINE,
 )
 
+LISTED = {"plain-state-dict"}
+"""Messages of which torch makes one exception for several keys: it has none of the codes."""
+
 PLACEHOLDER = re.compile(r"\{[^{}]*\}")
 
 
@@ -69,7 +72,7 @@ def raises(entry_id: str) -> Any:
     """``pytest.raises`` for the exception, the whole message of an entry, and its code."""
     entry = catalogue()[entry_id]
     kind = getattr(fsdp2, entry.exception, None) or getattr(builtins, entry.exception)
-    code = None if entry.from_torch else entry_id
+    code = None if entry.from_torch or entry_id in LISTED else entry_id
     return pytest.raises(
         kind, match=_pattern(entry), check=lambda error: getattr(error, "code", None) == code
     )
@@ -82,5 +85,6 @@ def assert_said(entry_id: str, text: str) -> None:
 
 def _pattern(entry: Entry) -> str:
     parts = PLACEHOLDER.split(entry.message)
-    code = "" if entry.from_torch else re.escape(f" [{entry.id}]") + "$"
+    code = "" if entry.from_torch else re.escape(f" [{entry.id}]")
+    code += "" if entry.id in LISTED else "$"
     return "(?s)" + ".*?".join(re.escape(part) for part in parts) + code
